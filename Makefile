@@ -1,0 +1,86 @@
+# The project's commands; `make help` lists them. Every one that needs Python sets .venv up first.
+
+# Recursive on purpose: looked up only when .venv is made.
+PYTHON ?= $(shell python3.11 -c 'import sys; print(sys.executable)' 2>/dev/null || command -v python3)
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt
+# Silent, warnings too; what fails is tried once more aloud, because a silent pip does not say why.
+install = $(PIP) -qq $(1) || $(PIP) $(1)
+STAMP := $(VENV)/.installed
+# Extra arguments for pytest: make test ARGS="-k schedule -x"
+ARGS ?=
+comma := ,
+
+PROTOS := $(sort $(wildcard protos/*.proto))
+# protos/x.proto is lp_pipe/protos/x.proto to protoc, so generated code imports `from lp_pipe.protos import x_pb2`.
+PROTOC = $(BIN)/python -m grpc_tools.protoc -Ilp_pipe/protos=protos $(PROTOS:%=lp_pipe/%)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-all lint ruff-check ruff-format mypy layers protos protos-check bench clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "  make %-10s %s\n", $$1, $$2 }'
+
+setup: $(STAMP)  ## make .venv with everything pinned in constraints.txt (nothing to do when it is up to date)
+
+# torch goes first, under its pin: left to the resolver another version could be tried, and each one is large.
+# hatchling goes before the project, which is then built in this .venv: pip's isolated builds ignore constraints.
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/pip || { \
+	  test -n "$(PYTHON)" && "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+	    || { echo 'Python 3.11 or newer is needed: make setup PYTHON=/path/to/python3.11' >&2; exit 1; }; \
+	  echo "setup: making $(VENV) with $(PYTHON)"; \
+	  "$(PYTHON)" -m venv $(VENV); }
+	@echo 'setup: installing torch (the first time takes a minute or more)'
+	@$(call install,torch)
+	@echo 'setup: installing lp_pipe and its tools'
+	@$(call install,hatchling)
+	@$(call install,--no-build-isolation -e '.[torch$(comma)dev]')
+	@touch $@
+
+demo: setup  ## train a language model as a pipeline of processes
+	$(BIN)/lp_pipe launch examples/char_gpt.py --mode=process
+
+test: setup  ## run the tests, without the slow ones
+	$(BIN)/python -m pytest -n 2 -m 'not slow' $(ARGS)
+
+test-all: setup  ## run all tests
+	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+lint: setup  ## ruff, mypy, layers, fresh protos; all of them, also after the first failure
+	@$(MAKE) --no-print-directory -k ruff-check ruff-format mypy layers protos-check
+
+ruff-check: setup
+	$(BIN)/ruff check .
+
+ruff-format: setup
+	$(BIN)/ruff format --check .
+
+mypy: setup
+	$(BIN)/mypy
+
+layers: setup
+	$(BIN)/lint-imports --no-logo
+
+protos: setup  ## generate lp_pipe/protos from protos/*.proto
+	@set -e; tmp=$$(mktemp -d); trap 'rm -rf "$$tmp"' EXIT; \
+	$(PROTOC) --python_out="$$tmp" --pyi_out="$$tmp"; \
+	rm -f lp_pipe/protos/*_pb2.py lp_pipe/protos/*_pb2.pyi; \
+	cp "$$tmp"/lp_pipe/protos/* lp_pipe/protos/; \
+	echo 'protos: generated from $(PROTOS)'
+
+protos-check: setup
+	@set -e; tmp=$$(mktemp -d); trap 'rm -rf "$$tmp"' EXIT; \
+	$(PROTOC) --python_out="$$tmp" --pyi_out="$$tmp"; \
+	diff -rqN -x __init__.py -x __pycache__ lp_pipe/protos "$$tmp/lp_pipe/protos" \
+	  || { echo 'lp_pipe/protos does not match protos/*.proto: run make protos' >&2; exit 1; }; \
+	echo 'protos: fresh'
+
+bench: setup  ## compare pipeline throughput with a plain loop and with torch's pipelining
+	$(BIN)/python -m benchmarks.pipeline
+
+clean:  ## remove caches and built packages (keeps .venv and runs)
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,176 @@
+"""How long tensors take from one process to another: a channel, torch's gloo and a memcpy, side by side.
+
+    python -m benchmarks.channel [--json FILE] [--repeats N]
+
+One way = half a round trip: both processes send the same tensor back and forth, and each ends with a tensor of its own.
+The rounds of all methods alternate, so that a busy machine slows all of them.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import json
+import os
+import pathlib
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+
+from lp_pipe.channels import ChannelHub, Receiver, Sender, open_sender
+
+SIZES = {"64 KiB": 1 << 16, "1 MiB": 1 << 20, "64 MiB": 1 << 26}
+METHODS = ("memcpy", "shm", "stream", "gloo")
+_TIMEOUT_S = 60.0
+_ROUND_TRIPS = {1 << 16: 200, 1 << 20: 100, 1 << 26: 4}
+
+
+class Peer:
+    """One of the two processes; both run the same program, the second one answers."""
+
+    def __init__(self, directory: str, rank: int) -> None:
+        self.rank = rank
+        self._directory = directory
+        self._hub = ChannelHub(self._endpoint(rank), f"peer/{rank}")
+        self._receivers = {kind: self._hub.receiver(kind) for kind in ("shm", "stream")}
+        self._senders: dict[str, Sender] = {}
+
+    def connect(self) -> None:
+        """Both hubs listen once gloo's rendezvous is over."""
+        dist.init_process_group("gloo", f"file://{self._directory}/store", rank=self.rank, world_size=2)
+        for kind in self._receivers:
+            peer = 1 - self.rank
+            self._senders[kind] = open_sender(self._endpoint(peer), kind, kind=kind, name=f"peer/{self.rank}")
+
+    def trip(self, method: str, tensor: torch.Tensor) -> Callable[[], None]:
+        if method == "gloo":
+            return lambda: self._gloo_trip(tensor)
+        sender, receiver = self._senders[method], self._receivers[method]
+        return lambda: self._channel_trip(sender, receiver, tensor)
+
+    def _gloo_trip(self, tensor: torch.Tensor) -> None:
+        for turn in (0, 1):
+            if turn == self.rank:
+                dist.send(tensor, 1 - self.rank)
+            else:
+                dist.recv(tensor, 1 - self.rank)
+
+    def _channel_trip(self, sender: Sender, receiver: Receiver, tensor: torch.Tensor) -> None:
+        for turn in (0, 1):
+            if turn == self.rank:
+                sender.send(0, tensor)
+            else:
+                receiver.receive(0, _TIMEOUT_S)
+
+    def _endpoint(self, rank: int) -> str:
+        return f"unix:{self._directory}/{rank}"
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+        self._hub.close("the benchmark is over")
+
+
+def memcpy(tensor: torch.Tensor) -> Callable[[], None]:
+    """Two copies, so that half of it is one, as for the round trips."""
+    target = torch.empty_like(tensor)
+    size = tensor.nbytes
+
+    def copy_twice() -> None:
+        ctypes.memmove(target.data_ptr(), tensor.data_ptr(), size)
+        ctypes.memmove(tensor.data_ptr(), target.data_ptr(), size)
+
+    return copy_twice
+
+
+def one_way_s(trip: Callable[[], None], count: int) -> float:
+    trip()  # warm
+    begin = time.perf_counter()
+    for _ in range(count):
+        trip()
+    return (time.perf_counter() - begin) / count / 2
+
+
+def measure(peer: Peer, repeats: int) -> dict[str, dict[str, list[float]]]:
+    """Seconds one way: size -> method -> one entry per repeat."""
+    times: dict[str, dict[str, list[float]]] = {size: {method: [] for method in METHODS} for size in SIZES}
+    for name, size in SIZES.items():
+        tensor = torch.ones(size // 4)
+        for _ in range(repeats):
+            for method in METHODS:
+                # The other process waits in the next method's receive, and leaves the machine to the memcpy.
+                if method == "memcpy" and peer.rank == 0:
+                    times[name][method].append(one_way_s(memcpy(tensor), _ROUND_TRIPS[size]))
+                elif method != "memcpy":
+                    times[name][method].append(one_way_s(peer.trip(method, tensor), _ROUND_TRIPS[size]))
+    return times
+
+
+def report(times: dict[str, dict[str, list[float]]]) -> dict[str, object]:
+    """Print the table; returns what goes into the JSON."""
+    medians = {size: {method: statistics.median(values) for method, values in row.items()} for size, row in times.items()}
+    lines = ["| one way, median | " + " | ".join(SIZES) + " |", "|---|" + "--:|" * len(SIZES)]
+    for method in METHODS:
+        cells = [f"{_duration(row[method])} ({row[method] / row['memcpy']:.1f}x)" for row in medians.values()]
+        lines.append(f"| {method} | " + " | ".join(cells) + " |")
+    sys.stdout.write("\n".join(lines) + "\n")
+    spread = {size: {method: [min(v), max(v)] for method, v in row.items()} for size, row in times.items()}
+    machine = {"cpus": os.cpu_count(), "platform": platform.platform(), "torch": torch.__version__}
+    return {"unit": "s", "machine": machine, "median": medians, "min_max": spread}
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} µs"
+
+
+@contextlib.contextmanager
+def second_process(directory: str, repeats: int) -> Iterator[None]:
+    command = [sys.executable, "-m", "benchmarks.channel", "--repeats", str(repeats), "--answer-in", directory]
+    process = subprocess.Popen(command)
+    try:
+        yield
+        process.wait(_TIMEOUT_S)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def run(directory: str, rank: int, repeats: int) -> dict[str, dict[str, list[float]]]:
+    torch.set_num_threads(1)
+    peer = Peer(directory, rank)
+    peer.connect()
+    try:
+        return measure(peer, repeats)
+    finally:
+        peer.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--json", type=pathlib.Path, help="also write the figures to this file")
+    parser.add_argument("--answer-in", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.answer_in is not None:
+        run(options.answer_in, 1, options.repeats)
+        return
+    directory = tempfile.mkdtemp(prefix="lp")
+    try:
+        with second_process(directory, options.repeats):
+            figures = report(run(directory, 0, options.repeats))
+    finally:
+        shutil.rmtree(directory)
+    text = json.dumps(figures)
+    sys.stdout.write(text + "\n")
+    if options.json is not None:
+        options.json.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

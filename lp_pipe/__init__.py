@@ -1,0 +1,33 @@
+"""lp_pipe: a program graph, declared once, that runs as threads, as processes, and across hosts."""
+
+from lp_pipe.address import Address as Address
+from lp_pipe.address import get_port_from_address as get_port_from_address
+from lp_pipe.context import NodeContext as NodeContext
+from lp_pipe.context import context as context
+from lp_pipe.context import log_metrics as log_metrics
+from lp_pipe.context import register_stop_handler as register_stop_handler
+from lp_pipe.context import stop as stop
+from lp_pipe.context import stop_event as stop_event
+from lp_pipe.context import unregister_stop_handler as unregister_stop_handler
+from lp_pipe.context import wait_for_stop as wait_for_stop
+from lp_pipe.errors import DeadlineExceeded as DeadlineExceeded
+from lp_pipe.errors import LaunchError as LaunchError
+from lp_pipe.errors import LpPipeError as LpPipeError
+from lp_pipe.errors import MethodNotFound as MethodNotFound
+from lp_pipe.errors import NodeError as NodeError
+from lp_pipe.errors import RemoteError as RemoteError
+from lp_pipe.errors import SerializationError as SerializationError
+from lp_pipe.errors import Unavailable as Unavailable
+from lp_pipe.handles import CourierHandle as CourierHandle
+from lp_pipe.handles import Deferred as Deferred
+from lp_pipe.handles import Handle as Handle
+from lp_pipe.launch import Run as Run
+from lp_pipe.launch import launch as launch
+from lp_pipe.nodes import CourierNode as CourierNode
+from lp_pipe.nodes import Node as Node
+from lp_pipe.nodes import PyClassNode as PyClassNode
+from lp_pipe.nodes import PyNode as PyNode
+from lp_pipe.program import Program as Program
+from lp_pipe.resources import Resources as Resources
+from lp_pipe.rpc import CourierClient as CourierClient
+from lp_pipe.rpc import list_methods as list_methods

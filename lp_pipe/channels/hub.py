@@ -1,0 +1,126 @@
+"""Where a process's channels arrive: one listener, a connection for each channel."""
+
+import threading
+
+from lp_pipe import connections
+from lp_pipe.channels import kinds
+from lp_pipe.channels.messages import Opening
+from lp_pipe.channels.receiver import Receiver
+from lp_pipe.connections import Connection, Frame, frames
+from lp_pipe.errors import ChannelClosed
+
+
+class ChannelHub:
+    """Brings senders and receivers together by the channel's name, whichever comes first.
+
+    name: this node's label, for messages ("stages/1").
+    """
+
+    def __init__(self, endpoint: str, name: str) -> None:
+        self.name = name
+        self._lock = threading.Lock()
+        self._receivers: dict[str, Receiver] = {}
+        self._unmatched: dict[str, Receiver] = {}
+        self._waiting: dict[str, _Incoming] = {}
+        self._closed_reason: str | None = None
+        self._listener = connections.listen(endpoint, lambda connection: _Incoming(self, connection).start())
+        self.endpoint = self._listener.endpoint
+
+    def receiver(self, channel: str, credits: int = 4) -> Receiver:
+        """Make the channel's receiving end; at most `credits` values are on their way at a time.
+
+        Raises:
+            ValueError: the channel has an open receiver already.
+            ChannelClosed: the hub is closed.
+        """
+        if credits < 1:
+            raise ValueError(
+                f"channel {channel!r} of {self.name}: credits={credits}: nothing could be sent; use 1 or more"
+            )
+        receiver = Receiver(channel, credits)
+        with self._lock:
+            if self._closed_reason is not None:
+                raise ChannelClosed(f"channel {channel!r} of {self.name}: {self._closed_reason}")
+            existing = self._receivers.get(channel)
+            if existing is not None and existing.is_open:
+                raise ValueError(f"channel {channel!r} of {self.name} has a receiver already; close it first")
+            self._receivers[channel] = receiver
+            incoming = self._waiting.pop(channel, None)
+            if incoming is None:
+                self._unmatched[channel] = receiver
+        if incoming is not None:
+            incoming.attach(receiver)
+        return receiver
+
+    def close(self, reason: str) -> None:
+        """Close all channels; their senders get the reason."""
+        with self._lock:
+            self._closed_reason = reason
+            receivers, waiting = list(self._receivers.values()), list(self._waiting.values())
+        self._listener.close()
+        for receiver in receivers:
+            receiver.close(reason)
+        for incoming in waiting:
+            incoming.connection.close(reason)
+
+    def _opened(self, incoming: "_Incoming") -> None:
+        """A sender has said which channel it is for."""
+        channel = incoming.opening.channel
+        with self._lock:
+            receiver = self._unmatched.pop(channel, None)
+            refusal = self._closed_reason
+            if receiver is None and refusal is None:
+                refusal = self._let_wait(incoming)
+        if refusal is not None:
+            incoming.connection.close(refusal)
+        elif receiver is not None:
+            incoming.attach(receiver)
+
+    def _let_wait(self, incoming: "_Incoming") -> str | None:
+        """Keep it for a receiver to come; returns why not."""
+        channel = incoming.opening.channel
+        existing, waiting = self._receivers.get(channel), self._waiting.get(channel)
+        if (existing is not None and existing.is_open) or (waiting is not None and waiting.is_open):
+            return f"channel {channel!r} of {self.name} has a sender already"
+        self._waiting[channel] = incoming
+        return None
+
+
+class _Incoming:
+    """A sender's connection, before and after its receiver is there."""
+
+    opening: Opening
+
+    def __init__(self, hub: ChannelHub, connection: Connection) -> None:
+        self.connection = connection
+        self._hub = hub
+        self._receiver: Receiver | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self.connection.closed_reason is None
+
+    def start(self) -> None:
+        self.connection.start(self._on_frame, self._on_close)
+
+    def attach(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+        inlet = kinds.make_inlet(self.opening.kind)
+        receiver._attach(self.connection, inlet, self.opening.sender or self.connection.peer)
+        if self.connection.closed_reason is not None:
+            receiver._on_close(self.connection.closed_reason)  # it closed while nobody was attached
+
+    def _on_frame(self, frame: Frame) -> None:
+        if frame.kind == frames.CHANNEL_OPEN:
+            self.opening = Opening.of(frame)
+            self._hub._opened(self)
+            return
+        assert self._receiver is not None, "a sender sends only when it has credits"
+        try:
+            self._receiver._on_data(frame)
+        except OSError as error:
+            self.connection.close(f"the sender's shared memory cannot be opened: {error}")
+
+    def _on_close(self, reason: str) -> None:
+        if self._receiver is not None:
+            self._receiver._on_close(reason)

@@ -1,0 +1,125 @@
+"""A value as a layout and its tensors: the layout is all but the tensors' bytes, and rarely changes."""
+
+import math
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lp_pipe.rpc import codec
+
+_ALIGNMENT_BYTES = 64  # a cache line, and what torch's own allocator gives
+
+
+class TensorSpec(NamedTuple):
+    """A tensor without its elements; `stride` is dense, that of the tensor's clone()."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass
+class Layout:
+    """`specs` has an entry per leaf, None where the leaf is not a tensor; those leaves are pickled in `others`."""
+
+    treedef: pytree.TreeSpec
+    specs: tuple[TensorSpec | None, ...]
+    others: bytes
+
+    @cached_property
+    def tensor_specs(self) -> list[TensorSpec]:
+        return [spec for spec in self.specs if spec is not None]
+
+    @cached_property
+    def offsets(self) -> list[int]:
+        """Where each tensor begins when all lie in one piece of memory; the last entry is that memory's size."""
+        sizes = (-(-spec.size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for spec in self.tensor_specs)
+        return list(accumulate(sizes, initial=0))
+
+    def encode(self) -> bytes:
+        return _dumps((_portable(self.treedef), self.specs, self.others))
+
+    @staticmethod
+    def decode(data: bytes | bytearray | memoryview) -> "Layout":
+        portable, specs, others = codec.loads(bytes(data))
+        return Layout(_treedef_of(portable), specs, others)
+
+
+def pack(value: Any) -> tuple[Layout, list[Tensor]]:
+    """Take `value` apart; the tensors are detached and share its memory.
+
+    Raises:
+        ValueError: a tensor that a channel cannot carry.
+    """
+    leaves, treedef = pytree.tree_flatten(value)
+    tensors: list[Tensor] = []
+    specs: list[TensorSpec | None] = []
+    others: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            _check_is_plain(leaf)
+            tensors.append(leaf.detach())
+            specs.append(_spec_of(leaf))
+        else:
+            others.append(leaf)
+            specs.append(None)
+    return Layout(treedef, tuple(specs), _dumps(others) if others else b""), tensors
+
+
+def unpack(layout: Layout, tensors: Sequence[Tensor]) -> Any:
+    """Undo `pack`; the other leaves are made anew each time, so that no two values share them."""
+    if not layout.others:
+        return pytree.tree_unflatten(tensors, layout.treedef)
+    remaining, others = iter(tensors), iter(codec.loads(layout.others))
+    leaves = [next(others if spec is None else remaining) for spec in layout.specs]
+    return pytree.tree_unflatten(leaves, layout.treedef)
+
+
+def tensor_over(memory: Tensor, offset_bytes: int, spec: TensorSpec) -> Tensor:
+    """The tensor that lies at `offset_bytes` of `memory` (uint8); no view for autograd, unlike as_strided's."""
+    offset = offset_bytes // spec.dtype.itemsize
+    return torch.empty(0, dtype=spec.dtype).set_(memory.untyped_storage(), offset, spec.shape, spec.stride)
+
+
+def _spec_of(tensor: Tensor) -> TensorSpec:
+    # The strides go along because kernels may sum in another order for another memory format (channels_last).
+    dense = tensor if tensor.is_contiguous() else torch.empty_like(tensor, device="meta")
+    return TensorSpec(tensor.dtype, tensor.shape, dense.stride())
+
+
+def _check_is_plain(tensor: Tensor) -> None:
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided or tensor.is_quantized:
+        raise ValueError(f"a channel carries dense tensors, not {type(tensor).__name__} of layout {tensor.layout}")
+    if not tensor.is_cpu:
+        raise ValueError(f"a channel carries CPU tensors, not one on {tensor.device}: send tensor.cpu()")
+
+
+def _portable(treedef: pytree.TreeSpec) -> Any:
+    """Without torch's class for leaves, which warns when it is unpickled."""
+    if treedef.is_leaf():
+        return None
+    return treedef.type, treedef.context, [_portable(child) for child in treedef.children()]
+
+
+def _treedef_of(portable: Any) -> pytree.TreeSpec:
+    if portable is None:
+        return pytree.treespec_leaf()
+    kind, context, children = portable
+    return pytree.TreeSpec(kind, context, [_treedef_of(child) for child in children])
+
+
+def _dumps(value: Any) -> bytes:
+    """What codec.loads undoes; unlike codec.dumps, plain pickle wherever that does."""
+    body, buffers = codec.encode(value)
+    return pickle.dumps((body, [bytes(buffer) for buffer in buffers]), protocol=5)

@@ -1,0 +1,153 @@
+"""The receiving end of a channel."""
+
+import contextlib
+import threading
+import time
+from collections import deque
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from lp_pipe.channels import packing
+from lp_pipe.channels.messages import Abort, tag_and_layout
+from lp_pipe.channels.transport import Inlet
+from lp_pipe.connections import Connection, Frame, frames
+from lp_pipe.errors import ChannelClosed, Unavailable
+
+
+class Receiver:
+    """Made by `ChannelHub.receiver`; any thread may use it."""
+
+    def __init__(self, channel: str, credits: int) -> None:
+        self.channel = channel
+        self.credits = credits
+        self._peer = "its sender, which has not connected yet"
+        self._connection: Connection | None = None
+        self._inlet: Inlet | None = None
+        self._layout: _PackedLayout | None = None
+        self._state = threading.Condition(threading.Lock())
+        self._arrived: deque[_Message] = deque()
+        self._abort: Abort | None = None
+        self._closed_reason: str | None = None
+        self._is_closed_here = False
+
+    def receive(self, tag: int, timeout_s: float | None = None) -> Any:
+        """The next value with this tag; its tensors are the caller's (in one process: the sender's own).
+
+        Messages with a lower tag, left over from an aborted operation, are dropped. Values that were sent before the
+        sender closed or died are still received.
+
+        Raises:
+            ChannelClosed: the peer closed or died, or this operation was aborted.
+            TimeoutError: nothing came for `timeout_s`.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while (message := self._next(tag, deadline, timeout_s)).tag < tag:
+            self._return_credit(message)
+        assert self._inlet is not None
+        try:
+            layout = message.layout.value
+            return packing.unpack(layout, self._inlet.read(layout, message.parcel))
+        finally:
+            self._return_credit(message)
+
+    def abort(self, tag: int, reason: str) -> None:
+        """Let receives with this tag and lower ones raise ChannelClosed, also a blocked one; drop their messages."""
+        with self._state:
+            if self._abort is None or tag >= self._abort.tag:
+                self._abort = Abort(tag, reason)
+            dropped = [message for message in self._arrived if message.tag <= tag]
+            self._arrived = deque(message for message in self._arrived if message.tag > tag)
+            self._state.notify_all()
+        for message in dropped:
+            self._return_credit(message)
+
+    def close(self, reason: str = "closed") -> None:
+        """Close the channel and drop what was not received; the sender gets the reason."""
+        with self._state:
+            self._is_closed_here = True
+            self._closed_reason = self._closed_reason or reason
+            self._arrived.clear()
+            self._state.notify_all()
+            connection = self._connection
+        if connection is not None:
+            connection.close(reason)
+
+    @property
+    def is_open(self) -> bool:
+        return self._closed_reason is None
+
+    def _next(self, tag: int, deadline: float | None, timeout_s: float | None) -> "_Message":
+        """Wait for and take the oldest message, which has this tag or a lower one."""
+        with self._state:
+            remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not self._state.wait_for(lambda: self._arrived or self._end_of(tag) is not None, remaining):
+                raise TimeoutError(f"{self._label}: nothing with tag {tag} came within {timeout_s} s")
+            reason = self._end_of(tag)
+            if reason is not None:
+                raise ChannelClosed(f"{self._label}: {reason}")
+            first = self._arrived[0].tag
+            assert first <= tag, f"{self._label}: tag {first} came while {tag} was asked for; the order is broken"
+            return self._arrived.popleft()
+
+    def _end_of(self, tag: int) -> str | None:
+        if self._abort is not None and tag <= self._abort.tag:
+            return self._abort.reason
+        return None if self._arrived else self._closed_reason
+
+    @property
+    def _label(self) -> str:
+        return f"channel {self.channel!r} from {self._peer}"
+
+    def _return_credit(self, message: "_Message") -> None:
+        assert self._connection is not None
+        with contextlib.suppress(Unavailable):  # the sender has gone and needs no credit
+            self._connection.send(Frame(frames.CHANNEL_CREDIT, message.token))
+
+    def _attach(self, connection: Connection, inlet: Inlet, peer: str) -> None:
+        """Called by the hub when both ends are there; only the credits let the sender begin."""
+        with self._state:
+            self._connection, self._inlet, self._peer = connection, inlet, peer
+            reason = self._closed_reason
+        if reason is not None:
+            connection.close(reason)
+            return
+        with contextlib.suppress(Unavailable):  # then _on_close follows
+            connection.send(Frame(frames.CHANNEL_OPEN, self.credits))
+
+    def _on_data(self, frame: Frame) -> None:
+        assert self._inlet is not None
+        tag, layout = tag_and_layout(frame)
+        if layout:
+            self._layout = _PackedLayout(layout)
+        assert self._layout is not None
+        message = _Message(tag, frame.id, self._layout, self._inlet.accept(frame.id, frame.buffers))
+        with self._state:
+            is_wanted = not self._is_closed_here and (self._abort is None or tag > self._abort.tag)
+            if is_wanted:
+                self._arrived.append(message)
+                self._state.notify_all()
+        if not is_wanted:
+            self._return_credit(message)
+
+    def _on_close(self, reason: str) -> None:
+        with self._state:
+            self._closed_reason = self._closed_reason or reason
+            self._state.notify_all()
+
+
+class _PackedLayout:
+    """Unpickled by the first receive() that needs it: the connection's thread must not run users' constructors."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    @cached_property
+    def value(self) -> packing.Layout:
+        return packing.Layout.decode(self._data)
+
+
+class _Message(NamedTuple):
+    tag: int
+    token: int
+    layout: _PackedLayout
+    parcel: Any

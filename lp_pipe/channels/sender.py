@@ -1,0 +1,124 @@
+"""The sending end of a channel."""
+
+import threading
+from typing import Any
+
+from torch import Tensor
+
+from lp_pipe import connections
+from lp_pipe.channels import kinds, packing
+from lp_pipe.channels.messages import Abort, Opening, data_frame
+from lp_pipe.channels.transport import Outlet
+from lp_pipe.connections import Connection, Frame, frames
+from lp_pipe.errors import ChannelClosed, Unavailable
+
+
+class Sender:
+    """Made by `open_sender`; any thread may use it."""
+
+    def __init__(self, connection: Connection, outlet: Outlet, label: str) -> None:
+        self._connection = connection
+        self._outlet = outlet
+        self._label = label
+        self._layout: packing.Layout | None = None
+        # Held for a whole send, so that messages go out in the order in which they took their layouts. The state's
+        # lock is never held while sending: in one process the receiver's thread may be on its way to it.
+        self._send_lock = threading.Lock()
+        self._state = threading.Condition(threading.Lock())
+        self._total_credits = 0
+        self._credits = 0
+        self._abort: Abort | None = None
+        self._closed_reason: str | None = None
+
+    def send(self, tag: int, value: Any) -> None:
+        """Send a pytree of CPU tensors and picklable leaves; blocks while no credit is left.
+
+        tag: the number of the operation (step) it belongs to. requires_grad does not travel.
+        Between processes the tensors are free again on return. In one process the receiver gets these very tensors
+        (the memory, without the autograd graph): do not write to what was sent.
+
+        Raises:
+            ChannelClosed: the peer closed or died, or this operation was aborted.
+        """
+        with self._send_lock:
+            layout, tensors = packing.pack(value)
+            header = b"" if layout == self._layout else layout.encode()
+            self._take_credit(tag)
+            if header:
+                self._layout = layout
+            self._send(tag, header, tensors)
+
+    def abort(self, tag: int, reason: str) -> None:
+        """Let sends with this tag and lower ones raise ChannelClosed, also one that waits for a credit now."""
+        with self._state:
+            if self._abort is None or tag >= self._abort.tag:
+                self._abort = Abort(tag, reason)
+            self._state.notify_all()
+
+    def close(self, reason: str = "closed") -> None:
+        """Close the channel; the receiver still gets what was sent, and then the reason."""
+        self._connection.close(reason)
+
+    def _send(self, tag: int, header: bytes, tensors: list[Tensor]) -> None:
+        assert self._layout is not None
+        try:
+            token, buffers = self._outlet.write(self._layout, tensors, self._total_credits)
+            self._connection.send(data_frame(tag, header, token, buffers))
+        except Unavailable as error:
+            raise self._closed(self._connection.closed_reason or str(error)) from error
+        except BaseException as error:  # no memory, Ctrl-C: the receiver cannot make sense of what would come next
+            self._connection.close(f"the sender failed to send: {type(error).__name__}: {error}")
+            raise
+
+    def _take_credit(self, tag: int) -> None:
+        with self._state:
+            self._state.wait_for(lambda: self._credits or self._end_of(tag) is not None)
+            reason = self._end_of(tag)
+            if reason is not None:
+                raise self._closed(reason)
+            self._credits -= 1
+
+    def _end_of(self, tag: int) -> str | None:
+        if self._abort is not None and tag <= self._abort.tag:
+            return self._abort.reason
+        return self._closed_reason
+
+    def _closed(self, reason: str) -> ChannelClosed:
+        return ChannelClosed(f"{self._label}: {reason}")
+
+    def _on_frame(self, frame: Frame) -> None:
+        is_grant = frame.kind == frames.CHANNEL_OPEN
+        if not is_grant:
+            self._outlet.release(frame.id)
+        with self._state:
+            if is_grant:
+                self._total_credits = frame.id
+            self._credits += frame.id if is_grant else 1
+            self._state.notify_all()
+
+    def _on_close(self, reason: str) -> None:
+        with self._state:
+            self._closed_reason = reason
+            self._state.notify_all()
+
+
+def open_sender(endpoint: str, channel: str, *, kind: str = "auto", name: str = "", peer: str = "") -> Sender:
+    """Connect to the hub at `endpoint`; its receiver may be made before or after.
+
+    kind: "auto", "inproc" (by reference), "shm" (one host) or "stream".
+    name, peer: labels of this node and of the hub's ("stages/1"), for messages at both ends.
+
+    Raises:
+        ValueError: this kind does not fit the endpoint.
+        Unavailable: nobody listens there.
+    """
+    kind = kinds.choose(kind, endpoint)
+    label = f"channel {channel!r} to {peer or endpoint}"
+    try:
+        connection = connections.connect(endpoint)
+        sender = Sender(connection, kinds.make_outlet(kind), label)
+        connection.start(sender._on_frame, sender._on_close)
+        connection.send(Opening(channel, kind, name).frame())
+    except Unavailable as error:
+        raise Unavailable(f"{label}: {error}") from error
+    return sender

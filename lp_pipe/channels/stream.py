@@ -1,0 +1,38 @@
+"""Transport over any connection: the tensors' bytes are the frame's buffers."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lp_pipe.channels.packing import Layout, TensorSpec, tensor_over
+from lp_pipe.channels.transport import Inlet, Outlet
+
+
+class StreamOutlet(Outlet):
+    def write(self, layout: Layout, tensors: list[Tensor], credits: int) -> tuple[int, Sequence[Any]]:
+        pairs = zip(layout.tensor_specs, tensors, strict=True)
+        return 0, [_bytes_of(spec, tensor) for spec, tensor in pairs if spec.size_bytes]
+
+
+class StreamInlet(Inlet):
+    def accept(self, token: int, buffers: Sequence[Any]) -> Any:
+        return buffers
+
+    def read(self, layout: Layout, parcel: Any) -> list[Tensor]:
+        buffers = iter(parcel)
+        return [_tensor_of(spec, next(buffers) if spec.size_bytes else b"") for spec in layout.tensor_specs]
+
+
+def _bytes_of(spec: TensorSpec, tensor: Tensor) -> memoryview:
+    if tensor.stride() != spec.stride or tensor.is_conj() or tensor.is_neg():
+        tensor = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype).copy_(tensor)
+    flat = tensor.as_strided((tensor.numel(),), (1,))
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy's stubs have no Buffer in 3.11
+
+
+def _tensor_of(spec: TensorSpec, data: Any) -> Tensor:
+    if not spec.size_bytes:
+        return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
+    return tensor_over(torch.frombuffer(data, dtype=torch.uint8), 0, spec)

@@ -1,0 +1,77 @@
+"""The one abstraction between processes: a framed, duplex, authenticated connection."""
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from lp_pipe.connections.frames import Frame
+
+OnFrame = Callable[[Frame], None]
+OnClose = Callable[[str], None]
+OnConnection = Callable[["Connection"], None]
+
+
+class Connection(ABC):
+    """Frames in order, both ways.
+
+    `start` must be called once, before which arriving frames wait. Then `on_frame` is called for every frame, one
+    after another, in the carrier's thread (in one process: in the sender's thread), and must not block;
+    `on_close(reason)` is called exactly once, after the last frame.
+    """
+
+    def __init__(self, peer: str) -> None:
+        self.peer = peer
+        self._closed_reason: str | None = None
+        self._on_close: OnClose | None = None
+        self._state_lock = threading.Lock()
+
+    @abstractmethod
+    def start(self, on_frame: OnFrame, on_close: OnClose) -> None:
+        """Begin to deliver frames."""
+
+    @abstractmethod
+    def send(self, frame: Frame) -> None:
+        """Send a frame; any thread. Blocks while the peer does not read (back-pressure).
+
+        The buffers are free again when this returns.
+
+        Raises:
+            Unavailable: the connection is closed; the message holds the reason.
+        """
+
+    @abstractmethod
+    def close(self, reason: str = "closed") -> None:
+        """Close both directions; the peer's `on_close` gets `reason`. Idempotent, never blocks for long."""
+
+    @property
+    def closed_reason(self) -> str | None:
+        """Why this connection is closed, or None while it is open."""
+        return self._closed_reason
+
+    def _mark_closed(self, reason: str) -> None:
+        """Remember the first reason; call `on_close` once it is both closed and started."""
+        with self._state_lock:
+            if self._closed_reason is not None:
+                return
+            self._closed_reason = reason
+            on_close = self._on_close
+        if on_close is not None:
+            on_close(reason)
+
+    def _attach(self, on_close: OnClose) -> None:
+        with self._state_lock:
+            assert self._on_close is None, "a connection is started once"
+            self._on_close = on_close
+            reason = self._closed_reason
+        if reason is not None:
+            on_close(reason)
+
+
+class Listener(ABC):
+    """Accepts connections at `endpoint` until it is closed."""
+
+    endpoint: str
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop accepting; connections that were accepted stay open."""

@@ -1,0 +1,99 @@
+"""Both ends in one process: a frame is delivered by a call, without bytes on a wire."""
+
+import threading
+from collections import deque
+
+from lp_pipe.connections.base import Connection, Listener, OnClose, OnConnection, OnFrame
+from lp_pipe.connections.frames import Frame
+from lp_pipe.errors import Unavailable
+
+SCHEME = "inproc:"
+
+_listeners: dict[str, "InprocListener"] = {}
+_listeners_lock = threading.Lock()
+
+
+class InprocConnection(Connection):
+    """Calls the peer's `on_frame` in the sender's thread.
+
+    Buffers that are bytes-like are copied, so that the peer never sees the sender's later writes;
+    other objects (tensors of a channel) pass by reference.
+    """
+
+    def __init__(self, peer: str) -> None:
+        super().__init__(peer)
+        self._other: InprocConnection | None = None
+        self._on_frame: OnFrame | None = None
+        self._early: deque[Frame] = deque()
+        self._early_lock = threading.Lock()
+
+    def start(self, on_frame: OnFrame, on_close: OnClose) -> None:
+        while True:
+            with self._early_lock:
+                if not self._early:
+                    self._on_frame = on_frame
+                    break
+                frame = self._early.popleft()
+            on_frame(frame)
+        self._attach(on_close)
+
+    def send(self, frame: Frame) -> None:
+        other = self._other
+        if self._closed_reason is not None or other is None:
+            raise Unavailable(f"connection to {self.peer} is closed: {self._closed_reason}")
+        if frame.buffers:
+            frame = frame._replace(buffers=[_own(buffer) for buffer in frame.buffers])
+        if other._on_frame is None:
+            with other._early_lock:
+                if other._on_frame is None:
+                    other._early.append(frame)
+                    return
+        other._on_frame(frame)
+
+    def close(self, reason: str = "closed") -> None:
+        other, self._other = self._other, None
+        self._mark_closed(reason)
+        if other is not None:
+            other._mark_closed(reason)
+
+
+class InprocListener(Listener):
+    def __init__(self, endpoint: str, on_connection: OnConnection) -> None:
+        self.endpoint = endpoint
+        self.on_connection = on_connection
+        with _listeners_lock:
+            _listeners[endpoint] = self
+
+    def close(self) -> None:
+        with _listeners_lock:
+            if _listeners.get(self.endpoint) is self:
+                del _listeners[self.endpoint]
+
+
+def connect(endpoint: str, idle_timeout_s: float | None = None) -> Connection:
+    """Connect to a listener of this process; threads of one process need no idle timeout.
+
+    Raises:
+        Unavailable: nobody listens there.
+    """
+    listener = _listeners.get(endpoint)
+    if listener is None:
+        raise Unavailable(f"nobody listens at {endpoint}")
+    near, far = pair(endpoint)
+    listener.on_connection(far)
+    return near
+
+
+def listen(endpoint: str, on_connection: OnConnection) -> Listener:
+    return InprocListener(endpoint, on_connection)
+
+
+def pair(name: str = "inproc:pair") -> tuple[Connection, Connection]:
+    """Two connected ends."""
+    near, far = InprocConnection(name), InprocConnection(f"client of {name}")
+    near._other, far._other = far, near
+    return near, far
+
+
+def _own(buffer: object) -> object:
+    return bytearray(buffer) if isinstance(buffer, (memoryview, bytearray)) else buffer

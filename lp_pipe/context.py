@@ -1,0 +1,209 @@
+"""What a running node may ask: who am I, must I stop, where do results go."""
+
+import contextvars
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from lp_pipe.resources import Resources
+
+
+class NodeServices(Protocol):
+    """What the launcher does for a node; one implementation per launch mode. Addresses go by their id."""
+
+    def endpoint_for(self, address: str) -> str:
+        """Where the owner of `address` listens, or will; RuntimeError when no node of the program owns it."""
+
+    def register(self, address: str, endpoint: str) -> None:
+        """Tell the program that the server of `address` accepts calls at `endpoint`."""
+
+    def withdraw(self, address: str) -> None:
+        """Tell the program that nobody listens at `address` any more."""
+
+    def resolve(self, address: str) -> "Future[str]":
+        """The endpoint of `address`, once its server has registered; Unavailable when its node failed."""
+
+    def reserve_port(self, address: str) -> str:
+        """A "host:port" for a user's own server."""
+
+    def request_stop(self) -> None:
+        """Ask for an ordered stop of the whole program."""
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None) -> None:
+        """Send numbers to the run's metrics file and displays."""
+
+
+class StopSignal:
+    """One node's stop: an event, and the handlers that run once it is set."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+        self._handlers: list[Callable[[], object]] = []
+        self._lock = threading.Lock()
+        self._runner: threading.Thread | None = None
+        self.handler_errors: list[BaseException] = []
+
+    def set(self) -> None:
+        """Set the event and run the handlers, in order of registration, in a thread of their own."""
+        with self._lock:
+            if self.event.is_set():
+                return
+            handlers, self._handlers = self._handlers, []
+            self.event.set()
+            if handlers:
+                self._runner = threading.Thread(target=self._run, args=(handlers,), name="stop-handlers", daemon=True)
+                self._runner.start()
+
+    def add(self, handler: Callable[[], object]) -> None:
+        with self._lock:
+            if not self.event.is_set():
+                self._handlers.append(handler)
+                return
+        self._run([handler])
+
+    def remove(self, handler: Callable[[], object]) -> None:
+        with self._lock:
+            if handler in self._handlers:
+                self._handlers.remove(handler)
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Wait until every handler that was started has returned."""
+        runner = self._runner
+        if runner is not None and runner is not threading.current_thread():
+            runner.join(timeout_s)
+
+    def _run(self, handlers: list[Callable[[], object]]) -> None:
+        for handler in handlers:
+            try:
+                handler()
+            except Exception as error:  # one broken handler must not keep the others from running
+                self.handler_errors.append(error)
+
+
+@dataclass(eq=False)
+class NodeContext:
+    """The running node, as its own code sees it."""
+
+    label: str
+    index: int
+    group_size: int
+    resources: Resources
+    run_dir: Path
+    services: NodeServices = field(repr=False)
+    devices: tuple[int, ...] = ()
+    grace_s: float = 5.0
+    stop_signal: StopSignal = field(default_factory=StopSignal, repr=False)
+
+    @property
+    def is_stopping(self) -> bool:
+        return self.stop_signal.event.is_set()
+
+    @property
+    def name(self) -> str:
+        return f"{self.label}/{self.index}"
+
+
+_current: contextvars.ContextVar[NodeContext] = contextvars.ContextVar("lp_pipe_node")
+_process_context: NodeContext | None = None
+
+
+def current_context() -> NodeContext | None:
+    """The node that the calling thread belongs to, or None outside of nodes."""
+    found = _current.get(None)
+    if found is None:
+        found = getattr(threading.current_thread(), "_lp_pipe_context", None)
+    return found if found is not None else _process_context
+
+
+def context() -> NodeContext:
+    """The node that the calling code runs in.
+
+    Raises:
+        RuntimeError: outside of a running node.
+    """
+    found = current_context()
+    if found is None:
+        raise RuntimeError("this only works inside a running node of a program, not at setup or in the launcher")
+    return found
+
+
+@contextmanager
+def entered(node: NodeContext) -> Iterator[None]:
+    """Run the body as `node`'s code, in this thread and in the threads that it starts."""
+    _inherit_in_threads()
+    token = _current.set(node)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def enter_process(node: NodeContext) -> None:
+    """Make the whole process belong to `node` (process modes)."""
+    global _process_context
+    _process_context = node
+
+
+def _inherit_in_threads() -> None:
+    """Let threads that node code starts know their node: Python 3.11's threads begin with an empty context."""
+    if hasattr(threading.Thread.start, "_lp_pipe_original"):
+        return
+    original = threading.Thread.start
+
+    def start(self: threading.Thread) -> None:
+        parent = current_context()
+        if parent is not None and not hasattr(self, "_lp_pipe_context"):
+            self._lp_pipe_context = parent  # type: ignore[attr-defined]
+        original(self)
+
+    start._lp_pipe_original = original  # type: ignore[attr-defined]
+    threading.Thread.start = start  # type: ignore[method-assign]
+
+
+_launched: dict[str, NodeServices] = {}
+
+
+def publish(address_ids: Iterable[str], services: NodeServices) -> None:
+    """Let this process, the launcher, make clients of a program's servers."""
+    for address_id in address_ids:
+        _launched[address_id] = services
+
+
+def services_for(address_id: str) -> NodeServices | None:
+    """Who resolves this address for the calling thread: its node, or the launcher; None before launch."""
+    node = current_context()
+    return node.services if node is not None else _launched.get(address_id)
+
+
+def stop() -> None:
+    """Ask for an ordered stop of the whole program; returns at once."""
+    context().services.request_stop()
+
+
+def stop_event() -> threading.Event:
+    """The event that is set when this node must stop."""
+    return context().stop_signal.event
+
+
+def wait_for_stop(timeout: float | None = None) -> bool:
+    """Block until the program stops, or `timeout` seconds passed; True when it stops."""
+    return context().stop_signal.event.wait(timeout)
+
+
+def register_stop_handler(handler: Callable[[], Any]) -> None:
+    """Call `handler()` when this node must stop, before it counts as down; at once if it already stops."""
+    context().stop_signal.add(handler)
+
+
+def unregister_stop_handler(handler: Callable[[], Any]) -> None:
+    """Forget a handler; unknown handlers are ignored."""
+    context().stop_signal.remove(handler)
+
+
+def log_metrics(metrics: Mapping[str, float], step: int | None = None) -> None:
+    """Record numbers under this node's name: in run_dir/metrics.jsonl and on the launcher's display."""
+    context().services.log_metrics(metrics, step)

@@ -1,0 +1,77 @@
+"""Every exception that users may catch; one class per thing a caller would do differently."""
+
+
+class LpPipeError(Exception):
+    """The base of every error that lp_pipe raises on purpose."""
+
+
+class NodeError(LpPipeError, RuntimeError):
+    """A node of the program failed; raised in the launcher by `run.wait()`.
+
+    `label` and `index` name the node, `type_name` is the bare name of the original exception's class,
+    `remote_traceback` is the traceback as it was printed in the node ("" when the process was killed).
+    """
+
+    def __init__(self, label: str, index: int, type_name: str, message: str, remote_traceback: str = "") -> None:
+        self.label = label
+        self.index = index
+        self.type_name = type_name
+        self.message = message
+        self.remote_traceback = remote_traceback
+        text = f"node {label}/{index} failed: {type_name}: {message}"
+        if remote_traceback:
+            text += f"\n\n{remote_traceback.rstrip()}"
+        super().__init__(text)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.label, self.index, self.type_name, self.message, self.remote_traceback)
+
+
+class RemoteError(LpPipeError, RuntimeError):
+    """A handler raised in another node; where possible also an instance of the exception's own class.
+
+    `type_name` is the bare name of the innermost original class, `remote_traceback` its traceback as text.
+    """
+
+    type_name: str = ""
+    remote_traceback: str = ""
+
+
+class DeadlineExceeded(LpPipeError, TimeoutError):
+    """A call's `call_timeout` ran out; the handler may still be running."""
+
+
+class Unavailable(LpPipeError, ConnectionError):
+    """The peer is not there: it never came up, it ended, or the connection broke during the call."""
+
+
+class ChannelClosed(Unavailable):
+    """The other end of a tensor channel closed or failed; the message holds its reason."""
+
+
+class MethodNotFound(LpPipeError, AttributeError):
+    """The server has no public method of that name."""
+
+
+class SerializationError(LpPipeError, RuntimeError):
+    """A value cannot be pickled; the message names its path (such as `args[1]['lock']`) and type."""
+
+
+class LaunchError(LpPipeError, RuntimeError):
+    """The program could not be started; nothing of it is left running."""
+
+
+class ScheduleError(LpPipeError, ValueError):
+    """A pipeline schedule does not exist for these numbers, or is not a correct order of work."""
+
+
+class PipelineError(LpPipeError, ValueError):
+    """A pipeline cannot be built or run as asked; the message says what to change."""
+
+
+class EndOfData(LpPipeError, EOFError):
+    """The feeder returned None: there is no batch for this step."""
+
+
+class CheckpointError(LpPipeError, RuntimeError):
+    """A checkpoint is missing, incomplete, or belongs to another model."""

@@ -1,0 +1,8 @@
+"""How one node reaches another: handles at setup, clients at execution."""
+
+from lp_pipe.handles.base import Handle as Handle
+from lp_pipe.handles.base import NoClientHandle as NoClientHandle
+from lp_pipe.handles.courier import CourierHandle as CourierHandle
+from lp_pipe.handles.dereference import Deferred as Deferred
+from lp_pipe.handles.dereference import dereference as dereference
+from lp_pipe.handles.dereference import find_handles as find_handles

@@ -1,0 +1,37 @@
+"""The handle of a node that answers calls."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lp_pipe.address import Address
+from lp_pipe.context import current_context, services_for
+from lp_pipe.handles.base import Handle
+from lp_pipe.rpc import CourierClient
+
+
+class CourierHandle(Handle[CourierClient]):
+    """Dereferences to a CourierClient of the node's server."""
+
+    def __init__(self, address: Address, client_kwargs: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._address = address
+        self._client_kwargs = dict(client_kwargs)
+
+    @property
+    def addresses(self) -> list[Address]:
+        return [self._address]
+
+    def set_client_kwargs(self, **kwargs: Any) -> None:
+        """Replace the options of the clients made from this handle (call_timeout, wait_for_ready)."""
+        self._client_kwargs = kwargs
+
+    def dereference(self) -> CourierClient:
+        services = services_for(self._address.id)
+        if services is None:
+            raise RuntimeError(f"cannot dereference the handle of {self.node_name}: its program was not launched yet")
+        if current_context() is None:
+            return self._client(services.resolve(self._address.id).result())
+        return self._client(services.endpoint_for(self._address.id))
+
+    def _client(self, endpoint: str) -> CourierClient:
+        return CourierClient(endpoint, **self._client_kwargs, address_id=self._address.id, peer=self.node_name)

@@ -1,0 +1,44 @@
+"""Where nodes run: the one interface between the run and a launch mode."""
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+
+class Host(ABC):
+    """Starts the nodes of a plan and takes them down; reports their lives to the coordinator."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start every node.
+
+        Raises:
+            LaunchError: something could not be started; nothing is left running.
+        """
+
+    @abstractmethod
+    def stop_nodes(self) -> None:
+        """Set every node's stop event; returns at once."""
+
+    @abstractmethod
+    def terminate(self) -> None:
+        """Ask what is still there to end (SIGTERM); no effect on threads."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End what is still there at once, with everything that it started; threads are left behind."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free everything; called once all nodes are down."""
+
+    @abstractmethod
+    def stacks(self) -> str:
+        """The Python stacks of every running node, as text."""
+
+    def last_lines(self, node_id: str) -> list[str]:
+        """The last lines that the node printed; empty where the launcher does not see them."""
+        return []
+
+    def log_path(self, node_id: str) -> Path | None:
+        """The file with everything that the node printed."""
+        return None

@@ -1,0 +1,73 @@
+"""`launch`: from a program to a run, in any mode."""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from lp_pipe.launch import process, thread
+from lp_pipe.launch.coordinator import Coordinator
+from lp_pipe.launch.host import Host
+from lp_pipe.launch.plan import Plan, make_plan, serialize_nodes
+from lp_pipe.launch.run import Run
+from lp_pipe.program import Program
+from lp_pipe.telemetry.metrics import MetricsLog, Sink
+
+MODES: dict[str, Callable[[Plan, MetricsLog], tuple[Host, Coordinator]]] = {
+    "thread": thread.make_host,
+    "process": process.make_host,
+}
+
+
+def launch(
+    program: Program,
+    mode: str = "process",
+    *,
+    grace: float = 5.0,
+    serialize_py_nodes: bool | None = None,
+    run_dir: str | os.PathLike[str] | None = None,
+    metrics_sinks: tuple[Sink, ...] = (),
+) -> Run:
+    """Start every node of `program` and return at once.
+
+    mode: "thread" (nodes are threads of this process: unit tests, pdb) or "process" (one process each on this host).
+    grace: seconds between the stop and SIGTERM.
+    serialize_py_nodes: check that every node pickles, also in thread mode (process mode always does).
+    run_dir: folder for logs, metrics, checkpoints; default: a new one under $LP_PIPE_RUNS or the user's state folder.
+    metrics_sinks: called with every record that a node logs, from the coordinator's threads.
+
+    Raises:
+        TypeError: not a Program.
+        ValueError: unknown mode, empty program, a handle of another program's node.
+        SerializationError: a part of a node cannot be sent to its process; nothing was started.
+        LaunchError: a process could not be started; nothing is left running.
+    """
+    if not isinstance(program, Program):
+        raise TypeError(f"launch takes a Program, not {program!r} of type {type(program).__name__}")
+    if mode not in MODES:
+        raise ValueError(f"unknown launch mode {mode!r}; known modes: {', '.join(MODES)}")
+    plan = make_plan(program, _make_run_dir(program.name, run_dir), grace)
+    metrics = MetricsLog(plan.run_dir / "metrics.jsonl", metrics_sinks)
+    if serialize_py_nodes:
+        serialize_nodes(plan)
+    host, coordinator = MODES[mode](plan, metrics)
+    run = Run(program, coordinator, host, metrics)
+    run.start()
+    return run
+
+
+def new_run_dir(parent: Path, name: str) -> Path:
+    """A name for a run's folder that sorts by time and is new."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    safe = "".join(char if char.isalnum() or char in "-_" else "_" for char in name)
+    return parent / f"{safe}-{stamp}-{os.getpid()}-{time.monotonic_ns() % 10**6:06d}"
+
+
+def _make_run_dir(name: str, asked: str | os.PathLike[str] | None) -> Path:
+    if asked is not None:
+        folder = Path(asked)
+    else:
+        state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+        folder = new_run_dir(Path(os.environ.get("LP_PIPE_RUNS") or state / "lp_pipe" / "runs"), name)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder.resolve()

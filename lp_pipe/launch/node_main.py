@@ -1,0 +1,202 @@
+"""The life of a node's process: report in, become the node, run it, report its end."""
+
+import atexit
+import contextlib
+import importlib
+import io
+import itertools
+import logging
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from lp_pipe import connections
+from lp_pipe.connections import Frame, frames
+from lp_pipe.context import NodeContext, StopSignal, enter_process
+from lp_pipe.errors import Unavailable
+from lp_pipe.launch.coordinator import Failure
+from lp_pipe.launch.execute import failure_from, run_node
+from lp_pipe.launch.threads import set_process_threads
+from lp_pipe.protos import supervision_pb2 as wire
+from lp_pipe.rpc import codec
+
+# A launcher that is silent for so long counts as dead; it pings every second.
+LAUNCHER_PATIENCE_S = 8.0
+
+
+class Supervision:
+    """The node's end of its stream to the coordinator; as NodeServices, what the node's code may ask of it."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.stop_signal = StopSignal()
+        self.started: Future[wire.Start] = Future()
+        self._pending: dict[int, Future[str]] = {}
+        self._ids = itertools.count(1)
+        self._endpoint_prefix = ""
+        self._connection = connections.connect(endpoint, idle_timeout_s=LAUNCHER_PATIENCE_S)
+        self._actions: dict[str, Callable[[Any], None]] = {
+            "start": self.started.set_result,
+            "stop": lambda message: self.stop_signal.set(),
+            "resolved": self._on_resolved,
+            "stacks": self._on_stacks,
+            "ping": lambda message: None,
+        }
+        self._connection.start(self._on_frame, self._on_close)
+
+    def send(self, **message: Any) -> None:
+        """Send one Supervision message.
+
+        Raises:
+            Unavailable: the launcher is gone.
+        """
+        body = wire.Supervision(**message).SerializeToString()
+        self._connection.send(Frame(frames.SUPERVISION, body=body))
+
+    def use_socket_dir(self, folder: str) -> None:
+        self._endpoint_prefix = f"unix:{folder}/"
+
+    def end(self, failure: Failure | None) -> None:
+        """Report how the node's code ended, the last word on this stream."""
+        ended = wire.Ended()
+        if failure is not None:
+            ended.type_name, ended.message = failure.type_name, failure.message
+            ended.traceback, ended.is_unavailable = failure.traceback, failure.is_unavailable
+        with contextlib.suppress(Unavailable):  # nobody is left who would want to know
+            self.send(ended=ended)
+        self._connection.close("the node has ended")
+
+    # NodeServices
+
+    def endpoint_for(self, address: str) -> str:
+        return self._endpoint_prefix + address
+
+    def register(self, address: str, endpoint: str) -> None:
+        self.send(register=wire.Register(address=address, endpoint=endpoint))
+
+    def withdraw(self, address: str) -> None:
+        with contextlib.suppress(Unavailable):
+            self.send(register=wire.Register(address=address))
+
+    def resolve(self, address: str) -> "Future[str]":
+        return self._ask(lambda number: {"resolve": wire.Resolve(id=number, address=address)})
+
+    def reserve_port(self, address: str) -> str:
+        return self._ask(lambda number: {"reserve_port": wire.ReservePort(id=number, address=address)}).result()
+
+    def request_stop(self) -> None:
+        with contextlib.suppress(Unavailable):  # then the stop is under way already
+            self.send(stop_request=wire.StopRequest())
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None) -> None:
+        values = {name: float(value) for name, value in metrics.items()}
+        self.send(metrics=wire.Metrics(values=values, step=step or 0, has_step=step is not None))
+
+    def _ask(self, question: Callable[[int], dict[str, Any]]) -> "Future[str]":
+        number = next(self._ids)
+        answer: Future[str] = Future()
+        self._pending[number] = answer
+        try:
+            self.send(**question(number))
+        except Unavailable as error:
+            if self._pending.pop(number, None) is not None:
+                answer.set_exception(error)
+        return answer
+
+    def _on_frame(self, frame: Frame) -> None:
+        message = wire.Supervision.FromString(bytes(frame.body))
+        kind = message.WhichOneof("message")
+        if kind is not None:
+            self._actions[kind](getattr(message, kind))
+
+    def _on_resolved(self, message: wire.Resolved) -> None:
+        answer = self._pending.pop(message.id, None)
+        if answer is None:
+            return
+        if message.not_in_program:
+            answer.set_exception(RuntimeError(message.unavailable))
+        elif message.unavailable:
+            answer.set_exception(Unavailable(message.unavailable))
+        else:
+            answer.set_result(message.endpoint)
+
+    def _on_stacks(self, message: wire.Stacks) -> None:
+        with contextlib.suppress(Unavailable):
+            self.send(stacks=wire.Stacks(id=message.id, text=all_stacks()))
+
+    def _on_close(self, reason: str) -> None:
+        if not self.started.done():
+            self.started.set_exception(Unavailable(f"the launcher went away: {reason}"))
+        while self._pending:
+            _, answer = self._pending.popitem()
+            answer.set_exception(Unavailable(f"the launcher went away: {reason}"))
+        self.stop_signal.set()
+
+
+def main(node_id: str, endpoint: str) -> int:
+    """Run one node in this process; returns the exit status."""
+    supervision = Supervision(endpoint)
+    supervision.send(hello=wire.Hello(node_id=node_id, pid=os.getpid()))
+    start = supervision.started.result()
+    try:
+        failure = _run(start, supervision)
+    except BaseException as error:  # the node's modules or arguments did not load
+        failure = failure_from(error)
+    with contextlib.suppress(Exception):
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    supervision.end(failure)
+    return 0 if failure is None else 1
+
+
+def all_stacks() -> str:
+    """The Python stack of every thread of this process."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    parts = [
+        f"thread {names.get(ident, ident)}:\n" + "".join(traceback.format_stack(frame))
+        for ident, frame in sys._current_frames().items()
+    ]
+    return "\n".join(parts)
+
+
+def _run(start: wire.Start, supervision: Supervision) -> Failure | None:
+    _set_up_process(start)
+    supervision.use_socket_dir(start.socket_dir)
+    node, resources = codec.loads(start.node)
+    context = NodeContext(
+        label=start.label,
+        index=start.index,
+        group_size=start.group_size,
+        resources=resources,
+        run_dir=Path(start.run_dir),
+        services=supervision,
+        grace_s=start.grace_s,
+        stop_signal=supervision.stop_signal,
+    )
+    enter_process(context)
+    set_process_threads(start.threads)
+    if context.is_stopping:
+        return None
+    return run_node(node, context)
+
+
+def _set_up_process(start: wire.Start) -> None:
+    """Environment, folder and import path as they were at launch()."""
+    os.environ.clear()
+    os.environ.update(start.env)
+    sys.path[:] = start.sys_path
+    sys.argv[:] = start.argv
+    importlib.invalidate_caches()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)  # they are pipes, but people watch them
+    with contextlib.suppress(FileNotFoundError):
+        os.chdir(start.cwd)
+    if start.cpus and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, start.cpus)
+    logging.basicConfig(level=start.log_level or logging.WARNING, format="%(levelname)s %(name)s: %(message)s")

@@ -1,0 +1,92 @@
+"""What a launch will start: every node with its place, resources and addresses. Nothing runs here."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lp_pipe.errors import LpPipeError, SerializationError
+from lp_pipe.nodes import Node
+from lp_pipe.program import Edge, Program
+from lp_pipe.resources import Resources
+from lp_pipe.rpc import codec
+from lp_pipe.rpc.explain import find_culprit
+
+
+@dataclass(frozen=True)
+class NodeSpec:
+    """One node to start; `node_id` is its `label/index`."""
+
+    node_id: str
+    label: str
+    index: int
+    group_size: int
+    node: Node[Any]
+    resources: Resources
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A whole program, ready to be started under `run_dir`."""
+
+    program: str
+    nodes: tuple[NodeSpec, ...]
+    edges: tuple[Edge, ...]
+    owners: Mapping[str, str]  # address id -> node_id
+    run_dir: Path
+    grace_s: float
+
+
+def make_plan(program: Program, run_dir: Path, grace_s: float) -> Plan:
+    """Validate the graph and lay out its nodes.
+
+    Raises:
+        ValueError: no nodes, or a handle of a node that is not in the program.
+    """
+    if not program.get_all_nodes():
+        raise ValueError(f"program {program.name!r} has no nodes: there is nothing to launch")
+    edges = tuple(program.edges())
+    specs = tuple(
+        NodeSpec(node.name, label, node.index, len(nodes), node, program.options(label).resources)
+        for label, nodes in program.groups.items()
+        for node in nodes
+    )
+    owners = {address.id: spec.node_id for spec in specs for address in spec.node.addresses}
+    return Plan(program.name, specs, edges, owners, run_dir, grace_s)
+
+
+def serialize_nodes(plan: Plan) -> dict[str, bytes]:
+    """Every node as bytes, by node_id; checks that all can travel before any is started.
+
+    Raises:
+        SerializationError: a part of a node does not pickle; names the node, the path to the part, and its type.
+        ValueError: a node has captured a handle of a node that is not in the program.
+    """
+    return {spec.node_id: _serialize(spec, plan) for spec in plan.nodes}
+
+
+def _serialize(spec: NodeSpec, plan: Plan) -> bytes:
+    with codec.collecting_handles() as handles:
+        try:
+            data = codec.dumps((spec.node, spec.resources))
+        except Exception as error:  # whatever a user's pickling code raises
+            raise _unpicklable(spec, error) from error
+    for handle in handles:
+        for address in handle.addresses:
+            if address.id not in plan.owners:
+                raise ValueError(
+                    f"node {spec.node_id} has captured a handle of {handle.node_name}, which is not in program "
+                    f"{plan.program!r}; handles only work between nodes of one program"
+                )
+    return data
+
+
+def _unpicklable(spec: NodeSpec, error: Exception) -> LpPipeError:
+    for name, part in spec.node.launch_parts():
+        culprit = find_culprit(part, name, codec.encode_by_value)
+        if culprit is not None:
+            return SerializationError(
+                f"{spec.node_id}: {culprit.path} of type {culprit.type_name} does not pickle: {culprit.error}\n"
+                "Make it inside the node instead: in its constructor, or with lp_pipe.Deferred(ctor, ...)."
+            )
+    return SerializationError(f"{spec.node_id}: the node cannot be pickled: {type(error).__name__}: {error}")

@@ -1,0 +1,64 @@
+"""Processes and what they started, from /proc."""
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterable
+
+
+def tree_of(pid: int) -> list[int]:
+    """All living descendants of a process, parents before children; empty where there is no /proc."""
+    found: list[int] = []
+    stack = [pid]
+    while stack:
+        for child in _children_of(stack.pop()):
+            found.append(child)
+            stack.append(child)
+    return [process for process in found if not _is_zombie(process)]
+
+
+def marked(variable: str, value: str) -> list[int]:
+    """Processes of this user that were started with `variable=value` in their environment."""
+    needle = f"{variable}={value}".encode()
+    found = []
+    for entry in os.listdir("/proc") if os.path.isdir("/proc") else []:
+        if entry.isdigit():
+            with contextlib.suppress(OSError), open(f"/proc/{entry}/environ", "rb") as file:
+                if needle in file.read().split(b"\0"):
+                    found.append(int(entry))
+    return found
+
+
+def session_of(pid: int) -> int:
+    """The session of a process, 0 when it has ended."""
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return 0
+
+
+def kill_all(pids: Iterable[int]) -> None:
+    """SIGKILL; those that have ended are passed over."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _children_of(pid: int) -> list[int]:
+    children: list[int] = []
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return children
+    for thread in threads:
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
+            children += [int(child) for child in file.read().split()]
+    return children
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True

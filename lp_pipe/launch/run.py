@@ -1,0 +1,201 @@
+"""A launched program, as its launcher sees it."""
+
+import atexit
+import threading
+import weakref
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from lp_pipe.context import publish
+from lp_pipe.errors import NodeError
+from lp_pipe.handles import Handle
+from lp_pipe.launch.coordinator import Coordinator
+from lp_pipe.launch.host import Host
+from lp_pipe.launch.signals import Interrupts
+from lp_pipe.program import Program
+from lp_pipe.telemetry.metrics import MetricsLog
+
+_TERM_TO_KILL_S = 1.0
+
+
+class Run:
+    """What `launch` returns. Use it as a context manager to be sure that the nodes are taken down."""
+
+    def __init__(self, program: Program, coordinator: Coordinator, host: Host, metrics: MetricsLog) -> None:
+        self._program = program
+        self._coordinator = coordinator
+        self._host = host
+        self._metrics = metrics
+        self._is_over = threading.Event()
+        self._interrupts = Interrupts()
+        publish(coordinator.plan.owners, _LauncherServices(coordinator))
+
+    @property
+    def run_dir(self) -> Path:
+        """The folder with this run's logs, metrics and checkpoints."""
+        return self._coordinator.plan.run_dir
+
+    def start(self) -> None:
+        """Start the nodes, and the thread that looks after them."""
+        self._host.start()
+        self._interrupts.install()
+        _active.add(self)
+        threading.Thread(target=self._supervise, name=f"supervise {self._program.name}", daemon=True).start()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until every node is down.
+
+        Raises:
+            NodeError: the first failure; again on every later wait.
+            TimeoutError: `timeout` seconds passed; the program goes on.
+            KeyboardInterrupt: Ctrl+C or SIGTERM; raised once the nodes are down.
+        """
+        try:
+            is_over = self._is_over.wait(timeout)
+        except KeyboardInterrupt:
+            self.stop()
+            raise
+        if not is_over:
+            up = ", ".join(spec.node_id for spec in self._coordinator.nodes_up())
+            raise TimeoutError(f"program {self._program.name!r} still runs after {timeout} s: {up}")
+        self._interrupts.uninstall()
+        error = self._coordinator.failure()
+        if error is not None:
+            raise error
+
+    def stop(self) -> None:
+        """Stop the program in order, and return when nothing of it is left. Idempotent, any thread but a node's."""
+        self._coordinator.request_stop()
+        while not self._is_over.is_set():
+            try:
+                self._is_over.wait()
+            except KeyboardInterrupt:
+                self._coordinator.request_stop(hurry=True)  # a second Ctrl+C: no more patience
+        self._interrupts.uninstall()
+
+    def request_stop(self) -> None:
+        """Begin an ordered stop and return at once."""
+        self._coordinator.request_stop()
+
+    def status(self) -> dict[str, list[dict[str, Any]]]:
+        """`{label: [{"state", "pid", "error", "uptime_s"}, ...]}`, one entry for each node of the group.
+
+        States: starting, running, finished, failed, stopped.
+        """
+        return self._coordinator.status()
+
+    def client(self, handle_or_label: Handle[Any] | str, index: int = 0) -> Any:
+        """A client of a node: what its handle dereferences to in the launcher, once its server is up.
+
+        Raises:
+            KeyError, IndexError: no such group, or not so many nodes in it.
+            Unavailable: the node failed, or the program has ended.
+        """
+        if isinstance(handle_or_label, Handle):
+            return handle_or_label.dereference()
+        if handle_or_label not in self._program.groups:
+            known = ", ".join(self._program.groups)
+            raise KeyError(f"no group {handle_or_label!r} in program {self._program.name!r}; it has {known}")
+        nodes = self._program.groups[handle_or_label]
+        if not -len(nodes) <= index < len(nodes):
+            raise IndexError(f"group {handle_or_label!r} has {len(nodes)} nodes; there is no index {index}")
+        return nodes[index].create_handle().dereference()
+
+    def stacks(self) -> str:
+        """Where every thread of every node is right now."""
+        return self._host.stacks()
+
+    def last_lines(self, label: str, index: int) -> list[str]:
+        """The last lines that a node printed (process modes)."""
+        return self._host.last_lines(f"{label}/{index}")
+
+    @property
+    def interrupted_by(self) -> int | None:
+        """The signal that ended the program (SIGINT, SIGTERM), or None."""
+        return self._interrupts.received
+
+    @property
+    def later_failures(self) -> int:
+        """How many failures came after the first one."""
+        return self._coordinator.later_failures
+
+    def log_path(self, label: str, index: int) -> Path | None:
+        """The file with all that a node printed (process modes)."""
+        return self._host.log_path(f"{label}/{index}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+        failure: NodeError | None = self._coordinator.failure()
+        if kind is None and failure is not None:
+            raise failure
+
+    def _supervise(self) -> None:
+        self._coordinator.wait_for_stop_or_end()
+        try:
+            self._take_down()
+        finally:
+            self._coordinator.finish()
+            self._host.close()
+            self._metrics.close()
+            self._is_over.set()
+            _active.discard(self)
+
+    def _take_down(self) -> None:
+        """Stop event everywhere -> grace period -> SIGTERM -> 1 s -> SIGKILL of what is left."""
+        self._host.stop_nodes()
+        if self._coordinator.wait_for_end(self._coordinator.plan.grace_s):
+            return
+        self._host.terminate()
+        if self._coordinator.wait_for_end(_TERM_TO_KILL_S):
+            return
+        self._host.kill()
+        self._coordinator.wait_until_down()
+
+
+class _LauncherServices:
+    """NodeServices for clients made in the launching process."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+
+    def endpoint_for(self, address: str) -> str:
+        return self._coordinator.endpoint_for(address)
+
+    def resolve(self, address: str) -> "Future[str]":
+        return self._coordinator.resolve(address)
+
+    def reserve_port(self, address: str) -> str:
+        return self._coordinator.reserve_port(address)
+
+    def request_stop(self) -> None:
+        self._coordinator.request_stop()
+
+    def register(self, address: str, endpoint: str) -> None:
+        raise RuntimeError("only a node can serve an address of the program")
+
+    def withdraw(self, address: str) -> None:
+        raise RuntimeError("only a node can serve an address of the program")
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None) -> None:
+        self._coordinator.log_metrics("launcher", metrics, step)
+
+
+_active: "weakref.WeakSet[Run]" = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_active_runs() -> None:
+    """An interpreter that exits without stop() takes its nodes down."""
+    runs = list(_active)
+    for run in runs:
+        run.request_stop()
+    for run in runs:
+        run.stop()

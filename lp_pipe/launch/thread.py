@@ -1,0 +1,148 @@
+"""Thread mode: every node is a thread of this process, and talks to the coordinator directly."""
+
+import logging
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Mapping
+from concurrent.futures import Future
+
+from lp_pipe.connections import inproc
+from lp_pipe.context import NodeContext, entered
+from lp_pipe.launch.coordinator import Coordinator
+from lp_pipe.launch.execute import run_node
+from lp_pipe.launch.host import Host
+from lp_pipe.launch.plan import NodeSpec, Plan
+from lp_pipe.launch.threads import unset_threads, use_threads
+from lp_pipe.telemetry.metrics import MetricsLog
+
+_log = logging.getLogger(__name__)
+
+
+def make_host(plan: Plan, metrics: MetricsLog) -> tuple[Host, Coordinator]:
+    """A host that runs the nodes of `plan` as threads.
+
+    Raises:
+        ValueError: groups ask for different numbers of torch threads, of which a process has only one.
+    """
+    coordinator = Coordinator(plan, lambda address: f"{inproc.SCHEME}{address}", metrics)
+    return ThreadHost(plan, coordinator), coordinator
+
+
+class LocalServices:
+    """NodeServices of a node that shares the coordinator's process."""
+
+    def __init__(self, coordinator: Coordinator, node_id: str) -> None:
+        self._coordinator = coordinator
+        self._node_id = node_id
+
+    def endpoint_for(self, address: str) -> str:
+        return self._coordinator.endpoint_for(address)
+
+    def register(self, address: str, endpoint: str) -> None:
+        self._coordinator.register(address, endpoint)
+
+    def withdraw(self, address: str) -> None:
+        self._coordinator.withdraw(address)
+
+    def resolve(self, address: str) -> "Future[str]":
+        return self._coordinator.resolve(address)
+
+    def reserve_port(self, address: str) -> str:
+        return self._coordinator.reserve_port(address)
+
+    def request_stop(self) -> None:
+        self._coordinator.request_stop()
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None) -> None:
+        self._coordinator.log_metrics(self._node_id, metrics, step)
+
+
+class ThreadHost(Host):
+    """Runs the nodes of a plan as daemon threads."""
+
+    def __init__(self, plan: Plan, coordinator: Coordinator) -> None:
+        self._plan = plan
+        self._coordinator = coordinator
+        self._threads: dict[str, threading.Thread] = {}
+        self._contexts: dict[str, NodeContext] = {}
+        self._thread_count = _common_threads(plan)
+
+    def start(self) -> None:
+        use_threads(self._thread_count)
+        for spec in self._plan.nodes:
+            node = NodeContext(
+                label=spec.label,
+                index=spec.index,
+                group_size=spec.group_size,
+                resources=spec.resources,
+                run_dir=self._plan.run_dir,
+                services=LocalServices(self._coordinator, spec.node_id),
+                grace_s=self._plan.grace_s,
+            )
+            self._contexts[spec.node_id] = node
+            self._threads[spec.node_id] = threading.Thread(
+                target=self._run, args=(spec, node), name=spec.node_id, daemon=True
+            )
+        for thread in self._threads.values():
+            thread.start()
+
+    def stop_nodes(self) -> None:
+        for node in self._contexts.values():
+            node.stop_signal.set()
+
+    def terminate(self) -> None:
+        """Threads cannot be asked any harder than by their stop event."""
+
+    def kill(self) -> None:
+        for spec in self._coordinator.nodes_up():
+            thread = self._threads[spec.node_id]
+            _log.warning(
+                "node %s did not end within %.1f s after the stop and is left behind as a daemon thread. It is at:\n%s",
+                spec.node_id,
+                self._plan.grace_s,
+                _stack_of(thread),
+            )
+            self._coordinator.node_abandoned(spec.node_id)
+
+    def close(self) -> None:
+        unset_threads()
+
+    def stacks(self) -> str:
+        frames = sys._current_frames()
+        parts = []
+        for thread in threading.enumerate():
+            node = getattr(thread, "_lp_pipe_context", None)
+            name = thread.name if thread in self._threads.values() else None
+            owner = name or (node.name if node is not None and node in self._contexts.values() else None)
+            if owner is not None and thread.ident in frames:
+                parts.append(f"node {owner}, thread {thread.name}:\n" + _format_stack(thread))
+        return "\n".join(parts)
+
+    def _run(self, spec: NodeSpec, node: NodeContext) -> None:
+        self._coordinator.node_started(spec.node_id, os.getpid())
+        with entered(node):
+            failure = run_node(spec.node, node)
+        self._coordinator.node_ended(spec.node_id, failure)
+        self._coordinator.node_down(spec.node_id)
+
+
+def _common_threads(plan: Plan) -> int:
+    values = {spec.resources.threads: spec.node_id for spec in plan.nodes}
+    if len(values) > 1:
+        asked = ", ".join(f"{name} wants {count}" for count, name in values.items())
+        raise ValueError(
+            f"thread mode has one number of torch threads for the whole program, but {asked}; "
+            "give all groups the same Resources(threads=...), or use mode='process'"
+        )
+    return next(iter(values))
+
+
+def _stack_of(thread: threading.Thread) -> str:
+    return _format_stack(thread) if thread.is_alive() else "(it has just ended)"
+
+
+def _format_stack(thread: threading.Thread) -> str:
+    frame = sys._current_frames().get(thread.ident or 0)
+    return "".join(traceback.format_stack(frame)) if frame is not None else "(no Python frame)"

@@ -1,0 +1,6 @@
+"""What a program's graph is made of."""
+
+from lp_pipe.nodes.base import Node as Node
+from lp_pipe.nodes.courier_node import CourierNode as CourierNode
+from lp_pipe.nodes.py_node import PyClassNode as PyClassNode
+from lp_pipe.nodes.py_node import PyNode as PyNode

@@ -1,0 +1,98 @@
+"""What every node of a program has: arguments, addresses, a handle, and something to execute."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, Self, TypeVar
+
+from lp_pipe.address import Address
+from lp_pipe.handles import Handle, dereference, find_handles
+
+HandleT = TypeVar("HandleT", bound=Handle[Any])
+
+
+class Node(ABC, Generic[HandleT]):
+    """A unit of the program: a callable and its arguments, run in a thread or process of its own.
+
+    `label` and `index` are set when the node is added to a program.
+    """
+
+    label: str = ""
+    index: int = 0
+
+    def __init__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
+        if not callable(function):
+            raise TypeError(f"{type(self).__name__}: {function!r} is not callable")
+        self._function = function
+        self._args = args
+        self._kwargs = kwargs
+        self._run_enabled = True
+        self._addresses: list[Address] = []
+        self._handles: list[HandleT] = []
+
+    @property
+    def addresses(self) -> list[Address]:
+        """Where this node's servers listen."""
+        return self._addresses
+
+    @property
+    def name(self) -> str:
+        """`label/index`, or the kind of node before it was added to a program."""
+        return f"{self.label}/{self.index}" if self.label else type(self).__name__
+
+    def create_handle(self) -> HandleT:
+        """A new handle of this node."""
+        handle = self._new_handle()
+        handle.node_name = self.name
+        self._handles.append(handle)
+        return handle
+
+    def configure(self, *args: Any, **kwargs: Any) -> Self:
+        """Replace the arguments, also after add_node: how cyclic graphs are made."""
+        self._args = args
+        self._kwargs = kwargs
+        return self
+
+    def disable_run(self) -> Self:
+        """Execute as if the constructed object had no `run()`."""
+        self._run_enabled = False
+        return self
+
+    def enable_run(self) -> Self:
+        """Undo `disable_run`."""
+        self._run_enabled = True
+        return self
+
+    def placed(self, label: str, index: int) -> None:
+        """Called by the program that takes this node in."""
+        self.label = label
+        self.index = index
+        for handle in self._handles:
+            handle.node_name = self.name
+
+    def input_handles(self) -> Iterator[Handle[Any]]:
+        """Handles of other nodes (or its own) among the arguments, at any depth."""
+        return find_handles([self._args, self._kwargs, self._function])
+
+    def launch_parts(self) -> list[tuple[str, Any]]:
+        """What travels to the node's process, each part with the name that an error gives it."""
+        named = [(f"args[{index}]", arg) for index, arg in enumerate(self._args)]
+        named += [(f"argument {name!r}", value) for name, value in self._kwargs.items()]
+        return [*named, ("the function" if not isinstance(self._function, type) else "the class", self._function)]
+
+    @abstractmethod
+    def execute(self) -> None:
+        """Run the node, inside its own thread or process; returns when it is done."""
+
+    @abstractmethod
+    def _new_handle(self) -> HandleT: ...
+
+    def _construct(self) -> Any:
+        """Call the function or constructor with every handle and Deferred resolved."""
+        args, kwargs = dereference((self._args, self._kwargs))
+        return self._function(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_handles": []}  # handles that were given out stay with their users
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({getattr(self._function, '__qualname__', self._function)})"

@@ -1,0 +1,54 @@
+"""A node whose object answers calls from other nodes (Launchpad's CourierNode)."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lp_pipe.address import Address
+from lp_pipe.context import context
+from lp_pipe.handles import CourierHandle
+from lp_pipe.nodes.base import Node
+from lp_pipe.rpc import Server
+
+
+class CourierNode(Node[CourierHandle]):
+    """Builds `ctor(*args, **kwargs)` and serves its public methods.
+
+    With a `run()` method the node lives until that returns (handlers overlap it), otherwise until the program stops.
+
+    courier_kwargs: thread_pool_size (handlers in parallel; 0: inline).
+    courier_client_kwargs: call_timeout, wait_for_ready of the clients made from this node's handles.
+    """
+
+    def __init__(
+        self,
+        ctor: Callable[..., Any],
+        /,
+        *args: Any,
+        courier_kwargs: Mapping[str, Any] | None = None,
+        courier_client_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(ctor, *args, **kwargs)
+        self._server_kwargs = dict(courier_kwargs or {})
+        self._client_kwargs = dict(courier_client_kwargs or {})
+        self._address = Address("courier")
+        self._address.assign(self)
+
+    def execute(self) -> None:
+        node = context()
+        served = self._construct()
+        endpoint = node.services.endpoint_for(self._address.id)
+        server = Server(served, endpoint, name=node.name, **self._server_kwargs)
+        try:
+            node.services.register(self._address.id, server.endpoint)
+            run = getattr(served, "run", None)
+            if run is not None and self._run_enabled:
+                run()
+            else:
+                node.stop_signal.event.wait()
+        finally:
+            node.services.withdraw(self._address.id)
+            server.close(node.grace_s)
+
+    def _new_handle(self) -> CourierHandle:
+        return CourierHandle(self._address, self._client_kwargs)

@@ -1,0 +1,60 @@
+"""Every stage runs every micro-batch once, forward before backward."""
+
+from collections.abc import Iterator
+
+from lp_pipe.errors import ScheduleError
+from lp_pipe.pipeline.schedule.ir import Action, Op, Schedule, location
+
+# What a stage has last done with a micro-batch (None: nothing) -> what it may do next.
+_NEXT: dict[Op | None, tuple[Op, ...]] = {None: ("F",), "F": ("B", "I"), "I": ("W",), "B": (), "W": ()}
+
+_States = dict[tuple[int, int], Op]  # (stage, micro-batch) -> what has last been done
+
+
+def check_complete(schedule: Schedule) -> None:
+    """Refuse a schedule with missing, repeated or unknown actions.
+
+    Each (stage, micro-batch) has one F, then (unless all is forward) one B, or one I and later one W.
+
+    Raises:
+        ScheduleError: names the first such action.
+    """
+    if not schedule.placement:
+        raise ScheduleError(f"schedule {schedule.name!r} has no actions")
+    for worker in range(len(schedule.workers)):
+        states = _replay(schedule, worker)
+        missing = next(_missing(schedule, worker, states), None)
+        if missing is not None:
+            end = len(schedule.workers[worker])
+            raise ScheduleError(f"schedule {schedule.name!r}: {location(worker, end, missing)}: is missing: add it")
+
+
+def _replay(schedule: Schedule, worker: int) -> _States:
+    states: _States = {}
+    for position, action in enumerate(schedule.workers[worker]):
+        key = action.stage, action.microbatch
+        last = states.get(key)
+        if action.op not in _NEXT[last] or action.microbatch < 0:
+            raise ScheduleError(
+                f"schedule {schedule.name!r}: {location(worker, position, action)}: "
+                f"{_before(action, last)}: run F, then B or I and W, once each"
+            )
+        states[key] = action.op
+    return states
+
+
+def _before(action: Action, last: Op | None) -> str:
+    if action.op not in _NEXT or action.microbatch < 0:
+        return "there is no such action"
+    if last is None:
+        return f"{action._replace(op='F')} has not run yet"
+    return f"{action._replace(op=last)} has run already"
+
+
+def _missing(schedule: Schedule, worker: int, states: _States) -> Iterator[Action]:
+    own = (stage for stage, owner in enumerate(schedule.placement) if owner == worker)
+    for stage in own:
+        for microbatch in range(schedule.microbatches):
+            last = states.get((stage, microbatch))
+            if _NEXT[last] and not (schedule.forward_only and last == "F"):
+                yield Action(_NEXT[last][0], stage, microbatch)

@@ -1,0 +1,59 @@
+"""A timeline as text."""
+
+from lp_pipe.pipeline.schedule.ir import Action
+from lp_pipe.pipeline.schedule.simulate import Span, Timeline
+
+_WIDTH = 100
+
+
+def to_text(timeline: Timeline) -> str:
+    """Draw a line per worker, time from left to right, at most 100 columns wide.
+
+        worker 0 |F0 F1       B0---    B1--- |
+        worker 1 |   F0 B0--- F1 B1---       |
+        9 s, bubble 33.3%, peak activations 2 1
+
+    A box says 2F0 (stage, op, micro-batch) where workers have several stages, else F0, or F alone where it is narrow.
+    """
+    names = [f"worker {worker} |" for worker in range(len(timeline.spans))]
+    indent = max(map(len, names), default=0)
+    with_stage = any(len({span.action.stage for span in spans}) > 1 for spans in timeline.spans)
+    columns_per_s = _columns_per_s(timeline, with_stage, _WIDTH - indent - 1)
+    total = round(timeline.makespan * columns_per_s)
+    rows = [_row(spans, columns_per_s, with_stage) for spans in timeline.spans]
+    lines = [f"{name:>{indent}}{row:<{total}}|" for name, row in zip(names, rows, strict=True)]
+    peaks = " ".join(map(str, timeline.peak_activations))
+    return "\n".join([*lines, f"{timeline.makespan:g} s, bubble {timeline.bubble:.1%}, peak activations {peaks}", ""])
+
+
+def _columns_per_s(timeline: Timeline, with_stage: bool, width: int) -> float:
+    """Give the shortest box a whole number of columns, as many as the longest label wants and the width allows."""
+    spans = [span for row in timeline.spans for span in row if span.end_s > span.start_s]
+    if not spans:
+        return 0.0
+    shortest = min(span.end_s - span.start_s for span in spans)
+    wanted = 1 + max(len(_labels(span.action, with_stage)[0]) for span in spans)
+    allowed = int(width * shortest / timeline.makespan)
+    return min(wanted, allowed) / shortest if allowed else width / timeline.makespan
+
+
+def _row(spans: tuple[Span, ...], columns_per_s: float, with_stage: bool) -> str:
+    row = ""
+    for span in spans:
+        start, end = round(span.start_s * columns_per_s), round(span.end_s * columns_per_s)
+        row = row.ljust(start) + _box(_labels(span.action, with_stage), end - start)
+    return row
+
+
+def _labels(action: Action, with_stage: bool) -> tuple[str, ...]:
+    """What may stand in an action's box, best first."""
+    short = f"{action.op}{action.microbatch}"
+    return (str(action), short, action.op) if with_stage else (short, action.op)
+
+
+def _box(labels: tuple[str, ...], width: int) -> str:
+    """F3 in six columns is `F3--- `: the blank keeps neighbours apart."""
+    if width < 2:
+        return labels[-1][:width]
+    label = next(label for label in labels if len(label) < width)
+    return f"{label:-<{width - 1}} "

@@ -1,0 +1,133 @@
+"""What a schedule is: for each worker, the list of its actions."""
+
+import csv
+import io
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple, Self, cast
+
+from lp_pipe.errors import ScheduleError
+
+Op = Literal["F", "B", "I", "W"]
+
+# The cells of torch.distributed.pipelining (2.13): `_Action.__repr__`.
+_COMPUTE = re.compile(r"(\d+)([FBIW])(\d+)")
+_COMMUNICATION = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")
+_OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
+
+
+class Action(NamedTuple):
+    """One piece of computation: "F" forward, "B" full backward, "I" backward for the inputs, "W" for the weights.
+
+    A named tuple, not a dataclass: large schedules hold millions of them.
+    """
+
+    op: Op
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.op}{self.microbatch}"
+
+
+# No slots: what is derived from the actions is kept in the instance's dict.
+@dataclass(frozen=True)
+class Schedule:
+    """The order in which each worker runs its actions; sends, receives and the step follow from it.
+
+    Construction checks nothing; `verify` does.
+    """
+
+    name: str
+    workers: tuple[tuple[Action, ...], ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "workers", tuple(tuple(actions) for actions in self.workers))
+
+    @property
+    def stages(self) -> int:
+        """Virtual stages, over all workers."""
+        return len(self.placement)
+
+    @cached_property
+    def microbatches(self) -> int:
+        return 1 + max((action.microbatch for actions in self.workers for action in actions), default=-1)
+
+    @cached_property
+    def forward_only(self) -> bool:
+        return all(action.op == "F" for actions in self.workers for action in actions)
+
+    @cached_property
+    def placement(self) -> tuple[int, ...]:
+        """The worker of each virtual stage.
+
+        Raises:
+            ScheduleError: a stage is on two workers, or on none.
+        """
+        owners: dict[int, int] = {}
+        for worker, actions in enumerate(self.workers):
+            for stage in sorted({action.stage for action in actions}):
+                if owners.setdefault(stage, worker) != worker:
+                    raise ScheduleError(_two_owners(self, stage, owners[stage], worker))
+        for stage in range(len(owners)):
+            if stage not in owners:
+                raise ScheduleError(
+                    f"schedule {self.name!r}: no worker runs stage {stage}, but there are actions of stage "
+                    f"{max(owners)}: number the stages 0, 1, 2, ..."
+                )
+        return tuple(owners[stage] for stage in range(len(owners)))
+
+    def to_csv(self) -> str:
+        """Write torch.distributed.pipelining's compute-only CSV: a line per worker, cells such as 0F3."""
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows(self.workers)
+        return text.getvalue()
+
+    @classmethod
+    def from_csv(cls, text: str, name: str = "csv") -> Self:
+        """Read what torch.distributed.pipelining or `to_csv` wrote.
+
+        Empty cells (idle) and torch's communication are skipped; an overlapped pair becomes its two actions in order.
+
+        Raises:
+            ScheduleError: a cell is not an action.
+        """
+        rows = csv.reader(text.rstrip().splitlines())
+        return cls(name, tuple(tuple(_row_actions(row, line)) for line, row in enumerate(rows, start=1)))
+
+
+def location(worker: int, position: int, action: Action) -> str:
+    """Say which action is meant; every ScheduleError about one begins with this."""
+    return f"worker {worker}, position {position}, action {action}"
+
+
+def _two_owners(schedule: Schedule, stage: int, first: int, second: int) -> str:
+    actions = schedule.workers[second]
+    position = next(index for index, action in enumerate(actions) if action.stage == stage)
+    return (
+        f"schedule {schedule.name!r}: {location(second, position, actions[position])}: stage {stage} "
+        f"already belongs to worker {first}: give all its actions to one worker"
+    )
+
+
+def _row_actions(row: list[str], line: int) -> Iterator[Action]:
+    for column, cell in enumerate(row, start=1):
+        overlap = _OVERLAP.fullmatch(cell.strip())
+        for part in overlap[1].split(";") if overlap else [cell]:
+            action = _parse(part.strip(), line, column)
+            if action is not None:
+                yield action
+
+
+def _parse(cell: str, line: int, column: int) -> Action | None:
+    if not cell or _COMMUNICATION.fullmatch(cell):
+        return None
+    match = _COMPUTE.fullmatch(cell)
+    if match is None:
+        raise ScheduleError(
+            f"line {line}, cell {column}: {cell!r} is not an action: "
+            "write stage, then F, B, I or W, then micro-batch, such as 0F3"
+        )
+    return Action(cast(Op, match[2]), int(match[1]), int(match[3]))

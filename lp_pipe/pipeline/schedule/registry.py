@@ -1,0 +1,89 @@
+"""The schedules that can be asked for by name."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import wraps
+
+from lp_pipe.errors import ScheduleError
+from lp_pipe.pipeline.schedule.ir import Schedule
+
+Generator = Callable[[int, int, int], Schedule]
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    generator: Generator
+    default_chunks: int
+
+
+_ENTRIES: dict[str, _Entry] = {}
+
+
+def schedules() -> list[str]:
+    """List the names that `make_schedule` takes."""
+    return sorted(_ENTRIES)
+
+
+def make_schedule(name: str, stages: int, microbatches: int, chunks: int | None = None) -> Schedule:
+    """Build the schedule of that name for `stages` workers, each with `chunks` virtual stages.
+
+    Without chunks it is 1, or what the schedule needs.
+
+    Raises:
+        ScheduleError: there is no such name, or no such schedule for these numbers; says which work.
+    """
+    if name not in _ENTRIES:
+        nearest = get_close_matches(str(name), schedules(), n=1, cutoff=0.0)[0]
+        raise ScheduleError(f"no schedule {name!r}: did you mean {nearest!r}? There are {', '.join(schedules())}")
+    entry = _ENTRIES[name]
+    return entry.generator(stages, microbatches, entry.default_chunks if chunks is None else chunks)
+
+
+def register_schedule(
+    name: str, *, default_chunks: int = 1, fixed_chunks: bool = False
+) -> Callable[[Generator], Generator]:
+    """Make a function `(stages, microbatches, chunks) -> Schedule` available under a name.
+
+    The function is given whole numbers of at least 1 only. With fixed_chunks it exists for default_chunks alone.
+
+    Raises:
+        ScheduleError: another function has the name.
+    """
+
+    def register(generator: Generator) -> Generator:
+        _refuse_second_owner(name, generator)
+
+        @wraps(generator)
+        def checked(stages: int, microbatches: int, chunks: int) -> Schedule:
+            _check_sizes(name, stages=stages, microbatches=microbatches, chunks=chunks)
+            if fixed_chunks and chunks != default_chunks:
+                raise ScheduleError(
+                    f"schedule {name!r} with chunks={chunks}: it gives every worker exactly "
+                    f"{default_chunks} virtual stage(s): use chunks={default_chunks}"
+                )
+            return generator(stages, microbatches, chunks)
+
+        _ENTRIES[name] = _Entry(checked, default_chunks)
+        return checked
+
+    return register
+
+
+def _refuse_second_owner(name: str, generator: Generator) -> None:
+    """Registering the same function again is fine: a notebook's cell may run twice."""
+    if name not in _ENTRIES:
+        return
+    owner = _ENTRIES[name].generator
+    if (owner.__module__, owner.__qualname__) != (generator.__module__, generator.__qualname__):
+        raise ScheduleError(
+            f"schedule {name!r} is already {owner.__module__}.{owner.__qualname__}: register under another name"
+        )
+
+
+def _check_sizes(name: str, **sizes: int) -> None:
+    for what, value in sizes.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ScheduleError(
+                f"schedule {name!r} with {what}={value!r}: {what} is a whole number: use {what}=1 or more"
+            )

@@ -1,0 +1,46 @@
+"""How many activations wait on a worker for their backward."""
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+from lp_pipe.errors import ScheduleError
+from lp_pipe.pipeline.schedule.ir import Action, Schedule, location
+
+# Weights' gradients need the stage's input, so that I alone frees nothing.
+_CHANGE = {"F": 1, "B": -1, "I": 0, "W": -1}
+
+
+def peak_activations(schedule: Schedule) -> tuple[int, ...]:
+    """The most activations that each worker has in its stash at a time, counted in (stage, micro-batch) pairs.
+
+    A forward-only schedule stashes none.
+    """
+    if schedule.forward_only:
+        return (0,) * len(schedule.workers)
+    return tuple(max(_stash_sizes(actions), default=0) for actions in schedule.workers)
+
+
+def check_memory(schedule: Schedule, memory: int | Sequence[int]) -> None:
+    """Refuse a schedule that stashes more than `memory` activations on a worker (one limit, or one per worker).
+
+    Raises:
+        ScheduleError: names the first forward that is too much, or the number of limits is wrong.
+    """
+    limits = [memory] * len(schedule.workers) if isinstance(memory, int) else memory
+    if len(limits) != len(schedule.workers):
+        raise ScheduleError(
+            f"schedule {schedule.name!r}: memory has {len(limits)} limits: "
+            f"give one number, or {len(schedule.workers)}, one per worker"
+        )
+    for worker, (limit, peak) in enumerate(zip(limits, peak_activations(schedule), strict=True)):
+        if peak > limit:
+            actions = schedule.workers[worker]
+            position = next(index for index, size in enumerate(_stash_sizes(actions)) if size > limit)
+            raise ScheduleError(
+                f"schedule {schedule.name!r}: {location(worker, position, actions[position])}: stashes activation "
+                f"{limit + 1}, the limit is {limit}: the schedule needs {peak} here"
+            )
+
+
+def _stash_sizes(actions: Sequence[Action]) -> Iterator[int]:
+    return accumulate(_CHANGE[action.op] for action in actions)

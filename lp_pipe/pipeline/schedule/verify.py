@@ -1,0 +1,87 @@
+"""Proof, before anything is launched, that a schedule works."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from lp_pipe.errors import ScheduleError
+from lp_pipe.pipeline.schedule.channels import Channels
+from lp_pipe.pipeline.schedule.completeness import check_complete
+from lp_pipe.pipeline.schedule.ir import Schedule, location
+from lp_pipe.pipeline.schedule.run_order import run_order
+from lp_pipe.pipeline.schedule.stash import check_memory
+
+# What must run in increasing order on a stage: forwards, and whatever adds to the weights' gradients.
+_ORDERED = {"F": "forward", "B": "gradient", "W": "gradient"}
+
+
+def verify(schedule: Schedule, credits: int | None = None, memory: int | Sequence[int] | None = None) -> None:
+    """Refuse a schedule that is incomplete, inexact, stuck or too large.
+
+    credits: messages that may be sent and not yet received on each directed edge between two workers; None is no limit.
+    memory: activations that a worker may stash, one number or one per worker; None is no limit.
+    Takes seconds for millions of actions.
+
+    Raises:
+        ScheduleError: names the first offending worker, position and action.
+    """
+    if credits is not None and credits < 1:
+        raise ScheduleError(f"schedule {schedule.name!r} with credits={credits}: nothing can be sent: use 1 or more")
+    check_complete(schedule)
+    _check_microbatch_order(schedule)
+    _check_channel_order(schedule)
+    for _ in run_order(schedule, credits):
+        pass
+    if memory is not None:
+        check_memory(schedule, memory)
+
+
+def _check_microbatch_order(schedule: Schedule) -> None:
+    """Gradients are summed in index order, as a plain loop does: floating-point sums depend on it."""
+    for worker, actions in enumerate(schedule.workers):
+        expected: defaultdict[tuple[int, str], int] = defaultdict(int)
+        for position, action in enumerate(actions):
+            kind = _ORDERED.get(action.op)
+            if kind is None:
+                continue
+            key = action.stage, kind
+            if action.microbatch != expected[key]:
+                raise ScheduleError(
+                    f"schedule {schedule.name!r}: {location(worker, position, action)}: runs before micro-batch "
+                    f"{expected[key]}: order each stage's {kind}s by micro-batch"
+                )
+            expected[key] += 1
+
+
+def _check_channel_order(schedule: Schedule) -> None:
+    """A channel is a queue: a receiver gets the messages in the order in which they were sent."""
+    channels = Channels(schedule.placement)
+    sent, received = _messages(schedule, channels)
+    for channel in filter(channels.crosses, range(channels.count)):
+        for expected, microbatch in zip(sent[channel], received[channel], strict=True):
+            if expected != microbatch:
+                raise ScheduleError(_out_of_turn(schedule, channels, channel, microbatch, expected))
+
+
+def _messages(schedule: Schedule, channels: Channels) -> tuple[list[list[int]], list[list[int]]]:
+    """The micro-batches that every channel carries, in the order of its sender and of its receiver."""
+    sent: list[list[int]] = [[] for _ in range(channels.count)]
+    received: list[list[int]] = [[] for _ in range(channels.count)]
+    for actions in schedule.workers:
+        for action in actions:
+            for log, channel in ((sent, channels.sends(action)), (received, channels.receives(action))):
+                if channel is not None:
+                    log[channel].append(action.microbatch)
+    return sent, received
+
+
+def _out_of_turn(schedule: Schedule, channels: Channels, channel: int, microbatch: int, expected: int) -> str:
+    worker, sender = channels.receiver(channel), channels.sender(channel)
+    position, action = next(
+        (position, action)
+        for position, action in enumerate(schedule.workers[worker])
+        if channels.receives(action) == channel and action.microbatch == microbatch
+    )
+    return (
+        f"schedule {schedule.name!r}: {location(worker, position, action)}: worker {sender} sends micro-batch "
+        f"{expected} of stage {channels.sending_stage(channel)} first: receive in the order of sending"
+    )

@@ -1,0 +1,138 @@
+"""A program: the graph of nodes that a user declares once and launches anywhere."""
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from lp_pipe.handles import Handle
+from lp_pipe.nodes import Node
+from lp_pipe.nodes.base import HandleT
+from lp_pipe.resources import Resources
+
+FAILURE_POLICIES = ("stop",)
+
+
+@dataclass(frozen=True)
+class GroupOptions:
+    """What holds for every node of a group."""
+
+    resources: Resources = field(default_factory=Resources)
+    on_failure: str = "stop"
+
+
+@dataclass(frozen=True)
+class Edge:
+    """`user` holds a handle of `server`; both are `label/index`."""
+
+    user: str
+    server: str
+
+
+class Program:
+    """Nodes in labelled groups, connected by handles. Pure data: nothing runs before `launch`.
+
+    program = Program("train")
+    with program.group("feeder"):
+        batches = program.add_node(CourierNode(Feeder, "text/"))
+    program.add_node(PyNode(train, batches), label="trainer")
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._groups: dict[str, list[Node[Any]]] = {}
+        self._options: dict[str, GroupOptions] = {}
+        self._current: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def groups(self) -> dict[str, list[Node[Any]]]:
+        """The nodes of every group, in the order in which they were added."""
+        return self._groups
+
+    def get_all_nodes(self) -> list[Node[Any]]:
+        """Every node, group by group."""
+        return list(itertools.chain.from_iterable(self._groups.values()))
+
+    def options(self, label: str) -> GroupOptions:
+        """The options of a group."""
+        return self._options.get(label, GroupOptions())
+
+    @contextmanager
+    def group(self, label: str, resources: Resources | None = None, on_failure: str = "stop") -> Iterator[None]:
+        """Nodes added in the body belong to the group `label`; a label may be opened again with the same options.
+
+        Raises:
+            ValueError: no label, a group inside a group, options that differ from those of the same label before.
+        """
+        if not label:
+            raise ValueError("a group needs a label: program.group('feeder')")
+        if self._current is not None:
+            raise ValueError(f"groups cannot be nested: {label!r} inside {self._current!r}; close the outer one first")
+        if on_failure not in FAILURE_POLICIES:
+            raise ValueError(f"group {label!r}: on_failure={on_failure!r}; known are {', '.join(FAILURE_POLICIES)}")
+        options = GroupOptions(resources or Resources(), on_failure)
+        if self._options.setdefault(label, options) != options:
+            raise ValueError(f"group label {label!r} was opened before with other options: {self._options[label]}")
+        self._current = label
+        try:
+            yield
+        finally:
+            self._current = None
+
+    def add_node(self, node: Node[HandleT], label: str | None = None) -> HandleT:
+        """Take `node` into the current group (or the group `label`) and return a handle of it.
+
+        Raises:
+            ValueError: no label outside a group, a label that is not the current group's, a node added twice.
+            TypeError: not a node.
+        """
+        if not isinstance(node, Node):
+            raise TypeError(
+                f"add_node takes a node such as CourierNode(MyClass, ...), not {node!r} of type {type(node).__name__}"
+            )
+        if self._current is not None and label is not None and label != self._current:
+            raise ValueError(f"label {label!r} differs from the current group's label {self._current!r}")
+        label = self._current or label
+        if not label:
+            raise ValueError("a node needs a label: add_node(node, label='feeder'), or use `with program.group(...)`")
+        if any(node is known for known in self.get_all_nodes()):
+            raise ValueError(f"{node!r} is already in the program as label {node.label!r}; make a second node")
+        nodes = self._groups.setdefault(label, [])
+        node.placed(label, len(nodes))
+        nodes.append(node)
+        return node.create_handle()
+
+    def edges(self) -> list[Edge]:
+        """Who holds a handle of whom, discovered from the nodes' arguments; each pair once.
+
+        Raises:
+            ValueError: a node holds a handle of a node that is not in this program.
+        """
+        owners = {address.id: node.name for node in self.get_all_nodes() for address in node.addresses}
+        found: dict[Edge, None] = {}
+        for node in self.get_all_nodes():
+            for handle in node.input_handles():
+                for server in _owners_of(handle, owners, node.name, self._name):
+                    found[Edge(node.name, server)] = None
+        return list(found)
+
+    def __repr__(self) -> str:
+        groups = ", ".join(f"{label} x {len(nodes)}" for label, nodes in self._groups.items())
+        return f"Program({self._name!r}: {groups})"
+
+
+def _owners_of(handle: Handle[Any], owners: dict[str, str], user: str, program: str) -> list[str]:
+    servers = []
+    for address in handle.addresses:
+        if address.id not in owners:
+            raise ValueError(
+                f"node {user} holds a handle of {handle.node_name}, which is not in program {program!r}; "
+                "handles only work between nodes of one program"
+            )
+        servers.append(owners[address.id])
+    return servers

@@ -1,0 +1,167 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Hello(_message.Message):
+    __slots__ = ("node_id", "pid")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    pid: int
+    def __init__(self, node_id: _Optional[str] = ..., pid: _Optional[int] = ...) -> None: ...
+
+class Start(_message.Message):
+    __slots__ = ("label", "index", "group_size", "run_dir", "socket_dir", "cwd", "sys_path", "env", "threads", "node", "argv", "cpus", "grace_s", "log_level")
+    class EnvEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    LABEL_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    GROUP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    RUN_DIR_FIELD_NUMBER: _ClassVar[int]
+    SOCKET_DIR_FIELD_NUMBER: _ClassVar[int]
+    CWD_FIELD_NUMBER: _ClassVar[int]
+    SYS_PATH_FIELD_NUMBER: _ClassVar[int]
+    ENV_FIELD_NUMBER: _ClassVar[int]
+    THREADS_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    ARGV_FIELD_NUMBER: _ClassVar[int]
+    CPUS_FIELD_NUMBER: _ClassVar[int]
+    GRACE_S_FIELD_NUMBER: _ClassVar[int]
+    LOG_LEVEL_FIELD_NUMBER: _ClassVar[int]
+    label: str
+    index: int
+    group_size: int
+    run_dir: str
+    socket_dir: str
+    cwd: str
+    sys_path: _containers.RepeatedScalarFieldContainer[str]
+    env: _containers.ScalarMap[str, str]
+    threads: int
+    node: bytes
+    argv: _containers.RepeatedScalarFieldContainer[str]
+    cpus: _containers.RepeatedScalarFieldContainer[int]
+    grace_s: float
+    log_level: int
+    def __init__(self, label: _Optional[str] = ..., index: _Optional[int] = ..., group_size: _Optional[int] = ..., run_dir: _Optional[str] = ..., socket_dir: _Optional[str] = ..., cwd: _Optional[str] = ..., sys_path: _Optional[_Iterable[str]] = ..., env: _Optional[_Mapping[str, str]] = ..., threads: _Optional[int] = ..., node: _Optional[bytes] = ..., argv: _Optional[_Iterable[str]] = ..., cpus: _Optional[_Iterable[int]] = ..., grace_s: _Optional[float] = ..., log_level: _Optional[int] = ...) -> None: ...
+
+class Register(_message.Message):
+    __slots__ = ("address", "endpoint")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    endpoint: str
+    def __init__(self, address: _Optional[str] = ..., endpoint: _Optional[str] = ...) -> None: ...
+
+class Resolve(_message.Message):
+    __slots__ = ("id", "address")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    address: str
+    def __init__(self, id: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
+
+class Resolved(_message.Message):
+    __slots__ = ("id", "endpoint", "unavailable", "not_in_program")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    UNAVAILABLE_FIELD_NUMBER: _ClassVar[int]
+    NOT_IN_PROGRAM_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    endpoint: str
+    unavailable: str
+    not_in_program: bool
+    def __init__(self, id: _Optional[int] = ..., endpoint: _Optional[str] = ..., unavailable: _Optional[str] = ..., not_in_program: _Optional[bool] = ...) -> None: ...
+
+class Metrics(_message.Message):
+    __slots__ = ("values", "step", "has_step")
+    class ValuesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    HAS_STEP_FIELD_NUMBER: _ClassVar[int]
+    values: _containers.ScalarMap[str, float]
+    step: int
+    has_step: bool
+    def __init__(self, values: _Optional[_Mapping[str, float]] = ..., step: _Optional[int] = ..., has_step: _Optional[bool] = ...) -> None: ...
+
+class Ended(_message.Message):
+    __slots__ = ("type_name", "message", "traceback", "is_unavailable")
+    TYPE_NAME_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    TRACEBACK_FIELD_NUMBER: _ClassVar[int]
+    IS_UNAVAILABLE_FIELD_NUMBER: _ClassVar[int]
+    type_name: str
+    message: str
+    traceback: str
+    is_unavailable: bool
+    def __init__(self, type_name: _Optional[str] = ..., message: _Optional[str] = ..., traceback: _Optional[str] = ..., is_unavailable: _Optional[bool] = ...) -> None: ...
+
+class Stop(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StopRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Ping(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Stacks(_message.Message):
+    __slots__ = ("id", "text")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    text: str
+    def __init__(self, id: _Optional[int] = ..., text: _Optional[str] = ...) -> None: ...
+
+class ReservePort(_message.Message):
+    __slots__ = ("id", "address")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    address: str
+    def __init__(self, id: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
+
+class Supervision(_message.Message):
+    __slots__ = ("hello", "start", "register", "resolve", "resolved", "metrics", "ended", "stop", "stop_request", "ping", "stacks", "reserve_port")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    REGISTER_FIELD_NUMBER: _ClassVar[int]
+    RESOLVE_FIELD_NUMBER: _ClassVar[int]
+    RESOLVED_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    STOP_REQUEST_FIELD_NUMBER: _ClassVar[int]
+    PING_FIELD_NUMBER: _ClassVar[int]
+    STACKS_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_PORT_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    start: Start
+    register: Register
+    resolve: Resolve
+    resolved: Resolved
+    metrics: Metrics
+    ended: Ended
+    stop: Stop
+    stop_request: StopRequest
+    ping: Ping
+    stacks: Stacks
+    reserve_port: ReservePort
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., register: _Optional[_Union[Register, _Mapping]] = ..., resolve: _Optional[_Union[Resolve, _Mapping]] = ..., resolved: _Optional[_Union[Resolved, _Mapping]] = ..., metrics: _Optional[_Union[Metrics, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., stop_request: _Optional[_Union[StopRequest, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., stacks: _Optional[_Union[Stacks, _Mapping]] = ..., reserve_port: _Optional[_Union[ReservePort, _Mapping]] = ...) -> None: ...

@@ -1,0 +1,39 @@
+"""What a node needs of the machine it runs on."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+_PROCESS_START_PREFIXES = ("OMP_", "LD_", "CUDA_", "MKL_", "OPENBLAS_", "DYLD_", "PYTHON")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resources:
+    """Resources of every node of a group.
+
+    cpus: cores that the node is pinned to (None: not pinned).
+    gpus: devices handed to the node through CUDA_VISIBLE_DEVICES.
+    memory: bytes, for placement.
+    threads: what torch and BLAS use inside the node; one value for a whole program in thread mode.
+    env: variables set in the node's process; some only work at process start and imply fresh_interpreter.
+    host: name of the host that the node must run on.
+    fresh_interpreter: start the node by exec instead of forking it from the template process.
+    """
+
+    cpus: int | None = None
+    gpus: int = 0
+    memory: int | None = None
+    threads: int = 1
+    env: Mapping[str, str] = field(default_factory=dict)
+    host: str | None = None
+    fresh_interpreter: bool = False
+
+    def __post_init__(self) -> None:
+        if self.threads < 1:
+            raise ValueError(f"Resources(threads={self.threads}): a node needs at least 1 thread")
+        if self.gpus < 0 or (self.cpus is not None and self.cpus < 1):
+            raise ValueError(f"Resources(cpus={self.cpus}, gpus={self.gpus}): counts cannot be negative or zero cores")
+
+    @property
+    def needs_fresh_interpreter(self) -> bool:
+        """True when a fork of the template could not honour `env` (it was read when the process started)."""
+        return self.fresh_interpreter or any(name.startswith(_PROCESS_START_PREFIXES) for name in self.env)

@@ -1,0 +1,5 @@
+"""Calls between nodes: request and response over one connection per client and server."""
+
+from lp_pipe.rpc.client import CourierClient as CourierClient
+from lp_pipe.rpc.client import list_methods as list_methods
+from lp_pipe.rpc.server import Server as Server

@@ -1,0 +1,84 @@
+"""What waits for a reply: a blocked thread, or a Future."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from lp_pipe.connections import Frame
+from lp_pipe.rpc.pool import DaemonPool
+
+Reply = Frame | Exception
+
+
+class PendingCall(Protocol):
+    def deliver(self, reply: Reply) -> object:
+        """Called once, from the connection's thread."""
+
+
+class SyncCall:
+    """One thread that waits; a bare lock is an event at a tenth of the cost."""
+
+    __slots__ = ("_lock", "_reply")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+        self._reply: Reply | None = None
+
+    def deliver(self, reply: Reply) -> None:
+        self._reply = reply
+        self._lock.release()
+
+    def wait(self, timeout_s: float) -> bool:
+        """False when `timeout_s` (-1: no limit) passed without a reply."""
+        return self._lock.acquire(timeout=timeout_s)
+
+    def reply(self) -> Reply:
+        """The reply; waits for one that is being delivered this very moment."""
+        if self._reply is None:
+            self._lock.acquire()
+        assert self._reply is not None
+        return self._reply
+
+
+class CallFuture(Future[Any]):
+    """A call in flight. `cancel()` forgets it, also while its handler runs (which is not interrupted)."""
+
+    def __init__(self, outcome: Callable[[Reply], Any]) -> None:
+        super().__init__()
+        self._outcome = outcome
+        self._has_callbacks = False
+        self.on_cancel: Callable[[], bool] | None = None
+
+    def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
+        self._has_callbacks = True
+        super().add_done_callback(fn)
+
+    def cancel(self) -> bool:
+        if not super().cancel():
+            return False
+        if self.on_cancel is not None and self.on_cancel():
+            self.set_running_or_notify_cancel()  # wakes concurrent.futures.wait
+        return True
+
+    def deliver(self, reply: Reply) -> bool:
+        """Settle the future; callbacks run outside the connection's thread, so that they may call."""
+        if self._has_callbacks:
+            _callbacks.submit(self._settle, reply)
+        else:
+            self._settle(reply)
+        return True
+
+    def _settle(self, reply: Reply) -> None:
+        if not self.set_running_or_notify_cancel():
+            return
+        try:
+            result = self._outcome(reply)
+        except Exception as error:  # belongs to whoever asks for the result
+            self.set_exception(error)
+        else:
+            self.set_result(result)
+
+
+_callbacks = DaemonPool(16, "call callbacks")

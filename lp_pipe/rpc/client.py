@@ -1,0 +1,257 @@
+"""Call the methods of a server in another node as if it were here (Launchpad's Courier client)."""
+
+import contextlib
+import functools
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any
+
+from lp_pipe import connections
+from lp_pipe.connections import Connection, Frame, frames
+from lp_pipe.context import services_for
+from lp_pipe.errors import DeadlineExceeded, SerializationError, Unavailable
+from lp_pipe.rpc import codec, deadlines, remote_error
+from lp_pipe.rpc.calls import CallFuture, PendingCall, SyncCall
+from lp_pipe.rpc.explain import unpicklable
+from lp_pipe.rpc.server import LIST_METHODS
+
+_RECONNECT_PAUSE_S = 0.02
+
+
+class CourierClient:
+    """`client.method(*args, **kwargs)` calls the server and waits; `client.futures.method(...)` returns a Future.
+
+    address: what another client's `.address` gave.
+    call_timeout: seconds (or a timedelta) per call; None or 0: no limit.
+    wait_for_ready: wait while nobody is there; False: Unavailable at once.
+
+    Values go by value. A handler's exception arrives as RemoteError that is also an instance of its own class.
+    Calls are never sent twice: when the server dies during a call, that call raises Unavailable.
+    Any number of threads may share a client.
+
+    Raises (every call): DeadlineExceeded, Unavailable, MethodNotFound, SerializationError, RemoteError.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        call_timeout: float | timedelta | None = None,
+        wait_for_ready: bool = True,
+        *,
+        address_id: str | None = None,
+        peer: str = "",
+    ) -> None:
+        self._address = address
+        self._call_timeout_s = _seconds(call_timeout)
+        self._wait_for_ready = wait_for_ready
+        self._address_id = address_id
+        self._peer = peer or address
+        self._link: _Link | None = None
+        self._link_lock = threading.Lock()
+        self._services = services_for(address_id) if address_id is not None else None
+        self.futures = _Futures(self)
+
+    @property
+    def address(self) -> str:
+        """An opaque string from which any process of the program's hosts can make a client."""
+        return self._address
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        return self._call("__call__", args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        # Probing (hasattr of dunders, copy, pickle) stays local: names with an underscore are never remote.
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r} (private names are not remote)")
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self._call(name, args, kwargs)
+
+        call.__name__ = call.__qualname__ = name
+        self.__dict__[name] = call
+        return call
+
+    def __repr__(self) -> str:
+        return f"CourierClient({self._peer})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        options = (self._address, self._call_timeout_s, self._wait_for_ready, self._address_id, self._peer)
+        return _make_client, options
+
+    def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        deadline = self._deadline()
+        call = SyncCall()
+        link = self._connected(method, deadline)
+        call_id = link.send(method, self._encode(method, args, kwargs), call)
+        remaining = -1.0 if deadline is None else max(0.0, deadline - time.monotonic())
+        if not call.wait(remaining) and link.forget(call_id):
+            raise self._too_late(method)
+        return self._outcome(method, call.reply())
+
+    def _start(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Future[Any]":
+        payload = self._encode(method, args, kwargs)
+        deadline = self._deadline()
+        future = CallFuture(functools.partial(self._outcome, method))
+        link = self._link
+        if link is not None and link.connection.closed_reason is None:
+            self._send_future(link, method, payload, future, deadline)
+        else:
+            # Connecting may take as long as the server takes to come up; the arguments are captured now.
+            payload = codec.Payload(payload.body, [bytearray(buffer) for buffer in payload.buffers])
+            task = (method, payload, future, deadline)
+            name = f"connect {self._peer}"
+            threading.Thread(target=self._connect_and_send, args=task, name=name, daemon=True).start()
+        return future
+
+    def _connect_and_send(
+        self, method: str, payload: codec.Payload, future: CallFuture, deadline: float | None
+    ) -> None:
+        try:
+            self._send_future(self._connected(method, deadline), method, payload, future, deadline)
+        except (Unavailable, DeadlineExceeded) as error:
+            future.deliver(error)
+
+    def _send_future(
+        self, link: "_Link", method: str, payload: codec.Payload, future: CallFuture, deadline: float | None
+    ) -> None:
+        try:
+            call_id = link.send(method, payload, future)
+        except Unavailable as error:
+            future.deliver(error)
+            return
+        future.on_cancel = functools.partial(link.forget, call_id)
+        if deadline is not None:
+            deadlines.shared.add(deadline, lambda: link.forget(call_id) and future.deliver(self._too_late(method)))
+
+    def _encode(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> codec.Payload:
+        try:
+            return codec.encode((args, kwargs))
+        except Exception as error:
+            parts = [*((f"args[{index}]", arg) for index, arg in enumerate(args)), *kwargs.items()]
+            raise unpicklable(f"{self._peer}.{method}()", parts, error) from error
+
+    def _outcome(self, method: str, reply: Frame | Exception) -> Any:
+        if isinstance(reply, Exception):
+            if isinstance(reply, Unavailable):
+                raise Unavailable(f"{self._peer}.{method}(): {reply}") from reply
+            raise reply
+        if reply.kind == frames.ERROR:
+            raise remote_error.rebuild(reply.body, f"{self._peer}.{method}()")
+        try:
+            return codec.decode(reply.body, reply.buffers)
+        except Exception as error:
+            raise SerializationError(
+                f"{self._peer}.{method}(): the result does not load here: {type(error).__name__}: {error}"
+            ) from error
+
+    def _connected(self, method: str, deadline: float | None) -> "_Link":
+        link = self._link
+        if link is not None and link.connection.closed_reason is None:
+            return link
+        with self._link_lock:
+            if self._link is None or self._link.connection.closed_reason is not None:
+                self._link = _Link(self._connect(method, deadline))
+            return self._link
+
+    def _connect(self, method: str, deadline: float | None) -> Connection:
+        while True:
+            try:
+                return connections.connect(self._address)
+            except Unavailable as error:
+                if not self._wait_for_ready:
+                    raise Unavailable(f"{self._peer}.{method}(): {error}") from error
+            self._wait_until_up(method, deadline)
+
+    def _wait_until_up(self, method: str, deadline: float | None) -> None:
+        remaining = None if deadline is None else deadline - time.monotonic()
+        if remaining is not None and remaining <= 0:
+            raise self._too_late(method)
+        if self._services is not None and self._address_id is not None:
+            try:
+                self._services.resolve(self._address_id).result(remaining)
+            except Unavailable as error:
+                raise Unavailable(f"{self._peer}.{method}(): {error}") from error
+            except TimeoutError:
+                raise self._too_late(method) from None
+        # Registered but not reachable (it has just died), or no coordinator to ask: look again in a moment.
+        time.sleep(_RECONNECT_PAUSE_S if remaining is None else min(_RECONNECT_PAUSE_S, remaining))
+
+    def _deadline(self) -> float | None:
+        return None if self._call_timeout_s is None else time.monotonic() + self._call_timeout_s
+
+    def _too_late(self, method: str) -> DeadlineExceeded:
+        return DeadlineExceeded(f"{self._peer}.{method}(): no reply within call_timeout = {self._call_timeout_s} s")
+
+
+class _Futures:
+    """`client.futures.method(...)`, `client.futures(...)`."""
+
+    def __init__(self, client: CourierClient) -> None:
+        self._client = client
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> "Future[Any]":
+        return self._client._start("__call__", args, kwargs)
+
+    def __getattr__(self, name: str) -> Callable[..., "Future[Any]"]:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: self._client._start(name, args, kwargs)
+
+
+class _Link:
+    """One connection to the server, and the calls that wait for their replies on it."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self._pending: dict[int, PendingCall] = {}
+        self._ids = itertools.count(1)
+        connection.start(self._on_frame, self._on_close)
+
+    def send(self, method: str, payload: codec.Payload, call: PendingCall) -> int:
+        call_id = next(self._ids)
+        self._pending[call_id] = call
+        try:
+            self.connection.send(Frame(frames.CALL, call_id, method, payload.body, payload.buffers))
+        except Unavailable:
+            self.forget(call_id)
+            raise
+        return call_id
+
+    def forget(self, call_id: int) -> bool:
+        """Give a call up; False when its reply has come (or its failure), so that exactly one side settles it."""
+        return self._pending.pop(call_id, None) is not None
+
+    def _on_frame(self, frame: Frame) -> None:
+        call = self._pending.pop(frame.id, None)
+        if call is not None:
+            call.deliver(frame)
+
+    def _on_close(self, reason: str) -> None:
+        while self._pending:
+            with contextlib.suppress(KeyError):
+                _, call = self._pending.popitem()
+                call.deliver(Unavailable(f"the connection ended during the call: {reason}"))
+
+
+def list_methods(client: CourierClient) -> list[str]:
+    """Sorted names of the server's public methods."""
+    names: list[str] = client._call(LIST_METHODS, (), {})
+    return names
+
+
+def _make_client(
+    address: str, call_timeout: float | None, wait_for_ready: bool, address_id: str | None, peer: str
+) -> CourierClient:
+    return CourierClient(address, call_timeout, wait_for_ready, address_id=address_id, peer=peer)
+
+
+def _seconds(timeout: float | timedelta | None) -> float | None:
+    if isinstance(timeout, timedelta):
+        timeout = timeout.total_seconds()
+    if timeout is not None and timeout < 0:
+        raise ValueError(f"call_timeout={timeout}: must not be negative; None or 0 means no limit")
+    return float(timeout) if timeout else None

@@ -1,0 +1,206 @@
+"""Values to bytes and back: by value in every launch mode, large memory out of band.
+
+Plain pickle (protocol 5) does the work; numpy arrays and torch tensors travel as raw buffers beside it. cloudpickle
+steps in only for functions and classes that the peer could not find by name: it costs ten times as much.
+"""
+
+import contextlib
+import copyreg
+import functools
+import importlib
+import io
+import pickle
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import cloudpickle
+
+_ATOMS = frozenset({int, float, bool, str, bytes, type(None), complex})
+
+
+class Payload(NamedTuple):
+    """A pickled value: the pickle itself, and the buffers that belong beside it, in order."""
+
+    body: bytes
+    buffers: Sequence[Any]
+
+
+class _ByValueNeeded(Exception):
+    """A function or class came up that the peer cannot import."""
+
+
+def encode(value: Any) -> Payload:
+    """Pickle `value`; memory of arrays and tensors is referred to, not copied, so send it before it changes.
+
+    Raises:
+        Exception: whatever the value's own pickling raises; see `explain` for a message that names the culprit.
+    """
+    buffers: list[pickle.PickleBuffer] = []
+    stream = io.BytesIO()
+    try:
+        _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(value)
+    except _ByValueNeeded:
+        buffers.clear()
+        stream = io.BytesIO()
+        _ByValuePickler(stream, protocol=5, buffer_callback=buffers.append).dump(value)
+    return Payload(stream.getvalue(), [_raw(buffer) for buffer in buffers])
+
+
+def encode_by_value(value: Any) -> Payload:
+    """Like `encode`, for values that are full of functions anyway (nodes)."""
+    buffers: list[pickle.PickleBuffer] = []
+    stream = io.BytesIO()
+    _ByValuePickler(stream, protocol=5, buffer_callback=buffers.append).dump(value)
+    return Payload(stream.getvalue(), [_raw(buffer) for buffer in buffers])
+
+
+def decode(body: bytes | bytearray | memoryview, buffers: Sequence[Any] = ()) -> Any:
+    """The value again; arrays and tensors use `buffers` as their memory."""
+    return pickle.loads(body, buffers=buffers)
+
+
+def dumps(value: Any) -> bytes:
+    """`encode` into one piece of bytes, for files and for values inside other messages."""
+    payload = encode_by_value(value)
+    return pickle.dumps((payload.body, [bytes(buffer) for buffer in payload.buffers]), protocol=5)
+
+
+def loads(data: bytes) -> Any:
+    """Undo `dumps`."""
+    body, buffers = pickle.loads(data)
+    return decode(body, [bytearray(buffer) for buffer in buffers])
+
+
+def is_atomic(value: Any) -> bool:
+    """True for values that cannot hide anything unpicklable."""
+    return type(value) in _ATOMS
+
+
+class _TensorReduction:
+    """`reducer_override` for both picklers: tensors leave as raw buffers."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj).__module__.startswith("torch") or hasattr(type(obj), "__torch_function__"):
+            torch = sys.modules.get("torch")
+            if torch is not None and isinstance(obj, torch.Tensor):
+                reduced = _reduce_tensor(obj, torch)
+                if reduced is not None:
+                    return reduced
+        return NotImplemented
+
+
+class _Pickler(_TensorReduction, pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, (type, types.FunctionType)) and not _found_by_name(obj):
+            raise _ByValueNeeded
+        return super().reducer_override(obj)
+
+
+class _ByValuePickler(_TensorReduction, cloudpickle.Pickler):  # type: ignore[misc]
+    def reducer_override(self, obj: Any) -> Any:
+        reduced = _TensorReduction.reducer_override(self, obj)
+        if reduced is not NotImplemented:
+            return reduced
+        if isinstance(obj, (type, types.FunctionType)):
+            _is_importable(obj.__module__)  # makes cloudpickle ship the module's contents when it is not
+        return cloudpickle.Pickler.reducer_override(self, obj)
+
+
+def _found_by_name(obj: Any) -> bool:
+    """Whether the peer gets the same object by importing its module: not for `__main__`, lambdas, local classes."""
+    module_name, name = getattr(obj, "__module__", None), getattr(obj, "__qualname__", None)
+    if module_name is None or name is None or module_name == "__main__" or "<locals>" in name or "<lambda>" in name:
+        return False
+    if not _is_importable(module_name):
+        return False
+    found: Any = importlib.import_module(module_name)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    # A class that goes by another name (`types.NoneType`) is copyreg's or pickle's business.
+    return found is obj or obj in copyreg.dispatch_table or module_name == "builtins"
+
+
+@functools.cache
+def _is_importable(module_name: str) -> bool:
+    """Whether another process with this sys.path finds the module; if not, its contents travel by value.
+
+    Modules without a place on sys.path are those that pytest or a notebook made, and files loaded by path.
+    """
+    if module_name in cloudpickle.list_registry_pickle_by_value():
+        return False
+    module = sys.modules.get(module_name)
+    path: Any = None
+    name = ""
+    for part in module_name.split("."):
+        name = f"{name}.{part}" if name else part
+        spec = _find_spec(name, path)
+        if spec is None:
+            if module is not None and module_name != "__main__":
+                cloudpickle.register_pickle_by_value(module)
+            return False
+        path = spec.submodule_search_locations
+    return True
+
+
+def _find_spec(name: str, path: Any) -> Any:
+    # Not importlib.util.find_spec: that believes sys.modules, and so whatever was put there by hand.
+    for finder in sys.meta_path:
+        spec = finder.find_spec(name, path)
+        if spec is not None:
+            return spec
+    return None
+
+
+def _reduce_tensor(tensor: Any, torch: Any) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
+    """Rebuild from raw bytes, without the rest of the storage that a view may belong to.
+
+    None leaves tensors of unusual kinds (sparse, quantized, subclasses, other devices) to torch's own pickling.
+    """
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+        return None
+    if tensor.device.type != "cpu" or tensor.is_quantized:
+        return None
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # PickleBuffer keeps the numpy view, and with it the tensor's memory, alive until it was sent.
+    raw = pickle.PickleBuffer(plain.reshape(-1).view(torch.uint8).numpy()) if plain.numel() else b""
+    is_parameter = type(tensor) is torch.nn.Parameter
+    dtype = str(plain.dtype).removeprefix("torch.")
+    return _rebuild_tensor, (raw, dtype, tuple(plain.shape), tensor.requires_grad, is_parameter)
+
+
+def _rebuild_tensor(raw: Any, dtype: str, shape: tuple[int, ...], requires_grad: bool, is_parameter: bool) -> Any:
+    import torch
+
+    kind = getattr(torch, dtype)
+    tensor = torch.frombuffer(raw, dtype=kind).reshape(shape) if len(raw) else torch.empty(shape, dtype=kind)
+    if is_parameter:
+        return torch.nn.Parameter(tensor, requires_grad=requires_grad)
+    return tensor.requires_grad_(requires_grad) if requires_grad else tensor
+
+
+def _raw(buffer: pickle.PickleBuffer) -> memoryview:
+    return buffer.raw()
+
+
+_handles_seen: ContextVar[list[Any] | None] = ContextVar("lp_pipe_handles_seen", default=None)
+
+
+@contextlib.contextmanager
+def collecting_handles() -> Iterator[list[Any]]:
+    """Collect every handle that is pickled in the body, also those hidden in closures and attributes."""
+    seen: list[Any] = []
+    token = _handles_seen.set(seen)
+    try:
+        yield seen
+    finally:
+        _handles_seen.reset(token)
+
+
+def note_handle(handle: Any) -> None:
+    """Called by a handle that is being pickled."""
+    seen = _handles_seen.get()
+    if seen is not None:
+        seen.append(handle)

@@ -1,0 +1,119 @@
+"""Find which part of a value does not pickle, and say where it is."""
+
+import dataclasses
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from lp_pipe.errors import SerializationError
+from lp_pipe.rpc import codec
+
+_MAX_DEPTH = 12
+
+
+class Culprit(NamedTuple):
+    """The innermost part that does not pickle."""
+
+    path: str
+    type_name: str
+    error: str
+
+
+Encode = Callable[[Any], object]
+
+
+def find_culprit(value: Any, path: str, encode: Encode = codec.encode) -> Culprit | None:
+    """Descend from `value` to the innermost part that does not pickle; None when the whole pickles.
+
+    Paths read like Python: `args[1]['lock']`, `config.lock`, `closure variable 'lock' of f`.
+    """
+    error = _error_of(value, encode)
+    if error is None:
+        return None
+    return _descend(value, path, error, encode, set(), 0)
+
+
+def unpicklable(call: str, parts: Iterable[tuple[str, Any]], error: Exception) -> SerializationError:
+    """The error for a call whose arguments or result (`parts`, with their names) do not pickle."""
+    for path, value in parts:
+        culprit = find_culprit(value, path)
+        if culprit is not None:
+            where = f"{culprit.path} of type {culprit.type_name}"
+            return SerializationError(f"{call}: cannot pickle {where}: {culprit.error}")
+    return SerializationError(f"{call}: cannot pickle the whole, though every part does: {error}")
+
+
+def _descend(value: Any, path: str, error: str, encode: Encode, seen: set[int], depth: int) -> Culprit:
+    seen.add(id(value))
+    if depth < _MAX_DEPTH:
+        for part, part_path in _parts(value, path):
+            if id(part) in seen:
+                continue
+            part_error = _error_of(part, encode)
+            if part_error is not None:
+                return _descend(part, part_path, part_error, encode, seen, depth + 1)
+    return Culprit(path, type(value).__name__, error)
+
+
+def _error_of(value: Any, encode: Encode) -> str | None:
+    if codec.is_atomic(value):
+        return None
+    try:
+        encode(value)
+    except Exception as error:  # whatever a user's __reduce__ raises is the answer here
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _parts(value: Any, path: str) -> Iterator[tuple[Any, str]]:
+    """What a value is made of, as pickle sees it, each with its path."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield item, f"{path}[{key!r}]"
+        for key in value:
+            yield key, f"{path}'s key {key!r}"
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for index, item in enumerate(value):
+            yield item, f"{path}[{index}]"
+    elif isinstance(value, functools.partial):
+        yield value.func, f"{path}.func"
+        yield from _parts(value.args, f"{path}.args")
+        yield from _parts(value.keywords, f"{path}.keywords")
+    elif isinstance(value, types.MethodType):
+        yield value.__self__, f"{path}.__self__"
+    elif isinstance(value, types.FunctionType):
+        yield from _function_parts(value, path)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            if hasattr(value, field.name):
+                yield getattr(value, field.name), f"{path}.{field.name}"
+    elif isinstance(value, type):
+        for name, item in vars(value).items():
+            if not name.startswith("__"):
+                yield item, f"{path}.{name}"
+    yield from _attributes(value, path)
+
+
+def _function_parts(function: types.FunctionType, path: str) -> Iterator[tuple[Any, str]]:
+    name = function.__qualname__
+    try:
+        names = inspect.getclosurevars(function)
+    except (TypeError, ValueError):
+        return
+    for variable, item in names.nonlocals.items():
+        yield item, f"{path}: closure variable {variable!r} of {name}"
+    for variable, item in names.globals.items():
+        yield item, f"{path}: global variable {variable!r} of {name}"
+    for index, item in enumerate(function.__defaults__ or ()):
+        yield item, f"{path}: default argument {index} of {name}"
+
+
+def _attributes(value: Any, path: str) -> Iterator[tuple[Any, str]]:
+    if isinstance(value, (type, types.FunctionType, types.ModuleType)):
+        return
+    attributes = getattr(value, "__dict__", None)
+    if isinstance(attributes, dict):
+        for name, item in attributes.items():
+            yield item, f"{path}.{name}"

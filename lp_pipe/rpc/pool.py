@@ -1,0 +1,62 @@
+"""A thread pool whose threads are daemons: a handler that never returns must not keep the interpreter alive."""
+
+import threading
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from lp_pipe.context import current_context
+
+_Task = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+class DaemonPool:
+    """At most `size` threads, started as work comes in; they belong to the node that made the pool.
+
+    Tasks must not raise.
+    """
+
+    def __init__(self, size: int, name: str) -> None:
+        self._size = size
+        self._name = name
+        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._node = current_context()
+
+    def submit(self, task: Callable[..., Any], *args: Any) -> None:
+        self._tasks.put((task, args))
+        if len(self._threads) < self._size and self._tasks.qsize():
+            self._add_thread()
+
+    def discard(self) -> list[_Task]:
+        """Take back the tasks that have not begun."""
+        tasks: list[_Task] = []
+        while True:
+            try:
+                task = self._tasks.get_nowait()
+            except Empty:
+                return tasks
+            if task is not None:
+                tasks.append(task)
+
+    def close(self) -> None:
+        """Let every thread end after the task it is at."""
+        for _ in self._threads:
+            self._tasks.put(None)
+
+    def _add_thread(self) -> None:
+        with self._lock:
+            if len(self._threads) >= self._size:
+                return
+            thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True)
+            if self._node is not None:
+                thread._lp_pipe_context = self._node  # type: ignore[attr-defined]
+            self._threads.append(thread)
+        thread.start()
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            function, args = task
+            function(*args)
+            del task, function, args  # a waiting thread must not keep the last call's tensors alive

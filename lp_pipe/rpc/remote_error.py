@@ -1,0 +1,122 @@
+"""An exception crosses to the caller: captured where it was raised, rebuilt where it is awaited."""
+
+import contextlib
+import traceback
+from typing import Any
+
+from lp_pipe.errors import LpPipeError, MethodNotFound, RemoteError, SerializationError, Unavailable
+from lp_pipe.protos import frame_pb2
+from lp_pipe.rpc import codec
+
+HANDLER = frame_pb2.CallError.HANDLER
+METHOD_NOT_FOUND = frame_pb2.CallError.METHOD_NOT_FOUND
+SERIALIZATION = frame_pb2.CallError.SERIALIZATION
+UNAVAILABLE = frame_pb2.CallError.UNAVAILABLE
+
+# Raised by the caller's own call, not by the handler: the caller gets the plain class.
+_OWN_ERRORS: dict[int, type[LpPipeError]] = {
+    METHOD_NOT_FOUND: MethodNotFound,
+    SERIALIZATION: SerializationError,
+    UNAVAILABLE: Unavailable,
+}
+_PLAIN_ONLY = (StopIteration, StopAsyncIteration)
+
+
+def capture(error: BaseException) -> bytes:
+    """A handler's exception as bytes: its class, args and attributes as far as they pickle, and its traceback."""
+    message = frame_pb2.CallError(
+        origin=HANDLER,
+        type_name=innermost_type_name(error),
+        message=_text_of(error),
+        traceback=format_traceback(error),
+    )
+    original = getattr(error, "_lp_pipe_original_class", type(error))
+    with contextlib.suppress(Exception):  # a class that does not pickle travels as its name only
+        message.exception_type = codec.dumps(original)
+    with contextlib.suppress(Exception):
+        message.args = codec.dumps(error.args)
+    for name, value in vars(error).items():
+        if not name.startswith(("_lp_pipe", "__")) and name not in ("type_name", "remote_traceback"):
+            with contextlib.suppress(Exception):
+                message.attributes[name] = codec.dumps(value)
+    return message.SerializeToString()
+
+
+def own(origin: "frame_pb2.CallError.Origin", text: str) -> bytes:
+    """An error of the call itself (no such method, no result to send), as bytes."""
+    return frame_pb2.CallError(origin=origin, message=text).SerializeToString()
+
+
+def rebuild(data: bytes | bytearray | memoryview, call: str) -> LpPipeError:
+    """The exception to raise at the caller; `call` names the method and the peer in plain RemoteErrors."""
+    message = frame_pb2.CallError.FromString(bytes(data))
+    if message.origin != HANDLER:
+        return _OWN_ERRORS[message.origin](message.message)
+    text = f"{call} raised {message.type_name}: {message.message}\n\n{message.traceback.rstrip()}"
+    error = _combined(message, text) or RemoteError(text)
+    error.type_name = message.type_name
+    error.remote_traceback = message.traceback
+    return error
+
+
+def innermost_type_name(error: BaseException) -> str:
+    """The bare class name; for an error that already came from afar, of the original."""
+    return error.type_name if isinstance(error, RemoteError) and error.type_name else type(error).__name__
+
+
+def format_traceback(error: BaseException) -> str:
+    """The traceback with chained causes, as text."""
+    return "".join(traceback.format_exception(type(error), error, error.__traceback__))
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as broken:  # a user's __str__ may raise
+        return f"<str() of the exception raised {type(broken).__name__}>"
+
+
+def _combined(message: frame_pb2.CallError, text: str) -> RemoteError | None:
+    """A RemoteError that is also an instance of the original class, made without calling the class's own code."""
+    try:
+        original = codec.loads(message.exception_type) if message.exception_type else None
+        if not (isinstance(original, type) and issubclass(original, Exception)) or issubclass(original, _PLAIN_ONLY):
+            return None
+        combined = _combined_class(original)
+        args = codec.loads(message.args) if message.args else ()
+        error = _bare_instance(combined, original, args)
+    except Exception:  # layouts that do not mix, classes that do not load here: a plain RemoteError tells it all
+        return None
+    for name, data in message.attributes.items():
+        with contextlib.suppress(Exception):
+            setattr(error, name, codec.loads(data))
+    error._lp_pipe_text = text
+    rebuilt: RemoteError = error
+    return rebuilt
+
+
+def _combined_class(original: type[Exception]) -> Any:
+    if issubclass(original, RemoteError):
+        bases: tuple[type, ...] = (original,)
+    else:
+        bases = (RemoteError, original)
+    namespace = {
+        "__str__": lambda self: self._lp_pipe_text,
+        "__reduce__": _reduce,
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "_lp_pipe_original_class": original,
+    }
+    return type(original.__name__, bases, namespace)
+
+
+def _bare_instance(combined: Any, original: type[Exception], args: tuple[Any, ...]) -> Any:
+    # The nearest built-in class allocates (OSError checks that its own __new__ is used); users' code is not run.
+    builtin = next(base for base in original.__mro__ if base.__module__ == "builtins")
+    error = builtin.__new__(combined, *args)
+    error.args = args
+    return error
+
+
+def _reduce(error: RemoteError) -> tuple[Any, ...]:
+    return rebuild, (capture(error), "call")

@@ -1,0 +1,69 @@
+import pytest
+
+from lp_pipe.errors import ScheduleError
+from lp_pipe.pipeline.schedule import Action, Schedule, make_schedule, register_schedule, registry, schedules
+
+
+@pytest.fixture(autouse=True)
+def _restore_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_ENTRIES", dict(registry._ENTRIES))
+
+
+def one_by_one(stages: int, microbatches: int, chunks: int) -> Schedule:
+    """Each micro-batch there and back before the next: a pipeline that does not overlap."""
+    workers = [[Action(op, s, j) for j in range(microbatches) for op in ("F", "B")] for s in range(stages)]
+    return Schedule("one_by_one", tuple(map(tuple, workers)))
+
+
+def test_a_function_becomes_a_schedule_that_can_be_asked_for_by_name() -> None:
+    register_schedule("one_by_one")(one_by_one)
+    assert "one_by_one" in schedules()
+    assert make_schedule("one_by_one", 2, 2).to_csv() == "0F0,0B0,0F1,0B1\n1F0,1B0,1F1,1B1\n"
+
+
+def test_the_schedules_that_come_with_lp_pipe() -> None:
+    assert {"1f1b", "forward", "gpipe", "interleaved", "looped_bfs"} <= set(schedules())
+    assert schedules() == sorted(schedules())
+
+
+def test_chunks_default_to_what_the_schedule_needs() -> None:
+    assert make_schedule("1f1b", 2, 4).stages == 2
+    assert make_schedule("interleaved", 2, 4).stages == make_schedule("looped_bfs", 2, 4).stages == 4
+    assert make_schedule("interleaved", 2, 4, chunks=3).stages == 6
+
+
+def test_an_unknown_name_is_answered_with_the_nearest_and_all_others() -> None:
+    message = r"no schedule '1f1bb': did you mean '1f1b'\? There are .*gpipe, interleaved"
+    with pytest.raises(ScheduleError, match=message):
+        make_schedule("1f1bb", 2, 4)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "looped_bfs", "forward"])
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((0, 4, 1), "stages=0: .* use stages=1 or more"),
+        ((2, -3, 1), "microbatches=-3: .* use microbatches=1 or more"),
+        ((2, 4, 0), "chunks=0: .* use chunks=1 or more"),
+        ((2, 2.5, 1), "microbatches=2.5: .* whole number"),
+        ((True, 4, 1), "stages=True"),
+    ],
+)
+def test_numbers_that_do_not_work_are_named_with_those_that_do(
+    name: str, sizes: tuple[int, int, int], message: str
+) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        make_schedule(name, *sizes)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_chunks_that_a_schedule_cannot_have_are_refused(name: str) -> None:
+    with pytest.raises(ScheduleError, match=f"schedule '{name}' with chunks=2: .* use chunks=1"):
+        make_schedule(name, 2, 4, chunks=2)
+
+
+def test_a_name_belongs_to_one_function() -> None:
+    register_schedule("one_by_one")(one_by_one)
+    register_schedule("one_by_one")(one_by_one)  # a notebook's cell that runs twice
+    with pytest.raises(ScheduleError, match=r"'1f1b' is already .*one_f_one_b: register under another name"):
+        register_schedule("1f1b")(one_by_one)
