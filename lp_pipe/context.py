@@ -4,7 +4,7 @@ import contextvars
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -42,8 +42,9 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.event = threading.Event()
-        self._handlers: list[Callable[[], object]] = []
+        self._handlers: list[_Handler] = []
         self._lock = threading.Lock()
+        self._is_finished = False
         self._runner: threading.Thread | None = None
         self.handler_errors: list[BaseException] = []
 
@@ -59,28 +60,33 @@ class StopSignal:
                 self._runner.start()
 
     def add(self, handler: Callable[[], object]) -> None:
+        entry = (handler, current_context())
         with self._lock:
             if not self.event.is_set():
-                self._handlers.append(handler)
+                if not self._is_finished:
+                    self._handlers.append(entry)
                 return
-        self._run([handler])
+        self._run([entry])
 
     def remove(self, handler: Callable[[], object]) -> None:
         with self._lock:
-            if handler in self._handlers:
-                self._handlers.remove(handler)
+            self._handlers = [entry for entry in self._handlers if entry[0] != handler]
 
-    def join(self, timeout_s: float | None = None) -> None:
-        """Wait until every handler that was started has returned."""
-        runner = self._runner
+    def finish(self, timeout_s: float | None = None) -> None:
+        """The node's code has ended: wait for the handlers that were started, forget those that were not."""
+        with self._lock:  # the event is set before the runner is there: a node that waits for it may be here in between
+            self._is_finished = True
+            self._handlers = []
+            runner = self._runner
         if runner is not None and runner is not threading.current_thread():
             runner.join(timeout_s)
 
-    def _run(self, handlers: list[Callable[[], object]]) -> None:
-        for handler in handlers:
+    def _run(self, handlers: "list[_Handler]") -> None:
+        for handler, node in handlers:
             try:
-                handler()
-            except Exception as error:  # one broken handler must not keep the others from running
+                with entered(node) if node is not None else nullcontext():
+                    handler()
+            except BaseException as error:  # even SystemExit must not keep the other handlers from running
                 self.handler_errors.append(error)
 
 
@@ -97,6 +103,8 @@ class NodeContext:
     devices: tuple[int, ...] = ()
     grace_s: float = 5.0
     stop_signal: StopSignal = field(default_factory=StopSignal, repr=False)
+    # What the node's own parts (servers of channels, files) want done when its code has ended, however it ended.
+    exit_stack: ExitStack = field(default_factory=ExitStack, repr=False)
 
     @property
     def is_stopping(self) -> bool:
@@ -106,6 +114,9 @@ class NodeContext:
     def name(self) -> str:
         return f"{self.label}/{self.index}"
 
+
+# A stop handler, and the node that it belongs to: it runs in the launcher's thread in thread mode.
+_Handler = tuple[Callable[[], object], NodeContext | None]
 
 _current: contextvars.ContextVar[NodeContext] = contextvars.ContextVar("lp_pipe_node")
 _process_context: NodeContext | None = None

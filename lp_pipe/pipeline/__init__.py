@@ -1,0 +1,46 @@
+"""A model as a pipeline of stages. Schedules and their tools work without torch, which is loaded on first need."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from lp_pipe.errors import CheckpointError as CheckpointError
+from lp_pipe.errors import EndOfData as EndOfData
+from lp_pipe.errors import PipelineError as PipelineError
+from lp_pipe.errors import ScheduleError as ScheduleError
+from lp_pipe.pipeline.model import Layer as Layer
+from lp_pipe.pipeline.model import Model as Model
+from lp_pipe.pipeline.results import EvalResult as EvalResult
+from lp_pipe.pipeline.results import StepResult as StepResult
+from lp_pipe.pipeline.results import StepTrace as StepTrace
+from lp_pipe.pipeline.schedule import Action as Action
+from lp_pipe.pipeline.schedule import Costs as Costs
+from lp_pipe.pipeline.schedule import Schedule as Schedule
+from lp_pipe.pipeline.schedule import Timeline as Timeline
+from lp_pipe.pipeline.schedule import make_schedule as make_schedule
+from lp_pipe.pipeline.schedule import peak_activations as peak_activations
+from lp_pipe.pipeline.schedule import register_schedule as register_schedule
+from lp_pipe.pipeline.schedule import schedules as schedules
+from lp_pipe.pipeline.schedule import simulate as simulate
+from lp_pipe.pipeline.schedule import to_text as to_text
+from lp_pipe.pipeline.schedule import verify as verify
+
+if TYPE_CHECKING:
+    from lp_pipe.pipeline.add import add_pipeline as add_pipeline
+    from lp_pipe.pipeline.client import PipelineClient as PipelineClient
+    from lp_pipe.pipeline.client import PipelineHandle as PipelineHandle
+    from lp_pipe.pipeline.rng import layer_rng as layer_rng
+    from lp_pipe.pipeline.rng import step_rng as step_rng
+
+_NEEDS_TORCH = {
+    "add_pipeline": "add",
+    "PipelineClient": "client",
+    "PipelineHandle": "client",
+    "layer_rng": "rng",
+    "step_rng": "rng",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NEEDS_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_NEEDS_TORCH[name]}"), name)

@@ -1,0 +1,178 @@
+"""Add a pipeline to a program: one node per stage worker, connected by channels."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lp_pipe.address import Address
+from lp_pipe.errors import PipelineError, ScheduleError
+from lp_pipe.handles import CourierHandle, Handle
+from lp_pipe.nodes import CourierNode
+from lp_pipe.pipeline.build import parameter_count, refuse_ties_across
+from lp_pipe.pipeline.channel_handle import ChannelHandle
+from lp_pipe.pipeline.client import PipelineHandle
+from lp_pipe.pipeline.conductor import build_conductor
+from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
+from lp_pipe.pipeline.cuts import balanced_cuts, check_cuts
+from lp_pipe.pipeline.model import Model, sources_of
+from lp_pipe.pipeline.schedule import Schedule, make_schedule, schedules, verify
+from lp_pipe.pipeline.schedule.channels import Channels
+from lp_pipe.pipeline.worker import StageWorker
+from lp_pipe.program import Program
+from lp_pipe.resources import Resources
+
+CHANNELS = ("auto", "inproc", "shm")
+_CREDITS = 4
+
+
+def add_pipeline(
+    program: Program,
+    model: Model,
+    *,
+    stages: int | Sequence[int] = 2,
+    chunks: int | None = None,
+    schedule: str | Path | Schedule = "1f1b",
+    microbatches: int = 8,
+    channel: str = "auto",
+    clip_grad_norm: float | None = None,
+    inputs: Handle[Any] | None = None,
+    group: str = "stages",
+    resources: Resources | None = None,
+) -> PipelineHandle:
+    """Cut `model` into stages, add a node for each stage worker, and return the handle of the whole.
+
+    stages: number of stage workers (cuts balanced by parameters), or the cut points (index of each later first layer).
+    chunks: virtual stages per worker; default: what the schedule needs.
+    schedule: a name in `schedules()`, a Schedule, or a path to CSV.
+    microbatches: slices of a batch per step; small batches may give fewer.
+    channel: how tensors travel between workers: "auto", "inproc" (threads), "shm" (processes of one host).
+    inputs: handle of a feeder, a CourierNode with `batch(step) -> (input, target) | None`, a pure function of the step.
+
+    Raises:
+        PipelineError: the model cannot be cut so.
+        ScheduleError: the schedule does not exist for these numbers, or is not correct.
+    """
+    if not isinstance(model, Model):
+        raise PipelineError(f"add_pipeline takes a pp.Model(layers, loss, optimizer), not {type(model).__name__}")
+    if channel not in CHANNELS:
+        raise PipelineError(f"channel={channel!r}: known are {', '.join(CHANNELS)}")
+    if microbatches < 1:
+        raise PipelineError(f"microbatches={microbatches}: a step needs at least 1")
+    sources = sources_of(model)
+    order = _order(schedule, stages, microbatches, chunks)
+    cuts = _cuts(sources, stages, len(order.placement))
+    config = PipelineConfig(
+        placement=order.placement,
+        schedule=order.schedule,
+        chunks=order.chunks,
+        microbatches=microbatches,
+        loss=model.loss,
+        optimizer=model.optimizer,
+        lr_scheduler=model.lr_scheduler,
+        loss_weight=model.loss_weight,
+        seed=model.seed,
+        channel=channel,
+        credits=order.credits,
+        clip_grad_norm=clip_grad_norm,
+    )
+    with program.group(group, resources=resources):
+        return _add_nodes(program, config, _workers(config, sources, cuts), inputs, group)
+
+
+@dataclass(frozen=True)
+class _Order:
+    """A schedule that is proven to work, and what follows from it."""
+
+    schedule: str | Schedule
+    placement: tuple[int, ...]
+    chunks: int
+    credits: int
+
+
+def _order(
+    schedule: str | Path | Schedule, stages: int | Sequence[int], microbatches: int, chunks: int | None
+) -> _Order:
+    named = isinstance(schedule, str) and schedule in schedules()
+    if isinstance(schedule, Schedule):
+        made = schedule
+    elif named or not Path(schedule).exists():
+        made = make_schedule(str(schedule), _worker_count(stages, chunks, str(schedule)), microbatches, chunks)
+        named = True
+    else:
+        made = Schedule.from_csv(Path(schedule).read_text(encoding="utf-8"), name=Path(schedule).stem)
+    if made.forward_only:
+        raise ScheduleError(f"schedule {made.name!r} has no backwards: it evaluates, but a pipeline trains")
+    credits = _sufficient_credits(made)
+    workers = len(made.workers)
+    return _Order(str(schedule) if named else made, made.placement, made.stages // workers, credits)
+
+
+def _worker_count(stages: int | Sequence[int], chunks: int | None, schedule: str) -> int:
+    if isinstance(stages, int):
+        return stages
+    per_worker = chunks or make_schedule(schedule, 1, 1).stages
+    pieces = len(stages) + 1
+    if pieces % per_worker:
+        raise PipelineError(
+            f"cut points {list(stages)} make {pieces} pieces, but every worker of {schedule!r} runs {per_worker}: "
+            f"give a number of cut points that makes a multiple of {per_worker}"
+        )
+    return pieces // per_worker
+
+
+def _sufficient_credits(schedule: Schedule) -> int:
+    """Prove the schedule, with few messages in flight where that is enough (some need one per micro-batch)."""
+    try:
+        verify(schedule, credits=_CREDITS)
+        return _CREDITS
+    except ScheduleError:
+        verify(schedule, credits=max(_CREDITS, schedule.microbatches))
+        return max(_CREDITS, schedule.microbatches)
+
+
+def _cuts(sources: Sequence[Any], stages: int | Sequence[int], pieces: int) -> list[int]:
+    if isinstance(stages, int):
+        # One more than the parameters: layers without any should not all end up on one stage.
+        cuts = balanced_cuts([parameter_count(source) + 1 for source in sources], pieces)
+    else:
+        cuts = check_cuts(stages, len(sources))
+    if len(cuts) + 1 != pieces:
+        raise PipelineError(f"{len(cuts)} cut points make {len(cuts) + 1} stages, but the schedule has {pieces}")
+    refuse_ties_across(sources, cuts)
+    return cuts
+
+
+def _workers(config: PipelineConfig, sources: Sequence[Any], cuts: Sequence[int]) -> list[WorkerConfig]:
+    parts: list[dict[int, tuple[int, Sequence[Any]]]] = [{} for _ in range(config.workers)]
+    bounds = zip([0, *cuts], [*cuts, len(sources)], config.placement, strict=True)
+    for stage, (first, end, worker) in enumerate(bounds):
+        parts[worker][stage] = (first, sources[first:end])
+    return [WorkerConfig(worker, part) for worker, part in enumerate(parts)]
+
+
+def _add_nodes(
+    program: Program,
+    config: PipelineConfig,
+    workers: Sequence[WorkerConfig],
+    inputs: Handle[Any] | None,
+    group: str,
+) -> PipelineHandle:
+    nodes = [CourierNode(build_conductor if worker.worker == 0 else StageWorker) for worker in workers]
+    handles: list[CourierHandle] = [program.add_node(node, label=group) for node in nodes]
+    addresses = [Address("channels") for _ in nodes]
+    for address, node in zip(addresses, nodes, strict=True):
+        address.assign(node)
+    hubs = [ChannelHandle(address, node.name) for address, node in zip(addresses, nodes, strict=True)]
+    channels = Channels(config.placement)
+    crossing = [channel for channel in range(channels.count) if channels.crosses(channel)]
+    for worker, node in zip(workers, nodes, strict=True):
+        own = worker.worker
+        receivers = {channels.receiver(channel) for channel in crossing if channels.sender(channel) == own}
+        neighbours = {receiver: hubs[receiver] for receiver in sorted(receivers)}
+        needs_batches = own == 0 or own == config.placement[-1]
+        options: dict[str, Any] = {"feeder": inputs if needs_batches else None}
+        if own == 0:
+            options["peers"] = handles[1:]
+        node.configure(config, worker, addresses[own], neighbours, **options)
+    return PipelineHandle(handles[0])

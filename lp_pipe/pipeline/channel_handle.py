@@ -1,0 +1,43 @@
+"""How one stage worker names another one's channels in its arguments."""
+
+from concurrent.futures import Future
+
+from lp_pipe.address import Address
+from lp_pipe.channels import Sender, open_sender
+from lp_pipe.context import services_for
+from lp_pipe.handles import Handle
+
+
+class ChannelTarget:
+    """Where a neighbour receives tensors."""
+
+    def __init__(self, endpoint: "Future[str]", peer: str) -> None:
+        self._endpoint = endpoint
+        self._peer = peer
+
+    def open(self, channel: str, *, kind: str, name: str) -> Sender:
+        """Connect to one of the neighbour's channels; waits until it listens.
+
+        Raises:
+            Unavailable: the neighbour has failed.
+        """
+        return open_sender(self._endpoint.result(), channel, kind=kind, name=name, peer=self._peer)
+
+
+class ChannelHandle(Handle[ChannelTarget]):
+    """A handle of the hub of channels that a stage worker owns beside its server."""
+
+    def __init__(self, address: Address, node_name: str) -> None:
+        super().__init__()
+        self._address = address
+        self.node_name = node_name
+
+    @property
+    def addresses(self) -> list[Address]:
+        return [self._address]
+
+    def dereference(self) -> ChannelTarget:
+        services = services_for(self._address.id)
+        if services is None:
+            raise RuntimeError(f"cannot reach the channels of {self.node_name}: its program was not launched yet")
+        return ChannelTarget(services.resolve(self._address.id), self.node_name)

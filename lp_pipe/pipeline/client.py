@@ -1,0 +1,114 @@
+"""A pipeline as its users see it: a handle at setup, a client that looks like a model at execution."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lp_pipe.address import Address
+from lp_pipe.errors import EndOfData
+from lp_pipe.handles import CourierHandle, Handle
+from lp_pipe.pipeline.results import EvalResult, StepResult, StepTrace
+from lp_pipe.rpc import CourierClient
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class PipelineClient:
+    """Drives a pipeline; picklable, and usable from several nodes at once (operations queue in order of arrival).
+
+    Raises (every operation): RemoteError that is also the stage's own exception; its notes name the stage, the
+    micro-batch and the step. The parameters are then as before the operation.
+    """
+
+    def __init__(self, conductor: CourierClient) -> None:
+        self._conductor = conductor
+
+    def step(self, batch: tuple[Any, Any] | None = None) -> StepResult:
+        """One optimizer step, on `batch` = (input, target) or on the feeder's next one.
+
+        Raises:
+            EndOfData: the feeder has no more.
+        """
+        result: StepResult = self._conductor.step(batch)
+        return result
+
+    def steps(self, n: int | None = None) -> Iterator[StepResult]:
+        """Steps on the feeder's batches until there were `n`, or until the end of the data."""
+        done = 0
+        while n is None or done < n:
+            try:
+                result = self.step()
+            except EndOfData:
+                return
+            yield result
+            done += 1
+
+    def evaluate(self, batches: Sequence[tuple[Any, Any]]) -> EvalResult:
+        """(mean loss, mean metrics) in eval mode; no parameter, buffer or random state changes."""
+        result: EvalResult = self._conductor.evaluate(list(batches))
+        return result
+
+    def forward(self, value: Any) -> Any:
+        """The model's output for one input, in eval mode."""
+        return self._conductor.forward(value)
+
+    def state_dict(self) -> "dict[str, Tensor]":
+        """The whole model under the names that nn.Sequential(*layers) gives; CPU tensors."""
+        state: dict[str, Tensor] = self._conductor.state_dict()
+        return state
+
+    def load_state_dict(self, state: "dict[str, Tensor]") -> None:
+        """Replace parameters and buffers; optimizer state stays.
+
+        Raises:
+            PipelineError: names are missing or unknown.
+        """
+        self._conductor.load_state_dict(dict(state))
+
+    def save(self, path: str | Path) -> None:
+        """Write a checkpoint: weights, optimizer, scheduler and step. Relative paths are the launcher's."""
+        self._conductor.save(str(path))
+
+    def load(self, path: str | Path) -> None:
+        """Go on from a checkpoint that any number of stages wrote.
+
+        Raises:
+            CheckpointError: it is incomplete or damaged.
+            PipelineError: it is of another model.
+        """
+        self._conductor.load(str(path))
+
+    def fingerprint(self) -> str:
+        """sha256 hex of all parameters and buffers in state_dict order (raw little-endian bytes)."""
+        digest: str = self._conductor.fingerprint()
+        return digest
+
+    def trace(self, n: int) -> list[StepTrace]:
+        """`n` steps with the start and end of every action on every stage."""
+        traces: list[StepTrace] = self._conductor.trace(n)
+        return traces
+
+    def current_step(self) -> int:
+        """How many steps are done, which is the index of the next one."""
+        step: int = self._conductor.current_step()
+        return step
+
+    def __repr__(self) -> str:
+        return f"PipelineClient({self._conductor!r})"
+
+
+class PipelineHandle(Handle[PipelineClient]):
+    """Pass it to the nodes that drive or evaluate the pipeline; they get a PipelineClient."""
+
+    def __init__(self, conductor: CourierHandle) -> None:
+        super().__init__()
+        self._conductor = conductor
+        self.node_name = conductor.node_name
+
+    @property
+    def addresses(self) -> list[Address]:
+        return self._conductor.addresses
+
+    def dereference(self) -> PipelineClient:
+        return PipelineClient(self._conductor.dereference())

@@ -1,0 +1,252 @@
+"""The first worker's second job: it starts every operation on all workers, and makes each a whole or nothing."""
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from lp_pipe.address import Address
+from lp_pipe.errors import EndOfData, PipelineError, Unavailable
+from lp_pipe.pipeline import manifest
+from lp_pipe.pipeline.batches import BatchSource
+from lp_pipe.pipeline.channel_handle import ChannelTarget
+from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
+from lp_pipe.pipeline.microbatches import loss_weights, split
+from lp_pipe.pipeline.results import EvalResult, StepResult, StepTrace
+from lp_pipe.pipeline.worker import Report, StageWorker
+from lp_pipe.rpc.pool import DaemonPool
+
+T = TypeVar("T")
+
+
+class Conductor:
+    """What a PipelineClient talks to. Operations run one after another, in order of arrival."""
+
+    def __init__(self, worker: StageWorker, pipeline: PipelineConfig, peers: Sequence[Any], feeder: Any = None) -> None:
+        self._worker = worker
+        self._config = pipeline
+        self._peers = list(peers)
+        self._batches = BatchSource(feeder)
+        self._step = 0
+        self._tag = 0
+        self._queue = DaemonPool(1, "pipeline operations")
+
+    def step(self, batch: tuple[Any, Any] | None = None) -> StepResult:
+        """One optimizer step; see PipelineClient."""
+        return self._in_turn(lambda: self._train(batch)[0])
+
+    def trace(self, steps: int) -> list[StepTrace]:
+        """Some steps, with the start and end of every action."""
+        return self._in_turn(lambda: [self._train(None)[1] for _ in range(steps)])
+
+    def evaluate(self, batches: Sequence[tuple[Any, Any]]) -> EvalResult:
+        """Mean loss and metrics over the batches, each one weighted as `loss_weight` says."""
+        return self._in_turn(lambda: self._evaluate(batches))
+
+    def forward(self, value: Any) -> Any:
+        """The model's output in eval mode."""
+        return self._in_turn(lambda: self._infer([value], [])[-1].outputs[0])
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The whole model's parameters and buffers."""
+        return self._in_turn(self._state_dict)
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Replace the whole model's parameters and buffers."""
+        self._in_turn(lambda: self._load_state_dict(state))
+
+    def save(self, path: str) -> None:
+        """Write a checkpoint folder; the manifest, written last, makes it one."""
+        self._in_turn(lambda: self._save(Path(path)))
+
+    def load(self, path: str) -> None:
+        """Go on from a checkpoint folder, whatever number of stages wrote it."""
+        self._in_turn(lambda: self._load(Path(path)))
+
+    def fingerprint(self) -> str:
+        """sha256 over all parameters and buffers."""
+        return self._in_turn(self._fingerprint)
+
+    def current_step(self) -> int:
+        """The number of finished steps, which is the index of the next one."""
+        return self._in_turn(lambda: self._step)
+
+    def _in_turn(self, operation: Callable[[], T]) -> T:
+        future: Future[T] = Future()
+        self._queue.submit(_settle, future, operation)
+        return future.result()
+
+    def _train(self, batch: tuple[Any, Any] | None) -> tuple[StepResult, StepTrace]:
+        start = time.monotonic()
+        given = batch
+        if given is None:
+            given = self._batches.get(self._step)
+            if given is None:
+                raise EndOfData(f"the feeder has no batch for step {self._step}")
+        elif not isinstance(given, tuple) or len(given) != 2:
+            raise PipelineError(f"step() takes a pair (input, target), not {type(given).__name__}")
+        inputs = split(given[0], self._config.microbatches)
+        count = len(inputs)
+        targets = None
+        if batch is not None or not self._peers:
+            targets = split(given[1], self._config.microbatches)
+            if len(targets) != count:
+                raise PipelineError(f"the input splits into {count} micro-batches, the target into {len(targets)}")
+        began = time.monotonic()
+        reports = self._on_all(
+            lambda worker, tag, is_first, is_last: worker.train(
+                tag, self._step, count, inputs if is_first else [], targets if is_last else []
+            )
+        )
+        pipe_s = time.monotonic() - began
+        norms = [norm for report in reports for norm in report.gradient_norms]
+        total = torch.linalg.vector_norm(torch.stack(norms)) if norms else None
+        self._everywhere("apply", total)
+        result = StepResult(
+            step=self._step,
+            loss=reports[self._config.placement[-1]].loss,
+            metrics=reports[self._config.placement[-1]].metrics,
+            seconds=time.monotonic() - start,
+            utilization=tuple(report.busy_s / pipe_s for report in reports),
+        )
+        self._step += 1
+        return result, StepTrace(result.step, began, tuple(tuple(report.spans) for report in reports))
+
+    def _evaluate(self, batches: Sequence[tuple[Any, Any]]) -> EvalResult:
+        pairs = list(batches)
+        if not pairs:
+            raise PipelineError("evaluate() needs at least one (input, target) pair")
+        targets = [target for _, target in pairs]
+        report = self._infer([value for value, _ in pairs], targets)[-1]
+        total = sum(loss_weights(targets, self._config.loss_weight))
+        return EvalResult(report.loss / total, {name: value / total for name, value in report.metrics.items()})
+
+    def _infer(self, inputs: list[Any], targets: list[Any]) -> list[Report]:
+        reports = self._on_all(
+            lambda worker, tag, is_first, is_last: worker.infer(
+                tag, len(inputs), inputs if is_first else [], targets if is_last else []
+            )
+        )
+        return [*reports[:-1], reports[self._config.placement[-1]]]
+
+    def _on_all(self, run: Callable[[Any, int, bool, bool], Any]) -> list[Report]:
+        """Run one operation on every worker; when one fails, free the others from waiting for it.
+
+        Raises:
+            Exception: the failure that came first; a worker that only lost its neighbour does not count as first.
+        """
+        self._tag += 1
+        attempt = _Attempt(self._tag, [self._worker, *self._peers])
+        last = self._config.placement[-1]
+        futures: list[Future[Report]] = []
+        for index, peer in enumerate(self._peers, start=1):
+            future: Future[Report] = run(peer.futures, self._tag, False, index == last)
+            future.add_done_callback(attempt.watch)
+            futures.append(future)
+        try:
+            own: Report | None = run(self._worker, self._tag, True, last == 0)
+        except Exception as error:  # kept as the reason of the whole operation, raised below
+            own = None
+            attempt.fail(error)
+        reports = [future.exception() or future.result() for future in futures]
+        if attempt.errors:
+            self._everywhere("discard")
+            raise attempt.cause()
+        assert own is not None
+        return [own, *(report for report in reports if isinstance(report, Report))]
+
+    def _everywhere(self, method: str, *args: Any) -> None:
+        futures = [getattr(peer.futures, method)(*args) for peer in self._peers]
+        getattr(self._worker, method)(*args)
+        for future in futures:
+            future.result()
+
+    def _state_dict(self) -> dict[str, Tensor]:
+        """In the order of the layers: virtual stages of one worker may lie apart."""
+        parts = [self._worker.state_dict(), *(peer.state_dict() for peer in self._peers)]
+        merged = {name: value for part in parts for name, value in part.items()}
+        return dict(sorted(merged.items(), key=lambda item: int(item[0].split(".", 1)[0])))
+
+    def _load_state_dict(self, state: dict[str, Tensor]) -> None:
+        known = self._state_dict().keys()
+        missing, unknown = sorted(known - state.keys()), sorted(state.keys() - known)
+        if missing or unknown:
+            raise PipelineError(f"state_dict of another model: missing {missing[:3]}, unknown {unknown[:3]}")
+        self._everywhere("load_state_dict", state)
+
+    def _fingerprint(self) -> str:
+        digest = hashlib.sha256()
+        for value in self._state_dict().values():
+            raw = value.detach().contiguous().reshape(-1).view(torch.uint8)
+            digest.update(raw.numpy().data)
+        return digest.hexdigest()
+
+    def _save(self, path: Path) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        manifest.remove(path)  # while shares are replaced the folder is no checkpoint
+        futures = [peer.futures.save(str(path)) for peer in self._peers]
+        files = [self._worker.save(str(path)), *(future.result() for future in futures)]
+        manifest.write(path, manifest.Manifest(self._step, self._config.seed, tuple(files), tuple(self._state_dict())))
+
+    def _load(self, path: Path) -> None:
+        found = manifest.read(path)
+        if set(found.names) != set(self._state_dict()):
+            raise PipelineError(f"{path} is a checkpoint of another model: its parameters have other names")
+        self._everywhere("load", str(path), list(found.files))
+        self._step = found.step
+
+
+class _Attempt:
+    """The failures of one operation; the first one frees all workers."""
+
+    def __init__(self, tag: int, workers: list[Any]) -> None:
+        self._tag = tag
+        self._workers = workers
+        self._lock = threading.Lock()
+        self.errors: list[BaseException] = []
+
+    def watch(self, future: "Future[Report]") -> None:
+        error = future.exception()
+        if error is not None:
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        with self._lock:
+            self.errors.append(error)
+            is_first = len(self.errors) == 1
+        if is_first:
+            reason = f"the operation failed on another stage: {type(error).__name__}: {str(error).splitlines()[0]}"
+            own, *peers = self._workers
+            own.abort(self._tag, reason)
+            for peer in peers:
+                peer.futures.abort(self._tag, reason)
+
+    def cause(self) -> BaseException:
+        return next((error for error in self.errors if not isinstance(error, Unavailable)), self.errors[0])
+
+
+def _settle(future: "Future[T]", operation: Callable[[], T]) -> None:
+    try:
+        result = operation()
+    except BaseException as error:  # belongs to the caller, whose handler raises it
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
+def build_conductor(
+    pipeline: PipelineConfig,
+    worker: WorkerConfig,
+    channels: Address,
+    neighbours: Mapping[int, ChannelTarget],
+    peers: Sequence[Any],
+    feeder: Any = None,
+) -> Conductor:
+    """What the pipeline's first node serves."""
+    return Conductor(StageWorker(pipeline, worker, channels, neighbours, feeder), pipeline, peers, feeder)

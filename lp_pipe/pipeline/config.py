@@ -1,0 +1,65 @@
+"""What every worker of a pipeline is told. Data only; needs no torch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from lp_pipe.errors import ScheduleError
+from lp_pipe.pipeline.model import Loss, LossWeight, OptimizerFactory, SchedulerFactory
+from lp_pipe.pipeline.schedule import Schedule, make_schedule
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """The same for all workers. `placement[v]` is the worker of virtual stage v."""
+
+    placement: tuple[int, ...]
+    schedule: str | Schedule
+    chunks: int
+    microbatches: int
+    loss: Loss
+    optimizer: OptimizerFactory
+    lr_scheduler: SchedulerFactory | None
+    loss_weight: LossWeight
+    seed: int
+    channel: str
+    credits: int
+    clip_grad_norm: float | None
+
+    @property
+    def last_stage(self) -> int:
+        """The virtual stage that computes the loss."""
+        return len(self.placement) - 1
+
+    @property
+    def workers(self) -> int:
+        return max(self.placement) + 1
+
+    def schedule_for(self, microbatches: int) -> Schedule:
+        """The schedule for a batch that split into so many micro-batches (small batches give fewer).
+
+        Raises:
+            ScheduleError: it was given for another number.
+        """
+        if isinstance(self.schedule, str):
+            return _made(self.schedule, self.workers, microbatches, self.chunks)
+        if microbatches != self.schedule.microbatches:
+            raise ScheduleError(
+                f"schedule {self.schedule.name!r} is written for {self.schedule.microbatches} micro-batches, but this "
+                f"batch splits into {microbatches}: give larger batches, or name a schedule instead"
+            )
+        return self.schedule
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """One worker's own part: for each of its virtual stages the first layer's index, and the layers' sources."""
+
+    worker: int
+    sources: Mapping[int, tuple[int, Sequence[Any]]]
+
+
+@cache
+def _made(name: str, stages: int, microbatches: int, chunks: int) -> Schedule:
+    return make_schedule(name, stages, microbatches, chunks)

@@ -1,0 +1,53 @@
+"""Where a sequence of layers is cut into stages. Needs no torch."""
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+from lp_pipe.errors import PipelineError
+
+
+def balanced_cuts(weights: Sequence[float], stages: int) -> list[int]:
+    """Cut points that make the heaviest of `stages` consecutive, non-empty runs as light as possible.
+
+    A cut point is the index of a stage's first layer; there are stages - 1. Exact, by dynamic programming over
+    (number of stages, layers so far); among equal optima the earlier cuts win.
+
+    Raises:
+        PipelineError: fewer layers than stages.
+    """
+    layers = len(weights)
+    if not 1 <= stages <= layers:
+        raise PipelineError(
+            f"cannot cut {layers} layers into {stages} stages: ask for 1 to {layers} stages, or split a layer"
+        )
+    total = [0.0, *accumulate(float(weight) for weight in weights)]
+    # best[k][n]: the lightest possible heaviest run when the first n layers are cut into k + 1 runs
+    best = [[total[n] for n in range(layers + 1)]]
+    last_cut: list[list[int]] = [[0] * (layers + 1)]
+    for k in range(1, stages):
+        row, cut_row = [float("inf")] * (layers + 1), [0] * (layers + 1)
+        for n in range(k + 1, layers + 1):
+            for cut in range(k, n):
+                heaviest = max(best[k - 1][cut], total[n] - total[cut])
+                if heaviest < row[n]:
+                    row[n], cut_row[n] = heaviest, cut
+        best.append(row)
+        last_cut.append(cut_row)
+    cuts: list[int] = []
+    end = layers
+    for k in range(stages - 1, 0, -1):
+        end = last_cut[k][end]
+        cuts.append(end)
+    return cuts[::-1]
+
+
+def check_cuts(cuts: Sequence[int], layers: int) -> list[int]:
+    """Cut points as a list, if every stage gets at least one layer.
+
+    Raises:
+        PipelineError: they are not increasing, or outside 1 … layers - 1.
+    """
+    points = [0, *cuts, layers]
+    if any(later <= earlier for earlier, later in pairwise(points)):
+        raise PipelineError(f"cut points {list(cuts)} must increase and lie between 1 and {layers - 1}")
+    return list(cuts)

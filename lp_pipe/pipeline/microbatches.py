@@ -1,0 +1,60 @@
+"""Cut a batch into micro-batches exactly as the plain loop does: torch.chunk along the first dimension."""
+
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline.model import LossWeight
+
+_ALIGNMENT_BYTES = 64
+
+
+def split(value: Any, microbatches: int) -> list[Any]:
+    """At most `microbatches` slices (torch.chunk may give fewer) of a tensor, or of nested containers of tensors.
+
+    Raises:
+        PipelineError: no tensor to split, or tensors that give different numbers of slices.
+    """
+    leaves, spec = pytree.tree_flatten(value)
+    chunked = [_aligned(leaf).chunk(microbatches) for leaf in leaves if _is_batched(leaf)]
+    if not chunked:
+        raise PipelineError(f"a batch must hold at least one tensor with a batch dimension, not {type(value).__name__}")
+    counts = {len(chunks) for chunks in chunked}
+    if len(counts) > 1:
+        shapes = [tuple(leaf.shape) for leaf in leaves if _is_batched(leaf)]
+        raise PipelineError(f"the tensors of a batch differ in their first dimension: {shapes}")
+    parts = []
+    for index in range(counts.pop()):
+        slices = iter(chunked)
+        parts.append(pytree.tree_unflatten([next(slices)[index] if _is_batched(x) else x for x in leaves], spec))
+    return parts
+
+
+def loss_weights(targets: list[Any], loss_weight: LossWeight) -> list[float]:
+    """The factor of every micro-batch's loss, see `Model.loss_weight`.
+
+    Raises:
+        PipelineError: the weights add up to nothing.
+    """
+    if loss_weight == "one":
+        return [1.0] * len(targets)
+    raw = [float(_samples(target) if loss_weight == "samples" else loss_weight(target)) for target in targets]  # type: ignore[operator]
+    total = sum(raw)
+    if not total > 0:
+        raise PipelineError(f"the loss weights of the batch's micro-batches add up to {total}: {raw}")
+    return [weight / total for weight in raw]
+
+
+def _samples(target: Any) -> int:
+    return next(len(leaf) for leaf in pytree.tree_leaves(target) if _is_batched(leaf))
+
+
+def _is_batched(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    # A tensor that came in a message may start at any address; kernels may sum in another order there.
+    return tensor if tensor.data_ptr() % _ALIGNMENT_BYTES == 0 else tensor.clone()

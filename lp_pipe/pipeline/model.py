@@ -1,0 +1,124 @@
+"""What a pipeline trains: layers in order, a loss, an optimizer. Data only; stages build what they own."""
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lp_pipe.errors import PipelineError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+Loss = Callable[[Any, Any], Any]
+OptimizerFactory = Callable[[list[tuple[str, "nn.Parameter"]]], "torch.optim.Optimizer"]
+SchedulerFactory = Callable[["torch.optim.Optimizer"], Any]
+LossWeight = str | Callable[[Any], float]
+
+
+class Layer:
+    """A layer that only the stage that owns it builds: `Layer(nn.Linear, 8, 8, name="hidden")`."""
+
+    def __init__(self, factory: "Callable[..., nn.Module]", /, *args: Any, name: str | None = None, **kwargs: Any):
+        if not callable(factory):
+            raise TypeError(f"Layer takes a function that makes a module, not {factory!r}; pass modules as they are")
+        self.factory = factory
+        self.args = args
+        self.kwargs = kwargs
+        self.name = name or getattr(factory, "__name__", type(factory).__name__)
+
+    def build(self) -> "nn.Module":
+        """Make the module; the caller seeds the generator."""
+        return self.factory(*self.args, **self.kwargs)
+
+    def __repr__(self) -> str:
+        return f"Layer({self.name})"
+
+
+LayerSource = "nn.Module | Layer"
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model as a sequence of layers, each fed with the output of the one before it.
+
+    layers: modules, an nn.Sequential, `Layer` factories (mixed as you like), or a function that returns such a
+        sequence. Modules are copied, never trained in place. A function is called once in every stage, under
+        `layer_rng(seed, 0)`; when it is a generator, layer i is made under `layer_rng(seed, i)`, as factories are.
+    loss: (output, target) -> scalar tensor, or (scalar, {name: metric}).
+    optimizer: (list of (name, parameter)) -> torch optimizer; called once in every stage that has parameters.
+    lr_scheduler: (optimizer) -> torch LR scheduler, stepped once a step.
+    loss_weight: a micro-batch's share of the loss: "samples" (its size over the batch's: for mean losses), "one"
+        (1: for losses that are sums), or a function of its target (a number such as its tokens; divided by the sum).
+    seed: decides initial weights and dropout, the same for every number of stages.
+    """
+
+    layers: Any
+    loss: Loss
+    optimizer: OptimizerFactory
+    lr_scheduler: SchedulerFactory | None = None
+    loss_weight: LossWeight = "samples"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.loss_weight, str) and self.loss_weight not in ("samples", "one"):
+            raise PipelineError(f"loss_weight={self.loss_weight!r}: use 'samples', 'one', or a function of the target")
+        for name in ("loss", "optimizer"):
+            if not callable(getattr(self, name)):
+                raise PipelineError(f"{name}={getattr(self, name)!r} is not callable")
+
+
+def sources_of(model: Model) -> list[Any]:
+    """The layers as a list of modules and `Layer`s; a function is called once to count them.
+
+    Raises:
+        PipelineError: there are none, or one is neither a module nor a Layer.
+    """
+    from torch import nn
+
+    layers = model.layers
+    if callable(layers) and not isinstance(layers, nn.Module):
+        built = built_by_function(layers, model.seed)
+        return [FromFunction(layers, index, module) for index, module in enumerate(built)]
+    sources = list(layers) if isinstance(layers, (nn.Sequential, nn.ModuleList, Sequence)) else None
+    if sources is None:
+        kind = type(layers).__name__
+        raise PipelineError(f"layers must be a sequence of modules or pp.Layer, or a function that returns one: {kind}")
+    if not sources:
+        raise PipelineError("the model has no layers")
+    for index, source in enumerate(sources):
+        if not isinstance(source, (nn.Module, Layer)):
+            hint = "; write pp.Layer(factory, ...) for a layer that its stage builds" if callable(source) else ""
+            raise PipelineError(f"layer {index} is {source!r}, which is neither a module nor a pp.Layer{hint}")
+    return sources
+
+
+class FromFunction:
+    """Layer `index` of the sequence that a function returns; travels as the function, not as the weights."""
+
+    def __init__(self, function: Callable[[], Any], index: int, module: "nn.Module | None" = None) -> None:
+        self.function = function
+        self.index = index
+        self.module = module
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"function": self.function, "index": self.index, "module": None}
+
+
+def built_by_function(function: Callable[[], Any], seed: int) -> "list[nn.Module]":
+    """Call a function that returns layers, with the generator seeded as `Model` says."""
+    from lp_pipe.pipeline.rng import layer_rng
+
+    if inspect.isgeneratorfunction(function):
+        iterator = function()
+        layers: list[nn.Module] = []
+        while True:
+            with layer_rng(seed, len(layers)):
+                try:
+                    layers.append(next(iterator))
+                except StopIteration:
+                    return layers
+    with layer_rng(seed, 0):
+        made: Iterable[nn.Module] = function()
+    return list(made)

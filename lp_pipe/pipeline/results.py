@@ -1,0 +1,42 @@
+"""What a pipeline's operations return. Needs no torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step.
+
+    step: its index, from 0, as the feeder was asked.
+    loss: weighted sum of the micro-batches' losses; metrics likewise.
+    seconds: from the request for the batch to the end of the update.
+    utilization: for each stage worker, the share of the pipeline's time that it computed.
+    """
+
+    step: int
+    loss: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+    utilization: tuple[float, ...] = ()
+
+    @property
+    def bubble_fraction(self) -> float:
+        """The measured idle share of the stages; (p - 1)/(m + p - 1) in theory for GPipe and 1F1B."""
+        return 1.0 - sum(self.utilization) / len(self.utilization) if self.utilization else 0.0
+
+
+class EvalResult(NamedTuple):
+    """Means over the batches that were evaluated."""
+
+    loss: float
+    metrics: Mapping[str, float]
+
+
+class StepTrace(NamedTuple):
+    """One step's actions: for each worker (action, start, end) in time.monotonic() seconds of its host."""
+
+    step: int
+    began: float
+    workers: tuple[tuple[tuple[str, float, float], ...], ...]

@@ -1,0 +1,149 @@
+"""One virtual stage: its layers, and the forwards whose backwards are still to come."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as pytree
+
+from lp_pipe.pipeline.rng import step_rng
+
+
+@dataclass
+class Stash:
+    """What a forward leaves for its backward: the outputs' graph, and where the inputs' gradients will arrive."""
+
+    outputs: list[Tensor]
+    input_gradients: list[Tensor | None] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Message:
+    """What travels from stage to stage: tensors without their graph, and which of them want a gradient."""
+
+    value: Any
+    wants_gradient: tuple[bool, ...]
+
+
+class Stage:
+    """Consecutive layers of the model, called one after another."""
+
+    def __init__(self, index: int, first_layer: int, layers: list[nn.Module], seed: int) -> None:
+        self.index = index
+        self.first_layer = first_layer
+        self.layers = layers
+        self._seed = seed
+        self.activation_stash: dict[int, Stash] = {}
+
+    def forward(self, message: Message, step: int, microbatch: int) -> Any:
+        """Train-mode forward of one micro-batch; its graph waits in the stash until `backward`.
+
+        Returns the last layer's output with its graph, for the loss, or for `to_message`.
+        """
+        stash = Stash(outputs=[])
+        value = _enter(message, stash)
+        for index, layer in enumerate(self.layers, start=self.first_layer):
+            with step_rng(self._seed, index, step, microbatch):
+                value = layer(value)
+        stash.outputs = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+        self.activation_stash[microbatch] = stash
+        return value
+
+    def infer(self, value: Any) -> Any:
+        """Forward without a graph; the caller has set eval mode."""
+        for layer in self.layers:
+            value = layer(value)
+        return value
+
+    def backward(self, microbatch: int, gradients: list[Tensor | None]) -> list[Tensor | None]:
+        """Accumulate the parameters' gradients; returns those of the forward's inputs, in order.
+
+        gradients: one for each output tensor that wanted one; None where the loss does not depend on it.
+        """
+        stash = self.activation_stash.pop(microbatch)
+        wanted = [output for output in stash.outputs if output.requires_grad]
+        roots = [(root, grad) for root, grad in zip(wanted, gradients, strict=True) if grad is not None]
+        if roots:
+            torch.autograd.backward([root for root, _ in roots], [grad for _, grad in roots])
+        return stash.input_gradients
+
+    def backward_from_loss(self, microbatch: int, loss: Tensor) -> list[Tensor | None]:
+        """As `backward`, on the stage that computes the loss."""
+        stash = self.activation_stash.pop(microbatch)
+        loss.backward()
+        return stash.input_gradients
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters under the names that nn.Sequential(*all_layers) gives them; a shared one once."""
+        seen: set[int] = set()
+        for index, layer in enumerate(self.layers, start=self.first_layer):
+            for name, parameter in layer.named_parameters(prefix=str(index)):
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield name, parameter
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Parameters and buffers under nn.Sequential's names; not copies."""
+        state: dict[str, Tensor] = {}
+        for index, layer in enumerate(self.layers, start=self.first_layer):
+            layer.state_dict(destination=state, prefix=f"{index}.")
+        return state
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Copy this stage's part of a whole model's state in.
+
+        Raises:
+            RuntimeError: names are missing or shapes differ, as torch says it.
+        """
+        for index, layer in enumerate(self.layers, start=self.first_layer):
+            prefix = f"{index}."
+            layer.load_state_dict(
+                {name.removeprefix(prefix): v for name, v in state.items() if name.startswith(prefix)}
+            )
+
+
+def to_message(value: Any) -> Message:
+    """Cut a stage's output from its graph, to be sent to the next stage."""
+    leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    detached = pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)
+    return Message(detached, tuple(leaf.requires_grad for leaf in leaves))
+
+
+class _Entry(torch.autograd.Function):
+    """Where a micro-batch enters a stage: its backward hands the gradients to the stash instead of further down.
+
+    The tensors are marked as changed in place, which makes them results of this function rather than leaves: a layer
+    such as ReLU(inplace=True) may then write to them, as it may in one process. The phony input, which wants a
+    gradient, is what makes autograd come here (torchgpipe's fork and join use the same means).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, phony: Tensor, stash: Stash, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.stash = stash
+        ctx.set_materialize_grads(False)
+        ctx.mark_dirty(*tensors)
+        return tensors
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        ctx.stash.input_gradients = list(gradients)
+        return (None, None, *(None for _ in gradients))
+
+
+def _enter(message: Message, stash: Stash) -> Any:
+    """The message's value, with the tensors that want a gradient attached to the stage's graph."""
+    if not any(message.wants_gradient):
+        return message.value
+    leaves, spec = pytree.tree_flatten(message.value)
+    tensors = iter(message.wants_gradient)
+    wanted = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and next(tensors)]
+    stash.input_gradients = [None] * len(wanted)
+    phony = torch.empty(0, requires_grad=True)
+    entered = _Entry.apply(phony, stash, *(leaves[index] for index in wanted))  # type: ignore[no-untyped-call]
+    for index, tensor in zip(wanted, entered, strict=True):
+        leaves[index] = tensor
+    return pytree.tree_unflatten(leaves, spec)

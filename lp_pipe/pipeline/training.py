@@ -1,0 +1,118 @@
+"""The optimizer's side of a worker: gradients, norms, steps, and what a checkpoint keeps of them."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lp_pipe.errors import CheckpointError, PipelineError
+from lp_pipe.pipeline.model import OptimizerFactory, SchedulerFactory
+from lp_pipe.pipeline.stage import Stage
+
+
+class Training:
+    """One optimizer over all parameters of a worker's stages; none when there are no parameters."""
+
+    def __init__(self, stages: list[Stage], optimizer: OptimizerFactory, lr_scheduler: SchedulerFactory | None) -> None:
+        self._parameters = [item for stage in stages for item in stage.named_parameters()]
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._lr_scheduler: Any = None
+        if self._parameters:
+            self._optimizer = optimizer(list(self._parameters))
+            if isinstance(self._optimizer, torch.optim.LBFGS):
+                raise PipelineError(
+                    "LBFGS evaluates the loss several times a step, which a pipeline cannot; use Adam, SGD, …"
+                )
+            if lr_scheduler is not None:
+                self._lr_scheduler = lr_scheduler(self._optimizer)
+
+    def gradient_norms(self) -> list[Tensor]:
+        """The 2-norm of each parameter's gradient, in the order of the parameters, without those that have none."""
+        gradients = [parameter.grad for _, parameter in self._parameters if parameter.grad is not None]
+        return list(torch._foreach_norm(gradients)) if gradients else []
+
+    def step(self, total_norm: Tensor | None, max_norm: float | None) -> None:
+        """Clip as torch.nn.utils.clip_grad_norm_ does, with the norm over all stages; then one optimizer step."""
+        if max_norm is not None and total_norm is not None:
+            parameters: list[nn.Parameter] = [parameter for _, parameter in self._parameters]
+            nn.utils.clip_grads_with_norm_(parameters, max_norm, total_norm)
+        if self._optimizer is not None:
+            self._optimizer.step()
+            if self._lr_scheduler is not None:
+                self._lr_scheduler.step()
+        self.clear_gradients()
+
+    def clear_gradients(self) -> None:
+        for _, parameter in self._parameters:
+            parameter.grad = None
+
+    def save(self, folder: str, worker: int, weights: dict[str, Tensor]) -> str:
+        """Write weights, optimizer and scheduler under the parameters' names, so that any cut can take them.
+
+        The file is complete or not there: written aside, flushed to disk, then renamed.
+        """
+        share = {"weights": weights, "optimizer": self._optimizer_state(), "lr_scheduler": self._scheduler_state()}
+        name = f"worker-{worker}.pt"
+        aside = Path(folder) / f".{name}.{os.getpid()}"
+        with aside.open("wb") as file:
+            torch.save(share, file)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.rename(Path(folder) / name)
+        return name
+
+    def load(self, folder: str, files: list[str]) -> dict[str, Tensor]:
+        """Restore optimizer and scheduler from the shares; returns the weights of all of them.
+
+        Raises:
+            CheckpointError: a share is missing or does not have this worker's parameters.
+        """
+        weights: dict[str, Tensor] = {}
+        per_parameter: dict[str, dict[str, Any]] = {}
+        scheduler: dict[str, Any] | None = None
+        for name in files:
+            path = Path(folder) / name
+            try:
+                share = torch.load(path, weights_only=True, map_location="cpu")
+            except (OSError, RuntimeError) as error:
+                raise CheckpointError(f"cannot read {path}, which the manifest names: {error}") from error
+            weights.update(share["weights"])
+            per_parameter.update(share["optimizer"])
+            scheduler = scheduler or share["lr_scheduler"]
+        self._restore_optimizer(per_parameter)
+        if self._lr_scheduler is not None and scheduler is not None:
+            self._lr_scheduler.load_state_dict(scheduler)
+        return weights
+
+    def _optimizer_state(self) -> dict[str, dict[str, Any]]:
+        """For each parameter its optimizer state, and the options of its group (the scheduler changes them)."""
+        if self._optimizer is None:
+            return {}
+        names = {id(parameter): name for name, parameter in self._parameters}
+        return {
+            names[id(parameter)]: {"state": dict(self._optimizer.state.get(parameter, {})), "options": _options(group)}
+            for group in self._optimizer.param_groups
+            for parameter in group["params"]
+        }
+
+    def _scheduler_state(self) -> dict[str, Any] | None:
+        return self._lr_scheduler.state_dict() if self._lr_scheduler is not None else None
+
+    def _restore_optimizer(self, saved: dict[str, dict[str, Any]]) -> None:
+        if self._optimizer is None:
+            return
+        names = {id(parameter): name for name, parameter in self._parameters}
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                name = names[id(parameter)]
+                if name not in saved:
+                    raise CheckpointError(f"the checkpoint has no optimizer state for {name}: it is of another model")
+                if saved[name]["state"]:
+                    self._optimizer.state[parameter] = saved[name]["state"]
+                group.update(saved[name]["options"])
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
