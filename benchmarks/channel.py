@@ -1,6 +1,6 @@
 """How long tensors take from one process to another: a channel, torch's gloo and a memcpy, side by side.
 
-    python -m benchmarks.channel [--json FILE] [--repeats N]
+    python -m benchmarks.channel [--json FILE] [--repeats N] [--pin]
 
 One way = half a round trip: both processes send the same tensor back and forth, and each ends with a tensor of its own.
 The rounds of all methods alternate, so that a busy machine slows all of them.
@@ -114,7 +114,9 @@ def measure(peer: Peer, repeats: int) -> dict[str, dict[str, list[float]]]:
 
 def report(times: dict[str, dict[str, list[float]]]) -> dict[str, object]:
     """Print the table; returns what goes into the JSON."""
-    medians = {size: {method: statistics.median(values) for method, values in row.items()} for size, row in times.items()}
+    medians = {
+        size: {method: statistics.median(values) for method, values in row.items()} for size, row in times.items()
+    }
     lines = ["| one way, median | " + " | ".join(SIZES) + " |", "|---|" + "--:|" * len(SIZES)]
     for method in METHODS:
         cells = [f"{_duration(row[method])} ({row[method] / row['memcpy']:.1f}x)" for row in medians.values()]
@@ -130,9 +132,9 @@ def _duration(seconds: float) -> str:
 
 
 @contextlib.contextmanager
-def second_process(directory: str, repeats: int) -> Iterator[None]:
+def second_process(directory: str, repeats: int, is_pinned: bool) -> Iterator[None]:
     command = [sys.executable, "-m", "benchmarks.channel", "--repeats", str(repeats), "--answer-in", directory]
-    process = subprocess.Popen(command)
+    process = subprocess.Popen([*command, "--pin"] if is_pinned else command)
     try:
         yield
         process.wait(_TIMEOUT_S)
@@ -141,8 +143,11 @@ def second_process(directory: str, repeats: int) -> Iterator[None]:
         process.wait()
 
 
-def run(directory: str, rank: int, repeats: int) -> dict[str, dict[str, list[float]]]:
+def run(directory: str, rank: int, repeats: int, is_pinned: bool) -> dict[str, dict[str, list[float]]]:
     torch.set_num_threads(1)
+    if is_pinned:
+        cpus = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cpus[rank % len(cpus)]})
     peer = Peer(directory, rank)
     peer.connect()
     try:
@@ -154,16 +159,17 @@ def run(directory: str, rank: int, repeats: int) -> dict[str, dict[str, list[flo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--pin", action="store_true", help="give each process one core, as stages have; slows gloo")
     parser.add_argument("--json", type=pathlib.Path, help="also write the figures to this file")
     parser.add_argument("--answer-in", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.answer_in is not None:
-        run(options.answer_in, 1, options.repeats)
+        run(options.answer_in, 1, options.repeats, options.pin)
         return
     directory = tempfile.mkdtemp(prefix="lp")
     try:
-        with second_process(directory, options.repeats):
-            figures = report(run(directory, 0, options.repeats))
+        with second_process(directory, options.repeats, options.pin):
+            figures = report(run(directory, 0, options.repeats, options.pin))
     finally:
         shutil.rmtree(directory)
     text = json.dumps(figures)

@@ -339,22 +339,6 @@ class Evaluator:
         return Evaluation(nats / math.log(2), self._bigram_bits)
 
 
-def describe(step: int, num_steps: int, metrics: dict[str, float]) -> str:
-    """One progress line, with the bubble and every stage's utilisation where the pipeline reports them."""
-    parts = [
-        f"step {step:>4}/{num_steps}",
-        f"loss {metrics['loss']:.3f}",
-        f"{metrics['bits_per_char']:.3f} bits/char",
-        f"{metrics['characters_per_s']:,.0f} characters/s",
-    ]
-    if "bubble_fraction" in metrics:
-        parts.append(f"bubble {metrics['bubble_fraction']:.0%}")
-    utilisation = [share for name, share in sorted(metrics.items()) if name.startswith("utilisation/")]
-    if utilisation:
-        parts.append("utilisation " + " ".join(f"{share:.0%}" for share in utilisation))
-    return "  ".join(parts)
-
-
 class Trainer:
     """Drive the pipeline: train and evaluate in turn, save, show what came out; then end the program."""
 
@@ -373,22 +357,27 @@ class Trainer:
             self._train(min(self._config.eval_every, self._config.steps - self._step))
             if not lp.stop_event().is_set():
                 self._evaluate()
-        checkpoint = self._save()
-        if not lp.stop_event().is_set():  # who stops wants the end, not a sample
+                self._save()
+        if not lp.stop_event().is_set():
             self._show_results()
-        say(f"step {self._step}: checkpoint in {checkpoint}, metrics in {checkpoint.parent / 'metrics.jsonl'}")
-        lp.stop()
+            lp.stop()
 
     def _train(self, num_steps: int) -> None:
         for result in self._pipeline.steps(num_steps):
             self._step += 1
-            characters_per_s = self._config.batch_size * self._config.context / result.seconds
-            metrics = {"loss": result.loss, "characters_per_s": characters_per_s, **result.metrics}
-            lp.log_metrics(metrics, step=self._step)
-            if self._step % 10 == 0 or self._step == self._config.steps:
-                say(describe(self._step, self._config.steps, metrics))
+            lp.log_metrics(self._metrics(result), step=self._step)
             if lp.stop_event().is_set():
                 return
+
+    def _metrics(self, result: pp.StepResult) -> dict[str, float]:
+        return {
+            "loss": result.loss,
+            **result.metrics,
+            "characters_per_s": self._config.batch_size * self._config.context / result.seconds,
+            "bubble": result.bubble_fraction,
+            **{f"utilization/{worker}": share for worker, share in enumerate(result.utilization)},
+            "total_steps": self._config.steps,
+        }
 
     def _evaluate(self) -> None:
         result = self._evaluator.evaluate()
@@ -400,10 +389,9 @@ class Trainer:
             f" bigram baseline {result.bigram_bits:.3f} ({result.model_bits - result.bigram_bits:+.3f})"
         )
 
-    def _save(self) -> pathlib.Path:
-        path = pathlib.Path(lp.context().run_dir) / "checkpoint"
-        self._pipeline.save(str(path))
-        return path
+    def _save(self) -> None:
+        """Keep the newest weights, so that whoever stops the run loses one round at most."""
+        self._pipeline.save(pathlib.Path(lp.context().run_dir) / "checkpoint")
 
     def _show_results(self) -> None:
         text = generate(

@@ -175,19 +175,27 @@ def _inherit_in_threads() -> None:
     threading.Thread.start = start  # type: ignore[method-assign]
 
 
-_launched: dict[str, NodeServices] = {}
+# By address id: the services of a program that this process has launched, and the node (if any) whose code did.
+_launched: dict[str, tuple[NodeServices, NodeContext | None]] = {}
 
 
 def publish(address_ids: Iterable[str], services: NodeServices) -> None:
-    """Let this process, the launcher, make clients of a program's servers."""
+    """Let the calling code, the launcher, make clients of a program's servers."""
     for address_id in address_ids:
-        _launched[address_id] = services
+        _launched[address_id] = (services, current_context())
+
+
+def is_launcher_of(address_id: str) -> bool:
+    """Whether the calling code has launched the program of this address (and is not one of its nodes)."""
+    return address_id in _launched and _launched[address_id][1] is current_context()
 
 
 def services_for(address_id: str) -> NodeServices | None:
-    """Who resolves this address for the calling thread: its node, or the launcher; None before launch."""
+    """Who resolves this address for the calling thread: the launcher, or its node; None before launch."""
+    if is_launcher_of(address_id):
+        return _launched[address_id][0]
     node = current_context()
-    return node.services if node is not None else _launched.get(address_id)
+    return node.services if node is not None else None
 
 
 def stop() -> None:

@@ -89,7 +89,13 @@ def unpack(layout: Layout, tensors: Sequence[Tensor]) -> Any:
 def tensor_over(memory: Tensor, offset_bytes: int, spec: TensorSpec) -> Tensor:
     """The tensor that lies at `offset_bytes` of `memory` (uint8); no view for autograd, unlike as_strided's."""
     offset = offset_bytes // spec.dtype.itemsize
-    return torch.empty(0, dtype=spec.dtype).set_(memory.untyped_storage(), offset, spec.shape, spec.stride)
+    return torch.empty(0, dtype=spec.dtype, device="cpu").set_(
+        memory.untyped_storage(), offset, spec.shape, spec.stride
+    )
+
+
+def empty_tensor(spec: TensorSpec) -> Tensor:
+    return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="cpu")
 
 
 def _spec_of(tensor: Tensor) -> TensorSpec:

@@ -7,7 +7,7 @@ import threading
 import torch
 from torch import Tensor
 
-from lp_pipe.channels.packing import TensorSpec, tensor_over
+from lp_pipe.channels.packing import TensorSpec, empty_tensor, tensor_over
 
 _LARGE_BYTES = 1 << 20  # below, malloc itself recycles
 _IDLE_REFERENCES = 3  # the list of blocks, the loop's variable, and getrefcount's argument
@@ -26,7 +26,7 @@ class Recycler:
     def empty(self, spec: TensorSpec) -> Tensor:
         size = spec.size_bytes
         if size < _LARGE_BYTES:
-            return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
+            return empty_tensor(spec)
         with self._lock:
             # The tensor's storage refers to the block as long as any tensor uses it; that is how we see it is idle.
             return tensor_over(torch.frombuffer(self._idle_block(size), dtype=torch.uint8), 0, spec)

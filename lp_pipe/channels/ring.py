@@ -83,7 +83,9 @@ class _Slot:
     def tensors(self, layout: Layout) -> list[Tensor]:
         if layout is not self._layout:
             places = zip(layout.offsets, layout.tensor_specs, strict=False)  # offsets ends with the size
-            self._tensors = [tensor_over(self._memory, self._offset + offset, spec) for offset, spec in places]
+            # Made by an evaluation, they will be written by a training step, which inference tensors do not allow.
+            with torch.inference_mode(False):
+                self._tensors = [tensor_over(self._memory, self._offset + offset, spec) for offset, spec in places]
             self._layout = layout
         return self._tensors
 

@@ -57,6 +57,7 @@ class Sender:
 
     def close(self, reason: str = "closed") -> None:
         """Close the channel; the receiver still gets what was sent, and then the reason."""
+        self._on_close(reason)  # first, or the peer's answer to the closing is taken for its death
         self._connection.close(reason)
 
     def _send(self, tag: int, header: bytes, tensors: list[Tensor]) -> None:
@@ -65,9 +66,9 @@ class Sender:
             token, buffers = self._outlet.write(self._layout, tensors, self._total_credits)
             self._connection.send(data_frame(tag, header, token, buffers))
         except Unavailable as error:
-            raise self._closed(self._connection.closed_reason or str(error)) from error
+            raise self._closed(self._closed_reason or str(error)) from error
         except BaseException as error:  # no memory, Ctrl-C: the receiver cannot make sense of what would come next
-            self._connection.close(f"the sender failed to send: {type(error).__name__}: {error}")
+            self.close(f"the sender failed to send: {type(error).__name__}: {error}")
             raise
 
     def _take_credit(self, tag: int) -> None:
@@ -98,7 +99,7 @@ class Sender:
 
     def _on_close(self, reason: str) -> None:
         with self._state:
-            self._closed_reason = reason
+            self._closed_reason = self._closed_reason or reason
             self._state.notify_all()
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lp_pipe.channels.packing import Layout, TensorSpec, tensor_over
+from lp_pipe.channels.packing import Layout, TensorSpec, empty_tensor, tensor_over
 from lp_pipe.channels.transport import Inlet, Outlet
 
 
@@ -27,12 +27,12 @@ class StreamInlet(Inlet):
 
 def _bytes_of(spec: TensorSpec, tensor: Tensor) -> memoryview:
     if tensor.stride() != spec.stride or tensor.is_conj() or tensor.is_neg():
-        tensor = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype).copy_(tensor)
+        tensor = empty_tensor(spec).copy_(tensor)
     flat = tensor.as_strided((tensor.numel(),), (1,))
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy's stubs have no Buffer in 3.11
 
 
 def _tensor_of(spec: TensorSpec, data: Any) -> Tensor:
     if not spec.size_bytes:
-        return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
+        return empty_tensor(spec)
     return tensor_over(torch.frombuffer(data, dtype=torch.uint8), 0, spec)

@@ -5,6 +5,7 @@ import os
 import socket
 import struct
 import threading
+import time
 
 from lp_pipe.connections import frames
 from lp_pipe.connections.base import Connection, Listener, OnClose, OnConnection, OnFrame
@@ -16,6 +17,7 @@ SCHEME = "unix:"
 _READ_AHEAD_BYTES = 1 << 16
 _MAX_PIECES = 512  # below every system's IOV_MAX
 _CLOSE_PATIENCE_S = 0.2
+_ACCEPT_PAUSE_S = 0.1
 _UCRED = struct.Struct("3i")
 
 
@@ -33,8 +35,7 @@ class UnixConnection(Connection):
         if idle_timeout_s is not None:
             # A kernel timeout on the read, and not a watchdog thread: a process that was itself frozen or starved
             # for long finds the peer's pings waiting in the socket, and does not take the peer for dead.
-            whole, part = divmod(idle_timeout_s, 1.0)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(whole), int(part * 1e6)))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(idle_timeout_s))
 
     def start(self, on_frame: OnFrame, on_close: OnClose) -> None:
         self._attach(on_close)
@@ -59,7 +60,8 @@ class UnixConnection(Connection):
         # A sender that is stuck because the peer does not read must not keep us from closing.
         if self._send_lock.acquire(timeout=_CLOSE_PATIENCE_S):
             try:
-                self._socket.settimeout(_CLOSE_PATIENCE_S)
+                # Not settimeout: that is for both directions, and the reader would take it for the peer's silence.
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(_CLOSE_PATIENCE_S))
                 _send_all(self._socket, frames.encode(Frame(frames.CLOSE, name=reason[:1000])))
             except OSError:
                 pass  # the peer is gone already; it needs no reason
@@ -85,6 +87,11 @@ class UnixConnection(Connection):
             reason = f"connection lost: {error}"
         except FrameError as error:
             reason = str(error)
+        except MemoryError:
+            reason = "a frame arrived that does not fit into memory"
+        except BaseException as error:
+            reason = f"a frame could not be handled: {type(error).__name__}: {error}"
+            raise
         finally:
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)  # frees a sender that waits for a frozen peer
@@ -98,6 +105,7 @@ class UnixListener(Listener):
         self.endpoint = endpoint
         self._path = endpoint.removeprefix(SCHEME)
         self._on_connection = on_connection
+        self._is_closed = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path)  # left by a killed server of this very address, which is now restarted
@@ -110,6 +118,7 @@ class UnixListener(Listener):
         threading.Thread(target=self._accept_loop, name=f"accept {endpoint}", daemon=True).start()
 
     def close(self) -> None:
+        self._is_closed = True
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path)
         with contextlib.suppress(OSError):
@@ -121,7 +130,10 @@ class UnixListener(Listener):
             try:
                 sock, _ = self._socket.accept()
             except OSError:
-                return  # closed
+                if self._is_closed:
+                    return
+                time.sleep(_ACCEPT_PAUSE_S)  # out of file descriptors: later there may be some again
+                continue
             if _is_same_user(sock):
                 self._on_connection(UnixConnection(sock, f"client of {self.endpoint}"))
             else:
@@ -207,6 +219,11 @@ def _is_same_user(sock: socket.socket) -> bool:
         return True  # macOS: the private directory is the guard
     _, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     return bool(uid == os.getuid())
+
+
+def _timeval(seconds: float) -> bytes:
+    whole, part = divmod(seconds, 1.0)
+    return struct.pack("ll", int(whole), int(part * 1e6))
 
 
 def _send_all(sock: socket.socket, pieces: list[bytes | bytearray | memoryview]) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lp_pipe.address import Address
-from lp_pipe.context import current_context, services_for
+from lp_pipe.context import is_launcher_of, services_for
 from lp_pipe.handles.base import Handle
 from lp_pipe.rpc import CourierClient
 
@@ -29,7 +29,7 @@ class CourierHandle(Handle[CourierClient]):
         services = services_for(self._address.id)
         if services is None:
             raise RuntimeError(f"cannot dereference the handle of {self.node_name}: its program was not launched yet")
-        if current_context() is None:
+        if is_launcher_of(self._address.id):
             return self._client(services.resolve(self._address.id).result())
         return self._client(services.endpoint_for(self._address.id))
 

@@ -13,7 +13,8 @@ from lp_pipe.launch.plan import NodeSpec, Plan
 from lp_pipe.telemetry.metrics import MetricsLog
 
 # An Unavailable is mostly the echo of another node's death, whose news may come a moment later: wait so long for it.
-ECHO_PATIENCE_S = 1.0
+# A killed process is reported after 1 s at the latest (its last frames, its last lines).
+ECHO_PATIENCE_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,9 @@ class Coordinator:
     def node_started(self, node_id: str, pid: int) -> None:
         with self.changed:
             record = self._nodes[node_id]
-            record.state, record.pid, record.started_at = "running", pid, time.time()
+            record.pid, record.started_at = pid, time.time()
+            if record.state == "starting":  # the template's word may come after the node's own that it has ended
+                record.state = "running"
             self.changed.notify_all()
 
     def node_ended(self, node_id: str, failure: Failure | None) -> None:
@@ -248,6 +251,7 @@ class Coordinator:
             if self._echo is None:
                 self._echo = (time.monotonic() + ECHO_PATIENCE_S, spec, failure)
         else:
+            self.later_failures += self._echo is not None
             self.first_failure = (spec, failure)
             self.stop_requested = True
 

@@ -1,6 +1,7 @@
 """Run one node's code to its end, the same way in every launch mode."""
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 from lp_pipe.context import NodeContext
@@ -24,7 +25,11 @@ def run_node(node: Node[Any], context: NodeContext) -> Failure | None:
         failure = None if error.code in (None, 0) else failure_from(error)
     except BaseException as error:  # the node's end, whatever it is, must reach the launcher
         failure = failure_from(error)
-    context.stop_signal.join(context.grace_s)
+    try:
+        context.exit_stack.close()
+    except BaseException as error:
+        failure = failure or failure_from(error)
+    context.stop_signal.finish(context.grace_s)
     for handler_error in context.stop_signal.handler_errors:
         _log.warning("node %s: a stop handler raised %r", context.name, handler_error)
     return failure
@@ -37,8 +42,17 @@ def failure_from(error: BaseException) -> Failure:
         type_name=innermost_type_name(error),
         message=message,
         traceback=format_traceback(error),
-        is_unavailable=isinstance(error, Unavailable),
+        is_unavailable=any(isinstance(cause, Unavailable) for cause in _chain(error)),
     )
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """The exception and what it was raised from: `raise MyError() from unavailable` is an echo as well."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def _first_part(error: BaseException) -> str:

@@ -19,11 +19,13 @@ from lp_pipe import connections
 from lp_pipe.connections import Frame, frames
 from lp_pipe.context import NodeContext, StopSignal, enter_process
 from lp_pipe.errors import Unavailable
+from lp_pipe.launch import os_text
 from lp_pipe.launch.coordinator import Failure
 from lp_pipe.launch.execute import failure_from, run_node
 from lp_pipe.launch.threads import set_process_threads
 from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.rpc import codec
+from lp_pipe.rpc.remote_error import printable
 
 # A launcher that is silent for so long counts as dead; it pings every second.
 LAUNCHER_PATIENCE_S = 8.0
@@ -61,13 +63,16 @@ class Supervision:
         self._endpoint_prefix = f"unix:{folder}/"
 
     def end(self, failure: Failure | None) -> None:
-        """Report how the node's code ended, the last word on this stream."""
+        """Report how the node's code ended."""
         ended = wire.Ended()
         if failure is not None:
-            ended.type_name, ended.message = failure.type_name, failure.message
-            ended.traceback, ended.is_unavailable = failure.traceback, failure.is_unavailable
+            ended.type_name, ended.message = printable(failure.type_name), printable(failure.message)
+            ended.traceback, ended.is_unavailable = printable(failure.traceback), failure.is_unavailable
         with contextlib.suppress(Unavailable):  # nobody is left who would want to know
             self.send(ended=ended)
+
+    def close(self) -> None:
+        """The last that this process says to its launcher."""
         self._connection.close("the node has ended")
 
     # NodeServices
@@ -146,11 +151,12 @@ def main(node_id: str, endpoint: str) -> int:
         failure = _run(start, supervision)
     except BaseException as error:  # the node's modules or arguments did not load
         failure = failure_from(error)
+    supervision.end(failure)  # before exit functions, which may take long: the others must hear of a failure now
     with contextlib.suppress(Exception):
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
-    supervision.end(failure)
+    supervision.close()
     return 0 if failure is None else 1
 
 
@@ -166,14 +172,14 @@ def all_stacks() -> str:
 
 def _run(start: wire.Start, supervision: Supervision) -> Failure | None:
     _set_up_process(start)
-    supervision.use_socket_dir(start.socket_dir)
+    supervision.use_socket_dir(os_text.unpack(start.socket_dir))
     node, resources = codec.loads(start.node)
     context = NodeContext(
         label=start.label,
         index=start.index,
         group_size=start.group_size,
         resources=resources,
-        run_dir=Path(start.run_dir),
+        run_dir=Path(os_text.unpack(start.run_dir)),
         services=supervision,
         grace_s=start.grace_s,
         stop_signal=supervision.stop_signal,
@@ -188,15 +194,15 @@ def _run(start: wire.Start, supervision: Supervision) -> Failure | None:
 def _set_up_process(start: wire.Start) -> None:
     """Environment, folder and import path as they were at launch()."""
     os.environ.clear()
-    os.environ.update(start.env)
-    sys.path[:] = start.sys_path
-    sys.argv[:] = start.argv
+    os.environ.update(os_text.unpack_map(start.env))
+    sys.path[:] = os_text.unpack_all(start.sys_path)
+    sys.argv[:] = os_text.unpack_all(start.argv)
     importlib.invalidate_caches()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)  # they are pipes, but people watch them
     with contextlib.suppress(FileNotFoundError):
-        os.chdir(start.cwd)
+        os.chdir(os_text.unpack(start.cwd))
     if start.cpus and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, start.cpus)
     logging.basicConfig(level=start.log_level or logging.WARNING, format="%(levelname)s %(name)s: %(message)s")

@@ -15,7 +15,8 @@ from typing import Any
 
 from lp_pipe import connections
 from lp_pipe.connections import Connection, Frame, frames
-from lp_pipe.errors import LaunchError, Unavailable
+from lp_pipe.errors import Unavailable
+from lp_pipe.launch import os_text
 from lp_pipe.launch.coordinator import Coordinator, Failure
 from lp_pipe.launch.host import Host
 from lp_pipe.launch.plan import NodeSpec, Plan, serialize_nodes
@@ -27,6 +28,7 @@ from lp_pipe.telemetry.metrics import MetricsLog
 
 _PING_EVERY_S = 1.0
 _LAST_FRAMES_PATIENCE_S = 0.5
+_MAX_TEMP_DIR_BYTES = 70  # + "/lp-xxxxxxxx/coordinator"; a unix socket's path has 107 bytes at most (103 on macOS)
 _STACKS_PATIENCE_S = 3.0
 
 
@@ -37,9 +39,15 @@ def make_host(plan: Plan, metrics: MetricsLog) -> tuple[Host, Coordinator]:
         SerializationError: a node cannot be sent to its process.
     """
     payloads = serialize_nodes(plan)
-    socket_dir = tempfile.mkdtemp(prefix="lp-")  # mode 0700: only this user can connect
+    socket_dir = _make_socket_dir()
     coordinator = Coordinator(plan, lambda address: f"unix:{socket_dir}/{address}", metrics)
     return ProcessHost(plan, coordinator, payloads, socket_dir), coordinator
+
+
+def _make_socket_dir() -> str:
+    """A folder of mode 0700: only this user can connect to sockets inside."""
+    usual = tempfile.gettempdir()
+    return tempfile.mkdtemp(prefix="lp-", dir=usual if len(os.fsencode(usual)) <= _MAX_TEMP_DIR_BYTES else "/tmp")
 
 
 class ProcessHost(Host):
@@ -53,6 +61,7 @@ class ProcessHost(Host):
         self._specs = {spec.node_id: spec for spec in plan.nodes}
         self._environment = dict(os.environ)  # as it is at launch(), whatever the launcher does later
         self._cwd = os.getcwd()
+        self._sys_path = list(sys.path)
         self._streams: dict[str, _NodeStream] = {}
         self._logs = LogPump(plan.run_dir / "logs")
         self._is_over = threading.Event()
@@ -66,7 +75,7 @@ class ProcessHost(Host):
             self._template = Template(self._on_start, self._on_exit, self._on_template_lost)
             for spec in self._plan.nodes:
                 self._start_node(spec)
-        except (OSError, LaunchError):
+        except BaseException:  # also a Ctrl+C
             self._coordinator.request_stop()
             for spec in self._plan.nodes:
                 self._coordinator.node_abandoned(spec.node_id)
@@ -143,12 +152,12 @@ class ProcessHost(Host):
                 label=spec.label,
                 index=spec.index,
                 group_size=spec.group_size,
-                run_dir=str(self._plan.run_dir),
-                socket_dir=self._socket_dir,
-                cwd=self._cwd,
-                sys_path=sys.path,
-                argv=sys.argv,
-                env=self._environment_of(spec),
+                run_dir=os_text.pack(str(self._plan.run_dir)),
+                socket_dir=os_text.pack(self._socket_dir),
+                cwd=os_text.pack(self._cwd),
+                sys_path=os_text.pack_all(self._sys_path),
+                argv=os_text.pack_all(sys.argv),
+                env=os_text.pack_map(self._environment_of(spec)),
                 threads=spec.resources.threads,
                 node=self._payloads.pop(node_id),
                 grace_s=self._plan.grace_s,

@@ -1,6 +1,6 @@
 """A launched program, as its launcher sees it."""
 
-import atexit
+import importlib
 import threading
 import weakref
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ class Run:
         self._host = host
         self._metrics = metrics
         self._is_over = threading.Event()
-        self._interrupts = Interrupts()
+        self._interrupts = Interrupts(hurry=lambda: coordinator.request_stop(hurry=True))
         publish(coordinator.plan.owners, _LauncherServices(coordinator))
 
     @property
@@ -40,10 +40,18 @@ class Run:
 
     def start(self) -> None:
         """Start the nodes, and the thread that looks after them."""
-        self._host.start()
-        self._interrupts.install()
-        _active.add(self)
-        threading.Thread(target=self._supervise, name=f"supervise {self._program.name}", daemon=True).start()
+        self._interrupts.install()  # first: a node may already run when its start returns
+        try:
+            with self._interrupts.deferred():
+                self._host.start()
+                _active.add(self)
+                threading.Thread(target=self._supervise, name=f"supervise {self._program.name}", daemon=True).start()
+        except KeyboardInterrupt:
+            self.stop()
+            raise
+        except BaseException:
+            self._interrupts.uninstall()
+            raise
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until every node is down.
@@ -68,13 +76,10 @@ class Run:
 
     def stop(self) -> None:
         """Stop the program in order, and return when nothing of it is left. Idempotent, any thread but a node's."""
-        self._coordinator.request_stop()
-        while not self._is_over.is_set():
-            try:
-                self._is_over.wait()
-            except KeyboardInterrupt:
-                self._coordinator.request_stop(hurry=True)  # a second Ctrl+C: no more patience
-        self._interrupts.uninstall()
+        with self._interrupts.deferred():
+            self._coordinator.request_stop(hurry=self._interrupts.is_impatient)
+            self._is_over.wait()
+            self._interrupts.uninstall()
 
     def request_stop(self) -> None:
         """Begin an ordered stop and return at once."""
@@ -145,6 +150,7 @@ class Run:
             self._coordinator.finish()
             self._host.close()
             self._metrics.close()
+            self._interrupts.uninstall()
             self._is_over.set()
             _active.discard(self)
 
@@ -191,7 +197,6 @@ class _LauncherServices:
 _active: "weakref.WeakSet[Run]" = weakref.WeakSet()
 
 
-@atexit.register
 def _stop_active_runs() -> None:
     """An interpreter that exits without stop() takes its nodes down."""
     runs = list(_active)
@@ -199,3 +204,9 @@ def _stop_active_runs() -> None:
         run.request_stop()
     for run in runs:
         run.stop()
+
+
+# Before the interpreter joins its threads, which atexit comes after: threads of nodes wait for the stop. And after
+# concurrent.futures has registered the same way (last come, first served), for its workers may wait for it too.
+importlib.import_module("concurrent.futures.thread")
+threading._register_atexit(_stop_active_runs)  # type: ignore[attr-defined]

@@ -1,48 +1,106 @@
 """Ctrl+C and SIGTERM at the launcher: once, an ordered stop; twice, the end at once."""
 
+import contextlib
 import signal
 import threading
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
+class Terminated(KeyboardInterrupt, SystemExit):
+    """SIGTERM at the launcher: like a Ctrl+C to `except`, but a script that lets it pass exits with status 143."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.code = 128 + signal.SIGTERM
+
+
 class Interrupts:
-    """Signal handlers of one run: installed only from the main thread, restored when the run is over.
+    """What signals do to one run: installed only from the main thread, restored when no run is left.
 
     A signal raises KeyboardInterrupt in the main thread, wherever it is; `wait()` and the `with` body let it pass on
-    once the nodes are down. The second one, raised inside the stop, makes that wait no longer.
+    once the nodes are down. While the main thread is inside a stop nothing is raised, or the stop would be left
+    half done: a first signal is raised after it, a further one calls `hurry`.
     """
 
-    def __init__(self) -> None:
-        self._before: dict[signal.Signals, Any] = {}
-        self._is_over = False
+    def __init__(self, hurry: Callable[[], object]) -> None:
+        self._hurry = hurry
+        self._is_deferring = False
+        self._deferred: KeyboardInterrupt | None = None
         self.received: int | None = None
+        self.is_impatient = False  # a second signal has come, maybe before the stop that the first one asked for
 
     def install(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
         for number in _SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._handle)
+            before = signal.getsignal(number)
+            if before is not signal.SIG_IGN and before is not _handle:
+                _before[number] = before
+                signal.signal(number, _handle)
+        _installed.append(self)
 
     def uninstall(self) -> None:
-        """Restore the handlers; only the main thread can, until then they pass signals on to the earlier ones."""
-        self._is_over = True
-        if threading.current_thread() is not threading.main_thread():
-            return
-        for number, before in self._before.items():
-            if signal.getsignal(number) == self._handle:
-                signal.signal(number, before)
+        """This run is over. The main thread restores the handlers after the last one; until then they pass on."""
+        with contextlib.suppress(ValueError):
+            _installed.remove(self)
+        if not _installed and threading.current_thread() is threading.main_thread():
+            _restore()
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if not self._is_over:
-            self.received = self.received or number
-            raise KeyboardInterrupt(f"received {signal.Signals(number).name}")
-        before = self._before[signal.Signals(number)]
+    @contextlib.contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Keep signals out of the body; the first one is raised at its end."""
+        if threading.current_thread() is not threading.main_thread() or self._is_deferring:
+            yield
+            return
+        self._is_deferring = True
+        try:
+            yield
+        finally:
+            self._is_deferring = False
+        if self._deferred is not None:
+            error, self._deferred = self._deferred, None
+            raise error
+
+    def on_signal(self, number: int) -> bool:
+        """Note a signal; True when it is taken care of, and must not be raised where the main thread is."""
+        is_first = self.received is None
+        self.received = self.received or number
+        self.is_impatient = not is_first
+        if self._is_deferring and is_first:
+            self._deferred = _exception(number)
+        elif self._is_deferring:
+            # Not here: the main thread may hold the very lock that this takes.
+            threading.Thread(target=self._hurry, name="hurry", daemon=True).start()
+        return self._is_deferring
+
+
+_installed: list[Interrupts] = []
+_before: dict[signal.Signals, Any] = {}
+
+
+def _handle(number: int, frame: FrameType | None) -> None:
+    if not _installed:
+        before = _before.get(signal.Signals(number))
+        _restore()
         if callable(before):
             before(number, frame)
-        elif before == signal.SIG_DFL:
-            signal.signal(number, signal.SIG_DFL)
+        else:
             signal.raise_signal(number)
+    elif not any([interrupts.on_signal(number) for interrupts in _installed]):  # a list: every run must hear of it
+        raise _exception(number)
+
+
+def _exception(number: int) -> KeyboardInterrupt:
+    text = f"received {signal.Signals(number).name}"
+    return Terminated(text) if number == signal.SIGTERM else KeyboardInterrupt(text)
+
+
+def _restore() -> None:
+    while _before:
+        number, before = _before.popitem()
+        if signal.getsignal(number) is _handle:
+            signal.signal(number, before)

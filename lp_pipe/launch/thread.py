@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 import traceback
+import uuid
 from collections.abc import Mapping
 from concurrent.futures import Future
 
@@ -26,7 +27,8 @@ def make_host(plan: Plan, metrics: MetricsLog) -> tuple[Host, Coordinator]:
     Raises:
         ValueError: groups ask for different numbers of torch threads, of which a process has only one.
     """
-    coordinator = Coordinator(plan, lambda address: f"{inproc.SCHEME}{address}", metrics)
+    run = uuid.uuid4().hex  # the same program may run twice at a time
+    coordinator = Coordinator(plan, lambda address: f"{inproc.SCHEME}{run}/{address}", metrics)
     return ThreadHost(plan, coordinator), coordinator
 
 

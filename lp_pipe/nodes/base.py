@@ -46,7 +46,7 @@ class Node(ABC, Generic[HandleT]):
         self._handles.append(handle)
         return handle
 
-    def configure(self, *args: Any, **kwargs: Any) -> Self:
+    def configure(self, /, *args: Any, **kwargs: Any) -> Self:
         """Replace the arguments, also after add_node: how cyclic graphs are made."""
         self._args = args
         self._kwargs = kwargs
@@ -75,8 +75,8 @@ class Node(ABC, Generic[HandleT]):
 
     def launch_parts(self) -> list[tuple[str, Any]]:
         """What travels to the node's process, each part with the name that an error gives it."""
-        named = [(f"args[{index}]", arg) for index, arg in enumerate(self._args)]
-        named += [(f"argument {name!r}", value) for name, value in self._kwargs.items()]
+        named = [(f"argument args[{index}]", arg) for index, arg in enumerate(self._args)]
+        named += [(f"argument {name}", value) for name, value in self._kwargs.items()]
         return [*named, ("the function" if not isinstance(self._function, type) else "the class", self._function)]
 
     @abstractmethod

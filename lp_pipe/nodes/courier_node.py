@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lp_pipe.address import Address
-from lp_pipe.context import context
+from lp_pipe.context import NodeContext, context
 from lp_pipe.handles import CourierHandle
 from lp_pipe.nodes.base import Node
 from lp_pipe.rpc import Server
@@ -39,16 +39,25 @@ class CourierNode(Node[CourierHandle]):
         served = self._construct()
         endpoint = node.services.endpoint_for(self._address.id)
         server = Server(served, endpoint, name=node.name, **self._server_kwargs)
+        grace_s = 0.0  # a failure must reach the launcher before the callers' Unavailables do: it waits for no handler
         try:
             node.services.register(self._address.id, server.endpoint)
-            run = getattr(served, "run", None)
-            if run is not None and self._run_enabled:
-                run()
-            else:
-                node.stop_signal.event.wait()
+            self._serve(served, node)
+            grace_s = node.grace_s
         finally:
             node.services.withdraw(self._address.id)
-            server.close(node.grace_s)
+            server.close(grace_s)
+
+    def _serve(self, served: Any, node: NodeContext) -> None:
+        run = getattr(served, "run", None)
+        if run is None or not self._run_enabled:
+            node.stop_signal.event.wait()
+            return
+        try:
+            run()
+        except SystemExit as error:
+            if error.code not in (None, 0):
+                raise
 
     def _new_handle(self) -> CourierHandle:
         return CourierHandle(self._address, self._client_kwargs)

@@ -1,11 +1,13 @@
 """What waits for a reply: a blocked thread, or a Future."""
 
+import functools
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
 from lp_pipe.connections import Frame
+from lp_pipe.context import NodeContext, current_context, entered
 from lp_pipe.rpc.pool import DaemonPool
 
 Reply = Frame | Exception
@@ -49,11 +51,14 @@ class CallFuture(Future[Any]):
         super().__init__()
         self._outcome = outcome
         self._has_callbacks = False
+        self._settling = threading.Lock()
         self.on_cancel: Callable[[], bool] | None = None
 
     def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
-        self._has_callbacks = True
-        super().add_done_callback(fn)
+        with self._settling:
+            self._has_callbacks = True
+        node = current_context()
+        super().add_done_callback(fn if node is None else functools.partial(_call_in, node, fn))
 
     def cancel(self) -> bool:
         if not super().cancel():
@@ -74,11 +79,23 @@ class CallFuture(Future[Any]):
         if not self.set_running_or_notify_cancel():
             return
         try:
-            result = self._outcome(reply)
+            settle = functools.partial(self.set_result, self._outcome(reply))
         except Exception as error:  # belongs to whoever asks for the result
-            self.set_exception(error)
-        else:
-            self.set_result(result)
+            settle = functools.partial(self.set_exception, error)
+        with self._settling:
+            if not self._has_callbacks:
+                settle()
+                return
+        if _callbacks.is_running_this():
+            settle()
+        else:  # a callback was added while the result was decoded; in the connection's thread it could not call
+            _callbacks.submit(settle)
+
+
+def _call_in(node: NodeContext, fn: Callable[[Future[Any]], object], future: Future[Any]) -> None:
+    """Run a callback as code of the node that added it: the pool's threads belong to none."""
+    with entered(node):
+        fn(future)
 
 
 _callbacks = DaemonPool(16, "call callbacks")

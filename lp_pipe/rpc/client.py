@@ -3,8 +3,10 @@
 import contextlib
 import functools
 import itertools
+import math
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
@@ -85,8 +87,9 @@ class CourierClient:
     def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         deadline = self._deadline()
         call = SyncCall()
+        payload = self._encode(method, args, kwargs)
         link = self._connected(method, deadline)
-        call_id = link.send(method, self._encode(method, args, kwargs), call)
+        call_id = self._send(link, method, payload, call)
         remaining = -1.0 if deadline is None else max(0.0, deadline - time.monotonic())
         if not call.wait(remaining) and link.forget(call_id):
             raise self._too_late(method)
@@ -111,21 +114,36 @@ class CourierClient:
         self, method: str, payload: codec.Payload, future: CallFuture, deadline: float | None
     ) -> None:
         try:
-            self._send_future(self._connected(method, deadline), method, payload, future, deadline)
-        except (Unavailable, DeadlineExceeded) as error:
+            link = self._connected(method, deadline)
+        except Exception as error:  # belongs to whoever asks for the result
             future.deliver(error)
+            return
+        if future.cancelled():
+            future.set_running_or_notify_cancel()
+        else:
+            self._send_future(link, method, payload, future, deadline)
 
     def _send_future(
         self, link: "_Link", method: str, payload: codec.Payload, future: CallFuture, deadline: float | None
     ) -> None:
         try:
-            call_id = link.send(method, payload, future)
-        except Unavailable as error:
+            call_id = self._send(link, method, payload, future)
+        except (Unavailable, SerializationError) as error:
             future.deliver(error)
             return
         future.on_cancel = functools.partial(link.forget, call_id)
-        if deadline is not None:
-            deadlines.shared.add(deadline, lambda: link.forget(call_id) and future.deliver(self._too_late(method)))
+        if future.cancelled():  # between the last look and the line above
+            future.cancel()
+        if deadline is not None:  # must not refer to the future: its result would live until the deadline
+            deadlines.shared.add(deadline, lambda: link.expire(call_id, self._too_late(method)))
+
+    def _send(self, link: "_Link", method: str, payload: codec.Payload, call: PendingCall) -> int:
+        try:
+            return link.send(method, payload, call)
+        except Unavailable as error:
+            raise Unavailable(f"{self._peer}.{method}(): {error}") from error
+        except frames.FrameError as error:
+            raise SerializationError(f"{self._peer}.{method}(): the arguments are too large: {error}") from error
 
     def _encode(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> codec.Payload:
         try:
@@ -155,6 +173,8 @@ class CourierClient:
         with self._link_lock:
             if self._link is None or self._link.connection.closed_reason is not None:
                 self._link = _Link(self._connect(method, deadline))
+                # Clients come and go (each that travels through a call is a new one); their connections must not stay.
+                weakref.finalize(self, self._link.connection.close, "the client is gone").atexit = False
             return self._link
 
     def _connect(self, method: str, deadline: float | None) -> Connection:
@@ -216,14 +236,21 @@ class _Link:
         self._pending[call_id] = call
         try:
             self.connection.send(Frame(frames.CALL, call_id, method, payload.body, payload.buffers))
-        except Unavailable:
-            self.forget(call_id)
-            raise
+        except (Unavailable, frames.FrameError):
+            if self.forget(call_id):
+                raise
+            # Else the end of the connection has settled the call already.
         return call_id
 
     def forget(self, call_id: int) -> bool:
         """Give a call up; False when its reply has come (or its failure), so that exactly one side settles it."""
         return self._pending.pop(call_id, None) is not None
+
+    def expire(self, call_id: int, error: DeadlineExceeded) -> None:
+        """Settle a call whose deadline has passed, if it still waits."""
+        call = self._pending.pop(call_id, None)
+        if call is not None:
+            call.deliver(error)
 
     def _on_frame(self, frame: Frame) -> None:
         call = self._pending.pop(frame.id, None)
@@ -254,4 +281,4 @@ def _seconds(timeout: float | timedelta | None) -> float | None:
         timeout = timeout.total_seconds()
     if timeout is not None and timeout < 0:
         raise ValueError(f"call_timeout={timeout}: must not be negative; None or 0 means no limit")
-    return float(timeout) if timeout else None
+    return float(timeout) if timeout and timeout != math.inf else None

@@ -18,6 +18,9 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 
+# Smaller memory stays inside the pickle: a list of 100 000 little arrays must not become 100 000 pieces of a frame.
+_OUT_OF_BAND_BYTES = 1024
+
 _ATOMS = frozenset({int, float, bool, str, bytes, type(None), complex})
 
 
@@ -38,23 +41,21 @@ def encode(value: Any) -> Payload:
     Raises:
         Exception: whatever the value's own pickling raises; see `explain` for a message that names the culprit.
     """
-    buffers: list[pickle.PickleBuffer] = []
+    buffers: list[memoryview] = []
     stream = io.BytesIO()
     try:
-        _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(value)
+        _Pickler(stream, protocol=5, buffer_callback=_collect_in(buffers)).dump(value)
     except _ByValueNeeded:
-        buffers.clear()
-        stream = io.BytesIO()
-        _ByValuePickler(stream, protocol=5, buffer_callback=buffers.append).dump(value)
-    return Payload(stream.getvalue(), [_raw(buffer) for buffer in buffers])
+        return encode_by_value(value)
+    return Payload(stream.getvalue(), buffers)
 
 
 def encode_by_value(value: Any) -> Payload:
     """Like `encode`, for values that are full of functions anyway (nodes)."""
-    buffers: list[pickle.PickleBuffer] = []
+    buffers: list[memoryview] = []
     stream = io.BytesIO()
-    _ByValuePickler(stream, protocol=5, buffer_callback=buffers.append).dump(value)
-    return Payload(stream.getvalue(), [_raw(buffer) for buffer in buffers])
+    _ByValuePickler(stream, protocol=5, buffer_callback=_collect_in(buffers)).dump(value)
+    return Payload(stream.getvalue(), buffers)
 
 
 def decode(body: bytes | bytearray | memoryview, buffers: Sequence[Any] = ()) -> Any:
@@ -165,7 +166,9 @@ def _reduce_tensor(tensor: Any, torch: Any) -> tuple[Callable[..., Any], tuple[A
         return None
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     # PickleBuffer keeps the numpy view, and with it the tensor's memory, alive until it was sent.
-    raw = pickle.PickleBuffer(plain.reshape(-1).view(torch.uint8).numpy()) if plain.numel() else b""
+    # Not reshape(-1): one element may have any stride and counts as contiguous, but cannot be viewed as bytes.
+    flat = plain.as_strided((plain.numel(),), (1,))
+    raw = pickle.PickleBuffer(flat.view(torch.uint8).numpy()) if plain.numel() else b""
     is_parameter = type(tensor) is torch.nn.Parameter
     dtype = str(plain.dtype).removeprefix("torch.")
     return _rebuild_tensor, (raw, dtype, tuple(plain.shape), tensor.requires_grad, is_parameter)
@@ -181,8 +184,17 @@ def _rebuild_tensor(raw: Any, dtype: str, shape: tuple[int, ...], requires_grad:
     return tensor.requires_grad_(requires_grad) if requires_grad else tensor
 
 
-def _raw(buffer: pickle.PickleBuffer) -> memoryview:
-    return buffer.raw()
+def _collect_in(buffers: list[memoryview]) -> Callable[[pickle.PickleBuffer], bool]:
+    """A `buffer_callback` that takes large memory out of the pickle; True leaves it in."""
+
+    def collect(buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes < _OUT_OF_BAND_BYTES:
+            return True
+        buffers.append(raw)
+        return False
+
+    return collect
 
 
 _handles_seen: ContextVar[list[Any] | None] = ContextVar("lp_pipe_handles_seen", default=None)

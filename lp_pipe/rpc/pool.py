@@ -45,13 +45,17 @@ class DaemonPool:
         for _ in self._threads:
             self._tasks.put(None)
 
+    def is_running_this(self) -> bool:
+        """Whether the calling thread is one of the pool's."""
+        return threading.current_thread() in self._threads
+
     def _add_thread(self) -> None:
         with self._lock:
             if len(self._threads) >= self._size:
                 return
             thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True)
-            if self._node is not None:
-                thread._lp_pipe_context = self._node  # type: ignore[attr-defined]
+            # Set even if None: else the thread would belong to the node that happened to bring the first task.
+            thread._lp_pipe_context = self._node  # type: ignore[attr-defined]
             self._threads.append(thread)
         thread.start()
 

@@ -1,6 +1,7 @@
 """An exception crosses to the caller: captured where it was raised, rebuilt where it is awaited."""
 
 import contextlib
+import inspect
 import traceback
 from typing import Any
 
@@ -19,6 +20,7 @@ _OWN_ERRORS: dict[int, type[LpPipeError]] = {
     SERIALIZATION: SerializationError,
     UNAVAILABLE: Unavailable,
 }
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by a `class` statement
 _PLAIN_ONLY = (StopIteration, StopAsyncIteration)
 
 
@@ -27,15 +29,15 @@ def capture(error: BaseException) -> bytes:
     message = frame_pb2.CallError(
         origin=HANDLER,
         type_name=innermost_type_name(error),
-        message=_text_of(error),
-        traceback=format_traceback(error),
+        message=printable(_text_of(error)),
+        traceback=printable(format_traceback(error)),
     )
     original = getattr(error, "_lp_pipe_original_class", type(error))
     with contextlib.suppress(Exception):  # a class that does not pickle travels as its name only
         message.exception_type = codec.dumps(original)
     with contextlib.suppress(Exception):
         message.args = codec.dumps(error.args)
-    for name, value in vars(error).items():
+    for name, value in {**_builtin_attributes(error), **vars(error)}.items():
         if not name.startswith(("_lp_pipe", "__")) and name not in ("type_name", "remote_traceback"):
             with contextlib.suppress(Exception):
                 message.attributes[name] = codec.dumps(value)
@@ -44,7 +46,7 @@ def capture(error: BaseException) -> bytes:
 
 def own(origin: "frame_pb2.CallError.Origin", text: str) -> bytes:
     """An error of the call itself (no such method, no result to send), as bytes."""
-    return frame_pb2.CallError(origin=origin, message=text).SerializeToString()
+    return frame_pb2.CallError(origin=origin, message=printable(text)).SerializeToString()
 
 
 def rebuild(data: bytes | bytearray | memoryview, call: str) -> LpPipeError:
@@ -69,6 +71,23 @@ def format_traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, error.__traceback__))
 
 
+def printable(text: str) -> str:
+    """Text that UTF-8 can carry: names of files may hold bytes that are not (lone surrogates in Python)."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _builtin_attributes(error: BaseException) -> dict[str, Any]:
+    """What built-in classes keep outside of __dict__: OSError.filename, UnicodeDecodeError.start, ImportError.name."""
+    found: dict[str, Any] = {}
+    for kind in type(error).__mro__:
+        if kind.__module__ == "builtins" and kind not in (BaseException, object):
+            for name, member in vars(kind).items():
+                if name != "obj" and (inspect.ismemberdescriptor(member) or inspect.isgetsetdescriptor(member)):
+                    with contextlib.suppress(Exception):  # some raise when they were never set
+                        found[name] = getattr(error, name)
+    return {name: value for name, value in found.items() if value is not None}
+
+
 def _text_of(error: BaseException) -> str:
     try:
         return str(error)
@@ -84,7 +103,7 @@ def _combined(message: frame_pb2.CallError, text: str) -> RemoteError | None:
             return None
         combined = _combined_class(original)
         args = codec.loads(message.args) if message.args else ()
-        error = _bare_instance(combined, original, args)
+        error = _bare_instance(combined, args)
     except Exception:  # layouts that do not mix, classes that do not load here: a plain RemoteError tells it all
         return None
     for name, data in message.attributes.items():
@@ -110,10 +129,12 @@ def _combined_class(original: type[Exception]) -> Any:
     return type(original.__name__, bases, namespace)
 
 
-def _bare_instance(combined: Any, original: type[Exception], args: tuple[Any, ...]) -> Any:
-    # The nearest built-in class allocates (OSError checks that its own __new__ is used); users' code is not run.
-    builtin = next(base for base in original.__mro__ if base.__module__ == "builtins")
-    error = builtin.__new__(combined, *args)
+def _bare_instance(combined: Any, args: tuple[Any, ...]) -> Any:
+    # The class that lays out the instance must allocate it: OSError, Exception for most. Users' code is not run.
+    allocates = combined
+    while allocates.__flags__ & _HEAP_TYPE:
+        allocates = allocates.__base__
+    error = allocates.__new__(combined, *args)
     error.args = args
     return error
 

@@ -2,6 +2,8 @@
 
 import contextlib
 import difflib
+import functools
+import inspect
 import threading
 import time
 from collections.abc import Callable
@@ -80,20 +82,28 @@ class Server:
             self._active += 1
             self.calls += 1
         try:
-            reply = self._reply_to(frame)
-            with contextlib.suppress(Unavailable):  # the caller has gone; nobody is left to tell
-                connection.send(reply)
+            self._send(connection, self._reply_to(frame))
         finally:
             with self._idle:
                 self._active -= 1
                 if self._is_closing:
                     self._idle.notify_all()
 
+    def _send(self, connection: Connection, reply: Frame) -> None:
+        with contextlib.suppress(Unavailable):  # the caller has gone; nobody is left to tell
+            try:
+                connection.send(reply)
+            except frames.FrameError as error:  # the caller must not wait for a result that cannot be sent
+                body = remote_error.own(remote_error.SERIALIZATION, f"the result of {self._name} is too large: {error}")
+                connection.send(Frame(frames.ERROR, reply.id, body=body))
+
     def _reply_to(self, frame: Frame) -> Frame:
         try:
             handler = self._find(frame.name)
         except MethodNotFound as error:
             return Frame(frames.ERROR, frame.id, body=remote_error.own(remote_error.METHOD_NOT_FOUND, str(error)))
+        except BaseException as error:  # a descriptor or __getattr__ of the user's
+            return Frame(frames.ERROR, frame.id, body=remote_error.capture(error))
         try:
             args, kwargs = codec.decode(frame.body, frame.buffers)
         except Exception as error:  # unpickling runs the constructors of the arguments' classes
@@ -131,8 +141,8 @@ def is_exposed(target: object, name: str) -> bool:
     """Whether callers may use it: a public callable, or `__call__`; never data, never a property."""
     if name.startswith("_") and name != "__call__":
         return False
-    if isinstance(getattr(type(target), name, None), property):
-        return False
+    if isinstance(inspect.getattr_static(target, name, None), (property, functools.cached_property)):
+        return False  # looking must not compute it
     return callable(getattr(target, name, None))
 
 

@@ -6,8 +6,8 @@ import selectors
 import sys
 import threading
 from collections import deque
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 _KEPT_LINES = 20
 _READ_BYTES = 1 << 16
@@ -33,7 +33,7 @@ class LogPump:
         os.set_blocking(self._wake_read, False)
         self._selector.register(self._wake_read, selectors.EVENT_READ)
         self._new: deque[tuple[int, _Stream]] = deque()
-        self._files: dict[str, BinaryIO] = {}
+        self._files: dict[str, FileIO] = {}
         self._last: dict[str, deque[str]] = {}
         self._open_pipes: dict[str, int] = {}
         self._changed = threading.Condition()
@@ -114,11 +114,11 @@ class LogPump:
                 self._changed.notify_all()
 
     def _write(self, stream: _Stream, lines: list[bytes]) -> None:
-        file = self._files.get(stream.node_id)
-        if file is None:
-            file = self._files[stream.node_id] = self.path(stream.node_id).open("ab")
-        file.write(b"".join(line + b"\n" for line in lines))
-        file.flush()
+        with contextlib.suppress(OSError):  # disk full, folder removed: a pump that ended would block every node
+            file = self._files.get(stream.node_id)
+            if file is None:
+                file = self._files[stream.node_id] = self.path(stream.node_id).open("ab", buffering=0)
+            file.write(b"".join(line + b"\n" for line in lines))
         texts = [line.decode(errors="replace") for line in lines]
         self._last[stream.node_id].extend(texts)
         target = sys.stderr if stream.is_stderr else sys.stdout

@@ -1,0 +1,1 @@
+"""Benchmarks: each module is a command that prints a table and one JSON object."""

@@ -1,0 +1,35 @@
+"""How commands end: exit statuses, and the errors that lead to them."""
+
+import difflib
+from collections.abc import Iterable
+
+DONE = 0
+NODE_FAILED = 1
+WRONG_USAGE = 2
+NOT_LAUNCHED = 3
+INTERRUPTED = 128  # plus the signal's number: 130 for Ctrl+C, 143 for SIGTERM
+
+
+class CommandError(Exception):
+    """Ends the command: its message goes to stderr, its status to the shell."""
+
+    status = NOT_LAUNCHED
+
+
+class UsageError(CommandError):
+    """The user can mend it on the command line; the message is one line that says how."""
+
+    status = WRONG_USAGE
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))
+
+
+class NotLaunched(CommandError):
+    """The target's own code failed, or its program cannot be started."""
+
+
+def nearest(wrong: str, known: Iterable[str]) -> str:
+    """ "; did you mean 'right'?", or nothing when nothing is near."""
+    found = difflib.get_close_matches(wrong, list(known), n=1)
+    return f"; did you mean {found[0]!r}?" if found else ""

@@ -1,0 +1,64 @@
+"""`lp_pipe graph`: show a program's graph without starting anything."""
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from lp_pipe.cli.errors import NotLaunched, UsageError
+from lp_pipe.cli.targets import load_program
+from lp_pipe.graph import GraphView, to_dot, to_svg, to_text
+
+WRITERS: dict[str, Callable[[GraphView], str]] = {".svg": to_svg, ".dot": to_dot, ".json": GraphView.to_json}
+_EXAMPLES = """\
+examples:
+  lp_pipe graph examples/char_gpt.py
+  lp_pipe graph examples/char_gpt.py -o graph.svg -- --stages=3
+  lp_pipe graph my_package.train:make_program -o graph.json
+"""
+
+
+def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Describe the command and its options."""
+    parser = commands.add_parser(
+        "graph",
+        help="show a program's graph as text, SVG, DOT or JSON",
+        description="Show which nodes a program has, and which holds handles of which. Nothing is started.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="lp_pipe graph TARGET [-o FILE] [-- program flags]",
+        allow_abbrev=False,
+    )
+    parser.add_argument("target", metavar="TARGET", help="path/file.py[:name] or package.module[:name]")
+    parser.add_argument(
+        "-o", "--output", type=_output, metavar="FILE", help=f"ends in {', '.join(WRITERS)}; without: text on stdout"
+    )
+    parser.set_defaults(run=run_command)
+
+
+def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
+    """Print or write the graph.
+
+    Raises:
+        UsageError, NotLaunched: the target is no program, or its graph is not whole.
+    """
+    program = load_program(arguments.target, program_flags)
+    try:
+        view = GraphView.of(program)
+    except ValueError as error:
+        raise NotLaunched(f"{arguments.target}: {error}") from error
+    output: Path | None = arguments.output
+    if output is None:
+        print(to_text(view), end="")
+        return 0
+    try:
+        output.write_text(WRITERS[output.suffix](view), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {output}: {error.strerror}") from error
+    print(f"wrote {output}")
+    return 0
+
+
+def _output(text: str) -> Path:
+    if Path(text).suffix not in WRITERS:
+        raise UsageError(f"-o {text}: the file's name must end in one of {', '.join(WRITERS)}")
+    return Path(text)

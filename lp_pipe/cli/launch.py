@@ -1,0 +1,169 @@
+"""`lp_pipe launch`: start a program, show what it does, and end as it ends."""
+
+import argparse
+import contextlib
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+
+from lp_pipe.cli import ending
+from lp_pipe.cli.display import Display, PlainDisplay, Start
+from lp_pipe.cli.errors import INTERRUPTED, NotLaunched, UsageError, nearest
+from lp_pipe.cli.events import JsonDisplay
+from lp_pipe.cli.live import LiveDisplay
+from lp_pipe.cli.targets import load_program
+from lp_pipe.errors import LpPipeError, NodeError
+from lp_pipe.graph import GraphView
+from lp_pipe.launch import Run, launch, new_run_dir
+from lp_pipe.launch.launcher import MODES
+
+_REFRESH_S = 0.1
+_ENDED_STATES = {"finished", "failed", "stopped"}
+_EXAMPLES = """\
+examples:
+  lp_pipe launch examples/char_gpt.py
+  lp_pipe launch examples/char_gpt.py --mode=thread -- --stages=3 --steps=100
+  lp_pipe launch examples/char_gpt.py -- --help          the program's own flags
+  lp_pipe launch my_package.train:make_program --json | jq 'select(.event == "metrics")'
+
+Ctrl+C once stops the nodes in order, twice kills them. Exit status: 0 done, 1 a node failed, 2 wrong usage,
+3 could not launch (the target's own code raised, too), 130 Ctrl+C, 143 SIGTERM.
+"""
+
+
+def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Describe the command and its options."""
+    parser = commands.add_parser(
+        "launch",
+        help="start a program and watch it until it ends",
+        description="Start every node of a program, show what they print and log, and end as they end.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="lp_pipe launch TARGET [options] [-- program flags]",
+        allow_abbrev=False,
+    )
+    parser.add_argument("target", metavar="TARGET", help="path/file.py[:name] or package.module[:name]")
+    parser.add_argument("--mode", type=_mode, default="process", help=f"{' or '.join(MODES)} (default: process)")
+    parser.add_argument(
+        "--run-dir", type=Path, metavar="DIR", help="logs, metrics, checkpoints (default: a new runs/…)"
+    )
+    parser.add_argument(
+        "--grace", type=_seconds, default=5.0, metavar="S", help="seconds from the stop to SIGTERM (default: 5)"
+    )
+    parser.add_argument("--json", action="store_true", help="print events, one JSON object a line, on stdout")
+    parser.set_defaults(run=run_command)
+
+
+def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
+    """Launch the target and wait for its end; returns the exit status.
+
+    Raises:
+        UsageError, NotLaunched: nothing was started.
+    """
+    with _sigterm_like_ctrl_c():
+        program = load_program(arguments.target, program_flags)
+        run_dir = arguments.run_dir or new_run_dir(Path("runs"), program.name)
+        with _explained(arguments.target, run_dir):
+            view = GraphView.of(program)
+        with _make_display(arguments.json) as display:
+            display.starting(Start(view, arguments.mode, run_dir))
+            with display.output():
+                with _explained(arguments.target, run_dir):
+                    run = launch(
+                        program,
+                        arguments.mode,
+                        grace=arguments.grace,
+                        run_dir=run_dir,
+                        metrics_sinks=(display.metrics,),
+                    )
+                result = _wait(run, display)
+            display.ended(result, run.status())
+            return result.exit_status
+
+
+@contextlib.contextmanager
+def _explained(target: str, run_dir: Path) -> Iterator[None]:
+    """What a launch may raise becomes the command's own error."""
+    try:
+        yield
+    except (LpPipeError, ValueError, OSError) as error:
+        with contextlib.suppress(OSError):
+            run_dir.rmdir()  # still empty, so nobody will miss it
+        raise NotLaunched(f"cannot launch {target}: {error}") from error
+
+
+def _wait(run: Run, display: Display) -> ending.Ending:
+    began = time.monotonic()
+    try:
+        display.started()
+        while _is_up(run, display):
+            time.sleep(_REFRESH_S)  # the main thread redraws, and takes Ctrl+C at any time
+        run.wait()
+    except KeyboardInterrupt:
+        began = time.monotonic()
+        again = "a second SIGTERM kills" if run.interrupted_by == signal.SIGTERM else "Ctrl+C again to kill"
+        with contextlib.suppress(KeyboardInterrupt):  # a second one: stop() knows of it
+            display.note(f"stopping ({again}) …")
+        run.stop()
+        return ending.interrupted(run, time.monotonic() - began)
+    except NodeError as error:
+        return ending.failed(run, error)
+    finally:
+        run.stop()
+        display.status(run.status())
+    return ending.done(run, time.monotonic() - began)
+
+
+def _is_up(run: Run, display: Display) -> bool:
+    status = run.status()
+    display.status(status)
+    return any(row["state"] not in _ENDED_STATES for rows in status.values() for row in rows)
+
+
+def _make_display(is_json: bool) -> Display:
+    if is_json:
+        return JsonDisplay()
+    return LiveDisplay() if sys.stdout.isatty() else PlainDisplay()
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came while nothing was launched yet."""
+
+    exit_status = INTERRUPTED + signal.SIGTERM
+
+
+@contextlib.contextmanager
+def _sigterm_like_ctrl_c() -> Iterator[None]:
+    """Also before and after the run, which handles both signals itself, SIGTERM unwinds the stack."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _raise_terminated)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _raise_terminated(number: int, frame: FrameType | None) -> None:
+    raise Terminated
+
+
+def _mode(text: str) -> str:
+    if text not in MODES:
+        raise UsageError(f"unknown mode {text!r}{nearest(text, MODES)} (modes: {', '.join(MODES)})")
+    return text
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise UsageError(f"--grace={text}: a number of seconds is needed, such as --grace=5")
+    return seconds

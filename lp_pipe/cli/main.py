@@ -1,0 +1,87 @@
+"""The command `lp_pipe`: reads the command line, runs one command, returns the exit status."""
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from lp_pipe.cli import graph, launch
+from lp_pipe.cli.errors import INTERRUPTED, CommandError, UsageError, nearest
+
+_COMMANDS = {"launch": launch, "graph": graph}
+_EXAMPLES = """\
+examples:
+  lp_pipe launch examples/char_gpt.py                    start a program, one process a node
+  lp_pipe launch examples/char_gpt.py -- --stages=3      with flags of its own
+  lp_pipe graph examples/char_gpt.py -o graph.svg        draw its graph
+
+`lp_pipe COMMAND --help` says more.
+"""
+_READER_GONE = INTERRUPTED + 13  # as a shell reports SIGPIPE
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: this process's); returns the exit status."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    own, program_flags = _split(given)
+    try:
+        arguments = _parse(own)
+        status: int = arguments.run(arguments, program_flags)
+        sys.stdout.flush()
+    except CommandError as error:
+        print(f"lp_pipe: {error}", file=sys.stderr)
+        return error.status
+    except KeyboardInterrupt as error:
+        print("lp_pipe: interrupted", file=sys.stderr)
+        return int(getattr(error, "exit_status", INTERRUPTED + 2))
+    except BrokenPipeError:  # such as `lp_pipe graph ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _READER_GONE
+    return status
+
+
+def _split(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Our own arguments, and what comes after the first `--`: the program's."""
+    if "--" not in argv:
+        return argv, []
+    place = argv.index("--")
+    return argv[:place], argv[place + 1 :]
+
+
+def _parse(own: list[str]) -> argparse.Namespace:
+    if own and not own[0].startswith("-") and own[0] not in _COMMANDS:
+        raise UsageError(f"no command {own[0]!r}{nearest(own[0], _COMMANDS)} (commands: {', '.join(_COMMANDS)})")
+    arguments, unknown = _parser().parse_known_args(own)
+    if unknown:
+        flags = " ".join(unknown)
+        raise UsageError(f"unknown arguments: {flags}; flags of the program itself come after `--`: -- {flags}")
+    return arguments
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports wrong usage as one line, without the synopsis."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see `{self.prog} --help`")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="lp_pipe",
+        description="Launch program graphs: nodes in threads, in processes, connected by calls.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=_version())
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for command in _COMMANDS.values():
+        command.add_command(commands)
+    return parser
+
+
+def _version() -> str:
+    return f"lp_pipe {importlib.metadata.version('lp_pipe')} (Python {platform.python_version()})"

@@ -1,0 +1,173 @@
+"""From a TARGET on the command line to its Program: `path/file.py[:name]` or `package.module[:name]`."""
+
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from lp_pipe.cli.errors import NotLaunched, UsageError, nearest
+from lp_pipe.program import Program
+from lp_pipe.telemetry.tracebacks import fold_traceback
+
+DEFAULT_NAMES = ("program", "make_program")
+
+
+class Target(NamedTuple):
+    """place: a file, or the name of a module; name: "" for the default ones."""
+
+    place: str
+    name: str
+
+    @classmethod
+    def parse(cls, text: str) -> "Target":
+        place, colon, name = text.rpartition(":")
+        return cls(place, name) if colon else cls(text, "")
+
+    @property
+    def is_file(self) -> bool:
+        return "/" in self.place or self.place.endswith(".py")
+
+
+def load_program(text: str, program_flags: Sequence[str]) -> Program:
+    """Import the target, hand it its flags, and get its program.
+
+    sys.argv becomes [file, *program_flags]; where the target has loaded absl.flags, they are parsed with it.
+
+    Raises:
+        UsageError: no such file, module or name, or not a program; a flag that the program does not take.
+        NotLaunched: the target's own code raised.
+    """
+    target = Target.parse(text)
+    file = _find_file(target) if target.is_file else _find_module(target)
+    sys.argv[:] = [str(file), *program_flags]
+    module = _guarded(text, lambda: _import_file(file) if target.is_file else importlib.import_module(target.place))
+    _parse_absl_flags(text, module, program_flags)
+    name, found = _find_name(target, module)
+    if isinstance(found, Program):
+        return found
+    made = _guarded(text, found)
+    if not isinstance(made, Program):
+        raise UsageError(f"{target.place}:{name} returned {type(made).__name__}, but a Program is needed")
+    return made
+
+
+def _find_file(target: Target) -> Path:
+    path = Path(target.place)
+    if path.is_file():
+        return path.resolve()
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder; name a Python file in it, such as {path}/program.py")
+    siblings = [str(path.with_name(other.name)) for other in path.parent.glob("*.py")]
+    raise UsageError(f"no file {target.place!r}{nearest(target.place, siblings)}")
+
+
+def _find_module(target: Target) -> Path:
+    """The module's file; of a package within which it lies the __init__ is imported on the way."""
+    sys.path.insert(0, str(Path.cwd()))
+    is_name = all(part.isidentifier() for part in target.place.split("."))
+    try:
+        spec = importlib.util.find_spec(target.place) if is_name else None
+    except ModuleNotFoundError as error:
+        if not target.place.startswith(f"{error.name}"):
+            raise NotLaunched(_own_failure(target.place, error)) from error
+        spec = None
+    except Exception as error:  # whatever the package's __init__ raises
+        raise NotLaunched(_own_failure(target.place, error)) from error
+    if spec is None:
+        file = f"{target.place}.py"
+        hint = f"; did you mean {file!r}?" if Path(file).is_file() else "; a file is given as path/file.py"
+        raise UsageError(f"no module {target.place!r}{hint}")
+    return Path(spec.origin or target.place)
+
+
+def _import_file(file: Path) -> ModuleType:
+    """Import a file under its stem, so that node processes, which get this sys.path, find it by name.
+
+    Where the stem is taken (random.py), its folder comes last on sys.path, so that it hides nothing, and the module
+    gets a name of its own; what nodes need of it then travels by value.
+    """
+    name, folder = file.stem, str(file.parent)
+    if name.isidentifier() and name not in sys.modules and name not in sys.stdlib_module_names:
+        sys.path.insert(0, folder)
+        return importlib.import_module(name)
+    sys.path.append(folder)
+    name = f"lp_pipe_target_{name}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None, "a .py file has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _parse_absl_flags(text: str, module: ModuleType, program_flags: Sequence[str]) -> None:
+    absl_flags = sys.modules.get("absl.flags")
+    if absl_flags is None:
+        return
+    if {"--help", "-h"} & set(program_flags):
+        print(f"flags of {text}, given after `--`:\n{absl_flags.FLAGS.module_help(module)}")
+        raise SystemExit(0)
+    try:
+        absl_flags.FLAGS([text, *program_flags])
+    except absl_flags.Error as error:
+        raise UsageError(f"{text}: {error}; `-- --help` lists the program's flags") from error
+
+
+def _find_name(target: Target, module: ModuleType) -> tuple[str, Any]:
+    """The program, or the function that makes it, with the name under which it was found."""
+    names = [target.name] if target.name else [name for name in DEFAULT_NAMES if hasattr(module, name)]
+    if not names or not hasattr(module, names[0]):
+        raise UsageError(_no_such_name(target, module))
+    found = getattr(module, names[0])
+    if isinstance(found, Program):
+        return names[0], found
+    if isinstance(found, type) or not callable(found):
+        kind = "a class" if isinstance(found, type) else f"of type {type(found).__name__}"
+        raise UsageError(f"{target.place}:{names[0]} is {kind}, not a Program or a function that returns one")
+    if _needs_arguments(found):
+        raise UsageError(f"{target.place}:{names[0]} needs arguments; a target function is called without any")
+    return names[0], found
+
+
+def _no_such_name(target: Target, module: ModuleType) -> str:
+    own = {
+        name: value
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and getattr(value, "__module__", None) == module.__name__
+        and not isinstance(value, type)
+    }
+    known = [name for name, value in vars(module).items() if isinstance(value, Program) or name in own]
+    if not target.name:
+        return f"{target.place} has neither `program` nor `make_program`; name yours: {target.place}:NAME"
+    return f"{target.place} has no {target.name!r}{nearest(target.name, known)}"
+
+
+def _needs_arguments(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind()
+    except TypeError:
+        return True
+    except ValueError:  # no signature to be had: the call will tell
+        return False
+    return False
+
+
+def _guarded(text: str, user_code: Callable[[], Any]) -> Any:
+    try:
+        return user_code()
+    except Exception as error:
+        raise NotLaunched(_own_failure(text, error)) from error
+
+
+def _own_failure(text: str, error: Exception) -> str:
+    """One line, and the frames of the target's own code below it."""
+    full = "".join(traceback.format_exception(error))
+    frames = [line for line in fold_traceback(full, Path.cwd()) if not line.startswith("  …")]
+    first_line = next(iter(str(error).splitlines()), "")
+    return "\n  ".join([f"{text} raised {type(error).__name__}: {first_line}", *frames])

@@ -1,0 +1,67 @@
+"""The arrows of a picture: edges, with those that say the same drawn as one."""
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from lp_pipe.graph.view import GraphView
+from lp_pipe.program import Edge
+
+
+@dataclass(frozen=True)
+class End:
+    """Where an arrow starts or ends: a node, or (index None) a whole group."""
+
+    label: str
+    index: int | None
+
+
+@dataclass(frozen=True)
+class Arrow:
+    """Stands for `edges`. is_mutual: there is one for each direction."""
+
+    user: End
+    server: End
+    edges: tuple[Edge, ...]
+    is_mutual: bool = False
+
+
+_Bundles = dict[tuple[End, End], list[Edge]]
+
+
+def arrows_of(view: GraphView, collapsed: Collection[str]) -> list[Arrow]:
+    """Arrows between nodes; between groups where all members do the same, or where the group is collapsed."""
+    ends = {node.name: End(node.label, None if node.label in collapsed else node.index) for node in view.nodes}
+    bundles: _Bundles = {}
+    for edge in view.edges:
+        bundles.setdefault((ends[edge.user], ends[edge.server]), []).append(edge)
+    for label, nodes in view.groups.items():
+        members = [End(label, node.index) for node in nodes]
+        if len(members) > 1 and label not in collapsed:
+            bundles = _join_members(bundles, End(label, None), members)
+    return list(_merge_mutual(bundles))
+
+
+def _join_members(bundles: _Bundles, group: End, members: list[End]) -> _Bundles:
+    """Move to the group's box what all its members have in common."""
+    outside = {end: None for pair in bundles for end in pair if end.label != group.label}
+    for end in outside:
+        _replace(bundles, [(end, member) for member in members], (end, group))
+        _replace(bundles, [(member, end) for member in members], (group, end))
+    if len(members) > 2:  # two that know each other need no loop around them
+        _replace(bundles, [(one, other) for one in members for other in members if one != other], (group, group))
+    return bundles
+
+
+def _replace(bundles: _Bundles, pairs: list[tuple[End, End]], joint: tuple[End, End]) -> None:
+    if all(pair in bundles for pair in pairs):
+        bundles[joint] = [edge for pair in pairs for edge in bundles.pop(pair)]
+
+
+def _merge_mutual(bundles: _Bundles) -> Iterator[Arrow]:
+    done = set()
+    for (user, server), edges in bundles.items():
+        back = bundles.get((server, user)) if user != server else None
+        if (server, user) not in done:
+            yield Arrow(user, server, (*edges, *(back or ())), is_mutual=back is not None)
+        if user != server:
+            done.add((user, server))

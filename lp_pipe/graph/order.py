@@ -1,0 +1,121 @@
+"""The order of a layered drawing: which layer, and where in it. Pure graph theory, no coordinates.
+
+Longest path after breaking cycles, then barycentre sweeps. Source: Sugiyama, Tagawa, Toda, 1981.
+"""
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+_SWEEPS = 12
+
+Vertex = Hashable
+
+
+class Way(NamedTuple):
+    """An invisible vertex that keeps room where the edge user -> server passes `layer`."""
+
+    user: str
+    server: str
+    layer: int
+
+
+def break_cycles(vertices: Sequence[str], edges: Sequence[tuple[str, str]]) -> dict[tuple[str, str], None]:
+    """The edges, those that close a cycle turned round; vertices that nobody calls are visited first."""
+    called = {server for _, server in edges}
+    outgoing: dict[str, list[str]] = {
+        vertex: [server for user, server in edges if user == vertex] for vertex in vertices
+    }
+    downward: dict[tuple[str, str], None] = {}
+    finished: set[str] = set()
+    open_path: set[str] = set()
+
+    def visit(vertex: str) -> None:
+        open_path.add(vertex)
+        for server in outgoing[vertex]:
+            downward[(server, vertex) if server in open_path else (vertex, server)] = None
+            if server not in open_path and server not in finished:
+                visit(server)
+        open_path.remove(vertex)
+        finished.add(vertex)
+
+    for vertex in sorted(vertices, key=lambda vertex: vertex in called):
+        if vertex not in finished:
+            visit(vertex)
+    return downward
+
+
+def longest_path_layers(vertices: Sequence[str], edges: Iterable[tuple[str, str]]) -> dict[str, int]:
+    """Every vertex one layer below the lowest of its users; 0 is the top."""
+    users: dict[str, list[str]] = {vertex: [] for vertex in vertices}
+    for user, server in edges:
+        users[server].append(user)
+    layers: dict[str, int] = {}
+
+    def layer(vertex: str) -> int:
+        if vertex not in layers:
+            layers[vertex] = 1 + max((layer(user) for user in users[vertex]), default=-1)
+        return layers[vertex]
+
+    for vertex in vertices:
+        layer(vertex)
+    return layers
+
+
+def with_ways(
+    layer_of: Mapping[str, int], edges: Iterable[tuple[str, str]]
+) -> tuple[list[list[Vertex]], list[tuple[Vertex, Vertex]]]:
+    """The layers as rows, and the edges as links between neighbouring rows, through `Way`s where they pass some."""
+    rows: list[list[Vertex]] = [[] for _ in range(1 + max(layer_of.values(), default=-1))]
+    for vertex, number in layer_of.items():
+        rows[number].append(vertex)
+    links: list[tuple[Vertex, Vertex]] = []
+    for user, server in edges:
+        ways: list[Vertex] = [Way(user, server, number) for number in range(layer_of[user] + 1, layer_of[server])]
+        for way, number in zip(ways, range(layer_of[user] + 1, layer_of[server]), strict=True):
+            rows[number].append(way)
+        links += list(zip([user, *ways], [*ways, server], strict=True))
+    return rows, links
+
+
+def neighbours_of(links: Iterable[tuple[Vertex, Vertex]]) -> dict[Vertex, list[Vertex]]:
+    table: dict[Vertex, list[Vertex]] = {}
+    for upper, lower in links:
+        table.setdefault(upper, []).append(lower)
+        table.setdefault(lower, []).append(upper)
+    return table
+
+
+def fewest_crossings(rows: list[list[Vertex]], links: list[tuple[Vertex, Vertex]]) -> list[list[Vertex]]:
+    """Sort every row by the mean position of its neighbours in the row before, down and up in turns."""
+    neighbours = neighbours_of(links)
+    best, best_crossings = rows, _crossings(rows, links)
+    for round_number in range(_SWEEPS):
+        order = range(1, len(rows)) if round_number % 2 == 0 else range(len(rows) - 2, -1, -1)
+        rows = [list(row) for row in rows]
+        for number in order:
+            before = rows[number - 1 if round_number % 2 == 0 else number + 1]
+            rows[number] = _by_barycentre(rows[number], before, neighbours)
+        crossings = _crossings(rows, links)
+        if crossings < best_crossings:
+            best, best_crossings = rows, crossings
+    return best
+
+
+def _by_barycentre(row: list[Vertex], before: list[Vertex], neighbours: Mapping[Vertex, list[Vertex]]) -> list[Vertex]:
+    place = {vertex: index for index, vertex in enumerate(before)}
+
+    def barycentre(vertex: Vertex) -> float:
+        known = [place[other] for other in neighbours.get(vertex, ()) if other in place]
+        return sum(known) / len(known) if known else row.index(vertex)
+
+    return sorted(row, key=barycentre)
+
+
+def _crossings(rows: list[list[Vertex]], links: list[tuple[Vertex, Vertex]]) -> int:
+    place = {vertex: (number, index) for number, row in enumerate(rows) for index, vertex in enumerate(row)}
+    spans = [(place[upper], place[lower]) for upper, lower in links]
+    return sum(
+        a_upper[0] == b_upper[0] and a_upper[1] < b_upper[1] and a_lower[1] > b_lower[1]
+        for a_upper, a_lower in spans
+        for b_upper, b_lower in spans
+    )

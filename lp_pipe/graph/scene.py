@@ -1,0 +1,185 @@
+"""Geometry of a graph's picture: boxes, cards and curves, without colours or XML."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from lp_pipe.graph.arrows import Arrow, End, arrows_of
+from lp_pipe.graph.layout import Layout, Rect, Size, lay_out
+from lp_pipe.graph.view import GraphView, NodeView
+
+MAX_CARDS = 6  # a larger group is drawn as one stack of cards
+CARD_WIDTH, CARD_HEIGHT = 150.0, 46.0
+TITLE_HEIGHT = 32.0
+PADDING = 14.0
+_ARROW_ROOM = 46.0  # between cards that an arrow connects
+_PLAIN_GAP = 12.0
+_ARC_ROOM = 26.0
+_TITLE_LETTER = 8.0
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Box:
+    """A group: its members as cards, or one card for all when `is_stack`."""
+
+    label: str
+    nodes: Sequence[NodeView]
+    rect: Rect
+    cards: Sequence[Rect]
+    is_stack: bool
+
+
+@dataclass(frozen=True)
+class Curve:
+    """An arrow as SVG path data."""
+
+    arrow: Arrow
+    path: str
+
+
+@dataclass(frozen=True)
+class Scene:
+    """All that is to be drawn, within width x height."""
+
+    boxes: Sequence[Box]
+    curves: Sequence[Curve]
+    width: float
+    height: float
+
+
+def make_scene(view: GraphView) -> Scene:
+    """Place everything."""
+    stacked = {label for label, nodes in view.groups.items() if len(nodes) > MAX_CARDS}
+    arrows = arrows_of(view, stacked)
+    inner = [arrow for arrow in arrows if arrow.user.label == arrow.server.label]
+    layout = lay_out(
+        {label: _box_size(label, len(nodes), label in stacked, inner) for label, nodes in view.groups.items()},
+        ((arrow.user.label, arrow.server.label) for arrow in arrows),
+    )
+    boxes = [_box(label, nodes, label in stacked, layout, inner) for label, nodes in view.groups.items()]
+    rects = {End(box.label, None): box.rect for box in boxes}
+    for box in boxes:
+        rects.update({End(box.label, node.index): card for node, card in zip(box.nodes, box.cards, strict=False)})
+    curves = [Curve(arrow, _inner_path(arrow, rects)) for arrow in inner]
+    rects.update({End(box.label, box.nodes[0].index): box.rect for box in boxes if len(box.nodes) == 1})
+    tops = {end: _right_of_title(rect, layout.boxes[end.label], end.label) for end, rect in rects.items()}
+    curves += _outer_curves([arrow for arrow in arrows if arrow not in inner], rects, tops, layout)
+    return Scene(boxes, curves, layout.width, layout.height)
+
+
+def _box_size(label: str, num_nodes: int, is_stack: bool, inner: Sequence[Arrow]) -> Size:
+    num_cards = 1 if is_stack else num_nodes
+    width = num_cards * CARD_WIDTH + (num_cards - 1) * _card_gap(label, inner) + 2 * PADDING
+    title_width = (len(label) + 6) * _TITLE_LETTER + 2 * PADDING
+    arcs = _ARC_ROOM if any(arrow.user.label == label and _distance(arrow) > 1 for arrow in inner) else 0.0
+    return max(width, title_width), TITLE_HEIGHT + CARD_HEIGHT + PADDING + arcs
+
+
+def _card_gap(label: str, inner: Sequence[Arrow]) -> float:
+    return _ARROW_ROOM if any(arrow.user.label == label for arrow in inner) else _PLAIN_GAP
+
+
+def _box(label: str, nodes: Sequence[NodeView], is_stack: bool, layout: Layout, inner: Sequence[Arrow]) -> Box:
+    rect = layout.boxes[label]
+    num_cards = 1 if is_stack else len(nodes)
+    gap = _card_gap(label, inner)
+    left = rect.middle - (num_cards * CARD_WIDTH + (num_cards - 1) * gap) / 2
+    top = rect.y + TITLE_HEIGHT
+    cards = [Rect(left + i * (CARD_WIDTH + gap), top, CARD_WIDTH, CARD_HEIGHT) for i in range(num_cards)]
+    return Box(label, nodes, rect, cards, is_stack)
+
+
+def _distance(arrow: Arrow) -> int:
+    """Places between two cards of one group; 0 for what starts or ends at the whole group."""
+    if arrow.user.index is None or arrow.server.index is None:
+        return 0
+    return abs(arrow.user.index - arrow.server.index)
+
+
+def _inner_path(arrow: Arrow, rects: dict[End, Rect]) -> str:
+    user, server = rects[arrow.user], rects[arrow.server]
+    if arrow.user == arrow.server:
+        return _loop_at_box(user) if arrow.user.index is None else _loop_at_card(user)
+    side = 1 if server.x > user.x else -1
+    if _distance(arrow) == 1:
+        start = user.x + user.width if side == 1 else user.x
+        end = server.x if side == 1 else server.x + server.width
+        height = user.y + user.height / 2
+        return f"M {start:.1f} {height:.1f} L {end:.1f} {height:.1f}"
+    bottom = user.y + user.height
+    start, end = user.middle + side * 24, server.middle - side * 24
+    low = bottom + _ARC_ROOM + 4
+    return f"M {start:.1f} {bottom:.1f} C {start:.1f} {low:.1f} {end:.1f} {low:.1f} {end:.1f} {bottom:.1f}"
+
+
+def _loop_at_card(card: Rect) -> str:
+    right, top = card.x + card.width, card.y
+    return f"M {right - 38:.1f} {top:.1f} c -8 -26 32 -26 24 0"
+
+
+def _loop_at_box(box: Rect) -> str:
+    right, middle = box.x + box.width, box.y + box.height / 2
+    return f"M {right:.1f} {middle - 12:.1f} c 34 -12 34 36 0 24"
+
+
+def _right_of_title(rect: Rect, box: Rect, label: str) -> Rect:
+    """The part of a card that an arrow reaches from above without crossing the title of its box."""
+    if rect == box:
+        return rect
+    title_end = box.x + PADDING + (len(label) + 5) * _TITLE_LETTER
+    left = max(rect.x, min(title_end, rect.x + 0.7 * rect.width))
+    return rect._replace(x=left, width=rect.x + rect.width - left)
+
+
+def _outer_curves(
+    arrows: Sequence[Arrow], rects: Mapping[End, Rect], tops: Mapping[End, Rect], layout: Layout
+) -> list[Curve]:
+    ways = [layout.ways[arrow.user.label, arrow.server.label] for arrow in arrows]
+    ports = _spread_ports(arrows, rects, tops, ways, layout)
+    curves = []
+    for number, arrow in enumerate(arrows):
+        is_down = _points_down(arrow, layout)
+        points = [ports[number, True]]
+        for way in ways[number]:
+            ends = [(way.middle, way.y), (way.middle, way.y + way.height)]
+            points += ends if is_down else ends[::-1]
+        curves.append(Curve(arrow, _smooth([*points, ports[number, False]])))
+    return curves
+
+
+def _points_down(arrow: Arrow, layout: Layout) -> bool:
+    return layout.boxes[arrow.user.label].y < layout.boxes[arrow.server.label].y
+
+
+def _spread_ports(
+    arrows: Sequence[Arrow],
+    rects: Mapping[End, Rect],
+    tops: Mapping[End, Rect],
+    ways: Sequence[Sequence[Rect]],
+    layout: Layout,
+) -> dict[tuple[int, bool], Point]:
+    """Where arrow `number` starts (True) and ends (False): side by side, in the order of where they go."""
+    sides: dict[tuple[End, bool], list[tuple[float, int, bool]]] = {}
+    for number, arrow in enumerate(arrows):
+        is_down = _points_down(arrow, layout)
+        path = [rects[arrow.user], *ways[number], rects[arrow.server]]
+        sides.setdefault((arrow.user, is_down), []).append((path[1].middle, number, True))
+        sides.setdefault((arrow.server, not is_down), []).append((path[-2].middle, number, False))
+    ports: dict[tuple[int, bool], Point] = {}
+    for (end, is_bottom), users in sides.items():
+        rect = rects[end] if is_bottom else tops[end]
+        for place, (_, number, is_start) in enumerate(sorted(users), start=1):
+            x = rect.x + rect.width * place / (len(users) + 1)
+            ports[number, is_start] = (x, rect.y + rect.height if is_bottom else rect.y)
+    return ports
+
+
+def _smooth(points: Sequence[Point]) -> str:
+    """Curves that leave and reach every point vertically."""
+    parts = [f"M {points[0][0]:.1f} {points[0][1]:.1f}"]
+    for (x0, y0), (x1, y1) in pairwise(points):
+        bend = (y1 - y0) / 2
+        parts.append(f"C {x0:.1f} {y0 + bend:.1f} {x1:.1f} {y1 - bend:.1f} {x1:.1f} {y1:.1f}")
+    return " ".join(parts)

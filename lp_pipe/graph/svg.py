@@ -1,0 +1,152 @@
+"""A program's graph as an SVG picture, drawn by hand: no system package is needed."""
+
+from typing import Any, NamedTuple
+from xml.etree import ElementTree as ET
+
+from lp_pipe.graph.layout import Rect
+from lp_pipe.graph.scene import Box, Curve, Scene, make_scene
+from lp_pipe.graph.view import GraphView, NodeView, count
+
+_FONT = "Inter, 'Segoe UI', 'Helvetica Neue', Helvetica, Arial, 'DejaVu Sans', sans-serif"
+_INK, _FAINT_INK = "#1f2733", "#6b7685"
+_MARGIN = 32.0
+_HEADER_HEIGHT = 52.0
+_MAX_LETTERS = 19  # that fit on a card
+
+
+class Colors(NamedTuple):
+    """Of one group: its box's inside and border, and its title and arrows."""
+
+    fill: str
+    border: str
+    ink: str
+
+
+PALETTE = (
+    Colors("#edf3ff", "#b4cbf5", "#2b5cb3"),
+    Colors("#e9f7ee", "#a9d9b9", "#22774a"),
+    Colors("#fff3e3", "#f0cd9b", "#a2620f"),
+    Colors("#f4eeff", "#cdb9f0", "#6b45b3"),
+    Colors("#ffedf2", "#f1b8ca", "#ab3560"),
+    Colors("#e5f6f6", "#9ed3d4", "#1a7173"),
+    Colors("#fbf7dd", "#e0d083", "#7c680f"),
+    Colors("#f0f2f5", "#c5ccd6", "#4a586c"),
+)
+
+
+def to_svg(view: GraphView) -> str:
+    """Groups as boxes, users above their servers; an arrow points from the user to the server that it calls.
+
+    A large group is one stack of cards; an arrow to or from a box stands for all of its members; hover over an arrow
+    to see which handles it stands for.
+    """
+    scene = make_scene(view)
+    colors = {label: PALETTE[number % len(PALETTE)] for number, label in enumerate(view.groups)}
+    width = max(scene.width, 9.0 * len(view.program), 330.0) + 2 * _MARGIN
+    height = scene.height + _HEADER_HEIGHT + 2 * _MARGIN
+    root = ET.Element("svg", xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {width:.0f} {height:.0f}")
+    root.attrib.update({"width": f"{width:.0f}", "height": f"{height:.0f}", "font-family": _FONT, "role": "img"})
+    _add(root, "title", f"Program {view.program}")
+    _add_markers(root, colors)
+    _add(root, "rect", width="100%", height="100%", rx=16, fill="#ffffff")
+    _add(root, "text", view.program, x=_MARGIN, y=_MARGIN + 12, font_size=20, font_weight=700, fill=_INK)
+    subtitle = f"{count(len(view.nodes), 'node')} · arrows point from user to server"
+    _add(root, "text", subtitle, x=_MARGIN, y=_MARGIN + 32, font_size=12, fill=_FAINT_INK)
+    left = (width - scene.width) / 2
+    stage = _add(root, "g", transform=f"translate({left:.1f} {_MARGIN + _HEADER_HEIGHT:.1f})")
+    _draw(stage, scene, colors)
+    ET.indent(root)
+    return ET.tostring(root, encoding="unicode", xml_declaration=False) + "\n"
+
+
+def _draw(stage: ET.Element, scene: Scene, colors: dict[str, Colors]) -> None:
+    # Boxes below arrows, arrows below cards and titles: an arrow may cross a box, never a text.
+    for box in scene.boxes:
+        _add_box(stage, box, colors[box.label])
+    for curve in scene.curves:
+        _add_curve(stage, curve, colors[curve.arrow.user.label])
+    for box in scene.boxes:
+        _add_title(stage, box, colors[box.label])
+        _add_cards(stage, box, colors[box.label])
+
+
+def _add_markers(root: ET.Element, colors: dict[str, Colors]) -> None:
+    definitions = _add(root, "defs")
+    for ink in dict.fromkeys(color.ink for color in colors.values()):
+        marker = _add(definitions, "marker", id=_marker(ink), viewBox="0 0 10 10", refX=9, refY=5)
+        marker.attrib.update({"markerWidth": "10", "markerHeight": "10", "markerUnits": "userSpaceOnUse"})
+        marker.attrib["orient"] = "auto-start-reverse"
+        _add(marker, "path", d="M 0 0.8 L 10 5 L 0 9.2 L 2.4 5 z", fill=ink)
+
+
+def _add_box(stage: ET.Element, box: Box, color: Colors) -> None:
+    shape = _add_rect(stage, box.rect, rx=14, fill=color.fill, stroke=color.border, stroke_width=1.5)
+    shape.attrib.update({"class": "group", "data-label": box.label})
+
+
+def _add_title(stage: ET.Element, box: Box, color: Colors) -> None:
+    text = f"{box.label} × {len(box.nodes)}" if len(box.nodes) > 1 else box.label
+    title = _add(stage, "text", text, x=box.rect.x + 16, y=box.rect.y + 21, font_size=14, font_weight=700)
+    # A rim in the box's colour keeps the title readable where an arrow passes below it.
+    title.attrib.update({"fill": color.ink, "stroke": color.fill, "stroke-width": "5", "paint-order": "stroke"})
+
+
+def _add_cards(stage: ET.Element, box: Box, color: Colors) -> None:
+    for number, (card, node) in enumerate(zip(box.cards, box.nodes, strict=False)):
+        if box.is_stack:
+            for shift in (8, 4):
+                _add_card_shape(stage, card._replace(x=card.x + shift, y=card.y - shift), color)
+        shape = _add_card_shape(stage, card, color)
+        names = [member.name for member in (box.nodes if box.is_stack else [node])]
+        shape.attrib.update({"class": "node", "data-node": " ".join(names)})
+        _add(shape, "title", _tooltip(node, names))
+        index = None if len(box.nodes) == 1 or box.is_stack else number
+        _add_card_text(stage, card, node, index, color)
+
+
+def _add_card_shape(stage: ET.Element, card: Rect, color: Colors) -> ET.Element:
+    return _add_rect(stage, card, rx=9, fill="#ffffff", stroke=color.border, stroke_width=1.2)
+
+
+def _add_card_text(stage: ET.Element, card: Rect, node: NodeView, index: int | None, color: Colors) -> None:
+    name = node.runs if len(node.runs) <= _MAX_LETTERS else node.runs[: _MAX_LETTERS - 1] + "…"
+    _add(stage, "text", name, x=card.x + 12, y=card.y + 20, font_size=12.5, font_weight=600, fill=_INK)
+    resources = "".join(f" · {key} {value}" for key, value in node.resources.items() if isinstance(value, (int, str)))
+    kind = (node.kind + resources)[: _MAX_LETTERS + 4]
+    _add(stage, "text", kind, x=card.x + 12, y=card.y + 36, font_size=10.5, fill=_FAINT_INK)
+    if index is not None:
+        place = {"x": card.x + card.width - 11, "y": card.y + 19}
+        _add(stage, "text", str(index), **place, font_size=12, font_weight=700, fill=color.ink, text_anchor="end")
+
+
+def _add_curve(stage: ET.Element, curve: Curve, color: Colors) -> None:
+    marker = f"url(#{_marker(color.ink)})"
+    path = _add(stage, "path", d=curve.path, fill="none", stroke=color.ink, stroke_width=1.6, stroke_opacity=0.85)
+    path.attrib.update({"class": "edge", "marker-end": marker})
+    if curve.arrow.is_mutual:
+        path.attrib["marker-start"] = marker
+    _add(path, "title", "\n".join(f"{edge.user} → {edge.server}" for edge in curve.arrow.edges))
+
+
+def _add_rect(parent: ET.Element, rect: Rect, **attributes: Any) -> ET.Element:
+    return _add(parent, "rect", x=rect.x, y=rect.y, width=rect.width, height=rect.height, **attributes)
+
+
+def _add(parent: ET.Element, tag: str, text: str | None = None, **attributes: Any) -> ET.Element:
+    """A new element; `font_size` becomes `font-size`, numbers get one decimal at most."""
+    written = {
+        name.replace("_", "-"): f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
+        for name, value in attributes.items()
+    }
+    element = ET.SubElement(parent, tag, written)
+    element.text = text
+    return element
+
+
+def _tooltip(node: NodeView, names: list[str]) -> str:
+    shown = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
+    return f"{shown}: {node.kind}({node.runs})"
+
+
+def _marker(ink: str) -> str:
+    return f"arrow-{ink.removeprefix('#')}"

@@ -1,0 +1,102 @@
+"""A program's graph as plain data, for whatever draws, prints or stores it."""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from lp_pipe.nodes import Node
+from lp_pipe.program import Edge, Program
+from lp_pipe.resources import Resources
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeView:
+    """One node. kind: its class (CourierNode, PyNode, ...); runs: the user's class or function inside it."""
+
+    label: str
+    index: int
+    kind: str
+    runs: str
+    resources: Mapping[str, Any]  # those that differ from the defaults
+
+    @property
+    def name(self) -> str:
+        return f"{self.label}/{self.index}"
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphView:
+    """Nodes in the order of their groups, and who holds a handle of whom."""
+
+    program: str
+    nodes: tuple[NodeView, ...]
+    edges: tuple[Edge, ...]
+
+    @classmethod
+    def of(cls, program: Program) -> "GraphView":
+        """The graph of `program` as it is now.
+
+        Raises:
+            ValueError: a node holds a handle of a node that is not in the program.
+        """
+        nodes = tuple(
+            NodeView(label, node.index, type(node).__name__, _runs(node), _differing(program.options(label).resources))
+            for label, members in program.groups.items()
+            for node in members
+        )
+        return cls(program.name, nodes, tuple(program.edges()))
+
+    @functools.cached_property
+    def groups(self) -> dict[str, list[NodeView]]:
+        """The nodes by label, in order."""
+        table: dict[str, list[NodeView]] = {}
+        for node in self.nodes:
+            table.setdefault(node.label, []).append(node)
+        return table
+
+    def servers_of(self, users: Iterable[NodeView]) -> list[str]:
+        """The names of the nodes that any of `users` holds a handle of, in the program's order."""
+        names = {user.name for user in users}
+        called = {edge.server for edge in self.edges if edge.user in names}
+        return [node.name for node in self.nodes if node.name in called]
+
+    def to_dict(self) -> dict[str, Any]:
+        """`{"program", "groups": {label: [node names]}, "nodes": [...], "edges": [{"user", "server"}]}`."""
+        return {
+            "program": self.program,
+            "groups": {label: [node.name for node in members] for label, members in self.groups.items()},
+            "nodes": [
+                {"name": node.name, **dataclasses.asdict(node), "resources": dict(node.resources)}
+                for node in self.nodes
+            ],
+            "edges": [dataclasses.asdict(edge) for edge in self.edges],
+        }
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2) + "\n"
+
+
+def count(number: int, noun: str) -> str:
+    """ "1 node", "3 nodes"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _runs(node: Node[Any]) -> str:
+    _, function = node.launch_parts()[-1]
+    return _bare_name(function)
+
+
+def _bare_name(function: Callable[..., Any]) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    name = getattr(function, "__qualname__", None) or type(function).__qualname__
+    return str(name).rpartition("<locals>.")[2]
+
+
+def _differing(resources: Resources) -> dict[str, Any]:
+    default = Resources()
+    values = {field.name: getattr(resources, field.name) for field in dataclasses.fields(resources)}
+    values["env"] = dict(resources.env)
+    return {name: value for name, value in values.items() if value != getattr(default, name)}

@@ -1,0 +1,29 @@
+"""Every channel test runs over every transport."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+
+from tests.channels.edges import Edge
+
+
+@pytest.fixture
+def directory() -> Iterator[str]:
+    """A short path: a unix socket's must stay below 108 bytes."""
+    path = tempfile.mkdtemp(prefix="lp")
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture(params=["inproc", "shm", "stream"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def edge(kind: str, directory: str) -> Iterator[Edge]:
+    made = Edge(kind, directory)
+    yield made
+    made.hub.close("the test is over")

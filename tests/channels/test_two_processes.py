@@ -1,0 +1,124 @@
+"""A peer that is killed: who notices, how soon, and what is left."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+
+import pytest
+import torch
+
+from lp_pipe.channels import ChannelHub, open_sender
+from lp_pipe.errors import ChannelClosed
+
+KINDS = ["shm", "stream"]
+PATIENCE_S = 20.0
+PROMPT_S = 2.0
+
+SENDING = """
+import sys, torch
+from lp_pipe.channels import open_sender
+sender = open_sender(sys.argv[1], "activations", kind=sys.argv[2], name="stages/0")
+for number in range(2):
+    sender.send(0, torch.full((300_000,), float(number)))
+print("sent", flush=True)
+sys.stdin.read()
+"""
+
+RECEIVING = """
+import sys, torch
+from lp_pipe.channels import ChannelHub
+hub = ChannelHub(sys.argv[1], "stages/1")
+receiver = hub.receiver("activations", credits=2)
+print("ready", flush=True)
+print(receiver.receive(0).sum().item(), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def endpoint() -> Iterator[str]:
+    directory = tempfile.mkdtemp(prefix="lp")
+    yield f"unix:{directory}/s"
+    shutil.rmtree(directory)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_in_dev_shm() -> Iterator[None]:
+    before = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    yield
+    after = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    assert after <= before
+
+
+class Peer:
+    """Another process; its lines on stdout say how far it is."""
+
+    def __init__(self, code: str, *args: str) -> None:
+        command = [sys.executable, "-c", code, *args]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def line(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+    def kill(self) -> None:
+        self._process.send_signal(signal.SIGKILL)
+
+    def __enter__(self) -> "Peer":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+def test_a_killed_sender_ends_a_blocked_receive(endpoint: str, kind: str) -> None:
+    hub = ChannelHub(endpoint, "stages/1")
+    receiver = hub.receiver("activations")
+    with Peer(SENDING, endpoint, kind) as peer:
+        assert peer.line() == "sent"
+        assert torch.equal(receiver.receive(0, PATIENCE_S), torch.zeros(300_000))
+        peer.kill()
+        began = time.monotonic()
+        assert torch.equal(receiver.receive(0, PATIENCE_S), torch.ones(300_000)), "it had arrived"
+        with pytest.raises(ChannelClosed, match=r"channel 'activations' from stages/0: .*(killed|lost)"):
+            receiver.receive(0)
+        assert time.monotonic() - began < PROMPT_S
+    hub.close("done")
+
+
+def test_a_killed_receiver_ends_a_blocked_send(endpoint: str, kind: str) -> None:
+    with Peer(RECEIVING, endpoint) as peer:
+        assert peer.line() == "ready"
+        sender = open_sender(endpoint, "activations", kind=kind, name="stages/0", peer="stages/1")
+        for _ in range(3):
+            sender.send(0, torch.ones(300_000))
+        assert peer.line() == "300000.0"
+        outcome: Future[float] = Future()
+
+        def send_one_too_many() -> None:
+            try:
+                sender.send(0, torch.ones(300_000))
+            except ChannelClosed as error:
+                outcome.set_exception(error)
+            else:
+                outcome.set_result(0.0)
+
+        threading.Thread(target=send_one_too_many, daemon=True).start()
+        with pytest.raises(TimeoutError):
+            outcome.result(0.05)
+        peer.kill()
+        with pytest.raises(ChannelClosed, match=r"channel 'activations' to stages/1: .*(killed|lost|broke)"):
+            outcome.result(PROMPT_S)

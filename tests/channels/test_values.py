@@ -1,0 +1,155 @@
+"""What may travel through a channel, and how it arrives."""
+
+import collections
+import threading
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from lp_pipe.connections import Frame
+from tests.channels.edges import PATIENCE_S, Edge, assert_same
+
+
+def tensors_of_every_sort() -> dict[str, torch.Tensor]:
+    matrix = torch.randn(4, 6)
+    dtypes = [torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.uint8, torch.complex64]
+    plain = {str(dtype): (matrix * 10).to(dtype) for dtype in [*dtypes, torch.bool, torch.complex128]}
+    complex_matrix = torch.randn(3, 2, dtype=torch.complex64)
+    return plain | {
+        "scalar": torch.tensor(3.5),
+        "empty": torch.zeros(0, 3),
+        "empty in the middle": torch.zeros(2, 0, 3),
+        "transposed": matrix.t(),
+        "strided": matrix[::2, 1::2],
+        "expanded": torch.randn(3, 1).expand(3, 5),
+        "row of a large storage": torch.randn(100, 7)[50],
+        "channels last": torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+        "conjugated": complex_matrix.conj(),
+        "negative bit": complex_matrix.conj().imag,
+        "odd size": torch.arange(13, dtype=torch.uint8),
+    }
+
+
+def test_tensors_of_every_dtype_and_shape(edge: Edge) -> None:
+    receiver, sender = edge.receiver(), edge.sender()
+    sent = tensors_of_every_sort()
+    sender.send(0, sent)
+    got = receiver.receive(0, PATIENCE_S)
+    assert list(got) == list(sent)
+    for name in sent:
+        assert_same(got[name], sent[name])
+    # A kernel may sum in another order for another memory format, so that arrives too.
+    assert got["channels last"].is_contiguous(memory_format=torch.channels_last)
+    assert got["transposed"].stride() == sent["transposed"].stride()
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.ones(3),
+        (),
+        None,
+        "no tensor at all",
+        Point(torch.ones(1), 2),
+        collections.OrderedDict(b=torch.ones(1), a=[]),
+        {"deep": [({"x": (torch.ones(2, 2),)},), []]},
+    ],
+)
+def test_containers(edge: Edge, value: Any) -> None:
+    receiver, sender = edge.receiver(), edge.sender()
+    sender.send(0, value)
+    got = receiver.receive(0, PATIENCE_S)
+    assert type(got) is type(value)
+    assert str(got) == str(value)
+
+
+def test_gradients_do_not_travel(edge: Edge) -> None:
+    receiver, sender = edge.receiver(), edge.sender()
+    weight = torch.nn.Parameter(torch.ones(3))
+    sender.send(0, (weight, weight * 2))
+    for tensor in receiver.receive(0, PATIENCE_S):
+        assert type(tensor) is torch.Tensor
+        assert not tensor.requires_grad
+        tensor.requires_grad_()
+
+
+def test_tensors_that_cannot_travel_are_refused_and_the_channel_goes_on(edge: Edge) -> None:
+    receiver, sender = edge.receiver(credits=1), edge.sender()
+    with pytest.raises(ValueError, match="dense tensors"):
+        sender.send(0, torch.eye(3).to_sparse())
+    with pytest.raises(ValueError, match=r"meta: send tensor\.cpu\(\)"):
+        sender.send(0, torch.empty(3, device="meta"))
+    with pytest.raises(Exception, match="pickle"):
+        sender.send(0, threading.Lock())
+    sender.send(0, torch.ones(1))
+    assert_same(receiver.receive(0, PATIENCE_S), torch.ones(1))
+
+
+def test_shapes_and_leaves_may_change_from_value_to_value(edge: Edge) -> None:
+    receiver, sender = edge.receiver(), edge.sender()
+    for length, note in [(3, "a"), (3, "a"), (5, "a"), (0, "b"), (3, 1), (3, True)]:
+        sender.send(0, [torch.full((length,), 2.0), note])
+        tensor, got = receiver.receive(0, PATIENCE_S)
+        assert_same(tensor, torch.full((length,), 2.0))
+        assert (type(got), got) == (type(note), note)
+
+
+def test_the_layout_goes_only_when_it_changes(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
+    receiver, sender = edge.receiver(), edge.sender()
+    sizes = []
+    send = sender._connection.send
+
+    def note_and_send(frame: Frame) -> None:
+        sizes.append(len(frame.body))
+        send(frame)
+
+    monkeypatch.setattr(sender._connection, "send", note_and_send)
+    for value in [(torch.ones(2), 1), (torch.zeros(2), 1), (torch.zeros(2), 2), (torch.zeros(2), 2)]:
+        sender.send(0, value)
+        assert receiver.receive(0, PATIENCE_S)[1] == value[1]
+    tag_bytes = 8
+    assert [size > tag_bytes for size in sizes] == [True, False, True, False]
+
+
+def test_mutable_leaves_are_never_shared(edge: Edge) -> None:
+    receiver, sender = edge.receiver(), edge.sender()
+    note = {1, 2}  # a set is a leaf
+    for _ in range(2):
+        sender.send(0, note)
+    first, second = receiver.receive(0, PATIENCE_S), receiver.receive(0, PATIENCE_S)
+    first.add(3)
+    assert note == second == {1, 2}
+
+
+def test_between_processes_the_sender_may_overwrite_at_once(edge: Edge) -> None:
+    if edge.kind == "inproc":
+        pytest.skip("passes references")
+    receiver, sender = edge.receiver(), edge.sender()
+    tensor = torch.ones(1000)
+    sender.send(0, tensor)
+    tensor.zero_()
+    assert_same(receiver.receive(0, PATIENCE_S), torch.ones(1000))
+
+
+def test_in_one_process_the_memory_itself_arrives(directory: str) -> None:
+    edge = Edge("inproc", directory)
+    receiver, sender = edge.receiver(), edge.sender()
+    tensor = torch.ones(1000)
+    sender.send(0, tensor)
+    assert receiver.receive(0, PATIENCE_S).data_ptr() == tensor.data_ptr()
+    edge.hub.close("done")
+
+
+def test_evaluation_and_training_share_a_channel(edge: Edge) -> None:
+    """Inference tensors cannot be written outside inference mode: slots made in one must serve the other."""
+    receiver, sender = edge.receiver(credits=1), edge.sender()
+    for is_inference in (True, False, True):
+        with torch.inference_mode(is_inference):
+            sender.send(0, torch.ones(3))
+            assert_same(receiver.receive(0, PATIENCE_S), torch.ones(3))

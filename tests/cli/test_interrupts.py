@@ -1,0 +1,100 @@
+"""Ctrl+C and SIGTERM: everything ends within 10 seconds, in a few calm lines."""
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cli.commands import Start, is_alive
+
+WAITING = """
+import os, signal, threading
+import lp_pipe as lp
+
+def wait():
+    print("pid", os.getpid())
+    lp.wait_for_stop()
+
+def ignore_everything():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    print("pid", os.getpid())
+    while True:
+        threading.Event().wait(1)
+
+def save_and_wait():
+    (lp.context().run_dir / "checkpoint").mkdir()
+    lp.log_metrics({"loss": 1.0}, step=1)
+    wait()
+
+def make_program(*functions):
+    program = lp.Program("waiting")
+    with program.group("nodes"):
+        for function in functions or (wait, wait, save_and_wait):
+            program.add_node(lp.PyNode(function))
+    return program
+
+def stubborn():
+    return make_program(wait, ignore_everything)
+"""
+
+
+@pytest.fixture(autouse=True)
+def waiting(folder: Path) -> None:
+    (folder / "waiting.py").write_text(WAITING)
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "notice"),
+    [
+        (signal.SIGINT, 130, "stopping (Ctrl+C again to kill) …"),
+        (signal.SIGTERM, 143, "stopping (a second SIGTERM kills) …"),
+    ],
+)
+def test_an_interrupt_stops_the_nodes_and_says_what_was_saved(
+    number: int, status: int, notice: str, start: Start
+) -> None:
+    run = start("launch", "waiting.py", "--run-dir=out")
+    pids = run.pids(3)
+    run.process.send_signal(number)
+    ended, _, errors = run.finish()
+    assert (ended, errors[0], len(errors)) == (status, notice, 2)
+    assert errors[1].startswith("interrupted; 3 nodes stopped in ")
+    assert errors[1].endswith("; run folder out (with checkpoint, metrics.jsonl)")
+    assert not any(is_alive(pid) for pid in pids.values())
+
+
+def test_a_node_that_ignores_stop_and_sigterm_is_gone_within_10_s(start: Start) -> None:
+    run = start("launch", "waiting.py:stubborn")
+    pids = run.pids(2)
+    began = time.monotonic()
+    run.process.send_signal(signal.SIGINT)
+    status, _, errors = run.finish()
+    assert time.monotonic() - began < 10
+    assert (status, len(errors)) == (130, 2)
+    assert not any(is_alive(pid) for pid in pids.values())
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_grace_period(start: Start) -> None:
+    run = start("launch", "waiting.py:stubborn", "--grace=60", "--json")
+    logs = [json.loads(run.wait_for('"line": "pid ')) for _ in range(2)]
+    run.process.send_signal(signal.SIGINT)
+    run.wait_for('"event": "note"')
+    began = time.monotonic()
+    run.process.send_signal(signal.SIGINT)
+    status, events, _ = run.finish()
+    assert time.monotonic() - began < 10
+    assert status == 130
+    assert json.loads(events[-1])["event"] == "interrupted"
+    assert not any(is_alive(int(log["line"].split()[1])) for log in logs)
+
+
+def test_an_interrupt_while_the_target_is_imported_is_one_line(start: Start, folder: Path) -> None:
+    (folder / "slow.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    for number, expected in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
+        run = start("launch", "slow.py")
+        run.wait_for("importing")
+        run.process.send_signal(number)
+        status, _, errors = run.finish()
+        assert (status, errors) == (expected, ["lp_pipe: interrupted"])

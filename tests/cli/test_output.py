@@ -1,0 +1,47 @@
+"""Lines that nodes print, with the node that they come from."""
+
+import sys
+import threading
+
+import pytest
+
+from lp_pipe.cli.output import labelled, redirected
+
+
+def test_lines_of_node_processes_are_taken_apart() -> None:
+    seen: list[tuple[str, str | None, str]] = []
+    with redirected(lambda stream, node, line: seen.append((stream, node, line))):
+        print("[stages/1] loss 2.5\n[stages/1] loss 2.4")
+        print("not from a node", file=sys.stderr)
+    assert seen == [
+        ("stdout", "stages/1", "loss 2.5"),
+        ("stdout", "stages/1", "loss 2.4"),
+        ("stderr", None, "not from a node"),
+    ]
+
+
+def test_threads_do_not_mix_their_lines() -> None:
+    seen: list[str] = []
+    is_half_way, is_done = threading.Event(), threading.Event()
+
+    def slow() -> None:
+        print("slow be", end="")
+        is_half_way.set()
+        is_done.wait(10)
+        print("gun")
+
+    with redirected(lambda stream, node, line: seen.append(line)):
+        thread = threading.Thread(target=slow)
+        thread.start()
+        is_half_way.wait(10)
+        print("fast")
+        is_done.set()
+        thread.join()
+    assert seen == ["fast", "slow begun"]
+
+
+def test_other_lines_pass_unchanged(capsys: pytest.CaptureFixture[str]) -> None:
+    with labelled():
+        print("[stages/1] from a process")
+        print("from the launcher")
+    assert capsys.readouterr().out == "[stages/1] from a process\nfrom the launcher\n"

@@ -1,0 +1,64 @@
+"""From a file or module to its Program, and from there to nodes in processes of their own."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.commands import Command
+
+PROGRAM = """
+import {sibling}
+import lp_pipe as lp
+
+class Greeter:
+    def run(self):
+        print("hello from", {sibling}.PLACE)
+
+program = lp.Program("demo")
+program.add_node(lp.PyClassNode(Greeter), label="greeter")
+"""
+
+
+# random is a module of the standard library, rich one that the command has loaded: neither may be hidden.
+@pytest.mark.parametrize("stem", ["demo", "random", "rich", "not-a-name"])
+def test_nodes_get_the_files_code_whatever_its_name(stem: str, command: Command, folder: Path) -> None:
+    place = folder / "programs"
+    place.mkdir()
+    (place / f"{stem}.py").write_text(PROGRAM.format(sibling="sibling"))
+    (place / "sibling.py").write_text("PLACE = 'beside it'\n")
+    done = command("launch", f"programs/{stem}.py", "--mode=process")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "[greeter/0] hello from beside it\n" in done.stdout
+
+
+def test_a_module_in_a_package_of_the_current_folder(command: Command, folder: Path) -> None:
+    package = folder / "package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "sibling.py").write_text("PLACE = 'the package'\n")
+    (package / "demo.py").write_text(PROGRAM.format(sibling="package.sibling"))
+    done = command("launch", "package.demo:program")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "[greeter/0] hello from the package\n" in done.stdout
+    missing = command("launch", "package.dmo")
+    assert (missing.returncode, missing.stderr) == (
+        2,
+        "lp_pipe: no module 'package.dmo'; a file is given as path/file.py\n",
+    )
+
+
+def test_a_missing_import_of_the_target_is_the_targets_failure(command: Command, folder: Path) -> None:
+    (folder / "demo.py").write_text("import no_such_module\n")
+    done = command("graph", "demo")
+    assert done.returncode == 3
+    assert done.stderr.splitlines() == [
+        "lp_pipe: demo raised ModuleNotFoundError: No module named 'no_such_module'",
+        "  demo.py:1 in <module>:  import no_such_module",
+    ]
+
+
+def test_a_target_that_exits_ends_the_command_with_its_status(command: Command, folder: Path) -> None:
+    (folder / "demo.py").write_text("import argparse\nargparse.ArgumentParser().parse_args()\n")
+    done = command("launch", "demo.py", "--", "--nope")
+    assert done.returncode == 2
+    assert "unrecognized arguments: --nope" in done.stderr

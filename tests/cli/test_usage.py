@@ -1,0 +1,91 @@
+"""Wrong usage: one line on stderr that says what to do, and exit status 2."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.commands import Command
+
+TARGET = """
+import lp_pipe as lp
+from absl import flags
+
+flags.DEFINE_integer("stages", 2, "How many stages.", lower_bound=1)
+number = 7
+
+def work(): pass
+
+def make_program():
+    program = lp.Program("demo")
+    with program.group("stages"):
+        for _ in range(flags.FLAGS.stages):
+            program.add_node(lp.PyNode(work))
+    return program
+
+def with_arguments(stages): return make_program()
+"""
+
+WRONG = {
+    "": "the following arguments are required: COMMAND; see `lp_pipe --help`",
+    "lanch demo.py": "no command 'lanch'; did you mean 'launch'? (commands: launch, graph)",
+    "launch": "the following arguments are required: TARGET; see `lp_pipe launch --help`",
+    "launch dem.py": "no file 'dem.py'; did you mean 'demo.py'?",
+    "graph nowhere/demo.py": "no file 'nowhere/demo.py'",
+    "launch ./": ". is a folder; name a Python file in it, such as ./program.py",
+    "launch no.such.module": "no module 'no.such.module'; a file is given as path/file.py",
+    "launch demo.py:make_progam": "demo.py has no 'make_progam'; did you mean 'make_program'?",
+    "graph demo:make_progam": "demo has no 'make_progam'; did you mean 'make_program'?",
+    "launch json": "json has neither `program` nor `make_program`; name yours: json:NAME",
+    "launch demo.py:number": "demo.py:number is of type int, not a Program or a function that returns one",
+    "launch demo.py:work": "demo.py:work returned NoneType, but a Program is needed",
+    "launch demo.py:with_arguments": "demo.py:with_arguments needs arguments; a target function is called without any",
+    "launch demo.py --mode=proces": "unknown mode 'proces'; did you mean 'process'? (modes: thread, process)",
+    "launch demo.py --grace=soon": "--grace=soon: a number of seconds is needed, such as --grace=5",
+    "launch demo.py --stages=3": (
+        "unknown arguments: --stages=3; flags of the program itself come after `--`: -- --stages=3"
+    ),
+    "launch demo.py -- --stage=3": (
+        "demo.py: Unknown command line flag 'stage'. Did you mean: stages ?; `-- --help` lists the program's flags"
+    ),
+    "launch demo.py -- --stages=0": (
+        "demo.py: flag --stages=0: 0 is not a positive integer; `-- --help` lists the program's flags"
+    ),
+    "graph demo.py -o graph.png": "-o graph.png: the file's name must end in one of .svg, .dot, .json",
+    "graph demo.py -o no/graph.svg": "cannot write no/graph.svg: No such file or directory",
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_wrong_usage_is_one_line_and_exit_status_2(line: str, command: Command, folder: Path) -> None:
+    (folder / "demo.py").write_text(TARGET)
+    done = command(*line.split())
+    assert done.stderr == f"lp_pipe: {WRONG[line]}\n"
+    assert (done.returncode, done.stdout) == (2, "")
+    assert not (folder / "runs").exists()
+
+
+def test_help_shows_examples(command: Command) -> None:
+    for arguments in ("--help",), ("launch", "--help"), ("graph", "--help"):
+        done = command(*arguments)
+        assert done.returncode == 0
+        assert "examples:\n  lp_pipe " in done.stdout
+
+
+def test_the_version_names_lp_pipe_and_python(command: Command) -> None:
+    assert command("--version").stdout.startswith("lp_pipe 0.")
+
+
+def test_the_flags_of_the_program_can_be_listed(command: Command, folder: Path) -> None:
+    (folder / "demo.py").write_text(TARGET)
+    done = command("launch", "demo.py", "--", "--help")
+    assert done.returncode == 0
+    assert "--stages: How many stages." in done.stdout
+
+
+def test_the_graph_command_prints_text_or_writes_a_file(command: Command, folder: Path) -> None:
+    (folder / "demo.py").write_text(TARGET)
+    assert command("graph", "demo.py", "--", "--stages=3").stdout.startswith("demo: 3 nodes in 1 group")
+    for suffix, beginning in (".svg", "<svg "), (".dot", "digraph "), (".json", "{"):
+        done = command("graph", "demo:make_program", "-o", f"graph{suffix}")
+        assert (done.returncode, done.stdout) == (0, f"wrote graph{suffix}\n")
+        assert (folder / f"graph{suffix}").read_text().startswith(beginning)

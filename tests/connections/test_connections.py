@@ -1,0 +1,417 @@
+"""One contract for every carrier: frames in order both ways, one close with a reason, and nothing taken from strangers."""
+
+import os
+import queue
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lp_pipe import connections
+from lp_pipe.connections import Connection, Frame, frames, inproc, unix
+from lp_pipe.errors import Unavailable
+
+WITHIN_S = 20.0
+
+
+class End:
+    """One end of a connection, and what has arrived there."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.frames: queue.Queue[Frame] = queue.Queue()
+        self.reasons: queue.Queue[str] = queue.Queue()
+
+    def start(self) -> "End":
+        self.connection.start(self.frames.put, self.reasons.put)
+        return self
+
+    def next(self) -> Frame:
+        return self.frames.get(timeout=WITHIN_S)
+
+    def reason(self) -> str:
+        return self.reasons.get(timeout=WITHIN_S)
+
+
+class Carrier:
+    """Makes listeners and connections of one kind, and closes all at the end."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint = endpoint
+        self.accepted: queue.Queue[Connection] = queue.Queue()
+        self._made: list[Connection] = []
+        self.listener = connections.listen(endpoint, self.accepted.put)
+
+    def pair(self) -> tuple[End, End]:
+        """Two ends, not started."""
+        near = connections.connect(self.endpoint)
+        far = self.accepted.get(timeout=WITHIN_S)
+        self._made += [near, far]
+        return End(near), End(far)
+
+    def close(self) -> None:
+        self.listener.close()
+        for connection in self._made:
+            connection.close()
+
+
+@pytest.fixture(params=["inproc", "unix"])
+def carrier(request: pytest.FixtureRequest, no_leaks: None, socket_home: Path) -> Iterator[Carrier]:
+    carrier = Carrier(f"{request.param}:{socket_home}/test")
+    yield carrier
+    carrier.close()
+
+
+@pytest.fixture
+def unix_carrier(no_leaks: None, socket_home: Path) -> Iterator[Carrier]:
+    carrier = Carrier(f"unix:{socket_home}/test")
+    yield carrier
+    carrier.close()
+
+
+def test_frames_arrive_both_ways_as_they_were_sent(carrier: Carrier) -> None:
+    client, server = carrier.pair()
+    client.start()
+    server.start()
+    client.connection.send(Frame(frames.CALL, 7, "add", b"body", [b"one", b"", b"two"]))
+    frame = server.next()
+    assert (frame.kind, frame.id, frame.name, bytes(frame.body)) == (frames.CALL, 7, "add", b"body")
+    assert [bytes(buffer) for buffer in frame.buffers] == [b"one", b"", b"two"]
+    server.connection.send(Frame(frames.RESULT, 7))
+    assert client.next().kind == frames.RESULT
+
+
+def test_frames_of_a_thread_stay_in_order(carrier: Carrier) -> None:
+    client, server = carrier.pair()
+    client.start()
+    server.start()
+
+    def send(name: str) -> None:
+        for number in range(300):
+            client.connection.send(Frame(frames.CALL, number, name, b"x" * (number % 7)))
+
+    threads = [threading.Thread(target=send, args=(name,)) for name in "abc"]
+    for thread in threads:
+        thread.start()
+    got = [server.next() for _ in range(900)]
+    for thread in threads:
+        thread.join(WITHIN_S)
+    for name in "abc":
+        assert [frame.id for frame in got if frame.name == name] == list(range(300))
+    assert all(len(frame.body) == frame.id % 7 for frame in got)
+
+
+def test_frames_sent_before_start_wait(carrier: Carrier) -> None:
+    client, server = carrier.pair()
+    for number in range(5):
+        client.connection.send(Frame(frames.CALL, number))
+    client.start()
+    server.start()
+    assert [server.next().id for _ in range(5)] == list(range(5))
+
+
+def test_frames_stay_in_order_while_the_other_end_starts(carrier: Carrier) -> None:
+    client, server = carrier.pair()
+    client.start()
+
+    def send() -> None:
+        for number in range(2000):
+            client.connection.send(Frame(frames.CALL, number))
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    server.start()
+    assert [server.next().id for _ in range(2000)] == list(range(2000))
+    thread.join(WITHIN_S)
+
+
+@pytest.mark.parametrize("sizes", [[1 << 16], [(1 << 16) - 1, 1, 3], [64 << 20], [1] * 5000])
+def test_buffers_of_any_size_and_number(carrier: Carrier, sizes: list[int]) -> None:
+    client, server = carrier.pair()
+    client.start()
+    server.start()
+    buffers = [os.urandom(min(size, 1000)) * (size // min(size, 1000)) for size in sizes]
+    sending = threading.Thread(target=client.connection.send, args=(Frame(frames.CALL, 1, "", b"b", buffers),))
+    sending.start()
+    frame = server.next()
+    sending.join(WITHIN_S)
+    assert [bytes(buffer) for buffer in frame.buffers] == buffers
+    client.connection.send(Frame(frames.CALL, 2))
+    assert server.next().id == 2
+
+
+def test_the_senders_later_writes_are_not_seen(carrier: Carrier) -> None:
+    client, server = carrier.pair()
+    data = bytearray(b"before")
+    client.connection.send(Frame(frames.CALL, 1, "", b"", [memoryview(data)]))
+    data[:] = b"after!"
+    client.start()
+    server.start()
+    (buffer,) = server.next().buffers
+    assert bytes(buffer) == b"before"
+    buffer[:1] = b"B"  # and it can be written to
+    assert data == b"after!"
+
+
+def test_both_ends_learn_the_reason_once(carrier: Carrier) -> None:
+    client, server = carrier.pair()
+    client.start()
+    server.start()
+    client.connection.send(Frame(frames.CALL, 1))
+    client.connection.close("I am done")
+    client.connection.close("again")
+    assert server.reason() == "I am done"
+    assert client.reason() == "I am done"
+    assert server.next().id == 1  # before the close
+    assert client.connection.closed_reason == server.connection.closed_reason == "I am done"
+    for end in (client, server):
+        with pytest.raises(Unavailable, match="I am done"):
+            end.connection.send(Frame(frames.CALL))
+        assert end.reasons.empty()
+
+
+def test_closing_before_start_is_told_at_the_start(carrier: Carrier) -> None:
+    client, server = carrier.pair()
+    client.connection.close("early")
+    client.start()
+    server.start()
+    assert client.reason() == "early"
+    assert server.reason() == "early"
+
+
+def test_closing_inside_on_frame_is_allowed(carrier: Carrier) -> None:
+    client, server = carrier.pair()
+    client.start()
+    server.connection.start(lambda frame: server.connection.close("seen enough"), server.reasons.put)
+    client.connection.send(Frame(frames.CALL))
+    assert client.reason() == "seen enough"
+    assert server.reason() == "seen enough"
+
+
+def test_nobody_there_is_unavailable(carrier: Carrier) -> None:
+    with pytest.raises(Unavailable, match="nobody listens"):
+        connections.connect(carrier.endpoint + "-other")
+    client, server = carrier.pair()
+    carrier.listener.close()
+    with pytest.raises(Unavailable, match="nobody listens"):
+        connections.connect(carrier.endpoint)
+    client.start()
+    server.start()
+    client.connection.send(Frame(frames.CALL, 3))  # what was accepted stays open
+    assert server.next().id == 3
+
+
+def test_an_address_can_be_listened_at_again(carrier: Carrier) -> None:
+    carrier.listener.close()
+    again = connections.listen(carrier.endpoint, carrier.accepted.put)
+    client, server = carrier.pair()
+    client.start()
+    server.start()
+    client.connection.send(Frame(frames.CALL, 3))
+    assert server.next().id == 3
+    again.close()
+
+
+def test_an_unknown_carrier_is_unavailable() -> None:
+    with pytest.raises(Unavailable, match="carrier"):
+        connections.connect("pigeon:somewhere")
+
+
+def test_objects_pass_by_reference_within_a_process() -> None:
+    near, far = inproc.pair()
+    client, server = End(near).start(), End(far).start()
+    thing = object()
+    client.connection.send(Frame(frames.CHANNEL_DATA, buffers=[thing]))
+    assert server.next().buffers[0] is thing
+    near.close()
+
+
+# Between processes.
+
+
+def test_a_peer_that_does_not_read_makes_the_sender_wait(unix_carrier: Carrier) -> None:
+    client, server = unix_carrier.pair()
+    client.start()
+    sent = threading.Event()
+
+    def send() -> None:
+        for number in range(100):
+            client.connection.send(Frame(frames.CALL, number, "", b"x" * 100_000))
+        sent.set()
+
+    threading.Thread(target=send).start()
+    assert not sent.wait(0.3)
+    server.start()
+    assert [server.next().id for _ in range(100)] == list(range(100))
+    assert sent.wait(WITHIN_S)
+
+
+def test_closing_frees_a_sender_that_waits_and_does_not_wait_itself(unix_carrier: Carrier) -> None:
+    client, server = unix_carrier.pair()
+    client.start()
+    errors: queue.Queue[Exception] = queue.Queue()
+
+    def send() -> None:
+        try:
+            while True:
+                client.connection.send(Frame(frames.CALL, 1, "", b"x" * 100_000))
+        except Unavailable as error:
+            errors.put(error)
+
+    threading.Thread(target=send).start()
+    with pytest.raises(queue.Empty):
+        errors.get(timeout=0.2)
+    start = time.monotonic()
+    client.connection.close("enough")
+    assert time.monotonic() - start < 2.0
+    assert errors.get(timeout=WITHIN_S)
+    assert client.reason() == "enough"
+    server.start()
+
+
+def test_the_reason_is_the_closers_although_the_peer_reads_nothing(unix_carrier: Carrier) -> None:
+    # The time limit of the farewell was set for both directions; the reader took it for the peer's silence.
+    client, server = unix_carrier.pair()
+    client.start()
+    server.connection.send(Frame(frames.CALL, 1))
+    client.next()
+    client.connection._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # type: ignore[attr-defined]
+    frame = Frame(frames.CALL, 1, "", b"x" * 10_000_000)
+    blocked = threading.Thread(target=lambda: pytest.raises(Unavailable, client.connection.send, frame))
+    blocked.start()
+    client.connection.close("mine")
+    assert client.reason() == "mine"
+    blocked.join(WITHIN_S)
+
+
+def test_a_killed_peer_closes_the_connection_with_a_reason(unix_carrier: Carrier) -> None:
+    source = """
+        import sys, time
+        from lp_pipe import connections
+        from lp_pipe.connections import Frame, frames
+        connection = connections.connect(sys.argv[1])
+        connection.start(print, print)
+        connection.send(Frame(frames.CALL, 5))
+        time.sleep(1000)
+    """
+    peer = subprocess.Popen([sys.executable, "-c", textwrap.dedent(source), unix_carrier.endpoint])
+    try:
+        server = End(unix_carrier.accepted.get(timeout=WITHIN_S)).start()
+        assert server.next().id == 5
+        peer.send_signal(signal.SIGKILL)
+        assert "killed" in server.reason()
+        with pytest.raises(Unavailable):
+            server.connection.send(Frame(frames.CALL))
+    finally:
+        peer.kill()
+        peer.wait()
+
+
+def test_silence_is_death_where_it_was_agreed_on(unix_carrier: Carrier) -> None:
+    patient = connections.connect(unix_carrier.endpoint, idle_timeout_s=0.2)
+    silent = End(unix_carrier.accepted.get(timeout=WITHIN_S)).start()
+    client = End(patient).start()
+    for _ in range(4):
+        silent.connection.send(Frame(frames.CALL))
+        client.next()
+    assert "0.2 s" in client.reason()
+    assert silent.reason()
+
+
+def raw_client(carrier: Carrier) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.connect(carrier.endpoint.removeprefix("unix:"))
+    return sock
+
+
+def header(**fields: object) -> bytes:
+    data = frames.frame_pb2.FrameHeader(**fields).SerializeToString()  # type: ignore[arg-type]
+    return struct.pack("<I", len(data)) + data
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", "limit"),
+        (struct.pack("<I", (1 << 20) + 1), "limit"),
+        (struct.pack("<I", 4) + b"\xff\xff\xff\xff", "parse"),
+        (header(kind=frames.CALL, body_bytes=(1 << 36) + 1), "limit"),
+        (header(kind=frames.CALL, buffer_bytes=[1 << 35] * 3), "limit"),
+        (header(kind=frames.CALL, body_bytes=100) + b"too short", "ended inside a frame"),
+        (header(kind=frames.CALL, body_bytes=100)[:3], "without a word"),
+    ],
+)
+def test_garbage_closes_the_connection_and_is_never_delivered(unix_carrier: Carrier, data: bytes, reason: str) -> None:
+    sock = raw_client(unix_carrier)
+    server = End(unix_carrier.accepted.get(timeout=WITHIN_S)).start()
+    sock.sendall(data)
+    sock.shutdown(socket.SHUT_WR)
+    assert reason in server.reason()
+    assert server.frames.empty()
+    sock.close()
+    client, other = unix_carrier.pair()  # the others do not notice
+    client.start()
+    other.start()
+    client.connection.send(Frame(frames.CALL, 1))
+    assert other.next().id == 1
+
+
+def test_a_server_unpickles_nothing_of_a_broken_frame(unix_carrier: Carrier, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[bytes] = []
+    monkeypatch.setattr("pickle.loads", lambda *args, **kwargs: loaded.append(args[0]))
+    sock = raw_client(unix_carrier)
+    server = End(unix_carrier.accepted.get(timeout=WITHIN_S)).start()
+    sock.sendall(os.urandom(5000))
+    assert server.reason()
+    assert not loaded
+    sock.close()
+
+
+def test_an_announced_size_that_no_memory_holds_closes_only_this_connection(unix_carrier: Carrier) -> None:
+    sock = raw_client(unix_carrier)
+    server = End(unix_carrier.accepted.get(timeout=WITHIN_S)).start()
+    sock.sendall(header(kind=frames.CALL, body_bytes=1 << 35))  # 32 GiB
+    sock.close()
+    assert server.reason()
+
+
+def test_strangers_are_turned_away(unix_carrier: Carrier, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unix, "_is_same_user", lambda sock: False)
+    with pytest.raises(Unavailable, match="another user"):
+        connections.connect(unix_carrier.endpoint)
+    sock = raw_client(unix_carrier)
+    assert sock.recv(1) == b""
+    sock.close()
+    assert unix_carrier.accepted.empty()
+
+
+def test_a_listener_survives_a_shortage_of_file_descriptors(unix_carrier: Carrier) -> None:
+    # accept() failed once, the accepting thread ended, and nobody could connect ever again.
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    socks = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(3)]
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
+    try:
+        for sock in socks:
+            sock.connect(unix_carrier.endpoint.removeprefix("unix:"))
+        accepted = []
+        with pytest.raises(queue.Empty):
+            while True:
+                accepted.append(unix_carrier.accepted.get(timeout=0.3))
+        assert len(accepted) <= 1  # an accept that waits may have its descriptor already
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    accepted += [unix_carrier.accepted.get(timeout=WITHIN_S) for _ in socks[len(accepted) :]]
+    for end in (*accepted, *socks):
+        end.close()

@@ -1,0 +1,440 @@
+"""Break nodes in every way: who notices, how soon, what wait() says, and that nothing is left."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import lp_pipe as lp
+
+WITHIN_S = 20.0
+REPORTED_WITHIN_S = 1.0
+# Two xdist workers, several processes each, on two cores: what the product promises, and what the machine takes.
+SLACK_S = 2.0
+
+
+def failure_of(program: lp.Program, mode: str, **options: Any) -> lp.NodeError:
+    with pytest.raises(lp.NodeError) as caught:
+        lp.launch(program, mode, **options).wait(WITHIN_S)
+    return caught.value
+
+
+def one_node(node: lp.Node[Any]) -> lp.Program:
+    program = lp.Program("one")
+    program.add_node(node, label="node")
+    return program
+
+
+class Pid:
+    """A server that tells where it is, and can be asked to wait."""
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def block(self) -> None:
+        lp.wait_for_stop()
+
+    def exit(self, status: int) -> None:
+        os._exit(status)
+
+
+def test_wait_raises_the_first_failure_with_the_nodes_name_and_traceback(mode: str) -> None:
+    def train() -> None:
+        try:
+            raise KeyError("layer")
+        except KeyError as error:
+            raise ValueError("bad config") from error
+
+    program = lp.Program("usage")
+    program.add_node(lp.PyNode(train), label="trainer")
+    run = lp.launch(program, mode)
+    for _ in range(2):  # again on every later wait
+        with pytest.raises(lp.NodeError) as caught:
+            run.wait(WITHIN_S)
+    error = caught.value
+    assert (error.label, error.index, error.type_name) == ("trainer", 0, "ValueError")
+    assert isinstance(error, lp.LpPipeError)
+    assert isinstance(error, RuntimeError)
+    assert not isinstance(error, ValueError)
+    for part in ("trainer/0", "ValueError: bad config", "KeyError: 'layer'", "direct cause", "in train"):
+        assert part in str(error)
+    assert "in train" in error.remote_traceback
+    assert run.status()["trainer"][0]["state"] == "failed"
+    assert "bad config" in str(run.status()["trainer"][0]["error"])
+
+
+class BrokenConstructor:
+    def __init__(self) -> None:
+        raise ValueError("constructor")
+
+
+class BrokenRun:
+    def run(self) -> None:
+        raise ValueError("run")
+
+
+@pytest.mark.parametrize("kind", [lp.PyClassNode, lp.CourierNode])
+@pytest.mark.parametrize("broken", [BrokenConstructor, BrokenRun])
+def test_constructors_and_run_methods_that_raise(mode: str, kind: Any, broken: type) -> None:
+    error = failure_of(one_node(kind(broken)), mode)
+    assert error.message == broken.__name__.removeprefix("Broken").lower()
+
+
+class OddError(Exception):
+    """Takes two arguments, and has one in args."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+        self.lock = threading.Lock()
+
+
+class BrokenStr(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def make_local() -> Exception:
+    class LocalError(Exception):
+        pass
+
+    return LocalError("local")
+
+
+@pytest.mark.parametrize(
+    ("make", "type_name"),
+    [
+        (lambda: OddError(1, 2), "OddError"),
+        (lambda: BrokenStr(), "BrokenStr"),
+        (make_local, "LocalError"),
+        (lambda: StopIteration(3), "StopIteration"),
+        (lambda: KeyboardInterrupt(), "KeyboardInterrupt"),
+        (lambda: FileNotFoundError(2, "no such", "not utf-8: \udcff"), "FileNotFoundError"),
+    ],
+)
+def test_odd_exceptions_surface_all_the_same(mode: str, make: Callable[[], BaseException], type_name: str) -> None:
+    def fail() -> None:
+        raise make()
+
+    assert failure_of(one_node(lp.PyNode(fail)), mode).type_name == type_name
+
+
+def test_a_handler_that_raises_fails_its_caller_and_not_its_node(mode: str) -> None:
+    class Server:
+        def fail(self) -> None:
+            raise ValueError("for the caller")
+
+        def leave(self) -> None:
+            raise SystemExit(3)
+
+        def ok(self) -> str:
+            return "still here"
+
+    program = lp.Program("handler")
+    handle = program.add_node(lp.CourierNode(Server), label="server")
+    with lp.launch(program, mode) as run:
+        client = run.client(handle)
+        with pytest.raises(ValueError, match="for the caller"):
+            client.fail()
+        with pytest.raises(lp.RemoteError, match="SystemExit"):
+            client.leave()
+        assert client.ok() == "still here"
+
+
+def test_a_remote_error_that_ends_a_node_names_the_innermost_class(mode: str) -> None:
+    class Server:
+        def fail(self) -> None:
+            raise LookupError("deep inside")
+
+    def use(server: Any) -> None:
+        server.fail()
+
+    program = lp.Program("chain")
+    server = program.add_node(lp.CourierNode(Server), label="server")
+    program.add_node(lp.PyNode(use, server), label="user")
+    error = failure_of(program, mode)
+    assert (error.label, error.type_name) == ("user", "LookupError")
+    assert "deep inside" in error.message
+    assert "in fail" in str(error)
+
+
+def test_later_failures_do_not_mask_the_first(mode: str) -> None:
+    def first() -> None:
+        raise ValueError("first")
+
+    def later() -> None:
+        lp.wait_for_stop()
+        raise ValueError("later")
+
+    program = lp.Program("masks")
+    for index in range(3):
+        program.add_node(lp.PyNode(later), label=f"later{index}")
+    program.add_node(lp.PyNode(first), label="first")
+    run = lp.launch(program, mode)
+    with pytest.raises(lp.NodeError, match="first/0"):
+        run.wait(WITHIN_S)
+    assert run.later_failures == 3
+
+
+def test_the_echo_of_a_failed_node_is_not_the_first_failure(mode: str) -> None:
+    class Server:
+        def __init__(self) -> None:
+            self._asked = threading.Event()
+
+        def block(self) -> None:
+            self._asked.set()
+            lp.wait_for_stop()
+
+        def run(self) -> None:
+            assert self._asked.wait(WITHIN_S)
+            raise ValueError("the cause")
+
+    def use(server: Any) -> None:
+        try:
+            server.block()
+        except lp.Unavailable as error:
+            raise RuntimeError("the server has gone") from error
+
+    program = lp.Program("echo")
+    server = program.add_node(lp.CourierNode(Server), label="server")
+    program.add_node(lp.PyNode(use, server), label="user")
+    start = time.monotonic()
+    error = failure_of(program, mode)
+    assert (error.label, error.message) == ("server", "the cause")
+    # The failure did not wait for the blocked handler, which would have let the echo win after 5 s of grace.
+    assert time.monotonic() - start < 4.0
+
+
+def test_an_unavailable_that_no_death_explains_is_a_failure(mode: str) -> None:
+    class Short:
+        def run(self) -> None:
+            """Ends at once, and well."""
+
+    def use(server: Any) -> None:
+        while True:
+            server.anything()
+
+    program = lp.Program("no echo")
+    server = program.add_node(lp.CourierNode(Short), label="short")
+
+    def use_quietly(server: Any) -> None:
+        with contextlib.suppress(lp.MethodNotFound):
+            use(server)
+
+    program.add_node(lp.PyNode(use_quietly, server), label="user")
+    run = lp.launch(program, mode)
+    try:
+        run.wait(WITHIN_S)
+    except lp.NodeError as error:
+        assert (error.label, error.type_name) == ("user", "Unavailable")
+
+
+# [P] Processes can be killed.
+
+
+def test_a_killed_node_is_reported_at_once_with_its_name_and_signal(no_leaks: None) -> None:
+    def use(server: Any) -> None:
+        server.block()
+
+    program = lp.Program("killed")
+    server = program.add_node(lp.CourierNode(Pid), label="server")
+    program.add_node(lp.PyNode(use, server), label="user")  # dies of it: the echo
+    run = lp.launch(program, "process")
+    pid = run.client(server).pid()
+    start = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(lp.NodeError, match=r"server/0.*SIGKILL") as caught:
+        run.wait(WITHIN_S)
+    assert caught.value.label == "server"
+    assert time.monotonic() - start < REPORTED_WITHIN_S + SLACK_S
+
+
+def test_a_killed_node_is_reported_although_a_grandchild_holds_its_output_open(no_leaks: None) -> None:
+    class Forks(Pid):
+        def __init__(self) -> None:
+            if os.fork() == 0:
+                os.setsid()
+                time.sleep(1000)
+
+    def use(server: Any) -> None:
+        server.block()
+
+    program = lp.Program("forks")
+    server = program.add_node(lp.CourierNode(Forks), label="server")
+    program.add_node(lp.PyNode(use, server), label="user")
+    run = lp.launch(program, "process")
+    os.kill(run.client(server).pid(), signal.SIGKILL)
+    with pytest.raises(lp.NodeError, match=r"server/0.*SIGKILL"):
+        run.wait(WITHIN_S)
+
+
+@pytest.mark.parametrize("status", [0, 7])
+def test_a_process_that_ends_without_a_word_is_a_failure_with_its_exit_code(status: int, no_leaks: None) -> None:
+    def leave() -> None:
+        print("last words", flush=True)
+        os._exit(status)
+
+    error = failure_of(one_node(lp.PyNode(leave)), "process")
+    assert f"exit code {status}" in error.message
+    assert "last words" in str(error)
+
+
+def test_a_crash_in_c_code_is_reported_with_its_signal(no_leaks: None) -> None:
+    error = failure_of(one_node(lp.PyNode(os.abort)), "process")
+    assert "SIGABRT" in error.message
+
+
+def test_a_call_to_a_process_that_dies_is_unavailable_and_later_calls_too(no_leaks: None) -> None:
+    program = lp.Program("dies")
+    handle = program.add_node(lp.CourierNode(Pid), label="server")
+    run = lp.launch(program, "process")
+    client = run.client(handle)
+    pending = client.futures.block()
+    with pytest.raises(lp.Unavailable, match="exit"):
+        client.exit(3)
+    assert isinstance(pending.exception(WITHIN_S), lp.Unavailable)
+    with pytest.raises(lp.Unavailable):
+        client.pid()
+    with pytest.raises(lp.NodeError, match="exit code 3"):
+        run.wait(WITHIN_S)
+
+
+def test_a_node_that_ignores_stop_is_killed_after_the_grace(no_leaks: None) -> None:
+    def stubborn() -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        while True:
+            time.sleep(1)
+
+    program = lp.Program("stubborn")
+    program.add_node(lp.PyNode(stubborn), label="stubborn")
+    program.add_node(lp.CourierNode(Pid), label="server")
+    run = lp.launch(program, "process", grace=0.3)
+    run.client("server").pid()
+    start = time.monotonic()
+    run.stop()
+    assert time.monotonic() - start < 0.3 + 1.0 + SLACK_S
+    run.wait()
+    assert run.status()["stubborn"][0]["state"] == "stopped"
+
+
+def test_sigterm_comes_before_sigkill(tmp_path: Path, no_leaks: None) -> None:
+    def polite() -> None:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit((tmp_path / "asked").write_text("please") and 0))
+        while True:
+            time.sleep(1)
+
+    program = lp.Program("polite")
+    program.add_node(lp.PyNode(polite), label="polite")
+    program.add_node(lp.CourierNode(Pid), label="server")
+    run = lp.launch(program, "process", grace=0.5)
+    run.client("server").pid()
+    run.stop()
+    assert (tmp_path / "asked").read_text() == "please"
+
+
+@pytest.mark.parametrize("new_session", [False, True])
+@pytest.mark.parametrize("end", ["stop", "kill", "finish"])
+def test_grandchildren_die_with_the_program(new_session: bool, end: str, no_leaks: None) -> None:
+    class Parent(Pid):
+        def __init__(self) -> None:
+            self._over = threading.Event()
+
+        def spawn(self) -> int:
+            return subprocess.Popen(["sleep", "1000"], start_new_session=new_session).pid
+
+        def finish(self) -> None:
+            self._over.set()
+
+        def run(self) -> None:
+            while not (self._over.wait(0.01) or lp.context().is_stopping):
+                pass
+
+    program = lp.Program("grandchildren")
+    program.add_node(lp.CourierNode(Parent), label="parent")
+    run = lp.launch(program, "process")
+    client = run.client("parent")
+    grandchild = psutil.Process(client.spawn())
+    if end == "stop":
+        run.stop()
+    elif end == "finish":
+        client.finish()
+        run.wait(WITHIN_S)
+    else:
+        os.kill(client.pid(), signal.SIGKILL)
+        with pytest.raises(lp.NodeError):
+            run.wait(WITHIN_S)
+    assert not grandchild.is_running() or grandchild.status() == psutil.STATUS_ZOMBIE
+
+
+def test_the_death_of_the_template_ends_the_program_with_an_error(no_leaks: None) -> None:
+    program = lp.Program("template")
+    program.add_node(lp.CourierNode(Pid), label="server")
+    run = lp.launch(program, "process")
+    node = psutil.Process(run.client("server").pid())
+    template = node.parent()
+    assert template is not None
+    template.kill()
+    with pytest.raises(lp.NodeError, match=r"server/0[\s\S]*template[\s\S]*SIGKILL"):
+        run.wait(WITHIN_S)
+
+
+@pytest.mark.parametrize("behaviour", ["lp.wait_for_stop()", "ignore()"])
+def test_when_the_launcher_is_killed_nothing_is_left(script: Any, socket_home: Path, behaviour: str) -> None:
+    launcher = script(f"""
+        import os, signal, subprocess, time
+        import lp_pipe as lp
+
+        def ignore():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            while True:
+                time.sleep(1)
+
+        def node():
+            child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+            print(os.getpid(), os.getppid(), child.pid)
+            {behaviour}
+
+        program = lp.Program("orphans")
+        program.add_node(lp.PyNode(node), label="node")
+        lp.launch(program, "process").wait()
+    """)
+    processes = [psutil.Process(int(pid)) for pid in launcher.stdout.readline().split()[1:]]
+    assert len(processes) == 3
+    assert list(socket_home.glob("lp-*"))
+    launcher.kill()
+    _, alive = psutil.wait_procs(processes, timeout=15.0)
+    assert not alive
+    assert not list(socket_home.glob("lp-*"))
+
+
+def test_a_launcher_that_is_silent_for_a_while_is_not_taken_for_dead(script: Any) -> None:
+    launcher = script("""
+        import time
+        import lp_pipe as lp
+
+        class Server:
+            def add(self, a, b):
+                return a + b
+
+        program = lp.Program("frozen")
+        program.add_node(lp.CourierNode(Server), label="server")
+        with lp.launch(program, "process") as run:
+            client = run.client("server")
+            print(client.add(1, 1))
+            time.sleep(1.5)
+            print(client.add(2, 2))
+    """)
+    assert launcher.stdout.readline().strip() == "2"
+    os.kill(launcher.pid, signal.SIGSTOP)
+    time.sleep(3.0)  # the silence is what is tested
+    os.kill(launcher.pid, signal.SIGCONT)
+    out, err = launcher.communicate(timeout=WITHIN_S)
+    assert (out.strip(), launcher.returncode) == ("4", 0), err

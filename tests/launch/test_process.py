@@ -1,0 +1,279 @@
+"""What only holds where nodes are processes: their environment, their output, their isolation."""
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import lp_pipe as lp
+
+WITHIN_S = 20.0
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+class Probe:
+    """Runs small functions inside its node."""
+
+    def ask(self, function: Any, *args: Any) -> Any:
+        return function(*args)
+
+
+def probes(count: int = 1, **resources: Any) -> lp.Program:
+    program = lp.Program("probes")
+    with program.group("probe", resources=lp.Resources(**resources)):
+        for _ in range(count):
+            program.add_node(lp.CourierNode(Probe))
+    return program
+
+
+def test_every_node_is_a_process_of_its_own() -> None:
+    with lp.launch(probes(3), "process") as run:
+        pids = {run.client("probe", index).ask(os.getpid) for index in range(3)}
+        assert pids == {row["pid"] for row in run.status()["probe"]}
+        assert len(pids - {os.getpid()}) == 3
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_constructors_and_run_execute_in_the_main_thread() -> None:
+    class Main:
+        def __init__(self) -> None:
+            self._seen = [threading.current_thread() is threading.main_thread()]
+
+        def run(self) -> None:
+            self._seen.append(threading.current_thread() is threading.main_thread())
+            lp.wait_for_stop()
+
+        def seen(self) -> list[bool]:
+            return self._seen
+
+    program = lp.Program("main thread")
+    program.add_node(lp.CourierNode(Main), label="main")
+    with lp.launch(program, "process") as run:
+        while len(seen := run.client("main").seen()) < 2:
+            pass
+        assert seen == [True, True]
+
+
+def test_nodes_get_environment_folder_and_path_as_they_are_at_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a_module_of_the_user.py").write_text("value = 42\n")
+    monkeypatch.setenv("MY_VARIABLE", "at launch")
+    monkeypatch.setenv("MY_BYTES", "not utf-8: \udcff")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with lp.launch(probes(), "process") as run:
+        monkeypatch.setenv("MY_VARIABLE", "changed later")
+        monkeypatch.delenv("LP_PIPE_RUNS")
+        probe = run.client("probe")
+        assert probe.ask(os.getenv, "MY_VARIABLE") == "at launch"
+        assert probe.ask(os.getenvb, b"MY_BYTES") == b"not utf-8: \xff"
+        assert probe.ask(os.getcwd) == str(tmp_path)
+        assert probe.ask(lambda: __import__("a_module_of_the_user").value) == 42
+        assert probe.ask(lambda: sys.argv) == sys.argv
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_resources_set_variables_and_compute_threads(fresh: bool) -> None:
+    resources = {"threads": 2, "env": {"MY_VARIABLE": "mine"}, "fresh_interpreter": fresh}
+    with lp.launch(probes(**resources), "process") as run:
+        probe = run.client("probe")
+        assert probe.ask(os.getenv, "MY_VARIABLE") == "mine"
+        assert probe.ask(os.getenv, "OMP_NUM_THREADS") == "2"
+        assert probe.ask(lambda: lp.context().resources.threads) == 2
+
+
+def test_variables_that_are_read_at_process_start_imply_a_fresh_interpreter() -> None:
+    assert lp.Resources(env={"PYTHONHASHSEED": "7"}).needs_fresh_interpreter
+    assert not lp.Resources(env={"MY_VARIABLE": "7"}).needs_fresh_interpreter
+    with lp.launch(probes(count=2, env={"PYTHONHASHSEED": "7"}), "process") as run:
+        assert run.client("probe", 0).ask(lambda: hash("x")) == run.client("probe", 1).ask(lambda: hash("x"))
+        assert run.client("probe").ask(lambda: sys.flags.hash_randomization) == 1
+
+
+def test_forked_nodes_draw_different_random_numbers() -> None:
+    def draw() -> tuple[float, float]:
+        import random
+
+        import numpy
+
+        return random.random(), float(numpy.random.rand())
+
+    with lp.launch(probes(count=2), "process") as run:
+        (one, two), (three, four) = run.client("probe", 0).ask(draw), run.client("probe", 1).ask(draw)
+    assert len({one, two, three, four}) == 4
+
+
+def test_output_reaches_the_launcher_in_whole_lines_with_the_nodes_name(script: Any) -> None:
+    launcher = script("""
+        import subprocess, sys
+        import lp_pipe as lp
+
+        def speak():
+            print("to stdout")
+            print("to stderr", file=sys.stderr)
+            subprocess.run(["echo", "from a child"])
+            sys.stdout.write("without an end")
+
+        program = lp.Program("speaking")
+        for _ in range(2):
+            with program.group("speaker"):
+                program.add_node(lp.PyNode(speak))
+        run = lp.launch(program, "process")
+        run.wait()
+        assert run.log_path("speaker", 1).read_text().splitlines().count("to stdout") == 1
+    """)
+    out, err = launcher.communicate(timeout=WITHIN_S)
+    assert launcher.returncode == 0, err
+    expected = [f"[speaker/{i}] {text}" for i in (0, 1) for text in ("to stdout", "from a child", "without an end")]
+    assert sorted(out.splitlines()) == sorted(expected)
+    assert sorted(err.splitlines()) == ["[speaker/0] to stderr", "[speaker/1] to stderr"]
+
+
+def test_a_lost_log_folder_does_not_block_the_nodes(tmp_path: Path) -> None:
+    # The thread that reads the nodes' output died of the first error, and the nodes waited at a full pipe.
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "noisy-0.log").mkdir()
+    program = lp.Program("noisy")
+    program.add_node(lp.PyNode(lambda: print("x" * 200_000)), label="noisy")
+    lp.launch(program, "process", run_dir=tmp_path).wait(WITHIN_S)
+
+
+def test_everything_of_a_script_may_be_a_node_without_a_main_guard(script: Any) -> None:
+    launcher = script("""
+        import dataclasses, enum, os
+        import lp_pipe as lp
+
+        factor = 3
+
+        class Colour(enum.Enum):
+            RED = 1
+
+        @dataclasses.dataclass
+        class Point:
+            x: int
+
+        class MineError(ValueError):
+            pass
+
+        class Base:
+            def scale(self, point):
+                assert isinstance(point, Point), type(point)
+                return Point(point.x * factor)
+
+        class Server(Base):
+            def colour(self, colour):
+                assert colour is Colour.RED
+                return colour
+
+            def fail(self):
+                raise MineError("mine")
+
+            def call(self, function):
+                return function(2)
+
+            def itself(self):
+                return Point
+
+        def use(server, path):
+            assert server.scale(Point(2)) == Point(6)
+            assert server.colour(Colour.RED) is Colour.RED
+            assert server.call(lambda x: x + factor) == 5
+            assert server.itself() is Point
+            try:
+                server.fail()
+            except MineError as error:
+                assert error.args == ("mine",)
+            print("all well in", os.getpid() != launcher)
+            lp.stop()
+
+        launcher = os.getpid()
+        program = lp.Program("main")
+        server = program.add_node(lp.CourierNode(Server), label="server")
+        program.add_node(lp.PyNode(use, server, path="x"), label="user")
+        run = lp.launch(program, "process")
+        client = run.client(server)
+        try:
+            assert client.scale(Point(1)) == Point(3)
+            assert client.colour(Colour.RED) is Colour.RED
+        except lp.Unavailable:
+            pass  # the user was faster
+        run.wait()
+    """)
+    out, err = launcher.communicate(timeout=WITHIN_S)
+    assert "[user/0] all well in True" in out, err
+    assert launcher.returncode == 0
+
+
+def test_a_module_that_lies_beside_the_script_is_found_by_the_nodes(script: Any, tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("class Server:\n    def answer(self):\n        return 42\n")
+    launcher = script("""
+        import lp_pipe as lp
+        from beside import Server
+
+        program = lp.Program("beside")
+        program.add_node(lp.CourierNode(Server), label="server")
+        with lp.launch(program, "process") as run:
+            print(run.client("server").answer())
+    """)
+    out, err = launcher.communicate(timeout=WITHIN_S)
+    assert out.strip() == "42", err
+
+
+def test_a_launch_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "no python here"))
+    with pytest.raises(lp.LaunchError, match="no python here"):
+        lp.launch(probes(), "process")
+
+
+def test_an_interpreter_that_cannot_run_nodes_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises((lp.NodeError, lp.LaunchError), match="template"):
+        lp.launch(probes(), "process").wait(WITHIN_S)
+
+
+def test_long_names_of_the_temporary_folder_are_no_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A unix socket's path has 107 bytes at most; the folder that a batch system makes may be longer.
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    with lp.launch(probes(), "process") as run:
+        assert run.client("probe").ask(os.getppid)
+
+
+def test_sigint_at_a_node_does_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    with lp.launch(probes(), "process") as run:
+        probe = run.client("probe")
+        os.kill(probe.ask(os.getpid), signal.SIGINT)
+        assert probe.ask(os.getpid) == run.status()["probe"][0]["pid"]
+
+
+def test_a_node_may_launch_a_program_of_its_own() -> None:
+    def outer() -> None:
+        inner = lp.Program("inner")
+        inner.add_node(lp.CourierNode(Probe), label="probe")
+        for mode in ("thread", "process"):
+            with lp.launch(inner, mode) as run:
+                assert run.client("probe").ask(abs, -3) == 3
+
+    program = lp.Program("outer")
+    program.add_node(lp.PyNode(outer), label="outer")
+    lp.launch(program, "process").wait(WITHIN_S)
+
+
+def test_nodes_of_many_processes_start_within_seconds() -> None:
+    with lp.launch(probes(count=12), "process") as run:
+        assert len({run.client("probe", index).ask(os.getpid) for index in range(12)}) == 12
+
+
+def test_stopping_at_once_after_the_launch_is_clean() -> None:
+    for _ in range(5):
+        run = lp.launch(probes(count=3), "process")
+        run.stop()
+        run.wait()

@@ -1,0 +1,50 @@
+"""A failure in at most 15 lines, of which the printer of the report adds one."""
+
+from pathlib import Path
+
+from lp_pipe.errors import NodeError
+from lp_pipe.launch.report import MAX_LINES, failure_report
+
+TRACEBACK = (
+    'Traceback (most recent call last):\n  File "/home/me/train.py", line 3, in run\n    go()\nValueError: too hot\n'
+)
+
+
+def test_the_report_names_node_host_error_lines_and_logs() -> None:
+    error = NodeError("trainer", 0, "ValueError", "too hot", TRACEBACK)
+    report = failure_report(
+        error, host="h1", later_failures=2, log_path=Path("runs/x/logs/trainer-0.log"), folder=Path("/home/me")
+    )
+    assert report.splitlines() == [
+        "node trainer/0 on h1 failed: ValueError: too hot",
+        "  train.py:3 in run:  go()",
+        "  later failures, left out here: 2",
+        "  all its output: runs/x/logs/trainer-0.log",
+    ]
+
+
+def test_a_killed_process_shows_how_it_died_and_its_last_lines() -> None:
+    error = NodeError("stages", 1, "ProcessDied", "the process was killed by SIGKILL", "The process left no traceback")
+    assert failure_report(error, last_lines=["step 1", "step 2"]).splitlines() == [
+        "node stages/1 failed: ProcessDied: the process was killed by SIGKILL",
+        "  its last lines:",
+        "    step 1",
+        "    step 2",
+    ]
+
+
+def test_deep_recursion_and_long_messages_stay_short() -> None:
+    frame = '  File "/home/me/train.py", line 3, in run\n    go()\n'
+    deep = f"Traceback (most recent call last):\n{frame * 500}RecursionError: too deep\n"
+    error = NodeError("trainer", 0, "RecursionError", "too deep\n" * 50, deep)
+    lines = failure_report(error, later_failures=1, log_path=Path("x.log")).splitlines()
+    assert len(lines) == MAX_LINES
+    assert "  … 492 lines left out" in [line[2:] for line in lines]
+    assert lines[-3] == "  /home/me/train.py:3 in run:  go()"
+
+
+def test_many_last_lines_are_cut_to_the_newest() -> None:
+    error = NodeError("stages", 1, "ProcessDied", "the process was killed by SIGKILL")
+    lines = failure_report(error, last_lines=[f"step {number}" for number in range(20)]).splitlines()
+    assert len(lines) <= MAX_LINES
+    assert lines[-1] == "    step 19"

@@ -1,0 +1,181 @@
+"""Ctrl+C and SIGTERM at the launcher: scripts that are interrupted, as a user would."""
+
+import signal
+import subprocess
+import threading
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import lp_pipe as lp
+
+WITHIN_S = 20.0
+
+# `{node}` runs in process mode and in thread mode; the script prints "ready" once it runs.
+SCRIPT = """
+    import signal, sys, threading, time
+    import lp_pipe as lp
+
+    def obedient():
+        print("ready", flush=True)
+        lp.wait_for_stop()
+        print("stopped in order", flush=True)
+
+    def stubborn():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print("ready", flush=True)
+        while True:
+            time.sleep(1)
+
+    program = lp.Program("interrupted")
+    program.add_node(lp.PyNode({node}), label="node")
+    {body}
+"""
+
+
+def lines_until_ready(launcher: "subprocess.Popen[str]") -> None:
+    assert launcher.stdout is not None
+    while "ready" not in (line := launcher.stdout.readline()):
+        assert line, launcher.communicate()[1]
+
+
+@pytest.mark.parametrize("body", ["lp.launch(program, MODE).wait()", "with lp.launch(program, MODE): time.sleep(100)"])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("launch_mode", ["thread", "process"])
+def test_one_signal_stops_in_order(script: Any, body: str, number: int, status: int, launch_mode: str) -> None:
+    launcher = script(SCRIPT.format(node="obedient", body=body.replace("MODE", repr(launch_mode))))
+    lines_until_ready(launcher)
+    launcher.send_signal(number)
+    out, err = launcher.communicate(timeout=WITHIN_S)
+    assert "stopped in order" in out, err
+    # An uncaught KeyboardInterrupt: Python ends itself by SIGINT, which shells show as 130.
+    assert launcher.returncode == status, err
+
+
+def test_keyboard_interrupt_comes_once_the_nodes_are_down_and_the_handlers_are_restored(script: Any) -> None:
+    body = """
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    run = lp.launch(program, "process")
+    assert before != (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
+    try:
+        run.wait()
+    except KeyboardInterrupt:
+        print("states:", run.status()["node"][0]["state"], run.interrupted_by)
+    assert before == (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
+    run.wait()
+    """
+    launcher = script(SCRIPT.format(node="obedient", body=body))
+    lines_until_ready(launcher)
+    launcher.send_signal(signal.SIGINT)
+    out, err = launcher.communicate(timeout=WITHIN_S)
+    assert "states: stopped 2" in out, err
+    assert launcher.returncode == 0, err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_two_signals_kill_at_once(script: Any, number: int) -> None:
+    launcher = script(SCRIPT.format(node="stubborn", body="lp.launch(program, 'process', grace=60).wait()"))
+    lines_until_ready(launcher)
+    launcher.send_signal(number)
+    with pytest.raises(subprocess.TimeoutExpired):
+        launcher.wait(0.5)  # the grace, in which a second signal may come
+    launcher.send_signal(number)
+    launcher.communicate(timeout=WITHIN_S)
+    assert launcher.returncode in (-signal.SIGINT, 143)
+
+
+def test_a_signal_during_the_stop_leaves_it_orderly_and_is_raised_after_it(script: Any) -> None:
+    body = """
+    class Slow:
+        def hello(self):
+            return "hello"
+
+        def run(self):
+            lp.wait_for_stop()
+            print("ready", flush=True)
+            time.sleep(1.0)
+            print("stopped in order", flush=True)
+
+    program = lp.Program("slow")
+    program.add_node(lp.CourierNode(Slow), label="node")
+    try:
+        with lp.launch(program, "process") as run:
+            run.client("node").hello()
+        print("must not come here")
+    except KeyboardInterrupt:
+        print("raised")
+    """
+    launcher = script(SCRIPT.format(node="obedient", body=body))
+    lines_until_ready(launcher)
+    launcher.send_signal(signal.SIGINT)
+    out, err = launcher.communicate(timeout=WITHIN_S)
+    assert "stopped in order" in out, err
+    assert "raised" in out
+    assert "must not" not in out
+
+
+def test_handlers_are_restored_whichever_of_several_runs_ends_first(no_leaks: None) -> None:
+    def program() -> lp.Program:
+        graph = lp.Program("one of two")
+        graph.add_node(lp.PyNode(lp.wait_for_stop), label="node")
+        return graph
+
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    for order in ([0, 1], [1, 0]):
+        runs = [lp.launch(program(), "thread") for _ in range(2)]
+        for index in order:
+            runs[index].stop()
+        assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_other_threads_launch_without_touching_the_handlers(no_leaks: None) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    seen = []
+
+    def launch() -> None:
+        program = lp.Program("thread")
+        program.add_node(lp.PyNode(lp.wait_for_stop), label="node")
+        with lp.launch(program, "thread"):
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=launch)
+    thread.start()
+    thread.join(WITHIN_S)
+    assert seen == [before]
+
+
+@pytest.mark.parametrize("launch_mode", ["thread", "process"])
+def test_an_interpreter_that_exits_without_stop_takes_its_nodes_down(script: Any, launch_mode: str) -> None:
+    # The second node's own thread is no daemon: the interpreter would wait for it before any atexit function ran.
+    body = f"""
+    def threaded():
+        threading.Thread(target=obedient).start()
+
+    program.add_node(lp.PyNode(threaded), label="threaded")
+    program.add_node(lp.CourierNode(lambda: threading.Event()), label="server")
+    run = lp.launch(program, {launch_mode!r})
+    run.client("server").is_set()
+    """
+    launcher = script(SCRIPT.format(node="obedient", body=body))
+    lines_until_ready(launcher)
+    out, err = launcher.communicate(timeout=WITHIN_S)
+    assert "stopped in order" in out, err
+    assert launcher.returncode == 0, err
+
+
+def test_no_node_outlives_an_interrupted_launcher(script: Any, socket_home: Path) -> None:
+    body = """
+    import os
+    program.add_node(lp.PyNode(lambda: print("pid", os.getpid(), flush=True) or stubborn()), label="other")
+    lp.launch(program, "process", grace=0.2).wait()
+    """
+    launcher = script(SCRIPT.format(node="stubborn", body=body))
+    lines_until_ready(launcher)
+    family = psutil.Process(launcher.pid).children(recursive=True)
+    launcher.send_signal(signal.SIGINT)
+    launcher.communicate(timeout=WITHIN_S)
+    _, alive = psutil.wait_procs(family, timeout=1.0)
+    assert not alive
+    assert not list(socket_home.glob("lp-*"))

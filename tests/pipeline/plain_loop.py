@@ -1,0 +1,225 @@
+"""API.md's single-process loop, to the letter: what every pipeline must equal to the bit. With the models that tests use.
+
+Shapes: B samples, T tokens, D features.
+"""
+
+import copy
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import lp_pipe as lp
+import lp_pipe.pipeline as pp
+
+T = 3
+D = 8
+
+
+class PlainLoop:
+    """Trains a pp.Model in this process, with plain torch."""
+
+    def __init__(self, model: pp.Model, microbatches: int, clip_grad_norm: float | None = None) -> None:
+        torch.set_num_threads(1)  # as a stage has by default
+        self.model = model
+        self.microbatches = microbatches
+        self.clip_grad_norm = clip_grad_norm
+        self.layers = layers_of(model)
+        self.module = nn.Sequential(*self.layers)
+        self.optimizer = model.optimizer(list(self.module.named_parameters()))
+        self.lr_scheduler = model.lr_scheduler(self.optimizer) if model.lr_scheduler else None
+        self.steps_done = 0
+
+    def step(self, batch: tuple[Any, Any]) -> float:
+        xs, ys = chunk(batch[0], self.microbatches), chunk(batch[1], self.microbatches)
+        weights = [self._weight(y, ys) for y in ys]
+        total = 0.0
+        for j, (x, y, weight) in enumerate(zip(xs, ys, weights, strict=True)):
+            loss = self._loss(self._forward(x, j), y)
+            total += loss.item() * weight
+            (loss * weight).backward()
+        if self.clip_grad_norm is not None:
+            nn.utils.clip_grad_norm_(self.module.parameters(), self.clip_grad_norm)
+        self.optimizer.step()
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+        self.optimizer.zero_grad()
+        self.steps_done += 1
+        return total
+
+    def steps(self, batches: Sequence[tuple[Any, Any]]) -> list[float]:
+        return [self.step(batch) for batch in batches]
+
+    def output(self, x: Any) -> Any:
+        """In eval mode; whoever was in eval mode before stays so."""
+        modes = {module: module.training for module in self.module.modules()}
+        self.module.eval()
+        with torch.no_grad():
+            for layer in self.layers:
+                x = layer(x)
+        for module, mode in modes.items():
+            module.training = mode
+        return x
+
+    def evaluate(self, batch: tuple[Any, Any]) -> float:
+        return float(self._loss(self.output(batch[0]), batch[1]))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return dict(self.module.state_dict())
+
+    def _forward(self, x: Any, microbatch: int) -> Any:
+        for i, layer in enumerate(self.layers):
+            with pp.step_rng(self.model.seed, i, self.steps_done, microbatch):
+                x = layer(x)
+        return x
+
+    def _loss(self, output: Any, target: Any) -> Tensor:
+        result = self.model.loss(output, target)
+        loss: Tensor = result[0] if isinstance(result, tuple) else result
+        return loss
+
+    def _weight(self, y: Any, ys: list[Any]) -> float:
+        if self.model.loss_weight == "one":
+            return 1.0
+        weigh: Any = len if self.model.loss_weight == "samples" else self.model.loss_weight
+        return float(weigh(y)) / sum(float(weigh(other)) for other in ys)
+
+
+def layers_of(model: pp.Model) -> list[nn.Module]:
+    """Factories and functions under their seeds, ready-made modules as copies."""
+    if inspect.isgeneratorfunction(model.layers):
+        iterator, layers = model.layers(), []
+        while True:
+            with pp.layer_rng(model.seed, len(layers)):
+                layer = next(iterator, None)
+            if layer is None:
+                return layers
+            layers.append(layer)
+    if callable(model.layers) and not isinstance(model.layers, nn.Module):
+        with pp.layer_rng(model.seed, 0):
+            return list(model.layers())
+    layers = []
+    for index, layer in enumerate(model.layers):
+        with pp.layer_rng(model.seed, index):
+            layers.append(layer.build() if isinstance(layer, pp.Layer) else layer)
+    return copy.deepcopy(layers)
+
+
+def chunk(value: Any, microbatches: int) -> list[Any]:
+    """torch.chunk, also inside of tuples and dicts."""
+    if isinstance(value, Tensor):
+        return list(value.chunk(microbatches))
+    if isinstance(value, dict):
+        return [dict(zip(value, parts, strict=True)) for parts in chunk(tuple(value.values()), microbatches)]
+    return list(zip(*(chunk(part, microbatches) for part in value), strict=True))
+
+
+def assert_same_state(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> None:
+    """Every bit, every name, in this order."""
+    assert list(got) == list(want)
+    differing = {name: _distance(got[name], want[name]) for name in want if not torch.equal(got[name], want[name])}
+    assert not differing, f"largest differences: {differing}"
+
+
+def _distance(a: Tensor, b: Tensor) -> object:
+    return float((a.double() - b.double()).abs().max()) if a.shape == b.shape else (a.shape, b.shape)
+
+
+class Feeder:
+    """Gives ready-made batches."""
+
+    def __init__(self, batches: Sequence[tuple[Any, Any]]) -> None:
+        self._batches = batches
+
+    def batch(self, step: int) -> tuple[Any, Any] | None:
+        return self._batches[step] if step < len(self._batches) else None
+
+
+def random_batches(sizes: Sequence[int], *shape: int) -> list[tuple[Tensor, Tensor]]:
+    """One batch for each size; another one for each position."""
+    generator = torch.Generator().manual_seed(len(sizes))
+    shape = shape or (T, D)
+    return [
+        (torch.randn(size, *shape, generator=generator), torch.randn(size, *shape, generator=generator))
+        for size in sizes
+    ]
+
+
+@contextmanager
+def launched(
+    mode: str, model: pp.Model, feeder: Sequence[tuple[Any, Any]] | Any = None, **options: Any
+) -> Iterator[pp.PipelineClient]:
+    """A program with one pipeline, and a feeder if there are batches or an object to feed them."""
+    with launched_many(mode, [(model, feeder, options)]) as (client,):
+        yield client
+
+
+@contextmanager
+def launched_many(
+    mode: str, pipelines: Sequence[tuple[pp.Model, Any, dict[str, Any]]]
+) -> Iterator[list[pp.PipelineClient]]:
+    """Several pipelines in one program: starting one is what costs time."""
+    program = lp.Program("pipelines")
+    handles = []
+    for index, (model, feeder, options) in enumerate(pipelines):
+        suffix = str(index) if len(pipelines) > 1 else ""
+        if feeder is not None:
+            served = lp.CourierNode(Feeder, feeder) if isinstance(feeder, Sequence) else lp.CourierNode(feeder)
+            options = {"inputs": program.add_node(served, label=f"feeder{suffix}"), **options}
+        handles.append(pp.add_pipeline(program, model, group=f"stages{suffix}", **options))
+    with lp.launch(program, mode) as run:
+        yield [run.client(handle) for handle in handles]
+
+
+# Models.
+
+
+def layers_with_everything() -> list[pp.Layer]:
+    """Nine layers, [B, T, D] -> [B, T, D], with dropout, a BatchNorm and an in-place layer."""
+    return [
+        pp.Layer(nn.Linear, D, D),
+        pp.Layer(nn.Tanh),
+        pp.Layer(nn.Dropout, 0.2),
+        pp.Layer(nn.BatchNorm1d, T),
+        pp.Layer(nn.Linear, D, 2 * D),
+        pp.Layer(nn.ReLU, inplace=True),
+        pp.Layer(nn.LayerNorm, 2 * D),
+        pp.Layer(nn.Dropout, 0.5),
+        pp.Layer(nn.Linear, 2 * D, D),
+    ]
+
+
+def squared_error(output: Tensor, target: Tensor) -> Tensor:
+    return ((output - target) ** 2).mean()
+
+
+def squared_error_and_metrics(output: Tensor, target: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    return squared_error(output, target), {"mae": (output - target).abs().mean(), "count": len(target)}
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=1e-2, weight_decay=0.1)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def halve_every_two_steps(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+
+
+def model_with_everything(**options: Any) -> pp.Model:
+    return pp.Model(
+        **{
+            "layers": layers_with_everything(),
+            "loss": squared_error_and_metrics,
+            "optimizer": adam,
+            "lr_scheduler": halve_every_two_steps,
+            "seed": 5,
+            **options,
+        }
+    )

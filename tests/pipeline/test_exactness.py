@@ -1,0 +1,317 @@
+"""A pipeline trains the same parameters and buffers, to the bit, as the plain loop in one process."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import lp_pipe as lp
+import lp_pipe.pipeline as pp
+from tests.pipeline.plain_loop import (
+    D,
+    Feeder,
+    PlainLoop,
+    T,
+    adam,
+    assert_same_state,
+    launched,
+    launched_many,
+    model_with_everything,
+    random_batches,
+    sgd,
+    squared_error,
+)
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+# 10 in 4 makes slices of 3, 3, 3 and 1; 3 in 4 makes three; 2 in 3 or 4 has fewer micro-batches than stages.
+BATCHES = random_batches([10, 3, 2, 12])
+
+
+def test_training_in_stages_equals_the_plain_loop() -> None:
+    layers = [nn.Linear(D, D), nn.Dropout(0.5), nn.ReLU(), nn.Linear(D, D)]
+    model = pp.Model(layers, squared_error, adam)
+    program = lp.Program("train")
+    feeder = program.add_node(lp.CourierNode(Feeder, BATCHES), label="feeder")
+    handle = pp.add_pipeline(program, model, stages=2, schedule="1f1b", microbatches=4, inputs=feeder)
+    with lp.launch(program, "thread") as run:
+        pipeline = run.client(handle)
+        losses = [result.loss for result in pipeline.steps()]
+        trained = pipeline.state_dict()
+
+    plain = nn.Sequential(*layers)  # the pipeline has trained copies of these
+    optimizer = adam(plain.parameters())
+    expected = []
+    for step, (inputs, targets) in enumerate(BATCHES):
+        total = 0.0
+        for microbatch, (x, y) in enumerate(zip(inputs.chunk(4), targets.chunk(4), strict=True)):
+            for index, layer in enumerate(plain):
+                with pp.step_rng(0, index, step, microbatch):
+                    x = layer(x)
+            weight = len(y) / len(targets)
+            loss = squared_error(x, y)
+            total += loss.item() * weight
+            (loss * weight).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(total)
+
+    assert losses == expected
+    assert all(torch.equal(trained[name], value) for name, value in plain.state_dict().items())
+
+
+STAGES_AND_SCHEDULES: list[dict[str, Any]] = [
+    *({"stages": stages, "schedule": name} for stages in (1, 2, 3, 4) for name in ("gpipe", "1f1b")),
+    {"stages": 1, "schedule": "interleaved", "chunks": 2},
+    {"stages": 2, "schedule": "interleaved", "chunks": 2},
+    {"stages": 3, "schedule": "interleaved", "chunks": 2},
+    {"stages": 2, "schedule": "looped_bfs", "chunks": 2},
+    {"stages": 4, "schedule": "looped_bfs", "chunks": 2},
+]
+
+
+def _name(options: dict[str, Any]) -> str:
+    return f"{options['schedule']}-{options['stages']}"
+
+
+def _assert_trains_like(plain: PlainLoop, pipeline: pp.PipelineClient) -> None:
+    results = list(pipeline.steps())
+    assert [result.loss for result in results] == plain.steps(BATCHES)
+    assert_same_state(pipeline.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("clip", [None, 0.1], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize("microbatches", [1, 3, 4])
+@pytest.mark.parametrize("options", STAGES_AND_SCHEDULES, ids=_name)
+def test_every_schedule_and_cut_trains_to_the_same_bits(
+    options: dict[str, Any], microbatches: int, clip: float | None
+) -> None:
+    model = model_with_everything()
+    with launched("thread", model, BATCHES, microbatches=microbatches, clip_grad_norm=clip, **options) as pipeline:
+        _assert_trains_like(PlainLoop(model, microbatches, clip), pipeline)
+
+
+def test_stages_in_processes_train_to_the_same_bits() -> None:
+    model = model_with_everything()
+    chosen: list[tuple[dict[str, Any], int, float | None]] = [
+        ({"stages": 2, "schedule": "1f1b"}, 4, 0.1),
+        ({"stages": 3, "schedule": "gpipe"}, 3, None),
+        ({"stages": 4, "schedule": "1f1b"}, 3, None),
+        ({"stages": 2, "schedule": "interleaved", "chunks": 2}, 4, 0.1),
+        ({"stages": 2, "schedule": "looped_bfs", "chunks": 2}, 1, None),
+    ]
+    pipelines = [
+        (model, BATCHES, {**options, "microbatches": m, "clip_grad_norm": clip}) for options, m, clip in chosen
+    ]
+    with launched_many("process", pipelines) as clients:
+        for client, (_, microbatches, clip) in zip(clients, chosen, strict=True):
+            _assert_trains_like(PlainLoop(model, microbatches, clip), client)
+
+
+def test_batches_that_the_client_brings_train_to_the_same_bits() -> None:
+    model = model_with_everything()
+    plain = PlainLoop(model, 4)
+    with launched("thread", model, stages=3, microbatches=4) as pipeline:
+        assert [pipeline.step(batch).loss for batch in BATCHES] == plain.steps(BATCHES)
+        assert_same_state(pipeline.state_dict(), plain.state_dict())
+
+
+# What crosses a cut may be a view of other memory. Kernels sum strided and dense tensors in different orders, so the
+# next stage must see the tensor as the plain loop's next layer does. Sizes at which vectorised kernels show it.
+
+B_, T_, D_ = 8, 37, 33
+
+
+class Apply(nn.Module):
+    """A function of its input, as a layer without parameters."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Any) -> Any:
+        return self.function(x)
+
+
+def apply(function: Callable[[Any], Any]) -> pp.Layer:
+    return pp.Layer(Apply, function)
+
+
+LINEAR = pp.Layer(nn.Linear, D_, D_)
+# Each: the layers before the cut, the layers behind it; [B, T, D] -> [B, anything].
+VIEWS_AT_A_CUT: dict[str, tuple[list[pp.Layer], list[pp.Layer]]] = {
+    "transposed": ([LINEAR, apply(lambda x: x.transpose(1, 2))], [pp.Layer(nn.Linear, T_, T_)]),
+    "transposed, then summed": ([LINEAR, apply(lambda x: x.transpose(1, 2))], [apply(lambda x: (x * x.exp()).sum(2))]),
+    "transposed, then normalised": ([LINEAR, apply(lambda x: x.transpose(1, 2))], [pp.Layer(nn.BatchNorm1d, D_)]),
+    "sliced": ([LINEAR, apply(lambda x: x[:, 1:])], [LINEAR]),
+    "sliced in features": ([LINEAR, apply(lambda x: x[..., 1:])], [pp.Layer(nn.Linear, D_ - 1, D_)]),
+    "sliced, then summed": ([LINEAR, apply(lambda x: x[..., 3:])], [apply(lambda x: x.softmax(2).sum(1))]),
+    "every second": ([LINEAR, apply(lambda x: x[:, :, ::2])], [pp.Layer(nn.Linear, (D_ + 1) // 2, D_)]),
+    "one token": ([LINEAR, apply(lambda x: x[:, -1])], [LINEAR]),
+    "expanded": ([LINEAR, apply(lambda x: x.mean(1, keepdim=True).expand(-1, T_, -1))], [LINEAR]),
+    "expanded, then summed": (
+        [LINEAR, apply(lambda x: x.mean(1, keepdim=True).expand(-1, T_, -1))],
+        [apply(lambda x: x.exp().sum(1))],
+    ),
+    "mean behind the cut": ([LINEAR, LINEAR], [apply(lambda x: x.mean(1)), LINEAR]),
+    "mean over features behind the cut": ([LINEAR, LINEAR], [apply(lambda x: x.mean(2))]),
+    "sum of all behind the cut": ([LINEAR, LINEAR], [apply(lambda x: x.sum((1, 2)))]),
+    "norm before an expanded gradient": ([LINEAR, pp.Layer(nn.LayerNorm, D_)], [apply(lambda x: x.mean(1))]),
+    "slice behind the cut": ([LINEAR, LINEAR], [apply(lambda x: x[:, 1:, 1:]), apply(lambda x: x * x)]),
+    "transpose behind the cut": ([LINEAR, LINEAR], [apply(lambda x: x.transpose(1, 2)), pp.Layer(nn.Linear, T_, 5)]),
+    "channels last": (
+        [apply(lambda x: x.unsqueeze(1).contiguous(memory_format=torch.channels_last)), pp.Layer(nn.Conv2d, 1, 8, 3)],
+        [pp.Layer(nn.BatchNorm2d, 8), pp.Layer(nn.Conv2d, 8, 4, 3)],
+    ),
+}
+VIEW_BATCHES = random_batches([B_, B_], T_, D_)
+
+
+def _sum_of_squares(output: Tensor, target: Tensor) -> Tensor:
+    return (output.flatten(1) ** 2).mean() + 0 * target.mean()
+
+
+def _view_model(name: str) -> tuple[pp.Model, dict[str, Any]]:
+    before, after = VIEWS_AT_A_CUT[name]
+    return pp.Model([*before, *after], _sum_of_squares, sgd), {"stages": [len(before)], "microbatches": 2}
+
+
+@pytest.mark.parametrize("name", VIEWS_AT_A_CUT)
+def test_views_at_a_cut_keep_their_bits(name: str) -> None:
+    model, options = _view_model(name)
+    plain = PlainLoop(model, 2)
+    with launched("thread", model, VIEW_BATCHES, **options) as pipeline:
+        assert [result.loss for result in pipeline.steps()] == plain.steps(VIEW_BATCHES)
+        assert_same_state(pipeline.state_dict(), plain.state_dict())
+
+
+def test_views_at_a_cut_keep_their_bits_between_processes() -> None:
+    # One pipeline with all cuts at once would mix them up, one for each costs a second each: three programs' worth.
+    names = [
+        "transposed, then summed",
+        "sliced in features",
+        "expanded, then summed",
+        "mean behind the cut",
+        "norm before an expanded gradient",
+        "channels last",
+    ]
+    differing = []
+    with launched_many("process", [(model, VIEW_BATCHES, o) for model, o in map(_view_model, names)]) as clients:
+        for name, client in zip(names, clients, strict=True):
+            plain = PlainLoop(_view_model(name)[0], 2)
+            losses = [result.loss for result in client.steps()]
+            same = losses == plain.steps(VIEW_BATCHES)
+            state, want = client.state_dict(), plain.state_dict()
+            if not same or not all(torch.equal(state[key], want[key]) for key in want):
+                differing.append(name)
+    assert not differing
+
+
+@pytest.mark.parametrize("mode_and_workers", [("thread", 3), ("thread", 1), ("process", 3)], ids=str)
+def test_an_in_place_layer_behind_a_cut_leaves_the_sender_alone(mode_and_workers: tuple[str, int]) -> None:
+    """Tanh and Sigmoid save their output for the backward; the next stage must write to a copy of it."""
+    mode, workers = mode_and_workers
+
+    def layers(inplace: bool) -> list[pp.Layer]:
+        relu = pp.Layer(nn.ReLU, inplace=inplace)
+        linear = pp.Layer(nn.Linear, D, D)
+        return [linear, pp.Layer(nn.Tanh), relu, linear, pp.Layer(nn.Sigmoid), relu, linear]
+
+    # In one process torch refuses this model ("modified by an inplace operation"), so compare with its twin.
+    plain = PlainLoop(pp.Model(layers(inplace=False), squared_error, sgd), 4)
+    model = pp.Model(layers(inplace=True), squared_error, sgd)
+    schedule = {"schedule": "1f1b"} if workers == 3 else {"schedule": "looped_bfs", "chunks": 3}
+    with launched(mode, model, BATCHES, stages=[2, 5], microbatches=4, **schedule) as pipeline:
+        assert [result.loss for result in pipeline.steps()] == plain.steps(BATCHES)
+        assert_same_state(pipeline.state_dict(), plain.state_dict())
+
+
+# Any model, cut anywhere.
+
+
+class UsesItsInputTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
+class OpensABranch(nn.Module):
+    """Returns a tuple; `ClosesTheBranch` takes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        return x, {"skip": self.inner(x).sigmoid(), "scale": 2.0}
+
+
+class ClosesTheBranch(nn.Module):
+    def forward(self, value: tuple[Tensor, dict[str, Any]]) -> Tensor:
+        x, branch = value
+        return x * branch["skip"] * branch["scale"]
+
+
+class Frozen(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(D, D)
+        self.requires_grad_(False)
+
+
+# Each entry keeps [B, T, D]; the second of a pair follows the first, possibly behind a cut.
+PIECES: dict[str, list[pp.Layer]] = {
+    "linear": [pp.Layer(nn.Linear, D, D)],
+    "layer norm": [pp.Layer(nn.LayerNorm, D)],
+    "batch norm": [pp.Layer(nn.BatchNorm1d, T)],
+    "dropout": [pp.Layer(nn.Dropout, 0.3)],
+    "in-place relu": [pp.Layer(nn.Linear, D, D), pp.Layer(nn.ReLU, inplace=True)],
+    "gelu": [pp.Layer(nn.GELU)],
+    "tanh": [pp.Layer(nn.Tanh)],
+    "twice": [pp.Layer(UsesItsInputTwice)],
+    "branch": [pp.Layer(OpensABranch), pp.Layer(ClosesTheBranch)],
+    "identity": [pp.Layer(nn.Identity)],
+    "frozen": [pp.Layer(Frozen)],
+}
+
+
+@st.composite
+def pipelines(draw: st.DrawFn) -> tuple[list[pp.Layer], dict[str, Any]]:
+    names = draw(st.lists(st.sampled_from(sorted(PIECES)), min_size=2, max_size=6))
+    layers = [layer for name in names for layer in PIECES[name]] + PIECES["linear"]  # something to train, at the end
+    chunks = draw(st.sampled_from([1, 1, 2]))
+    workers = draw(st.integers(1, min(4, len(layers) // chunks)))
+    pieces = workers * chunks
+    cut_points = st.lists(
+        st.integers(1, len(layers) - 1), min_size=pieces - 1, max_size=pieces - 1, unique=True
+    )
+    cuts = sorted(draw(cut_points)) if pieces > 1 else []
+    schedule = draw(st.sampled_from(["gpipe", "1f1b"] if chunks == 1 else ["interleaved", "looped_bfs"]))
+    options: dict[str, Any] = {"schedule": schedule, "chunks": chunks, "microbatches": draw(st.integers(1, 6))}
+    options["stages"] = cuts or workers
+    options["clip_grad_norm"] = draw(st.sampled_from([None, 0.05]))
+    return layers, options
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    pipeline=pipelines(),
+    sizes=st.lists(st.integers(1, 11), min_size=1, max_size=3),
+    optimizer=st.sampled_from([sgd, adam]),
+)
+def test_any_model_cut_anywhere_trains_to_the_same_bits(
+    pipeline: tuple[list[pp.Layer], dict[str, Any]], sizes: list[int], optimizer: Any
+) -> None:
+    layers, options = pipeline
+    model = pp.Model(layers, squared_error, optimizer, seed=3)
+    batches = random_batches(sizes)
+    plain = PlainLoop(model, options["microbatches"], options["clip_grad_norm"])
+    with launched("thread", model, batches, **options) as client:
+        assert [result.loss for result in client.steps()] == plain.steps(batches)
+        assert_same_state(client.state_dict(), plain.state_dict())

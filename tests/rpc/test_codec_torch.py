@@ -1,0 +1,108 @@
+"""Tensors, there and back: as raw memory, and not the storage that a view belongs to."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from lp_pipe.rpc import codec
+
+BASE = torch.arange(24.0).reshape(4, 6)
+
+
+def through(value: Any) -> Any:
+    body, buffers = codec.encode(value)
+    return codec.decode(bytes(body), [bytearray(buffer) for buffer in buffers])
+
+
+def size_of(value: Any) -> int:
+    body, buffers = codec.encode(value)
+    return len(body) + sum(memoryview(buffer).nbytes for buffer in buffers)
+
+
+def test_a_tensor_comes_back_equal_and_writable() -> None:
+    back = through({"weights": BASE})["weights"]
+    assert torch.equal(back, BASE)
+    back += 1
+    assert not torch.equal(back, BASE)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        *(
+            torch.ones(3, 2).to(kind)
+            for kind in (torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8)
+        ),
+        torch.tensor([True, False]),
+        torch.tensor([1 + 2j, 3 - 4j]),
+        torch.tensor([1 + 2j]).conj(),
+        torch.tensor([1 + 2j]).conj().imag,
+        torch.tensor(3.5),
+        torch.empty(0, 3),
+        BASE[:, ::2],
+        BASE.t(),
+        BASE[0].expand(5, 6),
+        BASE.flip(0),
+        BASE[:1, 0],  # one element, and a stride that no byte view has
+        BASE[:1, :1],
+        torch.zeros(2, 2, dtype=torch.float8_e4m3fn) if hasattr(torch, "float8_e4m3fn") else torch.zeros(2, 2),
+    ],
+    ids=lambda tensor: f"{tensor.dtype}{tuple(tensor.shape)}{tensor.layout}",
+)
+def test_every_kind_of_tensor(tensor: torch.Tensor) -> None:
+    back = through(tensor)
+    assert type(back) is type(tensor)
+    assert (back.dtype, back.shape, back.layout) == (tensor.dtype, tensor.shape, tensor.layout)
+    if tensor.layout is torch.strided and tensor.dtype.itemsize > 1:
+        assert torch.equal(back, tensor)
+    else:
+        assert torch.equal(back.to_dense().float(), tensor.to_dense().float())
+
+
+def test_parameters_and_requires_grad() -> None:
+    for requires_grad in (True, False):
+        parameter = torch.nn.Parameter(BASE.clone(), requires_grad=requires_grad)
+        back = through(parameter)
+        assert type(back) is torch.nn.Parameter
+        assert back.requires_grad is requires_grad
+        assert torch.equal(back, parameter)
+    assert through(BASE.clone().requires_grad_()).requires_grad
+    inner = (BASE.clone().requires_grad_() * 2).sum()  # part of a graph, which stays here
+    assert through(inner).is_leaf
+
+
+def test_a_small_view_of_a_huge_storage_is_small() -> None:
+    assert size_of(torch.zeros(1_000_000)[:3]) < 2000
+    assert size_of(torch.zeros(1).expand(1000)) < 10_000
+
+
+def test_modules_and_state_dicts() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+    back = through(module)
+    x = torch.ones(2, 3)
+    assert torch.equal(back.eval()(x), module.eval()(x))
+    assert list(through(module.state_dict())) == list(module.state_dict())
+
+
+def test_a_tensor_that_comes_twice_stays_one() -> None:
+    one, two = through([BASE, BASE])
+    assert one is two
+
+
+def test_large_tensors_are_not_copied_into_the_pickle() -> None:
+    tensor = torch.zeros(1000, 1000)
+    body, buffers = codec.encode(tensor)
+    assert len(body) < 2000
+    assert memoryview(buffers[0]).nbytes == 4_000_000
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_sparse_tensors_are_left_to_torch() -> None:
+    sparse = torch.sparse_coo_tensor(torch.tensor([[0, 1]]), torch.tensor([1.0, 2.0]), (3,)).coalesce()
+    assert torch.equal(through(sparse).to_dense(), sparse.to_dense())
+
+
+def test_other_torch_values() -> None:
+    for value in (torch.float32, torch.device("cpu"), torch.Size([1, 2])):
+        assert through(value) == value

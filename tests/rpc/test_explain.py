@@ -1,0 +1,88 @@
+"""Which part of a value does not pickle: its path, as Python would write it, and its type."""
+
+import dataclasses
+import functools
+import threading
+from typing import Any
+
+import pytest
+
+from lp_pipe.rpc.explain import find_culprit, unpicklable
+
+LOCK = threading.Lock()
+
+
+@dataclasses.dataclass
+class Config:
+    lock: Any = None
+
+
+class Thing:
+    def __init__(self) -> None:
+        self.inner = {"lock": LOCK}
+
+    def method(self) -> None: ...
+
+
+def capturing() -> Any:
+    lock = LOCK
+    return lambda: lock
+
+
+class Stubborn:
+    def __reduce__(self) -> Any:
+        raise ValueError("I stay here")
+
+
+def test_the_path_leads_to_the_culprit() -> None:
+    culprit = find_culprit({"a": [1, LOCK]}, "args[0]")
+    assert culprit is not None
+    assert (culprit.path, culprit.type_name) == ("args[0]['a'][1]", "lock")
+    assert "cannot pickle" in culprit.error
+
+
+def test_what_pickles_has_no_culprit() -> None:
+    assert find_culprit({"a": [1, lambda: 3]}, "args[0]") is None
+
+
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [
+        (LOCK, "x"),
+        ((1, [LOCK]), "x[1][0]"),
+        ({"k": {3: LOCK}}, "x['k'][3]"),
+        (Config(LOCK), "x.lock"),
+        (Thing(), "x.inner['lock']"),
+        (Thing().method, "x.__self__.inner['lock']"),
+        (functools.partial(print, 1, LOCK), "x.args[1]"),
+        (functools.partial(print, file=LOCK), "x.keywords['file']"),
+        (capturing(), "closure variable 'lock'"),
+        ([capturing()], "x[0]: closure variable 'lock'"),
+        (type("Local", (), {"lock": LOCK}), "x.lock"),
+        (Stubborn(), "x"),
+        ([0, Stubborn()], "x[1]"),
+    ],
+    ids=list(range(13)),
+)
+def test_paths_through_everything(value: Any, path: str) -> None:
+    culprit = find_culprit(value, "x")
+    assert culprit is not None
+    assert path in culprit.path
+
+
+def test_cycles_and_depth_do_not_lead_astray() -> None:
+    cyclic: list[Any] = [1]
+    cyclic.append(cyclic)
+    cyclic.append(LOCK)
+    culprit = find_culprit(cyclic, "x")
+    assert culprit is not None
+    assert culprit.path == "x[2]"
+    deep: Any = LOCK
+    for _ in range(100):
+        deep = [deep]
+    assert find_culprit(deep, "x") is not None
+
+
+def test_the_error_names_call_part_and_type() -> None:
+    error = unpicklable("server/0.add()", [("args[0]", 1), ("config", Config(LOCK))], TypeError("?"))
+    assert "server/0.add(): cannot pickle config.lock of type lock" in str(error)

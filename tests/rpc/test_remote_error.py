@@ -1,0 +1,245 @@
+"""An exception of a handler, as its caller sees it."""
+
+import builtins
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lp_pipe as lp
+from lp_pipe.rpc import Server
+
+
+class Raises:
+    def fail(self, make: Callable[[], BaseException]) -> None:
+        raise make()
+
+    def fail_with_a_cause(self) -> None:
+        try:
+            {}["missing"]
+        except KeyError as error:
+            raise ValueError("no such layer") from error
+
+
+class Forwards:
+    def __init__(self, inner: lp.CourierClient) -> None:
+        self._inner = inner
+
+    def fail(self, make: Callable[[], BaseException]) -> None:
+        self._inner.fail(make)
+
+    def call_nobody(self) -> None:
+        lp.CourierClient("inproc:nobody", wait_for_ready=False).hello()
+
+    def call_missing(self) -> None:
+        self._inner.missing()
+
+
+@pytest.fixture(params=["inproc", "unix"])
+def client(request: pytest.FixtureRequest, socket_home: Path) -> Iterator[lp.CourierClient]:
+    server = Server(Raises(), f"{request.param}:{socket_home}/raises", name="server/0")
+    yield lp.CourierClient(server.endpoint, peer="server/0")
+    server.close()
+
+
+@pytest.fixture
+def far_client(client: lp.CourierClient, socket_home: Path) -> Iterator[lp.CourierClient]:
+    """Two hops from the one that raises."""
+    server = Server(Forwards(client), f"inproc:{socket_home}/forwards", name="middle/0")
+    yield lp.CourierClient(server.endpoint, peer="middle/0")
+    server.close()
+
+
+def caught(client: lp.CourierClient, make: Callable[[], BaseException]) -> lp.RemoteError:
+    with pytest.raises(lp.RemoteError) as info:
+        client.fail(make)
+    return info.value
+
+
+class TwoArgumentsError(Exception):
+    """Its constructor cannot be called with its args."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+        self.one, self.two = one, two
+
+
+class NewError(Exception):
+    def __new__(cls, *args: Any) -> "NewError":
+        assert args, "must not be called without arguments"
+        return super().__new__(cls, *args)
+
+
+class KeywordOnlyError(ValueError):
+    def __init__(self, *, code: int) -> None:
+        super().__init__()
+        self.code = code
+
+
+class FileError(OSError):
+    def __init__(self, path: str) -> None:
+        super().__init__(2, "is not there", path)
+        self.path = path
+
+
+class LockedError(Exception):
+    def __init__(self) -> None:
+        super().__init__("has a lock", threading.Lock())
+        self.lock = threading.Lock()
+        self.code = 7
+
+
+class BrokenStr(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+class NoReduce(Exception):
+    def __reduce__(self) -> Any:
+        raise RuntimeError("stays here")
+
+
+class SlotsError(Exception):
+    __slots__ = ("code",)
+
+
+def test_except_catches_it_by_its_own_class(client: lp.CourierClient) -> None:
+    with pytest.raises(ValueError, match="no such layer") as info:
+        client.fail_with_a_cause()
+    error = info.value
+    assert isinstance(error, lp.RemoteError)
+    assert isinstance(error, RuntimeError)
+    assert error.type_name == "ValueError"
+    assert error.args == ("no such layer",)
+    for part in ("ValueError", "no such layer", "KeyError: 'missing'", "in fail_with_a_cause", "server/0"):
+        assert part in str(error)
+    assert "in fail_with_a_cause" in error.remote_traceback
+
+
+PLAIN = (StopIteration, StopAsyncIteration)
+ARGUMENTS = {
+    "UnicodeDecodeError": ("utf-8", b"\xff", 0, 1, "bad"),
+    "UnicodeEncodeError": ("utf-8", "\udcff", 0, 1, "bad"),
+    "UnicodeTranslateError": ("x", 0, 1, "bad"),
+    "ExceptionGroup": ("group", [ValueError(1)]),
+    "BaseExceptionGroup": ("group", [KeyboardInterrupt()]),
+    **dict.fromkeys(("SyntaxError", "IndentationError", "TabError"), ("message",)),
+}
+BUILTINS = [
+    kind
+    for kind in vars(builtins).values()
+    if isinstance(kind, type) and issubclass(kind, BaseException) and kind is not BaseException
+]
+
+
+@pytest.mark.parametrize("kind", sorted(set(BUILTINS), key=lambda kind: kind.__name__), ids=lambda kind: kind.__name__)
+def test_every_builtin_exception_arrives(client: lp.CourierClient, kind: type[BaseException]) -> None:
+    arguments = ARGUMENTS.get(kind.__name__, ("message", 2))
+    error = caught(client, lambda: kind(*arguments))
+    assert error.type_name == kind.__name__
+    is_combined = issubclass(kind, Exception) and not issubclass(kind, PLAIN)
+    assert isinstance(error, kind) == is_combined
+    assert kind.__name__ in str(error)
+    if is_combined and kind.__name__ != "ExceptionGroup":
+        assert error.args == kind(*arguments).args
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: TwoArgumentsError(1, 2),
+        lambda: NewError("x"),
+        lambda: KeywordOnlyError(code=3),
+        lambda: FileError("/a"),
+        lambda: LockedError(),
+        lambda: BrokenStr(),
+        lambda: NoReduce("x"),
+        lambda: SlotsError("x"),
+    ],
+)
+def test_odd_exceptions_are_rebuilt_without_their_own_code(client: lp.CourierClient, make: Any) -> None:
+    kind = type(make())
+    error = caught(client, make)
+    assert isinstance(error, kind)
+    assert error.type_name == kind.__name__
+    assert kind.__name__ in str(error)
+
+
+def test_args_and_attributes_are_copied_as_far_as_they_pickle(client: lp.CourierClient) -> None:
+    error: Any = caught(client, lambda: TwoArgumentsError(1, 2))
+    assert (error.args, error.one, error.two) == (("1 and 2",), 1, 2)
+    error = caught(client, lambda: KeywordOnlyError(code=3))
+    assert error.code == 3
+    error = caught(client, LockedError)
+    assert error.code == 7
+    assert not hasattr(error, "lock")
+
+
+def test_attributes_of_builtin_classes_are_copied(client: lp.CourierClient) -> None:
+    error: Any = caught(client, lambda: FileNotFoundError(2, "no such file", "/a/b"))
+    assert isinstance(error, OSError)
+    assert (error.errno, error.strerror, error.filename) == (2, "no such file", "/a/b")
+    error = caught(client, lambda: FileError("/a/b"))
+    assert (error.errno, error.filename, error.path) == (2, "/a/b", "/a/b")
+    error = caught(client, lambda: ModuleNotFoundError("no", name="torch"))
+    assert error.name == "torch"
+    error = caught(client, lambda: UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"))
+    assert (error.encoding, error.start, error.reason) == ("utf-8", 0, "bad")
+
+
+def test_a_local_class_is_caught_where_it_is_known(client: lp.CourierClient) -> None:
+    class LocalError(Exception):
+        pass
+
+    with pytest.raises(LocalError, match="from afar"):
+        client.fail(lambda: LocalError("from afar"))
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit, StopIteration])
+def test_what_must_not_escape_at_the_caller_is_a_plain_remote_error(client: lp.CourierClient, kind: Any) -> None:
+    error = caught(client, lambda: kind("out"))
+    assert not isinstance(error, kind)
+    assert error.type_name == kind.__name__
+    assert client.fail is not None
+
+
+def test_the_innermost_class_is_named_through_any_hops(far_client: lp.CourierClient) -> None:
+    error: Any = caught(far_client, lambda: TwoArgumentsError(1, 2))
+    assert isinstance(error, TwoArgumentsError)
+    assert error.type_name == "TwoArgumentsError"
+    assert (error.one, error.args) == (1, ("1 and 2",))
+    error = caught(far_client, lambda: SystemExit(3))
+    assert error.type_name == "SystemExit"
+
+
+def test_errors_of_calls_inside_a_handler_are_remote_errors(far_client: lp.CourierClient) -> None:
+    with pytest.raises(lp.Unavailable) as info:
+        far_client.call_nobody()
+    assert isinstance(info.value, lp.RemoteError)
+    assert info.value.type_name == "Unavailable"
+    with pytest.raises(lp.MethodNotFound) as missing:
+        far_client.call_missing()
+    assert isinstance(missing.value, lp.RemoteError)
+    with pytest.raises(lp.MethodNotFound) as own:
+        far_client.missing()
+    assert not isinstance(own.value, lp.RemoteError)
+
+
+def test_a_remote_error_can_be_pickled_and_raised_again(client: lp.CourierClient) -> None:
+    error: Any = caught(client, lambda: TwoArgumentsError(1, 2))
+    copied = pickle.loads(pickle.dumps(error))
+    assert isinstance(copied, TwoArgumentsError)
+    assert isinstance(copied, lp.RemoteError)
+    assert copied.type_name == "TwoArgumentsError"
+    with pytest.raises(TwoArgumentsError):
+        raise copied from error
+
+
+def test_futures_carry_it_too(client: lp.CourierClient) -> None:
+    error = client.futures.fail(lambda: KeyError("x")).exception(20.0)
+    assert isinstance(error, KeyError)
+    assert isinstance(error, lp.RemoteError)
+    assert error.args == ("x",)

@@ -1,0 +1,85 @@
+"""Tracebacks in few lines."""
+
+import json
+import traceback
+from pathlib import Path
+
+import lp_pipe
+from lp_pipe.telemetry.tracebacks import fold_traceback
+
+HERE = Path(__file__).parent
+FRAMEWORK = Path(lp_pipe.__file__).parent / "rpc" / "client.py"
+
+
+def printed(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
+
+
+def fails() -> None:
+    raise ValueError("too hot")
+
+
+def test_own_frames_take_a_line_each_with_their_source() -> None:
+    try:
+        fails()
+    except ValueError as error:
+        lines = fold_traceback(printed(error), HERE)
+    assert lines == [
+        f"test_tracebacks.py:{fails.__code__.co_firstlineno + 6} in "
+        "test_own_frames_take_a_line_each_with_their_source:  fails()",
+        f'test_tracebacks.py:{fails.__code__.co_firstlineno + 1} in fails:  raise ValueError("too hot")',
+    ]
+
+
+def test_frames_of_others_are_folded() -> None:
+    try:
+        json.loads("{")
+    except ValueError as error:
+        lines = fold_traceback(printed(error), HERE)
+    assert len(lines) == 2
+    assert lines[1] == "  … 3 frames of the standard library"
+
+
+def test_a_remote_call_shows_both_sides_and_the_error_between() -> None:
+    text = f"""\
+Traceback (most recent call last):
+  File "{FRAMEWORK.parent}/execute.py", line 3, in run_node
+    node.execute()
+  File "/home/me/train.py", line 12, in run
+    self.evaluator.evaluate()
+  File "{FRAMEWORK}", line 77, in __call__
+    return self.result()
+    ~~~~~~~~~~~^^
+  File "{FRAMEWORK}", line 80, in result
+    raise error
+lp_pipe.errors.ValueError: evaluator/0.evaluate() raised ValueError: too hot
+
+Traceback (most recent call last):
+  File "{FRAMEWORK.parent}/server.py", line 9, in _run
+    handler()
+  File "/home/me/train.py", line 30, in evaluate
+    raise ValueError("too hot")
+ValueError: too hot
+"""
+    assert fold_traceback(text, Path("/home/me")) == [
+        "train.py:12 in run:  self.evaluator.evaluate()",
+        "  … 2 frames of lp_pipe",
+        "evaluator/0.evaluate() raised ValueError: too hot",
+        'train.py:30 in evaluate:  raise ValueError("too hot")',
+    ]
+
+
+def test_a_cause_comes_before_its_effect() -> None:
+    try:
+        try:
+            fails()
+        except ValueError as error:
+            raise RuntimeError("gave up") from error
+    except RuntimeError as error:
+        lines = fold_traceback(printed(error), HERE)
+    assert lines[2] == "ValueError: too hot"
+    assert len(lines) == 4
+
+
+def test_text_without_a_traceback_has_no_frames() -> None:
+    assert fold_traceback("The process left no traceback; it had printed nothing") == []

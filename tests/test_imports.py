@@ -1,0 +1,59 @@
+"""What importing costs: no engine, no torch, no gRPC, nothing that reads the network or starts threads."""
+
+import subprocess
+import sys
+
+import pytest
+
+import lp_pipe
+
+CORE = [
+    "lp_pipe",
+    "lp_pipe.launch.launcher",
+    "lp_pipe.launch.zygote",
+    "lp_pipe.launch.template",
+    "lp_pipe.launch.node_main",
+    "lp_pipe.launch.process",
+    "lp_pipe.launch.thread",
+    "lp_pipe.rpc.codec",
+    "lp_pipe.connections",
+]
+HEAVY = ["torch", "grpc", "numpy", "ray", "kubernetes", "pandas", "absl", "rich", "asyncio", "multiprocessing"]
+
+
+def imported_by(module: str) -> set[str]:
+    code = f"import sys, threading, {module}; assert threading.active_count() == 1; print(*sys.modules)"
+    return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+
+
+@pytest.mark.parametrize("module", CORE)
+def test_the_core_imports_nothing_heavy(module: str) -> None:
+    assert not imported_by(module) & set(HEAVY)
+
+
+def test_the_public_names() -> None:
+    assert {
+        *("Address", "get_port_from_address", "Program", "Resources"),
+        *("Node", "PyNode", "PyClassNode", "CourierNode", "Handle", "CourierHandle", "Deferred"),
+        *("launch", "Run", "CourierClient", "list_methods"),
+        *("context", "NodeContext", "log_metrics", "stop", "stop_event", "wait_for_stop"),
+        *("register_stop_handler", "unregister_stop_handler"),
+        *("LpPipeError", "NodeError", "RemoteError", "DeadlineExceeded", "Unavailable", "MethodNotFound"),
+        *("SerializationError", "LaunchError"),
+    } <= set(vars(lp_pipe))
+
+
+@pytest.mark.parametrize(
+    ("error", "builtin"),
+    [
+        (lp_pipe.NodeError, RuntimeError),
+        (lp_pipe.RemoteError, RuntimeError),
+        (lp_pipe.DeadlineExceeded, TimeoutError),
+        (lp_pipe.Unavailable, ConnectionError),
+        (lp_pipe.MethodNotFound, AttributeError),
+        (lp_pipe.SerializationError, RuntimeError),
+    ],
+)
+def test_errors_can_be_caught_by_their_builtin_class(error: type[Exception], builtin: type[Exception]) -> None:
+    assert issubclass(error, lp_pipe.LpPipeError)
+    assert issubclass(error, builtin)

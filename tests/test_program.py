@@ -1,0 +1,119 @@
+"""Declare a program: labels, groups, edges, and what is refused."""
+
+from typing import Any
+
+import pytest
+
+import lp_pipe as lp
+from lp_pipe.program import Edge
+
+
+class Server:
+    def __init__(self, *peers: Any) -> None: ...
+
+
+def test_a_program_is_nodes_in_labelled_groups() -> None:
+    program = lp.Program("train")
+    feeder, trainer = lp.CourierNode(Server), lp.PyNode(print)
+    with program.group("feeder"):
+        handle = program.add_node(feeder)
+    program.add_node(trainer, label="trainer")
+    assert isinstance(handle, lp.CourierHandle)
+    assert program.name == "train"
+    assert program.groups == {"feeder": [feeder], "trainer": [trainer]}
+    assert program.get_all_nodes() == [feeder, trainer]
+    assert repr(program) == "Program('train': feeder x 1, trainer x 1)"
+
+
+def test_groups_keep_their_order_and_can_be_reopened() -> None:
+    program = lp.Program("p")
+    nodes = [lp.PyNode(print) for _ in range(4)]
+    with program.group("b"):
+        program.add_node(nodes[0])
+        program.add_node(nodes[1], label="b")
+    program.add_node(nodes[2], label="a")
+    with program.group("b"):
+        program.add_node(nodes[3])
+    assert list(program.groups) == ["b", "a"]
+    assert program.groups["b"] == [nodes[0], nodes[1], nodes[3]]
+    assert [node.name for node in nodes] == ["b/0", "b/1", "a/0", "b/2"]
+
+
+@pytest.mark.parametrize("label", ["", None])
+def test_a_node_outside_of_groups_and_a_group_need_a_label(label: Any) -> None:
+    program = lp.Program("p")
+    with pytest.raises(ValueError, match="label"):
+        program.add_node(lp.PyNode(print), label=label)
+    with pytest.raises(ValueError, match="label"), program.group(label):
+        pass
+
+
+def test_a_label_that_differs_from_the_groups_is_refused_with_both_names() -> None:
+    program = lp.Program("p")
+    with program.group("mine"), pytest.raises(ValueError, match=r"label.*'other'.*'mine'"):
+        program.add_node(lp.PyNode(print), label="other")
+
+
+def test_groups_cannot_be_nested_and_a_failed_one_is_closed() -> None:
+    program = lp.Program("p")
+    with pytest.raises(ValueError, match="nest"), program.group("outer"), program.group("inner"):
+        pass
+    with program.group("inner"):
+        program.add_node(lp.PyNode(print))
+    assert list(program.groups) == ["inner"]
+
+
+def test_a_label_is_reopened_with_the_same_options_only() -> None:
+    program = lp.Program("p")
+    with program.group("a", resources=lp.Resources(threads=2)):
+        pass
+    with program.group("a", resources=lp.Resources(threads=2)):
+        pass
+    with pytest.raises(ValueError, match="label 'a'"), program.group("a", resources=lp.Resources(threads=3)):
+        pass
+
+
+@pytest.mark.parametrize("thing", [Server, print, "node", None])
+def test_what_is_no_node_is_refused(thing: Any) -> None:
+    with pytest.raises(TypeError, match="CourierNode"):
+        lp.Program("p").add_node(thing, label="a")
+
+
+def test_a_node_belongs_to_one_place() -> None:
+    program = lp.Program("p")
+    node = lp.PyNode(print)
+    program.add_node(node, label="a")
+    with pytest.raises(ValueError, match="already"):
+        program.add_node(node, label="b")
+
+
+def test_edges_are_who_holds_a_handle_of_whom() -> None:
+    program = lp.Program("p")
+    server = program.add_node(lp.CourierNode(Server), label="server")
+    program.add_node(lp.PyNode(print, [server, server]), label="user")
+    program.add_node(lp.PyNode(lambda: server), label="closure")
+    program.add_node(lp.PyNode(print, lp.Deferred(Server, server)), label="deferred")
+    assert program.edges() == [
+        Edge("user/0", "server/0"),
+        Edge("closure/0", "server/0"),
+        Edge("deferred/0", "server/0"),
+    ]
+
+
+def test_edges_of_a_handle_from_elsewhere_name_its_user() -> None:
+    foreign = lp.Program("other").add_node(lp.CourierNode(Server), label="stranger")
+    program = lp.Program("mine")
+    program.add_node(lp.PyNode(print, foreign), label="user")
+    with pytest.raises(ValueError, match=r"user/0.*stranger/0.*'mine'"):
+        program.edges()
+
+
+def test_resources_are_checked() -> None:
+    assert lp.Resources() == lp.Resources(cpus=None, gpus=0, memory=None, threads=1, env={}, host=None)
+    for wrong in ({"threads": 0}, {"gpus": -1}, {"cpus": 0}):
+        with pytest.raises(ValueError, match="Resources"):
+            lp.Resources(**wrong)
+    for name in ("OMP_NUM_THREADS", "LD_PRELOAD", "CUDA_VISIBLE_DEVICES"):
+        assert lp.Resources(env={name: "1"}).needs_fresh_interpreter
+    assert lp.Resources(fresh_interpreter=True).needs_fresh_interpreter
+    assert not lp.Resources(env={"MINE": "1"}).needs_fresh_interpreter

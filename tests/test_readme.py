@@ -1,0 +1,38 @@
+"""The README's snippets run as they are printed."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+
+
+def run(*command: str, cwd: Path) -> str:
+    environment = {**os.environ, "LP_PIPE_RUNS": str(cwd / "runs")}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_thirty_lines_give_the_same_parameters_in_every_mode(tmp_path: Path) -> None:
+    fingerprints = set()
+    for mode in ("process", "thread"):
+        (tmp_path / f"{mode}.py").write_text(BLOCKS[0].replace('mode="process"', f'mode="{mode}"'))
+        fingerprints |= set(re.findall(r"parameters ([0-9a-f]{16})", run(f"{mode}.py", cwd=tmp_path)))
+    assert len(fingerprints) == 1
+
+
+def test_the_unit_test_is_a_unit_test(tmp_path: Path) -> None:
+    (tmp_path / "test_adder.py").write_text(BLOCKS[1])
+    assert "1 passed" in run("-m", "pytest", "-q", "-p", "no:cacheprovider", "test_adder.py", cwd=tmp_path)
+
+
+def test_every_relative_link_leads_somewhere() -> None:
+    for page in [ROOT / "README.md", ROOT / "BUILD.md", *(ROOT / "docs").glob("*.md")]:
+        for link in re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8")):
+            assert "://" in link or (page.parent / link).exists(), f"{page.name} links to {link}"
