@@ -46,7 +46,13 @@ def socket_home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture
-def no_leaks(socket_home: Path) -> Iterator[None]:
+def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes start in 0.2 s: the template does not import torch, though other tests of this process have."""
+    monkeypatch.setattr("lp_pipe.launch.template._WORTH_PRELOADING", ())
+
+
+@pytest.fixture
+def no_leaks(socket_home: Path, without_torch: None) -> Iterator[None]:
     """After the test: no process, no thread and no socket directory that was not there before."""
     threads = set(threading.enumerate())
     processes = set(psutil.Process().children(recursive=True))

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import os
 import signal
 import sys
 import threading
@@ -12,7 +13,7 @@ from types import FrameType
 
 from lp_pipe.cli import ending
 from lp_pipe.cli.display import Display, PlainDisplay, Start
-from lp_pipe.cli.errors import INTERRUPTED, NotLaunched, UsageError, nearest
+from lp_pipe.cli.errors import NotLaunched, UsageError, nearest
 from lp_pipe.cli.events import JsonDisplay
 from lp_pipe.cli.live import LiveDisplay
 from lp_pipe.cli.targets import load_program
@@ -20,6 +21,7 @@ from lp_pipe.errors import LpPipeError, NodeError
 from lp_pipe.graph import GraphView
 from lp_pipe.launch import Run, launch, new_run_dir
 from lp_pipe.launch.launcher import MODES
+from lp_pipe.launch.signals import Terminated
 
 _REFRESH_S = 0.1
 _ENDED_STATES = {"finished", "failed", "stopped"}
@@ -67,12 +69,13 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
     with _sigterm_like_ctrl_c():
         program = load_program(arguments.target, program_flags)
         run_dir = arguments.run_dir or new_run_dir(Path("runs"), program.name)
-        with _explained(arguments.target, run_dir):
+        ours = run_dir if arguments.run_dir is None else None
+        with _explained(arguments.target, ours):
             view = GraphView.of(program)
         with _make_display(arguments.json) as display:
             display.starting(Start(view, arguments.mode, run_dir))
             with display.output():
-                with _explained(arguments.target, run_dir):
+                with _explained(arguments.target, ours):
                     run = launch(
                         program,
                         arguments.mode,
@@ -86,13 +89,14 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
 
 
 @contextlib.contextmanager
-def _explained(target: str, run_dir: Path) -> Iterator[None]:
-    """What a launch may raise becomes the command's own error."""
+def _explained(target: str, new_folder: Path | None) -> Iterator[None]:
+    """What a launch may raise becomes the command's own error; a folder made for it goes, if it is still empty."""
     try:
         yield
     except (LpPipeError, ValueError, OSError) as error:
-        with contextlib.suppress(OSError):
-            run_dir.rmdir()  # still empty, so nobody will miss it
+        if new_folder is not None:
+            with contextlib.suppress(OSError):
+                new_folder.rmdir()
         raise NotLaunched(f"cannot launch {target}: {error}") from error
 
 
@@ -127,13 +131,8 @@ def _is_up(run: Run, display: Display) -> bool:
 def _make_display(is_json: bool) -> Display:
     if is_json:
         return JsonDisplay()
-    return LiveDisplay() if sys.stdout.isatty() else PlainDisplay()
-
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM came while nothing was launched yet."""
-
-    exit_status = INTERRUPTED + signal.SIGTERM
+    can_redraw = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    return LiveDisplay() if can_redraw else PlainDisplay()
 
 
 @contextlib.contextmanager
@@ -150,7 +149,7 @@ def _sigterm_like_ctrl_c() -> Iterator[None]:
 
 
 def _raise_terminated(number: int, frame: FrameType | None) -> None:
-    raise Terminated
+    raise Terminated("received SIGTERM")
 
 
 def _mode(text: str) -> str:

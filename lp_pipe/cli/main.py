@@ -4,12 +4,14 @@ import argparse
 import importlib.metadata
 import os
 import platform
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from lp_pipe.cli import graph, launch
 from lp_pipe.cli.errors import INTERRUPTED, CommandError, UsageError, nearest
+from lp_pipe.launch.signals import Terminated
 
 _COMMANDS = {"launch": launch, "graph": graph}
 _EXAMPLES = """\
@@ -20,7 +22,7 @@ examples:
 
 `lp_pipe COMMAND --help` says more.
 """
-_READER_GONE = INTERRUPTED + 13  # as a shell reports SIGPIPE
+_READER_GONE = INTERRUPTED + signal.SIGPIPE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.status
     except KeyboardInterrupt as error:
         print("lp_pipe: interrupted", file=sys.stderr)
-        return int(getattr(error, "exit_status", INTERRUPTED + 2))
+        return INTERRUPTED + (signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
     except BrokenPipeError:  # such as `lp_pipe graph ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _READER_GONE

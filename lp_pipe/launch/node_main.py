@@ -36,13 +36,12 @@ class Supervision:
 
     def __init__(self, endpoint: str) -> None:
         self.stop_signal = StopSignal()
-        self.started: Future[wire.Start] = Future()
+        self.started: Future[tuple[wire.Start, Frame]] = Future()
         self._pending: dict[int, Future[str]] = {}
         self._ids = itertools.count(1)
         self._endpoint_prefix = ""
         self._connection = connections.connect(endpoint, idle_timeout_s=LAUNCHER_PATIENCE_S)
         self._actions: dict[str, Callable[[Any], None]] = {
-            "start": self.started.set_result,
             "stop": lambda message: self.stop_signal.set(),
             "resolved": self._on_resolved,
             "stacks": self._on_stacks,
@@ -98,8 +97,8 @@ class Supervision:
             self.send(stop_request=wire.StopRequest())
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None) -> None:
-        values = {name: float(value) for name, value in metrics.items()}
-        self.send(metrics=wire.Metrics(values=values, step=step or 0, has_step=step is not None))
+        values = [float(value) for value in metrics.values()]
+        self.send(metrics=wire.Metrics(names=list(metrics), values=values, step=step or 0, has_step=step is not None))
 
     def _ask(self, question: Callable[[int], dict[str, Any]]) -> "Future[str]":
         number = next(self._ids)
@@ -115,7 +114,9 @@ class Supervision:
     def _on_frame(self, frame: Frame) -> None:
         message = wire.Supervision.FromString(bytes(frame.body))
         kind = message.WhichOneof("message")
-        if kind is not None:
+        if kind == "start":
+            self.started.set_result((message.start, frame))
+        elif kind is not None:
             self._actions[kind](getattr(message, kind))
 
     def _on_resolved(self, message: wire.Resolved) -> None:
@@ -146,9 +147,9 @@ def main(node_id: str, endpoint: str) -> int:
     """Run one node in this process; returns the exit status."""
     supervision = Supervision(endpoint)
     supervision.send(hello=wire.Hello(node_id=node_id, pid=os.getpid()))
-    start = supervision.started.result()
+    start, frame = supervision.started.result()
     try:
-        failure = _run(start, supervision)
+        failure = _run(start, frame.buffers[0], supervision)
     except BaseException as error:  # the node's modules or arguments did not load
         failure = failure_from(error)
     supervision.end(failure)  # before exit functions, which may take long: the others must hear of a failure now
@@ -170,10 +171,10 @@ def all_stacks() -> str:
     return "\n".join(parts)
 
 
-def _run(start: wire.Start, supervision: Supervision) -> Failure | None:
+def _run(start: wire.Start, payload: bytearray, supervision: Supervision) -> Failure | None:
     _set_up_process(start)
     supervision.use_socket_dir(os_text.unpack(start.socket_dir))
-    node, resources = codec.loads(start.node)
+    node, resources = codec.loads(payload)
     context = NodeContext(
         label=start.label,
         index=start.index,

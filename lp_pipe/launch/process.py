@@ -159,10 +159,10 @@ class ProcessHost(Host):
                 argv=os_text.pack_all(sys.argv),
                 env=os_text.pack_map(self._environment_of(spec)),
                 threads=spec.resources.threads,
-                node=self._payloads.pop(node_id),
                 grace_s=self._plan.grace_s,
                 log_level=logging.getLogger().getEffectiveLevel(),
-            )
+            ),
+            payload=self._payloads.pop(node_id),
         )
         if self._coordinator.stop_requested:
             stream.send(stop=wire.Stop())
@@ -239,10 +239,11 @@ class _NodeStream:
             "stacks": self._on_stacks,
         }
 
-    def send(self, **message: Any) -> None:
+    def send(self, payload: bytes | None = None, **message: Any) -> None:
         body = wire.Supervision(**message).SerializeToString()
+        buffers = () if payload is None else (payload,)
         with contextlib.suppress(Unavailable):  # the process has just ended; its exit is reported by the template
-            self.connection.send(Frame(frames.SUPERVISION, body=body))
+            self.connection.send(Frame(frames.SUPERVISION, body=body, buffers=buffers))
 
     def ask_stacks(self) -> "Future[str] | None":
         if self.closed.is_set():
@@ -284,7 +285,8 @@ class _NodeStream:
 
     def _on_metrics(self, message: wire.Metrics) -> None:
         step = message.step if message.has_step else None
-        self._coordinator.log_metrics(self._node_id, dict(message.values), step)
+        values = dict(zip(message.names, message.values, strict=True))
+        self._coordinator.log_metrics(self._node_id, values, step)
 
     def _on_ended(self, message: wire.Ended) -> None:
         failure = None

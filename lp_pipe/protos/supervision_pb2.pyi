@@ -15,7 +15,7 @@ class Hello(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., pid: _Optional[int] = ...) -> None: ...
 
 class Start(_message.Message):
-    __slots__ = ("label", "index", "group_size", "run_dir", "socket_dir", "cwd", "sys_path", "env", "threads", "node", "argv", "cpus", "grace_s", "log_level")
+    __slots__ = ("label", "index", "group_size", "run_dir", "socket_dir", "cwd", "sys_path", "env", "threads", "argv", "cpus", "grace_s", "log_level")
     class EnvEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -32,7 +32,6 @@ class Start(_message.Message):
     SYS_PATH_FIELD_NUMBER: _ClassVar[int]
     ENV_FIELD_NUMBER: _ClassVar[int]
     THREADS_FIELD_NUMBER: _ClassVar[int]
-    NODE_FIELD_NUMBER: _ClassVar[int]
     ARGV_FIELD_NUMBER: _ClassVar[int]
     CPUS_FIELD_NUMBER: _ClassVar[int]
     GRACE_S_FIELD_NUMBER: _ClassVar[int]
@@ -46,12 +45,11 @@ class Start(_message.Message):
     sys_path: _containers.RepeatedScalarFieldContainer[str]
     env: _containers.ScalarMap[str, str]
     threads: int
-    node: bytes
     argv: _containers.RepeatedScalarFieldContainer[str]
     cpus: _containers.RepeatedScalarFieldContainer[int]
     grace_s: float
     log_level: int
-    def __init__(self, label: _Optional[str] = ..., index: _Optional[int] = ..., group_size: _Optional[int] = ..., run_dir: _Optional[str] = ..., socket_dir: _Optional[str] = ..., cwd: _Optional[str] = ..., sys_path: _Optional[_Iterable[str]] = ..., env: _Optional[_Mapping[str, str]] = ..., threads: _Optional[int] = ..., node: _Optional[bytes] = ..., argv: _Optional[_Iterable[str]] = ..., cpus: _Optional[_Iterable[int]] = ..., grace_s: _Optional[float] = ..., log_level: _Optional[int] = ...) -> None: ...
+    def __init__(self, label: _Optional[str] = ..., index: _Optional[int] = ..., group_size: _Optional[int] = ..., run_dir: _Optional[str] = ..., socket_dir: _Optional[str] = ..., cwd: _Optional[str] = ..., sys_path: _Optional[_Iterable[str]] = ..., env: _Optional[_Mapping[str, str]] = ..., threads: _Optional[int] = ..., argv: _Optional[_Iterable[str]] = ..., cpus: _Optional[_Iterable[int]] = ..., grace_s: _Optional[float] = ..., log_level: _Optional[int] = ...) -> None: ...
 
 class Register(_message.Message):
     __slots__ = ("address", "endpoint")
@@ -82,21 +80,16 @@ class Resolved(_message.Message):
     def __init__(self, id: _Optional[int] = ..., endpoint: _Optional[str] = ..., unavailable: _Optional[str] = ..., not_in_program: _Optional[bool] = ...) -> None: ...
 
 class Metrics(_message.Message):
-    __slots__ = ("values", "step", "has_step")
-    class ValuesEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: float
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    __slots__ = ("names", "values", "step", "has_step")
+    NAMES_FIELD_NUMBER: _ClassVar[int]
     VALUES_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     HAS_STEP_FIELD_NUMBER: _ClassVar[int]
-    values: _containers.ScalarMap[str, float]
+    names: _containers.RepeatedScalarFieldContainer[str]
+    values: _containers.RepeatedScalarFieldContainer[float]
     step: int
     has_step: bool
-    def __init__(self, values: _Optional[_Mapping[str, float]] = ..., step: _Optional[int] = ..., has_step: _Optional[bool] = ...) -> None: ...
+    def __init__(self, names: _Optional[_Iterable[str]] = ..., values: _Optional[_Iterable[float]] = ..., step: _Optional[int] = ..., has_step: _Optional[bool] = ...) -> None: ...
 
 class Ended(_message.Message):
     __slots__ = ("type_name", "message", "traceback", "is_unavailable")

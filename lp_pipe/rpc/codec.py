@@ -69,7 +69,7 @@ def dumps(value: Any) -> bytes:
     return pickle.dumps((payload.body, [bytes(buffer) for buffer in payload.buffers]), protocol=5)
 
 
-def loads(data: bytes) -> Any:
+def loads(data: bytes | bytearray) -> Any:
     """Undo `dumps`."""
     body, buffers = pickle.loads(data)
     return decode(body, [bytearray(buffer) for buffer in buffers])

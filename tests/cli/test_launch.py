@@ -177,3 +177,9 @@ def test_a_reader_that_goes_away_ends_the_run_without_a_traceback(start: Start) 
     status = run.process.wait(PATIENCE_S)
     assert run.process.stderr is not None
     assert (status, run.process.stderr.read()) == (141, "")
+
+
+def test_a_run_folder_of_the_users_stays_when_the_launch_fails(command: Command, folder: Path) -> None:
+    (folder / "mine").mkdir()
+    assert command("launch", "demo.py:empty", "--run-dir=mine").returncode == 3
+    assert (folder / "mine").is_dir()

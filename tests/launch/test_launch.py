@@ -259,8 +259,15 @@ def test_nodes_know_who_they_are(mode: str) -> None:
 
 @pytest.mark.parametrize(
     "ask",
-    [lp.context, lp.stop, lp.stop_event, lp.wait_for_stop, lambda: lp.log_metrics({"a": 1})]
-    + [lambda: lp.register_stop_handler(print), lambda: lp.unregister_stop_handler(print)],
+    [
+        lp.context,
+        lp.stop,
+        lp.stop_event,
+        lp.wait_for_stop,
+        lambda: lp.log_metrics({"a": 1}),
+        lambda: lp.register_stop_handler(print),
+        lambda: lp.unregister_stop_handler(print),
+    ],
 )
 def test_outside_of_nodes_they_raise(ask: Callable[[], object]) -> None:
     with pytest.raises(RuntimeError, match="inside a running node"):

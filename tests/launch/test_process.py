@@ -277,3 +277,19 @@ def test_stopping_at_once_after_the_launch_is_clean() -> None:
         run = lp.launch(probes(count=3), "process")
         run.stop()
         run.wait()
+
+
+def test_torch_nodes_are_forked_with_torch_loaded_and_compute_with_their_number_of_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lp_pipe.launch.template._WORTH_PRELOADING", ("numpy", "torch"))
+    import torch
+
+    def compute() -> tuple[int, float]:
+        return torch.get_num_threads(), float((torch.ones(300, 300) @ torch.ones(300, 300)).sum())
+
+    with lp.launch(probes(count=2, threads=2), "process") as run:
+        results = [run.client("probe", index).ask(compute) for index in range(2)]
+        draws = {run.client("probe", index).ask(lambda: float(torch.rand(()))) for index in range(2)}
+    assert results == [(2, 300.0**3)] * 2
+    assert len(draws) == 2

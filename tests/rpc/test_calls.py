@@ -191,7 +191,7 @@ def test_a_client_made_from_an_address_or_sent_through_a_call_works(serve: Serve
 
 
 def test_clients_that_come_and_go_leave_no_connections(serve: Serve) -> None:
-    # Every client that travels through a call is a new one; each kept its connection and a thread until the server ended.
+    # Every client that travels through a call is a new one; each kept a connection and a thread until the server ended.
     client = serve(Calculator())
     (server,) = serve.servers  # type: ignore[attr-defined]
     client.add(1, 1)
