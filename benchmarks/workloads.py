@@ -128,17 +128,16 @@ def _adamw(parameters: Parameters) -> torch.optim.Optimizer:
 
 def mlp(width: int, batch_size: int, depth: int = 8) -> Workload:
     """Equal layers; the cut is in the middle."""
-    layers = (
-        *(functools.partial(_hidden, width) for _ in range(depth - 1)),
-        functools.partial(nn.Linear, width, width),
-    )
+    hidden: list[Factory] = [functools.partial(_hidden, width)] * (depth - 1)
+    layers: tuple[Factory, ...] = (*hidden, functools.partial(nn.Linear, width, width))
     return Workload("mlp", layers, depth // 2, batch_size, functools.partial(_vectors, batch_size, width), _sgd)
 
 
 def gpt(width: int, batch_size: int, context: int, depth: int = 4) -> Workload:
     """Embedding, transformer blocks, scores of the next token; the cut is in the middle of the blocks."""
     blocks: list[Factory] = [functools.partial(Block, width, 4)] * depth
-    layers = (functools.partial(Embedding, context, width), *blocks, functools.partial(_head, width))
+    ends: list[Factory] = [functools.partial(Embedding, context, width), functools.partial(_head, width)]
+    layers = (ends[0], *blocks, ends[1])
     return Workload("gpt", layers, 1 + depth // 2, batch_size, functools.partial(_tokens, batch_size, context), _adamw)
 
 

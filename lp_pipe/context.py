@@ -185,6 +185,13 @@ def publish(address_ids: Iterable[str], services: NodeServices) -> None:
         _launched[address_id] = (services, current_context())
 
 
+def replace_published(services: NodeServices, successor: NodeServices) -> None:
+    """From now on let `successor` speak for the addresses that `services` was published for."""
+    for address_id, (published, launcher) in list(_launched.items()):
+        if published is services:
+            _launched[address_id] = (successor, launcher)
+
+
 def is_launcher_of(address_id: str) -> bool:
     """Whether the calling code has launched the program of this address (and is not one of its nodes)."""
     return address_id in _launched and _launched[address_id][1] is current_context()

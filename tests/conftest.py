@@ -20,6 +20,8 @@ import psutil
 import pytest
 from hypothesis import settings
 
+from lp_pipe.launch import template
+
 # Two test processes share two cores: the time one example takes says nothing.
 settings.register_profile("lp_pipe", deadline=None)
 settings.load_profile("lp_pipe")
@@ -48,7 +50,7 @@ def socket_home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.fixture
 def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes start in 0.2 s: the template does not import torch, though other tests of this process have."""
-    monkeypatch.setattr("lp_pipe.launch.template._WORTH_PRELOADING", ())
+    monkeypatch.setattr(template, "_WORTH_PRELOADING", ())
 
 
 @pytest.fixture

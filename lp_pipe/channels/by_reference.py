@@ -1,17 +1,21 @@
-"""Transport in one process: the receiver gets the sender's tensors themselves."""
+"""Transport in one process: the sender's copies of the tensors pass by reference.
+
+The copy is what makes threads behave as processes do: a layer that writes to its input in place must not reach into
+what the stage before it has saved for its backward.
+"""
 
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
-from lp_pipe.channels.packing import Layout
+from lp_pipe.channels.packing import Layout, copies
 from lp_pipe.channels.transport import Inlet, Outlet
 
 
 class ReferenceOutlet(Outlet):
     def write(self, layout: Layout, tensors: list[Tensor], credits: int) -> tuple[int, Sequence[Any]]:
-        return 0, tensors
+        return 0, copies(layout, tensors)
 
 
 class ReferenceInlet(Inlet):

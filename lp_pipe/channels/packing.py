@@ -29,12 +29,27 @@ class TensorSpec(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+class Geometry(NamedTuple):
+    """How a tensor that was sliced or expanded lay in memory, where the bytes that travel are dense.
+
+    Kernels sum in another order over another layout, so the receiver restores it: `stride` with its gaps (None: dense),
+    then `shape`, to which dimensions of size 1 are expanded without copies.
+    """
+
+    stride: tuple[int, ...] | None
+    shape: tuple[int, ...]
+
+
 @dataclass
 class Layout:
-    """`specs` has an entry per leaf, None where the leaf is not a tensor; those leaves are pickled in `others`."""
+    """`specs` has an entry per leaf, None where the leaf is not a tensor; those leaves are pickled in `others`.
+
+    `geometries` has an entry per tensor, None where the dense tensor is already as it was.
+    """
 
     treedef: pytree.TreeSpec
     specs: tuple[TensorSpec | None, ...]
+    geometries: tuple[Geometry | None, ...]
     others: bytes
 
     @cached_property
@@ -48,12 +63,12 @@ class Layout:
         return list(accumulate(sizes, initial=0))
 
     def encode(self) -> bytes:
-        return _dumps((_portable(self.treedef), self.specs, self.others))
+        return _dumps((_portable(self.treedef), self.specs, self.geometries, self.others))
 
     @staticmethod
     def decode(data: bytes | bytearray | memoryview) -> "Layout":
-        portable, specs, others = codec.loads(bytes(data))
-        return Layout(_treedef_of(portable), specs, others)
+        portable, specs, geometries, others = codec.loads(bytes(data))
+        return Layout(_treedef_of(portable), specs, geometries, others)
 
 
 def pack(value: Any) -> tuple[Layout, list[Tensor]]:
@@ -65,25 +80,42 @@ def pack(value: Any) -> tuple[Layout, list[Tensor]]:
     leaves, treedef = pytree.tree_flatten(value)
     tensors: list[Tensor] = []
     specs: list[TensorSpec | None] = []
+    geometries: list[Geometry | None] = []
     others: list[Any] = []
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             _check_is_plain(leaf)
-            tensors.append(leaf.detach())
-            specs.append(_spec_of(leaf))
+            core = _without_repeats(leaf.detach())
+            spec = _spec_of(core)
+            tensors.append(core)
+            specs.append(spec)
+            geometries.append(_geometry_of(leaf, core, spec))
         else:
             others.append(leaf)
             specs.append(None)
-    return Layout(treedef, tuple(specs), _dumps(others) if others else b""), tensors
+    return Layout(treedef, tuple(specs), tuple(geometries), _dumps(others) if others else b""), tensors
 
 
 def unpack(layout: Layout, tensors: Sequence[Tensor]) -> Any:
     """Undo `pack`; the other leaves are made anew each time, so that no two values share them."""
+    if any(layout.geometries):
+        tensors = [_restored(tensor, geometry) for tensor, geometry in zip(tensors, layout.geometries, strict=True)]
     if not layout.others:
         return pytree.tree_unflatten(tensors, layout.treedef)
     remaining, others = iter(tensors), iter(codec.loads(layout.others))
     leaves = [next(others if spec is None else remaining) for spec in layout.specs]
     return pytree.tree_unflatten(leaves, layout.treedef)
+
+
+def copied(value: Any) -> Any:
+    """What a receiver would get: the same tensors in memory of their own."""
+    layout, tensors = pack(value)
+    return unpack(layout, copies(layout, tensors))
+
+
+def copies(layout: Layout, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Dense copies of the tensors that `pack` took out of a value."""
+    return [empty_tensor(spec).copy_(tensor) for spec, tensor in zip(layout.tensor_specs, tensors, strict=True)]
 
 
 def tensor_over(memory: Tensor, offset_bytes: int, spec: TensorSpec) -> Tensor:
@@ -102,6 +134,40 @@ def _spec_of(tensor: Tensor) -> TensorSpec:
     # The strides go along because kernels may sum in another order for another memory format (channels_last).
     dense = tensor if tensor.is_contiguous() else torch.empty_like(tensor, device="meta")
     return TensorSpec(tensor.dtype, tensor.shape, dense.stride())
+
+
+def _without_repeats(tensor: Tensor) -> Tensor:
+    """One element of each expanded dimension: all that has to travel of it."""
+    for dimension, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
+
+
+def _geometry_of(tensor: Tensor, core: Tensor, spec: TensorSpec) -> Geometry | None:
+    is_dense = core.numel() <= 1 or core.stride() == spec.stride or _overlaps(core)
+    if is_dense and core.shape == tensor.shape:
+        return None
+    return Geometry(None if is_dense else core.stride(), tuple(tensor.shape))
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Whether elements share memory (windows made by unfold): such a tensor cannot be written, so it stays dense."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += (size - 1) * stride
+    return False
+
+
+def _restored(tensor: Tensor, geometry: Geometry | None) -> Tensor:
+    if geometry is None:
+        return tensor
+    if geometry.stride is not None:
+        tensor = torch.empty_strided(tensor.shape, geometry.stride, dtype=tensor.dtype).copy_(tensor)
+    return tensor.expand(geometry.shape).detach()  # detached: layers may write in place, which a view does not allow
 
 
 def _check_is_plain(tensor: Tensor) -> None:

@@ -31,7 +31,7 @@ class Receiver:
         self._is_closed_here = False
 
     def receive(self, tag: int, timeout_s: float | None = None) -> Any:
-        """The next value with this tag; its tensors are the caller's (in one process: the sender's own).
+        """The next value with this tag; its tensors are the caller's own.
 
         Messages with a lower tag, left over from an aborted operation, are dropped. Values that were sent before the
         sender closed or died are still received.

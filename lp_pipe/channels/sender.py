@@ -34,8 +34,7 @@ class Sender:
         """Send a pytree of CPU tensors and picklable leaves; blocks while no credit is left.
 
         tag: the number of the operation (step) it belongs to. requires_grad does not travel.
-        Between processes the tensors are free again on return. In one process the receiver gets these very tensors
-        (the memory, without the autograd graph): do not write to what was sent.
+        The tensors are free again on return.
 
         Raises:
             ChannelClosed: the peer closed or died, or this operation was aborted.

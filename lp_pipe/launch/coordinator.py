@@ -213,6 +213,11 @@ class Coordinator:
         for future in waiting:
             _settle(future, Unavailable(f"program {self.plan.program!r} has ended"))
 
+    def why_gone(self) -> dict[str, str]:
+        """For every address, by its id: why nobody listens there any more."""
+        with self._lock:
+            return {address: _why_gone(self._nodes[owner]) for address, owner in self.plan.owners.items()}
+
     def failure(self) -> NodeError | None:
         """The first failure, as `wait()` raises it."""
         if self.first_failure is None:

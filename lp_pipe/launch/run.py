@@ -9,8 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from lp_pipe.context import publish
-from lp_pipe.errors import NodeError
+from lp_pipe.context import publish, replace_published
+from lp_pipe.errors import NodeError, Unavailable
 from lp_pipe.handles import Handle
 from lp_pipe.launch.coordinator import Coordinator
 from lp_pipe.launch.host import Host
@@ -31,7 +31,8 @@ class Run:
         self._metrics = metrics
         self._is_over = threading.Event()
         self._interrupts = Interrupts(hurry=lambda: coordinator.request_stop(hurry=True))
-        publish(coordinator.plan.owners, _LauncherServices(coordinator))
+        self._services = _LauncherServices(coordinator)
+        publish(coordinator.plan.owners, self._services)
 
     @property
     def run_dir(self) -> Path:
@@ -148,6 +149,8 @@ class Run:
             self._take_down()
         finally:
             self._coordinator.finish()
+            # What is published stays for ever: a word for each address, and not the whole program.
+            replace_published(self._services, _EndedServices(self._coordinator.why_gone()))
             self._host.close()
             self._metrics.close()
             self._interrupts.uninstall()
@@ -192,6 +195,36 @@ class _LauncherServices:
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None) -> None:
         self._coordinator.log_metrics("launcher", metrics, step)
+
+
+class _EndedServices:
+    """NodeServices in the launching process once the program is over: says why each of its servers is gone."""
+
+    def __init__(self, reasons: Mapping[str, str]) -> None:
+        self._reasons = reasons
+
+    def endpoint_for(self, address: str) -> str:
+        raise Unavailable(self._reasons[address])
+
+    def resolve(self, address: str) -> "Future[str]":
+        future: Future[str] = Future()
+        future.set_exception(Unavailable(self._reasons[address]))
+        return future
+
+    def reserve_port(self, address: str) -> str:
+        raise Unavailable(self._reasons[address])
+
+    def request_stop(self) -> None:
+        """It has stopped."""
+
+    def register(self, address: str, endpoint: str) -> None:
+        raise RuntimeError("only a node can serve an address of the program")
+
+    def withdraw(self, address: str) -> None:
+        raise RuntimeError("only a node can serve an address of the program")
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None) -> None:
+        raise RuntimeError("the program has ended")
 
 
 _active: "weakref.WeakSet[Run]" = weakref.WeakSet()

@@ -12,7 +12,7 @@ from lp_pipe.nodes import CourierNode
 from lp_pipe.pipeline.build import parameter_count, refuse_ties_across
 from lp_pipe.pipeline.channel_handle import ChannelHandle
 from lp_pipe.pipeline.client import PipelineHandle
-from lp_pipe.pipeline.conductor import build_conductor
+from lp_pipe.pipeline.conductor import Conductor
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
 from lp_pipe.pipeline.cuts import balanced_cuts, check_cuts
 from lp_pipe.pipeline.model import Model, sources_of
@@ -158,7 +158,7 @@ def _add_nodes(
     inputs: Handle[Any] | None,
     group: str,
 ) -> PipelineHandle:
-    nodes = [CourierNode(build_conductor if worker.worker == 0 else StageWorker) for worker in workers]
+    nodes = [CourierNode(Conductor if worker.worker == 0 else StageWorker) for worker in workers]
     handles: list[CourierHandle] = [program.add_node(node, label=group) for node in nodes]
     addresses = [Address("channels") for _ in nodes]
     for address, node in zip(addresses, nodes, strict=True):

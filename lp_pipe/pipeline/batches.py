@@ -4,6 +4,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline.microbatches import check_pair
 
 
 class BatchSource:
@@ -26,7 +27,6 @@ class BatchSource:
         batch = future.result()
         if batch is None:
             return None
-        if not isinstance(batch, tuple) or len(batch) != 2:
-            raise PipelineError(f"the feeder's batch({step}) must be (input, target) or None, but is {type(batch)}")
+        pair = check_pair(batch, f"the pipeline, from the feeder's batch({step}),")
         self._ahead = (step + 1, self._feeder.futures.batch(step + 1))
-        return batch
+        return pair

@@ -18,9 +18,9 @@ def build_layers(sources: Sequence[Any], first_layer: int, seed: int) -> list[nn
     Raises:
         PipelineError: a factory returned something else than a module.
     """
-    ready = copy.deepcopy([source for source in sources if isinstance(source, nn.Module)])
     functions: dict[Callable[[], Any], list[nn.Module]] = {}
-    layers = []
+    layers: list[nn.Module] = []
+    ready: list[int] = []
     for index, source in enumerate(sources, start=first_layer):
         if isinstance(source, Layer):
             with layer_rng(seed, index):
@@ -29,21 +29,35 @@ def build_layers(sources: Sequence[Any], first_layer: int, seed: int) -> list[nn
             if source.function not in functions:
                 functions[source.function] = built_by_function(source.function, seed)
             layer = functions[source.function][source.index]
+            if layer is source.module:  # the function gives the same modules each time: they are the user's
+                ready.append(len(layers))
         else:
-            layer = ready.pop(0)
+            layer = source
+            ready.append(len(layers))
         if not isinstance(layer, nn.Module):
             raise PipelineError(f"the factory of layer {index} ({source!r}) returned {layer!r}, which is no nn.Module")
         layers.append(layer)
+    copies = copy.deepcopy([layers[position] for position in ready])
+    for position, module in zip(ready, copies, strict=True):
+        layers[position] = module
     return layers
 
 
 def parameter_count(source: Any) -> int:
-    """Numbers in the parameters of a layer; a factory is run on the meta device, which allocates nothing."""
+    """Numbers in the parameters of a layer; a factory is run on the meta device, if it can be, to allocate nothing."""
     module: Any = source.module if isinstance(source, FromFunction) else source
     if isinstance(module, Layer):
-        with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            module = module.build()
+        module = _built_for_counting(module)
     return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _built_for_counting(layer: Layer) -> nn.Module:
+    with layer_rng(0, 0):  # so that the caller's random state stays as it is
+        try:
+            with torch.device("meta"):
+                return layer.build()
+        except (NotImplementedError, RuntimeError):  # it looks at values, such as `linspace(...).tolist()`
+            return layer.build()
 
 
 def refuse_ties_across(sources: Sequence[Any], cuts: Sequence[int]) -> None:

@@ -1,10 +1,12 @@
 """The first worker's second job: it starts every operation on all workers, and makes each a whole or nothing."""
 
+import contextlib
 import hashlib
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,12 +14,13 @@ import torch
 from torch import Tensor
 
 from lp_pipe.address import Address
+from lp_pipe.context import context
 from lp_pipe.errors import EndOfData, PipelineError, Unavailable
 from lp_pipe.pipeline import manifest
 from lp_pipe.pipeline.batches import BatchSource
 from lp_pipe.pipeline.channel_handle import ChannelTarget
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
-from lp_pipe.pipeline.microbatches import loss_weights, split
+from lp_pipe.pipeline.microbatches import check_pair, loss_weights, split
 from lp_pipe.pipeline.results import EvalResult, StepResult, StepTrace
 from lp_pipe.pipeline.worker import Report, StageWorker
 from lp_pipe.rpc.pool import DaemonPool
@@ -28,14 +31,23 @@ T = TypeVar("T")
 class Conductor:
     """What a PipelineClient talks to. Operations run one after another, in order of arrival."""
 
-    def __init__(self, worker: StageWorker, pipeline: PipelineConfig, peers: Sequence[Any], feeder: Any = None) -> None:
-        self._worker = worker
+    def __init__(
+        self,
+        pipeline: PipelineConfig,
+        worker: WorkerConfig,
+        channels: Address,
+        neighbours: Mapping[int, ChannelTarget],
+        peers: Sequence[Any],
+        feeder: Any = None,
+    ) -> None:
+        self._worker = StageWorker(pipeline, worker, channels, neighbours, feeder)
         self._config = pipeline
         self._peers = list(peers)
         self._batches = BatchSource(feeder)
         self._step = 0
         self._tag = 0
         self._queue = DaemonPool(1, "pipeline operations")
+        context().exit_stack.callback(self._queue.close)
 
     def step(self, batch: tuple[Any, Any] | None = None) -> StepResult:
         """One optimizer step; see PipelineClient."""
@@ -55,7 +67,7 @@ class Conductor:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The whole model's parameters and buffers."""
-        return self._in_turn(self._state_dict)
+        return self._in_turn(self._copied_state)
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Replace the whole model's parameters and buffers."""
@@ -89,23 +101,22 @@ class Conductor:
             given = self._batches.get(self._step)
             if given is None:
                 raise EndOfData(f"the feeder has no batch for step {self._step}")
-        elif not isinstance(given, tuple) or len(given) != 2:
-            raise PipelineError(f"step() takes a pair (input, target), not {type(given).__name__}")
-        inputs = split(given[0], self._config.microbatches)
-        count = len(inputs)
-        targets = None
-        if batch is not None or not self._peers:
-            targets = split(given[1], self._config.microbatches)
-            if len(targets) != count:
-                raise PipelineError(f"the input splits into {count} micro-batches, the target into {len(targets)}")
+        value, target = check_pair(given, "step()")
+        inputs = split(value, self._config.microbatches)
+        asks_feeder = batch is None and bool(self._peers)  # then the last stage has the target from there, too
         began = time.monotonic()
         reports = self._on_all(
             lambda worker, tag, is_first, is_last: worker.train(
-                tag, self._step, count, inputs if is_first else [], targets if is_last else []
+                tag,
+                self._step,
+                len(inputs),
+                inputs if is_first else [],
+                (target,) if is_last and not asks_feeder else None,
             )
         )
         pipe_s = time.monotonic() - began
-        norms = [norm for report in reports for norm in report.gradient_norms]
+        by_stage = {stage: norms for report in reports for stage, norms in report.gradient_norms.items()}
+        norms = [norm for stage in sorted(by_stage) for norm in by_stage[stage]]
         total = torch.linalg.vector_norm(torch.stack(norms)) if norms else None
         self._everywhere("apply", total)
         result = StepResult(
@@ -119,7 +130,7 @@ class Conductor:
         return result, StepTrace(result.step, began, tuple(tuple(report.spans) for report in reports))
 
     def _evaluate(self, batches: Sequence[tuple[Any, Any]]) -> EvalResult:
-        pairs = list(batches)
+        pairs = [check_pair(batch, "evaluate()") for batch in batches]
         if not pairs:
             raise PipelineError("evaluate() needs at least one (input, target) pair")
         targets = [target for _, target in pairs]
@@ -149,21 +160,30 @@ class Conductor:
             future: Future[Report] = run(peer.futures, self._tag, False, index == last)
             future.add_done_callback(attempt.watch)
             futures.append(future)
+        reports: list[Report] = []
         try:
-            own: Report | None = run(self._worker, self._tag, True, last == 0)
-        except Exception as error:  # kept as the reason of the whole operation, raised below
-            own = None
+            reports.append(run(self._worker, self._tag, True, last == 0))
+        except BaseException as error:  # kept as the reason of the whole operation, raised below
             attempt.fail(error)
-        reports = [future.exception() or future.result() for future in futures]
+        for future in futures:
+            error_there = future.exception()
+            if error_there is None:
+                reports.append(future.result())
+            else:  # the future wakes this thread before it calls `watch`
+                attempt.fail(error_there)
         if attempt.errors:
-            self._everywhere("discard")
+            with contextlib.suppress(Unavailable):  # a worker that has died is the cause, or comes after it
+                self._everywhere("discard")
             raise attempt.cause()
-        assert own is not None
-        return [own, *(report for report in reports if isinstance(report, Report))]
+        return reports
 
     def _everywhere(self, method: str, *args: Any) -> None:
+        """Call a method of every worker; returns or raises when all of them have ended it."""
         futures = [getattr(peer.futures, method)(*args) for peer in self._peers]
-        getattr(self._worker, method)(*args)
+        try:
+            getattr(self._worker, method)(*args)
+        finally:
+            wait(futures)
         for future in futures:
             future.result()
 
@@ -172,6 +192,11 @@ class Conductor:
         parts = [self._worker.state_dict(), *(peer.state_dict() for peer in self._peers)]
         merged = {name: value for part in parts for name, value in part.items()}
         return dict(sorted(merged.items(), key=lambda item: int(item[0].split(".", 1)[0])))
+
+    def _copied_state(self) -> dict[str, Tensor]:
+        """The next operation may change this worker's tensors before they have gone to the caller."""
+        state = self._state_dict()
+        return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
 
     def _load_state_dict(self, state: dict[str, Tensor]) -> None:
         known = self._state_dict().keys()
@@ -183,6 +208,8 @@ class Conductor:
     def _fingerprint(self) -> str:
         digest = hashlib.sha256()
         for value in self._state_dict().values():
+            if not isinstance(value, Tensor):
+                continue  # a module's get_extra_state() may be anything
             raw = value.detach().contiguous().reshape(-1).view(torch.uint8)
             digest.update(raw.numpy().data)
         return digest.hexdigest()
@@ -218,10 +245,14 @@ class _Attempt:
 
     def fail(self, error: BaseException) -> None:
         with self._lock:
+            if any(error is known for known in self.errors):
+                return
             self.errors.append(error)
             is_first = len(self.errors) == 1
         if is_first:
-            reason = f"the operation failed on another stage: {type(error).__name__}: {str(error).splitlines()[0]}"
+            # Not str(error): it may be empty, or the user's own and raise.
+            first_line = traceback.format_exception_only(error)[0].splitlines()[0]
+            reason = f"the operation failed on another stage: {first_line}"
             own, *peers = self._workers
             own.abort(self._tag, reason)
             for peer in peers:
@@ -238,15 +269,3 @@ def _settle(future: "Future[T]", operation: Callable[[], T]) -> None:
         future.set_exception(error)
     else:
         future.set_result(result)
-
-
-def build_conductor(
-    pipeline: PipelineConfig,
-    worker: WorkerConfig,
-    channels: Address,
-    neighbours: Mapping[int, ChannelTarget],
-    peers: Sequence[Any],
-    feeder: Any = None,
-) -> Conductor:
-    """What the pipeline's first node serves."""
-    return Conductor(StageWorker(pipeline, worker, channels, neighbours, feeder), pipeline, peers, feeder)

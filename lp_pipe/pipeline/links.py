@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lp_pipe.channels import ChannelHub, Receiver, Sender
+from lp_pipe.channels.packing import copied
 from lp_pipe.pipeline.channel_handle import ChannelTarget
 from lp_pipe.pipeline.schedule.channels import Channels
 
@@ -58,7 +59,8 @@ class Links:
             ChannelClosed: the receiver has ended, or operation `tag` was aborted.
         """
         if channel in self._local:
-            self._local[channel].append(value)
+            # As between workers: the next stage's first layer may write in place to what this stage has saved.
+            self._local[channel].append(copied(value))
         else:
             self._senders[channel].send(tag, value)
 

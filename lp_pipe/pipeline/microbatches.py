@@ -11,6 +11,17 @@ from lp_pipe.pipeline.model import LossWeight
 _ALIGNMENT_BYTES = 64
 
 
+def check_pair(batch: Any, where: str) -> tuple[Any, Any]:
+    """The batch, if it is (input, target); a list of two does as well, which is what a DataLoader gives.
+
+    Raises:
+        PipelineError: it is something else.
+    """
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        raise PipelineError(f"{where} takes a pair (input, target), not {_described(batch)}")
+    return batch[0], batch[1]
+
+
 def split(value: Any, microbatches: int) -> list[Any]:
     """At most `microbatches` slices (torch.chunk may give fewer) of a tensor, or of nested containers of tensors.
 
@@ -45,6 +56,16 @@ def loss_weights(targets: list[Any], loss_weight: LossWeight) -> list[float]:
     if not total > 0:
         raise PipelineError(f"the loss weights of the batch's micro-batches add up to {total}: {raw}")
     return [weight / total for weight in raw]
+
+
+def aligned(value: Any) -> Any:
+    """A tensor, or nested containers of tensors, at addresses such as torch gives to new tensors."""
+    return pytree.tree_map(lambda leaf: _aligned(leaf) if isinstance(leaf, Tensor) else leaf, value)
+
+
+def _described(value: Any) -> str:
+    size = f" of {len(value)}" if isinstance(value, (tuple, list)) else ""
+    return f"{type(value).__name__}{size}"
 
 
 def _samples(target: Any) -> int:

@@ -11,6 +11,8 @@ from torch.utils import _pytree as pytree
 
 from lp_pipe.pipeline.rng import step_rng
 
+_EVALUATION = -1  # in place of a step
+
 
 @dataclass
 class Stash:
@@ -52,10 +54,11 @@ class Stage:
         self.activation_stash[microbatch] = stash
         return value
 
-    def infer(self, value: Any) -> Any:
-        """Forward without a graph; the caller has set eval mode."""
-        for layer in self.layers:
-            value = layer(value)
+    def infer(self, value: Any, microbatch: int) -> Any:
+        """Forward without a graph; the caller has set eval mode. What draws even so draws the same everywhere."""
+        for index, layer in enumerate(self.layers, start=self.first_layer):
+            with step_rng(self._seed, index, _EVALUATION, microbatch):
+                value = layer(value)
         return value
 
     def backward(self, microbatch: int, gradients: list[Tensor | None]) -> list[Tensor | None]:

@@ -1,6 +1,8 @@
 """The optimizer's side of a worker: gradients, norms, steps, and what a checkpoint keeps of them."""
 
 import os
+import pickle
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,15 @@ from lp_pipe.pipeline.stage import Stage
 
 
 class Training:
-    """One optimizer over all parameters of a worker's stages; none when there are no parameters."""
+    """One optimizer over all parameters of a worker's stages; none when there is nothing to train."""
 
     def __init__(self, stages: list[Stage], optimizer: OptimizerFactory, lr_scheduler: SchedulerFactory | None) -> None:
-        self._parameters = [item for stage in stages for item in stage.named_parameters()]
+        self._by_stage = {stage.index: list(stage.named_parameters()) for stage in stages}
+        self._parameters = [item for items in self._by_stage.values() for item in items]
         self._optimizer: torch.optim.Optimizer | None = None
         self._lr_scheduler: Any = None
-        if self._parameters:
+        # Not for frozen ones alone: factories often leave these out, and torch refuses an empty list.
+        if any(parameter.requires_grad for _, parameter in self._parameters):
             self._optimizer = optimizer(list(self._parameters))
             if isinstance(self._optimizer, torch.optim.LBFGS):
                 raise PipelineError(
@@ -28,21 +32,22 @@ class Training:
             if lr_scheduler is not None:
                 self._lr_scheduler = lr_scheduler(self._optimizer)
 
-    def gradient_norms(self) -> list[Tensor]:
-        """The 2-norm of each parameter's gradient, in the order of the parameters, without those that have none."""
-        gradients = [parameter.grad for _, parameter in self._parameters if parameter.grad is not None]
-        return list(torch._foreach_norm(gradients)) if gradients else []
+    def gradient_norms(self) -> dict[int, list[Tensor]]:
+        """For each stage the 2-norms of its parameters' gradients, in order, without those that have none."""
+        return {stage: _norms(parameter.grad for _, parameter in items) for stage, items in self._by_stage.items()}
 
     def step(self, total_norm: Tensor | None, max_norm: float | None) -> None:
         """Clip as torch.nn.utils.clip_grad_norm_ does, with the norm over all stages; then one optimizer step."""
-        if max_norm is not None and total_norm is not None:
-            parameters: list[nn.Parameter] = [parameter for _, parameter in self._parameters]
-            nn.utils.clip_grads_with_norm_(parameters, max_norm, total_norm)
-        if self._optimizer is not None:
-            self._optimizer.step()
-            if self._lr_scheduler is not None:
-                self._lr_scheduler.step()
-        self.clear_gradients()
+        try:
+            if max_norm is not None and total_norm is not None:
+                parameters: list[nn.Parameter] = [parameter for _, parameter in self._parameters]
+                nn.utils.clip_grads_with_norm_(parameters, max_norm, total_norm)
+            if self._optimizer is not None:
+                self._optimizer.step()
+                if self._lr_scheduler is not None:
+                    self._lr_scheduler.step()
+        finally:  # else the next step would add to them
+            self.clear_gradients()
 
     def clear_gradients(self) -> None:
         for _, parameter in self._parameters:
@@ -76,7 +81,7 @@ class Training:
             path = Path(folder) / name
             try:
                 share = torch.load(path, weights_only=True, map_location="cpu")
-            except (OSError, RuntimeError) as error:
+            except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
                 raise CheckpointError(f"cannot read {path}, which the manifest names: {error}") from error
             weights.update(share["weights"])
             per_parameter.update(share["optimizer"])
@@ -107,11 +112,16 @@ class Training:
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 name = names[id(parameter)]
-                if name not in saved:
-                    raise CheckpointError(f"the checkpoint has no optimizer state for {name}: it is of another model")
-                if saved[name]["state"]:
+                if name in saved:
                     self._optimizer.state[parameter] = saved[name]["state"]
-                group.update(saved[name]["options"])
+                    group.update(saved[name]["options"])
+                elif parameter.requires_grad:  # a stage that only had frozen ones has saved none
+                    raise CheckpointError(f"the checkpoint has no optimizer state for {name}: it is of another model")
+
+
+def _norms(gradients: Iterable[Tensor | None]) -> list[Tensor]:
+    present = [gradient for gradient in gradients if gradient is not None]
+    return list(torch._foreach_norm(present)) if present else []
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from lp_pipe.pipeline.build import build_layers
 from lp_pipe.pipeline.channel_handle import ChannelTarget
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
 from lp_pipe.pipeline.links import Links
-from lp_pipe.pipeline.microbatches import loss_weights, split
+from lp_pipe.pipeline.microbatches import aligned, loss_weights, split
 from lp_pipe.pipeline.schedule import Action, Schedule, forward_on
 from lp_pipe.pipeline.schedule.channels import Channels
 from lp_pipe.pipeline.stage import Message, Stage, to_message
@@ -32,7 +32,7 @@ class Report:
     busy_s: float = 0.0
     loss: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
-    gradient_norms: list[Tensor] = field(default_factory=list)
+    gradient_norms: dict[int, list[Tensor]] = field(default_factory=dict)
     outputs: list[Any] = field(default_factory=list)
     spans: list[tuple[str, float, float]] = field(default_factory=list)
 
@@ -86,13 +86,16 @@ class StageWorker:
         )
         self._actions: dict[str, Callable[[Action, _Operation], None]] = {"F": self._forward, "B": self._backward}
 
-    def train(self, tag: int, step: int, microbatches: int, inputs: list[Any], targets: list[Any] | None) -> Report:
+    def train(
+        self, tag: int, step: int, microbatches: int, inputs: list[Any], target: tuple[Any] | None = None
+    ) -> Report:
         """Run the schedule's actions for one step; gradients stay until `apply` or `discard`.
 
-        inputs: micro-batches, for the first stage's worker. targets: likewise for the last; None: ask the feeder.
+        inputs: micro-batches, for the first stage's worker. target: the batch's, for the last stage's worker, which
+        splits it, because memory that was split before it came here would lie at other addresses; None: ask the feeder.
         """
         schedule = self._config.schedule_for(microbatches)
-        operation = self._operation(tag, step, inputs, self._targets(step, microbatches, targets))
+        operation = self._operation(tag, step, inputs, self._targets(step, microbatches, target))
         self._run(schedule, operation, self._actions)
         if self._config.clip_grad_norm is not None:
             operation.report.gradient_norms = self.training.gradient_norms()
@@ -101,7 +104,7 @@ class StageWorker:
     def infer(self, tag: int, microbatches: int, inputs: list[Any], targets: list[Any]) -> Report:
         """Run forwards in eval mode; the last stage reports the loss, or the outputs where there are no targets."""
         schedule = forward_on(self._config.placement, microbatches)
-        operation = self._operation(tag, 0, inputs, targets)
+        operation = self._operation(tag, 0, aligned(inputs), aligned(targets))
         with torch.no_grad(), self._eval_mode():
             self._run(schedule, operation, {"F": self._infer})
         return operation.report
@@ -180,7 +183,7 @@ class StageWorker:
     def _infer(self, action: Action, operation: _Operation) -> None:
         message = self._input_of(action, operation)
         start = time.monotonic()
-        value = self._stages[action.stage].infer(message.value)
+        value = self._stages[action.stage].infer(message.value, action.microbatch)
         if action.stage == self._config.last_stage:
             if operation.targets:
                 self._loss(value, action.microbatch, operation)
@@ -205,9 +208,10 @@ class StageWorker:
     def _loss(self, output: Any, microbatch: int, operation: _Operation) -> Tensor:
         """The weighted loss of one micro-batch, added to the report."""
         result = self._config.loss(output, operation.targets[microbatch])
-        loss, metrics = result if isinstance(result, tuple) else (result, {})
+        loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise PipelineError(f"the loss function must return a scalar tensor, not {type(loss).__name__}")
+            what = f"one of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise PipelineError(f"the loss function must return a scalar tensor, or (scalar, metrics), not {what}")
         weight = operation.weights[microbatch]
         report = operation.report
         report.loss += loss.item() * weight
@@ -215,13 +219,26 @@ class StageWorker:
             report.metrics[name] = report.metrics.get(name, 0.0) + _number(value) * weight
         return loss * weight
 
-    def _targets(self, step: int, microbatches: int, given: list[Any] | None) -> list[Any]:
-        if given is not None or self._config.last_stage not in self._stages:
-            return given or []
+    def _targets(self, step: int, microbatches: int, given: tuple[Any] | None) -> list[Any]:
+        if self._config.last_stage not in self._stages:
+            return []
+        target = given[0] if given is not None else self._target_from_feeder(step)
+        targets = split(target, self._config.microbatches)
+        if len(targets) != microbatches:
+            raise PipelineError(
+                f"step {step}: the input splits into {microbatches} micro-batches, the target into {len(targets)}: "
+                "give both the same first dimension"
+            )
+        return targets
+
+    def _target_from_feeder(self, step: int) -> Any:
         batch = self._batches.get(step)
         if batch is None:
-            raise PipelineError(f"the feeder gave the first stage a batch for step {step}, and the last stage None")
-        return split(batch[1], self._config.microbatches)[:microbatches]
+            raise PipelineError(
+                f"the feeder gave the first stage a batch for step {step}, and the last stage None: "
+                "batch(step) must be a pure function of the step"
+            )
+        return batch[1]
 
     def _note(self, action: Action, operation: _Operation, start: float) -> None:
         end = time.monotonic()

@@ -55,7 +55,11 @@ class CourierClient:
         self._link: _Link | None = None
         self._link_lock = threading.Lock()
         self._services = services_for(address_id) if address_id is not None else None
-        self.futures = _Futures(self)
+
+    @property
+    def futures(self) -> "_Futures":
+        """The same methods, each returning a concurrent.futures.Future at once."""
+        return _Futures(self)
 
     @property
     def address(self) -> str:
@@ -69,13 +73,8 @@ class CourierClient:
         # Probing (hasattr of dunders, copy, pickle) stays local: names with an underscore are never remote.
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r} (private names are not remote)")
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return self._call(name, args, kwargs)
-
-        call.__name__ = call.__qualname__ = name
-        self.__dict__[name] = call
-        return call
+        # Not kept in __dict__: a client in a reference cycle would hold its connection until the collector comes by.
+        return functools.partial(self._method, name)
 
     def __repr__(self) -> str:
         return f"CourierClient({self._peer})"
@@ -83,6 +82,9 @@ class CourierClient:
     def __reduce__(self) -> tuple[Any, ...]:
         options = (self._address, self._call_timeout_s, self._wait_for_ready, self._address_id, self._peer)
         return _make_client, options
+
+    def _method(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        return self._call(name, args, kwargs)
 
     def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         deadline = self._deadline()

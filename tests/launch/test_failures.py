@@ -167,17 +167,19 @@ def test_a_remote_error_that_ends_a_node_names_the_innermost_class(mode: str) ->
 
 
 def test_later_failures_do_not_mask_the_first(mode: str) -> None:
-    def first() -> None:
+    class Later(Pid):
+        def run(self) -> None:
+            lp.wait_for_stop()
+            raise ValueError("later")
+
+    def first(others: list[Any]) -> None:
+        for other in others:
+            other.pid()
         raise ValueError("first")
 
-    def later() -> None:
-        lp.wait_for_stop()
-        raise ValueError("later")
-
     program = lp.Program("masks")
-    for index in range(3):
-        program.add_node(lp.PyNode(later), label=f"later{index}")
-    program.add_node(lp.PyNode(first), label="first")
+    others = [program.add_node(lp.CourierNode(Later), label=f"later{index}") for index in range(3)]
+    program.add_node(lp.PyNode(first, others), label="first")
     run = lp.launch(program, mode)
     with pytest.raises(lp.NodeError, match="first/0"):
         run.wait(WITHIN_S)

@@ -2,13 +2,16 @@
 
 import contextlib
 import functools
+import gc
 import json
 import logging
 import os
+import pickle
 import re
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -575,6 +578,23 @@ def test_a_thread_that_does_not_end_is_left_behind_and_named(
     assert "stubborn/0" in caplog.text
     assert "release.wait" in caplog.text
     run.wait()
+
+
+def test_a_program_that_has_ended_is_not_kept_in_memory(mode: str) -> None:
+    # The launcher kept every program's arguments for ever, to be able to say that its servers are gone.
+    def launch_once() -> tuple[weakref.ref[Any], lp.CourierHandle]:
+        argument = Server()
+        program = lp.Program("memory")
+        handle = program.add_node(lp.CourierNode(lambda held: held, argument), label="server")
+        with lp.launch(program, mode) as run:
+            run.client(handle).add(1, 1)
+        return weakref.ref(argument), pickle.loads(pickle.dumps(handle))  # a copy without its node
+
+    argument, handle = launch_once()
+    gc.collect()
+    assert argument() is None
+    with pytest.raises(lp.Unavailable, match="server/0 has stopped"):
+        handle.dereference()
 
 
 def test_twenty_launches_leave_no_file_descriptor(mode: str) -> None:

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 import lp_pipe as lp
+from lp_pipe.launch import template
 
 WITHIN_S = 20.0
 
@@ -282,7 +283,7 @@ def test_stopping_at_once_after_the_launch_is_clean() -> None:
 def test_torch_nodes_are_forked_with_torch_loaded_and_compute_with_their_number_of_threads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("lp_pipe.launch.template._WORTH_PRELOADING", ("numpy", "torch"))
+    monkeypatch.setattr(template, "_WORTH_PRELOADING", ("numpy", "torch"))
     import torch
 
     def compute() -> tuple[int, float]:

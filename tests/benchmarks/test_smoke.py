@@ -1,0 +1,73 @@
+"""The benchmarks run and print what programs expect; what they measure is no test's business."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+SCHEDULES = ("gpipe", "1f1b")
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def figures(benchmark: str, *options: str) -> dict[str, Any]:
+    """Run it as people do; the last line of its output is the JSON object."""
+    command = [sys.executable, "-m", f"benchmarks.{benchmark}", "--quick", *options]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert result["benchmark"] == benchmark
+    assert result["machine"]["cpus"] >= 1
+    return result
+
+
+def assert_is_spread(values: dict[str, Any]) -> None:
+    assert 0 < values["min"] <= values["median"] <= values["max"]
+    assert len(values["values"]) >= 2
+
+
+def test_pipeline_compares_every_party_on_both_models() -> None:
+    result = figures("pipeline")
+    assert set(result["models"]) == {"mlp", "gpt"}
+    engines = {f"{engine}/{schedule}" for engine in ("lp_pipe", "torch") for schedule in SCHEDULES}
+    for model in result["models"].values():
+        assert set(model["parties"]) == {"single", "limit", *engines}
+        for party in model["parties"].values():
+            assert_is_spread(party["samples_per_s"])
+            assert_is_spread(party["step_ms"])
+        for schedule in SCHEDULES:
+            for other in ("single", "limit", "torch"):
+                assert_is_spread(model["ratios"][schedule][f"lp_pipe_to_{other}"])
+            assert model["losses"][f"lp_pipe/{schedule}"] == model["losses"]["single"]
+        assert set(model["lp_pipe_step_parts_ms"]) == set(SCHEDULES)
+
+
+def test_pipeline_runs_the_chosen_model_and_microbatches_and_writes_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    command = [sys.executable, "-m", "benchmarks.pipeline", "--quick", "--models=mlp", "--microbatches=2"]
+    subprocess.run([*command, f"--json={path}"], cwd=REPOSITORY, capture_output=True, timeout=280, check=True)
+    result = json.loads(path.read_text())
+    assert list(result["models"]) == ["mlp"]
+    assert result["models"]["mlp"]["microbatches"] == 2
+
+
+def test_calls_compares_lp_pipe_with_a_bare_socket() -> None:
+    parties = figures("calls")["parties"]
+    assert {"socket and pickle", "lp_pipe process", "lp_pipe process, inline", "lp_pipe thread"} <= set(parties)
+    for party in parties.values():
+        assert_is_spread(party["latency_p50_us"])
+        assert_is_spread(party["calls_per_s"])
+
+
+def test_engine_tells_the_cost_of_an_action() -> None:
+    parties = figures("engine")["parties"]
+    expected = {f"{mode}/{schedule}" for mode in ("process", "thread") for schedule in SCHEDULES}
+    assert set(parties) == {"torch alone", *expected}
+    for party in parties.values():
+        assert_is_spread(party["step_us"]["few"])
+        assert_is_spread(party["step_us"]["many"])
+        assert "best" in party["action_us"]
