@@ -46,7 +46,7 @@ class Stage:
         Returns the last layer's output with its graph, for the loss, or for `to_message`.
         """
         stash = Stash(outputs=[])
-        value = _enter(message, stash)
+        value = _enter(message, stash.input_gradients)
         for index, layer in enumerate(self.layers, start=self.first_layer):
             with step_rng(self._seed, index, step, microbatch):
                 value = layer(value)
@@ -116,7 +116,7 @@ def to_message(value: Any) -> Message:
 
 
 class _Entry(torch.autograd.Function):
-    """Where a micro-batch enters a stage: its backward hands the gradients to the stash instead of further down.
+    """Where a micro-batch enters a stage: its backward hands the gradients to a list instead of further down.
 
     The tensors are marked as changed in place, which makes them results of this function rather than leaves: a layer
     such as ReLU(inplace=True) may then write to them, as it may in one process. The phony input, which wants a
@@ -124,8 +124,9 @@ class _Entry(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, phony: Tensor, stash: Stash, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.stash = stash
+    def forward(ctx: Any, phony: Tensor, gradients: list[Tensor | None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        # Only the list: with the stash, whose outputs lead back to here, the graph would hold itself for ever.
+        ctx.gradients = gradients
         ctx.set_materialize_grads(False)
         ctx.mark_dirty(*tensors)
         return tensors
@@ -133,20 +134,20 @@ class _Entry(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        ctx.stash.input_gradients = list(gradients)
+        ctx.gradients[:] = gradients
         return (None, None, *(None for _ in gradients))
 
 
-def _enter(message: Message, stash: Stash) -> Any:
+def _enter(message: Message, gradients: list[Tensor | None]) -> Any:
     """The message's value, with the tensors that want a gradient attached to the stage's graph."""
     if not any(message.wants_gradient):
         return message.value
     leaves, spec = pytree.tree_flatten(message.value)
     tensors = iter(message.wants_gradient)
     wanted = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and next(tensors)]
-    stash.input_gradients = [None] * len(wanted)
+    gradients[:] = [None] * len(wanted)
     phony = torch.empty(0, requires_grad=True)
-    entered = _Entry.apply(phony, stash, *(leaves[index] for index in wanted))  # type: ignore[no-untyped-call]
+    entered = _Entry.apply(phony, gradients, *(leaves[index] for index in wanted))  # type: ignore[no-untyped-call]
     for index, tensor in zip(wanted, entered, strict=True):
         leaves[index] = tensor
     return pytree.tree_unflatten(leaves, spec)
