@@ -1,6 +1,6 @@
 """Pipeline throughput with 2 stages and real compute: lp_pipe, torch's pipelining, a single loop, and the limit.
 
-    python -m benchmarks.pipeline [--models mlp,gpt] [--microbatches 8] [--repeats 9] [--quick] [--json FILE]
+    python -m benchmarks.pipeline [--models mlp,gpt] [--microbatches 8] [--repeats 7] [--quick] [--json FILE]
 
 All parties train the same model on the same micro-batches, with 1 thread in each process, forwards, backwards and
 optimizer; their losses must agree. They take turns, round after round, so that a busy machine slows all of them;
@@ -270,7 +270,7 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS), help="names, with commas: %(default)s")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--steps", type=int, default=4, help="steps of each party in a round")
-    parser.add_argument("--repeats", type=int, default=9, help="rounds")
+    parser.add_argument("--repeats", type=int, default=7, help="rounds")
     parser.add_argument("--quick", action="store_true", help="tiny models, few steps: only to see that it works")
     parser.add_argument("--json", type=pathlib.Path, help="write the figures to this file instead of stdout")
     options = parser.parse_args()

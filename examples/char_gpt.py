@@ -51,6 +51,7 @@ class Config:
     dropout: float = 0.02
     learning_rate: float = 5e-3
     eval_every: int = 100
+    sample_length: int = 400
 
 
 DEFAULT = Config()
@@ -68,6 +69,7 @@ flags.DEFINE_integer("heads", DEFAULT.heads, "Attention heads; divides the width
 flags.DEFINE_float("dropout", DEFAULT.dropout, "Share of activations dropped.", lower_bound=0.0, upper_bound=1.0)
 flags.DEFINE_float("learning_rate", DEFAULT.learning_rate, "Peak, after the warm-up.", lower_bound=0.0)
 flags.DEFINE_integer("eval_every", DEFAULT.eval_every, "Steps between evaluations.", lower_bound=1)
+flags.DEFINE_integer("sample_length", DEFAULT.sample_length, "Characters of the sample at the end.", lower_bound=0)
 flags.register_multi_flags_validator(
     ["width", "heads"], lambda values: values["width"] % values["heads"] == 0, "--heads must divide --width"
 )
@@ -314,7 +316,6 @@ def generate(
 
 VALIDATION_BATCHES = 16
 SAMPLE_PROMPT = "def "
-SAMPLE_LENGTH = 400
 SAMPLE_TEMPERATURE = 0.7
 
 
@@ -397,7 +398,7 @@ class Trainer:
         text = generate(
             self._pipeline.forward,
             SAMPLE_PROMPT,
-            SAMPLE_LENGTH,
+            self._config.sample_length,
             context=self._config.context,
             temperature=SAMPLE_TEMPERATURE,
             seed=self._config.seed,

@@ -83,8 +83,10 @@ def test_a_node_belongs_to_one_place() -> None:
     program = lp.Program("p")
     node = lp.PyNode(print)
     program.add_node(node, label="a")
-    with pytest.raises(ValueError, match="already"):
-        program.add_node(node, label="b")
+    for other in (program, lp.Program("other")):
+        with pytest.raises(ValueError, match="already"):
+            other.add_node(node, label="b")
+    assert node.name == "a/0"
 
 
 def test_edges_are_who_holds_a_handle_of_whom() -> None:

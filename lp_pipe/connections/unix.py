@@ -32,6 +32,7 @@ class UnixConnection(Connection):
         self._socket = sock
         self._send_lock = threading.Lock()
         self._idle_timeout_s = idle_timeout_s
+        self._farewell: str | None = None
         if idle_timeout_s is not None:
             # A kernel timeout on the read, and not a watchdog thread: a process that was itself frozen or starved
             # for long finds the peer's pings waiting in the socket, and does not take the peer for dead.
@@ -57,6 +58,7 @@ class UnixConnection(Connection):
     def close(self, reason: str = "closed") -> None:
         if self._closed_reason is not None:
             return
+        self._farewell = reason  # the peer may answer it by closing before this method is through
         # A sender that is stuck because the peer does not read must not keep us from closing.
         if self._send_lock.acquire(timeout=_CLOSE_PATIENCE_S):
             try:
@@ -77,7 +79,7 @@ class UnixConnection(Connection):
         try:
             while (frame := reader.read_frame()) is not None:
                 if frame.kind == frames.CLOSE:
-                    reason = frame.name
+                    self._mark_closed(frame.name)
                     break
                 on_frame(frame)
         except (BlockingIOError, TimeoutError):
@@ -95,7 +97,7 @@ class UnixConnection(Connection):
         finally:
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)  # frees a sender that waits for a frozen peer
-            self._mark_closed(reason)
+            self._mark_closed(self._farewell or reason)
             with self._send_lock:
                 self._socket.close()
 

@@ -22,6 +22,7 @@ from lp_pipe.pipeline.channel_handle import ChannelTarget
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
 from lp_pipe.pipeline.microbatches import check_pair, loss_weights, split
 from lp_pipe.pipeline.results import EvalResult, StepResult, StepTrace
+from lp_pipe.pipeline.stage import check_shapes
 from lp_pipe.pipeline.worker import Report, StageWorker
 from lp_pipe.rpc.pool import DaemonPool
 
@@ -199,10 +200,11 @@ class Conductor:
         return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
 
     def _load_state_dict(self, state: dict[str, Tensor]) -> None:
-        known = self._state_dict().keys()
-        missing, unknown = sorted(known - state.keys()), sorted(state.keys() - known)
+        known = self._state_dict()
+        missing, unknown = sorted(known.keys() - state.keys()), sorted(state.keys() - known.keys())
         if missing or unknown:
             raise PipelineError(f"state_dict of another model: missing {missing[:3]}, unknown {unknown[:3]}")
+        check_shapes(state, known, "state_dict")
         self._everywhere("load_state_dict", state)
 
     def _fingerprint(self) -> str:
@@ -225,7 +227,8 @@ class Conductor:
         found = manifest.read(path)
         if set(found.names) != set(self._state_dict()):
             raise PipelineError(f"{path} is a checkpoint of another model: its parameters have other names")
-        self._everywhere("load", str(path), list(found.files))
+        self._everywhere("read", str(path), list(found.files))
+        self._everywhere("adopt")
         self._step = found.step
 
 

@@ -21,7 +21,7 @@ class Layer:
     """A layer that only the stage that owns it builds: `Layer(nn.Linear, 8, 8, name="hidden")`."""
 
     def __init__(self, factory: "Callable[..., nn.Module]", /, *args: Any, name: str | None = None, **kwargs: Any):
-        if not callable(factory):
+        if not callable(factory) or (hasattr(factory, "named_parameters") and not isinstance(factory, type)):
             raise TypeError(f"Layer takes a function that makes a module, not {factory!r}; pass modules as they are")
         self.factory = factory
         self.args = args
@@ -79,19 +79,27 @@ def sources_of(model: Model) -> list[Any]:
 
     layers = model.layers
     if callable(layers) and not isinstance(layers, nn.Module):
-        built = built_by_function(layers, model.seed)
-        return [FromFunction(layers, index, module) for index, module in enumerate(built)]
+        sources = built_by_function(layers, model.seed)
+        _check(sources)
+        return [FromFunction(layers, index, module) for index, module in enumerate(sources)]
     sources = list(layers) if isinstance(layers, (nn.Sequential, nn.ModuleList, Sequence)) else None
     if sources is None:
         kind = type(layers).__name__
         raise PipelineError(f"layers must be a sequence of modules or pp.Layer, or a function that returns one: {kind}")
+    _check(sources, Layer)
+    return sources
+
+
+def _check(sources: Sequence[Any], *or_else: type) -> None:
+    from torch import nn
+
     if not sources:
         raise PipelineError("the model has no layers")
     for index, source in enumerate(sources):
-        if not isinstance(source, (nn.Module, Layer)):
+        if not isinstance(source, (nn.Module, *or_else)):
+            what = "is neither a module nor a pp.Layer" if or_else else "is no module (a function returns modules only)"
             hint = "; write pp.Layer(factory, ...) for a layer that its stage builds" if callable(source) else ""
-            raise PipelineError(f"layer {index} is {source!r}, which is neither a module nor a pp.Layer{hint}")
-    return sources
+            raise PipelineError(f"layer {index} is {source!r}, which {what}{hint}")
 
 
 class FromFunction:
@@ -107,7 +115,11 @@ class FromFunction:
 
 
 def built_by_function(function: Callable[[], Any], seed: int) -> "list[nn.Module]":
-    """Call a function that returns layers, with the generator seeded as `Model` says."""
+    """Call a function that returns layers, with the generator seeded as `Model` says.
+
+    Raises:
+        PipelineError: it returned something else.
+    """
     from lp_pipe.pipeline.rng import layer_rng
 
     if inspect.isgeneratorfunction(function):
@@ -120,5 +132,7 @@ def built_by_function(function: Callable[[], Any], seed: int) -> "list[nn.Module
                 except StopIteration:
                     return layers
     with layer_rng(seed, 0):
-        made: Iterable[nn.Module] = function()
+        made = function()
+    if not isinstance(made, Iterable):
+        raise PipelineError(f"the function must return a sequence of modules, not {type(made).__name__}")
     return list(made)

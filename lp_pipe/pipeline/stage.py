@@ -1,6 +1,6 @@
 """One virtual stage: its layers, and the forwards whose backwards are still to come."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
+from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.rng import step_rng
 
 _EVALUATION = -1  # in place of a step
@@ -105,6 +106,19 @@ class Stage:
             prefix = f"{index}."
             layer.load_state_dict(
                 {name.removeprefix(prefix): v for name, v in state.items() if name.startswith(prefix)}
+            )
+
+
+def check_shapes(state: Mapping[str, Any], own: Mapping[str, Any], what: str) -> None:
+    """Refuse before anything was changed what load_state_dict would refuse in the middle.
+
+    Raises:
+        PipelineError: a tensor has another shape.
+    """
+    for name, value in own.items():
+        if isinstance(value, Tensor) and state[name].shape != value.shape:
+            raise PipelineError(
+                f"{what} of another model: {name} has shape {list(state[name].shape)} there and {list(value.shape)} here"
             )
 
 

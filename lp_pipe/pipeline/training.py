@@ -4,7 +4,7 @@ import os
 import pickle
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,14 @@ from torch import Tensor, nn
 from lp_pipe.errors import CheckpointError, PipelineError
 from lp_pipe.pipeline.model import OptimizerFactory, SchedulerFactory
 from lp_pipe.pipeline.stage import Stage
+
+
+class Saved(NamedTuple):
+    """A checkpoint's contents: `optimizer` has state and options of every parameter, by name."""
+
+    weights: dict[str, Tensor]
+    optimizer: dict[str, dict[str, Any]]
+    lr_scheduler: dict[str, Any] | None
 
 
 class Training:
@@ -68,11 +76,11 @@ class Training:
         aside.rename(Path(folder) / name)
         return name
 
-    def load(self, folder: str, files: list[str]) -> dict[str, Tensor]:
-        """Restore optimizer and scheduler from the shares; returns the weights of all of them.
+    def read(self, folder: str, files: list[str]) -> Saved:
+        """What all shares hold together.
 
         Raises:
-            CheckpointError: a share is missing or does not have this worker's parameters.
+            CheckpointError: a share is missing, damaged, or does not have this worker's parameters.
         """
         weights: dict[str, Tensor] = {}
         per_parameter: dict[str, dict[str, Any]] = {}
@@ -86,10 +94,16 @@ class Training:
             weights.update(share["weights"])
             per_parameter.update(share["optimizer"])
             scheduler = scheduler or share["lr_scheduler"]
-        self._restore_optimizer(per_parameter)
-        if self._lr_scheduler is not None and scheduler is not None:
-            self._lr_scheduler.load_state_dict(scheduler)
-        return weights
+        for name in self._trained_names():
+            if name not in per_parameter:
+                raise CheckpointError(f"the checkpoint has no optimizer state for {name}: it is of another model")
+        return Saved(weights, per_parameter, scheduler)
+
+    def restore(self, saved: Saved) -> None:
+        """Set optimizer and scheduler to what was saved; the weights are the stages' own business."""
+        self._restore_optimizer(saved.optimizer)
+        if self._lr_scheduler is not None and saved.lr_scheduler is not None:
+            self._lr_scheduler.load_state_dict(saved.lr_scheduler)
 
     def _optimizer_state(self) -> dict[str, dict[str, Any]]:
         """For each parameter its optimizer state, and the options of its group (the scheduler changes them)."""
@@ -105,6 +119,12 @@ class Training:
     def _scheduler_state(self) -> dict[str, Any] | None:
         return self._lr_scheduler.state_dict() if self._lr_scheduler is not None else None
 
+    def _trained_names(self) -> list[str]:
+        """Without frozen parameters: a stage that has no others has saved nothing of them."""
+        groups = self._optimizer.param_groups if self._optimizer is not None else []
+        held = {id(parameter) for group in groups for parameter in group["params"]}
+        return [name for name, p in self._parameters if id(p) in held and p.requires_grad]
+
     def _restore_optimizer(self, saved: dict[str, dict[str, Any]]) -> None:
         if self._optimizer is None:
             return
@@ -115,8 +135,6 @@ class Training:
                 if name in saved:
                     self._optimizer.state[parameter] = saved[name]["state"]
                     group.update(saved[name]["options"])
-                elif parameter.requires_grad:  # a stage that only had frozen ones has saved none
-                    raise CheckpointError(f"the checkpoint has no optimizer state for {name}: it is of another model")
 
 
 def _norms(gradients: Iterable[Tensor | None]) -> list[Tensor]:

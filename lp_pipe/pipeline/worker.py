@@ -21,8 +21,8 @@ from lp_pipe.pipeline.links import Links
 from lp_pipe.pipeline.microbatches import aligned, loss_weights, split
 from lp_pipe.pipeline.schedule import Action, Schedule, forward_on
 from lp_pipe.pipeline.schedule.channels import Channels
-from lp_pipe.pipeline.stage import Message, Stage, to_message
-from lp_pipe.pipeline.training import Training
+from lp_pipe.pipeline.stage import Message, Stage, check_shapes, to_message
+from lp_pipe.pipeline.training import Saved, Training
 
 
 @dataclass
@@ -75,6 +75,7 @@ class StageWorker:
             for stage, (first, sources) in sorted(worker.sources.items())
         }
         self.training = Training(list(self._stages.values()), pipeline.optimizer, pipeline.lr_scheduler)
+        self._saved: Saved | None = None
         self._links = Links(
             pipeline.placement,
             worker.worker,
@@ -136,9 +137,23 @@ class StageWorker:
         """Write this worker's share of a checkpoint into the folder; returns the file's name."""
         return self.training.save(path, self._worker, self.state_dict())
 
-    def load(self, path: str, files: list[str]) -> None:
-        """Take from the shares in the folder what belongs to this worker's layers."""
-        self.load_state_dict(self.training.load(path, files))
+    def read(self, path: str, files: list[str]) -> None:
+        """Read the shares in the folder, and change nothing before `adopt`: the other workers may fail to.
+
+        Raises:
+            CheckpointError: a share is missing or damaged.
+            PipelineError: it is of another model.
+        """
+        saved = self.training.read(path, files)
+        check_shapes(saved.weights, self.state_dict(), f"{path} is a checkpoint")
+        self._saved = saved
+
+    def adopt(self) -> None:
+        """Take what belongs to this worker's layers from what it has read."""
+        saved, self._saved = self._saved, None
+        assert saved is not None, "adopt comes after read"
+        self.load_state_dict(saved.weights)
+        self.training.restore(saved)
 
     def _operation(self, tag: int, step: int, inputs: list[Any], targets: list[Any]) -> _Operation:
         weights = loss_weights(targets, self._config.loss_weight) if targets else []

@@ -18,10 +18,13 @@ SCRIPT = """
     import signal, sys, threading, time
     import lp_pipe as lp
 
+    def say(line):
+        sys.stdout.write(line + "\\n")  # in one piece: nodes that are threads share the stream
+
     def obedient():
-        print("ready", flush=True)
+        say("ready")
         lp.wait_for_stop()
-        print("stopped in order", flush=True)
+        say("stopped in order")
 
     def stubborn():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,4 +1,6 @@
-"""API.md's single-process loop, to the letter: what every pipeline must equal to the bit. With the models that tests use.
+"""API.md's single-process loop, to the letter: what every pipeline must equal to the bit.
+
+And the models that tests train with it.
 
 Shapes: B samples, T tokens, D features.
 """
@@ -163,13 +165,14 @@ def launched_many(
 ) -> Iterator[list[pp.PipelineClient]]:
     """Several pipelines in one program: starting one is what costs time."""
     program = lp.Program("pipelines")
+    feeders: dict[int, lp.CourierHandle] = {}  # pipelines that are given the same batches share a node
     handles = []
     for index, (model, feeder, options) in enumerate(pipelines):
-        suffix = str(index) if len(pipelines) > 1 else ""
-        if feeder is not None:
-            served = lp.CourierNode(Feeder, feeder) if isinstance(feeder, Sequence) else lp.CourierNode(feeder)
-            options = {"inputs": program.add_node(served, label=f"feeder{suffix}"), **options}
-        handles.append(pp.add_pipeline(program, model, group=f"stages{suffix}", **options))
+        if feeder is not None and id(feeder) not in feeders:
+            node = lp.CourierNode(Feeder, feeder) if isinstance(feeder, Sequence) else lp.CourierNode(feeder)
+            feeders[id(feeder)] = program.add_node(node, label=f"feeder{len(feeders)}")
+        group = f"stages{index}" if len(pipelines) > 1 else "stages"
+        handles.append(pp.add_pipeline(program, model, group=group, inputs=feeders.get(id(feeder)), **options))
     with lp.launch(program, mode) as run:
         yield [run.client(handle) for handle in handles]
 

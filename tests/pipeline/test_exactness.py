@@ -288,9 +288,7 @@ def pipelines(draw: st.DrawFn) -> tuple[list[pp.Layer], dict[str, Any]]:
     chunks = draw(st.sampled_from([1, 1, 2]))
     workers = draw(st.integers(1, min(4, len(layers) // chunks)))
     pieces = workers * chunks
-    cut_points = st.lists(
-        st.integers(1, len(layers) - 1), min_size=pieces - 1, max_size=pieces - 1, unique=True
-    )
+    cut_points = st.lists(st.integers(1, len(layers) - 1), min_size=pieces - 1, max_size=pieces - 1, unique=True)
     cuts = sorted(draw(cut_points)) if pieces > 1 else []
     schedule = draw(st.sampled_from(["gpipe", "1f1b"] if chunks == 1 else ["interleaved", "looped_bfs"]))
     options: dict[str, Any] = {"schedule": schedule, "chunks": chunks, "microbatches": draw(st.integers(1, 6))}

@@ -1,0 +1,131 @@
+"""The demo's program, as a user runs it: one program, the same parameters in every mode, cut and schedule."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+import psutil
+import pytest
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "char_gpt.py"
+SMALL = ("--width=24", "--layers=2", "--heads=2", "--batch_size=8", "--context=32", "--sample_length=5")
+
+
+def command(*flags: str, mode: str = "process") -> list[str]:
+    return [sys.executable, "-m", "lp_pipe", "launch", str(EXAMPLE), f"--mode={mode}", "--", "--seed=1", *flags]
+
+
+def fingerprint(*flags: str, mode: str, cwd: Path) -> str:
+    done = subprocess.run(command(*flags, mode=mode), cwd=cwd, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    (found,) = re.findall(r"parameters sha256 ([0-9a-f]{64})", done.stdout)
+    return str(found)
+
+
+def test_modes_cuts_and_schedules_give_the_same_parameters(tmp_path: Path) -> None:
+    cases = [("thread", 1, "gpipe"), ("thread", 3, "1f1b"), ("process", 2, "1f1b"), ("process", 3, "gpipe")]
+    assert (
+        len(
+            {
+                fingerprint(
+                    *SMALL, "--steps=3", f"--stages={stages}", f"--schedule={schedule}", mode=mode, cwd=tmp_path
+                )
+                for mode, stages, schedule in cases
+            }
+        )
+        == 1
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_all_modes_cuts_and_schedules_give_the_same_parameters_in_full_size(tmp_path: Path) -> None:
+    assert (
+        len(
+            {
+                fingerprint("--steps=20", f"--stages={stages}", f"--schedule={schedule}", mode=mode, cwd=tmp_path)
+                for mode, stages, schedule in product(("thread", "process"), (1, 2, 3), ("gpipe", "1f1b"))
+            }
+        )
+        == 1
+    )
+
+
+class Demo:
+    """A demo that trains until it is disturbed; its events, as `--json` prints them."""
+
+    def __init__(self, cwd: Path) -> None:
+        arguments = command(*SMALL, "--steps=100000", "--eval_every=20")
+        arguments.insert(arguments.index("--"), "--json")
+        self.process = subprocess.Popen(arguments, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.wait_for_step(25)
+        self.family = psutil.Process(self.process.pid).children(recursive=True)
+
+    def wait_for_step(self, step: int) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            event = json.loads(line)
+            if event["event"] == "metrics" and (event["step"] or 0) >= step:
+                return
+        raise AssertionError("the demo ended early")
+
+    def node(self, name: str) -> psutil.Process:
+        label, index = name.split("/")
+        (found,) = [p for p in self.family if p.name() == f"lp:{label}/{index}"[:15]]
+        return found
+
+    def end(self) -> tuple[int, str, float]:
+        """Exit status, stderr, and the seconds that it took."""
+        start = time.monotonic()
+        _, errors = self.process.communicate(timeout=60)
+        return self.process.returncode, errors, time.monotonic() - start
+
+    def survivors(self, patience_s: float) -> list[psutil.Process]:
+        _, alive = psutil.wait_procs(self.family, timeout=patience_s)
+        return list(alive)
+
+
+@pytest.fixture
+def demo(tmp_path: Path) -> Iterator[Demo]:
+    running = Demo(tmp_path)
+    yield running
+    for process in (running.process.pid, *(p.pid for p in running.family)):
+        try:
+            os.kill(process, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    running.process.communicate()
+
+
+@pytest.mark.parametrize("victim", ["feeder/0", "stages/0", "stages/1", "evaluator/0", "trainer/0"])
+def test_killing_any_node_ends_the_demo_and_names_it(demo: Demo, victim: str) -> None:
+    demo.node(victim).kill()
+    status, errors, seconds = demo.end()
+    assert status == 1
+    assert victim in errors.splitlines()[0]
+    assert "SIGKILL" in errors
+    assert len(errors.splitlines()) <= 20
+    assert seconds < 10
+    assert not demo.survivors(1)
+
+
+def test_killing_the_launcher_leaves_no_process(demo: Demo) -> None:
+    demo.process.kill()
+    assert not demo.survivors(15)
+
+
+def test_ctrl_c_ends_the_demo_and_says_what_was_saved(demo: Demo) -> None:
+    demo.process.send_signal(signal.SIGINT)
+    status, errors, seconds = demo.end()
+    assert status == 130
+    assert "Traceback" not in errors
+    assert "checkpoint" in errors
+    assert seconds < 10
+    assert not demo.survivors(1)

@@ -1,0 +1,268 @@
+"""Checkpoints: any number of stages writes them, any number goes on from them, to the bit."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lp_pipe.pipeline as pp
+from lp_pipe.pipeline import manifest
+from tests.pipeline.plain_loop import (
+    D,
+    PlainLoop,
+    adam,
+    assert_same_state,
+    launched,
+    launched_many,
+    model_with_everything,
+    random_batches,
+    sgd,
+    squared_error,
+)
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+BATCHES = random_batches([6, 6, 5, 7, 6, 6])
+
+
+def test_another_number_of_stages_goes_on_where_the_first_one_was(tmp_path: Path) -> None:
+    model = model_with_everything()
+    with launched("thread", model, BATCHES, stages=3, microbatches=4) as pipeline:
+        list(pipeline.steps(3))
+        pipeline.save(tmp_path)
+    with launched("thread", model, BATCHES, stages=2, microbatches=4) as pipeline:
+        pipeline.load(tmp_path)
+        assert [result.step for result in pipeline.steps()] == [3, 4, 5]
+        resumed = pipeline.state_dict()
+
+    plain = PlainLoop(model, 4)
+    plain.steps(BATCHES)
+    assert_same_state(resumed, plain.state_dict())
+
+
+SCHEDULERS: dict[str, Any] = {
+    "none": None,
+    "multistep": lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4], 0.5),
+    "cosine": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5),
+    "lambda": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+    "one cycle": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10),
+    "sequential": lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
+        optimizer,
+        [
+            torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=2),
+            torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8),
+        ],
+        [2],
+    ),
+}
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": sgd,
+    "adam": adam,
+    "groups": lambda parameters: torch.optim.AdamW(
+        [
+            {"params": [p for _, p in parameters if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for _, p in parameters if p.dim() <= 1], "weight_decay": 0.0, "lr": 0.01},
+        ],
+        lr=0.02,
+        amsgrad=True,
+    ),
+}
+CUTS: dict[str, dict[str, Any]] = {
+    "one": {"stages": 1},
+    "four": {"stages": 4, "schedule": "gpipe"},
+    "chunks": {"stages": 2, "schedule": "interleaved", "chunks": 2},
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_optimizer_and_scheduler_go_on_whatever_they_are(tmp_path: Path, scheduler: str, optimizer: str) -> None:
+    model = model_with_everything(optimizer=OPTIMIZERS[optimizer], lr_scheduler=SCHEDULERS[scheduler])
+    plain = PlainLoop(model, 2)
+    plain.steps(BATCHES)
+    with launched("thread", model, BATCHES, microbatches=2, **CUTS["chunks"]) as pipeline:
+        list(pipeline.steps(3))
+        pipeline.save(tmp_path)
+    for options in (CUTS["four"], CUTS["one"]):
+        with launched("thread", model, BATCHES, microbatches=2, **options) as pipeline:
+            pipeline.load(tmp_path)
+            list(pipeline.steps())
+            assert_same_state(pipeline.state_dict(), plain.state_dict())
+
+
+def test_processes_write_and_read_the_same_checkpoints(tmp_path: Path) -> None:
+    model = model_with_everything()
+    plain = PlainLoop(model, 4, clip_grad_norm=0.5)
+    plain.steps(BATCHES)
+    options = {"microbatches": 4, "clip_grad_norm": 0.5}
+    pipelines = [(model, BATCHES, {"stages": stages, **options}) for stages in (3, 2)]
+    with launched_many("process", pipelines) as (three, two):
+        list(three.steps(2))
+        three.save(tmp_path / "two")
+        two.load(tmp_path / "two")
+        list(two.steps(2))
+        two.save(str(tmp_path / "four"))
+        fingerprint = two.fingerprint()
+        list(two.steps())
+        assert_same_state(two.state_dict(), plain.state_dict())
+        three.load(tmp_path / "four")
+        assert (three.current_step(), three.fingerprint()) == (4, fingerprint)
+    with launched("thread", model, BATCHES, stages=1, **options) as one:
+        one.load(tmp_path / "four")
+        assert one.fingerprint() == fingerprint
+        list(one.steps())
+        assert_same_state(one.state_dict(), plain.state_dict())
+
+
+def test_loading_a_checkpoint_from_before_the_first_step_forgets_the_momentum(tmp_path: Path) -> None:
+    """It has no optimizer state; what the pipeline had gathered since was left in place, and used."""
+    model = model_with_everything(optimizer=sgd)
+    with launched("thread", model, BATCHES, microbatches=2) as pipeline:
+        pipeline.save(tmp_path)
+        list(pipeline.steps())
+        trained = pipeline.fingerprint()
+        pipeline.load(tmp_path)
+        assert pipeline.current_step() == 0
+        list(pipeline.steps())
+        assert pipeline.fingerprint() == trained
+
+
+@pytest.mark.parametrize("keeps", ["all parameters", "trainable parameters"])
+def test_frozen_layers_may_be_cut_in_another_way(tmp_path: Path, keeps: str) -> None:
+    """A stage with frozen parameters only has no optimizer: factories that leave these out would give torch nothing."""
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        return sgd([p for _, p in parameters if p.requires_grad or keeps == "all parameters"])
+
+    frozen = nn.Linear(D, D).requires_grad_(False)
+    model = pp.Model([frozen, nn.Linear(D, D), frozen, nn.Linear(D, D)], squared_error, optimizer)
+    plain = PlainLoop(model, 2)
+    plain.steps(BATCHES)
+    with launched("thread", model, BATCHES, stages=[3], microbatches=2) as pipeline:
+        list(pipeline.steps(2))
+        pipeline.save(tmp_path / "a")
+    model = pp.Model([frozen, nn.Linear(D, D), nn.Linear(D, D)], squared_error, optimizer)
+    plain = PlainLoop(model, 2)
+    plain.steps(BATCHES)
+    with launched("thread", model, BATCHES, stages=[1, 2], microbatches=2) as pipeline:
+        list(pipeline.steps(2))
+        pipeline.save(tmp_path / "b")
+    for stages in ([2], 1):
+        with launched("thread", model, BATCHES, stages=stages, microbatches=2) as pipeline:
+            pipeline.load(tmp_path / "b")
+            list(pipeline.steps())
+            assert_same_state(pipeline.state_dict(), plain.state_dict())
+
+
+def test_the_weights_are_plain_torch_under_plain_names(tmp_path: Path) -> None:
+    model = model_with_everything()
+    with launched("thread", model, BATCHES, stages=2) as pipeline:
+        list(pipeline.steps(1))
+        pipeline.save(tmp_path)
+        state = pipeline.state_dict()
+    read = manifest.read(tmp_path)
+    assert read.step == 1 and list(read.names) == list(state)
+    shares = [torch.load(tmp_path / name, weights_only=True) for name in read.files]
+    assert_same_state({name: value for share in shares for name, value in share["weights"].items()}, state)
+
+
+class Refused:
+    """A pipeline, and a folder with a good checkpoint of it to be spoilt."""
+
+    def __init__(self, pipeline: pp.PipelineClient, folder: Path) -> None:
+        self.pipeline, self.folder = pipeline, folder
+
+    def by(self, kind: type[Exception], message: str) -> None:
+        """It is refused, and the pipeline goes on as if nothing had been asked."""
+        before = self.pipeline.fingerprint(), self.pipeline.current_step()
+        with pytest.raises(kind, match=message):
+            self.pipeline.load(self.folder)
+        assert (self.pipeline.fingerprint(), self.pipeline.current_step()) == before
+        self.pipeline.step(BATCHES[0])
+
+
+def test_what_is_no_whole_checkpoint_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    with launched("thread", model_with_everything(), BATCHES, stages=2) as pipeline:
+        pipeline.save(folder)
+        list(pipeline.steps(1))
+        refused = Refused(pipeline, folder)
+        file = folder / manifest.read(folder).files[1]
+        content, text = file.read_bytes(), (folder / "manifest.json").read_text()
+
+        file.unlink()
+        refused.by(pp.CheckpointError, rf"cannot read .*{file.name}")
+        for damaged in (b"", content[: len(content) // 2], b"not torch"):
+            file.write_bytes(damaged)
+            refused.by(pp.CheckpointError, rf"cannot read .*{file.name}")
+        file.write_bytes(content)
+
+        (folder / "manifest.json").write_text(json.dumps({**json.loads(text), "format": 99}))
+        refused.by(pp.CheckpointError, "format 99")
+        (folder / "manifest.json").write_text(text[:40])
+        refused.by(pp.CheckpointError, "damaged")
+        (folder / "manifest.json").unlink()
+        refused.by(pp.CheckpointError, "never finished")
+        refused.folder = tmp_path / "nowhere"
+        refused.by(pp.CheckpointError, "never finished")
+
+        (folder / "manifest.json").write_text(text)
+        pipeline.load(folder)
+        assert pipeline.current_step() == 0
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    with launched("thread", pp.Model([nn.Linear(D, D), nn.ReLU()], squared_error, adam), stages=2) as other:
+        other.save(tmp_path / "names")
+    layers = [pp.Layer(nn.Linear, D, 2), pp.Layer(nn.Linear, 2, D)]
+    with launched("thread", pp.Model(layers, squared_error, adam), stages=2) as other:
+        other.save(tmp_path / "shapes")
+    layers = [pp.Layer(nn.Linear, D, D), pp.Layer(nn.Linear, D, D)]
+    with launched("thread", pp.Model(layers, squared_error, adam), stages=2) as pipeline:
+        refused = Refused(pipeline, tmp_path / "names")
+        refused.by(pp.PipelineError, "another model")
+        refused.folder = tmp_path / "shapes"
+        refused.by(pp.PipelineError, r"another model: 0\.weight")
+
+
+def test_while_a_checkpoint_is_replaced_the_folder_is_none(tmp_path: Path) -> None:
+    def fails_to_pickle(optimizer: torch.optim.Optimizer) -> Any:
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        scheduler.unpicklable = None  # type: ignore[attr-defined]
+        return scheduler
+
+    class Stubborn(nn.Linear):
+        fail = False
+
+        def get_extra_state(self) -> Any:
+            if self.weight[0, 0] > 1e6:
+                raise ValueError("will not be saved")
+            return {}
+
+        def set_extra_state(self, state: Any) -> None:
+            pass
+
+    model = pp.Model([nn.Linear(1, 1), Stubborn(1, 1)], squared_error, sgd)
+    with launched("thread", model, stages=2) as pipeline:
+        pipeline.save(tmp_path)
+        state = pipeline.state_dict()
+        pipeline.load(tmp_path)
+        pipeline.load_state_dict({**state, "1.weight": torch.full((1, 1), 1e7)})
+        with pytest.raises(ValueError, match="will not be saved"):
+            pipeline.save(tmp_path)
+        with pytest.raises(pp.CheckpointError, match="never finished"):
+            pipeline.load(tmp_path)
+
+
+def test_a_manifest_is_whole_or_not_there(tmp_path: Path) -> None:
+    written = manifest.Manifest(step=3, seed=1, files=("a", "b"), names=("0.weight",))
+    manifest.write(tmp_path, written)
+    assert manifest.read(tmp_path) == written
+    assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
+    manifest.remove(tmp_path)
+    manifest.remove(tmp_path)
+    with pytest.raises(pp.CheckpointError, match=str(tmp_path)):
+        manifest.read(tmp_path)
