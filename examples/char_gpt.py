@@ -340,6 +340,18 @@ class Evaluator:
         return Evaluation(nats / math.log(2), self._bigram_bits)
 
 
+def metrics_of(result: pp.StepResult, config: Config) -> dict[str, float]:
+    """What the display shows of a step, with the bubble and every stage's utilization as measured."""
+    return {
+        "loss": result.loss,
+        **result.metrics,
+        "characters_per_s": config.batch_size * config.context / result.seconds,
+        "bubble": result.bubble_fraction,
+        **{f"utilization/{worker}": share for worker, share in enumerate(result.utilization)},
+        "total_steps": config.steps,
+    }
+
+
 class Trainer:
     """Drive the pipeline: train and evaluate in turn, save, show what came out; then end the program."""
 
@@ -366,19 +378,9 @@ class Trainer:
     def _train(self, num_steps: int) -> None:
         for result in self._pipeline.steps(num_steps):
             self._step += 1
-            lp.log_metrics(self._metrics(result), step=self._step)
+            lp.log_metrics(metrics_of(result, self._config), step=self._step)
             if lp.stop_event().is_set():
                 return
-
-    def _metrics(self, result: pp.StepResult) -> dict[str, float]:
-        return {
-            "loss": result.loss,
-            **result.metrics,
-            "characters_per_s": self._config.batch_size * self._config.context / result.seconds,
-            "bubble": result.bubble_fraction,
-            **{f"utilization/{worker}": share for worker, share in enumerate(result.utilization)},
-            "total_steps": self._config.steps,
-        }
 
     def _evaluate(self) -> None:
         result = self._evaluator.evaluate()

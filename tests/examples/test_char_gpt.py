@@ -14,6 +14,7 @@ from absl import flags
 from absl.testing import flagsaver
 from torch import nn
 
+import lp_pipe.pipeline as pp
 from examples import char_gpt
 
 
@@ -175,11 +176,17 @@ def test_generated_text_depends_on_the_seed_alone() -> None:
     assert all(text.startswith("def ") and len(text) == 24 for text in texts)
 
 
-def test_a_progress_line_shows_what_the_pipeline_reports() -> None:
-    metrics = {"loss": 1.5, "bits_per_char": 2.164, "characters_per_s": 20000.0}
-    assert char_gpt.describe(7, 20, metrics) == "step    7/20  loss 1.500  2.164 bits/char  20,000 characters/s"
-    measured = {"bubble_fraction": 0.12, "utilisation/1": 0.9, "utilisation/0": 0.8}
-    assert char_gpt.describe(7, 20, metrics | measured).endswith("  bubble 12%  utilisation 80% 90%")
+def test_the_metrics_of_a_step_hold_the_speed_and_what_every_stage_did() -> None:
+    result = pp.StepResult(step=6, loss=1.5, metrics={"bits_per_char": 2.164}, seconds=0.5, utilization=(0.8, 0.9))
+    assert char_gpt.metrics_of(result, char_gpt.Config(batch_size=4, context=8, steps=20)) == {
+        "loss": 1.5,
+        "bits_per_char": 2.164,
+        "characters_per_s": 64.0,
+        "bubble": pytest.approx(0.15),
+        "utilization/0": 0.8,
+        "utilization/1": 0.9,
+        "total_steps": 20,
+    }
 
 
 def test_every_setting_is_a_flag_and_heads_must_divide_the_width() -> None:
