@@ -18,7 +18,7 @@ PROTOS := $(sort $(wildcard protos/*.proto))
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Ilp_pipe/protos=protos $(PROTOS:%=lp_pipe/%)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint ruff-check ruff-format mypy layers protos protos-check bench clean
+.PHONY: help setup demo test test-slow test-all lint ruff-check ruff-format mypy layers protos protos-check bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "  make %-10s %s\n", $$1, $$2 }'
@@ -45,6 +45,9 @@ demo: setup  ## train a language model as a pipeline of processes
 
 test: setup  ## run the tests, without the slow ones
 	$(BIN)/python -m pytest -n 2 -m 'not slow' $(ARGS)
+
+test-slow: setup  ## run the slow tests only
+	$(BIN)/python -m pytest -n 2 -m slow $(ARGS)
 
 test-all: setup  ## run all tests
 	$(BIN)/python -m pytest -n 2 $(ARGS)

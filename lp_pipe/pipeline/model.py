@@ -79,9 +79,9 @@ def sources_of(model: Model) -> list[Any]:
 
     layers = model.layers
     if callable(layers) and not isinstance(layers, nn.Module):
-        sources = built_by_function(layers, model.seed)
-        _check(sources)
-        return [FromFunction(layers, index, module) for index, module in enumerate(sources)]
+        built = built_by_function(layers, model.seed)
+        _check(built)
+        return [FromFunction(layers, index, module) for index, module in enumerate(built)]
     sources = list(layers) if isinstance(layers, (nn.Sequential, nn.ModuleList, Sequence)) else None
     if sources is None:
         kind = type(layers).__name__

@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline.message import Message, tensors_of, with_repeats
 from lp_pipe.pipeline.rng import step_rng
 
 _EVALUATION = -1  # in place of a step
@@ -21,14 +22,6 @@ class Stash:
 
     outputs: list[Tensor]
     input_gradients: list[Tensor | None] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Message:
-    """What travels from stage to stage: tensors without their graph, and which of them want a gradient."""
-
-    value: Any
-    wants_gradient: tuple[bool, ...]
 
 
 class Stage:
@@ -51,12 +44,13 @@ class Stage:
         for index, layer in enumerate(self.layers, start=self.first_layer):
             with step_rng(self._seed, index, step, microbatch):
                 value = layer(value)
-        stash.outputs = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+        stash.outputs = tensors_of(value)
         self.activation_stash[microbatch] = stash
         return value
 
-    def infer(self, value: Any, microbatch: int) -> Any:
+    def infer(self, message: Message, microbatch: int) -> Any:
         """Forward without a graph; the caller has set eval mode. What draws even so draws the same everywhere."""
+        value = _enter(message, [])
         for index, layer in enumerate(self.layers, start=self.first_layer):
             with step_rng(self._seed, index, _EVALUATION, microbatch):
                 value = layer(value)
@@ -117,16 +111,8 @@ def check_shapes(state: Mapping[str, Any], own: Mapping[str, Any], what: str) ->
     """
     for name, value in own.items():
         if isinstance(value, Tensor) and state[name].shape != value.shape:
-            raise PipelineError(
-                f"{what} of another model: {name} has shape {list(state[name].shape)} there and {list(value.shape)} here"
-            )
-
-
-def to_message(value: Any) -> Message:
-    """Cut a stage's output from its graph, to be sent to the next stage."""
-    leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-    detached = pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)
-    return Message(detached, tuple(leaf.requires_grad for leaf in leaves))
+            shapes = f"shape {list(state[name].shape)} there and {list(value.shape)} here"
+            raise PipelineError(f"{what} of another model: {name} has {shapes}")
 
 
 class _Entry(torch.autograd.Function):
@@ -154,14 +140,13 @@ class _Entry(torch.autograd.Function):
 
 def _enter(message: Message, gradients: list[Tensor | None]) -> Any:
     """The message's value, with the tensors that want a gradient attached to the stage's graph."""
-    if not any(message.wants_gradient):
-        return message.value
     leaves, spec = pytree.tree_flatten(message.value)
-    tensors = iter(message.wants_gradient)
-    wanted = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and next(tensors)]
-    gradients[:] = [None] * len(wanted)
-    phony = torch.empty(0, requires_grad=True)
-    entered = _Entry.apply(phony, gradients, *(leaves[index] for index in wanted))  # type: ignore[no-untyped-call]
-    for index, tensor in zip(wanted, entered, strict=True):
-        leaves[index] = tensor
-    return pytree.tree_unflatten(leaves, spec)
+    if any(message.wants_gradient):
+        tensors = iter(message.wants_gradient)
+        wanted = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and next(tensors)]
+        gradients[:] = [None] * len(wanted)
+        phony = torch.empty(0, requires_grad=True)
+        entered = _Entry.apply(phony, gradients, *(leaves[index] for index in wanted))  # type: ignore[no-untyped-call]
+        for index, tensor in zip(wanted, entered, strict=True):
+            leaves[index] = tensor
+    return pytree.tree_unflatten(with_repeats(leaves), spec)

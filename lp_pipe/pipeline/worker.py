@@ -18,10 +18,11 @@ from lp_pipe.pipeline.build import build_layers
 from lp_pipe.pipeline.channel_handle import ChannelTarget
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
 from lp_pipe.pipeline.links import Links
+from lp_pipe.pipeline.message import Message, to_message
 from lp_pipe.pipeline.microbatches import aligned, loss_weights, split
 from lp_pipe.pipeline.schedule import Action, Schedule, forward_on
 from lp_pipe.pipeline.schedule.channels import Channels
-from lp_pipe.pipeline.stage import Message, Stage, check_shapes, to_message
+from lp_pipe.pipeline.stage import Stage, check_shapes
 from lp_pipe.pipeline.training import Saved, Training
 
 
@@ -198,7 +199,7 @@ class StageWorker:
     def _infer(self, action: Action, operation: _Operation) -> None:
         message = self._input_of(action, operation)
         start = time.monotonic()
-        value = self._stages[action.stage].infer(message.value, action.microbatch)
+        value = self._stages[action.stage].infer(message, action.microbatch)
         if action.stage == self._config.last_stage:
             if operation.targets:
                 self._loss(value, action.microbatch, operation)

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from lp_pipe.channels.packing import copied
-from lp_pipe.pipeline.stage import Message, Stage, to_message
+from lp_pipe.pipeline.message import Message, to_message
+from lp_pipe.pipeline.stage import Stage
 
 
 def stage_of(*layers: nn.Module, index: int = 0, first_layer: int = 0) -> Stage:

@@ -1,0 +1,68 @@
+"""What travels from stage to stage: tensors without their graph."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lp_pipe.errors import PipelineError
+
+
+@dataclass(frozen=True)
+class Message:
+    """`wants_gradient` has an entry for each tensor of the value, in pytree order; repeated ones count once."""
+
+    value: Any
+    wants_gradient: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class _Again:
+    """In the place of a tensor that the value holds already, as leaf `position`.
+
+    Two tensors at the other end would have two gradients, to be added up here in another order than one process does.
+    """
+
+    position: int
+
+
+def to_message(value: Any) -> Message:
+    """Cut a stage's output from its graph, to be sent to the next stage. It shares the output's memory.
+
+    Raises:
+        PipelineError: an object that is no container hides tensors that want a gradient.
+    """
+    leaves, spec = pytree.tree_flatten(value)
+    wanted = tuple(tensor.requires_grad for tensor in tensors_of(value))
+    positions: dict[int, int] = {}
+    sent: list[Any] = []
+    for position, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor):
+            _refuse_hidden_tensors(leaf)
+            sent.append(leaf)
+        elif id(leaf) in positions:
+            sent.append(_Again(positions[id(leaf)]))
+        else:
+            positions[id(leaf)] = position
+            sent.append(leaf.detach())
+    return Message(pytree.tree_unflatten(sent, spec), wanted)
+
+
+def with_repeats(leaves: list[Any]) -> list[Any]:
+    """The leaves of a message's value as the sender's stage had them."""
+    return [leaves[leaf.position] if isinstance(leaf, _Again) else leaf for leaf in leaves]
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Each tensor of a value once, in pytree order."""
+    return list({id(leaf): leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)}.values())
+
+
+def _refuse_hidden_tensors(leaf: Any) -> None:
+    for name, attribute in getattr(leaf, "__dict__", {}).items():
+        if isinstance(attribute, Tensor) and attribute.requires_grad:
+            raise PipelineError(
+                f"the stage's output holds a {type(leaf).__name__}, whose tensor {name!r} would lose its gradient on "
+                "the way to the next stage: return tensors in tuples, lists or dicts, or cut elsewhere"
+            )

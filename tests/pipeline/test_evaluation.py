@@ -1,0 +1,86 @@
+"""Evaluations between steps see the model as it is, and leave it so."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lp_pipe.pipeline as pp
+from tests.pipeline.plain_loop import (
+    D,
+    PlainLoop,
+    T,
+    assert_same_state,
+    launched,
+    model_with_everything,
+    random_batches,
+    sgd,
+    squared_error,
+)
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+BATCHES = random_batches([6, 6, 6, 6])
+
+
+def test_evaluation_between_steps_changes_nothing() -> None:
+    """Another batch size, other numbers of batches, before, between and after: training goes on as if never asked."""
+    model = model_with_everything()
+    plain = PlainLoop(model, 4)
+    before = torch.get_rng_state()
+    with launched("thread", model, BATCHES, stages=3, microbatches=4) as pipeline:
+        for step in range(4):
+            for batch in random_batches([1, 7, 2]):
+                fingerprint = pipeline.fingerprint()
+                assert pipeline.evaluate([batch]).loss == plain.evaluate(batch)
+                assert torch.equal(pipeline.forward(batch[0]), plain.output(batch[0]))
+                assert pipeline.fingerprint() == fingerprint
+            assert pipeline.step().loss == plain.step(BATCHES[step])
+        assert pipeline.evaluate([BATCHES[0]]).loss == plain.evaluate(BATCHES[0])
+        assert_same_state(pipeline.state_dict(), plain.state_dict())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_evaluation_is_a_mean_over_its_batches() -> None:
+    model = model_with_everything()
+    plain = PlainLoop(model, 2)
+    batches = random_batches([4, 4, 2, 1, 1])
+    with launched("thread", model, stages=2, microbatches=2) as pipeline:
+        loss, metrics = pipeline.evaluate(iter(batches))  # type: ignore[arg-type]
+        again = pipeline.evaluate([list(batch) for batch in batches])  # type: ignore[misc]
+    expected = sum(plain.evaluate(batch) * len(batch[0]) for batch in batches) / 12
+    assert loss == pytest.approx(expected) and again == (loss, metrics)
+    assert metrics["count"] == pytest.approx((4 * 4 + 4 * 4 + 2 * 2 + 1 + 1) / 12)
+
+
+class Noise(nn.Module):
+    """Draws in eval mode, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.rand_like(x)
+
+
+def test_a_layer_that_draws_in_eval_mode_leaves_torchs_generator_alone() -> None:
+    model = pp.Model([pp.Layer(Noise), pp.Layer(nn.Linear, D, D), pp.Layer(Noise)], squared_error, sgd)
+    before = torch.get_rng_state()
+    outputs = []
+    for stages in (1, 3):
+        with launched("thread", model, stages=stages) as pipeline:
+            outputs.append(pipeline.forward(BATCHES[0][0]))
+    assert torch.equal(*outputs)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_module_in_eval_mode_stays_so() -> None:
+    """Frozen BatchNorm: its statistics stay, the BatchNorm beside it goes on, evaluations in between or not."""
+    frozen = nn.BatchNorm1d(T).eval().requires_grad_(False)
+    frozen.running_mean = torch.ones(T)
+    model = pp.Model([nn.Linear(D, D), frozen, nn.Dropout(0.5).eval(), nn.BatchNorm1d(T)], squared_error, sgd)
+    plain = PlainLoop(model, 2)
+    with launched("thread", model, BATCHES, stages=2, microbatches=2) as pipeline:
+        for batch in BATCHES:
+            pipeline.evaluate([batch])
+            assert pipeline.step().loss == plain.step(batch)
+        state = pipeline.state_dict()
+        assert_same_state(state, plain.state_dict())
+    assert state["1.running_mean"].tolist() == [1.0] * T
+    assert state["1.num_batches_tracked"] == 0 and state["3.num_batches_tracked"] == 8

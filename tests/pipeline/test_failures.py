@@ -1,0 +1,234 @@
+"""A stage that fails in the middle of a step: who is told what, and that nothing hangs or is half done."""
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lp_pipe as lp
+import lp_pipe.pipeline as pp
+from tests.pipeline.plain_loop import (
+    D,
+    Feeder,
+    PlainLoop,
+    adam,
+    assert_same_state,
+    launched,
+    random_batches,
+    squared_error,
+)
+
+WITHIN_S = 20.0
+BATCHES = random_batches([8] * 12)
+STAGES = 3
+FAILS_AT = 2  # the micro-batch, of 4
+
+
+class Boom(ValueError):
+    """A user's own error."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(where)
+        self.where = where
+
+
+class Trap(nn.Module):
+    """Passes its input on. Where the trigger file is there, micro-batch 2 springs it instead, once."""
+
+    def __init__(self, trigger: Path, how: str = "raise") -> None:
+        super().__init__()
+        self.trigger, self.how = trigger, how
+        self.seen = {"forward": 0, "backward": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.spring("forward")
+        if self.training:
+            x.register_hook(lambda gradient: self.spring("backward"))
+        return x
+
+    def spring(self, phase: str) -> None:
+        path = self.trigger.with_suffix(f".{phase}")
+        if not path.exists():
+            return
+        self.seen[phase] += 1
+        if self.seen[phase] > FAILS_AT:
+            self.seen[phase] = 0
+            path.unlink()
+            ACTIONS[self.how](path.name)
+
+
+def _raise(where: str) -> None:
+    raise Boom(where)
+
+
+def _raise_without_a_message(where: str) -> None:
+    raise KeyError
+
+
+def _exit(where: str) -> None:
+    raise SystemExit(3)
+
+
+def _kill(where: str) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+ACTIONS = {"raise": _raise, "raise without a message": _raise_without_a_message, "exit": _exit, "kill": _kill}
+
+
+def model_with_traps(folder: Path, how: str = "raise") -> pp.Model:
+    """Three stages of three layers, a trap in the middle of each."""
+    layers: list[pp.Layer] = []
+    for stage in range(STAGES):
+        trap = pp.Layer(Trap, folder / f"stage{stage}", how)
+        layers += [pp.Layer(nn.Linear, D, D), trap, pp.Layer(nn.Dropout, 0.3)]
+    return pp.Model(layers, squared_error, adam)
+
+
+OPTIONS: dict[str, Any] = {"stages": [3, 6], "microbatches": 4}
+
+
+@pytest.mark.parametrize(("mode", "schedule"), [("thread", "1f1b"), ("thread", "gpipe"), ("process", "1f1b")])
+def test_a_layer_that_raises_fails_the_step_and_nothing_else(
+    mode: str, schedule: str, tmp_path: Path, no_leaks: None
+) -> None:
+    model = model_with_traps(tmp_path)
+    plain = PlainLoop(model, 4)
+    with launched(mode, model, BATCHES, schedule=schedule, **OPTIONS) as pipeline:
+        pipeline.step()
+        plain.step(BATCHES[0])
+        for step, (stage, phase) in enumerate([(s, p) for p in ("forward", "backward") for s in range(STAGES)], 1):
+            (tmp_path / f"stage{stage}.{phase}").touch()
+            with pytest.raises(Boom) as caught:
+                pipeline.step()
+            assert isinstance(caught.value, lp.RemoteError)
+            assert caught.value.where == f"stage{stage}.{phase}"
+            assert f"in stages/{stage}, {phase} of micro-batch {FAILS_AT}, stage {stage} (layers" in str(caught.value)
+            assert f"step {step}" in str(caught.value)
+
+            assert_same_state(pipeline.state_dict(), plain.state_dict())
+            assert pipeline.current_step() == step
+            assert pipeline.step().loss == plain.step(BATCHES[step])  # the same batch again, the same dropout
+            assert_same_state(pipeline.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("stage", range(STAGES))
+def test_an_evaluation_may_fail_as_well(stage: int, tmp_path: Path, no_leaks: None) -> None:
+    model = model_with_traps(tmp_path)
+    plain = PlainLoop(model, 4)
+    with launched("thread", model, BATCHES, **OPTIONS) as pipeline:
+        (tmp_path / f"stage{stage}.forward").touch()
+        with pytest.raises(Boom, match=f"stage {stage}"):
+            pipeline.evaluate(BATCHES)
+        assert pipeline.evaluate(BATCHES[:1]).loss == plain.evaluate(BATCHES[0])
+        assert pipeline.step().loss == plain.step(BATCHES[0])
+
+
+@pytest.mark.parametrize(("how", "type_name"), [("raise without a message", "KeyError"), ("exit", "SystemExit")])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_no_way_to_raise_hangs(how: str, type_name: str, stage: int, tmp_path: Path, no_leaks: None) -> None:
+    """An error without a message was one too many for the conductor, and SystemExit: it left the others waiting."""
+    model = model_with_traps(tmp_path, how)
+    plain = PlainLoop(model, 4)
+    with launched("thread", model, BATCHES, **OPTIONS) as pipeline:
+        (tmp_path / f"stage{stage}.forward").touch()
+        with pytest.raises(lp.RemoteError) as caught:
+            pipeline.step()
+        assert caught.value.type_name == type_name
+        assert pipeline.step().loss == plain.step(BATCHES[0])
+
+
+def test_stages_on_one_worker_fail_alike(tmp_path: Path, no_leaks: None) -> None:
+    model = model_with_traps(tmp_path)
+    plain = PlainLoop(model, 4)
+    options = {"stages": [3, 5, 6], "schedule": "interleaved", "chunks": 2, "microbatches": 4}
+    with launched("thread", model, BATCHES, **options) as pipeline:
+        for stage in range(STAGES):
+            for phase in ("forward", "backward"):
+                (tmp_path / f"stage{stage}.{phase}").touch()
+                with pytest.raises(Boom, match=f"{phase} of micro-batch {FAILS_AT}"):
+                    pipeline.step()
+                step = pipeline.current_step()
+                assert pipeline.step().loss == plain.step(BATCHES[step])
+        assert_same_state(pipeline.state_dict(), plain.state_dict())
+
+
+def test_a_loss_that_raises_is_the_last_stages_failure(tmp_path: Path, no_leaks: None) -> None:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        if target.shape[0] == 1:
+            raise Boom("loss")
+        return squared_error(output, target)
+
+    model = pp.Model([nn.Linear(D, D) for _ in range(STAGES)], loss, adam)
+    plain = PlainLoop(model, 4)
+    with launched("thread", model, stages=STAGES, microbatches=4) as pipeline:
+        with pytest.raises(Boom, match=r"micro-batch 3, stage 2"):
+            pipeline.step(random_batches([10])[0])  # 3, 3, 3 and 1
+        assert pipeline.step(BATCHES[0]).loss == plain.step(BATCHES[0])
+        with pytest.raises(Boom):  # by then the first stage has done its part
+            pipeline.evaluate([*BATCHES[:2], random_batches([1])[0]])
+        assert pipeline.step(BATCHES[1]).loss == plain.step(BATCHES[1])
+
+
+class FailsOnce(torch.optim.SGD):
+    """Its first step raises."""
+
+    failures = 1
+
+    def step(self, closure: Any = None) -> Any:
+        if self.failures:
+            self.failures -= 1
+            raise Boom("optimizer")
+        return super().step(closure)
+
+
+def test_an_optimizer_that_raises_leaves_no_gradients_behind(no_leaks: None) -> None:
+    """They were added to those of the next step."""
+    optimizers: list[Any] = []
+
+    def optimizer(parameters: Sequence[Any]) -> torch.optim.Optimizer:
+        optimizers.append(FailsOnce([p for _, p in parameters], lr=0.1))
+        made: torch.optim.Optimizer = optimizers[-1]
+        return made
+
+    model = pp.Model([nn.Linear(D, D), nn.Linear(D, D)], squared_error, optimizer)
+    with launched("thread", model, stages=2, microbatches=2) as pipeline:
+        with pytest.raises(Boom, match="optimizer"):
+            pipeline.step(BATCHES[0])
+        assert pipeline.current_step() == 0
+        result = pipeline.step(BATCHES[0])
+        trained = pipeline.state_dict()
+    FailsOnce.failures = 0
+    plain = PlainLoop(model, 2)
+    try:
+        assert plain.step(BATCHES[0]) == result.loss
+        assert_same_state(trained, plain.state_dict())
+    finally:
+        FailsOnce.failures = 1
+
+
+def _train(pipeline: pp.PipelineClient) -> None:
+    for _ in pipeline.steps():
+        pass
+
+
+@pytest.mark.parametrize(("stage", "phase"), [(0, "forward"), (1, "forward"), (2, "forward"), (1, "backward")])
+def test_a_killed_stage_is_named_and_everything_ends(stage: int, phase: str, tmp_path: Path, no_leaks: None) -> None:
+    program = lp.Program("killed")
+    feeder = program.add_node(lp.CourierNode(Feeder, BATCHES), label="feeder")
+    pipeline = pp.add_pipeline(program, model_with_traps(tmp_path, "kill"), inputs=feeder, **OPTIONS)
+    program.add_node(lp.PyNode(_train, pipeline), label="trainer")
+    (tmp_path / f"stage{stage}.{phase}").touch()
+    run = lp.launch(program, "process")
+    with pytest.raises(lp.NodeError, match="SIGKILL") as caught:
+        run.wait(60)
+    ended = time.time()
+    assert (caught.value.label, caught.value.index) == ("stages", stage)
+    died = tmp_path.stat().st_mtime  # when the trap removed its trigger
+    assert ended - died < 10

@@ -1,0 +1,187 @@
+"""Models that are no plain chain of trained layers on floats, to the same bits."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lp_pipe.pipeline as pp
+from tests.pipeline.plain_loop import (
+    D,
+    PlainLoop,
+    T,
+    adam,
+    assert_same_state,
+    launched,
+    model_with_everything,
+    random_batches,
+    squared_error,
+)
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+BATCHES = random_batches([6, 6, 6, 6])
+
+
+class Passes(nn.Module):
+    """Has a parameter that no loss depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class TakesTwo(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, value: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        return {"a": self.left(value[0]), "b": self.right(value[1])}
+
+
+class TakesDict(nn.Module):
+    def forward(self, value: dict[str, Tensor]) -> Tensor:
+        return value["a"] * value["b"]
+
+
+class SendsThreeTimes(nn.Module):
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [x, x, x]
+
+
+class TakesThree(nn.Module):
+    """Three gradients meet: the order in which they are added up shows in the last bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(D, D) for _ in range(3))
+
+    def forward(self, values: list[Tensor]) -> Tensor:
+        assert values[0] is values[1] is values[2]
+        one, two, three = (layer(value) for layer, value in zip(self.layers, values, strict=True))
+        return one.tanh() + two.sigmoid() + three.sin()
+
+
+class Attends(nn.Module):
+    """Hands the memory on that every layer looks at, as decoders do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key, self.value = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, value: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        x, memory = value
+        return (x + self.key(memory)).tanh() + self.value(memory * x), memory
+
+
+class Opens(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x.sigmoid()
+
+
+class Closes(nn.Module):
+    def forward(self, value: tuple[Tensor, Tensor]) -> Tensor:
+        return value[0]
+
+
+def _dict_error(output: Tensor, target: dict[str, Tensor]) -> Tensor:
+    return squared_error(output, target["y"]) * target["scale"].mean()
+
+
+def _frozen() -> nn.Module:
+    return nn.Linear(D, D).requires_grad_(False)
+
+
+def _tokens(count: int) -> list[tuple[Any, Any]]:
+    generator = torch.Generator().manual_seed(count)
+    numbers = torch.randint(0, 11, (count, 5, T + 1), generator=generator)
+    return [(row[:, :-1], row[:, 1:]) for row in numbers]
+
+
+def _cross_entropy(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def _pairs(count: int) -> list[tuple[Any, Any]]:
+    return [
+        ((x, y), {"y": x + y, "scale": torch.full((len(x),), float(n + 1))})
+        for n, (x, y) in enumerate(random_batches([6] * count))
+    ]
+
+
+LINEAR = pp.Layer(nn.Linear, D, D)
+MODELS: dict[str, tuple[list[pp.Layer], Any, list[tuple[Any, Any]]]] = {
+    "one tensor three times": ([LINEAR, pp.Layer(SendsThreeTimes), pp.Layer(TakesThree)], squared_error, BATCHES),
+    "a memory for all stages": (
+        [pp.Layer(Opens), pp.Layer(Attends), pp.Layer(Attends), pp.Layer(Attends), pp.Layer(Closes)],
+        squared_error,
+        BATCHES,
+    ),
+    "token ids": ([pp.Layer(nn.Embedding, 11, D), LINEAR, pp.Layer(nn.Linear, D, 11)], _cross_entropy, _tokens(4)),
+    "tuple and dict": ([pp.Layer(TakesTwo), pp.Layer(TakesDict), LINEAR], _dict_error, _pairs(4)),
+    "a parameter that is not used": ([LINEAR, pp.Layer(Passes), LINEAR], squared_error, BATCHES),
+    "stages without parameters": ([pp.Layer(nn.Tanh), LINEAR, pp.Layer(nn.ReLU)], squared_error, BATCHES),
+    "frozen in front": ([pp.Layer(_frozen), LINEAR, LINEAR], squared_error, BATCHES),
+    "frozen in the middle": ([LINEAR, pp.Layer(_frozen), LINEAR], squared_error, BATCHES),
+    "frozen behind": ([LINEAR, LINEAR, pp.Layer(_frozen)], squared_error, BATCHES),
+}
+
+
+def _trainable_only(parameters: Any) -> torch.optim.Optimizer:
+    """As many write it; torch refuses an empty list."""
+    return torch.optim.AdamW([p for _, p in parameters if p.requires_grad], lr=0.01)
+
+
+@pytest.mark.parametrize("optimizer", [adam, _trainable_only])
+@pytest.mark.parametrize("name", MODELS)
+def test_irregular_models_train_to_the_same_bits(name: str, optimizer: Any) -> None:
+    layers, loss, batches = MODELS[name]
+    model = pp.Model(layers, loss, optimizer)
+    plain = PlainLoop(model, 4, clip_grad_norm=0.5)
+    with launched("thread", model, batches, stages=3, microbatches=4, clip_grad_norm=0.5) as pipeline:
+        assert [result.loss for result in pipeline.steps()] == plain.steps(batches)
+        assert_same_state(pipeline.state_dict(), plain.state_dict())
+        assert torch.equal(pipeline.forward(batches[0][0]), plain.output(batches[0][0]))
+
+
+@pytest.mark.parametrize("weight", ["samples", "one", lambda target: (target > 0).sum()], ids=["samples", "one", "fn"])
+def test_a_microbatch_weighs_what_the_model_says(weight: Any) -> None:
+    model = model_with_everything(loss_weight=weight)
+    plain = PlainLoop(model, 4)
+    batches = random_batches([10, 7])
+    with launched("thread", model, batches, stages=2, microbatches=4) as pipeline:
+        assert [result.loss for result in pipeline.steps()] == plain.steps(batches)
+        assert_same_state(pipeline.state_dict(), plain.state_dict())
+
+
+@dataclass
+class Output:
+    hidden: Tensor
+
+
+class Wraps(nn.Module):
+    def forward(self, x: Tensor) -> Output:
+        return Output(x)
+
+
+class Unwraps(nn.Module):
+    def forward(self, output: Output) -> Tensor:
+        return output.hidden
+
+
+def test_an_object_that_hides_tensors_crosses_no_cut() -> None:
+    """The tensors in it went along as data, so the stages before the cut were not trained, and nobody said so."""
+    model = pp.Model([LINEAR, pp.Layer(Wraps), pp.Layer(Unwraps), LINEAR], squared_error, adam)
+    with launched("thread", model, BATCHES, stages=[2], microbatches=1) as pipeline:
+        with pytest.raises(pp.PipelineError, match=r"holds a Output, whose tensor 'hidden' would lose its gradient"):
+            pipeline.step()
+        pipeline.evaluate(BATCHES)  # nothing is lost here
+    plain = PlainLoop(model, 2)
+    with launched("thread", model, BATCHES, stages=[1, 3], microbatches=2) as pipeline:
+        assert [result.loss for result in pipeline.steps()] == plain.steps(BATCHES)

@@ -1,0 +1,162 @@
+"""What a pipeline refuses: what it says, and that it works on."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lp_pipe as lp
+import lp_pipe.pipeline as pp
+from tests.pipeline.plain_loop import (
+    D,
+    PlainLoop,
+    T,
+    assert_same_state,
+    launched,
+    model_with_everything,
+    random_batches,
+    sgd,
+    squared_error,
+)
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+WITHIN_S = 20.0
+BATCHES = random_batches([6, 6, 6, 6])
+LINEAR = pp.Layer(nn.Linear, D, D)
+
+
+def refuses(kind: type[Exception], match: str, **options: Any) -> None:
+    layers = [nn.Linear(D, D), nn.ReLU(), nn.Linear(D, D)]
+    program = lp.Program("refused")
+    with pytest.raises(kind, match=match):
+        pp.add_pipeline(program, pp.Model(layers, squared_error, sgd), **options)
+    assert not program.get_all_nodes()
+
+
+def test_what_cannot_be_built_is_refused_before_launch() -> None:
+    refuses(pp.PipelineError, "cannot cut 3 layers into 4 stages: ask for 1 to 3", stages=4)
+    refuses(pp.PipelineError, r"cut points \[0, 2\] must increase and lie between 1 and 2", stages=[0, 2])
+    refuses(pp.PipelineError, r"cut points \[2, 1\]", stages=(2, 1))
+    refuses(pp.PipelineError, "cut points", stages=[3])
+    refuses(
+        pp.PipelineError,
+        "make 1 pieces, but every worker of .* runs 2: give .* multiple of 2",
+        stages=[],
+        schedule="interleaved",
+    )
+    refuses(pp.ScheduleError, "no schedule '1fb1': did you mean '1f1b'", schedule="1fb1")
+    refuses(pp.ScheduleError, "stages=0", stages=0)
+    refuses(pp.ScheduleError, "forward.*no backwards", schedule="forward")
+    refuses(pp.PipelineError, "microbatches=0", microbatches=0)
+    refuses(pp.PipelineError, "channel='pigeon': known are auto", channel="pigeon")
+    with pytest.raises(pp.PipelineError, match=r"takes a pp\.Model"):
+        pp.add_pipeline(lp.Program("wrong"), nn.Linear(1, 1))  # type: ignore[arg-type]
+
+
+def test_lbfgs_is_refused_with_a_reason() -> None:
+    program = lp.Program("lbfgs")
+    model = pp.Model([nn.Linear(1, 1)], squared_error, lambda p: torch.optim.LBFGS([parameter for _, parameter in p]))
+    pp.add_pipeline(program, model, stages=1)
+    with pytest.raises(lp.NodeError, match="LBFGS evaluates the loss several times a step") as caught:
+        lp.launch(program, "thread").wait(WITHIN_S)
+    assert (caught.value.label, caught.value.type_name) == ("stages", "PipelineError")
+
+
+class Says:
+    """A feeder that returns whatever it is told."""
+
+    def __init__(self, batch: Any) -> None:
+        self._batch = batch
+
+    def batch(self, step: int) -> Any:
+        return self._batch
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (7, r"feeder's batch\(0\), takes a pair \(input, target\), not int"),
+        ((1, 2, 3), "not tuple of 3"),
+        ((None, torch.ones(2)), "at least one tensor with a batch dimension, not NoneType"),
+        ((torch.ones(4, T, D), torch.ones(4)[0]), "at least one tensor with a batch dimension"),
+    ],
+)
+def test_a_feeder_that_returns_nonsense_is_told_so(batch: Any, message: str) -> None:
+    model = model_with_everything()
+    with launched("thread", model, lambda: Says(batch)) as pipeline, pytest.raises(pp.PipelineError, match=message):
+        pipeline.step()
+
+
+def test_a_feeder_that_fails_is_the_steps_failure_and_the_next_one_goes_on() -> None:
+    class Fails:
+        def __init__(self) -> None:
+            self.failures = 1
+
+        def batch(self, step: int) -> Any:
+            if step == 1 and self.failures:
+                self.failures -= 1
+                raise OSError("the disk is gone")
+            return BATCHES[step] if step < 4 else None
+
+    model = model_with_everything()
+    plain = PlainLoop(model, 3)
+    with launched("thread", model, Fails, stages=1, microbatches=3) as pipeline:
+        pipeline.step()
+        with pytest.raises(OSError, match="the disk is gone"):
+            pipeline.step()
+        list(pipeline.steps())
+        plain.steps(BATCHES)
+        assert_same_state(pipeline.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("target_size", [2, 7, 9])
+@pytest.mark.parametrize("source", ["feeder", "client"])
+def test_a_target_that_splits_otherwise_is_refused(source: str, target_size: int) -> None:
+    """The last stage cut off what was too much, or ran out of targets, when the feeder gave them."""
+    wrong = (torch.randn(12, T, D), torch.randn(target_size, T, D))  # 12 in 5 makes 4 micro-batches; these 2, 4 or 5
+    model = pp.Model([LINEAR, LINEAR], lambda output, target: output.mean(), sgd)
+    feeder = [wrong] if source == "feeder" else None
+    with launched("thread", model, feeder, stages=2, microbatches=5) as pipeline:
+        call = pipeline.step if source == "feeder" else lambda: pipeline.step(wrong)
+        if target_size == 7:
+            call()
+            return
+        count = {2: 2, 9: 5}[target_size]
+        with pytest.raises(pp.PipelineError, match=f"input splits into 4 micro-batches, the target into {count}"):
+            call()
+        assert pipeline.current_step() == 0
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda output, target: output, r"scalar tensor, .* not one of shape \[4, 3, 8\]"),
+        (lambda output, target: 1.0, "not float"),
+        (lambda output, target: None, "not NoneType"),
+        (lambda output, target: (output.mean(), {}, 1), "not tuple"),
+    ],
+)
+def test_a_loss_that_is_no_scalar_is_refused(loss: Any, message: str) -> None:
+    model = pp.Model([LINEAR, LINEAR], loss, sgd)
+    batch = random_batches([4])[0]
+    with launched("thread", model, microbatches=1) as pipeline, pytest.raises(pp.PipelineError, match=message):
+        pipeline.step(batch)
+
+
+def test_what_a_client_asks_wrongly_is_refused_and_the_next_step_goes_on() -> None:
+    model = model_with_everything()
+    plain = PlainLoop(model, 2)
+    with launched("thread", model, stages=2, microbatches=2) as pipeline:
+        with pytest.raises(pp.PipelineError, match=r"needs a feeder: add_pipeline\(\.\.\., inputs=feeder_handle\)"):
+            pipeline.step()
+        with pytest.raises(pp.PipelineError, match="needs a feeder"):
+            pipeline.trace(1)
+        with pytest.raises(pp.PipelineError, match=r"step\(\) takes a pair"):
+            pipeline.step(BATCHES[0][0])  # type: ignore[arg-type]
+        with pytest.raises(pp.PipelineError, match="at least one"):
+            pipeline.evaluate([])
+        with pytest.raises(pp.PipelineError, match=r"evaluate\(\) takes a pair \(input, target\), not Tensor"):
+            pipeline.evaluate([BATCHES[0][0]])  # type: ignore[list-item]
+        assert pipeline.step(BATCHES[0]).loss == plain.step(BATCHES[0])
