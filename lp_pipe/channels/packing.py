@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lp_pipe.rpc import codec
+from lp_pipe.rpc import layout as layout_of_memory
 
 _ALIGNMENT_BYTES = 64  # a cache line, and what torch's own allocator gives
 
@@ -85,7 +86,7 @@ def pack(value: Any) -> tuple[Layout, list[Tensor]]:
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             _check_is_plain(leaf)
-            core = _without_repeats(leaf.detach())
+            core = layout_of_memory.without_repeats(leaf.detach())
             spec = _spec_of(core)
             tensors.append(core)
             specs.append(spec)
@@ -136,30 +137,11 @@ def _spec_of(tensor: Tensor) -> TensorSpec:
     return TensorSpec(tensor.dtype, tensor.shape, dense.stride())
 
 
-def _without_repeats(tensor: Tensor) -> Tensor:
-    """One element of each expanded dimension: all that has to travel of it."""
-    for dimension, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        if stride == 0 and size > 1:
-            tensor = tensor.narrow(dimension, 0, 1)
-    return tensor
-
-
 def _geometry_of(tensor: Tensor, core: Tensor, spec: TensorSpec) -> Geometry | None:
-    is_dense = core.numel() <= 1 or core.stride() == spec.stride or _overlaps(core)
+    is_dense = core.numel() <= 1 or core.stride() == spec.stride or layout_of_memory.overlaps(core)
     if is_dense and core.shape == tensor.shape:
         return None
     return Geometry(None if is_dense else core.stride(), tuple(tensor.shape))
-
-
-def _overlaps(tensor: Tensor) -> bool:
-    """Whether elements share memory (windows made by unfold): such a tensor cannot be written, so it stays dense."""
-    reach = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if stride <= reach:
-                return True
-            reach += (size - 1) * stride
-    return False
 
 
 def _restored(tensor: Tensor, geometry: Geometry | None) -> Tensor:

@@ -2,6 +2,8 @@
 
 import contextlib
 import hashlib
+import logging
+import secrets
 import threading
 import time
 import traceback
@@ -27,6 +29,8 @@ from lp_pipe.pipeline.worker import Report, StageWorker
 from lp_pipe.rpc.pool import DaemonPool
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 
 class Conductor:
@@ -212,21 +216,27 @@ class Conductor:
         for value in self._state_dict().values():
             if not isinstance(value, Tensor):
                 continue  # a module's get_extra_state() may be anything
-            raw = value.detach().contiguous().reshape(-1).view(torch.uint8)
-            digest.update(raw.numpy().data)
+            # Not reshape(-1): one element may have any stride and counts as contiguous, but has no bytes to view then.
+            flat = value.detach().contiguous().as_strided((value.numel(),), (1,))
+            digest.update(flat.view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
     def _save(self, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
-        manifest.remove(path)  # while shares are replaced the folder is no checkpoint
-        futures = [peer.futures.save(str(path)) for peer in self._peers]
-        files = [self._worker.save(str(path)), *(future.result() for future in futures)]
+        # New names: until the new manifest replaces the old one, the checkpoint that was there before stays whole.
+        version = f"step-{self._step}-{secrets.token_hex(4)}"
+        futures = [peer.futures.save(str(path), version) for peer in self._peers]
+        files = [self._worker.save(str(path), version), *(future.result() for future in futures)]
         manifest.write(path, manifest.Manifest(self._step, self._config.seed, tuple(files), tuple(self._state_dict())))
+        manifest.remove_older_shares(path, files)
 
     def _load(self, path: Path) -> None:
         found = manifest.read(path)
         if set(found.names) != set(self._state_dict()):
             raise PipelineError(f"{path} is a checkpoint of another model: its parameters have other names")
+        if found.seed != self._config.seed:
+            seeds = (found.seed, self._config.seed)
+            _log.warning("%s was trained with seed %d, this model has %d: dropout will differ", path, *seeds)
         self._everywhere("read", str(path), list(found.files))
         self._everywhere("adopt")
         self._step = found.step

@@ -1,13 +1,14 @@
 """The file that makes a folder a checkpoint: written last, and whole or not at all."""
 
-import contextlib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lp_pipe.errors import CheckpointError
 
+SHARE = "{version}-worker-{worker}.pt"
 _NAME = "manifest.json"
 _FORMAT = 1
 
@@ -32,10 +33,11 @@ def write(folder: Path, manifest: Manifest) -> None:
     aside.rename(folder / _NAME)
 
 
-def remove(folder: Path) -> None:
-    """Make the folder no checkpoint any more."""
-    with contextlib.suppress(FileNotFoundError):
-        (folder / _NAME).unlink()
+def remove_older_shares(folder: Path, files: Sequence[str]) -> None:
+    """Delete the shares of checkpoints that the manifest does not name any more."""
+    for path in folder.glob(SHARE.format(version="step-*", worker="*")):
+        if path.name not in files:
+            path.unlink()
 
 
 def read(folder: Path) -> Manifest:

@@ -61,20 +61,18 @@ class Training:
         for _, parameter in self._parameters:
             parameter.grad = None
 
-    def save(self, folder: str, worker: int, weights: dict[str, Tensor]) -> str:
+    def save(self, folder: str, name: str, weights: dict[str, Tensor]) -> None:
         """Write weights, optimizer and scheduler under the parameters' names, so that any cut can take them.
 
         The file is complete or not there: written aside, flushed to disk, then renamed.
         """
         share = {"weights": weights, "optimizer": self._optimizer_state(), "lr_scheduler": self._scheduler_state()}
-        name = f"worker-{worker}.pt"
         aside = Path(folder) / f".{name}.{os.getpid()}"
         with aside.open("wb") as file:
             torch.save(share, file)
             file.flush()
             os.fsync(file.fileno())
         aside.rename(Path(folder) / name)
-        return name
 
     def read(self, folder: str, files: list[str]) -> Saved:
         """What all shares hold together.

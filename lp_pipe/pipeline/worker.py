@@ -18,6 +18,7 @@ from lp_pipe.pipeline.build import build_layers
 from lp_pipe.pipeline.channel_handle import ChannelTarget
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
 from lp_pipe.pipeline.links import Links
+from lp_pipe.pipeline.manifest import SHARE
 from lp_pipe.pipeline.message import Message, to_message
 from lp_pipe.pipeline.microbatches import aligned, loss_weights, split
 from lp_pipe.pipeline.schedule import Action, Schedule, forward_on
@@ -134,9 +135,11 @@ class StageWorker:
         for stage in self._stages.values():
             stage.load_state_dict(state)
 
-    def save(self, path: str) -> str:
+    def save(self, path: str, version: str) -> str:
         """Write this worker's share of a checkpoint into the folder; returns the file's name."""
-        return self.training.save(path, self._worker, self.state_dict())
+        name = SHARE.format(version=version, worker=self._worker)
+        self.training.save(path, name, self.state_dict())
+        return name
 
     def read(self, path: str, files: list[str]) -> None:
         """Read the shares in the folder, and change nothing before `adopt`: the other workers may fail to.

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 
+from lp_pipe.rpc import layout
+
 # Smaller memory stays inside the pickle: a list of 100 000 little arrays must not become 100 000 pieces of a frame.
 _OUT_OF_BAND_BYTES = 1024
 
@@ -164,21 +166,29 @@ def _reduce_tensor(tensor: Any, torch: Any) -> tuple[Callable[..., Any], tuple[A
         return None
     if tensor.device.type != "cpu" or tensor.is_quantized:
         return None
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    core = layout.without_repeats(tensor.detach().resolve_conj().resolve_neg())
+    plain = core.contiguous()
     # PickleBuffer keeps the numpy view, and with it the tensor's memory, alive until it was sent.
     # Not reshape(-1): one element may have any stride and counts as contiguous, but cannot be viewed as bytes.
     flat = plain.as_strided((plain.numel(),), (1,))
     raw = pickle.PickleBuffer(flat.view(torch.uint8).numpy()) if plain.numel() else b""
     is_parameter = type(tensor) is torch.nn.Parameter
     dtype = str(plain.dtype).removeprefix("torch.")
-    return _rebuild_tensor, (raw, dtype, tuple(plain.shape), tensor.requires_grad, is_parameter)
+    place = (tuple(core.shape), layout.kept_stride(core), tuple(tensor.shape))
+    return _rebuild_tensor, (raw, dtype, place, tensor.requires_grad, is_parameter)
 
 
-def _rebuild_tensor(raw: Any, dtype: str, shape: tuple[int, ...], requires_grad: bool, is_parameter: bool) -> Any:
+def _rebuild_tensor(raw: Any, dtype: str, place: tuple[Any, ...], requires_grad: bool, is_parameter: bool) -> Any:
+    """place: shape of what travelled, its strides (None: contiguous), and the shape to which it is expanded."""
     import torch
 
     kind = getattr(torch, dtype)
+    shape, stride, expanded_shape = place
     tensor = torch.frombuffer(raw, dtype=kind).reshape(shape) if len(raw) else torch.empty(shape, dtype=kind)
+    if stride is not None:
+        tensor = torch.empty_strided(shape, stride, dtype=kind).copy_(tensor)
+    if expanded_shape != shape:
+        tensor = tensor.expand(expanded_shape)
     if is_parameter:
         return torch.nn.Parameter(tensor, requires_grad=requires_grad)
     return tensor.requires_grad_(requires_grad) if requires_grad else tensor

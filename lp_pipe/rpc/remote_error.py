@@ -38,7 +38,7 @@ def capture(error: BaseException) -> bytes:
     with contextlib.suppress(Exception):
         message.args = codec.dumps(error.args)
     for name, value in {**_builtin_attributes(error), **vars(error)}.items():
-        if not name.startswith(("_lp_pipe", "__")) and name not in ("type_name", "remote_traceback"):
+        if name == "__notes__" or not name.startswith(("_lp_pipe", "__", "type_name", "remote_traceback")):
             with contextlib.suppress(Exception):
                 message.attributes[name] = codec.dumps(value)
     return message.SerializeToString()

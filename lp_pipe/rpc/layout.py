@@ -1,0 +1,36 @@
+"""How a tensor lies in memory, which it must also do where it arrives: kernels sum in the order of the strides.
+
+Works on tensors through their methods, so that it needs no torch.
+"""
+
+from typing import Any
+
+# A view that skips most of its memory (one column of a wide matrix) arrives dense rather than with all its gaps.
+_MAX_GAP_FACTOR = 2
+
+
+def without_repeats(tensor: Any) -> Any:
+    """One element of each expanded dimension: all that has to travel of it."""
+    for dimension, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
+
+
+def overlaps(tensor: Any) -> bool:
+    """Whether elements share memory (windows made by unfold): such a tensor cannot be written, so it turns dense."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += (size - 1) * stride
+    return False
+
+
+def kept_stride(tensor: Any) -> tuple[int, ...] | None:
+    """The strides with which a tensor without repeats is rebuilt; None: contiguous."""
+    if tensor.numel() <= 1 or tensor.is_contiguous() or overlaps(tensor):
+        return None
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tuple(tensor.stride()) if extent <= _MAX_GAP_FACTOR * tensor.numel() else None
