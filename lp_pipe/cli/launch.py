@@ -82,6 +82,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
                         grace=arguments.grace,
                         run_dir=run_dir,
                         metrics_sinks=(display.metrics,),
+                        listed=True,
                     )
                 result = _wait(run, display)
             display.ended(result, run.status())

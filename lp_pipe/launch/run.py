@@ -12,6 +12,7 @@ from typing import Any, Self
 from lp_pipe.context import publish, replace_published
 from lp_pipe.errors import NodeError, Unavailable
 from lp_pipe.handles import Handle
+from lp_pipe.launch.control import ControlPoint
 from lp_pipe.launch.coordinator import Coordinator
 from lp_pipe.launch.host import Host
 from lp_pipe.launch.signals import Interrupts
@@ -24,11 +25,19 @@ _TERM_TO_KILL_S = 1.0
 class Run:
     """What `launch` returns. Use it as a context manager to be sure that the nodes are taken down."""
 
-    def __init__(self, program: Program, coordinator: Coordinator, host: Host, metrics: MetricsLog) -> None:
+    def __init__(
+        self,
+        program: Program,
+        coordinator: Coordinator,
+        host: Host,
+        metrics: MetricsLog,
+        control: ControlPoint | None = None,
+    ) -> None:
         self._program = program
         self._coordinator = coordinator
         self._host = host
         self._metrics = metrics
+        self._control = control
         self._is_over = threading.Event()
         self._interrupts = Interrupts(hurry=lambda: coordinator.request_stop(hurry=True))
         self._services = _LauncherServices(coordinator)
@@ -45,6 +54,8 @@ class Run:
         try:
             with self._interrupts.deferred():
                 self._host.start()
+                if self._control is not None:
+                    self._control.open()
                 _active.add(self)
                 threading.Thread(target=self._supervise, name=f"supervise {self._program.name}", daemon=True).start()
         except KeyboardInterrupt:
@@ -153,6 +164,8 @@ class Run:
             replace_published(self._services, _EndedServices(self._coordinator.why_gone()))
             self._host.close()
             self._metrics.close()
+            if self._control is not None:
+                self._control.close()
             self._interrupts.uninstall()
             self._is_over.set()
             _active.discard(self)
