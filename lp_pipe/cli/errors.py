@@ -7,6 +7,7 @@ DONE = 0
 NODE_FAILED = 1
 WRONG_USAGE = 2
 NOT_ANSWERED = 1
+UNHEALTHY = 1
 NOT_LAUNCHED = 3
 INTERRUPTED = 128  # plus the signal's number: 130 for Ctrl+C, 143 for SIGTERM
 

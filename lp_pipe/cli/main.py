@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from lp_pipe.cli import clean, graph, launch, logs, ps, stacks, status, stop
+from lp_pipe.cli import clean, doctor, graph, launch, logs, ps, stacks, status, stop
 from lp_pipe.cli.errors import INTERRUPTED, CommandError, UsageError, nearest
 from lp_pipe.launch.signals import Terminated
 
@@ -22,6 +22,7 @@ _COMMANDS = {
     "stop": stop,
     "ps": ps,
     "clean": clean,
+    "doctor": doctor,
 }
 _EXAMPLES = """\
 examples:
