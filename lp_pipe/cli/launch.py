@@ -116,7 +116,7 @@ def _wait(run: Run, display: Display) -> ending.Ending:
         run.stop()
         return ending.interrupted(run, time.monotonic() - began)
     except NodeError as error:
-        return ending.failed(run, error)
+        return ending.failed(error)
     finally:
         run.stop()
         display.status(run.status())

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lp_pipe.cli.errors import NotAnswered, UsageError, nearest
-from lp_pipe.cli.paths import shown
 from lp_pipe.cli.table import duration, table
 from lp_pipe.errors import DeadlineExceeded, Unavailable
 from lp_pipe.launch.registry import RUN_FILE, RunRecord, entries, read_record
+from lp_pipe.launch.report import shown
 from lp_pipe.rpc import CourierClient
 
 _PATIENCE_S = 5.0

@@ -6,9 +6,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lp_pipe.cli.paths import shown
 from lp_pipe.cli.runs import add_run_argument, asking, find_live_run
 from lp_pipe.cli.table import duration, table
+from lp_pipe.launch.report import shown
 
 _MAX_ERROR_LETTERS = 60
 

@@ -11,6 +11,7 @@ from lp_pipe.launch.coordinator import Coordinator
 from lp_pipe.launch.host import Host
 from lp_pipe.launch.plan import Plan, make_plan, serialize_nodes
 from lp_pipe.launch.run import Run
+from lp_pipe.launch.uncaught import print_reports
 from lp_pipe.program import Program
 from lp_pipe.telemetry.metrics import MetricsLog, Sink
 
@@ -58,6 +59,7 @@ def launch(
     is_listed = mode != "thread" if listed is None else listed
     control = ControlPoint(coordinator, host, mode) if is_listed else None
     run = Run(program, coordinator, host, metrics, control)
+    print_reports()
     run.start()
     return run
 

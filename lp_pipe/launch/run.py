@@ -15,6 +15,7 @@ from lp_pipe.handles import Handle
 from lp_pipe.launch.control import ControlPoint
 from lp_pipe.launch.coordinator import Coordinator
 from lp_pipe.launch.host import Host
+from lp_pipe.launch.report import described_failure, save_failure
 from lp_pipe.launch.signals import Interrupts
 from lp_pipe.program import Program
 from lp_pipe.telemetry.metrics import MetricsLog
@@ -82,7 +83,7 @@ class Run:
             up = ", ".join(spec.node_id for spec in self._coordinator.nodes_up())
             raise TimeoutError(f"program {self._program.name!r} still runs after {timeout} s: {up}")
         self._interrupts.uninstall()
-        error = self._coordinator.failure()
+        error = described_failure(self._coordinator, self._host)
         if error is not None:
             raise error
 
@@ -150,7 +151,7 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
-        failure: NodeError | None = self._coordinator.failure()
+        failure: NodeError | None = described_failure(self._coordinator, self._host)
         if kind is None and failure is not None:
             raise failure
 
@@ -164,6 +165,7 @@ class Run:
             replace_published(self._services, _EndedServices(self._coordinator.why_gone()))
             self._host.close()
             self._metrics.close()
+            save_failure(self._coordinator)
             if self._control is not None:
                 self._control.close()
             self._interrupts.uninstall()
