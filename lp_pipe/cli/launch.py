@@ -111,8 +111,9 @@ def _wait(run: Run, display: Display) -> ending.Ending:
     except KeyboardInterrupt:
         began = time.monotonic()
         again = "a second SIGTERM kills" if run.interrupted_by == signal.SIGTERM else "Ctrl+C again to kill"
-        with contextlib.suppress(KeyboardInterrupt):  # a second one: stop() knows of it
+        with contextlib.suppress(KeyboardInterrupt):  # a second one, before stop() keeps it out
             display.note(f"stopping ({again}) …")
+            run.stop()
         run.stop()
         return ending.interrupted(run, time.monotonic() - began)
     except NodeError as error:
