@@ -10,7 +10,10 @@ class NodeError(LpPipeError, RuntimeError):
 
     `label` and `index` name the node, `type_name` is the bare name of the original exception's class,
     `remote_traceback` is the traceback as it was printed in the node ("" when the process was killed).
+    `report`, set by `run.wait()`, is what people want to read first: 15 lines at most.
     """
+
+    report: str = ""
 
     def __init__(self, label: str, index: int, type_name: str, message: str, remote_traceback: str = "") -> None:
         self.label = label

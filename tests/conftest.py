@@ -33,7 +33,8 @@ _LIVE_AS_LONG_AS_THE_PROCESS = ("deadlines", "call callbacks")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _runs_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+def _state_folders(tmp_path_factory: pytest.TempPathFactory) -> None:
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
     os.environ["LP_PIPE_RUNS"] = str(tmp_path_factory.mktemp("runs"))
 
 

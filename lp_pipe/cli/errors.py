@@ -6,6 +6,8 @@ from collections.abc import Iterable
 DONE = 0
 NODE_FAILED = 1
 WRONG_USAGE = 2
+NOT_ANSWERED = 1
+UNHEALTHY = 1
 NOT_LAUNCHED = 3
 INTERRUPTED = 128  # plus the signal's number: 130 for Ctrl+C, 143 for SIGTERM
 
@@ -17,16 +19,31 @@ class CommandError(Exception):
 
 
 class UsageError(CommandError):
-    """The user can mend it on the command line; the message is one line that says how."""
+    """The user can mend it on the command line; the message is one line that says how.
+
+    choices: a table of what there is, printed below it.
+    """
 
     status = WRONG_USAGE
 
-    def __init__(self, message: str) -> None:
-        super().__init__(" ".join(message.split()))
+    def __init__(self, message: str, choices: str = "") -> None:
+        super().__init__("\n".join([" ".join(message.split()), *choices.splitlines()]))
 
 
 class NotLaunched(CommandError):
     """The target's own code failed, or its program cannot be started."""
+
+
+class NotAnswered(CommandError):
+    """A run that should be live cannot be asked."""
+
+    status = NOT_ANSWERED
+
+
+def counted(count: int, noun: str) -> str:
+    """1 node, 2 nodes, 3 processes."""
+    ending = "" if count == 1 else "es" if noun.endswith("s") else "s"
+    return f"{count} {noun}{ending}"
 
 
 def nearest(wrong: str, known: Iterable[str]) -> str:

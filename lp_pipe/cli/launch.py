@@ -82,6 +82,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
                         grace=arguments.grace,
                         run_dir=run_dir,
                         metrics_sinks=(display.metrics,),
+                        listed=True,
                     )
                 result = _wait(run, display)
             display.ended(result, run.status())
@@ -110,12 +111,13 @@ def _wait(run: Run, display: Display) -> ending.Ending:
     except KeyboardInterrupt:
         began = time.monotonic()
         again = "a second SIGTERM kills" if run.interrupted_by == signal.SIGTERM else "Ctrl+C again to kill"
-        with contextlib.suppress(KeyboardInterrupt):  # a second one: stop() knows of it
+        with contextlib.suppress(KeyboardInterrupt):  # a second one, before stop() keeps it out
             display.note(f"stopping ({again}) …")
+            run.stop()
         run.stop()
         return ending.interrupted(run, time.monotonic() - began)
     except NodeError as error:
-        return ending.failed(run, error)
+        return ending.failed(error)
     finally:
         run.stop()
         display.status(run.status())

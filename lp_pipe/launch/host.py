@@ -5,7 +5,14 @@ from pathlib import Path
 
 
 class Host(ABC):
-    """Starts the nodes of a plan and takes them down; reports their lives to the coordinator."""
+    """Starts the nodes of a plan and takes them down; reports their lives to the coordinator.
+
+    socket_dir: the run's private folder; "" for a host without sockets.
+    mark: what every process that it has started carries as LP_PIPE_TEMPLATE; "" for a host without processes.
+    """
+
+    socket_dir = ""
+    mark = ""
 
     @abstractmethod
     def start(self) -> None:

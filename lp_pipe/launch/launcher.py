@@ -6,10 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lp_pipe.launch import process, thread
+from lp_pipe.launch.control import ControlPoint
 from lp_pipe.launch.coordinator import Coordinator
 from lp_pipe.launch.host import Host
 from lp_pipe.launch.plan import Plan, make_plan, serialize_nodes
 from lp_pipe.launch.run import Run
+from lp_pipe.launch.uncaught import print_reports
 from lp_pipe.program import Program
 from lp_pipe.telemetry.metrics import MetricsLog, Sink
 
@@ -27,6 +29,7 @@ def launch(
     serialize_py_nodes: bool | None = None,
     run_dir: str | os.PathLike[str] | None = None,
     metrics_sinks: tuple[Sink, ...] = (),
+    listed: bool | None = None,
 ) -> Run:
     """Start every node of `program` and return at once.
 
@@ -35,6 +38,8 @@ def launch(
     serialize_py_nodes: check that every node pickles, also in thread mode (process mode always does).
     run_dir: folder for logs, metrics, checkpoints; default: a new one under $LP_PIPE_RUNS or the user's state folder.
     metrics_sinks: called with every record that a node logs, from the coordinator's threads.
+    listed: whether `lp_pipe ps`, `status`, `stop`, `stacks` find it from another terminal; default: unless mode is
+        "thread", whose programs are mostly unit tests (1 ms each, 5 ms when listed).
 
     Raises:
         TypeError: not a Program.
@@ -51,7 +56,10 @@ def launch(
     if serialize_py_nodes:
         serialize_nodes(plan)
     host, coordinator = MODES[mode](plan, metrics)
-    run = Run(program, coordinator, host, metrics)
+    is_listed = mode != "thread" if listed is None else listed
+    control = ControlPoint(coordinator, host, mode) if is_listed else None
+    run = Run(program, coordinator, host, metrics, control)
+    print_reports()
     run.start()
     return run
 

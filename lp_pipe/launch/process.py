@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -20,7 +19,8 @@ from lp_pipe.launch import os_text
 from lp_pipe.launch.coordinator import Coordinator, Failure
 from lp_pipe.launch.host import Host
 from lp_pipe.launch.plan import NodeSpec, Plan, serialize_nodes
-from lp_pipe.launch.template import Template
+from lp_pipe.launch.socket_dir import make_socket_dir
+from lp_pipe.launch.template import MARK, Template
 from lp_pipe.launch.threads import THREAD_VARIABLES
 from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.telemetry.logs import LogPump
@@ -28,7 +28,6 @@ from lp_pipe.telemetry.metrics import MetricsLog
 
 _PING_EVERY_S = 1.0
 _LAST_FRAMES_PATIENCE_S = 0.5
-_MAX_TEMP_DIR_BYTES = 70  # + "/lp-xxxxxxxx/coordinator"; a unix socket's path has 107 bytes at most (103 on macOS)
 _STACKS_PATIENCE_S = 3.0
 
 
@@ -39,15 +38,9 @@ def make_host(plan: Plan, metrics: MetricsLog) -> tuple[Host, Coordinator]:
         SerializationError: a node cannot be sent to its process.
     """
     payloads = serialize_nodes(plan)
-    socket_dir = _make_socket_dir()
+    socket_dir = make_socket_dir()
     coordinator = Coordinator(plan, lambda address: f"unix:{socket_dir}/{address}", metrics)
     return ProcessHost(plan, coordinator, payloads, socket_dir), coordinator
-
-
-def _make_socket_dir() -> str:
-    """A folder of mode 0700: only this user can connect to sockets inside."""
-    usual = tempfile.gettempdir()
-    return tempfile.mkdtemp(prefix="lp-", dir=usual if len(os.fsencode(usual)) <= _MAX_TEMP_DIR_BYTES else "/tmp")
 
 
 class ProcessHost(Host):
@@ -57,7 +50,7 @@ class ProcessHost(Host):
         self._plan = plan
         self._coordinator = coordinator
         self._payloads = payloads
-        self._socket_dir = socket_dir
+        self._socket_dir = self.socket_dir = socket_dir
         self._specs = {spec.node_id: spec for spec in plan.nodes}
         self._environment = dict(os.environ)  # as it is at launch(), whatever the launcher does later
         self._cwd = os.getcwd()
@@ -73,6 +66,7 @@ class ProcessHost(Host):
         try:
             self._listener = connections.listen(f"unix:{self._socket_dir}/coordinator", self._accept)
             self._template = Template(self._on_start, self._on_exit, self._on_template_lost)
+            self.mark = self._template.mark[MARK]
             for spec in self._plan.nodes:
                 self._start_node(spec)
         except BaseException:  # also a Ctrl+C

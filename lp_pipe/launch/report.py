@@ -1,14 +1,64 @@
 """A node's failure for people: short enough to be read, with the way to everything else."""
 
+import contextlib
+import os
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 
 from lp_pipe.errors import NodeError
+from lp_pipe.launch.coordinator import Coordinator
+from lp_pipe.launch.host import Host
 from lp_pipe.telemetry.tracebacks import fold_traceback, shortened
 
 MAX_LINES = 14  # one less than a report may have: who prints it adds where the run's folder is
 _MAX_MESSAGE_LINES = 3
 _KEPT_OUTER_LINES = 2
+_FILE = "failure.txt"
+_WORTH_NAMING = ("checkpoint*", "metrics.jsonl")
+
+
+def save_failure(coordinator: Coordinator) -> None:
+    """Keep the first failure in the run's folder, whole; without one, remove that of an earlier run in this folder."""
+    error = coordinator.failure()
+    path = coordinator.plan.run_dir / _FILE
+    with contextlib.suppress(OSError):  # the folder was removed, its disk is full: the report goes without it
+        path.unlink(missing_ok=True)
+        if error is not None:
+            path.write_text(f"{error}\n", encoding="utf-8", errors="backslashreplace")
+
+
+def described_failure(coordinator: Coordinator, host: Host) -> NodeError | None:
+    """The first failure of a run that is over, with its report."""
+    error = coordinator.failure()
+    if error is None:
+        return None
+    run_dir = coordinator.plan.run_dir
+    log_path = host.log_path(f"{error.label}/{error.index}")
+    text = failure_report(
+        error,
+        host=socket.gethostname(),
+        later_failures=coordinator.later_failures,
+        last_lines=host.last_lines(f"{error.label}/{error.index}"),
+        log_path=shown(log_path) if log_path is not None and log_path.exists() else None,
+        traceback_path=shown(run_dir / _FILE) if (run_dir / _FILE).exists() else None,
+        folder=Path.cwd(),
+    )
+    error.report = f"{text}\n{run_folder(run_dir)}"
+    return error
+
+
+def run_folder(run_dir: Path) -> str:
+    """Where it is, and what was saved in it."""
+    saved = sorted(path.name for pattern in _WORTH_NAMING for path in run_dir.glob(pattern))
+    contents = f" (with {', '.join(saved)})" if saved else ""
+    return f"run folder {shown(run_dir)}{contents}"
+
+
+def shown(path: str | Path) -> Path:
+    """Relative where it lies below the current folder."""
+    here, path = Path(os.path.realpath(Path.cwd())), Path(path)
+    return path.relative_to(here) if path.is_relative_to(here) else path
 
 
 def failure_report(
@@ -18,6 +68,7 @@ def failure_report(
     later_failures: int = 0,
     last_lines: Sequence[str] = (),
     log_path: Path | None = None,
+    traceback_path: Path | None = None,
     folder: Path | None = None,
 ) -> str:
     """At most MAX_LINES lines: which node, what happened, in which of the user's lines, where to read on.
@@ -34,7 +85,10 @@ def failure_report(
         tail.append(f"  later failures, left out here: {later_failures}")
     if log_path is not None:
         tail.append(f"  all its output: {log_path}")
-    body = fold_traceback(error.remote_traceback, folder) or _last_output(error, last_lines)
+    body = fold_traceback(error.remote_traceback, folder)
+    if body and traceback_path is not None:
+        tail.append(f"  the whole traceback: {traceback_path}")
+    body = body or _last_output(error, last_lines)
     body = _shortest(body, MAX_LINES - len(head) - len(tail))
     return "\n".join([*head, *(f"  {line}" for line in body), *tail])
 

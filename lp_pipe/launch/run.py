@@ -12,8 +12,10 @@ from typing import Any, Self
 from lp_pipe.context import publish, replace_published
 from lp_pipe.errors import NodeError, Unavailable
 from lp_pipe.handles import Handle
+from lp_pipe.launch.control import ControlPoint
 from lp_pipe.launch.coordinator import Coordinator
 from lp_pipe.launch.host import Host
+from lp_pipe.launch.report import described_failure, save_failure
 from lp_pipe.launch.signals import Interrupts
 from lp_pipe.program import Program
 from lp_pipe.telemetry.metrics import MetricsLog
@@ -24,11 +26,19 @@ _TERM_TO_KILL_S = 1.0
 class Run:
     """What `launch` returns. Use it as a context manager to be sure that the nodes are taken down."""
 
-    def __init__(self, program: Program, coordinator: Coordinator, host: Host, metrics: MetricsLog) -> None:
+    def __init__(
+        self,
+        program: Program,
+        coordinator: Coordinator,
+        host: Host,
+        metrics: MetricsLog,
+        control: ControlPoint | None = None,
+    ) -> None:
         self._program = program
         self._coordinator = coordinator
         self._host = host
         self._metrics = metrics
+        self._control = control
         self._is_over = threading.Event()
         self._interrupts = Interrupts(hurry=lambda: coordinator.request_stop(hurry=True))
         self._services = _LauncherServices(coordinator)
@@ -45,6 +55,8 @@ class Run:
         try:
             with self._interrupts.deferred():
                 self._host.start()
+                if self._control is not None:
+                    self._control.open()
                 _active.add(self)
                 threading.Thread(target=self._supervise, name=f"supervise {self._program.name}", daemon=True).start()
         except KeyboardInterrupt:
@@ -71,7 +83,7 @@ class Run:
             up = ", ".join(spec.node_id for spec in self._coordinator.nodes_up())
             raise TimeoutError(f"program {self._program.name!r} still runs after {timeout} s: {up}")
         self._interrupts.uninstall()
-        error = self._coordinator.failure()
+        error = described_failure(self._coordinator, self._host)
         if error is not None:
             raise error
 
@@ -139,7 +151,7 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
-        failure: NodeError | None = self._coordinator.failure()
+        failure: NodeError | None = described_failure(self._coordinator, self._host)
         if kind is None and failure is not None:
             raise failure
 
@@ -153,6 +165,9 @@ class Run:
             replace_published(self._services, _EndedServices(self._coordinator.why_gone()))
             self._host.close()
             self._metrics.close()
+            save_failure(self._coordinator)
+            if self._control is not None:
+                self._control.close()
             self._interrupts.uninstall()
             self._is_over.set()
             _active.discard(self)

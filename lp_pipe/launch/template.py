@@ -18,7 +18,7 @@ from lp_pipe.launch.zygote import receive_message, send_message
 
 # Slow to import and harmless to fork: loaded once in the template when the launching process has loaded them itself.
 _WORTH_PRELOADING = ("numpy", "torch", "torch.optim", "torch.utils._pytree", "lp_pipe.pipeline.worker")
-_MARK = "LP_PIPE_TEMPLATE"
+MARK = "LP_PIPE_TEMPLATE"
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from lp_pipe.launch.zygote import main; main(int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4]))"
@@ -45,7 +45,7 @@ class Template:
         self._control, theirs = socket.socketpair()
         arguments = [json.dumps(sys.path), str(theirs.fileno()), str(os.getpid()), json.dumps(_preload())]
         # BLAS would start its threads when numpy is imported, and threads do not survive a fork.
-        environment = {**os.environ, _MARK: self._mark, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, MARK: self._mark, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         try:
             self._process = subprocess.Popen(
                 [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", _BOOT, *arguments],  # type: ignore[attr-defined]
@@ -64,7 +64,7 @@ class Template:
     @property
     def mark(self) -> dict[str, str]:
         """The environment variable that every process of this run carries."""
-        return {_MARK: self._mark}
+        return {MARK: self._mark}
 
     def start(self, request: dict[str, Any], stdout: int, stderr: int) -> None:
         """Start a node's process; its output goes to the given descriptors.
@@ -89,7 +89,7 @@ class Template:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        kill_all(marked(_MARK, self._mark))
+        kill_all(marked(MARK, self._mark))
         with contextlib.suppress(OSError):
             self._control.shutdown(socket.SHUT_RDWR)
         self._control.close()
@@ -116,7 +116,7 @@ class Template:
                 self._on_exit(message["node"], message["status"])
         if not self._is_closing:
             status = self._process.wait()
-            kill_all(marked(_MARK, self._mark))
+            kill_all(marked(MARK, self._mark))
             how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
             self._on_lost(f"the template process {self._process.pid} that had started it ended: {how}")
 

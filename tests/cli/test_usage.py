@@ -27,7 +27,10 @@ def with_arguments(stages): return make_program()
 
 WRONG = {
     "": "the following arguments are required: COMMAND; see `lp_pipe --help`",
-    "lanch demo.py": "no command 'lanch'; did you mean 'launch'? (commands: launch, graph)",
+    "lanch demo.py": (
+        "no command 'lanch'; did you mean 'launch'? "
+        "(commands: launch, graph, status, logs, stacks, stop, ps, clean, doctor)"
+    ),
     "launch": "the following arguments are required: TARGET; see `lp_pipe launch --help`",
     "launch dem.py": "no file 'dem.py'; did you mean 'demo.py'?",
     "graph nowhere/demo.py": "no file 'nowhere/demo.py'",

@@ -1,0 +1,35 @@
+"""Log files of nodes, read as they grow."""
+
+from pathlib import Path
+
+
+class LogFile:
+    """One node's file; `new_lines` gives each line once."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.label, _, self._index = path.stem.rpartition("-")
+        self.node = f"{self.label}/{self._index}"
+        self._place = 0
+        self._unfinished = b""
+
+    @property
+    def order(self) -> tuple[str, int]:
+        """stage/2 before stage/10."""
+        return self.label, int(self._index) if self._index.isdecimal() else 0
+
+    def new_lines(self, with_unfinished: bool = False) -> list[str]:
+        """What has come since the last call, whole lines only; `with_unfinished`: no more will come."""
+        with self.path.open("rb") as file:
+            file.seek(self._place)
+            data = file.read()
+        self._place += len(data)
+        *lines, self._unfinished = (self._unfinished + data).split(b"\n")
+        if with_unfinished and self._unfinished:
+            lines, self._unfinished = [*lines, self._unfinished], b""
+        return [line.decode(errors="replace") for line in lines]
+
+
+def log_files(folder: Path) -> list[LogFile]:
+    """Those of all nodes that have printed something."""
+    return sorted((LogFile(path) for path in folder.glob("*-*.log")), key=lambda file: file.order)

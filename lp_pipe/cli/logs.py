@@ -1,0 +1,107 @@
+"""`lp_pipe logs`: what the nodes of a run have printed, of one that has ended too."""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from lp_pipe.cli.errors import UsageError, nearest
+from lp_pipe.cli.follow import LogFile, log_files
+from lp_pipe.cli.runs import find_run
+from lp_pipe.launch.registry import RUN_FILE, RunRecord, read_record
+
+_LOOK_EVERY_S = 0.2
+_FIRST_LINES_WHEN_FOLLOWING = 10
+_EXAMPLES = """\
+examples:
+  lp_pipe logs                        everything that the nodes of the only live run have printed
+  lp_pipe logs -f                     the last lines, and then new ones until the run ends
+  lp_pipe logs runs/demo-… trainer    one node, or one group, of any run
+  lp_pipe logs -n 5 runs/demo-…       the last five lines of each node
+"""
+
+
+def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Describe the command and its options."""
+    parser = commands.add_parser(
+        "logs",
+        help="print what the nodes of a run have printed",
+        description="Print what the nodes of a run have printed, node after node; with -f as it comes.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="lp_pipe logs [RUN] [NODE] [-f] [-n N]",
+        allow_abbrev=False,
+    )
+    parser.add_argument("target", metavar="RUN", nargs="?", help="a run's folder, or the beginning of its name")
+    parser.add_argument("node", metavar="NODE", nargs="?", help="label/index, or a label for its whole group")
+    parser.add_argument("-f", "--follow", action="store_true", help="go on with new lines until the run ends")
+    parser.add_argument("-n", "--lines", type=_count, metavar="N", help="of each node only the last N lines")
+    parser.set_defaults(run=run_command)
+
+
+def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
+    """Print the logs.
+
+    Raises:
+        UsageError: there is no such run or node, or nodes of this run have no log files.
+    """
+    record = find_run(arguments.target)
+    logs = _Logs(Path(record.run_dir) / "logs", arguments.node)
+    if not logs.choose() and (record.mode == "thread" or not arguments.follow):
+        raise UsageError(_nothing(record, logs, arguments.node))
+    lines = arguments.lines
+    if lines is None and arguments.follow:
+        lines = _FIRST_LINES_WHEN_FOLLOWING
+    logs.print_new(lines)
+    while arguments.follow and _is_on(record):
+        time.sleep(_LOOK_EVERY_S)
+        logs.print_new()
+    logs.print_new(with_unfinished=True)
+    return 0
+
+
+class _Logs:
+    """The chosen nodes of one run; nodes whose first line comes later are found then."""
+
+    def __init__(self, folder: Path, node: str | None) -> None:
+        self.folder = folder
+        self._node = node
+        self._files: dict[Path, LogFile] = {}
+
+    def choose(self) -> list[LogFile]:
+        for file in log_files(self.folder):
+            if self._node in (None, file.node, file.label):
+                self._files.setdefault(file.path, file)
+        return list(self._files.values())
+
+    def print_new(self, last: int | None = None, with_unfinished: bool = False) -> None:
+        """What has come since the last call; of the first call's only the `last` lines of each node."""
+        files = self.choose()
+        with_prefix = len(files) > 1 or (self._node is not None and "/" not in self._node)
+        for file in files:
+            lines = file.new_lines(with_unfinished)
+            skipped = 0 if last is None else max(0, len(lines) - last)
+            for line in lines[skipped:]:
+                sys.stdout.write(f"[{file.node}] {line}\n" if with_prefix else f"{line}\n")
+        sys.stdout.flush()
+
+
+def _is_on(record: RunRecord) -> bool:
+    now = read_record(Path(record.run_dir) / RUN_FILE)
+    return record.is_live and now is not None and now.ended is None
+
+
+def _nothing(record: RunRecord, logs: _Logs, node: str | None) -> str:
+    if record.mode == "thread":
+        return f"run {record.name} is in thread mode, where nodes print to the launcher's own output: no log files"
+    known = [file.node for file in log_files(logs.folder)]
+    if node is None or not known:
+        return f"no node of run {record.name} has printed anything yet; -f waits for it"
+    return f"node {node!r} of run {record.name} has printed nothing{nearest(node, known)} (nodes: {', '.join(known)})"
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise UsageError(f"-n {text}: a number of lines is needed, such as -n 20")
+    return int(text)

@@ -1,0 +1,117 @@
+"""From RUN on the command line to a run, and to the one who answers for it."""
+
+import argparse
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from lp_pipe.cli.errors import NotAnswered, UsageError, nearest
+from lp_pipe.cli.table import duration, table
+from lp_pipe.errors import DeadlineExceeded, Unavailable
+from lp_pipe.launch.registry import RUN_FILE, RunRecord, entries, read_record
+from lp_pipe.launch.report import shown
+from lp_pipe.rpc import CourierClient
+
+_PATIENCE_S = 5.0
+
+
+def add_run_argument(parser: argparse.ArgumentParser) -> None:
+    """The positional RUN, which may be left out while one run is live."""
+    parser.add_argument(
+        "target", metavar="RUN", nargs="?", help="a run's folder, or the beginning of its name; without: the only one"
+    )
+
+
+def find_run(text: str | None) -> RunRecord:
+    """The run that RUN means; a folder may also be that of a run that has ended.
+
+    Raises:
+        UsageError: no such run, or several; the message lists them.
+    """
+    live = live_runs()
+    if text is None:
+        if len(live) == 1:
+            return live[0]
+        raise UsageError(f"{len(live)} runs of yours are live; say which:", run_table(live)) if live else no_runs()
+    record = read_record(Path(text) / RUN_FILE)
+    if record is not None:
+        return record
+    if Path(text).is_dir():
+        raise UsageError(f"{text} is not the folder of a run that can be asked: it has no {RUN_FILE}")
+    return _by_name(text, live)
+
+
+def find_live_run(text: str | None) -> RunRecord:
+    """The same, if it has not ended.
+
+    Raises:
+        UsageError: no such run, or several, or it has ended.
+    """
+    record = find_run(text)
+    if not record.is_here:
+        raise UsageError(f"run {record.name} is on host {record.host}: ask it there")
+    if not record.is_live:
+        raise UsageError(f"run {record.name} {how_ended(record)}; its logs: lp_pipe logs {shown(record.run_dir)}")
+    return record
+
+
+@contextlib.contextmanager
+def asking(record: RunRecord, *, may_take_long: bool = False) -> Iterator[CourierClient]:
+    """A client of the run's Control; one whose calls may take long has no deadline once the run has answered at all.
+
+    Raises:
+        NotAnswered: the run has just ended, or its launcher hangs.
+    """
+    try:
+        client = CourierClient(record.control, call_timeout=_PATIENCE_S, wait_for_ready=False, peer=record.name)
+        if may_take_long:
+            client.status()
+            client = CourierClient(record.control, wait_for_ready=False, peer=record.name)
+        yield client
+    except Unavailable as error:
+        raise NotAnswered(f"run {record.name} has just ended, or does not listen: {error}") from error
+    except DeadlineExceeded as error:
+        raise NotAnswered(
+            f"run {record.name} gave no answer within {_PATIENCE_S:.0f} s: its launcher, process {record.pid}, is "
+            f"stopped or very busy; `kill -9 {record.pid}` ends it, and its nodes with it"
+        ) from error
+
+
+def live_runs() -> list[RunRecord]:
+    """This user's, on this host, oldest first."""
+    return [record for record in entries().values() if record.is_live]
+
+
+def run_table(records: Sequence[RunRecord]) -> str:
+    """One line a run."""
+    now = time.time()
+    rows = [
+        (record.name, record.program, record.mode, str(record.pid), duration(now - record.started), record.run_dir)
+        for record in records
+    ]
+    return table(("RUN", "PROGRAM", "MODE", "PID", "UP", "FOLDER"), rows)
+
+
+def how_ended(record: RunRecord) -> str:
+    """For a run that is not live."""
+    if record.ended is None:
+        return f"is gone: its launcher, process {record.pid}, was killed"
+    return f"ended {duration(time.time() - record.ended)} ago, after {duration(record.ended - record.started)}"
+
+
+def no_runs() -> UsageError:
+    return UsageError("no run of yours is live on this host; `lp_pipe launch TARGET` starts one")
+
+
+def _by_name(text: str, live: Sequence[RunRecord]) -> RunRecord:
+    if not live:
+        raise no_runs()
+    exact = [record for record in live if record.name == text]
+    found = exact or [record for record in live if record.name.startswith(text)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise UsageError(f"{text!r} may be {len(found)} runs; say more of the name, or a folder:", run_table(found))
+    names = [record.name for record in live]
+    raise UsageError(f"no run {text!r}{nearest(text, names)}; these are live:", run_table(live))

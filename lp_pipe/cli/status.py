@@ -1,0 +1,65 @@
+"""`lp_pipe status`: how the nodes of a running program are."""
+
+import argparse
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lp_pipe.cli.runs import add_run_argument, asking, find_live_run
+from lp_pipe.cli.table import duration, table
+from lp_pipe.launch.report import shown
+
+_MAX_ERROR_LETTERS = 60
+
+
+def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Describe the command and its options."""
+    parser = commands.add_parser(
+        "status",
+        help="show how the nodes of a running program are",
+        description="A table of the nodes of a running program: state, process, uptime.",
+        usage="lp_pipe status [RUN] [--json]",
+        allow_abbrev=False,
+    )
+    add_run_argument(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run_command)
+
+
+def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
+    """Ask and print.
+
+    Raises:
+        UsageError, NotAnswered: there is no such run, or it does not answer.
+    """
+    record = find_live_run(arguments.target)
+    with asking(record) as control:
+        nodes = [
+            {"node": f"{label}/{index}", **row}
+            for label, rows in control.status().items()
+            for index, row in enumerate(rows)
+        ]
+    if arguments.json:
+        facts = ("name", "program", "mode", "run_dir", "pid", "started")
+        print(json.dumps({**{fact: getattr(record, fact) for fact in facts}, "nodes": nodes}))
+        return 0
+    up = duration(time.time() - record.started)
+    print(f"{record.program} in {record.mode} mode, process {record.pid}, up {up}, folder {shown(record.run_dir)}")
+    print(table(("NODE", "STATE", "PID", "UP", "RESTARTS", "CALLS/S", "ERROR"), [_row(node) for node in nodes]))
+    return 0
+
+
+def _row(node: Mapping[str, Any]) -> tuple[str, ...]:
+    """restarts, calls_per_s: where the run counts them."""
+    uptime, rate = node.get("uptime_s"), node.get("calls_per_s")
+    error = (node["error"] or "").partition("\n")[0]
+    return (
+        node["node"],
+        node["state"],
+        str(node["pid"] or ""),
+        "" if uptime is None else duration(uptime),
+        str(node.get("restarts", "")),
+        "" if rate is None else f"{rate:.0f}",
+        error if len(error) <= _MAX_ERROR_LETTERS else f"{error[:_MAX_ERROR_LETTERS]}…",
+    )

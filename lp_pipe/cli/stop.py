@@ -1,0 +1,37 @@
+"""`lp_pipe stop`: end a running program in order, from another terminal."""
+
+import argparse
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+from lp_pipe.cli.runs import add_run_argument, asking, find_live_run
+
+
+def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Describe the command and its options."""
+    parser = commands.add_parser(
+        "stop",
+        help="stop a running program in order",
+        description="Stop a running program as Ctrl+C at its own terminal does, and wait until nothing of it is left.",
+        usage="lp_pipe stop [RUN]",
+        allow_abbrev=False,
+    )
+    add_run_argument(parser)
+    parser.set_defaults(run=run_command)
+
+
+def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
+    """Stop the run and say how its nodes ended.
+
+    Raises:
+        UsageError, NotAnswered: there is no such run, or it does not answer.
+    """
+    record = find_live_run(arguments.target)
+    began = time.monotonic()
+    with asking(record, may_take_long=True) as control:
+        status = control.stop()
+    states = Counter(row["state"] for rows in status.values() for row in rows)
+    counted = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
+    print(f"run {record.name} ended in {time.monotonic() - began:.1f} s; nodes: {counted}")
+    return 0

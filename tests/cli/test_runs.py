@@ -1,0 +1,222 @@
+"""A running program, asked from another terminal: status, stop, stacks, logs, ps, clean."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lp_pipe.launch.registry import RunRecord, entries
+from tests.cli.commands import Command, Start, Started, is_alive
+
+WAITING = """
+import os
+import lp_pipe as lp
+
+def wait():
+    print("pid", os.getpid())
+    lp.wait_for_stop()
+
+program = lp.Program("waiting")
+with program.group("nodes"):
+    for _ in range(2):
+        program.add_node(lp.PyNode(wait))
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_state(folder: Path, monkeypatch: pytest.MonkeyPatch, socket_home: Path) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state"))
+    (folder / "waiting.py").write_text(WAITING)
+
+
+@pytest.fixture(params=["thread", "process"])
+def launched(request: pytest.FixtureRequest, start: Start) -> Started:
+    """`waiting.py` in the folder `out`, up in either mode."""
+    run = start("launch", "waiting.py", "--run-dir=out", f"--mode={request.param}")
+    run.pids(2)
+    return run
+
+
+@pytest.fixture
+def in_processes(start: Start) -> Started:
+    run = start("launch", "waiting.py", "--run-dir=out")
+    run.pids(2)
+    return run
+
+
+@pytest.fixture
+def dead(start: Start) -> Iterator[tuple[RunRecord, subprocess.Popen[bytes]]]:
+    """A run whose launcher and template were killed, and a process that it has left behind."""
+    run = start("launch", "waiting.py", "--run-dir=out")
+    pids = run.pids(2)
+    (record,) = entries().values()
+    left = subprocess.Popen(["sleep", "1000"], env={**os.environ, "LP_PIPE_TEMPLATE": record.mark})
+    template = psutil.Process(pids["nodes/0"]).parent()
+    assert template is not None
+    template.send_signal(signal.SIGSTOP)  # or it would clean up
+    run.process.kill()
+    run.process.wait()
+    template.kill()
+    psutil.wait_procs([template, *(psutil.Process(pid) for pid in pids.values() if psutil.pid_exists(pid))], timeout=10)
+    yield record, left
+    left.kill()
+    left.wait()
+
+
+def test_status_is_a_table_of_the_nodes(launched: Started, command: Command, folder: Path) -> None:
+    done = command("status")
+    assert (done.returncode, done.stderr) == (0, "")
+    first, head, *rows = done.stdout.splitlines()
+    assert first.startswith("waiting in ")
+    assert first.endswith("folder out")
+    assert head.split() == ["NODE", "STATE", "PID", "UP"]
+    assert [row.split()[:2] for row in rows] == [["nodes/0", "running"], ["nodes/1", "running"]]
+    answer = json.loads(command("status", "out", "--json").stdout)
+    assert (answer["program"], answer["run_dir"], answer["pid"]) == (
+        "waiting",
+        str(folder / "out"),
+        launched.process.pid,
+    )
+    assert [(node["node"], node["state"]) for node in answer["nodes"]] == [
+        ("nodes/0", "running"),
+        ("nodes/1", "running"),
+    ]
+
+
+def test_stop_ends_the_program_in_order_and_waits_for_it(launched: Started, command: Command) -> None:
+    done = command("stop", "ou")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("run out ended in ")
+    assert done.stdout.endswith("s; nodes: 2 stopped\n")
+    status, lines, errors = launched.finish()
+    assert (status, errors) == (0, [])
+    assert lines[-1].startswith("done in ")
+    again = command("stop", "out")
+    assert again.returncode == 2
+    assert again.stderr.startswith("lp_pipe: run out ended ")
+    assert again.stderr.endswith("; its logs: lp_pipe logs out\n")
+
+
+def test_stacks_show_where_every_node_is(launched: Started, command: Command) -> None:
+    done = command("stacks")
+    assert done.returncode == 0
+    assert "node nodes/0" in done.stdout
+    assert done.stdout.count("lp.wait_for_stop()") == 2
+
+
+def test_logs_of_a_live_run_and_of_one_that_has_ended(in_processes: Started, command: Command) -> None:
+    both = command("logs").stdout.splitlines()
+    assert [line[:14] for line in both] == ["[nodes/0] pid ", "[nodes/1] pid "]
+    command("stop")
+    assert command("logs", "out", "nodes").stdout.splitlines() == both
+    assert command("logs", "out", "nodes/1").stdout == both[1].removeprefix("[nodes/1] ") + "\n"
+    assert command("logs", "out", "-n", "0").stdout == ""
+    missing = command("logs", "out", "node/1")
+    assert missing.returncode == 2
+    assert "did you mean 'nodes/1'? (nodes: nodes/0, nodes/1)" in missing.stderr
+
+
+def test_logs_are_followed_until_the_run_ends(start: Start, command: Command, folder: Path) -> None:
+    (folder / "talking.py").write_text(
+        "import pathlib, lp_pipe as lp\n"
+        "def talk():\n"
+        "    print('before', flush=True)\n"
+        "    while not pathlib.Path('go').exists() and not lp.wait_for_stop(0.01): pass\n"
+        "    print('after')\n"
+        "    print('unfinished', end='')\n"
+        "program = lp.Program('talking')\n"
+        "program.add_node(lp.PyNode(talk), label='talker')\n"
+    )
+    run = start("launch", "talking.py", "--run-dir=out")
+    run.wait_for("before")
+    following = start("logs", "out", "-f")
+    following.wait_for("before")
+    (folder / "go").write_text("")
+    following.wait_for("after")
+    following.wait_for("unfinished")
+    assert following.finish() == (0, [], [])
+    assert run.finish()[0] == 0
+
+
+def test_thread_mode_has_no_log_files_and_says_so(start: Start, command: Command) -> None:
+    start("launch", "waiting.py", "--mode=thread").pids(2)
+    done = command("logs")
+    assert done.returncode == 2
+    assert done.stderr.endswith("nodes print to the launcher's own output: no log files\n")
+
+
+def test_of_several_runs_one_must_be_named(start: Start, command: Command) -> None:
+    for name in ("first", "fifth"):
+        start("launch", "waiting.py", "--mode=thread", f"--run-dir={name}").pids(2)
+    done = command("status")
+    assert done.returncode == 2
+    lines = done.stderr.splitlines()
+    assert lines[0] == "lp_pipe: 2 runs of yours are live; say which:"
+    assert [line.split()[0] for line in lines[1:]] == ["RUN", "first", "fifth"]
+    assert command("status", "fi").stderr.startswith(
+        "lp_pipe: 'fi' may be 2 runs; say more of the name, or a folder:\n"
+    )
+    assert command("status", "frist").stderr.startswith("lp_pipe: no run 'frist'; did you mean 'first'?")
+    assert command("status", "fir").stdout.splitlines()[0].endswith("folder first")
+    assert [line.split()[0] for line in command("ps").stdout.splitlines()] == ["RUN", "first", "fifth"]
+    assert [json.loads(line)["name"] for line in command("ps", "--json").stdout.splitlines()] == ["first", "fifth"]
+
+
+def test_without_a_run_everything_says_so(command: Command, folder: Path) -> None:
+    for name in ("status", "stop", "stacks", "logs"):
+        done = command(name)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+        assert done.stderr.startswith("lp_pipe: no run of yours is live on this host")
+    assert "it has no run.json" in command("status", str(folder)).stderr
+    assert (command("ps").stdout, command("ps").returncode) == ("", 0)
+    assert command("clean").stdout == "nothing to clean: no killed run of yours has left anything on this host\n"
+
+
+def test_clean_removes_what_a_killed_run_has_left_and_nothing_else(
+    dead: tuple[RunRecord, "subprocess.Popen[bytes]"], start: Start, command: Command, folder: Path
+) -> None:
+    record, left = dead
+    other = start("launch", "waiting.py", "--run-dir=other")
+    others_pids = other.pids(2)
+    assert command("ps").stderr == "killed runs have left 1 more: lp_pipe clean\n"
+    assert f"its launcher, process {record.pid}, was killed" in command("status", "out").stderr
+    dry = command("clean", "--dry-run").stdout
+    assert dry == (
+        f"run out, whose launcher {record.pid} is dead: would kill 1 process ({left.pid}), "
+        f"would remove {record.socket_dir}, would remove its entry\n"
+    )
+    assert left.poll() is None
+    assert command("clean").stdout == dry.replace("would kill", "killed").replace("would remove", "removed")
+    assert left.wait(10) == -signal.SIGKILL
+    assert not Path(record.socket_dir).exists()
+    assert "nothing to clean" in command("clean").stdout
+    assert (folder / "out" / "logs").is_dir()
+    assert all(is_alive(pid) for pid in others_pids.values())
+    assert command("status").stdout.splitlines()[0].endswith("folder other")
+
+
+def test_a_launcher_that_hangs_is_named(in_processes: Started, command: Command) -> None:
+    os.kill(in_processes.process.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    done = command("status")
+    assert time.monotonic() - began < 30
+    assert done.returncode == 1
+    assert f"`kill -9 {in_processes.process.pid}` ends it" in done.stderr
+
+
+def test_a_run_of_another_host_is_not_judged(folder: Path, command: Command) -> None:
+    (folder / "far").mkdir()
+    record = RunRecord("demo", "process", str(folder / "far"), f"not-{socket.gethostname()}", 1, 1, 0.0, "unix:x", "x")
+    (folder / "far" / "run.json").write_text(json.dumps(vars(record)))
+    done = command("stop", "far")
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"lp_pipe: run far is on host not-{socket.gethostname()}: ask it there\n",
+    )
