@@ -18,7 +18,7 @@ from lp_pipe.cli.events import JsonDisplay
 from lp_pipe.cli.live import LiveDisplay
 from lp_pipe.cli.targets import load_program
 from lp_pipe.errors import LpPipeError, NodeError
-from lp_pipe.graph import GraphView
+from lp_pipe.graph import GraphView, to_svg
 from lp_pipe.launch import Run, launch, new_run_dir
 from lp_pipe.launch.launcher import MODES
 from lp_pipe.launch.signals import Terminated
@@ -84,6 +84,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
                         metrics_sinks=(display.metrics,),
                         listed=True,
                     )
+                (run.run_dir / "graph.svg").write_text(to_svg(view), encoding="utf-8")
                 result = _wait(run, display)
             display.ended(result, run.status())
             return result.exit_status
