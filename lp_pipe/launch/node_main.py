@@ -20,8 +20,8 @@ from lp_pipe.connections import Frame, frames
 from lp_pipe.context import NodeContext, StopSignal, enter_process
 from lp_pipe.errors import Unavailable
 from lp_pipe.launch import os_text
-from lp_pipe.launch.coordinator import Failure
 from lp_pipe.launch.execute import failure_from, run_node
+from lp_pipe.launch.record import Failure
 from lp_pipe.launch.threads import set_process_threads
 from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.rpc import codec
@@ -143,22 +143,31 @@ class Supervision:
         self.stop_signal.set()
 
 
-def main(node_id: str, endpoint: str) -> int:
-    """Run one node in this process; returns the exit status."""
+def main(node_id: str, endpoint: str, attempt: int) -> int:
+    """Run one node in this process; returns the exit status. attempt: how often the node was restarted before."""
     supervision = Supervision(endpoint)
-    supervision.send(hello=wire.Hello(node_id=node_id, pid=os.getpid()))
+    supervision.send(hello=wire.Hello(node_id=node_id, pid=os.getpid(), attempt=attempt))
     start, frame = supervision.started.result()
     try:
         failure = _run(start, frame.buffers[0], supervision)
     except BaseException as error:  # the node's modules or arguments did not load
         failure = failure_from(error)
     supervision.end(failure)  # before exit functions, which may take long: the others must hear of a failure now
+    if failure is not None:
+        _exit_within(start.grace_s)
     with contextlib.suppress(Exception):
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
     supervision.close()
     return 0 if failure is None else 1
+
+
+def _exit_within(seconds: float) -> None:
+    """A failed node must not hang in its exit functions: nobody else would end it, and its restart waits for it."""
+    timer = threading.Timer(seconds, os._exit, (1,))
+    timer.daemon = True
+    timer.start()
 
 
 def all_stacks() -> str:

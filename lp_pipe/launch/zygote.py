@@ -141,7 +141,7 @@ class Zygote:
             _reseed()
             from lp_pipe.launch.node_main import main
 
-            status = main(message["node"], message["endpoint"])
+            status = main(message["node"], message["endpoint"], message["attempt"])
         except BaseException:  # nothing may escape into the template's own loop
             sys.excepthook(*sys.exc_info())
             status = 1
@@ -228,9 +228,10 @@ def _prctl(option: int, argument: int | bytes) -> None:
 def _exec_node(message: dict[str, Any]) -> NoReturn:
     code = (
         "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-        "from lp_pipe.launch.node_main import main; sys.exit(main(sys.argv[2], sys.argv[3]))"
+        "from lp_pipe.launch.node_main import main; sys.exit(main(sys.argv[2], sys.argv[3], int(sys.argv[4])))"
     )
-    arguments = [sys.executable, "-c", code, json.dumps(sys.path), message["node"], message["endpoint"]]
+    node = (message["node"], message["endpoint"], str(message["attempt"]))
+    arguments = [sys.executable, "-c", code, json.dumps(sys.path), *node]
     os.execve(sys.executable, arguments, message["env"])
 
 
