@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -163,6 +163,13 @@ def main(node_id: str, endpoint: str, attempt: int) -> int:
     return 0 if failure is None else 1
 
 
+def _pin_to(cpus: Iterable[int]) -> None:
+    """Every thread: the call is for one, and the stream's is there already."""
+    if hasattr(os, "sched_setaffinity"):
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(thread), cpus)
+
+
 def _exit_within(seconds: float) -> None:
     """A failed node must not hang in its exit functions: nobody else would end it, and its restart waits for it."""
     timer = threading.Timer(seconds, os._exit, (1,))
@@ -191,6 +198,7 @@ def _run(start: wire.Start, payload: bytearray, supervision: Supervision) -> Fai
         resources=resources,
         run_dir=Path(os_text.unpack(start.run_dir)),
         services=supervision,
+        devices=tuple(start.devices),
         grace_s=start.grace_s,
         stop_signal=supervision.stop_signal,
     )
@@ -213,6 +221,6 @@ def _set_up_process(start: wire.Start) -> None:
             stream.reconfigure(line_buffering=True)  # they are pipes, but people watch them
     with contextlib.suppress(FileNotFoundError):
         os.chdir(os_text.unpack(start.cwd))
-    if start.cpus and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, start.cpus)
+    if start.cpus:
+        _pin_to(start.cpus)
     logging.basicConfig(level=start.log_level or logging.WARNING, format="%(levelname)s %(name)s: %(message)s")

@@ -19,12 +19,14 @@ from lp_pipe.connections import Connection
 from lp_pipe.launch import os_text
 from lp_pipe.launch.coordinator import Coordinator
 from lp_pipe.launch.exits import ExitQueue
+from lp_pipe.launch.hardware import this_host
 from lp_pipe.launch.host import Host
 from lp_pipe.launch.node_stream import NodeStream
+from lp_pipe.launch.placement import Place, place_all
 from lp_pipe.launch.plan import NodeSpec, Plan, serialize_nodes
 from lp_pipe.launch.record import Failure
 from lp_pipe.launch.template import Template
-from lp_pipe.launch.threads import THREAD_VARIABLES
+from lp_pipe.launch.threads import thread_environment
 from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.telemetry.logs import LogPump
 from lp_pipe.telemetry.metrics import MetricsLog
@@ -39,11 +41,13 @@ def make_host(plan: Plan, metrics: MetricsLog) -> tuple[Host, Coordinator]:
 
     Raises:
         SerializationError: a node cannot be sent to its process.
+        ValueError: a group wants more cores, GPUs or memory than this host has, or another host.
     """
+    places = place_all(plan.nodes, this_host())
     payloads = serialize_nodes(plan)
     socket_dir = _make_socket_dir()
     coordinator = Coordinator(plan, lambda address: f"unix:{socket_dir}/{address}", metrics)
-    return ProcessHost(plan, coordinator, payloads, socket_dir), coordinator
+    return ProcessHost(plan, coordinator, payloads, places, socket_dir), coordinator
 
 
 def _make_socket_dir() -> str:
@@ -55,10 +59,18 @@ def _make_socket_dir() -> str:
 class ProcessHost(Host):
     """The agent of this host: starts the processes, and ties their streams to the coordinator."""
 
-    def __init__(self, plan: Plan, coordinator: Coordinator, payloads: dict[str, bytes], socket_dir: str) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        coordinator: Coordinator,
+        payloads: dict[str, bytes],
+        places: dict[str, Place],
+        socket_dir: str,
+    ) -> None:
         self._plan = plan
         self._coordinator = coordinator
         self._payloads = payloads
+        self._places = places
         self._socket_dir = socket_dir
         self._attempts = dict.fromkeys(payloads, 0)  # by node_id: which of its processes is the current one
         self._specs = {spec.node_id: spec for spec in plan.nodes}
@@ -146,7 +158,8 @@ class ProcessHost(Host):
         return {
             **self._environment,
             **self._template.mark,
-            **dict.fromkeys(THREAD_VARIABLES, str(spec.resources.threads)),
+            **thread_environment(spec.resources.threads),
+            **self._places[spec.node_id].environment,
             **spec.resources.env,
         }
 
@@ -174,6 +187,8 @@ class ProcessHost(Host):
                 argv=os_text.pack_all(sys.argv),
                 env=os_text.pack_map(self._environment_of(spec)),
                 threads=spec.resources.threads,
+                cpus=self._places[node_id].cpus,
+                devices=self._places[node_id].devices,
                 grace_s=self._plan.grace_s,
                 log_level=logging.getLogger().getEffectiveLevel(),
             ),
