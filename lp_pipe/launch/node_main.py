@@ -23,12 +23,10 @@ from lp_pipe.launch import os_text
 from lp_pipe.launch.execute import failure_from, run_node
 from lp_pipe.launch.record import Failure
 from lp_pipe.launch.threads import set_process_threads
+from lp_pipe.launch.zygote import LAUNCHER_PATIENCE_S
 from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.rpc import codec
 from lp_pipe.rpc.remote_error import printable
-
-# A launcher that is silent for so long counts as dead; it pings every second.
-LAUNCHER_PATIENCE_S = 8.0
 
 
 class Supervision:

@@ -27,9 +27,12 @@ from lp_pipe.launch.plan import NodeSpec, Plan, serialize_nodes
 from lp_pipe.launch.record import Failure
 from lp_pipe.launch.template import Template
 from lp_pipe.launch.threads import thread_environment
+from lp_pipe.launch.zygote import LAUNCHER_PATIENCE_S
 from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.telemetry.logs import LogPump
 from lp_pipe.telemetry.metrics import MetricsLog
+
+_log = logging.getLogger(__name__)
 
 _PING_EVERY_S = 1.0
 _MAX_TEMP_DIR_BYTES = 70  # + "/lp-xxxxxxxx/coordinator"; a unix socket's path has 107 bytes at most (103 on macOS)
@@ -90,6 +93,7 @@ class ProcessHost(Host):
             self._listener = connections.listen(f"unix:{self._socket_dir}/coordinator", self._accept)
             self._exits.start()
             self._template = Template(self._coordinator.node_started, self._on_exit, self._on_template_lost)
+            threading.Thread(target=self._ping, args=(self._template,), name="launcher pings", daemon=True).start()
             for spec in self._plan.nodes:
                 self._start_node(spec)
         except BaseException:  # also a Ctrl+C
@@ -98,7 +102,6 @@ class ProcessHost(Host):
                 self._coordinator.node_abandoned(spec.node_id)
             self.close()
             raise
-        threading.Thread(target=self._ping, name="launcher pings", daemon=True).start()
 
     def restart(self, node_id: str) -> None:
         self._attempts[node_id] += 1
@@ -238,8 +241,13 @@ class ProcessHost(Host):
         if stream is not None:
             stream.send(**message)
 
-    def _ping(self) -> None:
+    def _ping(self, template: Template) -> None:
+        last = time.monotonic()
         while not self._is_over.wait(_PING_EVERY_S):
+            silence_s, last = time.monotonic() - last, time.monotonic()
+            if silence_s > LAUNCHER_PATIENCE_S:
+                _log.warning("this process was stopped or starved for %.0f s: its nodes took it for dead", silence_s)
+            template.ping()
             for node_id in list(self._streams):
                 self._tell(node_id, ping=wire.Ping())
 

@@ -30,6 +30,8 @@ _LENGTH = struct.Struct("<I")
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
+# A launcher that is silent for so long counts as dead, here and on the nodes' own streams; it pings every second.
+LAUNCHER_PATIENCE_S = 8.0
 # The launcher died: its nodes see their streams close and stop; those that do not are made to.
 _ORPHAN_TERM_S = 4.0
 _ORPHAN_KILL_S = 5.0
@@ -65,7 +67,7 @@ def _receive_exactly(sock: socket.socket, size: int) -> bytes:
 
 
 class Zygote:
-    """One per run; `serve` returns when the launcher says goodbye or is dead, and all nodes are gone."""
+    """One per run; `serve` ends when the launcher says goodbye, is dead or silent, and all nodes are gone."""
 
     def __init__(self, control: socket.socket, launcher_pid: int) -> None:
         self._control = control
@@ -80,6 +82,7 @@ class Zygote:
         self._operations: dict[str, Callable[[dict[str, Any], list[int]], None]] = {
             "start": self._start_node,
             "signal": self._signal_node,
+            "ping": lambda message, fds: None,
             "bye": self._say_goodbye,
         }
 
@@ -89,15 +92,22 @@ class Zygote:
         sources: list[Any] = [self._control, self._wake]
         if self._launcher is not None:
             sources.append(self._launcher)
+        heard = time.monotonic()
         while not self._is_done:
-            ready, _, _ = select.select(sources, [], [])
+            # What waits to be read goes before the clock: after a freeze of its own this finds the launcher's pings.
+            ready, _, _ = select.select(sources, [], [], max(0.0, heard + LAUNCHER_PATIENCE_S - time.monotonic()))
+            if not ready:
+                self._clean_up(is_orderly=False)
+                sys.exit(f"lp_pipe: the launcher was silent for {LAUNCHER_PATIENCE_S} s: its nodes were taken down")
             if self._wake in ready:
                 self._wake.recv(4096)
                 self._reap()
             if self._launcher is not None and self._launcher in ready:
                 break
-            if self._control in ready and not self._serve_one():
-                break
+            if self._control in ready:
+                if not self._serve_one():
+                    break
+                heard = time.monotonic()
         self._clean_up(is_orderly=self._is_done)
 
     def _serve_one(self) -> bool:
