@@ -171,19 +171,15 @@ class Zygote:
         self._is_done = True
 
     def _reap(self) -> None:
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            node = self._nodes.pop(pid, None)
-            if node is None:
-                continue  # an orphaned grandchild
-            orphans = [member for member in tree_of(os.getpid()) if session_of(member) == pid]
-            kill_all(orphans)
-            self._tell({"event": "exited", "node": node, "status": status})
+        ended: dict[int, int] = {}  # all that there are, for one look at the process tree
+        with contextlib.suppress(ChildProcessError):
+            while (child := os.waitpid(-1, os.WNOHANG)) != (0, 0):
+                ended.update([child])
+        nodes = {pid: self._nodes.pop(pid) for pid in ended if pid in self._nodes}  # others: orphaned grandchildren
+        if nodes:
+            kill_all([member for member in tree_of(os.getpid()) if session_of(member) in nodes])
+        for pid, node in nodes.items():
+            self._tell({"event": "exited", "node": node, "status": ended[pid]})
 
     def _tell(self, message: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):  # the launcher is gone; serve() notices
