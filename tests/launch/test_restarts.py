@@ -1,5 +1,6 @@
 """Groups whose nodes may fail: restarted while their clients wait, or ignored while the others go on."""
 
+import atexit
 import contextlib
 import os
 import signal
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import lp_pipe as lp
@@ -296,6 +298,43 @@ def test_a_server_that_a_grandchild_keeps_open_is_restarted_all_the_same() -> No
         os.kill(row_of(run, "server")["pid"], signal.SIGKILL)
         until(lambda: row_of(run, "server")["restarts"] == 1)
         assert run.client("server").count() == 1
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_exit_functions_that_hang_hold_a_restart_up_for_the_grace_only(tmp_path: Path) -> None:
+    def fail_once() -> None:
+        if not (tmp_path / "failed").exists():
+            (tmp_path / "failed").touch()
+            atexit.register(time.sleep, 60)
+            raise ValueError("once")
+
+    program = lp.Program("exit functions")
+    with program.group("node", on_failure="restart"):
+        program.add_node(lp.PyNode(fail_once))
+    run = lp.launch(program, "process", grace=0.5)
+    run.wait(WITHIN_S)
+    assert (row_of(run, "node")["state"], row_of(run, "node")["restarts"]) == ("finished", 1)
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_fresh_interpreters_are_restarted_too(tmp_path: Path) -> None:
+    program = counting(tmp_path / "births", "restart", resources=lp.Resources(fresh_interpreter=True))
+    with lp.launch(program, "process") as run:
+        client = run.client("counter")
+        assert client.lives() == 1
+        fail(client)
+        until(lambda: row_of(run)["restarts"] == 1)
+        assert client.lives() == 2
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_a_lost_template_is_the_end_also_of_nodes_that_would_be_restarted(tmp_path: Path) -> None:
+    run = lp.launch(counting(tmp_path / "births", "restart"), "process")
+    run.client("counter")
+    os.kill(psutil.Process(row_of(run)["pid"]).ppid(), signal.SIGKILL)
+    with pytest.raises(lp.NodeError, match="template"):
+        run.wait(WITHIN_S)
+    assert row_of(run)["state"] == "failed"
 
 
 @pytest.mark.usefixtures("no_leaks")
