@@ -11,7 +11,7 @@ from lp_pipe.nodes import Node
 from lp_pipe.nodes.base import HandleT
 from lp_pipe.resources import Resources
 
-FAILURE_POLICIES = ("stop",)
+FAILURE_POLICIES = ("stop", "restart", "ignore")
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,15 @@ class GroupOptions:
 
     resources: Resources = field(default_factory=Resources)
     on_failure: str = "stop"
+    max_restarts: int = 3
+
+    def check(self, label: str) -> None:
+        """Refuse what no launcher could follow, naming the group."""
+        if self.on_failure not in FAILURE_POLICIES:
+            known = ", ".join(FAILURE_POLICIES)
+            raise ValueError(f"group {label!r}: on_failure={self.on_failure!r}; known are {known}")
+        if self.max_restarts < 0:
+            raise ValueError(f"group {label!r}: max_restarts={self.max_restarts}: must not be negative")
 
 
 @dataclass(frozen=True)
@@ -63,8 +72,20 @@ class Program:
         return self._options.get(label, GroupOptions())
 
     @contextmanager
-    def group(self, label: str, resources: Resources | None = None, on_failure: str = "stop") -> Iterator[None]:
+    def group(
+        self,
+        label: str,
+        resources: Resources | None = None,
+        on_failure: str = "stop",
+        max_restarts: int = 3,
+    ) -> Iterator[None]:
         """Nodes added in the body belong to the group `label`; a label may be opened again with the same options.
+
+        on_failure: what a node's failure (exception, exit, kill) means.
+            "stop": the program ends, and `wait()` raises it.
+            "restart": the node starts from its constructor again after 0.1 s, doubled each time, at most 5 s; at most
+            `max_restarts` times, then as with "stop". Calls in progress raise Unavailable, new ones wait for it.
+            "ignore": noted in status and log; the others go on, and calls to the node raise Unavailable.
 
         Raises:
             ValueError: no label, a group inside a group, options that differ from those of the same label before.
@@ -73,9 +94,8 @@ class Program:
             raise ValueError("a group needs a label: program.group('feeder')")
         if self._current is not None:
             raise ValueError(f"groups cannot be nested: {label!r} inside {self._current!r}; close the outer one first")
-        if on_failure not in FAILURE_POLICIES:
-            raise ValueError(f"group {label!r}: on_failure={on_failure!r}; known are {', '.join(FAILURE_POLICIES)}")
-        options = GroupOptions(resources or Resources(), on_failure)
+        options = GroupOptions(resources or Resources(), on_failure, max_restarts)
+        options.check(label)
         if self._options.setdefault(label, options) != options:
             raise ValueError(f"group label {label!r} was opened before with other options: {self._options[label]}")
         self._current = label

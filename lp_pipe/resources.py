@@ -8,11 +8,12 @@ _PROCESS_START_PREFIXES = ("OMP_", "LD_", "CUDA_", "MKL_", "OPENBLAS_", "DYLD_",
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """Resources of every node of a group.
+    """Resources of each node of a group; where nodes are processes.
 
-    cpus: cores that the node is pinned to (None: not pinned).
-    gpus: devices handed to the node through CUDA_VISIBLE_DEVICES.
-    memory: bytes, for placement.
+    cpus: cores that the node is pinned to, other ones for each node while they last (None: not pinned).
+    gpus: devices that the node has for itself: CUDA_VISIBLE_DEVICES names them, `context().devices` numbers them.
+        0: none are handed out, and CUDA_VISIBLE_DEVICES stays as it is.
+    memory: bytes that the node will need; all nodes together must fit into the host (nothing limits them later).
     threads: what torch and BLAS use inside the node; one value for a whole program in thread mode.
     env: variables set in the node's process; some only work at process start and imply fresh_interpreter.
     host: name of the host that the node must run on.
@@ -30,6 +31,8 @@ class Resources:
     def __post_init__(self) -> None:
         if self.threads < 1:
             raise ValueError(f"Resources(threads={self.threads}): a node needs at least 1 thread")
+        if self.memory is not None and self.memory < 1:
+            raise ValueError(f"Resources(memory={self.memory}): a number of bytes, or None")
         if self.gpus < 0 or (self.cpus is not None and self.cpus < 1):
             raise ValueError(f"Resources(cpus={self.cpus}, gpus={self.gpus}): counts cannot be negative or zero cores")
 

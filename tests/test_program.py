@@ -119,3 +119,24 @@ def test_resources_are_checked() -> None:
         assert lp.Resources(env={name: "1"}).needs_fresh_interpreter
     assert lp.Resources(fresh_interpreter=True).needs_fresh_interpreter
     assert not lp.Resources(env={"MINE": "1"}).needs_fresh_interpreter
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"on_failure": "retry"}, "'retry'; known are stop, restart, ignore"),
+        ({"on_failure": "restart", "max_restarts": -1}, "max_restarts=-1"),
+    ],
+)
+def test_failure_policies_are_checked_at_setup(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"group 'g'.*{message}"), lp.Program("p").group("g", **options):
+        pass
+
+
+def test_a_group_is_reopened_with_the_same_failure_policy() -> None:
+    program = lp.Program("p")
+    for _ in range(2):
+        with program.group("g", on_failure="restart", max_restarts=5):
+            program.add_node(lp.PyNode(print))
+    with pytest.raises(ValueError, match="other options"), program.group("g", on_failure="restart", max_restarts=6):
+        pass

@@ -1,43 +1,20 @@
 """The one place that knows the whole program: addresses, states, exits, the first failure, the stop."""
 
-import socket
+import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any
 
 from lp_pipe.errors import NodeError, Unavailable
 from lp_pipe.launch.plan import NodeSpec, Plan
+from lp_pipe.launch.ports import Ports
+from lp_pipe.launch.record import Failure, NodeRecord
+from lp_pipe.launch.verdict import Verdict
 from lp_pipe.telemetry.metrics import MetricsLog
 
-# An Unavailable is mostly the echo of another node's death, whose news may come a moment later: wait so long for it.
-# A killed process is reported after 1 s at the latest (its last frames, its last lines).
-ECHO_PATIENCE_S = 2.0
-
-
-@dataclass(frozen=True)
-class Failure:
-    """How a node failed. `is_unavailable`: maybe only the echo of another node's end."""
-
-    type_name: str
-    message: str
-    traceback: str = ""
-    is_unavailable: bool = False
-
-
-@dataclass
-class NodeRecord:
-    """One node's life: starting -> running -> finished | failed | stopped."""
-
-    spec: NodeSpec
-    state: str = "starting"
-    pid: int = 0
-    error: Failure | None = None
-    started_at: float = 0.0
-    is_down: bool = False
-    waiters: list["Future[str]"] = field(default_factory=list)
+_log = logging.getLogger(__name__)
 
 
 class Coordinator:
@@ -53,13 +30,12 @@ class Coordinator:
         self._nodes = {spec.node_id: NodeRecord(spec) for spec in plan.nodes}
         self._endpoints: dict[str, str] = {}
         self._waiting: dict[str, list[Future[str]]] = {}
-        self._ports: dict[str, str] = {}
+        self._ports = Ports()
         self._lock = threading.Lock()
         self.changed = threading.Condition(self._lock)
         self.stop_requested = False
-        self.first_failure: tuple[NodeSpec, Failure] | None = None
-        self.later_failures = 0
-        self._echo: tuple[float, NodeSpec, Failure] | None = None
+        self._verdict = Verdict()
+        self._restart_at: dict[str, float] = {}  # by node_id: nodes that are down for now (time.monotonic)
         self._hurry = False
         self._is_over = False
 
@@ -99,12 +75,9 @@ class Coordinator:
 
     def reserve_port(self, address: str) -> str:
         """A "host:port" that nobody uses, the same for every asker."""
-        with self._lock:
-            if address not in self.plan.owners:
-                raise RuntimeError("this address belongs to no node of the program: address.assign(node) before launch")
-            if address not in self._ports:
-                self._ports[address] = f"127.0.0.1:{_free_port(set(self._ports.values()))}"
-            return self._ports[address]
+        if address not in self.plan.owners:
+            raise RuntimeError("this address belongs to no node of the program: address.assign(node) before launch")
+        return self._ports.reserve(address)
 
     def request_stop(self, hurry: bool = False) -> None:
         """Begin an ordered stop; `hurry` cuts its grace period short."""
@@ -126,41 +99,46 @@ class Coordinator:
                 record.state = "running"
             self.changed.notify_all()
 
-    def node_ended(self, node_id: str, failure: Failure | None) -> None:
+    def node_ended(self, node_id: str, failure: Failure | None, can_restart: bool = True) -> None:
         """The node's code is done. The first word counts: a process's exit after it adds nothing."""
         with self.changed:
             record = self._nodes[node_id]
-            if record.state not in ("starting", "running"):
+            if not record.is_alive and (can_restart or record.state != "restarting"):
                 return
-            if failure is None:
-                record.state = "stopped" if self.stop_requested else "finished"
-            else:
-                record.state, record.error = "failed", failure
-                self._judge(record.spec, failure)
-            orphans = self._orphaned_waiters(record)
+            news = self._conclude(record, failure, can_restart)
+            orphans = self._withdraw_all(record)
             self.changed.notify_all()
-        for future, reason in orphans:
-            _settle(future, Unavailable(reason))
+        if news:  # not with the lock held: a handler of the user's may ask for the status
+            _log.warning(news)
+        _settle_all(orphans)
 
     def node_down(self, node_id: str) -> None:
         """Nothing of the node is left."""
         with self.changed:
-            self._nodes[node_id].is_down = True
+            record = self._nodes[node_id]
+            if record.state == "restarting" and not self.stop_requested:
+                record.pid = 0
+                self._restart_at[node_id] = time.monotonic() + record.backoff_s
+                orphans = []
+            else:
+                orphans = self._put_down(record)
             self.changed.notify_all()
+        _settle_all(orphans)
 
     def node_abandoned(self, node_id: str) -> None:
         """The node did not end in time and was left behind or killed."""
         with self.changed:
             record = self._nodes[node_id]
-            if record.state in ("starting", "running"):
+            if record.is_alive:
                 record.state = "stopped"
-            record.is_down = True
+            orphans = self._put_down(record)
             self.changed.notify_all()
+        _settle_all(orphans)
 
     # What the run asks.
 
     def status(self) -> dict[str, list[dict[str, Any]]]:
-        """State, pid and error of every node, by label."""
+        """State, pid, last error and restarts of every node, by label."""
         with self._lock:
             table: dict[str, list[dict[str, Any]]] = {}
             for record in self._nodes.values():
@@ -168,8 +146,9 @@ class Coordinator:
                 row = {
                     "state": record.state,
                     "pid": record.pid,
-                    "error": f"{error.type_name}: {error.message}" if error else None,
+                    "error": error.summary if error else None,
                     "uptime_s": round(time.time() - record.started_at, 1) if record.state == "running" else None,
+                    "restarts": record.restarts,
                 }
                 table.setdefault(record.spec.label, []).append(row)
             return table
@@ -182,7 +161,7 @@ class Coordinator:
     def is_running(self, node_id: str) -> bool:
         """Whether the node's code has not ended."""
         with self._lock:
-            return self._nodes[node_id].state in ("starting", "running")
+            return self._nodes[node_id].is_alive
 
     def wait_for_end(self, patience_s: float) -> bool:
         """Wait until every node is down; False when the patience (or, in a hurry, none) is spent before."""
@@ -195,14 +174,28 @@ class Coordinator:
         with self.changed:
             self.changed.wait_for(self._all_down)
 
-    def wait_for_stop_or_end(self) -> None:
-        """Wait until the program must stop (somebody asked, or a node failed), or all nodes are down."""
+    def next_restart(self) -> str | None:
+        """Wait until a node is due to be started again: its id, and from now on it counts as starting.
+
+        None once the program must stop (somebody asked, or a node failed) or all nodes are down: no more restarts.
+        """
         with self.changed:
             while not (self.stop_requested or self._all_down()):
-                self._judge_echo()
-                if not self.stop_requested:
-                    self.changed.wait(None if self._echo is None else max(0.0, self._echo[0] - time.monotonic()))
-            self._judge_echo(is_final=True)
+                due = min(self._restart_at, key=self._restart_at.__getitem__, default=None)
+                if due is not None and self._restart_at[due] <= time.monotonic():
+                    del self._restart_at[due]
+                    self._nodes[due].state = "starting"
+                    return due
+                if self._verdict.settle():
+                    self.stop_requested = True
+                else:
+                    self.changed.wait(self._until_next_decision())
+            self.stop_requested = self._verdict.settle(is_final=True) or self.stop_requested
+            orphans = [orphan for node_id in self._restart_at for orphan in self._put_down(self._nodes[node_id])]
+            self._restart_at.clear()
+            self.changed.notify_all()
+        _settle_all(orphans)
+        return None
 
     def finish(self) -> None:
         """The program is over: nobody will be found any more."""
@@ -216,13 +209,18 @@ class Coordinator:
     def why_gone(self) -> dict[str, str]:
         """For every address, by its id: why nobody listens there any more."""
         with self._lock:
-            return {address: _why_gone(self._nodes[owner]) for address, owner in self.plan.owners.items()}
+            return {address: self._nodes[owner].why_gone for address, owner in self.plan.owners.items()}
+
+    @property
+    def later_failures(self) -> int:
+        """How many failures came after the first one."""
+        return self._verdict.later_failures
 
     def failure(self) -> NodeError | None:
         """The first failure, as `wait()` raises it."""
-        if self.first_failure is None:
+        if self._verdict.first is None:
             return None
-        spec, failure = self.first_failure
+        spec, failure = self._verdict.first
         return NodeError(spec.label, spec.index, failure.type_name, failure.message, failure.traceback)
 
     # With the lock held.
@@ -237,44 +235,55 @@ class Coordinator:
         if address in self._endpoints:
             return self._endpoints[address]
         record = self._nodes[owner]
-        if record.state not in ("starting", "running") or self._is_over:
-            return Unavailable(_why_gone(record))
+        if not record.may_register or self._is_over:
+            return Unavailable(record.why_gone)
         return None
 
-    def _orphaned_waiters(self, record: NodeRecord) -> list[tuple["Future[str]", str]]:
-        orphans = []
-        for address, owner in self.plan.owners.items():
-            if owner == record.spec.node_id:
-                self._endpoints.pop(address, None)
-                orphans += [(future, _why_gone(record)) for future in self._waiting.pop(address, [])]
-        return orphans
-
-    def _judge(self, spec: NodeSpec, failure: Failure) -> None:
-        if self.first_failure is not None or self.stop_requested:
-            self.later_failures += 1
-        elif failure.is_unavailable:
-            if self._echo is None:
-                self._echo = (time.monotonic() + ECHO_PATIENCE_S, spec, failure)
-        else:
-            self.later_failures += self._echo is not None
-            self.first_failure = (spec, failure)
+    def _conclude(self, record: NodeRecord, failure: Failure | None, can_restart: bool) -> str:
+        """The state after the end of a node's code, by its group's policy; what the log should say of it."""
+        if failure is None:
+            record.state = "stopped" if self.stop_requested else "finished"
+            return ""
+        record.error = failure
+        news = f"node {record.spec.node_id} failed: {failure.summary}"
+        if can_restart and record.may_restart and not self.stop_requested:
+            record.state = "restarting"
+            record.restarts += 1
+            return f"{news}; restart {record.restarts} of {record.spec.max_restarts} in {record.backoff_s:g} s"
+        record.state = "failed"
+        self._restart_at.pop(record.spec.node_id, None)
+        if record.spec.on_failure == "ignore":
+            return f"{news}; the program goes on without it (on_failure='ignore')"
+        if self._verdict.judge(record.spec, failure, self.stop_requested):
             self.stop_requested = True
+        return ""
 
-    def _judge_echo(self, is_final: bool = False) -> None:
-        if self._echo is None or self.first_failure is not None:
-            return
-        when, spec, failure = self._echo
-        if is_final or time.monotonic() >= when:
-            self._echo = None
-            self.first_failure = (spec, failure)
-            self.stop_requested = True
+    def _put_down(self, record: NodeRecord) -> "list[_Orphan]":
+        if record.state == "restarting":
+            record.state = "stopped"
+        record.is_down = True
+        return self._withdraw_all(record)
+
+    def _withdraw_all(self, record: NodeRecord) -> "list[_Orphan]":
+        """Forget where the node listened; those who wait for it in vain."""
+        mine = [address.id for address in record.spec.node.addresses]
+        for address in mine:
+            self._endpoints.pop(address, None)
+        if record.may_register:
+            return []
+        return [(future, record.why_gone) for address in mine for future in self._waiting.pop(address, [])]
+
+    def _until_next_decision(self) -> float | None:
+        times = [*self._restart_at.values(), *([self._verdict.due_at] if self._verdict.due_at is not None else [])]
+        return max(0.0, min(times) - time.monotonic()) if times else None
 
 
-def _why_gone(record: NodeRecord) -> str:
-    name = record.spec.node_id
-    if record.error is not None:
-        return f"node {name} failed: {record.error.type_name}: {record.error.message}"
-    return f"node {name} has {record.state}: it serves no more"
+_Orphan = tuple["Future[str]", str]
+
+
+def _settle_all(orphans: list[_Orphan]) -> None:
+    for future, reason in orphans:
+        _settle(future, Unavailable(reason))
 
 
 def _settle(future: "Future[str]", outcome: str | Exception) -> None:
@@ -284,12 +293,3 @@ def _settle(future: "Future[str]", outcome: str | Exception) -> None:
         future.set_result(outcome)
     else:
         future.set_exception(outcome)
-
-
-def _free_port(taken: Iterable[str]) -> int:
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
-        if f"127.0.0.1:{port}" not in taken:
-            return port

@@ -6,7 +6,7 @@ from typing import Any
 
 from lp_pipe.context import NodeContext
 from lp_pipe.errors import Unavailable
-from lp_pipe.launch.coordinator import Failure
+from lp_pipe.launch.record import Failure
 from lp_pipe.nodes import Node
 from lp_pipe.rpc.remote_error import format_traceback, innermost_type_name
 

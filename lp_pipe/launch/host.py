@@ -23,6 +23,10 @@ class Host(ABC):
         """
 
     @abstractmethod
+    def restart(self, node_id: str) -> None:
+        """Start a node again, of which nothing is left; returns at once."""
+
+    @abstractmethod
     def stop_nodes(self) -> None:
         """Set every node's stop event; returns at once."""
 

@@ -43,7 +43,7 @@ def launch(
 
     Raises:
         TypeError: not a Program.
-        ValueError: unknown mode, empty program, a handle of another program's node.
+        ValueError: unknown mode, empty program, a handle of another program's node, more resources than the host has.
         SerializationError: a part of a node cannot be sent to its process; nothing was started.
         LaunchError: a process could not be started; nothing is left running.
     """

@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,13 @@ from lp_pipe.connections import Frame, frames
 from lp_pipe.context import NodeContext, StopSignal, enter_process
 from lp_pipe.errors import Unavailable
 from lp_pipe.launch import os_text
-from lp_pipe.launch.coordinator import Failure
 from lp_pipe.launch.execute import failure_from, run_node
+from lp_pipe.launch.record import Failure
 from lp_pipe.launch.threads import set_process_threads
+from lp_pipe.launch.zygote import LAUNCHER_PATIENCE_S
 from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.rpc import codec
 from lp_pipe.rpc.remote_error import printable
-
-# A launcher that is silent for so long counts as dead; it pings every second.
-LAUNCHER_PATIENCE_S = 8.0
 
 
 class Supervision:
@@ -143,22 +141,38 @@ class Supervision:
         self.stop_signal.set()
 
 
-def main(node_id: str, endpoint: str) -> int:
-    """Run one node in this process; returns the exit status."""
+def main(node_id: str, endpoint: str, attempt: int) -> int:
+    """Run one node in this process; returns the exit status. attempt: how often the node was restarted before."""
     supervision = Supervision(endpoint)
-    supervision.send(hello=wire.Hello(node_id=node_id, pid=os.getpid()))
+    supervision.send(hello=wire.Hello(node_id=node_id, pid=os.getpid(), attempt=attempt))
     start, frame = supervision.started.result()
     try:
         failure = _run(start, frame.buffers[0], supervision)
     except BaseException as error:  # the node's modules or arguments did not load
         failure = failure_from(error)
     supervision.end(failure)  # before exit functions, which may take long: the others must hear of a failure now
+    if failure is not None:
+        _exit_within(start.grace_s)
     with contextlib.suppress(Exception):
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
     supervision.close()
     return 0 if failure is None else 1
+
+
+def _pin_to(cpus: Iterable[int]) -> None:
+    """Every thread: the call is for one, and the stream's is there already."""
+    if hasattr(os, "sched_setaffinity"):
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(thread), cpus)
+
+
+def _exit_within(seconds: float) -> None:
+    """A failed node must not hang in its exit functions: nobody else would end it, and its restart waits for it."""
+    timer = threading.Timer(seconds, os._exit, (1,))
+    timer.daemon = True
+    timer.start()
 
 
 def all_stacks() -> str:
@@ -182,6 +196,7 @@ def _run(start: wire.Start, payload: bytearray, supervision: Supervision) -> Fai
         resources=resources,
         run_dir=Path(os_text.unpack(start.run_dir)),
         services=supervision,
+        devices=tuple(start.devices),
         grace_s=start.grace_s,
         stop_signal=supervision.stop_signal,
     )
@@ -204,6 +219,6 @@ def _set_up_process(start: wire.Start) -> None:
             stream.reconfigure(line_buffering=True)  # they are pipes, but people watch them
     with contextlib.suppress(FileNotFoundError):
         os.chdir(os_text.unpack(start.cwd))
-    if start.cpus and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, start.cpus)
+    if start.cpus:
+        _pin_to(start.cpus)
     logging.basicConfig(level=start.log_level or logging.WARNING, format="%(levelname)s %(name)s: %(message)s")

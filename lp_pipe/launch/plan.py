@@ -7,7 +7,7 @@ from typing import Any
 
 from lp_pipe.errors import LpPipeError, SerializationError
 from lp_pipe.nodes import Node
-from lp_pipe.program import Edge, Program
+from lp_pipe.program import Edge, GroupOptions, Program
 from lp_pipe.resources import Resources
 from lp_pipe.rpc import codec
 from lp_pipe.rpc.explain import find_culprit
@@ -23,6 +23,8 @@ class NodeSpec:
     group_size: int
     node: Node[Any]
     resources: Resources
+    on_failure: str = "stop"
+    max_restarts: int = 0
 
 
 @dataclass(frozen=True)
@@ -47,12 +49,25 @@ def make_plan(program: Program, run_dir: Path, grace_s: float) -> Plan:
         raise ValueError(f"program {program.name!r} has no nodes: there is nothing to launch")
     edges = tuple(program.edges())
     specs = tuple(
-        NodeSpec(node.name, label, node.index, len(nodes), node, program.options(label).resources)
+        _spec_of(node, program.options(label), group_size=len(nodes))
         for label, nodes in program.groups.items()
         for node in nodes
     )
     owners = {address.id: spec.node_id for spec in specs for address in spec.node.addresses}
     return Plan(program.name, specs, edges, owners, run_dir, grace_s)
+
+
+def _spec_of(node: Node[Any], options: GroupOptions, group_size: int) -> NodeSpec:
+    return NodeSpec(
+        node_id=node.name,
+        label=node.label,
+        index=node.index,
+        group_size=group_size,
+        node=node,
+        resources=options.resources,
+        on_failure=options.on_failure,
+        max_restarts=options.max_restarts,
+    )
 
 
 def serialize_nodes(plan: Plan) -> dict[str, bytes]:

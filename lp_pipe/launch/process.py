@@ -1,33 +1,40 @@
 """Process mode: every node is a process of this host, forked from the template, watched over its own stream."""
 
 import contextlib
+import functools
 import logging
 import os
 import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable
+import time
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from lp_pipe import connections
-from lp_pipe.connections import Connection, Frame, frames
-from lp_pipe.errors import Unavailable
+from lp_pipe.connections import Connection
 from lp_pipe.launch import os_text
-from lp_pipe.launch.coordinator import Coordinator, Failure
+from lp_pipe.launch.coordinator import Coordinator
+from lp_pipe.launch.exits import ExitQueue
+from lp_pipe.launch.hardware import this_host
 from lp_pipe.launch.host import Host
+from lp_pipe.launch.node_stream import NodeStream
+from lp_pipe.launch.placement import Place, place_all
 from lp_pipe.launch.plan import NodeSpec, Plan, serialize_nodes
+from lp_pipe.launch.record import Failure
 from lp_pipe.launch.socket_dir import make_socket_dir
 from lp_pipe.launch.template import MARK, Template
-from lp_pipe.launch.threads import THREAD_VARIABLES
+from lp_pipe.launch.threads import thread_environment
+from lp_pipe.launch.zygote import LAUNCHER_PATIENCE_S
 from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.telemetry.logs import LogPump
 from lp_pipe.telemetry.metrics import MetricsLog
 
+_log = logging.getLogger(__name__)
+
 _PING_EVERY_S = 1.0
-_LAST_FRAMES_PATIENCE_S = 0.5
 _STACKS_PATIENCE_S = 3.0
 
 
@@ -36,28 +43,40 @@ def make_host(plan: Plan, metrics: MetricsLog) -> tuple[Host, Coordinator]:
 
     Raises:
         SerializationError: a node cannot be sent to its process.
+        ValueError: a group wants more cores, GPUs or memory than this host has, or another host.
     """
+    places = place_all(plan.nodes, this_host())
     payloads = serialize_nodes(plan)
     socket_dir = make_socket_dir()
     coordinator = Coordinator(plan, lambda address: f"unix:{socket_dir}/{address}", metrics)
-    return ProcessHost(plan, coordinator, payloads, socket_dir), coordinator
+    return ProcessHost(plan, coordinator, payloads, places, socket_dir), coordinator
 
 
 class ProcessHost(Host):
     """The agent of this host: starts the processes, and ties their streams to the coordinator."""
 
-    def __init__(self, plan: Plan, coordinator: Coordinator, payloads: dict[str, bytes], socket_dir: str) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        coordinator: Coordinator,
+        payloads: dict[str, bytes],
+        places: dict[str, Place],
+        socket_dir: str,
+    ) -> None:
         self._plan = plan
         self._coordinator = coordinator
         self._payloads = payloads
+        self._places = places
         self._socket_dir = self.socket_dir = socket_dir
+        self._attempts = dict.fromkeys(payloads, 0)  # by node_id: which of its processes is the current one
         self._specs = {spec.node_id: spec for spec in plan.nodes}
         self._environment = dict(os.environ)  # as it is at launch(), whatever the launcher does later
         self._cwd = os.getcwd()
         self._sys_path = list(sys.path)
-        self._streams: dict[str, _NodeStream] = {}
+        self._streams: dict[str, NodeStream] = {}
         self._logs = LogPump(plan.run_dir / "logs")
         self._is_over = threading.Event()
+        self._exits = ExitQueue()
         self._template: Template | None = None
         self._listener: connections.Listener | None = None
 
@@ -65,8 +84,10 @@ class ProcessHost(Host):
         self._logs.start()
         try:
             self._listener = connections.listen(f"unix:{self._socket_dir}/coordinator", self._accept)
-            self._template = Template(self._on_start, self._on_exit, self._on_template_lost)
+            self._exits.start()
+            self._template = Template(self._coordinator.node_started, self._on_exit, self._on_template_lost)
             self.mark = self._template.mark[MARK]
+            threading.Thread(target=self._ping, args=(self._template,), name="launcher pings", daemon=True).start()
             for spec in self._plan.nodes:
                 self._start_node(spec)
         except BaseException:  # also a Ctrl+C
@@ -75,7 +96,10 @@ class ProcessHost(Host):
                 self._coordinator.node_abandoned(spec.node_id)
             self.close()
             raise
-        threading.Thread(target=self._ping, name="launcher pings", daemon=True).start()
+
+    def restart(self, node_id: str) -> None:
+        self._attempts[node_id] += 1
+        self._start_node(self._specs[node_id])
 
     def stop_nodes(self) -> None:
         for spec in self._coordinator.nodes_up():
@@ -93,6 +117,7 @@ class ProcessHost(Host):
             self._listener.close()
         if self._template is not None:
             self._template.close()
+        self._exits.close()
         for stream in list(self._streams.values()):
             stream.connection.close("the program has ended")
         self._logs.close()
@@ -113,6 +138,7 @@ class ProcessHost(Host):
         stdout, stderr = self._logs.add_node(spec.node_id)
         request = {
             "node": spec.node_id,
+            "attempt": self._attempts[spec.node_id],
             "endpoint": f"unix:{self._socket_dir}/coordinator",
             "socket_dir": self._socket_dir,
             "fresh": spec.resources.needs_fresh_interpreter,
@@ -129,16 +155,21 @@ class ProcessHost(Host):
         return {
             **self._environment,
             **self._template.mark,
-            **dict.fromkeys(THREAD_VARIABLES, str(spec.resources.threads)),
+            **thread_environment(spec.resources.threads),
+            **self._places[spec.node_id].environment,
             **spec.resources.env,
         }
 
     def _accept(self, connection: Connection) -> None:
-        stream = _NodeStream(connection, self)
+        stream = NodeStream(connection, self._coordinator, self._on_hello)
         connection.start(stream.on_frame, stream.on_close)
 
-    def said_hello(self, stream: "_NodeStream", node_id: str) -> None:
+    def _on_hello(self, stream: NodeStream, hello: wire.Hello) -> None:
         """A node's process has reported in: send it what it is to be."""
+        node_id = hello.node_id
+        if hello.attempt != self._attempts[node_id]:  # the word of a process that has died since
+            stream.connection.close("another process is this node by now")
+            return
         spec = self._specs[node_id]
         self._streams[node_id] = stream
         stream.send(
@@ -153,48 +184,46 @@ class ProcessHost(Host):
                 argv=os_text.pack_all(sys.argv),
                 env=os_text.pack_map(self._environment_of(spec)),
                 threads=spec.resources.threads,
+                cpus=self._places[node_id].cpus,
+                devices=self._places[node_id].devices,
                 grace_s=self._plan.grace_s,
                 log_level=logging.getLogger().getEffectiveLevel(),
             ),
-            payload=self._payloads.pop(node_id),
+            payload=self._payloads[node_id] if spec.on_failure == "restart" else self._payloads.pop(node_id),
         )
         if self._coordinator.stop_requested:
             stream.send(stop=wire.Stop())
 
-    @property
-    def coordinator(self) -> Coordinator:
-        """Where the streams report to."""
-        return self._coordinator
-
-    def _on_start(self, node_id: str, pid: int) -> None:
-        self._coordinator.node_started(node_id, pid)
-
     def _on_exit(self, node_id: str, status: int) -> None:
-        # What the node said last is still in its stream; a forked grandchild may hold that open, so not for ever.
-        stream = self._streams.get(node_id)
-        if stream is not None and not stream.closed.wait(_LAST_FRAMES_PATIENCE_S):
-            stream.connection.close("the process has ended")
-        self._report_death(node_id, _how_it_died(status))
-        self._coordinator.node_down(node_id)
+        self._exits.put(lambda deadline: self._process_ended(node_id, _how_it_died(status), deadline))
 
     def _on_template_lost(self, reason: str) -> None:
-        for spec in self._coordinator.nodes_up():
-            stream = self._streams.get(spec.node_id)
-            if stream is not None:
-                stream.closed.wait(_LAST_FRAMES_PATIENCE_S)
-            self._report_death(spec.node_id, f"the process was killed because {reason}")
-            self._coordinator.node_down(spec.node_id)
+        how = f"the process was killed because {reason}"
+        for spec in self._plan.nodes:
+            self._exits.put(functools.partial(self._process_ended, spec.node_id, how, can_restart=False))
 
-    def _report_death(self, node_id: str, how: str) -> None:
+    def _process_ended(self, node_id: str, how: str, deadline: float, can_restart: bool = True) -> None:
+        # What the node said last is still in its stream; a forked grandchild may hold that open, so not for ever.
+        stream = self._streams.pop(node_id, None)
+        if stream is not None and not stream.closed.wait(max(0.0, deadline - time.monotonic())):
+            stream.connection.close("the process has ended")
+        for address in self._specs[node_id].node.addresses:  # or callers would wait for the grandchild to accept
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(f"{self._socket_dir}/{address.id}")
+        self._report_death(node_id, how, deadline, can_restart)
+        self._coordinator.node_down(node_id)
+
+    def _report_death(self, node_id: str, how: str, deadline: float, can_restart: bool) -> None:
         """A process is gone; if its code had not ended before, that is the node's failure."""
-        if not self._coordinator.is_running(node_id):
+        if not self._coordinator.is_running(node_id) and can_restart:
             return
         if self._coordinator.stop_requested:
             self._coordinator.node_abandoned(node_id)
             return
-        lines = self._logs.last_lines(node_id)
+        lines = self._logs.last_lines(node_id, max(0.0, deadline - time.monotonic()))
         output = "its last lines:\n" + "\n".join(f"  {line}" for line in lines) if lines else "it had printed nothing"
-        self._coordinator.node_ended(node_id, Failure("ProcessDied", how, f"The process left no traceback; {output}"))
+        failure = Failure("ProcessDied", how, f"The process left no traceback; {output}")
+        self._coordinator.node_ended(node_id, failure, can_restart)
 
     def _signal_all(self, number: int) -> None:
         assert self._template is not None
@@ -206,99 +235,15 @@ class ProcessHost(Host):
         if stream is not None:
             stream.send(**message)
 
-    def _ping(self) -> None:
+    def _ping(self, template: Template) -> None:
+        last = time.monotonic()
         while not self._is_over.wait(_PING_EVERY_S):
+            silence_s, last = time.monotonic() - last, time.monotonic()
+            if silence_s > LAUNCHER_PATIENCE_S:
+                _log.warning("this process was stopped or starved for %.0f s: its nodes took it for dead", silence_s)
+            template.ping()
             for node_id in list(self._streams):
                 self._tell(node_id, ping=wire.Ping())
-
-
-class _NodeStream:
-    """The coordinator's end of one node's supervision stream."""
-
-    def __init__(self, connection: Connection, host: ProcessHost) -> None:
-        self.connection = connection
-        self.closed = threading.Event()
-        self._host = host
-        self._coordinator = host.coordinator
-        self._node_id = ""
-        self._stacks: dict[int, Future[str]] = {}
-        self._actions: dict[str, Callable[[Any], None]] = {
-            "hello": self._on_hello,
-            "register": self._on_register,
-            "resolve": self._on_resolve,
-            "reserve_port": self._on_reserve_port,
-            "metrics": self._on_metrics,
-            "stop_request": lambda message: self._coordinator.request_stop(),
-            "ended": self._on_ended,
-            "stacks": self._on_stacks,
-        }
-
-    def send(self, payload: bytes | None = None, **message: Any) -> None:
-        body = wire.Supervision(**message).SerializeToString()
-        buffers = () if payload is None else (payload,)
-        with contextlib.suppress(Unavailable):  # the process has just ended; its exit is reported by the template
-            self.connection.send(Frame(frames.SUPERVISION, body=body, buffers=buffers))
-
-    def ask_stacks(self) -> "Future[str] | None":
-        if self.closed.is_set():
-            return None
-        answer: Future[str] = Future()
-        self._stacks[id(answer)] = answer
-        self.send(stacks=wire.Stacks(id=id(answer)))
-        return answer
-
-    def on_frame(self, frame: Frame) -> None:
-        message = wire.Supervision.FromString(bytes(frame.body))
-        kind = message.WhichOneof("message")
-        if kind in self._actions and (self._node_id or kind == "hello"):
-            self._actions[kind](getattr(message, kind))
-
-    def on_close(self, reason: str) -> None:
-        self.closed.set()
-
-    def _on_hello(self, message: wire.Hello) -> None:
-        self._node_id = message.node_id
-        self._host.said_hello(self, message.node_id)
-
-    def _on_register(self, message: wire.Register) -> None:
-        if message.endpoint:
-            self._coordinator.register(message.address, message.endpoint)
-        else:
-            self._coordinator.withdraw(message.address)
-
-    def _on_resolve(self, message: wire.Resolve) -> None:
-        future = self._coordinator.resolve(message.address)
-        future.add_done_callback(lambda done: self.send(resolved=_resolved(message.id, done)))
-
-    def _on_reserve_port(self, message: wire.ReservePort) -> None:
-        try:
-            answer = wire.Resolved(id=message.id, endpoint=self._coordinator.reserve_port(message.address))
-        except RuntimeError as error:
-            answer = wire.Resolved(id=message.id, unavailable=str(error), not_in_program=True)
-        self.send(resolved=answer)
-
-    def _on_metrics(self, message: wire.Metrics) -> None:
-        step = message.step if message.has_step else None
-        values = dict(zip(message.names, message.values, strict=True))
-        self._coordinator.log_metrics(self._node_id, values, step)
-
-    def _on_ended(self, message: wire.Ended) -> None:
-        failure = None
-        if message.type_name:
-            failure = Failure(message.type_name, message.message, message.traceback, message.is_unavailable)
-        self._coordinator.node_ended(self._node_id, failure)
-
-    def _on_stacks(self, message: wire.Stacks) -> None:
-        answer = self._stacks.pop(message.id, None)
-        if answer is not None:
-            answer.set_result(message.text)
-
-
-def _resolved(number: int, done: "Future[str]") -> wire.Resolved:
-    error = done.exception()
-    if error is None:
-        return wire.Resolved(id=number, endpoint=done.result())
-    return wire.Resolved(id=number, unavailable=str(error), not_in_program=not isinstance(error, Unavailable))
 
 
 def _answer_of(future: "Future[str]") -> str:

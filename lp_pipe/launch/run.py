@@ -14,6 +14,7 @@ from lp_pipe.errors import NodeError, Unavailable
 from lp_pipe.handles import Handle
 from lp_pipe.launch.control import ControlPoint
 from lp_pipe.launch.coordinator import Coordinator
+from lp_pipe.launch.execute import failure_from
 from lp_pipe.launch.host import Host
 from lp_pipe.launch.report import described_failure, save_failure
 from lp_pipe.launch.signals import Interrupts
@@ -99,9 +100,10 @@ class Run:
         self._coordinator.request_stop()
 
     def status(self) -> dict[str, list[dict[str, Any]]]:
-        """`{label: [{"state", "pid", "error", "uptime_s"}, ...]}`, one entry for each node of the group.
+        """`{label: [{"state", "pid", "error", "uptime_s", "restarts"}, ...]}`, one entry for each node of the group.
 
-        States: starting, running, finished, failed, stopped.
+        States: starting, running, restarting (down, and due to start again), finished, failed, stopped.
+        error: the node's last failure, also when it runs again.
         """
         return self._coordinator.status()
 
@@ -156,7 +158,8 @@ class Run:
             raise failure
 
     def _supervise(self) -> None:
-        self._coordinator.wait_for_stop_or_end()
+        while (node_id := self._coordinator.next_restart()) is not None:
+            self._restart(node_id)
         try:
             self._take_down()
         finally:
@@ -171,6 +174,13 @@ class Run:
             self._interrupts.uninstall()
             self._is_over.set()
             _active.discard(self)
+
+    def _restart(self, node_id: str) -> None:
+        try:
+            self._host.restart(node_id)
+        except Exception as error:  # no process, no descriptors left: this attempt has failed
+            self._coordinator.node_ended(node_id, failure_from(error))
+            self._coordinator.node_down(node_id)
 
     def _take_down(self) -> None:
         """Stop event everywhere -> grace period -> SIGTERM -> 1 s -> SIGKILL of what is left."""

@@ -79,6 +79,11 @@ class Template:
         with contextlib.suppress(LaunchError):  # gone with all its nodes: on_lost tells
             self._send({"op": "signal", "node": node_id, "signal": number, "tree": tree})
 
+    def ping(self) -> None:
+        """Show that the launcher is alive."""
+        with contextlib.suppress(LaunchError):
+            self._send({"op": "ping"})
+
     def close(self) -> None:
         """End the template and whatever its nodes have left behind; returns when all of it is gone."""
         self._is_closing = True

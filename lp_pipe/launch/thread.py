@@ -67,6 +67,7 @@ class ThreadHost(Host):
     def __init__(self, plan: Plan, coordinator: Coordinator) -> None:
         self._plan = plan
         self._coordinator = coordinator
+        self._specs = {spec.node_id: spec for spec in plan.nodes}
         self._threads: dict[str, threading.Thread] = {}
         self._contexts: dict[str, NodeContext] = {}
         self._thread_count = _common_threads(plan)
@@ -74,21 +75,15 @@ class ThreadHost(Host):
     def start(self) -> None:
         use_threads(self._thread_count)
         for spec in self._plan.nodes:
-            node = NodeContext(
-                label=spec.label,
-                index=spec.index,
-                group_size=spec.group_size,
-                resources=spec.resources,
-                run_dir=self._plan.run_dir,
-                services=LocalServices(self._coordinator, spec.node_id),
-                grace_s=self._plan.grace_s,
-            )
-            self._contexts[spec.node_id] = node
-            self._threads[spec.node_id] = threading.Thread(
-                target=self._run, args=(spec, node), name=spec.node_id, daemon=True
-            )
+            self._prepare(spec)
         for thread in self._threads.values():
             thread.start()
+
+    def restart(self, node_id: str) -> None:
+        # What is left of the failed one, threads of its own and handlers at work, must not wait for a stop for ever.
+        self._contexts[node_id].stop_signal.set()
+        self._prepare(self._specs[node_id])
+        self._threads[node_id].start()
 
     def stop_nodes(self) -> None:
         for node in self._contexts.values():
@@ -121,6 +116,21 @@ class ThreadHost(Host):
             if owner is not None and thread.ident in frames:
                 parts.append(f"node {owner}, thread {thread.name}:\n" + _format_stack(thread))
         return "\n".join(parts)
+
+    def _prepare(self, spec: NodeSpec) -> None:
+        node = NodeContext(
+            label=spec.label,
+            index=spec.index,
+            group_size=spec.group_size,
+            resources=spec.resources,
+            run_dir=self._plan.run_dir,
+            services=LocalServices(self._coordinator, spec.node_id),
+            grace_s=self._plan.grace_s,
+        )
+        self._contexts[spec.node_id] = node
+        self._threads[spec.node_id] = threading.Thread(
+            target=self._run, args=(spec, node), name=spec.node_id, daemon=True
+        )
 
     def _run(self, spec: NodeSpec, node: NodeContext) -> None:
         self._coordinator.node_started(spec.node_id, os.getpid())

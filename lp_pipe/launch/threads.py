@@ -3,12 +3,17 @@
 import sys
 import threading
 
-# What numerical libraries read when they are loaded.
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+_COUNTS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 _lock = threading.Lock()
 _runs = 0
 _before = 0
+
+
+def thread_environment(count: int) -> dict[str, str]:
+    """What numerical libraries read when they are loaded."""
+    # Left dynamic, MKL takes no more threads than there are cores, and a torch that is imported later asks MKL.
+    return {**dict.fromkeys(_COUNTS, str(count)), "MKL_DYNAMIC": "FALSE"}
 
 
 def set_process_threads(count: int) -> None:

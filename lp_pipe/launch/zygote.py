@@ -30,6 +30,8 @@ _LENGTH = struct.Struct("<I")
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
+# A launcher that is silent for so long counts as dead, here and on the nodes' own streams; it pings every second.
+LAUNCHER_PATIENCE_S = 8.0
 # The launcher died: its nodes see their streams close and stop; those that do not are made to.
 _ORPHAN_TERM_S = 4.0
 _ORPHAN_KILL_S = 5.0
@@ -65,7 +67,7 @@ def _receive_exactly(sock: socket.socket, size: int) -> bytes:
 
 
 class Zygote:
-    """One per run; `serve` returns when the launcher says goodbye or is dead, and all nodes are gone."""
+    """One per run; `serve` ends when the launcher says goodbye, is dead or silent, and all nodes are gone."""
 
     def __init__(self, control: socket.socket, launcher_pid: int) -> None:
         self._control = control
@@ -80,6 +82,7 @@ class Zygote:
         self._operations: dict[str, Callable[[dict[str, Any], list[int]], None]] = {
             "start": self._start_node,
             "signal": self._signal_node,
+            "ping": lambda message, fds: None,
             "bye": self._say_goodbye,
         }
 
@@ -89,15 +92,22 @@ class Zygote:
         sources: list[Any] = [self._control, self._wake]
         if self._launcher is not None:
             sources.append(self._launcher)
+        heard = time.monotonic()
         while not self._is_done:
-            ready, _, _ = select.select(sources, [], [])
+            # What waits to be read goes before the clock: after a freeze of its own this finds the launcher's pings.
+            ready, _, _ = select.select(sources, [], [], max(0.0, heard + LAUNCHER_PATIENCE_S - time.monotonic()))
+            if not ready:
+                self._clean_up(is_orderly=False)
+                sys.exit(f"lp_pipe: the launcher was silent for {LAUNCHER_PATIENCE_S} s: its nodes were taken down")
             if self._wake in ready:
                 self._wake.recv(4096)
                 self._reap()
             if self._launcher is not None and self._launcher in ready:
                 break
-            if self._control in ready and not self._serve_one():
-                break
+            if self._control in ready:
+                if not self._serve_one():
+                    break
+                heard = time.monotonic()
         self._clean_up(is_orderly=self._is_done)
 
     def _serve_one(self) -> bool:
@@ -141,7 +151,7 @@ class Zygote:
             _reseed()
             from lp_pipe.launch.node_main import main
 
-            status = main(message["node"], message["endpoint"])
+            status = main(message["node"], message["endpoint"], message["attempt"])
         except BaseException:  # nothing may escape into the template's own loop
             sys.excepthook(*sys.exc_info())
             status = 1
@@ -161,19 +171,15 @@ class Zygote:
         self._is_done = True
 
     def _reap(self) -> None:
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            node = self._nodes.pop(pid, None)
-            if node is None:
-                continue  # an orphaned grandchild
-            orphans = [member for member in tree_of(os.getpid()) if session_of(member) == pid]
-            kill_all(orphans)
-            self._tell({"event": "exited", "node": node, "status": status})
+        ended: dict[int, int] = {}  # all that there are, for one look at the process tree
+        with contextlib.suppress(ChildProcessError):
+            while (child := os.waitpid(-1, os.WNOHANG)) != (0, 0):
+                ended.update([child])
+        nodes = {pid: self._nodes.pop(pid) for pid in ended if pid in self._nodes}  # others: orphaned grandchildren
+        if nodes:
+            kill_all([member for member in tree_of(os.getpid()) if session_of(member) in nodes])
+        for pid, node in nodes.items():
+            self._tell({"event": "exited", "node": node, "status": ended[pid]})
 
     def _tell(self, message: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):  # the launcher is gone; serve() notices
@@ -228,9 +234,10 @@ def _prctl(option: int, argument: int | bytes) -> None:
 def _exec_node(message: dict[str, Any]) -> NoReturn:
     code = (
         "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-        "from lp_pipe.launch.node_main import main; sys.exit(main(sys.argv[2], sys.argv[3]))"
+        "from lp_pipe.launch.node_main import main; sys.exit(main(sys.argv[2], sys.argv[3], int(sys.argv[4])))"
     )
-    arguments = [sys.executable, "-c", code, json.dumps(sys.path), message["node"], message["endpoint"]]
+    node = (message["node"], message["endpoint"], str(message["attempt"]))
+    arguments = [sys.executable, "-c", code, json.dumps(sys.path), *node]
     os.execve(sys.executable, arguments, message["env"])
 
 

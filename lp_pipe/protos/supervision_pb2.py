@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n lp_pipe/protos/supervision.proto\x12\x07lp_pipe\"%\n\x05Hello\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\x03\"\xa6\x02\n\x05Start\x12\r\n\x05label\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\x05\x12\x12\n\ngroup_size\x18\x03 \x01(\x05\x12\x0f\n\x07run_dir\x18\x04 \x01(\t\x12\x12\n\nsocket_dir\x18\x05 \x01(\t\x12\x0b\n\x03\x63wd\x18\x06 \x01(\t\x12\x10\n\x08sys_path\x18\x07 \x03(\t\x12$\n\x03\x65nv\x18\x08 \x03(\x0b\x32\x17.lp_pipe.Start.EnvEntry\x12\x0f\n\x07threads\x18\t \x01(\x05\x12\x0c\n\x04\x61rgv\x18\x0b \x03(\t\x12\x0c\n\x04\x63pus\x18\x0c \x03(\x05\x12\x0f\n\x07grace_s\x18\r \x01(\x01\x12\x11\n\tlog_level\x18\x0e \x01(\x05\x1a*\n\x08\x45nvEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01J\x04\x08\n\x10\x0b\"-\n\x08Register\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\"&\n\x07Resolve\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"U\n\x08Resolved\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12\x13\n\x0bunavailable\x18\x03 \x01(\t\x12\x16\n\x0enot_in_program\x18\x04 \x01(\x08\"H\n\x07Metrics\x12\r\n\x05names\x18\x01 \x03(\t\x12\x0e\n\x06values\x18\x04 \x03(\x01\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x10\n\x08has_step\x18\x03 \x01(\x08\"V\n\x05\x45nded\x12\x11\n\ttype_name\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\ttraceback\x18\x03 \x01(\t\x12\x16\n\x0eis_unavailable\x18\x04 \x01(\x08\"\x06\n\x04Stop\"\r\n\x0bStopRequest\"\x06\n\x04Ping\"\"\n\x06Stacks\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0c\n\x04text\x18\x02 \x01(\t\"*\n\x0bReservePort\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"\xd0\x03\n\x0bSupervision\x12\x1f\n\x05hello\x18\x01 \x01(\x0b\x32\x0e.lp_pipe.HelloH\x00\x12\x1f\n\x05start\x18\x02 \x01(\x0b\x32\x0e.lp_pipe.StartH\x00\x12%\n\x08register\x18\x03 \x01(\x0b\x32\x11.lp_pipe.RegisterH\x00\x12#\n\x07resolve\x18\x04 \x01(\x0b\x32\x10.lp_pipe.ResolveH\x00\x12%\n\x08resolved\x18\x05 \x01(\x0b\x32\x11.lp_pipe.ResolvedH\x00\x12#\n\x07metrics\x18\x06 \x01(\x0b\x32\x10.lp_pipe.MetricsH\x00\x12\x1f\n\x05\x65nded\x18\x07 \x01(\x0b\x32\x0e.lp_pipe.EndedH\x00\x12\x1d\n\x04stop\x18\x08 \x01(\x0b\x32\r.lp_pipe.StopH\x00\x12,\n\x0cstop_request\x18\t \x01(\x0b\x32\x14.lp_pipe.StopRequestH\x00\x12\x1d\n\x04ping\x18\n \x01(\x0b\x32\r.lp_pipe.PingH\x00\x12!\n\x06stacks\x18\x0b \x01(\x0b\x32\x0f.lp_pipe.StacksH\x00\x12,\n\x0creserve_port\x18\x0c \x01(\x0b\x32\x14.lp_pipe.ReservePortH\x00\x42\t\n\x07messageb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n lp_pipe/protos/supervision.proto\x12\x07lp_pipe\"6\n\x05Hello\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x05\"\xb7\x02\n\x05Start\x12\r\n\x05label\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\x05\x12\x12\n\ngroup_size\x18\x03 \x01(\x05\x12\x0f\n\x07run_dir\x18\x04 \x01(\t\x12\x12\n\nsocket_dir\x18\x05 \x01(\t\x12\x0b\n\x03\x63wd\x18\x06 \x01(\t\x12\x10\n\x08sys_path\x18\x07 \x03(\t\x12$\n\x03\x65nv\x18\x08 \x03(\x0b\x32\x17.lp_pipe.Start.EnvEntry\x12\x0f\n\x07threads\x18\t \x01(\x05\x12\x0c\n\x04\x61rgv\x18\x0b \x03(\t\x12\x0c\n\x04\x63pus\x18\x0c \x03(\x05\x12\x0f\n\x07grace_s\x18\r \x01(\x01\x12\x11\n\tlog_level\x18\x0e \x01(\x05\x12\x0f\n\x07\x64\x65vices\x18\x0f \x03(\x05\x1a*\n\x08\x45nvEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01J\x04\x08\n\x10\x0b\"-\n\x08Register\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\"&\n\x07Resolve\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"U\n\x08Resolved\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12\x13\n\x0bunavailable\x18\x03 \x01(\t\x12\x16\n\x0enot_in_program\x18\x04 \x01(\x08\"H\n\x07Metrics\x12\r\n\x05names\x18\x01 \x03(\t\x12\x0e\n\x06values\x18\x04 \x03(\x01\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x10\n\x08has_step\x18\x03 \x01(\x08\"V\n\x05\x45nded\x12\x11\n\ttype_name\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\ttraceback\x18\x03 \x01(\t\x12\x16\n\x0eis_unavailable\x18\x04 \x01(\x08\"\x06\n\x04Stop\"\r\n\x0bStopRequest\"\x06\n\x04Ping\"\"\n\x06Stacks\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0c\n\x04text\x18\x02 \x01(\t\"*\n\x0bReservePort\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"\xd0\x03\n\x0bSupervision\x12\x1f\n\x05hello\x18\x01 \x01(\x0b\x32\x0e.lp_pipe.HelloH\x00\x12\x1f\n\x05start\x18\x02 \x01(\x0b\x32\x0e.lp_pipe.StartH\x00\x12%\n\x08register\x18\x03 \x01(\x0b\x32\x11.lp_pipe.RegisterH\x00\x12#\n\x07resolve\x18\x04 \x01(\x0b\x32\x10.lp_pipe.ResolveH\x00\x12%\n\x08resolved\x18\x05 \x01(\x0b\x32\x11.lp_pipe.ResolvedH\x00\x12#\n\x07metrics\x18\x06 \x01(\x0b\x32\x10.lp_pipe.MetricsH\x00\x12\x1f\n\x05\x65nded\x18\x07 \x01(\x0b\x32\x0e.lp_pipe.EndedH\x00\x12\x1d\n\x04stop\x18\x08 \x01(\x0b\x32\r.lp_pipe.StopH\x00\x12,\n\x0cstop_request\x18\t \x01(\x0b\x32\x14.lp_pipe.StopRequestH\x00\x12\x1d\n\x04ping\x18\n \x01(\x0b\x32\r.lp_pipe.PingH\x00\x12!\n\x06stacks\x18\x0b \x01(\x0b\x32\x0f.lp_pipe.StacksH\x00\x12,\n\x0creserve_port\x18\x0c \x01(\x0b\x32\x14.lp_pipe.ReservePortH\x00\x42\t\n\x07messageb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,31 +34,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_START_ENVENTRY']._loaded_options = None
   _globals['_START_ENVENTRY']._serialized_options = b'8\001'
   _globals['_HELLO']._serialized_start=45
-  _globals['_HELLO']._serialized_end=82
-  _globals['_START']._serialized_start=85
-  _globals['_START']._serialized_end=379
-  _globals['_START_ENVENTRY']._serialized_start=331
-  _globals['_START_ENVENTRY']._serialized_end=373
-  _globals['_REGISTER']._serialized_start=381
-  _globals['_REGISTER']._serialized_end=426
-  _globals['_RESOLVE']._serialized_start=428
-  _globals['_RESOLVE']._serialized_end=466
-  _globals['_RESOLVED']._serialized_start=468
-  _globals['_RESOLVED']._serialized_end=553
-  _globals['_METRICS']._serialized_start=555
-  _globals['_METRICS']._serialized_end=627
-  _globals['_ENDED']._serialized_start=629
-  _globals['_ENDED']._serialized_end=715
-  _globals['_STOP']._serialized_start=717
-  _globals['_STOP']._serialized_end=723
-  _globals['_STOPREQUEST']._serialized_start=725
-  _globals['_STOPREQUEST']._serialized_end=738
-  _globals['_PING']._serialized_start=740
-  _globals['_PING']._serialized_end=746
-  _globals['_STACKS']._serialized_start=748
-  _globals['_STACKS']._serialized_end=782
-  _globals['_RESERVEPORT']._serialized_start=784
-  _globals['_RESERVEPORT']._serialized_end=826
-  _globals['_SUPERVISION']._serialized_start=829
-  _globals['_SUPERVISION']._serialized_end=1293
+  _globals['_HELLO']._serialized_end=99
+  _globals['_START']._serialized_start=102
+  _globals['_START']._serialized_end=413
+  _globals['_START_ENVENTRY']._serialized_start=365
+  _globals['_START_ENVENTRY']._serialized_end=407
+  _globals['_REGISTER']._serialized_start=415
+  _globals['_REGISTER']._serialized_end=460
+  _globals['_RESOLVE']._serialized_start=462
+  _globals['_RESOLVE']._serialized_end=500
+  _globals['_RESOLVED']._serialized_start=502
+  _globals['_RESOLVED']._serialized_end=587
+  _globals['_METRICS']._serialized_start=589
+  _globals['_METRICS']._serialized_end=661
+  _globals['_ENDED']._serialized_start=663
+  _globals['_ENDED']._serialized_end=749
+  _globals['_STOP']._serialized_start=751
+  _globals['_STOP']._serialized_end=757
+  _globals['_STOPREQUEST']._serialized_start=759
+  _globals['_STOPREQUEST']._serialized_end=772
+  _globals['_PING']._serialized_start=774
+  _globals['_PING']._serialized_end=780
+  _globals['_STACKS']._serialized_start=782
+  _globals['_STACKS']._serialized_end=816
+  _globals['_RESERVEPORT']._serialized_start=818
+  _globals['_RESERVEPORT']._serialized_end=860
+  _globals['_SUPERVISION']._serialized_start=863
+  _globals['_SUPERVISION']._serialized_end=1327
 # @@protoc_insertion_point(module_scope)

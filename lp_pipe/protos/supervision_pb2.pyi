@@ -7,15 +7,17 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Hello(_message.Message):
-    __slots__ = ("node_id", "pid")
+    __slots__ = ("node_id", "pid", "attempt")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     pid: int
-    def __init__(self, node_id: _Optional[str] = ..., pid: _Optional[int] = ...) -> None: ...
+    attempt: int
+    def __init__(self, node_id: _Optional[str] = ..., pid: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Start(_message.Message):
-    __slots__ = ("label", "index", "group_size", "run_dir", "socket_dir", "cwd", "sys_path", "env", "threads", "argv", "cpus", "grace_s", "log_level")
+    __slots__ = ("label", "index", "group_size", "run_dir", "socket_dir", "cwd", "sys_path", "env", "threads", "argv", "cpus", "grace_s", "log_level", "devices")
     class EnvEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -36,6 +38,7 @@ class Start(_message.Message):
     CPUS_FIELD_NUMBER: _ClassVar[int]
     GRACE_S_FIELD_NUMBER: _ClassVar[int]
     LOG_LEVEL_FIELD_NUMBER: _ClassVar[int]
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
     label: str
     index: int
     group_size: int
@@ -49,7 +52,8 @@ class Start(_message.Message):
     cpus: _containers.RepeatedScalarFieldContainer[int]
     grace_s: float
     log_level: int
-    def __init__(self, label: _Optional[str] = ..., index: _Optional[int] = ..., group_size: _Optional[int] = ..., run_dir: _Optional[str] = ..., socket_dir: _Optional[str] = ..., cwd: _Optional[str] = ..., sys_path: _Optional[_Iterable[str]] = ..., env: _Optional[_Mapping[str, str]] = ..., threads: _Optional[int] = ..., argv: _Optional[_Iterable[str]] = ..., cpus: _Optional[_Iterable[int]] = ..., grace_s: _Optional[float] = ..., log_level: _Optional[int] = ...) -> None: ...
+    devices: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, label: _Optional[str] = ..., index: _Optional[int] = ..., group_size: _Optional[int] = ..., run_dir: _Optional[str] = ..., socket_dir: _Optional[str] = ..., cwd: _Optional[str] = ..., sys_path: _Optional[_Iterable[str]] = ..., env: _Optional[_Mapping[str, str]] = ..., threads: _Optional[int] = ..., argv: _Optional[_Iterable[str]] = ..., cpus: _Optional[_Iterable[int]] = ..., grace_s: _Optional[float] = ..., log_level: _Optional[int] = ..., devices: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Register(_message.Message):
     __slots__ = ("address", "endpoint")

@@ -1,0 +1,37 @@
+"""The ends of processes, reported one after the other, and all of them soon."""
+
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+
+# How long to wait for the last words of a process that has ended. Counted from the news, not from their turn: of 50
+# processes that die at once, with pipes that grandchildren keep open, all are reported after this time.
+LAST_WORDS_PATIENCE_S = 0.5
+
+_Report = Callable[[float], None]
+
+
+class ExitQueue:
+    """Runs the reports in a thread of its own, in the order of the news; each gets its deadline (time.monotonic)."""
+
+    def __init__(self) -> None:
+        self._news: SimpleQueue[tuple[_Report, float] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="exits of nodes", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def put(self, report: _Report) -> None:
+        self._news.put((report, time.monotonic() + LAST_WORDS_PATIENCE_S))
+
+    def close(self) -> None:
+        """Returns once what was put has been reported."""
+        self._news.put(None)
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (news := self._news.get()) is not None:
+            report, deadline = news
+            report(deadline)

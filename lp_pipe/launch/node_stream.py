@@ -1,0 +1,104 @@
+"""The coordinator's end of one node process's supervision stream."""
+
+import contextlib
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from lp_pipe.connections import Connection, Frame, frames
+from lp_pipe.errors import Unavailable
+from lp_pipe.launch.coordinator import Coordinator
+from lp_pipe.launch.record import Failure
+from lp_pipe.protos import supervision_pb2 as wire
+
+OnHello = Callable[["NodeStream", wire.Hello], None]
+
+
+class NodeStream:
+    """on_hello(stream, hello): the process has said which node it is."""
+
+    def __init__(self, connection: Connection, coordinator: Coordinator, on_hello: OnHello) -> None:
+        self.connection = connection
+        self.closed = threading.Event()
+        self._say_hello = on_hello
+        self._coordinator = coordinator
+        self._node_id = ""
+        self._stacks: dict[int, Future[str]] = {}
+        self._actions: dict[str, Callable[[Any], None]] = {
+            "hello": self._on_hello,
+            "register": self._on_register,
+            "resolve": self._on_resolve,
+            "reserve_port": self._on_reserve_port,
+            "metrics": self._on_metrics,
+            "stop_request": lambda message: self._coordinator.request_stop(),
+            "ended": self._on_ended,
+            "stacks": self._on_stacks,
+        }
+
+    def send(self, payload: bytes | None = None, **message: Any) -> None:
+        body = wire.Supervision(**message).SerializeToString()
+        buffers = () if payload is None else (payload,)
+        with contextlib.suppress(Unavailable):  # the process has just ended; its exit is reported by the template
+            self.connection.send(Frame(frames.SUPERVISION, body=body, buffers=buffers))
+
+    def ask_stacks(self) -> "Future[str] | None":
+        if self.closed.is_set():
+            return None
+        answer: Future[str] = Future()
+        self._stacks[id(answer)] = answer
+        self.send(stacks=wire.Stacks(id=id(answer)))
+        return answer
+
+    def on_frame(self, frame: Frame) -> None:
+        message = wire.Supervision.FromString(bytes(frame.body))
+        kind = message.WhichOneof("message")
+        if kind in self._actions and (self._node_id or kind == "hello"):
+            self._actions[kind](getattr(message, kind))
+
+    def on_close(self, reason: str) -> None:
+        self.closed.set()
+
+    def _on_hello(self, message: wire.Hello) -> None:
+        self._node_id = message.node_id
+        self._say_hello(self, message)
+
+    def _on_register(self, message: wire.Register) -> None:
+        if message.endpoint:
+            self._coordinator.register(message.address, message.endpoint)
+        else:
+            self._coordinator.withdraw(message.address)
+
+    def _on_resolve(self, message: wire.Resolve) -> None:
+        future = self._coordinator.resolve(message.address)
+        future.add_done_callback(lambda done: self.send(resolved=_resolved(message.id, done)))
+
+    def _on_reserve_port(self, message: wire.ReservePort) -> None:
+        try:
+            answer = wire.Resolved(id=message.id, endpoint=self._coordinator.reserve_port(message.address))
+        except RuntimeError as error:
+            answer = wire.Resolved(id=message.id, unavailable=str(error), not_in_program=True)
+        self.send(resolved=answer)
+
+    def _on_metrics(self, message: wire.Metrics) -> None:
+        step = message.step if message.has_step else None
+        values = dict(zip(message.names, message.values, strict=True))
+        self._coordinator.log_metrics(self._node_id, values, step)
+
+    def _on_ended(self, message: wire.Ended) -> None:
+        failure = None
+        if message.type_name:
+            failure = Failure(message.type_name, message.message, message.traceback, message.is_unavailable)
+        self._coordinator.node_ended(self._node_id, failure)
+
+    def _on_stacks(self, message: wire.Stacks) -> None:
+        answer = self._stacks.pop(message.id, None)
+        if answer is not None:
+            answer.set_result(message.text)
+
+
+def _resolved(number: int, done: "Future[str]") -> wire.Resolved:
+    error = done.exception()
+    if error is None:
+        return wire.Resolved(id=number, endpoint=done.result())
+    return wire.Resolved(id=number, unavailable=str(error), not_in_program=not isinstance(error, Unavailable))
