@@ -24,6 +24,7 @@ from lp_pipe.handles import Handle as Handle
 from lp_pipe.launch import Run as Run
 from lp_pipe.launch import launch as launch
 from lp_pipe.nodes import CourierNode as CourierNode
+from lp_pipe.nodes import MultiThreadingColocation as MultiThreadingColocation
 from lp_pipe.nodes import Node as Node
 from lp_pipe.nodes import PyClassNode as PyClassNode
 from lp_pipe.nodes import PyNode as PyNode
