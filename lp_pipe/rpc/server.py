@@ -18,6 +18,7 @@ from lp_pipe.errors import MethodNotFound, Unavailable
 from lp_pipe.protos import frame_pb2
 from lp_pipe.rpc import codec, remote_error
 from lp_pipe.rpc.answer import Answer
+from lp_pipe.rpc.batching import BatchedHandler
 from lp_pipe.rpc.consuming import RemoteIterator
 from lp_pipe.rpc.event_loop import LoopCall, LoopThread
 from lp_pipe.rpc.pool import DaemonPool
@@ -50,7 +51,7 @@ class Server:
         self._is_inline = not thread_pool_size
         self._pool = DaemonPool(thread_pool_size or _STREAM_THREADS, f"call {self._name}")
         self._loop = LoopThread(f"async calls {self._name}")
-        self._is_async: dict[str, bool] = {}
+        self._is_quick: dict[str, bool] = {}
         # Of every connection: what its client can still cancel or give credits to, by the call's id.
         self._connections: dict[Connection, dict[int, InProgress]] = {}
         self._active = 0
@@ -104,7 +105,7 @@ class Server:
             self._on_control(connection, frame)
         elif self._is_closing:
             self._refuse(connection, frame)
-        elif not self._is_inline and not self._runs_in_loop(frame.name):
+        elif not self._is_inline and not self._needs_no_thread(frame.name):
             self._pool.submit(self._answer, connection, frame)
         elif self._node is not None:
             with entered(self._node):
@@ -121,16 +122,16 @@ class Server:
         elif frame.kind == frames.CANCEL:
             call.cancel()
 
-    def _runs_in_loop(self, name: str) -> bool:
-        """Whether calling the method only makes a coroutine, so that no thread of the pool is needed."""
-        if name not in self._is_async:
+    def _needs_no_thread(self, name: str) -> bool:
+        """Whether calling the method returns at once: it makes a coroutine, or joins a batch."""
+        if name not in self._is_quick:
             found = inspect.getattr_static(self._target, name, None)  # runs no code of the user's
             function = getattr(found, "__func__", found)
-            is_async = inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
             if found is None:
-                return is_async  # not kept: callers may ask for any name
-            self._is_async[name] = is_async
-        return self._is_async[name]
+                return False  # and not kept: callers may ask for any name
+            is_async = inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
+            self._is_quick[name] = is_async or isinstance(found, BatchedHandler)
+        return self._is_quick[name]
 
     def _answer(self, connection: Connection, frame: Frame) -> None:
         with self._idle:
@@ -138,7 +139,7 @@ class Server:
             self.calls += 1
         answer = Answer(connection, frame, self._name, self._on_end)
         try:
-            handler = self._find(frame.name)
+            handler: Any = self._find(frame.name)
         except MethodNotFound as error:
             return answer.own_error(remote_error.METHOD_NOT_FOUND, str(error))
         except BaseException as error:  # a descriptor or __getattr__ of the user's
@@ -149,7 +150,8 @@ class Server:
             text = f"{frame.name}(): {self._name} cannot load the arguments: {type(error).__name__}: {error}"
             return answer.own_error(remote_error.SERIALIZATION, text)
         try:
-            result = handler(*args, **kwargs)
+            is_batched = isinstance(handler, BatchedHandler)
+            result = handler.submit(args, kwargs) if is_batched else handler(*args, **kwargs)
         except BaseException as error:  # also SystemExit: a handler's exception goes to its caller only
             return answer.error(error)
         self._reply(answer, result)
@@ -166,9 +168,17 @@ class Server:
             self._follow(answer, call)
             call.start(result)
         elif isinstance(result, Future):
-            result.add_done_callback(functools.partial(_reply_with, answer))
+            result.add_done_callback(functools.partial(self._reply_with, answer))
         else:
             answer.result(result)
+
+    def _reply_with(self, answer: Answer, done: "Future[Any]") -> None:
+        try:
+            result = done.result()
+        except BaseException as error:  # also a cancelled future
+            answer.error(error)
+        else:
+            self._reply(answer, result)
 
     def _follow(self, answer: Answer, call: InProgress) -> None:
         """From now on the caller's frames reach `call`."""
@@ -200,15 +210,6 @@ class Server:
         text = f"{frame.name}(): {self._name} is stopping and takes no more calls"
         with contextlib.suppress(Unavailable):
             connection.send(Frame(frames.ERROR, frame.id, body=remote_error.own(remote_error.UNAVAILABLE, text)))
-
-
-def _reply_with(answer: Answer, done: "Future[Any]") -> None:
-    try:
-        result = done.result()
-    except BaseException as error:  # also a cancelled future
-        answer.error(error)
-    else:
-        answer.result(result)
 
 
 def is_exposed(target: object, name: str) -> bool:
