@@ -29,6 +29,19 @@ class CancellableCall(PendingCall, Protocol):
     def cancel(self) -> object: ...
 
 
+class Sent(Protocol):
+    """Where a call was sent (a Link)."""
+
+    def forget(self, call_id: int) -> bool:
+        """Give the call up; False when its reply has come."""
+
+    def cancel(self, call_id: int) -> bool:
+        """Like `forget`, and let the server know."""
+
+
+Cancel = Callable[[Sent, int], bool]
+
+
 class SyncCall:
     """One thread that waits; a bare lock is an event at a tenth of the cost."""
 

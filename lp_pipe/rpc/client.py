@@ -5,26 +5,26 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lp_pipe import connections
 from lp_pipe.connections import Connection, frames
 from lp_pipe.context import services_for
 from lp_pipe.errors import DeadlineExceeded, SerializationError, Unavailable
 from lp_pipe.rpc import codec, deadlines, remote_error
-from lp_pipe.rpc.calls import CallFuture, CancellableCall, PendingCall, Reply, SyncCall
-from lp_pipe.rpc.consuming import RemoteAsyncIterator, RemoteIterator, Stream
+from lp_pipe.rpc.calls import CallFuture, Cancel, CancellableCall, PendingCall, Reply, SyncCall
+from lp_pipe.rpc.consuming import RemoteIterator, Stream
 from lp_pipe.rpc.explain import unpicklable
+from lp_pipe.rpc.exposed import LIST_METHODS
+from lp_pipe.rpc.futures_view import Futures
 from lp_pipe.rpc.link import Link
-from lp_pipe.rpc.server import LIST_METHODS
-from lp_pipe.rpc.views import Aio, AioReply, Futures
+
+if TYPE_CHECKING:
+    from lp_pipe.rpc.aio import Aio
 
 _RECONNECT_PAUSE_S = 0.02
-
-Cancel = Callable[[Link, int], bool]
 
 
 class _Task(NamedTuple):
@@ -78,8 +78,10 @@ class CourierClient:
         return Futures(self)
 
     @property
-    def aio(self) -> Aio:
+    def aio(self) -> "Aio":
         """The same methods as coroutines, for any event loop; cancelling one cancels an async handler too."""
+        from lp_pipe.rpc.aio import Aio  # asyncio is slow to import, and most programs do without
+
         return Aio(self)
 
     @property
@@ -122,14 +124,6 @@ class CourierClient:
         future = CallFuture(functools.partial(self._outcome, method))
         self._begin(method, args, kwargs, future, lambda link, call_id: link.forget(call_id))
         return future
-
-    async def _await(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call = AioReply()
-        self._begin(method, args, kwargs, call, lambda link, call_id: link.cancel(call_id))
-        reply = await call.wait()
-        if isinstance(reply, Stream):
-            return RemoteAsyncIterator(reply, *self._stream_options(method))
-        return self._outcome(method, reply)
 
     def _begin(
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], call: CancellableCall, cancel: Cancel

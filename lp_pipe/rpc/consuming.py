@@ -1,8 +1,7 @@
 """The consumer's end of a stream: iterate over what a handler's generator yields in another node."""
 
-import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, Self
@@ -82,7 +81,7 @@ class Stream:
         _closer.submit(self._end)
 
 
-class _Remote:
+class RemoteItems:
     """What both iterators share. `outcome` decodes an item or raises; `too_late` is what a timeout raises."""
 
     def __init__(
@@ -105,7 +104,7 @@ class _Remote:
         return self._outcome(reply)
 
 
-class RemoteIterator(_Remote, Iterator[Any]):
+class RemoteIterator(RemoteItems, Iterator[Any]):
     """What a call of a generator handler returns: its items, as they are produced.
 
     Closing or dropping it closes the generator. call_timeout holds for every item; when it runs out the stream ends.
@@ -134,49 +133,6 @@ class RemoteIterator(_Remote, Iterator[Any]):
         self.close()
 
 
-class RemoteAsyncIterator(_Remote, AsyncIterator[Any]):
-    """RemoteIterator for event loops; belongs to the loop that made the call."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._arrival = asyncio.Event()
-        loop, arrival = asyncio.get_running_loop(), self._arrival
-        self._stream.inbox.on_arrival = lambda: _wake(loop, arrival)
-
-    async def __anext__(self) -> Any:
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                reply = await self._next_reply()
-        except TimeoutError:
-            self._stream.close()
-            raise self._too_late() from None
-        return self._value(reply, StopAsyncIteration)
-
-    async def aclose(self) -> None:
-        """Close the generator on the server; iterating on ends at once."""
-        self._stream.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose()
-
-    async def _next_reply(self) -> Frame | Exception:
-        while True:
-            self._arrival.clear()  # before the look, so that what arrives after it is not missed
-            with contextlib.suppress(Empty):
-                return self._stream.inbox.take(0)
-            await self._arrival.wait()
-
-
 def is_item(reply: Frame | Exception) -> bool:
     """Whether more may follow."""
     return isinstance(reply, Frame) and reply.kind == frames.STREAM_ITEM
-
-
-def _wake(loop: asyncio.AbstractEventLoop, arrival: asyncio.Event) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
-        loop.call_soon_threadsafe(arrival.set)

@@ -1,4 +1,7 @@
-"""Async handlers: one event loop in a thread of the server's, started when the first of them is called."""
+"""Async handlers: one event loop in a thread of the server's, started when the first of them is called.
+
+Only imported then: asyncio takes longer to load than all of lp_pipe's calls.
+"""
 
 import asyncio
 import contextlib
@@ -6,17 +9,17 @@ import threading
 from collections.abc import AsyncGenerator, Coroutine
 from typing import Any
 
-from lp_pipe.context import current_context
+from lp_pipe.context import NodeContext
 from lp_pipe.rpc.answer import Answer
 from lp_pipe.rpc.window import Window
 
 
 class LoopThread:
-    """An event loop that belongs to the node that made it."""
+    """An event loop that belongs to `node`."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, node: NodeContext | None) -> None:
         self._name = name
-        self._node = current_context()
+        self._node = node
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_closing = False

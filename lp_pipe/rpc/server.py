@@ -1,30 +1,28 @@
 """Serve an object's public methods to other nodes (Launchpad's Courier server)."""
 
 import contextlib
-import difflib
 import functools
 import inspect
 import threading
 import time
 import types
-from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lp_pipe import connections
 from lp_pipe.connections import Connection, Frame, frames
 from lp_pipe.context import current_context, entered
 from lp_pipe.errors import MethodNotFound, Unavailable
 from lp_pipe.protos import frame_pb2
-from lp_pipe.rpc import codec, remote_error
+from lp_pipe.rpc import codec, exposed, remote_error
 from lp_pipe.rpc.answer import Answer
 from lp_pipe.rpc.batching import BatchedHandler
 from lp_pipe.rpc.consuming import RemoteIterator
-from lp_pipe.rpc.event_loop import LoopCall, LoopThread
 from lp_pipe.rpc.pool import DaemonPool
 from lp_pipe.rpc.producing import InProgress, ThreadStream
 
-LIST_METHODS = "__list_methods__"
+if TYPE_CHECKING:
+    from lp_pipe.rpc.event_loop import LoopThread
 
 _STREAM_THREADS = 16  # for the generators of an inline server, started as needed
 _CANCEL_SHARE, _CANCEL_AT_MOST_S = 0.2, 0.5  # of the grace, for what is cancelled at its end
@@ -50,7 +48,7 @@ class Server:
         self._node = current_context()
         self._is_inline = not thread_pool_size
         self._pool = DaemonPool(thread_pool_size or _STREAM_THREADS, f"call {self._name}")
-        self._loop = LoopThread(f"async calls {self._name}")
+        self._loop: LoopThread | None = None
         self._is_quick: dict[str, bool] = {}
         # Of every connection: what its client can still cancel or give credits to, by the call's id.
         self._connections: dict[Connection, dict[int, InProgress]] = {}
@@ -82,7 +80,8 @@ class Server:
         self._wait_until_idle(deadline)
         for connection in list(self._connections):
             connection.close(f"{self._name} ended")
-        self._loop.close()
+        if self._loop is not None:
+            self._loop.close()
         self._pool.close()
 
     def _wait_until_idle(self, deadline: float) -> None:
@@ -139,7 +138,7 @@ class Server:
             self.calls += 1
         answer = Answer(connection, frame, self._name, self._on_end)
         try:
-            handler: Any = self._find(frame.name)
+            handler: Any = exposed.find(self._target, self._name, frame.name)
         except MethodNotFound as error:
             return answer.own_error(remote_error.METHOD_NOT_FOUND, str(error))
         except BaseException as error:  # a descriptor or __getattr__ of the user's
@@ -164,13 +163,21 @@ class Server:
             self._follow(answer, stream)
             stream.start()
         elif kind in _ASYNC:
-            call = LoopCall(self._loop.loop, answer)
-            self._follow(answer, call)
-            call.start(result)
+            self._start_in_loop(answer, result)
         elif isinstance(result, Future):
             result.add_done_callback(functools.partial(self._reply_with, answer))
         else:
             answer.result(result)
+
+    def _start_in_loop(self, answer: Answer, result: Any) -> None:
+        from lp_pipe.rpc.event_loop import LoopCall, LoopThread  # asyncio is slow to import
+
+        with self._idle:
+            if self._loop is None:
+                self._loop = LoopThread(f"async calls {self._name}", self._node)
+        call = LoopCall(self._loop.loop, answer)
+        self._follow(answer, call)
+        call.start(result)
 
     def _reply_with(self, answer: Answer, done: "Future[Any]") -> None:
         try:
@@ -195,32 +202,7 @@ class Server:
             if self._is_closing:
                 self._idle.notify_all()
 
-    def _find(self, name: str) -> Callable[..., Any]:
-        if name == LIST_METHODS:
-            return lambda: public_methods(self._target)
-        if is_exposed(self._target, name):
-            found: Callable[..., Any] = getattr(self._target, name)
-            return found
-        known = public_methods(self._target)
-        nearest = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {nearest[0]!r}?" if nearest else f"it has {', '.join(known) or 'no public methods'}"
-        raise MethodNotFound(f"{self._name} ({type(self._target).__name__}) has no public method {name!r}; {hint}")
-
     def _refuse(self, connection: Connection, frame: Frame) -> None:
         text = f"{frame.name}(): {self._name} is stopping and takes no more calls"
         with contextlib.suppress(Unavailable):
             connection.send(Frame(frames.ERROR, frame.id, body=remote_error.own(remote_error.UNAVAILABLE, text)))
-
-
-def is_exposed(target: object, name: str) -> bool:
-    """Whether callers may use it: a public callable, or `__call__`; never data, never a property."""
-    if name.startswith("_") and name != "__call__":
-        return False
-    if isinstance(inspect.getattr_static(target, name, None), (property, functools.cached_property)):
-        return False  # looking must not compute it
-    return callable(getattr(target, name, None))
-
-
-def public_methods(target: object) -> list[str]:
-    """Sorted names of what callers may use."""
-    return sorted(name for name in dir(target) if is_exposed(target, name))

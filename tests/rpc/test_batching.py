@@ -1,7 +1,6 @@
 """Handlers that answer several calls at once."""
 
 import threading
-import time
 from datetime import timedelta
 from typing import Any
 

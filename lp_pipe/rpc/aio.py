@@ -1,55 +1,46 @@
-"""The other ways to call a client's methods: `client.futures.method()`, `client.aio.method()`."""
+"""`client.aio.method()`: calls and streams for event loops.
+
+Only imported by who uses it: asyncio takes longer to load than all of lp_pipe's calls.
+"""
 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator
-from concurrent.futures import Future
+from queue import Empty
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
-from lp_pipe.rpc.calls import Reply
-from lp_pipe.rpc.consuming import RemoteAsyncIterator
+from lp_pipe.connections import Frame
+from lp_pipe.rpc.calls import Cancel, CancellableCall, Reply
+from lp_pipe.rpc.consuming import RemoteItems, Stream
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 
-class Callee(Protocol):
-    """What the views need of a client."""
+class AioClient(Protocol):
+    """What is needed of a client."""
 
-    def _start(self, method: str, args: Args, kwargs: Kwargs) -> "Future[Any]": ...
+    def _begin(self, method: str, args: Args, kwargs: Kwargs, call: CancellableCall, cancel: Cancel) -> None: ...
 
-    async def _await(self, method: str, args: Args, kwargs: Kwargs) -> Any: ...
+    def _outcome(self, method: str, reply: Reply) -> Any: ...
 
-
-class Futures:
-    """`client.futures.method(...)`, `client.futures(...)`."""
-
-    def __init__(self, client: Callee) -> None:
-        self._client = client
-
-    def __call__(self, /, *args: Any, **kwargs: Any) -> "Future[Any]":
-        return self._client._start("__call__", args, kwargs)
-
-    def __getattr__(self, name: str) -> Callable[..., "Future[Any]"]:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return lambda *args, **kwargs: self._client._start(name, args, kwargs)
+    def _stream_options(self, method: str) -> tuple[Any, ...]: ...
 
 
 class Aio:
     """`client.aio.method(...)`, `client.aio(...)`."""
 
-    def __init__(self, client: Callee) -> None:
+    def __init__(self, client: AioClient) -> None:
         self._client = client
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> "AioCall":
-        return AioCall(self._client._await("__call__", args, kwargs))
+        return AioCall(_call(self._client, "__call__", args, kwargs))
 
     def __getattr__(self, name: str) -> Callable[..., "AioCall"]:
         if name.startswith("_"):
             raise AttributeError(name)
-        return lambda *args, **kwargs: AioCall(self._client._await(name, args, kwargs))
+        return lambda *args, **kwargs: AioCall(_call(self._client, name, args, kwargs))
 
 
 class AioCall(Coroutine[Any, Any, Any]):
@@ -131,3 +122,55 @@ class AioReply:
     def _settle(self, reply: Reply) -> None:
         if not self._reply.done():
             self._reply.set_result(reply)
+
+
+class RemoteAsyncIterator(RemoteItems, AsyncIterator[Any]):
+    """RemoteIterator for event loops; belongs to the loop that made the call."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._arrival = asyncio.Event()
+        loop, arrival = asyncio.get_running_loop(), self._arrival
+        self._stream.inbox.on_arrival = lambda: _wake(loop, arrival)
+
+    async def __anext__(self) -> Any:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                reply = await self._next_reply()
+        except TimeoutError:
+            self._stream.close()
+            raise self._too_late() from None
+        return self._value(reply, StopAsyncIteration)
+
+    async def aclose(self) -> None:
+        """Close the generator on the server; iterating on ends at once."""
+        self._stream.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def _next_reply(self) -> Frame | Exception:
+        while True:
+            self._arrival.clear()  # before the look, so that what arrives after it is not missed
+            with contextlib.suppress(Empty):
+                return self._stream.inbox.take(0)
+            await self._arrival.wait()
+
+
+async def _call(client: AioClient, method: str, args: Args, kwargs: Kwargs) -> Any:
+    call = AioReply()
+    client._begin(method, args, kwargs, call, lambda link, call_id: link.cancel(call_id))
+    reply = await call.wait()
+    if isinstance(reply, Stream):
+        return RemoteAsyncIterator(reply, *client._stream_options(method))
+    return client._outcome(method, reply)
+
+
+def _wake(loop: asyncio.AbstractEventLoop, arrival: asyncio.Event) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+        loop.call_soon_threadsafe(arrival.set)
