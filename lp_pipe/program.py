@@ -120,6 +120,8 @@ class Program:
         label = self._current or label
         if not label:
             raise ValueError("a node needs a label: add_node(node, label='feeder'), or use `with program.group(...)`")
+        if node.is_colocated:
+            raise ValueError(f"{node!r} is inside a colocation: add that to the program instead")
         if node.label:  # in another program it would lose its name and index here
             raise ValueError(f"{node!r} is already in a program as label {node.label!r}; make a second node")
         nodes = self._groups.setdefault(label, [])

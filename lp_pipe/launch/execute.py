@@ -1,16 +1,11 @@
 """Run one node's code to its end, the same way in every launch mode."""
 
-import logging
-from collections.abc import Iterator
 from typing import Any
 
 from lp_pipe.context import NodeContext
-from lp_pipe.errors import Unavailable
 from lp_pipe.launch.record import Failure
-from lp_pipe.nodes import Node
+from lp_pipe.nodes import Node, is_echo, run_to_end
 from lp_pipe.rpc.remote_error import format_traceback, innermost_type_name
-
-_log = logging.getLogger(__name__)
 
 
 def run_node(node: Node[Any], context: NodeContext) -> Failure | None:
@@ -18,21 +13,8 @@ def run_node(node: Node[Any], context: NodeContext) -> Failure | None:
 
     SystemExit with status 0 or None ends well. Stop handlers that were started are waited for.
     """
-    try:
-        node.execute()
-        failure = None
-    except SystemExit as error:
-        failure = None if error.code in (None, 0) else failure_from(error)
-    except BaseException as error:  # the node's end, whatever it is, must reach the launcher
-        failure = failure_from(error)
-    try:
-        context.exit_stack.close()
-    except BaseException as error:
-        failure = failure or failure_from(error)
-    context.stop_signal.finish(context.grace_s)
-    for handler_error in context.stop_signal.handler_errors:
-        _log.warning("node %s: a stop handler raised %r", context.name, handler_error)
-    return failure
+    error = run_to_end(node, context)
+    return None if error is None else failure_from(error)
 
 
 def failure_from(error: BaseException) -> Failure:
@@ -42,17 +24,8 @@ def failure_from(error: BaseException) -> Failure:
         type_name=innermost_type_name(error),
         message=message,
         traceback=format_traceback(error),
-        is_unavailable=any(isinstance(cause, Unavailable) for cause in _chain(error)),
+        is_unavailable=is_echo(error),
     )
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The exception and what it was raised from: `raise MyError() from unavailable` is an echo as well."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def _first_part(error: BaseException) -> str:

@@ -109,10 +109,11 @@ class ThreadHost(Host):
     def stacks(self) -> str:
         frames = sys._current_frames()
         parts = []
+        services = [node.services for node in self._contexts.values()]  # shared by the nodes inside a colocation
         for thread in threading.enumerate():
             node = getattr(thread, "_lp_pipe_context", None)
             name = thread.name if thread in self._threads.values() else None
-            owner = name or (node.name if node is not None and node in self._contexts.values() else None)
+            owner = name or (node.name if node is not None and node.services in services else None)
             if owner is not None and thread.ident in frames:
                 parts.append(f"node {owner}, thread {thread.name}:\n" + _format_stack(thread))
         return "\n".join(parts)

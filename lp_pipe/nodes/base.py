@@ -18,6 +18,7 @@ class Node(ABC, Generic[HandleT]):
 
     label: str = ""
     index: int = 0
+    is_colocated: bool = False
 
     def __init__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
         if not callable(function):

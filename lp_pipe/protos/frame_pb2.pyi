@@ -19,6 +19,10 @@ class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     KIND_CHANNEL_DATA: _ClassVar[Kind]
     KIND_CHANNEL_CREDIT: _ClassVar[Kind]
     KIND_CLOSE: _ClassVar[Kind]
+    KIND_STREAM_OPEN: _ClassVar[Kind]
+    KIND_STREAM_ITEM: _ClassVar[Kind]
+    KIND_STREAM_END: _ClassVar[Kind]
+    KIND_STREAM_CREDIT: _ClassVar[Kind]
 KIND_UNSPECIFIED: Kind
 KIND_CALL: Kind
 KIND_RESULT: Kind
@@ -29,6 +33,10 @@ KIND_CHANNEL_OPEN: Kind
 KIND_CHANNEL_DATA: Kind
 KIND_CHANNEL_CREDIT: Kind
 KIND_CLOSE: Kind
+KIND_STREAM_OPEN: Kind
+KIND_STREAM_ITEM: Kind
+KIND_STREAM_END: Kind
+KIND_STREAM_CREDIT: Kind
 
 class FrameHeader(_message.Message):
     __slots__ = ("kind", "id", "name", "body_bytes", "buffer_bytes")
@@ -43,6 +51,12 @@ class FrameHeader(_message.Message):
     body_bytes: int
     buffer_bytes: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, kind: _Optional[_Union[Kind, str]] = ..., id: _Optional[int] = ..., name: _Optional[str] = ..., body_bytes: _Optional[int] = ..., buffer_bytes: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class StreamCredit(_message.Message):
+    __slots__ = ("items",)
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    items: int
+    def __init__(self, items: _Optional[int] = ...) -> None: ...
 
 class CallError(_message.Message):
     __slots__ = ("origin", "type_name", "message", "traceback", "exception_type", "args", "attributes")

@@ -8,14 +8,38 @@ from typing import Any, Protocol
 
 from lp_pipe.connections import Frame
 from lp_pipe.context import NodeContext, current_context, entered
+from lp_pipe.rpc.consuming import Stream
 from lp_pipe.rpc.pool import DaemonPool
 
-Reply = Frame | Exception
+Reply = Frame | Stream | Exception
 
 
 class PendingCall(Protocol):
     def deliver(self, reply: Reply) -> object:
         """Called once, from the connection's thread."""
+
+
+class CancellableCall(PendingCall, Protocol):
+    """A call that nobody blocks for. `on_cancel` is set once it is sent, and gives it up."""
+
+    on_cancel: Callable[[], bool] | None
+
+    def cancelled(self) -> bool: ...
+
+    def cancel(self) -> object: ...
+
+
+class Sent(Protocol):
+    """Where a call was sent (a Link)."""
+
+    def forget(self, call_id: int) -> bool:
+        """Give the call up; False when its reply has come."""
+
+    def cancel(self, call_id: int) -> bool:
+        """Like `forget`, and let the server know."""
+
+
+Cancel = Callable[[Sent, int], bool]
 
 
 class SyncCall:

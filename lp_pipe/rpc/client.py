@@ -1,31 +1,47 @@
 """Call the methods of a server in another node as if it were here (Launchpad's Courier client)."""
 
-import contextlib
 import functools
-import itertools
 import math
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lp_pipe import connections
-from lp_pipe.connections import Connection, Frame, frames
+from lp_pipe.connections import Connection, frames
 from lp_pipe.context import services_for
 from lp_pipe.errors import DeadlineExceeded, SerializationError, Unavailable
 from lp_pipe.rpc import codec, deadlines, remote_error
-from lp_pipe.rpc.calls import CallFuture, PendingCall, SyncCall
+from lp_pipe.rpc.calls import CallFuture, Cancel, CancellableCall, PendingCall, Reply, SyncCall
+from lp_pipe.rpc.consuming import RemoteIterator, Stream
 from lp_pipe.rpc.explain import unpicklable
-from lp_pipe.rpc.server import LIST_METHODS
+from lp_pipe.rpc.exposed import LIST_METHODS
+from lp_pipe.rpc.futures_view import Futures
+from lp_pipe.rpc.link import Link
+
+if TYPE_CHECKING:
+    from lp_pipe.rpc.aio import Aio
 
 _RECONNECT_PAUSE_S = 0.02
 
 
+class _Task(NamedTuple):
+    """A call that nobody blocks for: what to send, and who gets the reply."""
+
+    method: str
+    payload: codec.Payload
+    call: CancellableCall
+    cancel: Cancel
+    deadline: float | None
+
+
 class CourierClient:
     """`client.method(*args, **kwargs)` calls the server and waits; `client.futures.method(...)` returns a Future.
+
+    `await client.aio.method(...)` is for event loops. A handler that is a generator is iterated as it produces:
+    `for item in client.method()`, `async for item in client.aio.method()`.
 
     address: what another client's `.address` gave.
     call_timeout: seconds (or a timedelta) per call; None or 0: no limit.
@@ -52,14 +68,21 @@ class CourierClient:
         self._wait_for_ready = wait_for_ready
         self._address_id = address_id
         self._peer = peer or address
-        self._link: _Link | None = None
+        self._link: Link | None = None
         self._link_lock = threading.Lock()
         self._services = services_for(address_id) if address_id is not None else None
 
     @property
-    def futures(self) -> "_Futures":
+    def futures(self) -> Futures:
         """The same methods, each returning a concurrent.futures.Future at once."""
-        return _Futures(self)
+        return Futures(self)
+
+    @property
+    def aio(self) -> "Aio":
+        """The same methods as coroutines, for any event loop; cancelling one cancels an async handler too."""
+        from lp_pipe.rpc.aio import Aio  # asyncio is slow to import, and most programs do without
+
+        return Aio(self)
 
     @property
     def address(self) -> str:
@@ -98,48 +121,50 @@ class CourierClient:
         return self._outcome(method, call.reply())
 
     def _start(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Future[Any]":
-        payload = self._encode(method, args, kwargs)
-        deadline = self._deadline()
         future = CallFuture(functools.partial(self._outcome, method))
-        link = self._link
-        if link is not None and link.connection.closed_reason is None:
-            self._send_future(link, method, payload, future, deadline)
-        else:
-            # Connecting may take as long as the server takes to come up; the arguments are captured now.
-            payload = codec.Payload(payload.body, [bytearray(buffer) for buffer in payload.buffers])
-            task = (method, payload, future, deadline)
-            name = f"connect {self._peer}"
-            threading.Thread(target=self._connect_and_send, args=task, name=name, daemon=True).start()
+        self._begin(method, args, kwargs, future, lambda link, call_id: link.forget(call_id))
         return future
 
-    def _connect_and_send(
-        self, method: str, payload: codec.Payload, future: CallFuture, deadline: float | None
+    def _begin(
+        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], call: CancellableCall, cancel: Cancel
     ) -> None:
-        try:
-            link = self._connected(method, deadline)
-        except Exception as error:  # belongs to whoever asks for the result
-            future.deliver(error)
-            return
-        if future.cancelled():
-            future.set_running_or_notify_cancel()
+        """Send a call without waiting for anything; every error but that of an argument goes to `call`."""
+        task = _Task(method, self._encode(method, args, kwargs), call, cancel, self._deadline())
+        link = self._link
+        if link is not None and link.connection.closed_reason is None:
+            self._send_task(link, task)
         else:
-            self._send_future(link, method, payload, future, deadline)
+            # Connecting may take as long as the server takes to come up; the arguments are captured now.
+            payload = codec.Payload(task.payload.body, [bytearray(buffer) for buffer in task.payload.buffers])
+            arguments = (task._replace(payload=payload),)
+            name = f"connect {self._peer}"
+            threading.Thread(target=self._connect_and_send, args=arguments, name=name, daemon=True).start()
 
-    def _send_future(
-        self, link: "_Link", method: str, payload: codec.Payload, future: CallFuture, deadline: float | None
-    ) -> None:
+    def _connect_and_send(self, task: "_Task") -> None:
         try:
-            call_id = self._send(link, method, payload, future)
-        except (Unavailable, SerializationError) as error:
-            future.deliver(error)
+            link = self._connected(task.method, task.deadline)
+        except Exception as error:  # belongs to whoever asks for the result
+            task.call.deliver(error)
             return
-        future.on_cancel = functools.partial(link.forget, call_id)
-        if future.cancelled():  # between the last look and the line above
-            future.cancel()
-        if deadline is not None:  # must not refer to the future: its result would live until the deadline
-            deadlines.shared.add(deadline, lambda: link.expire(call_id, self._too_late(method)))
+        if task.call.cancelled():
+            task.call.deliver(CancelledError())
+        else:
+            self._send_task(link, task)
 
-    def _send(self, link: "_Link", method: str, payload: codec.Payload, call: PendingCall) -> int:
+    def _send_task(self, link: Link, task: "_Task") -> None:
+        method, call = task.method, task.call
+        try:
+            call_id = self._send(link, method, task.payload, call)
+        except (Unavailable, SerializationError) as error:
+            call.deliver(error)
+            return
+        call.on_cancel = functools.partial(task.cancel, link, call_id)
+        if call.cancelled():  # between the last look and the line above
+            call.cancel()
+        if task.deadline is not None:  # must not refer to the call: its result would live until the deadline
+            deadlines.shared.add(task.deadline, lambda: link.expire(call_id, self._too_late(method)))
+
+    def _send(self, link: "Link", method: str, payload: codec.Payload, call: PendingCall) -> int:
         try:
             return link.send(method, payload, call)
         except Unavailable as error:
@@ -154,7 +179,14 @@ class CourierClient:
             parts = [*((f"args[{index}]", arg) for index, arg in enumerate(args)), *kwargs.items()]
             raise unpicklable(f"{self._peer}.{method}()", parts, error) from error
 
-    def _outcome(self, method: str, reply: Frame | Exception) -> Any:
+    def _stream_options(self, method: str) -> tuple[Any, ...]:
+        """What an iterator needs beside its stream; it keeps the client, and so the connection."""
+        too_late = functools.partial(self._too_late, method)
+        return functools.partial(self._outcome, method), self._call_timeout_s, too_late
+
+    def _outcome(self, method: str, reply: Reply) -> Any:
+        if isinstance(reply, Stream):
+            return RemoteIterator(reply, *self._stream_options(method))
         if isinstance(reply, Exception):
             if isinstance(reply, Unavailable):
                 raise Unavailable(f"{self._peer}.{method}(): {reply}") from reply
@@ -168,13 +200,13 @@ class CourierClient:
                 f"{self._peer}.{method}(): the result does not load here: {type(error).__name__}: {error}"
             ) from error
 
-    def _connected(self, method: str, deadline: float | None) -> "_Link":
+    def _connected(self, method: str, deadline: float | None) -> "Link":
         link = self._link
         if link is not None and link.connection.closed_reason is None:
             return link
         with self._link_lock:
             if self._link is None or self._link.connection.closed_reason is not None:
-                self._link = _Link(self._connect(method, deadline))
+                self._link = Link(self._connect(method, deadline))
                 # Clients come and go (each that travels through a call is a new one); their connections must not stay.
                 weakref.finalize(self, self._link.connection.close, "the client is gone").atexit = False
             return self._link
@@ -207,63 +239,6 @@ class CourierClient:
 
     def _too_late(self, method: str) -> DeadlineExceeded:
         return DeadlineExceeded(f"{self._peer}.{method}(): no reply within call_timeout = {self._call_timeout_s} s")
-
-
-class _Futures:
-    """`client.futures.method(...)`, `client.futures(...)`."""
-
-    def __init__(self, client: CourierClient) -> None:
-        self._client = client
-
-    def __call__(self, /, *args: Any, **kwargs: Any) -> "Future[Any]":
-        return self._client._start("__call__", args, kwargs)
-
-    def __getattr__(self, name: str) -> Callable[..., "Future[Any]"]:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return lambda *args, **kwargs: self._client._start(name, args, kwargs)
-
-
-class _Link:
-    """One connection to the server, and the calls that wait for their replies on it."""
-
-    def __init__(self, connection: Connection) -> None:
-        self.connection = connection
-        self._pending: dict[int, PendingCall] = {}
-        self._ids = itertools.count(1)
-        connection.start(self._on_frame, self._on_close)
-
-    def send(self, method: str, payload: codec.Payload, call: PendingCall) -> int:
-        call_id = next(self._ids)
-        self._pending[call_id] = call
-        try:
-            self.connection.send(Frame(frames.CALL, call_id, method, payload.body, payload.buffers))
-        except (Unavailable, frames.FrameError):
-            if self.forget(call_id):
-                raise
-            # Else the end of the connection has settled the call already.
-        return call_id
-
-    def forget(self, call_id: int) -> bool:
-        """Give a call up; False when its reply has come (or its failure), so that exactly one side settles it."""
-        return self._pending.pop(call_id, None) is not None
-
-    def expire(self, call_id: int, error: DeadlineExceeded) -> None:
-        """Settle a call whose deadline has passed, if it still waits."""
-        call = self._pending.pop(call_id, None)
-        if call is not None:
-            call.deliver(error)
-
-    def _on_frame(self, frame: Frame) -> None:
-        call = self._pending.pop(frame.id, None)
-        if call is not None:
-            call.deliver(frame)
-
-    def _on_close(self, reason: str) -> None:
-        while self._pending:
-            with contextlib.suppress(KeyError):
-                _, call = self._pending.popitem()
-                call.deliver(Unavailable(f"the connection ended during the call: {reason}"))
 
 
 def list_methods(client: CourierClient) -> list[str]:

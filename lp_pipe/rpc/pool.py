@@ -29,6 +29,11 @@ class DaemonPool:
         if len(self._threads) < self._size and self._tasks.qsize():
             self._add_thread()
 
+    def ensure_thread(self) -> None:
+        """From now on `submit` only puts into a queue, which is allowed anywhere (if `size` is 1)."""
+        if not self._threads:
+            self._add_thread()
+
     def discard(self) -> list[_Task]:
         """Take back the tasks that have not begun."""
         tasks: list[_Task] = []

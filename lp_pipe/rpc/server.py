@@ -1,23 +1,33 @@
 """Serve an object's public methods to other nodes (Launchpad's Courier server)."""
 
 import contextlib
-import difflib
 import functools
 import inspect
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+import types
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
 
 from lp_pipe import connections
 from lp_pipe.connections import Connection, Frame, frames
 from lp_pipe.context import current_context, entered
 from lp_pipe.errors import MethodNotFound, Unavailable
-from lp_pipe.rpc import codec, remote_error
-from lp_pipe.rpc.explain import unpicklable
+from lp_pipe.protos import frame_pb2
+from lp_pipe.rpc import codec, exposed, remote_error
+from lp_pipe.rpc.answer import Answer
+from lp_pipe.rpc.batching import BatchedHandler
+from lp_pipe.rpc.consuming import RemoteIterator
 from lp_pipe.rpc.pool import DaemonPool
+from lp_pipe.rpc.producing import InProgress, ThreadStream
 
-LIST_METHODS = "__list_methods__"
+if TYPE_CHECKING:
+    from lp_pipe.rpc.event_loop import LoopThread
+
+_STREAM_THREADS = 16  # for the generators of an inline server, started as needed
+_CANCEL_SHARE, _CANCEL_AT_MOST_S = 0.2, 0.5  # of the grace, for what is cancelled at its end
+_STREAMS = (types.GeneratorType, RemoteIterator)
+_ASYNC = (types.CoroutineType, types.AsyncGeneratorType)
 
 
 class Server:
@@ -26,14 +36,22 @@ class Server:
     thread_pool_size: handlers run in exactly so many threads; 0: inline, in the connection's thread (the fastest,
     for handlers that return at once).
     name: the node, for messages ("server/0").
+
+    `async def` handlers run in one event loop, in a thread of its own, and need no thread of the pool. Generators run
+    in the pool, item by item as their consumers ask for more; those of an inline server in a pool beside it, because
+    they may take their time. A handler may also return a concurrent.futures.Future: its result is the reply.
     """
 
     def __init__(self, target: object, endpoint: str, *, thread_pool_size: int = 16, name: str = "") -> None:
         self._target = target
         self._name = name or type(target).__name__
         self._node = current_context()
-        self._pool = DaemonPool(thread_pool_size, f"call {self._name}") if thread_pool_size else None
-        self._connections: set[Connection] = set()
+        self._is_inline = not thread_pool_size
+        self._pool = DaemonPool(thread_pool_size or _STREAM_THREADS, f"call {self._name}")
+        self._loop: LoopThread | None = None
+        self._is_quick: dict[str, bool] = {}
+        # Of every connection: what its client can still cancel or give credits to, by the call's id.
+        self._connections: dict[Connection, dict[int, InProgress]] = {}
         self._active = 0
         self._idle = threading.Condition()
         self._is_closing = False
@@ -42,34 +60,51 @@ class Server:
         self.endpoint = self._listener.endpoint
 
     def close(self, grace_s: float = 0.0) -> None:
-        """Refuse new calls, give those in progress `grace_s` to be answered, then close every connection."""
+        """Refuse new calls, give those in progress `grace_s` to be answered, then close every connection.
+
+        Async handlers and generators that are left when the grace is nearly over are cancelled, and run their
+        `finally` blocks in the rest of it.
+        """
         with self._idle:
             self._is_closing = True
-            deadline = time.monotonic() + grace_s
+        deadline = time.monotonic() + grace_s
         self._listener.close()
-        if self._pool is not None:
-            for _, (connection, frame) in self._pool.discard():
-                self._refuse(connection, frame)
-        with self._idle:
-            self._idle.wait_for(lambda: self._active == 0, max(0.0, deadline - time.monotonic()))
+        for function, args in self._pool.discard():
+            if function == self._answer:
+                self._refuse(*args)
+            else:
+                self._pool.submit(function, *args)  # a stream in progress
+        self._wait_until_idle(deadline - min(grace_s * _CANCEL_SHARE, _CANCEL_AT_MOST_S))
+        for call in [call for calls in list(self._connections.values()) for call in list(calls.values())]:
+            call.cancel()
+        self._wait_until_idle(deadline)
         for connection in list(self._connections):
             connection.close(f"{self._name} ended")
-        if self._pool is not None:
-            self._pool.close()
+        if self._loop is not None:
+            self._loop.close()
+        self._pool.close()
+
+    def _wait_until_idle(self, deadline: float) -> None:
+        with self._idle:
+            self._idle.wait_for(lambda: self._active == 0, max(0.0, deadline - time.monotonic()))
 
     def _accept(self, connection: Connection) -> None:
-        self._connections.add(connection)
+        self._connections[connection] = {}
         connection.start(
             lambda frame: self._on_frame(connection, frame),
-            lambda reason: self._connections.discard(connection),
+            lambda reason: self._on_close(connection),
         )
+
+    def _on_close(self, connection: Connection) -> None:
+        for call in list(self._connections.pop(connection, {}).values()):
+            call.cancel()
 
     def _on_frame(self, connection: Connection, frame: Frame) -> None:
         if frame.kind != frames.CALL:
-            return  # a cancelled call: handlers are not interrupted, the caller has forgotten it
-        if self._is_closing:
+            self._on_control(connection, frame)
+        elif self._is_closing:
             self._refuse(connection, frame)
-        elif self._pool is not None:
+        elif not self._is_inline and not self._needs_no_thread(frame.name):
             self._pool.submit(self._answer, connection, frame)
         elif self._node is not None:
             with entered(self._node):
@@ -77,75 +112,97 @@ class Server:
         else:
             self._answer(connection, frame)
 
+    def _on_control(self, connection: Connection, frame: Frame) -> None:
+        call = self._connections.get(connection, {}).get(frame.id)
+        if call is None:
+            return  # it has ended, or is a handler in a thread: those are not interrupted, the caller has forgotten it
+        if frame.kind == frames.STREAM_CREDIT:
+            call.credit(frame_pb2.StreamCredit.FromString(bytes(frame.body)).items)
+        elif frame.kind == frames.CANCEL:
+            call.cancel()
+
+    def _needs_no_thread(self, name: str) -> bool:
+        """Whether calling the method returns at once: it makes a coroutine, or joins a batch."""
+        if name not in self._is_quick:
+            found = inspect.getattr_static(self._target, name, None)  # runs no code of the user's
+            function = getattr(found, "__func__", found)
+            if found is None:
+                return False  # and not kept: callers may ask for any name
+            is_async = inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
+            self._is_quick[name] = is_async or isinstance(found, BatchedHandler)
+        return self._is_quick[name]
+
     def _answer(self, connection: Connection, frame: Frame) -> None:
         with self._idle:
             self._active += 1
             self.calls += 1
+        answer = Answer(connection, frame, self._name, self._on_end)
         try:
-            self._send(connection, self._reply_to(frame))
-        finally:
-            with self._idle:
-                self._active -= 1
-                if self._is_closing:
-                    self._idle.notify_all()
-
-    def _send(self, connection: Connection, reply: Frame) -> None:
-        with contextlib.suppress(Unavailable):  # the caller has gone; nobody is left to tell
-            try:
-                connection.send(reply)
-            except frames.FrameError as error:  # the caller must not wait for a result that cannot be sent
-                body = remote_error.own(remote_error.SERIALIZATION, f"the result of {self._name} is too large: {error}")
-                connection.send(Frame(frames.ERROR, reply.id, body=body))
-
-    def _reply_to(self, frame: Frame) -> Frame:
-        try:
-            handler = self._find(frame.name)
+            handler: Any = exposed.find(self._target, self._name, frame.name)
         except MethodNotFound as error:
-            return Frame(frames.ERROR, frame.id, body=remote_error.own(remote_error.METHOD_NOT_FOUND, str(error)))
+            return answer.own_error(remote_error.METHOD_NOT_FOUND, str(error))
         except BaseException as error:  # a descriptor or __getattr__ of the user's
-            return Frame(frames.ERROR, frame.id, body=remote_error.capture(error))
+            return answer.error(error)
         try:
             args, kwargs = codec.decode(frame.body, frame.buffers)
         except Exception as error:  # unpickling runs the constructors of the arguments' classes
             text = f"{frame.name}(): {self._name} cannot load the arguments: {type(error).__name__}: {error}"
-            return Frame(frames.ERROR, frame.id, body=remote_error.own(remote_error.SERIALIZATION, text))
+            return answer.own_error(remote_error.SERIALIZATION, text)
         try:
-            result = handler(*args, **kwargs)
+            is_batched = isinstance(handler, BatchedHandler)
+            result = handler.submit(args, kwargs) if is_batched else handler(*args, **kwargs)
         except BaseException as error:  # also SystemExit: a handler's exception goes to its caller only
-            return Frame(frames.ERROR, frame.id, body=remote_error.capture(error))
-        try:
-            body, buffers = codec.encode(result)
-        except Exception as error:
-            text = str(unpicklable(f"{frame.name}() of {self._name}", [("result", result)], error))
-            return Frame(frames.ERROR, frame.id, body=remote_error.own(remote_error.SERIALIZATION, text))
-        return Frame(frames.RESULT, frame.id, "", body, buffers)
+            return answer.error(error)
+        self._reply(answer, result)
 
-    def _find(self, name: str) -> Callable[..., Any]:
-        if name == LIST_METHODS:
-            return lambda: public_methods(self._target)
-        if is_exposed(self._target, name):
-            found: Callable[..., Any] = getattr(self._target, name)
-            return found
-        known = public_methods(self._target)
-        nearest = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {nearest[0]!r}?" if nearest else f"it has {', '.join(known) or 'no public methods'}"
-        raise MethodNotFound(f"{self._name} ({type(self._target).__name__}) has no public method {name!r}; {hint}")
+    def _reply(self, answer: Answer, result: Any) -> None:
+        """Send the result, or see to it that it is sent once it is there."""
+        kind = type(result)
+        if kind in _STREAMS:
+            stream = ThreadStream(result, answer, self._pool.submit)
+            self._follow(answer, stream)
+            stream.start()
+        elif kind in _ASYNC:
+            self._start_in_loop(answer, result)
+        elif isinstance(result, Future):
+            result.add_done_callback(functools.partial(self._reply_with, answer))
+        else:
+            answer.result(result)
+
+    def _start_in_loop(self, answer: Answer, result: Any) -> None:
+        from lp_pipe.rpc.event_loop import LoopCall, LoopThread  # asyncio is slow to import
+
+        with self._idle:
+            if self._loop is None:
+                self._loop = LoopThread(f"async calls {self._name}", self._node)
+        call = LoopCall(self._loop.loop, answer)
+        self._follow(answer, call)
+        call.start(result)
+
+    def _reply_with(self, answer: Answer, done: "Future[Any]") -> None:
+        try:
+            result = done.result()
+        except BaseException as error:  # also a cancelled future
+            answer.error(error)
+        else:
+            self._reply(answer, result)
+
+    def _follow(self, answer: Answer, call: InProgress) -> None:
+        """From now on the caller's frames reach `call`."""
+        self._connections.get(answer.connection, {})[answer.id] = call
+        if answer.connection not in self._connections:
+            call.cancel()  # the caller has gone in between
+
+    def _on_end(self, answer: Answer) -> None:
+        calls = self._connections.get(answer.connection)
+        if calls:
+            calls.pop(answer.id, None)
+        with self._idle:
+            self._active -= 1
+            if self._is_closing:
+                self._idle.notify_all()
 
     def _refuse(self, connection: Connection, frame: Frame) -> None:
         text = f"{frame.name}(): {self._name} is stopping and takes no more calls"
         with contextlib.suppress(Unavailable):
             connection.send(Frame(frames.ERROR, frame.id, body=remote_error.own(remote_error.UNAVAILABLE, text)))
-
-
-def is_exposed(target: object, name: str) -> bool:
-    """Whether callers may use it: a public callable, or `__call__`; never data, never a property."""
-    if name.startswith("_") and name != "__call__":
-        return False
-    if isinstance(inspect.getattr_static(target, name, None), (property, functools.cached_property)):
-        return False  # looking must not compute it
-    return callable(getattr(target, name, None))
-
-
-def public_methods(target: object) -> list[str]:
-    """Sorted names of what callers may use."""
-    return sorted(name for name in dir(target) if is_exposed(target, name))

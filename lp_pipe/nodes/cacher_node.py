@@ -1,0 +1,89 @@
+"""A node between many readers and one server that calls the server once per interval (Launchpad's CacherNode)."""
+
+import threading
+import time
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+from lp_pipe.handles import Handle
+from lp_pipe.nodes.courier_node import CourierNode
+from lp_pipe.rpc import CourierClient, codec, list_methods
+from lp_pipe.rpc.consuming import RemoteIterator
+
+
+class CacherNode(CourierNode):
+    """Answers calls of `handle`'s methods, from memory while a result is younger than `refresh_interval` seconds.
+
+    Results are kept by method and arguments and are fetched again by the first call after they have expired; their
+    age counts from the start of the call that fetched them. Callers that miss at the same time share one call to the
+    server. Errors and streams are not kept.
+
+    methods: names of what is cached, the others are passed on; None: all are cached.
+
+    Raises:
+        ValueError: the interval is not positive.
+    """
+
+    def __init__(
+        self, handle: Handle[CourierClient], refresh_interval: float, methods: Collection[str] | None = None
+    ) -> None:
+        if refresh_interval <= 0:
+            raise ValueError(f"CacherNode: refresh_interval={refresh_interval} must be more than 0 seconds")
+        names = None if methods is None else frozenset(methods)
+        super().__init__(_Cacher, handle, refresh_interval, names)
+
+
+class _Entry(NamedTuple):
+    result: "Future[Any]"
+    expires: float
+
+    def is_fresh(self, now: float) -> bool:
+        if not self.result.done():
+            return True  # whoever comes now shares the call
+        is_kept = self.result.exception() is None and not isinstance(self.result.result(), RemoteIterator)
+        return is_kept and now < self.expires
+
+
+class _Cacher:
+    """What the node serves: any method, each answered by a Future, so that no thread waits for the server."""
+
+    def __init__(self, client: CourierClient, refresh_interval_s: float, methods: frozenset[str] | None) -> None:
+        self._client = client
+        self._interval_s = refresh_interval_s
+        self._methods = methods
+        self._entries: dict[Any, _Entry] = {}
+        self._next_sweep = 0.0
+        self._lock = threading.Lock()
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        return self._get("__call__", args, kwargs)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("_") or name == "run":  # the node would take a `run` for what it is to do
+            raise AttributeError(name)
+        return lambda *args, **kwargs: self._get(name, args, kwargs)
+
+    def __dir__(self) -> list[str]:
+        return list_methods(self._client)
+
+    def _get(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Future[Any]":
+        futures = self._client.futures
+        call: Callable[..., Future[Any]] = futures if method == "__call__" else getattr(futures, method)
+        if self._methods is not None and method not in self._methods:
+            return call(*args, **kwargs)
+        body, buffers = codec.encode((method, args, sorted(kwargs.items())))
+        key = (body, *(bytes(buffer) for buffer in buffers))
+        now = time.monotonic()
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is None or not entry.is_fresh(now):
+                self._sweep(now)
+                entry = self._entries[key] = _Entry(call(*args, **kwargs), now + self._interval_s)
+        return entry.result
+
+    def _sweep(self, now: float) -> None:
+        """Forget what has expired: arguments that nobody repeats must not fill the memory."""
+        if now >= self._next_sweep:
+            self._next_sweep = now + self._interval_s
+            self._entries = {key: entry for key, entry in self._entries.items() if entry.is_fresh(now)}

@@ -1,0 +1,47 @@
+"""One node's code, from its first line to its last stop handler."""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from lp_pipe.context import NodeContext
+from lp_pipe.errors import Unavailable
+from lp_pipe.nodes.base import Node
+
+_log = logging.getLogger(__name__)
+
+
+def run_to_end(node: Node[Any], context: NodeContext) -> BaseException | None:
+    """Execute `node` in the calling thread; returns why it failed, or None when it ended well.
+
+    SystemExit with status 0 or None ends well. Stop handlers that were started are waited for.
+    """
+    failure: BaseException | None = None
+    try:
+        node.execute()
+    except SystemExit as error:
+        failure = None if error.code in (None, 0) else error
+    except BaseException as error:  # the node's end, whatever it is, must reach the launcher
+        failure = error
+    try:
+        context.exit_stack.close()
+    except BaseException as error:
+        failure = failure or error
+    context.stop_signal.finish(context.grace_s)
+    for handler_error in context.stop_signal.handler_errors:
+        _log.warning("node %s: a stop handler raised %r", context.name, handler_error)
+    return failure
+
+
+def is_echo(error: BaseException) -> bool:
+    """Whether it may come from another node's death: it is, or was raised from, an Unavailable."""
+    return any(isinstance(cause, Unavailable) for cause in _chain(error))
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """The exception and what it was raised from: `raise MyError() from unavailable` is an echo as well."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)

@@ -1,0 +1,92 @@
+"""One call as its server sees it: what is sent back to the caller."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from lp_pipe.connections import Connection, Frame, frames
+from lp_pipe.errors import Unavailable
+from lp_pipe.rpc import codec, remote_error
+from lp_pipe.rpc.explain import unpicklable
+
+
+class Answer:
+    """Sends a result, an error, or a stream; then `on_end` is called. Callers that have gone are not an error.
+
+    server: the node, for messages ("server/0").
+    """
+
+    __slots__ = ("_on_end", "_server", "connection", "id", "method")
+
+    def __init__(self, connection: Connection, call: Frame, server: str, on_end: Callable[["Answer"], None]) -> None:
+        self.connection = connection
+        self.id = call.id
+        self.method = call.name
+        self._server = server
+        self._on_end = on_end
+
+    def result(self, value: Any) -> None:
+        self._last(self._encoded(frames.RESULT, value))
+
+    def error(self, error: BaseException) -> None:
+        """A handler's exception, even SystemExit."""
+        self._last(self._error_frame(remote_error.capture(error)))
+
+    def own_error(self, origin: Any, text: str) -> None:
+        """An error of the call itself; `origin` is one of remote_error's."""
+        self._last(self._error_frame(remote_error.own(origin, text)))
+
+    def cancelled(self) -> None:
+        """Its async handler or generator was cancelled: the caller gave it up, or the server is stopping."""
+        self.own_error(remote_error.UNAVAILABLE, f"{self.method}() of {self._server} was cancelled")
+
+    def open_stream(self) -> None:
+        """The result is what `item` sends from now on."""
+        self._send(Frame(frames.STREAM_OPEN, self.id))
+
+    def item(self, value: Any, on_size: Callable[[int], object]) -> bool:
+        """Send one item; False when it does not pickle, which ends the stream.
+
+        on_size: called with its bytes before it is sent, because the consumer's credit may come at once.
+        """
+        frame = self._encoded(frames.STREAM_ITEM, value)
+        if frame.kind == frames.ERROR:
+            self._last(frame)
+            return False
+        on_size(len(frame.body) + sum(memoryview(buffer).nbytes for buffer in frame.buffers))
+        is_sent = self._send(frame)
+        if not is_sent:
+            self._on_end(self)
+        return is_sent
+
+    def end_stream(self) -> None:
+        """There are no more items."""
+        self._last(Frame(frames.STREAM_END, self.id))
+
+    def _encoded(self, kind: int, value: Any) -> Frame:
+        try:
+            body, buffers = codec.encode(value)
+        except Exception as error:
+            text = str(unpicklable(f"{self.method}() of {self._server}", [("result", value)], error))
+            return self._error_frame(remote_error.own(remote_error.SERIALIZATION, text))
+        return Frame(kind, self.id, "", body, buffers)
+
+    def _error_frame(self, body: bytes) -> Frame:
+        return Frame(frames.ERROR, self.id, body=body)
+
+    def _last(self, frame: Frame) -> None:
+        try:
+            self._send(frame)
+        finally:
+            self._on_end(self)
+
+    def _send(self, frame: Frame) -> bool:
+        """False when it was too large, and an error was sent in its place."""
+        with contextlib.suppress(Unavailable):  # the caller has gone; nobody is left to tell
+            try:
+                self.connection.send(frame)
+            except frames.FrameError as error:  # the caller must not wait for a result that cannot be sent
+                text = f"the result of {self._server} is too large: {error}"
+                self.connection.send(self._error_frame(remote_error.own(remote_error.SERIALIZATION, text)))
+                return False
+        return True

@@ -1,0 +1,138 @@
+"""Handlers that answer several calls at once (Launchpad's batched_handler)."""
+
+import inspect
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from functools import update_wrapper
+from typing import Any, NamedTuple
+
+from lp_pipe.context import current_context
+from lp_pipe.rpc import stacking
+from lp_pipe.rpc.deadlines import shared as deadlines
+from lp_pipe.rpc.pool import DaemonPool
+
+
+def batched_handler(
+    batch_size: int,
+    max_parallelism: int = 1,
+    timeout: float | timedelta = 0.2,
+    pad_batch: bool = False,
+) -> "Callable[[Callable[..., Any]], BatchedHandler]":
+    """Answer up to `batch_size` calls with one call of the function.
+
+    Apply it to a bound method in `__init__`, or to a plain function:
+        self.predict = lp.batched_handler(batch_size=8)(self.predict)
+
+    Arrays and tensors are stacked on a new axis 0, members of dicts and tuples each for itself, everything else
+    becomes a list; the result is split the same way. An exception, or a result of the wrong length, goes to every
+    caller of the batch.
+
+    max_parallelism: batches at a time; while all run, waiting ones go on filling.
+    timeout: a batch that is not full starts so many seconds after its first call.
+    pad_batch: repeat a call until the batch is full.
+
+    Raises:
+        ValueError: a size below 1, or a negative timeout.
+        TypeError: used as a decorator in a class body.
+    """
+    timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if batch_size < 1 or max_parallelism < 1 or timeout_s < 0:
+        raise ValueError(
+            f"batched_handler: batch_size={batch_size}, max_parallelism={max_parallelism}, timeout={timeout}: "
+            "sizes must be at least 1, the timeout not negative"
+        )
+    return lambda function: BatchedHandler(function, batch_size, max_parallelism, timeout_s, pad_batch)
+
+
+class _Request(NamedTuple):
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    reply: "Future[Any]"
+    due: float
+
+
+class BatchedHandler:
+    """The function in batches: calling it waits for the batch; `submit` does not, and is what servers use."""
+
+    def __init__(
+        self, function: Callable[..., Any], batch_size: int, max_parallelism: int, timeout_s: float, pad_batch: bool
+    ) -> None:
+        parameters = list(inspect.signature(function).parameters)
+        if parameters[:1] == ["self"]:
+            raise TypeError(
+                f"batched_handler cannot decorate a method in the class body, where it is not bound yet: "
+                f"in __init__ write self.{function.__name__} = batched_handler(...)(self.{function.__name__})"
+            )
+        update_wrapper(self, function)
+        self._function = function
+        self._batch_size = batch_size
+        self._timeout_s = timeout_s
+        self._pad_batch = pad_batch
+        self._slots = max_parallelism
+        self._name = getattr(function, "__name__", "the handler")
+        self._pool = DaemonPool(max_parallelism, f"batches of {self._name}")
+        weakref.finalize(self, self._pool.close)
+        node = current_context()
+        if node is not None:  # a bound method of the object that has this as an attribute: a cycle, freed late
+            node.exit_stack.callback(self._pool.close)
+        self._timer_due = 0.0
+        self._waiting: deque[_Request] = deque()
+        self._lock = threading.Lock()
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        return self.submit(args, kwargs).result()
+
+    def submit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Future[Any]":
+        """Join the next batch."""
+        reply: Future[Any] = Future()
+        with self._lock:
+            self._waiting.append(_Request(args, kwargs, reply, time.monotonic() + self._timeout_s))
+        self._start_batches()
+        return reply
+
+    def _start_batches(self) -> None:
+        while batch := self._next_batch():
+            self._pool.submit(self._run, batch)
+
+    def _next_batch(self) -> list[_Request]:
+        """What may start now: empty without a free slot, or when the calls may still wait for others."""
+        with self._lock:
+            if not self._slots or not self._waiting:
+                return []
+            due = self._waiting[0].due
+            if len(self._waiting) < self._batch_size and time.monotonic() < due:
+                if self._timer_due != due:
+                    self._timer_due = due
+                    deadlines.add(due, self._start_batches)
+                return []
+            self._slots -= 1
+            return [self._waiting.popleft() for _ in range(min(self._batch_size, len(self._waiting)))]
+
+    def _run(self, batch: list[_Request]) -> None:
+        try:
+            results = self._results(batch)
+        except BaseException as error:  # also SystemExit: it goes to the callers
+            for request in batch:
+                request.reply.set_exception(error)
+        else:
+            for request, result in zip(batch, results, strict=True):
+                request.reply.set_result(result)
+        finally:
+            with self._lock:
+                self._slots += 1
+            self._start_batches()
+
+    def _results(self, batch: list[_Request]) -> list[Any]:
+        padding = self._batch_size - len(batch) if self._pad_batch else 0
+        requests = [*batch, *batch[:1] * padding]
+        shapes = {(len(request.args), tuple(sorted(request.kwargs))) for request in requests}
+        if len(shapes) > 1:
+            raise TypeError(f"calls of {self._name}() in one batch differ in their arguments: {sorted(shapes)}")
+        args = [stacking.stack(column) for column in zip(*(request.args for request in requests), strict=True)]
+        kwargs = {name: stacking.stack([request.kwargs[name] for request in requests]) for name in batch[0].kwargs}
+        return stacking.split(self._function(*args, **kwargs), len(requests))[: len(batch)]

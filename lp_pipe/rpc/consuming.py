@@ -1,0 +1,138 @@
+"""The consumer's end of a stream: iterate over what a handler's generator yields in another node."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from queue import Empty, SimpleQueue
+from types import TracebackType
+from typing import Any, Self
+
+from lp_pipe.connections import Connection, Frame, frames
+from lp_pipe.errors import Unavailable
+from lp_pipe.protos import frame_pb2
+from lp_pipe.rpc.pool import DaemonPool
+from lp_pipe.rpc.window import MAX_ITEMS
+
+_END = Frame(frames.STREAM_END)
+
+# Streams that were dropped are closed here: the collector runs `__del__` anywhere, also inside of `connection.send`.
+_closer = DaemonPool(1, "close dropped streams")
+
+
+class Inbox:
+    """What has arrived of a stream and was not taken yet: at most a window of items."""
+
+    def __init__(self) -> None:
+        self._replies: SimpleQueue[Frame | Exception] = SimpleQueue()
+        self._is_closed = False
+        self.on_arrival: Callable[[], object] | None = None
+
+    def close(self) -> None:
+        """Whoever takes, or waits, sees the end."""
+        self._is_closed = True
+        self.deliver(_END)
+
+    def deliver(self, reply: Frame | Exception) -> None:
+        self._replies.put(reply)
+        if self.on_arrival is not None:
+            self.on_arrival()
+
+    def take(self, timeout_s: float | None = None) -> Frame | Exception:
+        """The next one, in order; after the last one the end, any number of times.
+
+        Raises:
+            queue.Empty: nothing came within the time (None: no limit).
+        """
+        reply = self._replies.get(timeout=timeout_s) if timeout_s != 0 else self._replies.get_nowait()
+        if not is_item(reply):
+            self._replies.put(_END)
+        return _END if self._is_closed else reply
+
+    @property
+    def is_empty(self) -> bool:
+        return self._replies.empty()
+
+
+class Stream:
+    """An inbox and the way back to the producer. Whoever holds it holds the generator open: dropping it closes that."""
+
+    def __init__(self, inbox: Inbox, connection: Connection, call_id: int, end: Callable[[], None]) -> None:
+        self.inbox = inbox
+        self._connection = connection
+        self._call_id = call_id
+        self._end = end
+        self._taken = 0
+        _closer.ensure_thread()  # not in __del__: that must not take locks
+
+    def taken(self) -> None:
+        """An item was taken; tell the producer before it runs out of credits, but not for every item."""
+        self._taken += 1
+        if self._taken >= MAX_ITEMS // 2 or self.inbox.is_empty:
+            body = frame_pb2.StreamCredit(items=self._taken).SerializeToString()
+            self._taken = 0
+            with contextlib.suppress(Unavailable):  # the inbox has the reason
+                self._connection.send(Frame(frames.STREAM_CREDIT, self._call_id, body=body))
+
+    def close(self) -> None:
+        """Close the generator; whoever waits for an item sees the end."""
+        self._end()
+        self.inbox.close()
+
+    def __del__(self) -> None:
+        _closer.submit(self._end)
+
+
+class RemoteItems:
+    """What both iterators share. `outcome` decodes an item or raises; `too_late` is what a timeout raises."""
+
+    def __init__(
+        self,
+        stream: Stream,
+        outcome: Callable[[Any], Any],
+        timeout_s: float | None,
+        too_late: Callable[[], Exception],
+    ) -> None:
+        self._stream = stream
+        self._outcome = outcome
+        self._timeout_s = timeout_s
+        self._too_late = too_late
+
+    def _value(self, reply: Frame | Exception, stop: type[Exception]) -> Any:
+        if is_item(reply):
+            self._stream.taken()
+        elif isinstance(reply, Frame) and reply.kind == frames.STREAM_END:
+            raise stop
+        return self._outcome(reply)
+
+
+class RemoteIterator(RemoteItems, Iterator[Any]):
+    """What a call of a generator handler returns: its items, as they are produced.
+
+    Closing or dropping it closes the generator. call_timeout holds for every item; when it runs out the stream ends.
+
+    Raises (while iterating): the generator's exception as RemoteError, DeadlineExceeded, Unavailable.
+    """
+
+    def __next__(self) -> Any:
+        try:
+            reply = self._stream.inbox.take(self._timeout_s)
+        except Empty:
+            self.close()
+            raise self._too_late() from None
+        return self._value(reply, StopIteration)
+
+    def close(self) -> None:
+        """Close the generator on the server; iterating on ends at once."""
+        self._stream.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def is_item(reply: Frame | Exception) -> bool:
+    """Whether more may follow."""
+    return isinstance(reply, Frame) and reply.kind == frames.STREAM_ITEM

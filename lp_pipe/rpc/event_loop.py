@@ -1,0 +1,136 @@
+"""Async handlers: one event loop in a thread of the server's, started when the first of them is called.
+
+Only imported then: asyncio takes longer to load than all of lp_pipe's calls.
+"""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any
+
+from lp_pipe.context import NodeContext
+from lp_pipe.rpc.answer import Answer
+from lp_pipe.rpc.window import Window
+
+
+class LoopThread:
+    """An event loop that belongs to `node`."""
+
+    def __init__(self, name: str, node: NodeContext | None) -> None:
+        self._name = name
+        self._node = node
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_closing = False
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                thread = threading.Thread(target=self._run, args=(self._loop,), name=self._name, daemon=True)
+                # Set even if None: else the thread would belong to the node that happened to bring the first call.
+                thread._lp_pipe_context = self._node  # type: ignore[attr-defined]
+                thread.start()
+            return self._loop
+
+    def close(self) -> None:
+        """Cancel what still runs and end the thread; returns at once."""
+        with self._lock:
+            self._is_closing = True
+            if self._loop is not None:
+                _call_soon(self._loop, self._loop.stop)
+
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        asyncio.set_event_loop(loop)
+        while not self._is_closing:
+            # A task that a handler left behind may raise SystemExit, which asyncio lets through.
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):
+                loop.run_forever()
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
+
+
+class LoopCall:
+    """A call whose handler runs in the event loop, as a task of its own."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, answer: Answer) -> None:
+        self._loop = loop
+        self._answer = answer
+        self._window = Window()
+        self._has_room = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._is_cancelled = False
+
+    def start(self, result: Coroutine[Any, Any, Any] | AsyncGenerator[Any, None]) -> None:
+        """Run what the handler returned; from any thread."""
+        work = self._stream(result) if isinstance(result, AsyncGenerator) else self._reply(result)
+        _call_soon(self._loop, self._begin, work)
+
+    def credit(self, items: int) -> None:
+        _call_soon(self._loop, self._taken, items)
+
+    def cancel(self) -> None:
+        _call_soon(self._loop, self._cancel)
+
+    # In the loop's thread.
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        self._task = self._loop.create_task(work)
+        self._task.add_done_callback(self._ended)
+
+    def _cancel(self) -> None:
+        self._is_cancelled = True
+        if self._task is not None:
+            self._task.cancel()
+
+    def _taken(self, items: int) -> None:
+        self._window.taken(items)
+        self._has_room.set()
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        if task.cancelled():  # maybe before its first step, so not one of the coroutines below could say it
+            self._answer.cancelled()
+
+    async def _reply(self, result: Coroutine[Any, Any, Any]) -> None:
+        try:
+            value = await result
+        except BaseException as error:  # also SystemExit: a handler's exception goes to its caller only
+            if isinstance(error, asyncio.CancelledError) and self._is_cancelled:
+                raise
+            self._answer.error(error)
+        else:
+            self._answer.result(value)
+
+    async def _stream(self, items: AsyncGenerator[Any, None]) -> None:
+        self._answer.open_stream()
+        try:
+            async with contextlib.aclosing(items):
+                is_pickled = await self._send_all(items)
+        except BaseException as error:  # also SystemExit: it goes to the consumer only
+            if isinstance(error, asyncio.CancelledError) and self._is_cancelled:
+                raise
+            self._answer.error(error)
+        else:
+            if is_pickled:
+                self._answer.end_stream()
+
+    async def _send_all(self, items: AsyncGenerator[Any, None]) -> bool:
+        async for item in items:
+            if not self._answer.item(item, self._window.sent):
+                return False
+            await asyncio.sleep(0)  # a generator that never waits must leave room for other handlers
+            while not self._window.is_open:
+                self._has_room.clear()
+                await self._has_room.wait()
+        return True
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, function: Any, *args: Any) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
+        loop.call_soon_threadsafe(function, *args)

@@ -1,0 +1,42 @@
+"""What a server lets its callers use of an object."""
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from lp_pipe.errors import MethodNotFound
+
+LIST_METHODS = "__list_methods__"
+
+
+def find(target: object, server: str, name: str) -> Callable[..., Any]:
+    """The method that callers know as `name`; `server` is for the message ("server/0").
+
+    Raises:
+        MethodNotFound: there is none that they may use; names the nearest one.
+    """
+    if name == LIST_METHODS:
+        return lambda: public_methods(target)
+    if is_exposed(target, name):
+        found: Callable[..., Any] = getattr(target, name)
+        return found
+    known = public_methods(target)
+    nearest = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {nearest[0]!r}?" if nearest else f"it has {', '.join(known) or 'no public methods'}"
+    raise MethodNotFound(f"{server} ({type(target).__name__}) has no public method {name!r}; {hint}")
+
+
+def is_exposed(target: object, name: str) -> bool:
+    """Whether callers may use it: a public callable, or `__call__`; never data, never a property."""
+    if name.startswith("_") and name != "__call__":
+        return False
+    if isinstance(inspect.getattr_static(target, name, None), (property, functools.cached_property)):
+        return False  # looking must not compute it
+    return callable(getattr(target, name, None))
+
+
+def public_methods(target: object) -> list[str]:
+    """Sorted names of what callers may use."""
+    return sorted(name for name in dir(target) if is_exposed(target, name))

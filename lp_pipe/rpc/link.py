@@ -1,0 +1,87 @@
+"""One connection of a client to its server, and what waits for frames on it."""
+
+import contextlib
+import itertools
+
+from lp_pipe.connections import Connection, Frame, frames
+from lp_pipe.errors import DeadlineExceeded, Unavailable
+from lp_pipe.rpc.calls import PendingCall
+from lp_pipe.rpc.codec import Payload
+from lp_pipe.rpc.consuming import Inbox, Stream
+
+
+class Link:
+    """Calls that wait for their replies, and streams whose items arrive; ids are never used twice."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self._pending: dict[int, PendingCall] = {}
+        self._inboxes: dict[int, Inbox] = {}
+        self._ids = itertools.count(1)
+        connection.start(self._on_frame, self._on_close)
+
+    def send(self, method: str, payload: Payload, call: PendingCall) -> int:
+        call_id = next(self._ids)
+        self._pending[call_id] = call
+        try:
+            self.connection.send(Frame(frames.CALL, call_id, method, payload.body, payload.buffers))
+        except (Unavailable, frames.FrameError):
+            if self.forget(call_id):
+                raise
+            # Else the end of the connection has settled the call already.
+        return call_id
+
+    def forget(self, call_id: int) -> bool:
+        """Give a call up; False when its reply has come (or its failure), so that exactly one side settles it."""
+        return self._pending.pop(call_id, None) is not None
+
+    def cancel(self, call_id: int) -> bool:
+        """Like `forget`, and let the server know: it cancels an async handler."""
+        is_forgotten = self.forget(call_id)
+        if is_forgotten:
+            self._send_cancel(call_id)
+        return is_forgotten
+
+    def expire(self, call_id: int, error: DeadlineExceeded) -> None:
+        """Settle a call whose deadline has passed, if it still waits."""
+        call = self._pending.pop(call_id, None)
+        if call is not None:
+            call.deliver(error)
+
+    def end_stream(self, call_id: int) -> None:
+        """Take no more of a stream; its generator is closed, unless it has ended."""
+        if self._inboxes.pop(call_id, None) is not None:
+            self._send_cancel(call_id)
+
+    def _send_cancel(self, call_id: int) -> None:
+        with contextlib.suppress(Unavailable):
+            self.connection.send(Frame(frames.CANCEL, call_id))
+
+    def _on_frame(self, frame: Frame) -> None:
+        call = self._pending.pop(frame.id, None)
+        if frame.kind == frames.STREAM_OPEN:
+            stream = self._open(frame.id)
+            if call is not None:
+                call.deliver(stream)
+            # Else the call was given up meanwhile: nobody holds the stream, which closes it.
+        elif call is not None:
+            call.deliver(frame)
+        elif frame.id in self._inboxes:
+            self._to_inbox(frame)
+
+    def _open(self, call_id: int) -> Stream:
+        inbox = self._inboxes[call_id] = Inbox()
+        return Stream(inbox, self.connection, call_id, lambda: self.end_stream(call_id))
+
+    def _to_inbox(self, frame: Frame) -> None:
+        is_item = frame.kind == frames.STREAM_ITEM
+        inbox = self._inboxes.get(frame.id) if is_item else self._inboxes.pop(frame.id, None)
+        if inbox is not None:
+            inbox.deliver(frame)
+
+    def _on_close(self, reason: str) -> None:
+        for waiting in (self._pending, self._inboxes):
+            while waiting:
+                with contextlib.suppress(KeyError):
+                    _, waiter = waiting.popitem()
+                    waiter.deliver(Unavailable(f"the connection ended during the call: {reason}"))

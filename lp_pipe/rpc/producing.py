@@ -1,0 +1,99 @@
+"""The producer's end of a stream: a handler's generator, run as far as its consumer's credits go."""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from lp_pipe.rpc.answer import Answer
+from lp_pipe.rpc.window import MAX_ITEMS, Window
+
+_log = logging.getLogger(__name__)
+
+
+class InProgress(Protocol):
+    """A call in progress that the caller can influence; called from the connection's thread, so nothing blocks."""
+
+    def credit(self, items: int) -> None:
+        """The consumer has taken so many items."""
+
+    def cancel(self) -> None:
+        """The caller has gone or wants no more, or the server is stopping. Idempotent."""
+
+
+class ThreadStream:
+    """A generator whose steps are tasks of a pool.
+
+    Without credits it is parked: no thread waits for the consumer. At most one thread is in the generator at a time,
+    not always the same one; after a window of items it goes to the back of the pool's queue, so that an endless
+    stream leaves room for other calls.
+    """
+
+    def __init__(self, items: Iterator[Any], answer: Answer, submit: Callable[[Callable[[], None]], object]) -> None:
+        self._items = items
+        self._answer = answer
+        self._submit = submit
+        self._window = Window()
+        self._lock = threading.Lock()
+        self._is_busy = False
+        self._is_over = False
+        self._is_cancelled = False
+
+    def start(self) -> None:
+        self._answer.open_stream()
+        self._wake()
+
+    def credit(self, items: int) -> None:
+        with self._lock:
+            self._window.taken(items)
+        self._wake()
+
+    def cancel(self) -> None:
+        self._is_cancelled = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._claim(is_new=True):
+            self._submit(self._work)
+
+    def _claim(self, is_new: bool) -> bool:
+        """Whether there is something to do for the calling thread; if not, the stream is parked."""
+        with self._lock:
+            if is_new and self._is_busy:
+                return False
+            self._is_busy = not self._is_over and (self._is_cancelled or self._window.is_open)
+            return self._is_busy
+
+    def _work(self) -> None:
+        for _ in range(MAX_ITEMS):
+            self._step()
+            if not self._claim(is_new=False):
+                return
+        self._submit(self._work)
+
+    def _step(self) -> None:
+        if self._is_cancelled:
+            self._end(self._answer.cancelled)
+            return
+        try:
+            item = next(self._items)
+        except StopIteration:
+            self._end(self._answer.end_stream)
+        except BaseException as error:  # also SystemExit: it goes to the consumer only
+            self._end(self._answer.error, error)
+        else:
+            if not self._answer.item(item, self._sent):
+                self._end(lambda: None)
+
+    def _sent(self, size_bytes: int) -> None:
+        with self._lock:
+            self._window.sent(size_bytes)
+
+    def _end(self, say: Callable[..., None], *args: Any) -> None:
+        """Close the generator, then tell the consumer: when it sees the end, `finally` blocks have run."""
+        self._is_over = True
+        try:
+            self._items.close()  # type: ignore[attr-defined]
+        except BaseException as error:  # nobody else is told: the consumer has gone
+            _log.warning("%s(): closing the generator raised %r", self._answer.method, error)
+        say(*args)
