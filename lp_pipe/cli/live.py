@@ -16,7 +16,14 @@ from lp_pipe.telemetry.metrics import MetricsRecord
 
 MAX_ROWS_PER_GROUP = 8
 _REFRESHES_PER_S = 5
-_COLORS = {"starting": "yellow", "running": "green", "finished": "blue", "stopped": "blue", "failed": "bold red"}
+_COLORS = {
+    "starting": "yellow",
+    "restarting": "yellow",
+    "running": "green",
+    "finished": "blue",
+    "stopped": "blue",
+    "failed": "bold red",
+}
 
 
 class LiveDisplay(Display):

@@ -204,12 +204,17 @@ class CourierClient:
         link = self._link
         if link is not None and link.connection.closed_reason is None:
             return link
-        with self._link_lock:
+        # Somebody may hold the lock for as long as the server takes to come up: that must not outlast our deadline.
+        if not self._link_lock.acquire(timeout=-1 if deadline is None else max(0.0, deadline - time.monotonic())):
+            raise self._too_late(method)
+        try:
             if self._link is None or self._link.connection.closed_reason is not None:
                 self._link = Link(self._connect(method, deadline))
                 # Clients come and go (each that travels through a call is a new one); their connections must not stay.
                 weakref.finalize(self, self._link.connection.close, "the client is gone").atexit = False
             return self._link
+        finally:
+            self._link_lock.release()
 
     def _connect(self, method: str, deadline: float | None) -> Connection:
         while True:

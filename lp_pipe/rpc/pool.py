@@ -22,6 +22,7 @@ class DaemonPool:
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
+        self._is_closed = False
         self._node = current_context()
 
     def submit(self, task: Callable[..., Any], *args: Any) -> None:
@@ -46,9 +47,11 @@ class DaemonPool:
                 tasks.append(task)
 
     def close(self) -> None:
-        """Let every thread end after the task it is at."""
-        for _ in self._threads:
-            self._tasks.put(None)
+        """Let every thread end after the task it is at; what is submitted from now on is never run."""
+        with self._lock:
+            self._is_closed = True
+            for _ in self._threads:
+                self._tasks.put(None)
 
     def is_running_this(self) -> bool:
         """Whether the calling thread is one of the pool's."""
@@ -56,7 +59,7 @@ class DaemonPool:
 
     def _add_thread(self) -> None:
         with self._lock:
-            if len(self._threads) >= self._size:
+            if len(self._threads) >= self._size or self._is_closed:
                 return
             thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True)
             # Set even if None: else the thread would belong to the node that happened to bring the first task.

@@ -76,7 +76,7 @@ def test_status_is_a_table_of_the_nodes(launched: Started, command: Command, fol
     first, head, *rows = done.stdout.splitlines()
     assert first.startswith("waiting in ")
     assert first.endswith("folder out")
-    assert head.split() == ["NODE", "STATE", "PID", "UP"]
+    assert head.split() == ["NODE", "STATE", "PID", "UP", "RESTARTS"]
     assert [row.split()[:2] for row in rows] == [["nodes/0", "running"], ["nodes/1", "running"]]
     answer = json.loads(command("status", "out", "--json").stdout)
     assert (answer["program"], answer["run_dir"], answer["pid"]) == (
