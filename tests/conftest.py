@@ -7,6 +7,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,10 @@ import pytest
 from hypothesis import settings
 
 from lp_pipe.launch import template
+
+# A shell that starts tests in the background has them ignore Ctrl+C, and so would every program that they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Two test processes share two cores: the time one example takes says nothing.
 settings.register_profile("lp_pipe", deadline=None)
