@@ -41,7 +41,7 @@ class Config:
     stages: int = 2
     schedule: str = "1f1b"
     microbatches: int = 8
-    steps: int = 1000
+    steps: int = 800
     seed: int = 0
     batch_size: int = 16
     context: int = 128
