@@ -68,7 +68,7 @@ class Conductor:
 
     def forward(self, value: Any) -> Any:
         """The model's output in eval mode."""
-        return self._in_turn(lambda: self._infer([value], [])[-1].outputs[0])
+        return self._in_turn(lambda: self._infer([value], []).outputs[0])
 
     def state_dict(self) -> dict[str, Tensor]:
         """The whole model's parameters and buffers."""
@@ -124,10 +124,11 @@ class Conductor:
         norms = [norm for stage in sorted(by_stage) for norm in by_stage[stage]]
         total = torch.linalg.vector_norm(torch.stack(norms)) if norms else None
         self._everywhere("apply", total)
+        last = reports[self._config.placement[-1]]
         result = StepResult(
             step=self._step,
-            loss=reports[self._config.placement[-1]].loss,
-            metrics=reports[self._config.placement[-1]].metrics,
+            loss=last.loss,
+            metrics=last.metrics,
             seconds=time.monotonic() - start,
             utilization=tuple(report.busy_s / pipe_s for report in reports),
         )
@@ -139,17 +140,18 @@ class Conductor:
         if not pairs:
             raise PipelineError("evaluate() needs at least one (input, target) pair")
         targets = [target for _, target in pairs]
-        report = self._infer([value for value, _ in pairs], targets)[-1]
+        report = self._infer([value for value, _ in pairs], targets)
         total = sum(loss_weights(targets, self._config.loss_weight))
         return EvalResult(report.loss / total, {name: value / total for name, value in report.metrics.items()})
 
-    def _infer(self, inputs: list[Any], targets: list[Any]) -> list[Report]:
+    def _infer(self, inputs: list[Any], targets: list[Any]) -> Report:
+        """Run forwards; the report of the last stage's worker."""
         reports = self._on_all(
             lambda worker, tag, is_first, is_last: worker.infer(
                 tag, len(inputs), inputs if is_first else [], targets if is_last else []
             )
         )
-        return [*reports[:-1], reports[self._config.placement[-1]]]
+        return reports[self._config.placement[-1]]
 
     def _on_all(self, run: Callable[[Any, int, bool, bool], Any]) -> list[Report]:
         """Run one operation on every worker; when one fails, free the others from waiting for it.
