@@ -6,6 +6,7 @@ from lp_pipe.connections import inproc, unix
 from lp_pipe.connections.base import Connection as Connection
 from lp_pipe.connections.base import Listener as Listener
 from lp_pipe.connections.base import OnConnection
+from lp_pipe.connections.base import PulledConnection as PulledConnection
 from lp_pipe.connections.frames import Frame as Frame
 from lp_pipe.errors import Unavailable
 

@@ -67,6 +67,45 @@ class Connection(ABC):
             on_close(reason)
 
 
+class PulledConnection(Connection):
+    """A connection that can also be read by the very thread that waits for what arrives: that saves a thread's hop.
+
+    Instead of `start`: `attach` once, then whoever gets `try_reading` may `wait` and `read` until `done_reading`.
+    """
+
+    def __init__(self, peer: str) -> None:
+        super().__init__(peer)
+        self._reading = threading.Lock()
+
+    @abstractmethod
+    def attach(self, on_frame: OnFrame, on_close: OnClose) -> None:
+        """Like `start`, but frames are delivered only inside `read`."""
+
+    def try_reading(self) -> bool:
+        """Become the one thread that reads; False when there is one, or nothing will ever be read again."""
+        return self._reading.acquire(blocking=False)
+
+    @abstractmethod
+    def done_reading(self) -> None:
+        """Let another thread read."""
+
+    @abstractmethod
+    def fileno(self) -> int:
+        """The descriptor that becomes readable; -1 after the end."""
+
+    @abstractmethod
+    def wait(self, timeout_s: float | None) -> bool:
+        """Wait until there is something to read (or the end); False when `timeout_s` has passed."""
+
+    @abstractmethod
+    def read_next(self) -> None:
+        """`wait` and `read` in one, for threads that no signal interrupts."""
+
+    @abstractmethod
+    def read(self) -> None:
+        """Deliver all that has arrived, without waiting; an exception of `on_frame` ends the connection."""
+
+
 class Listener(ABC):
     """Accepts connections at `endpoint` until it is closed."""
 

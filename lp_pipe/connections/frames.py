@@ -24,8 +24,15 @@ STREAM_CREDIT = frame_pb2.KIND_STREAM_CREDIT
 MAX_HEADER_BYTES = 1 << 20
 MAX_MESSAGE_BYTES = 1 << 36
 
+# Bytes of the header that follow, then: version of this format, kind, length of the name, id, length of the body.
+# A protobuf header was four times as slow, and cost a tenth of a call between two processes.
+_HEAD = struct.Struct("<I B B H Q Q")
+_VERSION = 1
+PREFIX_BYTES = 4
 _PREFIX = struct.Struct("<I")
-PREFIX_BYTES = _PREFIX.size
+_FIXED = struct.Struct("<B B H Q Q")
+_MAX_NAME_BYTES = (1 << 16) - 1
+_KINDS = frozenset(frame_pb2.Kind.values())
 
 
 class FrameError(LpPipeError, ValueError):
@@ -42,19 +49,34 @@ class Frame(NamedTuple):
     buffers: Sequence[Any] = ()
 
 
+class Header(NamedTuple):
+    """What a header says; lengths in bytes."""
+
+    kind: int
+    id: int
+    name: str
+    body_bytes: int
+    buffer_bytes: Sequence[int]
+
+
 def encode(frame: Frame) -> list[bytes | bytearray | memoryview]:
-    """The pieces of a frame in the order in which they go over the wire."""
+    """The pieces of a frame in the order in which they go over the wire.
+
+    Raises:
+        FrameError: it has too many buffers, or too long a name.
+    """
+    name = frame.name.encode()
+    if len(name) > _MAX_NAME_BYTES:
+        raise FrameError(f"a frame's name has {len(name)} bytes; at most {_MAX_NAME_BYTES} are allowed")
+    count = len(frame.buffers)
+    length = _FIXED.size + len(name) + 8 * count
+    if length > MAX_HEADER_BYTES:
+        raise FrameError(f"a frame with {count} buffers has a header of {length} bytes; pack them together")
+    head = _HEAD.pack(length, _VERSION, frame.kind, len(name), frame.id, len(frame.body)) + name
+    if not count:
+        return [head, frame.body]
     views = [memoryview(buffer).cast("B") for buffer in frame.buffers]
-    header = frame_pb2.FrameHeader(
-        kind=frame.kind,  # type: ignore[arg-type]
-        id=frame.id,
-        name=frame.name,
-        body_bytes=len(frame.body),
-        buffer_bytes=[view.nbytes for view in views],
-    ).SerializeToString()
-    if len(header) > MAX_HEADER_BYTES:
-        raise FrameError(f"a frame with {len(views)} buffers has a header of {len(header)} bytes; pack them together")
-    return [_PREFIX.pack(len(header)) + header, frame.body, *views]
+    return [head + struct.pack(f"<{count}Q", *(view.nbytes for view in views)), frame.body, *views]
 
 
 def header_length(prefix: bytes | memoryview) -> int:
@@ -69,17 +91,26 @@ def header_length(prefix: bytes | memoryview) -> int:
     return int(length)
 
 
-def decode_header(data: bytes | bytearray | memoryview) -> frame_pb2.FrameHeader:
+def decode_header(data: bytes | bytearray | memoryview) -> Header:
     """Parse and bound a header.
 
     Raises:
         FrameError: it does not parse, or announces more bytes than allowed.
     """
+    sizes_bytes = len(data) - _FIXED.size
+    if sizes_bytes < 0:
+        raise FrameError(f"a frame header does not parse: it has {len(data)} bytes")
+    version, kind, name_bytes, frame_id, body_bytes = _FIXED.unpack_from(data)
+    sizes_bytes -= name_bytes
+    if version != _VERSION or kind not in _KINDS or sizes_bytes < 0 or sizes_bytes % 8:
+        raise FrameError(f"a frame header does not parse (version {version}, kind {kind}): no lp_pipe of this version")
+    end = _FIXED.size + name_bytes
     try:
-        header = frame_pb2.FrameHeader.FromString(bytes(data))
-    except Exception as error:  # protobuf's DecodeError, whose module differs between its implementations
+        name = str(data[_FIXED.size : end], "utf-8")
+    except UnicodeDecodeError as error:
         raise FrameError(f"a frame header does not parse: {error}") from error
-    total = header.body_bytes + sum(header.buffer_bytes)
+    sizes = struct.unpack_from(f"<{sizes_bytes // 8}Q", data, end) if sizes_bytes else ()
+    total = body_bytes + sum(sizes)
     if total > MAX_MESSAGE_BYTES:
         raise FrameError(f"a frame of {total} bytes is over the limit of {MAX_MESSAGE_BYTES}")
-    return header
+    return Header(kind, frame_id, name, body_bytes, sizes)

@@ -2,13 +2,15 @@
 
 import contextlib
 import os
+import select
 import socket
 import struct
 import threading
 import time
+from collections import deque
 
 from lp_pipe.connections import frames
-from lp_pipe.connections.base import Connection, Listener, OnClose, OnConnection, OnFrame
+from lp_pipe.connections.base import Connection, Listener, OnClose, OnConnection, OnFrame, PulledConnection
 from lp_pipe.connections.frames import Frame, FrameError
 from lp_pipe.errors import Unavailable
 
@@ -18,11 +20,13 @@ _READ_AHEAD_BYTES = 1 << 16
 _MAX_PIECES = 512  # below every system's IOV_MAX
 _CLOSE_PATIENCE_S = 0.2
 _ACCEPT_PAUSE_S = 0.1
+_ENDED = "the peer's process closed the connection without a word (it ended or was killed)"
+_ENDED_INSIDE = "the peer ended inside a frame"
 _UCRED = struct.Struct("3i")
 
 
-class UnixConnection(Connection):
-    """A connected stream socket and the thread that reads it.
+class UnixConnection(PulledConnection):
+    """A connected stream socket.
 
     idle_timeout_s: the peer counts as dead when nothing arrived for so long (it must send pings then).
     """
@@ -30,6 +34,10 @@ class UnixConnection(Connection):
     def __init__(self, sock: socket.socket, peer: str, idle_timeout_s: float | None = None) -> None:
         super().__init__(peer)
         self._socket = sock
+        self._reader = _Reader(sock)
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+        self._on_frame: OnFrame | None = None
         self._send_lock = threading.Lock()
         self._idle_timeout_s = idle_timeout_s
         self._farewell: str | None = None
@@ -39,8 +47,31 @@ class UnixConnection(Connection):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(idle_timeout_s))
 
     def start(self, on_frame: OnFrame, on_close: OnClose) -> None:
+        self.attach(on_frame, on_close)
+        if self.try_reading():  # else it is closed already
+            threading.Thread(target=self._read_to_end, name=f"read {self.peer}", daemon=True).start()
+
+    def attach(self, on_frame: OnFrame, on_close: OnClose) -> None:
+        self._on_frame = on_frame
         self._attach(on_close)
-        threading.Thread(target=self._read_loop, args=(on_frame,), name=f"read {self.peer}", daemon=True).start()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def wait(self, timeout_s: float | None) -> bool:
+        return bool(self._poll.poll(None if timeout_s is None else timeout_s * 1000))
+
+    def read_next(self) -> None:
+        self._read_once()
+
+    def read(self) -> None:
+        while self._read_once(socket.MSG_DONTWAIT) and not self._reader.is_drained:
+            pass
+
+    def done_reading(self) -> None:
+        self._reading.release()
+        if self._closed_reason is not None:
+            self._dispose()
 
     def send(self, frame: Frame) -> None:
         pieces = frames.encode(frame)
@@ -51,8 +82,7 @@ class UnixConnection(Connection):
                 _send_all(self._socket, pieces)
             except OSError as error:
                 # Mid-frame the stream is of no more use; the reader sees the end and reports it once.
-                with contextlib.suppress(OSError):
-                    self._socket.shutdown(socket.SHUT_RDWR)
+                self._shutdown()
                 raise Unavailable(f"connection to {self.peer} broke while sending: {error}") from error
 
     def close(self, reason: str = "closed") -> None:
@@ -69,35 +99,51 @@ class UnixConnection(Connection):
                 pass  # the peer is gone already; it needs no reason
             finally:
                 self._send_lock.release()
-        self._mark_closed(reason)
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+        self._end(reason)
+        self._dispose()
 
-    def _read_loop(self, on_frame: OnFrame) -> None:
-        reader = _Reader(self._socket)
-        reason = "the peer's process closed the connection without a word (it ended or was killed)"
+    def _read_to_end(self) -> None:
+        while self._read_once():
+            pass
+        self.done_reading()
+
+    def _read_once(self, flags: int = 0) -> bool:
+        """Deliver the frames that one read completes; False when the connection is at its end."""
+        assert self._on_frame is not None
         try:
-            while (frame := reader.read_frame()) is not None:
+            if not self._reader.receive(flags):
+                return self._end(_ENDED_INSIDE if self._reader.is_inside_frame else _ENDED)
+            while (frame := self._reader.next_frame()) is not None:
                 if frame.kind == frames.CLOSE:
-                    self._mark_closed(frame.name)
-                    break
-                on_frame(frame)
+                    return self._end(frame.name)
+                self._on_frame(frame)
         except (BlockingIOError, TimeoutError):
-            if self._closed_reason is None:
-                reason = f"nothing heard for {self._idle_timeout_s} s"
+            if flags & socket.MSG_DONTWAIT:
+                return True  # all there was is read
+            return self._end(f"nothing heard for {self._idle_timeout_s} s")
         except OSError as error:
-            reason = f"connection lost: {error}"
+            return self._end(f"connection lost: {error}")
         except FrameError as error:
-            reason = str(error)
+            return self._end(str(error))
         except MemoryError:
-            reason = "a frame arrived that does not fit into memory"
-        except BaseException as error:
-            reason = f"a frame could not be handled: {type(error).__name__}: {error}"
+            return self._end("a frame arrived that does not fit into memory")
+        except BaseException as error:  # also Ctrl+C in a thread that reads: what it has read is lost
+            self._end(f"a frame could not be handled: {type(error).__name__}: {error}")
             raise
-        finally:
-            with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)  # frees a sender that waits for a frozen peer
-            self._mark_closed(self._farewell or reason)
+        return True
+
+    def _end(self, reason: str) -> bool:
+        self._shutdown()
+        self._mark_closed(self._farewell or reason)
+        return False
+
+    def _shutdown(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # frees a reader, and a sender that waits for a frozen peer
+
+    def _dispose(self) -> None:
+        """Give the descriptor back, once nobody can be using it: the last one to read does it, or who closes."""
+        if self._reading.acquire(blocking=False):  # and kept: nobody reads from now on
             with self._send_lock:
                 self._socket.close()
 
@@ -147,51 +193,89 @@ class _Reader:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
-        self._ahead = bytearray(_READ_AHEAD_BYTES)
-        self._view = memoryview(self._ahead)
+        self._ahead = memoryview(bytearray(_READ_AHEAD_BYTES))
         self._start = self._end = 0
+        self._frame: Frame | None = None  # begun, and not complete
+        self._missing: deque[memoryview] = deque()  # its memory that is still to be filled
+        self.is_drained = False
 
-    def read_frame(self) -> Frame | None:
-        """The next frame, or None at a clean end of the stream."""
-        if not self._fill(frames.PREFIX_BYTES):
-            return None
-        length = frames.header_length(self._take(frames.PREFIX_BYTES))
-        header = frames.decode_header(self._read(length))
-        body = self._read(header.body_bytes)
-        buffers = [self._read(size) for size in header.buffer_bytes]
-        return Frame(header.kind, header.id, header.name, body, buffers)
+    @property
+    def is_inside_frame(self) -> bool:
+        return self._frame is not None
 
-    def _fill(self, needed: int) -> bool:
-        """Read ahead until `needed` bytes are there; False when the stream ends before."""
-        if self._end - self._start < needed and self._start:
-            rest = self._end - self._start
-            self._view[:rest] = bytes(self._view[self._start : self._end])
-            self._start, self._end = 0, rest
-        while self._end - self._start < needed:
-            count = self._socket.recv_into(self._view[self._end :])
-            if count == 0:
-                return False
+    def receive(self, flags: int) -> int:
+        """One read of the socket; 0 at the end of the stream.
+
+        Raises:
+            BlockingIOError: nothing is there (with MSG_DONTWAIT), or the socket's timeout has passed.
+        """
+        target = self._missing[0] if self._missing else self._space()
+        self.is_drained = True
+        count = self._socket.recv_into(target, 0, flags)
+        self.is_drained = count < len(target)
+        if not self._missing:
             self._end += count
+        elif count == len(target):
+            self._missing.popleft()
+        else:
+            self._missing[0] = target[count:]
+        return count
+
+    def next_frame(self) -> Frame | None:
+        """The next frame that has arrived as a whole."""
+        if self._frame is None and not self._begin():
+            return None
+        while self._missing and self._end > self._start:
+            target = self._missing[0]
+            size = min(len(target), self._end - self._start)
+            target[:size] = self._take(size)
+            self._missing[0] = target[size:]
+            if size == len(target):
+                self._missing.popleft()
+        if self._missing:
+            return None
+        frame, self._frame = self._frame, None
+        return frame
+
+    def _begin(self) -> bool:
+        """Take the next header, if it is there, and make room for what it announces."""
+        ready = self._end - self._start
+        if ready < frames.PREFIX_BYTES:
+            return False
+        body_start = self._start + frames.PREFIX_BYTES
+        length = frames.header_length(self._ahead[self._start : body_start])
+        if ready < frames.PREFIX_BYTES + length:
+            return False
+        self._start = body_start
+        header = frames.decode_header(self._take(length))
+        # Memory of their own: what is built on them stays writable.
+        body, *buffers = (self._piece(size) for size in (header.body_bytes, *header.buffer_bytes))
+        self._frame = Frame(header.kind, header.id, header.name, body, buffers)
         return True
+
+    def _piece(self, size: int) -> bytearray:
+        if not self._missing and size <= self._end - self._start:
+            return bytearray(self._take(size))
+        piece = bytearray(size)
+        if size:
+            self._missing.append(memoryview(piece))
+        return piece
 
     def _take(self, size: int) -> memoryview:
         self._start += size
-        return self._view[self._start - size : self._start]
+        return self._ahead[self._start - size : self._start]
 
-    def _read(self, size: int) -> bytearray:
-        """Exactly `size` bytes, in memory of their own (what is built on them stays writable)."""
-        if size <= self._end - self._start:
-            return bytearray(self._take(size))
-        data = bytearray(size)
-        ready = self._end - self._start
-        data[:ready] = self._take(ready)
-        view = memoryview(data)
-        while ready < size:
-            count = self._socket.recv_into(view[ready:])
-            if count == 0:
-                raise ConnectionError(f"the peer ended inside a frame ({ready} of {size} bytes)")
-            ready += count
-        return data
+    def _space(self) -> memoryview:
+        """Where to read ahead: what has been used is freed; a header is at most MAX_HEADER_BYTES, so it fits in."""
+        rest = self._end - self._start
+        if self._start:
+            self._ahead[:rest] = bytes(self._ahead[self._start : self._end])
+            self._start, self._end = 0, rest
+        if rest == len(self._ahead):
+            larger = memoryview(bytearray(2 * rest))
+            larger[:rest] = self._ahead
+            self._ahead = larger
+        return self._ahead[rest:]
 
 
 def connect(endpoint: str, idle_timeout_s: float | None = None) -> Connection:

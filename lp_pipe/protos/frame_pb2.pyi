@@ -2,7 +2,7 @@ from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from collections.abc import Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
@@ -37,20 +37,6 @@ KIND_STREAM_OPEN: Kind
 KIND_STREAM_ITEM: Kind
 KIND_STREAM_END: Kind
 KIND_STREAM_CREDIT: Kind
-
-class FrameHeader(_message.Message):
-    __slots__ = ("kind", "id", "name", "body_bytes", "buffer_bytes")
-    KIND_FIELD_NUMBER: _ClassVar[int]
-    ID_FIELD_NUMBER: _ClassVar[int]
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    BODY_BYTES_FIELD_NUMBER: _ClassVar[int]
-    BUFFER_BYTES_FIELD_NUMBER: _ClassVar[int]
-    kind: Kind
-    id: int
-    name: str
-    body_bytes: int
-    buffer_bytes: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, kind: _Optional[_Union[Kind, str]] = ..., id: _Optional[int] = ..., name: _Optional[str] = ..., body_bytes: _Optional[int] = ..., buffer_bytes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StreamCredit(_message.Message):
     __slots__ = ("items",)

@@ -1,7 +1,9 @@
 """What waits for a reply: a blocked thread, or a Future."""
 
+import contextlib
 import functools
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol
@@ -45,26 +47,34 @@ Cancel = Callable[[Sent, int], bool]
 class SyncCall:
     """One thread that waits; a bare lock is an event at a tenth of the cost."""
 
-    __slots__ = ("_lock", "_reply")
+    __slots__ = ("_event", "_reply")
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._lock.acquire()
+        self._event = threading.Lock()
+        self._event.acquire()
         self._reply: Reply | None = None
+
+    @property
+    def has_reply(self) -> bool:
+        return self._reply is not None
 
     def deliver(self, reply: Reply) -> None:
         self._reply = reply
-        self._lock.release()
+        self.wake()
 
-    def wait(self, timeout_s: float) -> bool:
-        """False when `timeout_s` (-1: no limit) passed without a reply."""
-        return self._lock.acquire(timeout=timeout_s)
+    def wake(self) -> None:
+        """End `wait`, or the next one."""
+        with contextlib.suppress(RuntimeError):  # it was woken already
+            self._event.release()
+
+    def wait(self, deadline: float | None) -> bool:
+        """Until the reply is there, or somebody wakes this call to look around; False at the deadline."""
+        return self._event.acquire(timeout=-1 if deadline is None else max(0.0, deadline - time.monotonic()))
 
     def reply(self) -> Reply:
         """The reply; waits for one that is being delivered this very moment."""
-        if self._reply is None:
-            self._lock.acquire()
-        assert self._reply is not None
+        while self._reply is None:
+            self._event.acquire()
         return self._reply
 
 

@@ -1,10 +1,12 @@
 """Call the methods of a server in another node as if it were here (Launchpad's Courier client)."""
 
+import contextlib
 import functools
 import math
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,7 +16,7 @@ from lp_pipe.connections import Connection, frames
 from lp_pipe.context import services_for
 from lp_pipe.errors import DeadlineExceeded, SerializationError, Unavailable
 from lp_pipe.rpc import codec, deadlines, remote_error
-from lp_pipe.rpc.calls import CallFuture, Cancel, CancellableCall, PendingCall, Reply, SyncCall
+from lp_pipe.rpc.calls import CallFuture, Cancel, CancellableCall, Reply
 from lp_pipe.rpc.consuming import RemoteIterator, Stream
 from lp_pipe.rpc.explain import unpicklable
 from lp_pipe.rpc.exposed import LIST_METHODS
@@ -111,14 +113,13 @@ class CourierClient:
 
     def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         deadline = self._deadline()
-        call = SyncCall()
         payload = self._encode(method, args, kwargs)
         link = self._connected(method, deadline)
-        call_id = self._send(link, method, payload, call)
-        remaining = -1.0 if deadline is None else max(0.0, deadline - time.monotonic())
-        if not call.wait(remaining) and link.forget(call_id):
+        with self._explained(method):
+            reply = link.call(method, payload, deadline)
+        if reply is None:
             raise self._too_late(method)
-        return self._outcome(method, call.reply())
+        return self._outcome(method, reply)
 
     def _start(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Future[Any]":
         future = CallFuture(functools.partial(self._outcome, method))
@@ -131,7 +132,7 @@ class CourierClient:
         """Send a call without waiting for anything; every error but that of an argument goes to `call`."""
         task = _Task(method, self._encode(method, args, kwargs), call, cancel, self._deadline())
         link = self._link
-        if link is not None and link.connection.closed_reason is None:
+        if link is not None and link.is_open():
             self._send_task(link, task)
         else:
             # Connecting may take as long as the server takes to come up; the arguments are captured now.
@@ -154,7 +155,8 @@ class CourierClient:
     def _send_task(self, link: Link, task: "_Task") -> None:
         method, call = task.method, task.call
         try:
-            call_id = self._send(link, method, task.payload, call)
+            with self._explained(method):
+                call_id = link.start(method, task.payload, call)
         except (Unavailable, SerializationError) as error:
             call.deliver(error)
             return
@@ -164,9 +166,11 @@ class CourierClient:
         if task.deadline is not None:  # must not refer to the call: its result would live until the deadline
             deadlines.shared.add(task.deadline, lambda: link.expire(call_id, self._too_late(method)))
 
-    def _send(self, link: "Link", method: str, payload: codec.Payload, call: PendingCall) -> int:
+    @contextlib.contextmanager
+    def _explained(self, method: str) -> Iterator[None]:
+        """Errors of sending say which call it was."""
         try:
-            return link.send(method, payload, call)
+            yield
         except Unavailable as error:
             raise Unavailable(f"{self._peer}.{method}(): {error}") from error
         except frames.FrameError as error:
@@ -202,7 +206,7 @@ class CourierClient:
 
     def _connected(self, method: str, deadline: float | None) -> "Link":
         link = self._link
-        if link is not None and link.connection.closed_reason is None:
+        if link is not None and link.is_open():
             return link
         # Somebody may hold the lock for as long as the server takes to come up: that must not outlast our deadline.
         if not self._link_lock.acquire(timeout=-1 if deadline is None else max(0.0, deadline - time.monotonic())):

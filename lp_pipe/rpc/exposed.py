@@ -32,7 +32,8 @@ def is_exposed(target: object, name: str) -> bool:
     """Whether callers may use it: a public callable, or `__call__`; never data, never a property."""
     if name.startswith("_") and name != "__call__":
         return False
-    if isinstance(inspect.getattr_static(target, name, None), (property, functools.cached_property)):
+    kind: Any = type(target)
+    if _is_computed(kind, name):
         return False  # looking must not compute it
     return callable(getattr(target, name, None))
 
@@ -40,3 +41,8 @@ def is_exposed(target: object, name: str) -> bool:
 def public_methods(target: object) -> list[str]:
     """Sorted names of what callers may use."""
     return sorted(name for name in dir(target) if is_exposed(target, name))
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_computed(kind: Any, name: str) -> bool:
+    return isinstance(inspect.getattr_static(kind, name, None), (property, functools.cached_property))

@@ -3,11 +3,12 @@
 import contextlib
 import itertools
 
-from lp_pipe.connections import Connection, Frame, frames
+from lp_pipe.connections import Connection, Frame, PulledConnection, ends, frames
 from lp_pipe.errors import DeadlineExceeded, Unavailable
-from lp_pipe.rpc.calls import PendingCall
+from lp_pipe.rpc.calls import PendingCall, Reply, SyncCall
 from lp_pipe.rpc.codec import Payload
 from lp_pipe.rpc.consuming import Inbox, Stream
+from lp_pipe.rpc.reading import Reading
 
 
 class Link:
@@ -16,24 +17,60 @@ class Link:
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self._pending: dict[int, PendingCall] = {}
+        self._blocked: dict[int, SyncCall] = {}  # calls whose threads wait, and may read
         self._inboxes: dict[int, Inbox] = {}
         self._ids = itertools.count(1)
-        connection.start(self._on_frame, self._on_close)
+        self._reading: Reading | None = None
+        if isinstance(connection, PulledConnection) and ends.IS_SUPPORTED:
+            self._reading = Reading(connection, self._is_unattended, self._blocked)
+            connection.attach(self._on_frame, self._on_close)
+            self._reading.begin()
+        else:
+            connection.start(self._on_frame, self._on_close)
 
-    def send(self, method: str, payload: Payload, call: PendingCall) -> int:
+    def is_open(self) -> bool:
+        """Whether a call may be sent; while nobody reads, the peer's end is noticed here."""
+        if self._reading is not None and not (self._pending or self._blocked or self._inboxes):
+            self._reading.look()
+        return self.connection.closed_reason is None
+
+    def call(self, method: str, payload: Payload, deadline: float | None) -> Reply | None:
+        """Send a call and wait for the reply; None when there was none at the deadline (of time.monotonic)."""
+        call = SyncCall()
+        call_id = next(self._ids)
+        self._blocked[call_id] = call
+        try:
+            self._send(call_id, method, payload)
+            if self._reading is not None:
+                self._reading.wait_for(call, deadline)
+            else:
+                call.wait(deadline)
+        finally:
+            is_forgotten = self.forget(call_id)
+            if self._reading is not None:
+                self._reading.pass_on()
+        return None if is_forgotten else call.reply()
+
+    def start(self, method: str, payload: Payload, call: PendingCall) -> int:
+        """Send a call whose reply goes to `call.deliver`; returns the call's id."""
         call_id = next(self._ids)
         self._pending[call_id] = call
+        self._send(call_id, method, payload)
+        if self._reading is not None:
+            self._reading.pass_on()
+        return call_id
+
+    def _send(self, call_id: int, method: str, payload: Payload) -> None:
         try:
             self.connection.send(Frame(frames.CALL, call_id, method, payload.body, payload.buffers))
         except (Unavailable, frames.FrameError):
             if self.forget(call_id):
                 raise
             # Else the end of the connection has settled the call already.
-        return call_id
 
     def forget(self, call_id: int) -> bool:
         """Give a call up; False when its reply has come (or its failure), so that exactly one side settles it."""
-        return self._pending.pop(call_id, None) is not None
+        return (self._pending.pop(call_id, None) or self._blocked.pop(call_id, None)) is not None
 
     def cancel(self, call_id: int) -> bool:
         """Like `forget`, and let the server know: it cancels an async handler."""
@@ -58,7 +95,7 @@ class Link:
             self.connection.send(Frame(frames.CANCEL, call_id))
 
     def _on_frame(self, frame: Frame) -> None:
-        call = self._pending.pop(frame.id, None)
+        call = self._pending.pop(frame.id, None) or self._blocked.pop(frame.id, None)
         if frame.kind == frames.STREAM_OPEN:
             stream = self._open(frame.id)
             if call is not None:
@@ -80,8 +117,14 @@ class Link:
             inbox.deliver(frame)
 
     def _on_close(self, reason: str) -> None:
-        for waiting in (self._pending, self._inboxes):
+        for waiting in (self._pending, self._blocked, self._inboxes):
             while waiting:
                 with contextlib.suppress(KeyError):
                     _, waiter = waiting.popitem()
                     waiter.deliver(Unavailable(f"the connection ended during the call: {reason}"))
+        if self._reading is not None:
+            self._reading.end()
+
+    def _is_unattended(self) -> bool:
+        """Whether frames may come for which no thread waits that could read them."""
+        return bool(self._pending or self._inboxes)

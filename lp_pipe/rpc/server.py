@@ -10,14 +10,15 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from lp_pipe import connections
-from lp_pipe.connections import Connection, Frame, frames
+from lp_pipe.connections import Connection, Frame, PulledConnection, frames
 from lp_pipe.context import current_context, entered
 from lp_pipe.errors import MethodNotFound, Unavailable
 from lp_pipe.protos import frame_pb2
-from lp_pipe.rpc import codec, exposed, remote_error
+from lp_pipe.rpc import codec, crew, exposed, remote_error
 from lp_pipe.rpc.answer import Answer
 from lp_pipe.rpc.batching import BatchedHandler
 from lp_pipe.rpc.consuming import RemoteIterator
+from lp_pipe.rpc.crew import Crew
 from lp_pipe.rpc.pool import DaemonPool
 from lp_pipe.rpc.producing import InProgress, ThreadStream
 
@@ -47,7 +48,8 @@ class Server:
         self._name = name or type(target).__name__
         self._node = current_context()
         self._is_inline = not thread_pool_size
-        self._pool = DaemonPool(thread_pool_size or _STREAM_THREADS, f"call {self._name}")
+        self._crew = Crew(thread_pool_size, f"call {self._name}") if thread_pool_size and crew.IS_SUPPORTED else None
+        self._pool = self._crew or DaemonPool(thread_pool_size or _STREAM_THREADS, f"call {self._name}")
         self._loop: LoopThread | None = None
         self._is_quick: dict[str, bool] = {}
         # Of every connection: what its client can still cancel or give credits to, by the call's id.
@@ -90,12 +92,16 @@ class Server:
 
     def _accept(self, connection: Connection) -> None:
         self._connections[connection] = {}
-        connection.start(
-            lambda frame: self._on_frame(connection, frame),
-            lambda reason: self._on_close(connection),
-        )
+        on_frame = functools.partial(self._on_frame, connection)
+        if self._crew is not None and isinstance(connection, PulledConnection):
+            connection.attach(on_frame, lambda reason: self._on_close(connection))
+            self._crew.read(connection)
+        else:
+            connection.start(on_frame, lambda reason: self._on_close(connection))
 
     def _on_close(self, connection: Connection) -> None:
+        if self._crew is not None and isinstance(connection, PulledConnection):
+            self._crew.forget(connection)
         for call in list(self._connections.pop(connection, {}).values()):
             call.cancel()
 

@@ -1,5 +1,7 @@
 """A frame's bytes: a length, a header, the body, and the buffers as they are."""
 
+from collections.abc import Callable
+
 import pytest
 
 from lp_pipe.connections import Frame, frames
@@ -20,7 +22,9 @@ def test_the_pieces_of_a_frame_are_not_copied() -> None:
 
 def test_a_header_over_the_limit_is_not_sent() -> None:
     with pytest.raises(frames.FrameError, match="pack them together"):
-        frames.encode(Frame(frames.CALL, 1, "x" * (1 << 20)))
+        frames.encode(Frame(frames.CALL, 1, buffers=[b""] * (1 << 17)))
+    with pytest.raises(frames.FrameError, match="name"):
+        frames.encode(Frame(frames.CALL, 1, "x" * (1 << 16)))
 
 
 @pytest.mark.parametrize("prefix", [b"\xff\xff\xff\xff", b"\x01\x00\x10\x00"])
@@ -29,6 +33,18 @@ def test_a_length_over_the_limit_is_refused(prefix: bytes) -> None:
         frames.header_length(prefix)
 
 
-def test_a_header_that_does_not_parse_is_refused() -> None:
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda header: header[:5],
+        lambda header: b"\x63" + header[1:],  # another version
+        lambda header: header[:1] + b"\xff" + header[2:],  # no such kind
+        lambda header: header[:2] + b"\xff\xff" + header[4:],  # a name longer than the header
+        lambda header: header + b"\x00",  # a piece of a length
+        lambda header: header.replace(b"add", b"\xff\xff\xff"),  # not UTF-8
+    ],
+)
+def test_a_header_that_does_not_parse_is_refused(spoil: Callable[[bytes], bytes]) -> None:
+    head = bytes(frames.encode(Frame(frames.CALL, 7, "add", buffers=[b"buffer"]))[0])
     with pytest.raises(frames.FrameError, match="parse"):
-        frames.decode_header(b"\xff\xff\xff")
+        frames.decode_header(spoil(head[frames.PREFIX_BYTES :]))

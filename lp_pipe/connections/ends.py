@@ -1,0 +1,48 @@
+"""Notices that peers have closed connections which nobody reads at the moment."""
+
+import os
+import select
+import threading
+import weakref
+from collections.abc import Callable
+
+IS_SUPPORTED = hasattr(select, "epoll")
+
+
+class Ends:
+    """One thread per process waits for the ends of all connections, and for nothing else that they bring."""
+
+    def __init__(self) -> None:
+        self._reset()
+        os.register_at_fork(after_in_child=self._reset)  # the child has no such thread, and must not use its epoll
+
+    def _reset(self) -> None:
+        self._lock = threading.Lock()
+        self._epoll: select.epoll | None = None
+        self._watched: dict[int, weakref.WeakMethod[Callable[[], object]]] = {}
+
+    def watch(self, descriptor: int, on_end: Callable[[], object]) -> None:
+        """Call `on_end`, a bound method that is not kept alive, once the peer has closed; `forget` before closing."""
+        with self._lock:
+            if self._epoll is None:
+                self._epoll = select.epoll()
+                threading.Thread(target=self._run, args=(self._epoll,), name="connection ends", daemon=True).start()
+            self._watched[descriptor] = weakref.WeakMethod(on_end)
+            self._epoll.register(descriptor, select.EPOLLRDHUP | select.EPOLLONESHOT)
+
+    def forget(self, descriptor: int) -> None:
+        """Watch no more."""
+        with self._lock:
+            if self._watched.pop(descriptor, None) is not None and self._epoll is not None:
+                self._epoll.unregister(descriptor)
+
+    def _run(self, epoll: select.epoll) -> None:
+        while True:
+            for descriptor, _ in epoll.poll():
+                found = self._watched.get(descriptor)
+                on_end = found and found()
+                if on_end:
+                    on_end()
+
+
+shared = Ends()

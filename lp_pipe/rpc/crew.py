@@ -1,0 +1,243 @@
+"""The threads of a server: those that run handlers also read the callers' sockets, which saves a hop to another."""
+
+import contextlib
+import os
+import select
+import threading
+from collections import deque
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+from lp_pipe.connections import PulledConnection
+from lp_pipe.context import current_context
+
+IS_SUPPORTED = hasattr(select, "epoll") and hasattr(os, "eventfd")
+
+_Task = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+class Crew:
+    """At most `size` daemon threads, started as work comes in; they belong to the node that made the crew.
+
+    Each of them waits for whatever comes first, a task or a readable socket, reads, and runs what it has read itself.
+    Only when all are busy one more thread reads on, so that credits, cancelled calls and closed connections are seen.
+    Tasks must not raise.
+    """
+
+    def __init__(self, size: int, name: str) -> None:
+        self._size = size
+        self._name = name
+        self._node = current_context()
+        self._tasks: deque[_Task] = deque()
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._readers: set[int] = set()  # threads that are reading, and will look for tasks afterwards
+        self._idle = 0  # threads that run no task: they wait, or read
+        self._reserve: threading.Thread | None = None
+        self._reserve_is_needed = threading.Lock()
+        self._alive = 0
+        self._is_closed = False
+        self._waiting = _Waiting(size + 1)
+
+    def submit(self, task: Callable[..., Any], *args: Any) -> None:
+        self._tasks.append((task, args))
+        if threading.get_ident() not in self._readers:
+            self._call_for_hands()
+
+    def discard(self) -> list[_Task]:
+        """Take back the tasks that have not begun."""
+        tasks: list[_Task] = []
+        with contextlib.suppress(IndexError):
+            while True:
+                tasks.append(self._tasks.popleft())
+        return tasks
+
+    def read(self, connection: PulledConnection) -> None:
+        """From now on read what arrives there; its `on_frame` must not block, and may `submit`."""
+        self._waiting.add(connection.fileno(), _Source(connection).read)
+        self._call_for_hands()
+
+    def forget(self, connection: PulledConnection) -> None:
+        """It has ended; call this before its descriptor is closed."""
+        self._waiting.remove(connection.fileno())
+
+    def close(self) -> None:
+        """Let every thread end after the task it is at; what is submitted from now on is never run."""
+        with self._lock:
+            self._is_closed = True
+            is_empty = not self._alive
+        if is_empty:
+            self._waiting.close()
+        self._release_reserve()
+        self._waiting.wake()
+
+    def _call_for_hands(self) -> None:
+        """See to it that an idle thread takes the next task."""
+        if self._idle:
+            self._waiting.wake()
+        elif len(self._threads) < self._size:
+            self._add_thread()
+        # Else a busy thread looks for tasks before it rests.
+
+    def _add_thread(self) -> None:
+        with self._lock:
+            if len(self._threads) < self._size and not self._is_closed:
+                self._idle += 1
+                self._threads.append(self._start(self._work, f"{self._name}-{len(self._threads)}"))
+
+    def _start(self, work: Callable[[], None], name: str) -> threading.Thread:
+        self._alive += 1
+        thread = threading.Thread(target=self._run, args=(work,), name=name, daemon=True)
+        # Set even if None: else the thread would belong to the node that happened to bring the first task.
+        thread._lp_pipe_context = self._node  # type: ignore[attr-defined]
+        thread.start()
+        return thread
+
+    def _run(self, work: Callable[[], None]) -> None:
+        while not self._is_closed:
+            work()
+        with self._lock:
+            self._alive -= 1
+            is_last = not self._alive
+        if is_last:
+            self._waiting.close()
+        else:
+            self._waiting.wake()  # the next thread ends as well
+
+    def _work(self) -> None:
+        if self._tasks:
+            self._run_next()
+        else:
+            self._read_next()
+
+    def _run_next(self) -> None:
+        with self._lock:
+            self._idle -= 1
+            is_last = not self._idle
+        try:
+            function, args = self._tasks.popleft()
+        except IndexError:  # another thread was faster
+            pass
+        else:
+            if is_last:
+                self._keep_reading()
+            elif self._tasks:
+                self._waiting.wake()
+            function(*args)
+            del function, args  # a waiting thread must not keep the last call's tensors alive
+        with self._lock:
+            self._idle += 1
+
+    def _read_next(self) -> None:
+        """Wait for a task, or for what a caller sends, and read that."""
+        ident = threading.get_ident()
+        read = self._waiting.wait()
+        if read is not None:
+            self._readers.add(ident)
+            try:
+                read()
+            finally:
+                self._readers.discard(ident)
+
+    def _keep_reading(self) -> None:
+        """The last idle thread begins a task: somebody must read on."""
+        if len(self._threads) < self._size:
+            self._add_thread()
+            return
+        if self._reserve is None:
+            with self._lock:
+                if self._reserve is None and not self._is_closed:
+                    self._reserve = self._start(self._work_in_reserve, f"{self._name}-reader")
+        self._release_reserve()
+
+    def _release_reserve(self) -> None:
+        with contextlib.suppress(RuntimeError):  # it knows already
+            self._reserve_is_needed.release()
+
+    def _work_in_reserve(self) -> None:
+        if not self._idle:
+            self._read_next()
+            return
+        if self._tasks:
+            self._waiting.wake()
+        self._reserve_is_needed.acquire()
+
+
+class _Source:
+    """A connection whose readiness may be told to several threads: one reads, and looks again for the others."""
+
+    def __init__(self, connection: PulledConnection) -> None:
+        self._connection = connection
+        self._is_ready = False
+
+    def read(self) -> None:
+        self._is_ready = True
+        while self._is_ready and self._connection.try_reading():
+            try:
+                self._is_ready = False
+                self._connection.read()
+            finally:
+                self._connection.done_reading()
+
+
+class _Waiting:
+    """Threads wait here until they are woken, one at a time, or one of the descriptors is readable.
+
+    The two descriptors of its own are made with the first one that is added: a thousand servers in threads of one
+    process need none.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._lock = threading.Lock()
+        self._tokens: SimpleQueue[None] = SimpleQueue()
+        self._epoll: select.epoll | None = None
+        self._event = -1
+        self._actions: dict[int, Callable[[], None]] = {}
+
+    def add(self, descriptor: int, action: Callable[[], None]) -> None:
+        with self._lock:
+            if self._epoll is None:
+                self._open()
+            self._actions[descriptor] = action
+            assert self._epoll is not None
+            # Edge-triggered: else every other thread would wake while one reads.
+            self._epoll.register(descriptor, select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLET)
+
+    def remove(self, descriptor: int) -> None:
+        self._actions.pop(descriptor, None)
+
+    def wake(self) -> None:
+        """One thread looks around: one that waits, or else the next one that would."""
+        if self._epoll is None:
+            self._tokens.put(None)
+            return
+        with self._lock:
+            if self._event >= 0:
+                os.eventfd_write(self._event, 1)
+
+    def wait(self) -> Callable[[], None] | None:
+        """What to call for the descriptor that is readable; None for those that were woken."""
+        if self._epoll is None:
+            self._tokens.get()
+            return None
+        for descriptor, _ in self._epoll.poll(maxevents=1):
+            return self._actions.get(descriptor)
+        return None
+
+    def close(self) -> None:
+        """Nobody waits any more."""
+        with self._lock:
+            if self._epoll is not None and self._event >= 0:
+                self._epoll.close()
+                os.close(self._event)
+                self._event = -1
+
+    def _open(self) -> None:
+        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        epoll = select.epoll()
+        epoll.register(self._event, select.EPOLLIN | select.EPOLLET)
+        self._epoll = epoll
+        for _ in range(self._threads):  # whoever waits the other way changes over
+            self._tokens.put(None)
