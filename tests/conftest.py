@@ -34,7 +34,13 @@ settings.load_profile("lp_pipe")
 Script = Callable[[str], "subprocess.Popen[str]"]
 
 _LEAVE_WITHIN_S = 10.0
-_LIVE_AS_LONG_AS_THE_PROCESS = ("deadlines", "connection ends", "call callbacks", "close dropped streams")
+_LIVE_AS_LONG_AS_THE_PROCESS = (
+    "deadlines",
+    "connection ends",
+    "return loans",
+    "call callbacks",
+    "close dropped streams",
+)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -35,6 +35,14 @@ _MAX_NAME_BYTES = (1 << 16) - 1
 _KINDS = frozenset(frame_pb2.Kind.values())
 
 
+_LOAN = 1 << 63  # marks the size of a buffer in whose place a ticket travels
+LOAN_RETURN = frame_pb2.KIND_LOAN_RETURN
+
+
+class Ticket(bytes):
+    """Stands for a buffer in shared memory (see loans.py)."""
+
+
 class FrameError(LpPipeError, ValueError):
     """Bytes that are not a frame, or a frame over the limits: the connection cannot be used any more."""
 
@@ -50,13 +58,14 @@ class Frame(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a header says; lengths in bytes."""
+    """What a header says; lengths in bytes. `loans` are the indices of the buffers in whose place tickets come."""
 
     kind: int
     id: int
     name: str
     body_bytes: int
     buffer_bytes: Sequence[int]
+    loans: Sequence[int] = ()
 
 
 def encode(frame: Frame) -> list[bytes | bytearray | memoryview]:
@@ -76,7 +85,11 @@ def encode(frame: Frame) -> list[bytes | bytearray | memoryview]:
     if not count:
         return [head, frame.body]
     views = [memoryview(buffer).cast("B") for buffer in frame.buffers]
-    return [head + struct.pack(f"<{count}Q", *(view.nbytes for view in views)), frame.body, *views]
+    sizes = [
+        len(buffer) | _LOAN if type(buffer) is Ticket else view.nbytes
+        for buffer, view in zip(frame.buffers, views, strict=True)
+    ]
+    return [head + struct.pack(f"<{count}Q", *sizes), frame.body, *views]
 
 
 def header_length(prefix: bytes | memoryview) -> int:
@@ -109,8 +122,10 @@ def decode_header(data: bytes | bytearray | memoryview) -> Header:
         name = str(data[_FIXED.size : end], "utf-8")
     except UnicodeDecodeError as error:
         raise FrameError(f"a frame header does not parse: {error}") from error
-    sizes = struct.unpack_from(f"<{sizes_bytes // 8}Q", data, end) if sizes_bytes else ()
+    marked = struct.unpack_from(f"<{sizes_bytes // 8}Q", data, end) if sizes_bytes else ()
+    loans = [index for index, size in enumerate(marked) if size & _LOAN]
+    sizes = [size & ~_LOAN for size in marked] if loans else marked
     total = body_bytes + sum(sizes)
     if total > MAX_MESSAGE_BYTES:
         raise FrameError(f"a frame of {total} bytes is over the limit of {MAX_MESSAGE_BYTES}")
-    return Header(kind, frame_id, name, body_bytes, sizes)
+    return Header(kind, frame_id, name, body_bytes, sizes, loans)

@@ -8,10 +8,12 @@ import struct
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 
-from lp_pipe.connections import frames
+from lp_pipe.connections import frames, loans
 from lp_pipe.connections.base import Connection, Listener, OnClose, OnConnection, OnFrame, PulledConnection
 from lp_pipe.connections.frames import Frame, FrameError
+from lp_pipe.connections.loans import Borrower, Lender
 from lp_pipe.errors import Unavailable
 
 SCHEME = "unix:"
@@ -34,11 +36,13 @@ class UnixConnection(PulledConnection):
     def __init__(self, sock: socket.socket, peer: str, idle_timeout_s: float | None = None) -> None:
         super().__init__(peer)
         self._socket = sock
-        self._reader = _Reader(sock)
+        self._lender = Lender() if loans.is_supported else None
+        self._reader = _Reader(sock, Borrower(self._give_back))
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self._on_frame: OnFrame | None = None
         self._send_lock = threading.Lock()
+        self._lend_lock = threading.Lock()
         self._idle_timeout_s = idle_timeout_s
         self._farewell: str | None = None
         if idle_timeout_s is not None:
@@ -74,6 +78,9 @@ class UnixConnection(PulledConnection):
             self._dispose()
 
     def send(self, frame: Frame) -> None:
+        if self._lender is not None and frame.buffers:
+            with self._lend_lock:
+                frame = frame._replace(buffers=self._lender.lend(frame.buffers))
         pieces = frames.encode(frame)
         with self._send_lock:
             if self._closed_reason is not None:
@@ -116,7 +123,10 @@ class UnixConnection(PulledConnection):
             while (frame := self._reader.next_frame()) is not None:
                 if frame.kind == frames.CLOSE:
                     return self._end(frame.name)
-                self._on_frame(frame)
+                if frame.kind == frames.LOAN_RETURN:
+                    self._take_back(frame)
+                else:
+                    self._on_frame(frame)
         except (BlockingIOError, TimeoutError):
             if flags & socket.MSG_DONTWAIT:
                 return True  # all there was is read
@@ -132,6 +142,14 @@ class UnixConnection(PulledConnection):
             raise
         return True
 
+    def _give_back(self, body: bytes) -> None:
+        with contextlib.suppress(Unavailable):
+            self.send(Frame(frames.LOAN_RETURN, body=body))
+
+    def _take_back(self, frame: Frame) -> None:
+        if self._lender is not None:
+            self._lender.take_back(frame.body)
+
     def _end(self, reason: str) -> bool:
         self._shutdown()
         self._mark_closed(self._farewell or reason)
@@ -146,6 +164,9 @@ class UnixConnection(PulledConnection):
         if self._reading.acquire(blocking=False):  # and kept: nobody reads from now on
             with self._send_lock:
                 self._socket.close()
+            self._reader.close()
+            if self._lender is not None:
+                self._lender.close()
 
 
 class UnixListener(Listener):
@@ -191,17 +212,23 @@ class UnixListener(Listener):
 class _Reader:
     """Cuts a byte stream into frames; reads ahead a little, and large pieces straight into their own memory."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, borrower: Borrower) -> None:
         self._socket = sock
+        self._borrower = borrower
         self._ahead = memoryview(bytearray(_READ_AHEAD_BYTES))
         self._start = self._end = 0
         self._frame: Frame | None = None  # begun, and not complete
+        self._loans: Sequence[int] = ()  # those of its buffers that are tickets as yet
         self._missing: deque[memoryview] = deque()  # its memory that is still to be filled
         self.is_drained = False
 
     @property
     def is_inside_frame(self) -> bool:
         return self._frame is not None
+
+    def close(self) -> None:
+        """Keep no memory of the peer's; what was handed out stays as long as it is used."""
+        self._borrower.close()
 
     def receive(self, flags: int) -> int:
         """One read of the socket; 0 at the end of the stream.
@@ -235,6 +262,11 @@ class _Reader:
         if self._missing:
             return None
         frame, self._frame = self._frame, None
+        if self._loans and frame is not None:
+            buffers = list(frame.buffers)
+            for index in self._loans:
+                buffers[index] = self._borrower.open(buffers[index])
+            frame = frame._replace(buffers=buffers)
         return frame
 
     def _begin(self) -> bool:
@@ -250,6 +282,7 @@ class _Reader:
         header = frames.decode_header(self._take(length))
         # Memory of their own: what is built on them stays writable.
         body, *buffers = (self._piece(size) for size in (header.body_bytes, *header.buffer_bytes))
+        self._loans = header.loans
         self._frame = Frame(header.kind, header.id, header.name, body, buffers)
         return True
 

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from lp_pipe.connections import Frame
-from lp_pipe.rpc.calls import Cancel, CancellableCall, Reply
+from lp_pipe.rpc.calls import Cancel, CancellableCall, Reply, Sent
 from lp_pipe.rpc.consuming import RemoteItems, Stream
 
 Args = tuple[Any, ...]
@@ -98,6 +98,7 @@ class AioReply:
         self._loop = asyncio.get_running_loop()
         self._reply: asyncio.Future[Reply] = self._loop.create_future()
         self.on_cancel: Callable[[], bool] | None = None
+        self.sent: Sent | None = None
 
     def deliver(self, reply: Reply) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits

@@ -5,7 +5,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Any, Protocol
 
 from lp_pipe.connections import Frame
@@ -25,6 +25,7 @@ class CancellableCall(PendingCall, Protocol):
     """A call that nobody blocks for. `on_cancel` is set once it is sent, and gives it up."""
 
     on_cancel: Callable[[], bool] | None
+    sent: "Sent | None"
 
     def cancelled(self) -> bool: ...
 
@@ -39,6 +40,12 @@ class Sent(Protocol):
 
     def cancel(self, call_id: int) -> bool:
         """Like `forget`, and let the server know."""
+
+    def wait_for(self, future: "CallFuture", deadline: float | None) -> None:
+        """A thread waits for this future now, and may read."""
+
+    def attend(self) -> None:
+        """Nobody may wait for what was started; it must be settled all the same."""
 
 
 Cancel = Callable[[Sent, int], bool]
@@ -87,10 +94,28 @@ class CallFuture(Future[Any]):
         self._has_callbacks = False
         self._settling = threading.Lock()
         self.on_cancel: Callable[[], bool] | None = None
+        self.sent: Sent | None = None
+
+    @property
+    def has_reply(self) -> bool:
+        return self.done()
+
+    def result(self, timeout: float | None = None) -> Any:
+        return super().result(self._read(timeout))
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        return super().exception(self._read(timeout))
+
+    def wait(self, deadline: float | None) -> None:
+        """Until the future is settled or cancelled, or the deadline has passed; another thread reads."""
+        with contextlib.suppress(TimeoutError, CancelledError):
+            super().exception(None if deadline is None else deadline - time.monotonic())
 
     def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
         with self._settling:
             self._has_callbacks = True
+        if self.sent is not None:
+            self.sent.attend()
         node = current_context()
         super().add_done_callback(fn if node is None else functools.partial(_call_in, node, fn))
 
@@ -100,6 +125,14 @@ class CallFuture(Future[Any]):
         if self.on_cancel is not None and self.on_cancel():
             self.set_running_or_notify_cancel()  # wakes concurrent.futures.wait
         return True
+
+    def _read(self, timeout: float | None) -> float | None:
+        """Wait in the way that costs no hop between threads; what is left of the time."""
+        if self.sent is None or self.done():
+            return timeout
+        deadline = None if timeout is None else time.monotonic() + timeout
+        self.sent.wait_for(self, deadline)
+        return None if deadline is None else deadline - time.monotonic()
 
     def deliver(self, reply: Reply) -> bool:
         """Settle the future; callbacks run outside the connection's thread, so that they may call."""

@@ -151,6 +151,7 @@ class CourierClient:
             task.call.deliver(CancelledError())
         else:
             self._send_task(link, task)
+            link.attend()  # somebody may wait for the future already, who did not know where to read
 
     def _send_task(self, link: Link, task: "_Task") -> None:
         method, call = task.method, task.call
@@ -160,6 +161,7 @@ class CourierClient:
         except (Unavailable, SerializationError) as error:
             call.deliver(error)
             return
+        call.sent = link
         call.on_cancel = functools.partial(task.cancel, link, call_id)
         if call.cancelled():  # between the last look and the line above
             call.cancel()

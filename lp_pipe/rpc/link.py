@@ -5,9 +5,10 @@ import itertools
 
 from lp_pipe.connections import Connection, Frame, PulledConnection, ends, frames
 from lp_pipe.errors import DeadlineExceeded, Unavailable
-from lp_pipe.rpc.calls import PendingCall, Reply, SyncCall
+from lp_pipe.rpc.calls import CallFuture, PendingCall, Reply, SyncCall
 from lp_pipe.rpc.codec import Payload
 from lp_pipe.rpc.consuming import Inbox, Stream
+from lp_pipe.rpc.expected import Expected
 from lp_pipe.rpc.reading import Reading
 
 
@@ -16,13 +17,11 @@ class Link:
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
-        self._pending: dict[int, PendingCall] = {}
-        self._blocked: dict[int, SyncCall] = {}  # calls whose threads wait, and may read
-        self._inboxes: dict[int, Inbox] = {}
+        self._expected = Expected()
         self._ids = itertools.count(1)
         self._reading: Reading | None = None
         if isinstance(connection, PulledConnection) and ends.IS_SUPPORTED:
-            self._reading = Reading(connection, self._is_unattended, self._blocked)
+            self._reading = Reading(connection, self._expected)
             connection.attach(self._on_frame, self._on_close)
             self._reading.begin()
         else:
@@ -30,7 +29,7 @@ class Link:
 
     def is_open(self) -> bool:
         """Whether a call may be sent; while nobody reads, the peer's end is noticed here."""
-        if self._reading is not None and not (self._pending or self._blocked or self._inboxes):
+        if self._reading is not None and not self._expected:
             self._reading.look()
         return self.connection.closed_reason is None
 
@@ -38,7 +37,7 @@ class Link:
         """Send a call and wait for the reply; None when there was none at the deadline (of time.monotonic)."""
         call = SyncCall()
         call_id = next(self._ids)
-        self._blocked[call_id] = call
+        self._expected.blocked[call_id] = call
         try:
             self._send(call_id, method, payload)
             if self._reading is not None:
@@ -54,11 +53,21 @@ class Link:
     def start(self, method: str, payload: Payload, call: PendingCall) -> int:
         """Send a call whose reply goes to `call.deliver`; returns the call's id."""
         call_id = next(self._ids)
-        self._pending[call_id] = call
+        self._expected.add(call_id, call)
         self._send(call_id, method, payload)
         if self._reading is not None:
             self._reading.pass_on()
         return call_id
+
+    def wait_for(self, future: CallFuture, deadline: float | None) -> None:
+        """A thread waits for this future now, and may read."""
+        if self._reading is not None:
+            self._reading.wait_for_future(future, deadline)
+
+    def attend(self) -> None:
+        """Nobody may wait for what was started; it must be settled all the same."""
+        if self._reading is not None:
+            self._reading.attend()
 
     def _send(self, call_id: int, method: str, payload: Payload) -> None:
         try:
@@ -70,7 +79,7 @@ class Link:
 
     def forget(self, call_id: int) -> bool:
         """Give a call up; False when its reply has come (or its failure), so that exactly one side settles it."""
-        return (self._pending.pop(call_id, None) or self._blocked.pop(call_id, None)) is not None
+        return self._expected.take(call_id) is not None
 
     def cancel(self, call_id: int) -> bool:
         """Like `forget`, and let the server know: it cancels an async handler."""
@@ -81,13 +90,13 @@ class Link:
 
     def expire(self, call_id: int, error: DeadlineExceeded) -> None:
         """Settle a call whose deadline has passed, if it still waits."""
-        call = self._pending.pop(call_id, None)
+        call = self._expected.take(call_id)
         if call is not None:
             call.deliver(error)
 
     def end_stream(self, call_id: int) -> None:
         """Take no more of a stream; its generator is closed, unless it has ended."""
-        if self._inboxes.pop(call_id, None) is not None:
+        if self._expected.inboxes.pop(call_id, None) is not None:
             self._send_cancel(call_id)
 
     def _send_cancel(self, call_id: int) -> None:
@@ -95,7 +104,7 @@ class Link:
             self.connection.send(Frame(frames.CANCEL, call_id))
 
     def _on_frame(self, frame: Frame) -> None:
-        call = self._pending.pop(frame.id, None) or self._blocked.pop(frame.id, None)
+        call = self._expected.take(frame.id)
         if frame.kind == frames.STREAM_OPEN:
             stream = self._open(frame.id)
             if call is not None:
@@ -103,28 +112,16 @@ class Link:
             # Else the call was given up meanwhile: nobody holds the stream, which closes it.
         elif call is not None:
             call.deliver(frame)
-        elif frame.id in self._inboxes:
-            self._to_inbox(frame)
+        else:
+            inbox = self._expected.take_inbox(frame, is_last=frame.kind != frames.STREAM_ITEM)
+            if inbox is not None:
+                inbox.deliver(frame)
 
     def _open(self, call_id: int) -> Stream:
-        inbox = self._inboxes[call_id] = Inbox()
+        inbox = self._expected.inboxes[call_id] = Inbox()
         return Stream(inbox, self.connection, call_id, lambda: self.end_stream(call_id))
 
-    def _to_inbox(self, frame: Frame) -> None:
-        is_item = frame.kind == frames.STREAM_ITEM
-        inbox = self._inboxes.get(frame.id) if is_item else self._inboxes.pop(frame.id, None)
-        if inbox is not None:
-            inbox.deliver(frame)
-
     def _on_close(self, reason: str) -> None:
-        for waiting in (self._pending, self._blocked, self._inboxes):
-            while waiting:
-                with contextlib.suppress(KeyError):
-                    _, waiter = waiting.popitem()
-                    waiter.deliver(Unavailable(f"the connection ended during the call: {reason}"))
+        self._expected.fail(Unavailable(f"the connection ended during the call: {reason}"))
         if self._reading is not None:
             self._reading.end()
-
-    def _is_unattended(self) -> bool:
-        """Whether frames may come for which no thread waits that could read them."""
-        return bool(self._pending or self._inboxes)

@@ -1,35 +1,38 @@
 """Who reads a client's connection: the thread that waits for a reply, which saves a hop between threads."""
 
 import contextlib
+import functools
 import threading
 import time
-from collections.abc import Callable, Mapping
 
 from lp_pipe.connections import PulledConnection, ends
-from lp_pipe.rpc.calls import SyncCall
+from lp_pipe.rpc import deadlines
+from lp_pipe.rpc.calls import CallFuture, SyncCall
+from lp_pipe.rpc.expected import Expected
+
+_PATIENCE_S = 0.001  # for futures that nobody asks for
+_SOON_S = 0.005
 
 
 class Reading:
     """Of the threads that wait for replies one reads, for all; when it has its own, another goes on.
 
-    A thread of its own reads only while something is unattended: futures, coroutines, streams. Nobody reads an idle
-    connection.
-
-    is_unattended: whether such a reply, or item, may come.
-    blocked: the calls whose threads wait.
+    A thread of its own reads while something is urgent that nobody waits for: coroutines, streams, callbacks, or
+    futures that are asked for by none for a millisecond. Nobody reads an idle connection.
     """
 
-    def __init__(
-        self, connection: PulledConnection, is_unattended: Callable[[], bool], blocked: Mapping[int, SyncCall]
-    ) -> None:
+    def __init__(self, connection: PulledConnection, expected: Expected) -> None:
         self._connection = connection
-        self._is_unattended = is_unattended
-        self._blocked = blocked
+        self._expected = expected
         self._is_needed = threading.Lock()  # held while the thread has nothing to do
         self._is_needed.acquire()
         self._thread: threading.Thread | None = None
-        self._thread_lock = threading.Lock()
+        self._lock = threading.Lock()
         self._thread_reads = False
+        self._parked = 0  # threads that wait for a future while another reads
+        self._is_asked_for = False
+        self._turns = 0  # of those who waited and read
+        self._is_patient = False  # until the next look at futures that nobody asks for
         self._has_peer_closed = False
         self._descriptor = connection.fileno()
 
@@ -49,51 +52,96 @@ class Reading:
     def wait_for(self, call: SyncCall, deadline: float | None) -> None:
         """Until the reply is there, or the deadline has passed; `pass_on` must follow."""
         while not call.has_reply:
-            if self._connection.try_reading():
-                try:
-                    return self._read_for(call, deadline)
-                finally:
-                    self._connection.done_reading()
+            if self._read_for(call, deadline):
+                return
             if not call.wait(deadline):
-                return None
+                return
+
+    def wait_for_future(self, future: CallFuture, deadline: float | None) -> None:
+        """Until the future is settled, the deadline has passed, or the wait is so long that a hop does not matter."""
+        with self._lock:
+            self._parked += 1
+            self._is_asked_for = True
+        try:
+            soon = time.monotonic() + _SOON_S
+            if not self._read_for(future, soon if deadline is None else min(soon, deadline)) or not future.done():
+                self.attend()
+                future.wait(deadline)  # unlike a thread that reads, it sees at once when the future is cancelled
+        finally:
+            with self._lock:
+                self._parked -= 1
+            self.pass_on()
 
     def pass_on(self) -> None:
         """Let somebody read, if replies are still to come; whoever is reading is left alone."""
         if self._has_peer_closed:
             self.look()
-        elif self._is_unattended():
-            if not self._thread_reads:
-                self._wake_thread()
-        elif self._blocked:
-            for call in list(self._blocked.values())[:1]:
+        elif self._expected.is_urgent() or self._parked:
+            self.attend()
+        elif self._expected.blocked:
+            for call in list(self._expected.blocked.values())[:1]:
                 call.wake()
+        elif self._expected.futures and not self._is_patient:
+            self._be_patient()
 
-    def end(self) -> None:
-        """The connection has ended."""
-        ends.shared.forget(self._descriptor)
-        self._release()
-
-    def _on_peer_closed(self) -> None:
-        self._has_peer_closed = True  # if somebody reads, who may be about to leave
-        self.look()
-
-    def _read_for(self, call: SyncCall, deadline: float | None) -> None:
-        while not call.has_reply:
-            if not self._connection.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
-                return
-            self._connection.read()
-
-    def _wake_thread(self) -> None:
-        with self._thread_lock:
+    def attend(self) -> None:
+        """Let the thread read."""
+        if self._thread_reads:
+            return
+        with self._lock:
             if self._thread is None:
                 name = f"read {self._connection.peer}"
                 self._thread = threading.Thread(target=self._read_unattended, name=name, daemon=True)
                 self._thread.start()
         self._release()
 
+    def end(self) -> None:
+        """The connection has ended."""
+        ends.shared.forget(self._descriptor)
+        self._release()
+
+    def _be_patient(self) -> None:
+        """Whoever started futures will ask for them soon, and read himself; if not, the thread does."""
+        self._is_patient = True
+        turns = self._turns
+        deadlines.shared.add(time.monotonic() + _PATIENCE_S, functools.partial(self._lose_patience, turns))
+
+    def _lose_patience(self, turns: int) -> None:
+        self._is_patient = False
+        if self._expected.futures and self._connection.closed_reason is None:
+            if turns == self._turns:
+                self.attend()
+            else:
+                self._be_patient()
+
+    def _on_peer_closed(self) -> None:
+        self._has_peer_closed = True  # if somebody reads, who may be about to leave
+        self.look()
+
+    def _read_for(self, call: SyncCall | CallFuture, deadline: float | None) -> bool:
+        """Read until the reply is there or the deadline has passed; False when another thread reads."""
+        if not self._connection.try_reading():
+            return False
+        self._turns += 1
+        try:
+            while not call.has_reply:
+                if not self._connection.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
+                    break
+                self._connection.read()
+        finally:
+            self._connection.done_reading()
+        return True
+
     def _release(self) -> None:
         with contextlib.suppress(RuntimeError):  # it knows already
             self._is_needed.release()
+
+    def _is_unattended(self) -> bool:
+        """Whether the thread must read on: not for futures whose owner asks for them, and does not wait just now."""
+        if self._expected.is_urgent() or self._parked:
+            return True
+        is_asked_for, self._is_asked_for = self._is_asked_for, False
+        return bool(self._expected.futures) and not is_asked_for
 
     def _read_unattended(self) -> None:
         while self._connection.closed_reason is None:

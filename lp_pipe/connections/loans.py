@@ -1,0 +1,193 @@
+"""Large buffers between two processes of one host go through shared memory: one copy, and none on the other side.
+
+    lender     copies into a free segment ── ticket, in place of the buffer ──►  borrower maps it (once)
+               segment is free again      ◄────────── LOAN_RETURN ─────────────  when the last view of it has gone
+
+Segments are used over and over, because fresh pages cost ten times a copy. The lender makes them and keeps a few idle
+ones; while too much is lent out, buffers go through the socket as small ones do. Segments are anonymous files (memfd):
+the kernel frees them with the last process that uses them, however it ends.
+"""
+
+import ctypes
+import mmap
+import os
+import struct
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Any
+
+from lp_pipe.connections.frames import FrameError, Ticket
+
+is_supported = hasattr(os, "memfd_create")
+
+_LEAST_BYTES = 1 << 18  # below, a socket is as fast
+_MOST_LENT_BYTES = 1 << 31
+_MOST_IDLE_BYTES = 1 << 28
+_COPY_BYTES = 1 << 22  # at a time: a copy holds the interpreter's lock
+_TICKET = struct.Struct("<Q Q Q Q Q")  # the lender's pid, its descriptor, inode, bytes of the segment, of the buffer
+_TOKEN = struct.Struct("<Q")
+
+
+class Lender:
+    """The sender's side of a connection. `lend` is called by one thread at a time, `take_back` by any."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lent: dict[int, _Segment] = {}
+        self._idle: list[_Segment] = []  # the warmest last
+        self._dropped: list[int] = []
+        self._bytes = 0  # of all segments
+
+    def lend(self, buffers: Sequence[Any]) -> list[Any]:
+        """The same buffers, with a ticket in place of each that is large enough."""
+        return [self._ticket(memoryview(buffer).cast("B")) or buffer for buffer in buffers]
+
+    def take_back(self, returned: bytes | bytearray | memoryview) -> None:
+        """The borrower needs a segment no more; `returned` is the body of its frame."""
+        with self._lock:
+            segment = self._lent.pop(_TOKEN.unpack(returned)[0], None)
+            if segment is not None:
+                self._idle.append(segment)
+                while sum(segment.size for segment in self._idle) > _MOST_IDLE_BYTES and len(self._idle) > 1:
+                    self._drop(self._idle[0])
+
+    def close(self) -> None:
+        """The connection has ended: nothing will come back."""
+        with self._lock:
+            self._lent.clear()
+            self._idle.clear()
+
+    def _ticket(self, view: memoryview) -> Ticket | None:
+        if view.nbytes < _LEAST_BYTES:
+            return None
+        segment = self._take(view.nbytes)
+        if segment is None:
+            return None
+        segment.fill(view)
+        with self._lock:
+            dropped, self._dropped = self._dropped, []
+        ticket = _TICKET.pack(os.getpid(), segment.descriptor, segment.inode, segment.size, view.nbytes)
+        return Ticket(ticket + b"".join(map(_TOKEN.pack, dropped)))
+
+    def _take(self, size: int) -> "_Segment | None":
+        """A segment that nobody uses, from now on lent; None when no more may be lent, or made."""
+        with self._lock:
+            fitting = next((segment for segment in reversed(self._idle) if size <= segment.size <= 4 * size), None)
+            if fitting is not None:
+                self._idle.remove(fitting)
+            elif (fitting := self._make(1 << (size - 1).bit_length())) is None:
+                return None
+            self._lent[fitting.inode] = fitting
+            return fitting
+
+    def _make(self, size: int) -> "_Segment | None":
+        while self._idle and self._bytes + size > _MOST_LENT_BYTES:
+            self._drop(self._idle[0])
+        if self._bytes + size > _MOST_LENT_BYTES:
+            return None
+        try:
+            segment = _Segment(size)
+        except OSError:  # out of descriptors, or of memory that may be mapped: the socket does it as well
+            return None
+        self._bytes += size
+        return segment
+
+    def _drop(self, segment: "_Segment") -> None:
+        self._idle.remove(segment)
+        self._bytes -= segment.size
+        self._dropped.append(segment.inode)  # the borrower hears of it with the next ticket
+
+
+class _Segment:
+    """Shared memory, closed and unmapped when the last reference goes; its inode is its name."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.descriptor = os.memfd_create("lp_pipe-loan", os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, self.descriptor)
+        os.ftruncate(self.descriptor, size)
+        self.inode = os.fstat(self.descriptor).st_ino
+        self._view = memoryview(mmap.mmap(self.descriptor, size))
+
+    def fill(self, source: memoryview) -> None:
+        for start in range(0, source.nbytes, _COPY_BYTES):
+            part = source[start : start + _COPY_BYTES]
+            self._view[start : start + part.nbytes] = part
+
+
+class Borrower:
+    """The receiver's side of a connection; used by the thread that reads.
+
+    give_back: sends the body of a LOAN_RETURN to the lender; called in a thread of this module.
+    """
+
+    def __init__(self, give_back: Callable[[bytes], None]) -> None:
+        self._give_back = give_back
+        self._mapped: dict[int, mmap.mmap] = {}
+
+    def open(self, ticket: bytes | bytearray) -> memoryview:
+        """The buffer that the ticket stands for, writable; the segment goes back when the last view of it has gone.
+
+        Raises:
+            FrameError: the lender is gone, or lives where this process cannot see it (another pid namespace).
+        """
+        pid, descriptor, inode, size, length = _TICKET.unpack_from(ticket)
+        for (token,) in _TOKEN.iter_unpack(memoryview(ticket)[_TICKET.size :]):
+            self._mapped.pop(token, None)
+        _returns.start()
+        if inode not in self._mapped:
+            self._mapped[inode] = _map(pid, descriptor, inode, size)
+        # Every loan is an object of its own, whose end we learn of; the mapping stays.
+        loan = (ctypes.c_char * length).from_buffer(self._mapped[inode])
+        weakref.finalize(loan, _returns.put, self._give_back, _TOKEN.pack(inode)).atexit = False
+        return memoryview(loan).cast("B")
+
+    def close(self) -> None:
+        self._mapped.clear()
+
+
+def _map(pid: int, descriptor: int, inode: int, size: int) -> mmap.mmap:
+    try:
+        own = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
+    except OSError as error:
+        raise FrameError(f"the shared memory of process {pid} cannot be opened: {error.strerror}") from error
+    try:
+        if os.fstat(own).st_ino != inode:
+            raise FrameError(f"the shared memory of process {pid} is gone: the process has ended")
+        return mmap.mmap(own, size)
+    finally:
+        os.close(own)
+
+
+class _Returns:
+    """Sends what was borrowed back: the collector drops views anywhere, also inside of `send`."""
+
+    def __init__(self) -> None:
+        self._reset()
+        os.register_at_fork(after_in_child=self._reset)  # the child has borrowed nothing
+
+    def _reset(self) -> None:
+        self._queue: SimpleQueue[tuple[Callable[[bytes], None], bytes]] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Before anything is borrowed: `put` must take no locks."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="return loans", daemon=True)
+                self._thread.start()
+
+    def put(self, give_back: Callable[[bytes], None], body: bytes) -> None:
+        self._queue.put((give_back, body))
+
+    def _run(self) -> None:
+        while True:
+            give_back, body = self._queue.get()
+            give_back(body)
+            del give_back
+
+
+_returns = _Returns()

@@ -1,0 +1,44 @@
+"""What a client's connection still owes: replies, and items of streams, by the id of their call."""
+
+import contextlib
+
+from lp_pipe.connections import Frame
+from lp_pipe.rpc.calls import CallFuture, PendingCall, SyncCall
+from lp_pipe.rpc.consuming import Inbox
+
+
+class Expected:
+    """Every call is taken out by exactly one side: its reply, its deadline, who gives it up, the connection's end."""
+
+    def __init__(self) -> None:
+        self.blocked: dict[int, SyncCall] = {}  # their threads wait, and may read
+        self.futures: dict[int, CallFuture] = {}  # a thread may ask for them, and read then
+        self.others: dict[int, PendingCall] = {}
+        self.inboxes: dict[int, Inbox] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.blocked or self.futures or self.others or self.inboxes)
+
+    def is_urgent(self) -> bool:
+        """Whether frames may come that no waiting thread will read."""
+        return bool(self.others or self.inboxes)
+
+    def add(self, call_id: int, call: PendingCall) -> None:
+        if isinstance(call, CallFuture):
+            self.futures[call_id] = call
+        else:
+            self.others[call_id] = call
+
+    def take(self, call_id: int) -> PendingCall | None:
+        return self.blocked.pop(call_id, None) or self.futures.pop(call_id, None) or self.others.pop(call_id, None)
+
+    def take_inbox(self, frame: Frame, is_last: bool) -> Inbox | None:
+        return self.inboxes.pop(frame.id, None) if is_last else self.inboxes.get(frame.id)
+
+    def fail(self, error: Exception) -> None:
+        """Nothing will come any more."""
+        for waiting in (self.blocked, self.futures, self.others, self.inboxes):
+            while waiting:
+                with contextlib.suppress(KeyError):
+                    _, waiter = waiting.popitem()
+                    waiter.deliver(error)

@@ -1,0 +1,156 @@
+"""Large buffers between processes of one host: lent in shared memory, used in place, given back, used again."""
+
+import gc
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lp_pipe.connections import Frame, frames, loans
+from lp_pipe.connections.unix import UnixConnection
+
+pytestmark = pytest.mark.skipif(not loans.is_supported, reason="no memfd on this system")
+
+WITHIN_S = 10.0
+LARGE = 1 << 20
+
+
+class Ends:
+    """Two connected ends; what the second receives lands in `frames`."""
+
+    def __init__(self) -> None:
+        near, far = socket.socketpair()
+        self.near, self.far = UnixConnection(near, "far"), UnixConnection(far, "near")
+        self.frames: queue.Queue[Frame] = queue.Queue()
+        self.near.start(lambda frame: None, lambda reason: None)
+        self.reasons: queue.Queue[str] = queue.Queue()
+        self.far.start(self.frames.put, self.reasons.put)
+
+    def send(self, data: bytes) -> None:
+        self.near.send(Frame(frames.CALL, buffers=[data]))
+
+    def receive(self) -> memoryview:
+        (buffer,) = self.frames.get(timeout=WITHIN_S).buffers
+        return memoryview(buffer)
+
+    def wait_for_returns(self) -> None:
+        """Until what was given back has arrived."""
+        lender = self.near._lender
+        assert lender is not None
+        wait_until(lambda: not lender._lent)
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WITHIN_S
+    while not is_so():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.001)
+
+
+@pytest.fixture
+def ends(no_leaks: None) -> Iterator[Ends]:
+    both = Ends()
+    yield both
+    both.near.close()
+
+
+def segments() -> set[int]:
+    """Inodes of the shared memory that this process has open for lending."""
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        path = Path(f"/proc/self/fd/{number}")
+        if path.is_symlink() and "lp_pipe-loan" in os.readlink(path):
+            found.add(path.stat().st_ino)
+    return found
+
+
+def test_a_large_buffer_arrives_whole_and_writable(ends: Ends) -> None:
+    data = os.urandom(3 * LARGE + 17)
+    ends.send(data)
+    buffer = ends.receive()
+    assert bytes(buffer) == data
+    buffer[:3] = b"abc"
+    assert bytes(buffer[:3]) == b"abc"
+
+
+def test_it_does_not_go_through_the_socket(ends: Ends) -> None:
+    ends.send(bytes(LARGE))
+    received = ends.receive()
+    assert received.nbytes == LARGE
+    assert len(segments()) == 1
+
+
+def test_a_small_buffer_goes_through_the_socket(ends: Ends) -> None:
+    ends.send(b"small")
+    assert bytes(ends.receive()) == b"small"
+    assert not segments()
+
+
+def test_what_is_held_is_not_overwritten_by_what_comes_next(ends: Ends) -> None:
+    ends.send(b"1" * LARGE)
+    first = ends.receive()
+    ends.send(b"2" * LARGE)
+    second = ends.receive()
+    assert (first[0], second[-1]) == (ord("1"), ord("2"))
+    assert len(segments()) == 2
+
+
+def test_memory_is_used_again_once_the_last_view_has_gone(ends: Ends) -> None:
+    for _ in range(5):
+        ends.send(bytes(LARGE))
+        part = ends.receive()[10:20]
+        before = segments()
+        del part
+        gc.collect()
+        ends.wait_for_returns()
+        assert segments() == before
+    assert len(segments()) == 1
+
+
+def test_a_loan_outlives_the_connection(ends: Ends) -> None:
+    ends.send(b"x" * LARGE)
+    buffer = ends.receive()
+    ends.near.close()
+    assert bytes(buffer) == b"x" * LARGE
+
+
+def test_the_memory_goes_with_the_connection(no_leaks: None) -> None:
+    ends = Ends()
+    ends.send(bytes(LARGE))
+    ends.receive()
+    ends.near.close()
+    wait_until(lambda: not segments())
+
+
+def test_when_too_much_is_lent_the_socket_takes_over(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loans, "_MOST_LENT_BYTES", 2 * LARGE)
+    held = []
+    for index in range(4):
+        ends.send(bytes([index]) * LARGE)
+        held.append(ends.receive())
+    assert [buffer[-1] for buffer in held] == [0, 1, 2, 3]
+    assert len(segments()) == 2
+
+
+def test_idle_memory_is_bounded_and_forgotten_on_both_sides(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loans, "_MOST_IDLE_BYTES", LARGE)
+    for size in (LARGE, 8 * LARGE, 64 * LARGE):
+        ends.send(bytes(size))
+        assert ends.receive().nbytes == size
+        gc.collect()
+        ends.wait_for_returns()
+    ends.send(bytes(LARGE))  # tells the borrower which segments are no more
+    ends.receive()
+    assert len(segments()) == 2
+
+
+def test_a_lender_that_is_gone_ends_the_connection_with_a_reason(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: 2**22 + 1)  # larger than any pid
+        ends.send(bytes(LARGE))
+    assert "shared memory" in ends.reasons.get(timeout=WITHIN_S)
