@@ -22,6 +22,7 @@ import lp_pipe as lp
 from lp_pipe.programs.cart_pole import CartPole
 from lp_pipe.programs.evolution import Evolution, Problem, Returns, Settings, Vector
 from lp_pipe.programs.options import option, parse_options, require
+from lp_pipe.programs.waiting import until_the_stop
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,8 @@ def evolution_strategies(
     on_result: called once, in the learner's node.
     iterations: give up after so many. evaluate_every: iterations between evaluations.
 
-    The result depends on the problem and the settings only, not on the number of workers. A worker that dies starts again, and
-    computes its parameters from the returns so far.
+    The result depends on the problem and the settings only, not on the number of workers. A worker that dies starts
+    again, and computes its parameters from the returns so far.
 
     Raises:
         ValueError: a number below 1.
@@ -138,6 +139,7 @@ class Learner:
         self._pairs = [range(settings.num_pairs)[rank :: len(workers)] for rank in range(len(workers))]
         self._history: list[Returns] = []
 
+    @until_the_stop()
     def run(self) -> None:
         score = float("-inf")
         while self._evolution.iteration < self._stopping.iterations and score < self._stopping.target:

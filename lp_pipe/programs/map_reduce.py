@@ -32,6 +32,7 @@ from lp_pipe.programs.map_reduce_master import MAP, REDUCE, Master, Task, Worker
 from lp_pipe.programs.options import option, parse_options
 from lp_pipe.programs.partitioning import partition_of
 from lp_pipe.programs.sources import short_name, standard_library
+from lp_pipe.programs.waiting import until_the_stop
 
 Key = Any
 Value = Any
@@ -127,6 +128,10 @@ class Worker:
         self._kind = kind
 
     def run(self) -> None:
+        with until_the_stop():
+            self._work_off()
+
+    def _work_off(self) -> None:
         worker: WorkerId = self._master.register(self._kind, lp.context().index)
         while (task := self._next_task(worker)) is not None:
             # Nobody else ever writes under this name, so a half-written file of a dead worker is never read.

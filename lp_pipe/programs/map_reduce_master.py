@@ -1,6 +1,5 @@
 """The master of a MapReduce: which tasks are idle, leased to whom, or committed (Dean & Ghemawat 2004, 3.2)."""
 
-import asyncio
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import lp_pipe as lp
+from lp_pipe.programs.waiting import Changes
 
 MAP, REDUCE = "mappers", "reducers"
 
@@ -92,7 +92,7 @@ class Master:
         self._num_tasks = len(splits) + num_reducers
         self._folder = folder
         self._incarnations: dict[tuple[str, int], int] = {}
-        self._changed: asyncio.Condition | None = None
+        self._changes = Changes()
         self._is_done = threading.Event()
         self._begin_to_reduce_if_mapped()
 
@@ -102,19 +102,20 @@ class Master:
         self._incarnations[kind, index] = worker.incarnation
         if kind in self._phases:
             self._phases[kind].release(index)
-        await self._wake_waiting()
+        self._changes.notify()
         return worker
 
     async def next_task(self, worker: WorkerId) -> Task | None:
-        """Wait for a task of the worker's kind; None when all are committed."""
-        while True:
+        """Wait for a task of the worker's kind; None when all are committed, or when the program stops."""
+        is_up = True
+        while is_up:
             self._check(worker)
             phase = self._phases.get(worker.kind)  # there are no reduce tasks before everything is mapped
             task = None if phase is None else phase.lease(worker.index)
             if task is not None or (phase is not None and phase.is_done):
                 return task
-            async with self._condition:
-                await self._condition.wait()
+            is_up = await self._changes.wait()
+        return None
 
     async def commit(self, worker: WorkerId, task_index: int, outputs: list[Path]) -> None:
         """A task is done, and its outputs are complete."""
@@ -122,7 +123,7 @@ class Master:
         self._phases[worker.kind].commit(worker.index, task_index, outputs)
         self._begin_to_reduce_if_mapped()
         lp.log_metrics({"total_steps": self._num_tasks}, step=self._num_committed)
-        await self._wake_waiting()
+        self._changes.notify()
 
     def wait_for_outputs(self) -> list[Path] | None:
         """The reducers' files, by partition; None when the program stops before they are there."""
@@ -132,11 +133,6 @@ class Master:
         if reducing is None or not reducing.is_done:
             return None
         return [paths[0] for paths in reducing.outputs()]
-
-    @property
-    def _condition(self) -> asyncio.Condition:
-        self._changed = self._changed or asyncio.Condition()
-        return self._changed
 
     @property
     def _num_committed(self) -> int:
@@ -153,7 +149,3 @@ class Master:
     def _check(self, worker: WorkerId) -> None:
         if self._incarnations.get((worker.kind, worker.index)) != worker.incarnation:
             raise StaleWorker(f"{worker} has been started again since, and its task given away")
-
-    async def _wake_waiting(self) -> None:
-        async with self._condition:
-            self._condition.notify_all()

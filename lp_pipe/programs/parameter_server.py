@@ -24,6 +24,7 @@ import lp_pipe as lp
 from lp_pipe.programs.digits import load_digits
 from lp_pipe.programs.options import option, parse_options
 from lp_pipe.programs.parameter_shards import SHARDS, Sgd, Snapshot
+from lp_pipe.programs.waiting import until_the_stop
 
 Vector = NDArray[np.float64]
 
@@ -110,6 +111,7 @@ def _make_shard(mode: str, task: TrainingTask, num_servers: int, num_workers: in
     return SHARDS[mode](part.copy(), num_workers, sgd)
 
 
+@until_the_stop()
 def work(task: TrainingTask, servers: Sequence[lp.CourierClient], rank: int, steps: int) -> None:
     """Compute and push gradients from where this rank has come to, which is 0 unless it has died on the way."""
     # Servers may be one step apart when a worker dies between its pushes: who has this step's gradient refuses it.
@@ -124,9 +126,12 @@ def work(task: TrainingTask, servers: Sequence[lp.CourierClient], rank: int, ste
             for server, snapshot, part in zip(servers, snapshots, parts, strict=True)
         ]
         snapshots = [call.result() for call in calls]
+        if None in snapshots:
+            return  # the program stops
         step += 1
 
 
+@until_the_stop()
 def watch(
     task: TrainingTask, servers: Sequence[lp.CourierClient], num_versions: int, evaluations: int, on_result: OnResult
 ) -> None:
@@ -136,6 +141,8 @@ def watch(
     for evaluation in range(1, evaluations + 1):
         version = num_versions * evaluation // evaluations
         snapshots: list[Snapshot] = _all(servers, "at_least", version)
+        if None in snapshots:
+            return  # the program stops
         parameters = np.concatenate([snapshot.parameters for snapshot in snapshots])
         metrics = task.evaluate(parameters)
         staleness = np.mean([snapshot.mean_staleness for snapshot in snapshots])

@@ -3,11 +3,12 @@
 Handlers are async: however many workers wait for a step, they pin no thread, and no lock is needed.
 """
 
-import asyncio
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from lp_pipe.programs.waiting import Changes
 
 Vector = NDArray[np.float64]
 
@@ -55,17 +56,17 @@ class Shard:
         self._repeated = 0
         self._max_staleness = 0
         self._sum_staleness = 0
-        self._newer: asyncio.Event | None = None
+        self._changes = Changes()
 
     async def next_step(self, rank: int) -> int:
         """How many gradients of this worker have been taken."""
         return self._updates[rank]
 
-    async def at_least(self, version: int) -> Snapshot:
-        """Wait for this many updates; the newest parameters then."""
+    async def at_least(self, version: int) -> Snapshot | None:
+        """Wait for this many updates; the newest parameters then, or None when the program stops."""
         while self._current.version < version:
-            self._newer = self._newer or asyncio.Event()
-            await self._newer.wait()
+            if not await self._changes.wait():
+                return None
         return self._current
 
     async def counts(self) -> Counts:
@@ -75,9 +76,7 @@ class Shard:
         parameters, self._velocity = self._sgd.step(self._current.parameters, self._velocity, gradient)
         version = self._current.version + 1
         self._previous, self._current = self._current, Snapshot(version, parameters, self._sum_staleness / version)
-        if self._newer is not None:
-            self._newer.set()
-            self._newer = None
+        self._changes.notify()
 
     def _is_repeated(self, rank: int, step: int) -> bool:
         """Whether the gradient has been taken, from a worker that died before it knew."""
@@ -101,15 +100,15 @@ class SyncShard(Shard):
         """The parameters that this step's gradients are computed from."""
         return self._previous if step == self._previous.version else self._current
 
-    async def push(self, rank: int, step: int, version: int, gradient: Vector) -> Snapshot:
-        """Wait until all workers have pushed this step; the next one's parameters."""
+    async def push(self, rank: int, step: int, version: int, gradient: Vector) -> Snapshot | None:
+        """Wait until all workers have pushed this step; the next one's parameters, or None when the program stops."""
         assert version == step, f"worker {rank} computed step {step} from version {version}"
         if not self._is_repeated(rank, step):
             self._gradients[rank] = gradient
             self._updates[rank] += 1
             self._step_if_complete()
-        await self.at_least(step + 1)
-        return await self.pull(step + 1)
+        is_there = await self.at_least(step + 1)
+        return await self.pull(step + 1) if is_there else None
 
     def _step_if_complete(self) -> None:
         gradients = [gradient for gradient in self._gradients if gradient is not None]

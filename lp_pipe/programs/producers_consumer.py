@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import lp_pipe as lp
 from lp_pipe.programs.options import option, parse_options
 from lp_pipe.programs.sources import short_name, standard_library
+from lp_pipe.programs.waiting import until_the_stop
 
 Produce = Callable[[int, int], Iterable[Any]]
 Consume = Callable[[Iterator[Any]], object]
@@ -86,8 +87,9 @@ class Consumer:
         self._outstanding = outstanding
 
     def run(self) -> None:
-        self._consume(self._items())
-        lp.stop()
+        with until_the_stop():
+            self._consume(self._items())
+            lp.stop()
 
     def _items(self) -> Iterator[Any]:
         # A producer's first call goes alone: it brings the connection up, on which calls then keep their order.

@@ -4,19 +4,19 @@ import hashlib
 import sysconfig
 from pathlib import Path
 
+_ROOT = Path(sysconfig.get_path("stdlib"))
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data"}
 
 
 def standard_library(max_files: int) -> list[Path]:
     """Up to `max_files` of its .py files; which ones, and their order, a hash of the path decides: a fair sample."""
-    root = Path(sysconfig.get_path("stdlib"))
-    paths = [path for path in root.rglob("*.py") if not _SKIPPED_FOLDERS & set(path.relative_to(root).parts)]
+    paths = [path for path in _ROOT.rglob("*.py") if not _SKIPPED_FOLDERS & set(path.relative_to(_ROOT).parts)]
     return sorted(paths, key=lambda path: _digest(short_name(path)))[:max_files]
 
 
 def short_name(path: Path) -> str:
     """The path below the standard library's folder, with slashes."""
-    return path.relative_to(sysconfig.get_path("stdlib")).as_posix()
+    return path.relative_to(_ROOT).as_posix()
 
 
 def _digest(name: str) -> bytes:
