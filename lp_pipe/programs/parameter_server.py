@@ -7,7 +7,8 @@
 
 "sync": a step takes one gradient from each worker, summed in the order of the ranks: the same parameters to the last
 bit however long anybody takes. "async": each gradient is applied as it comes, to parameters that may have moved on
-since they were read (its staleness). In both, each gradient counts once, also when its worker dies and starts again.
+since they were read; the later it is (its staleness), the less it counts. In both, each gradient is applied once, also
+when its worker dies and starts again.
 Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server" (OSDI 2014), 3.4 and 5.1.
 """
 

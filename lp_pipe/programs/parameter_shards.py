@@ -121,7 +121,11 @@ class SyncShard(Shard):
 
 
 class AsyncShard(Shard):
-    """One update from each gradient, at once, in the order in which they come."""
+    """One update from each gradient, at once, in the order in which they come.
+
+    A gradient that is s updates late counts 1/(1 + s): with full weight, a worker that was held up pushes a direction
+    that was right long ago, and training diverges. Source: Zhang et al., "Staleness-aware Async-SGD" (IJCAI 2016).
+    """
 
     async def pull(self, step: int) -> Snapshot:
         """The newest parameters."""
@@ -134,7 +138,7 @@ class AsyncShard(Shard):
             self._sum_staleness += staleness
             self._max_staleness = max(self._max_staleness, staleness)
             self._updates[rank] += 1
-            self._apply(gradient)
+            self._apply(gradient / (1 + staleness))
         return self._current
 
 
