@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 import lp_pipe as lp
 from lp_pipe.programs.digits import load_digits
 from lp_pipe.programs.options import option, parse_options
-from lp_pipe.programs.parameter_shards import SHARDS, Sgd, Snapshot
+from lp_pipe.programs.parameter_shards import SHARDS, Sgd, Shard, Snapshot
 from lp_pipe.programs.waiting import until_the_stop
 
 Vector = NDArray[np.float64]
@@ -97,8 +97,8 @@ def parameter_server(
         raise ValueError(f"{name}: {numbers}: at least 1 is needed")
     program = lp.Program(name)
     with program.group("servers"):
-        make_shard = functools.partial(_make_shard, mode, task, num_servers, num_workers, sgd or Sgd())
-        servers = [program.add_node(lp.CourierNode(make_shard, index)) for index in range(num_servers)]
+        make = functools.partial(parameter_shard, mode, task, num_servers, num_workers, sgd or Sgd())
+        servers = [program.add_node(lp.CourierNode(make, index)) for index in range(num_servers)]
     with program.group("workers", on_failure="restart"):
         for rank in range(num_workers):
             program.add_node(lp.PyNode(work, task, servers, rank, steps))
@@ -107,7 +107,8 @@ def parameter_server(
     return program
 
 
-def _make_shard(mode: str, task: TrainingTask, num_servers: int, num_workers: int, sgd: Sgd, index: int) -> Any:
+def parameter_shard(mode: str, task: TrainingTask, num_servers: int, num_workers: int, sgd: Sgd, index: int) -> Shard:
+    """The server of the index-th part of the parameters."""
     part = np.array_split(task.initial_parameters(), num_servers)[index]
     return SHARDS[mode](part.copy(), num_workers, sgd)
 
@@ -179,6 +180,7 @@ class Options:
     num_workers: int = option(2, "nodes that compute gradients", at_least=1)
     num_servers: int = option(1, "nodes that share the parameters", at_least=1)
     steps: int = option(600, "gradients of each worker", at_least=1)
+    evaluations: int = option(10, "looks at the test images on the way", at_least=1)
     seed: int = option(0, "decides weights and batches", at_least=0)
 
 
@@ -200,4 +202,5 @@ def make_program() -> lp.Program:
         mode=options.mode,
         num_servers=options.num_servers,
         sgd=Sgd(learning_rate=0.1, momentum=0.9),
+        evaluations=options.evaluations,
     )

@@ -142,4 +142,4 @@ class AsyncShard(Shard):
         return self._current
 
 
-SHARDS = {"sync": SyncShard, "async": AsyncShard}
+SHARDS: dict[str, type[Shard]] = {"sync": SyncShard, "async": AsyncShard}
