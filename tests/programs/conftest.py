@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,20 @@ class Once:
 def kill_this_process() -> None:
     """As `kill -9` does, or a kernel without memory."""
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop_when(there: Path, program: lp.Program, mode: str) -> None:
+    """Run until the file is there, then stop: that takes none of the grace, and no node counts as failed."""
+    run = lp.launch(program, mode)
+    deadline = time.monotonic() + WITHIN_S
+    while not there.exists():
+        assert time.monotonic() < deadline, f"there is no {there}"
+        time.sleep(0.01)
+    start = time.monotonic()
+    run.stop()
+    assert time.monotonic() - start < 4.0  # the grace is 5
+    run.wait(0)
+    assert {row["error"] for rows in run.status().values() for row in rows} == {None}
 
 
 @pytest.fixture

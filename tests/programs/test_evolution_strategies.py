@@ -3,6 +3,7 @@
 import functools
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from lp_pipe.programs.cart_pole import CartPole
 from lp_pipe.programs.evolution import Evolution, Settings, Vector, centered_ranks
 from lp_pipe.programs.evolution_strategies import Behind, EvolutionResult, Worker, evolution_strategies
 from lp_pipe.rpc import codec
-from tests.programs.conftest import WITHIN_S, Delivered, Once, kill_this_process
+from tests.programs.conftest import WITHIN_S, Delivered, Once, kill_this_process, stop_when
 
 SETTINGS = Settings(num_pairs=8, sigma=0.1, learning_rate=0.5, seed=5)
 
@@ -138,6 +139,17 @@ def test_a_worker_killed_between_trials_changes_nothing(delivered: Delivered, on
     result = delivered.of(bowl(5, delivered, make_problem=Deadly, iterations=12, evaluate_every=6), "process")
     assert delivered.restarts("workers") == 1
     assert result.fingerprint == plain_loop(Bowl(5), 12).fingerprint()
+
+
+def test_a_stop_half_way_waits_for_nobody_and_fails_nobody(mode: str, delivered: Delivered, tmp_path: Path) -> None:
+    class Blocking(Bowl):
+        def try_out(self, parameters: Vector, seed: tuple[int, ...]) -> float:
+            if seed == (SETTINGS.seed, 3, 1):
+                (tmp_path / "blocked").touch()
+                lp.wait_for_stop()
+            return super().try_out(parameters, seed)
+
+    stop_when(tmp_path / "blocked", bowl(4, delivered, make_problem=Blocking), mode)
 
 
 def test_a_worker_with_other_parameters_is_found_out(mode: str, delivered: Delivered) -> None:

@@ -1,7 +1,6 @@
 """MapReduce: the same result as a plain loop, whoever dies on the way."""
 
 import re
-import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ from lp_pipe.programs.map_reduce import add_up, count_words, inverted_index, map
 from lp_pipe.programs.map_reduce_master import MAP, REDUCE, Master, StaleWorker, Task
 from lp_pipe.programs.partitioning import partition_of
 from lp_pipe.programs.sources import short_name, standard_library
-from tests.programs.conftest import WITHIN_S, Delivered, Once, kill_this_process
+from tests.programs.conftest import WITHIN_S, Delivered, Once, kill_this_process, stop_when
 
 PATHS = standard_library(120)
 
@@ -103,23 +102,14 @@ def test_a_reducer_gets_values_in_the_order_of_the_inputs(mode: str, delivered: 
     ]
 
 
-def test_a_stop_half_way_takes_no_grace_and_fails_nobody(mode: str, delivered: Delivered, tmp_path: Path) -> None:
+def test_a_stop_half_way_waits_for_nobody_and_fails_nobody(mode: str, delivered: Delivered, tmp_path: Path) -> None:
     def block(text: str) -> Iterator[tuple[str, int]]:
         if text == "b":
             (tmp_path / "blocked").touch()
             lp.wait_for_stop()
         yield text, 1
 
-    start = time.monotonic()
-    run = lp.launch(map_reduce(["a", "b"], block, add_up, 2, 2, on_result=delivered), mode)
-    while not (tmp_path / "blocked").exists():
-        assert time.monotonic() - start < WITHIN_S
-        time.sleep(0.01)
-    start = time.monotonic()
-    run.stop()
-    assert time.monotonic() - start < 4.0  # below the grace
-    run.wait(0)
-    assert {row["error"] for rows in run.status().values() for row in rows} == {None}
+    stop_when(tmp_path / "blocked", map_reduce(["a", "b"], block, add_up, 2, 2, on_result=delivered), mode)
 
 
 def test_no_inputs_give_no_results_and_no_files_are_left(mode: str, delivered: Delivered, tmp_path: Path) -> None:

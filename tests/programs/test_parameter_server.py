@@ -14,7 +14,7 @@ import lp_pipe as lp
 from lp_pipe.programs.digits import Digits, Vector, load_digits
 from lp_pipe.programs.parameter_server import TrainingResult, parameter_server
 from lp_pipe.programs.parameter_shards import AsyncShard, Sgd, Shard, SyncShard
-from tests.programs.conftest import WITHIN_S, Delivered, Once, kill_this_process
+from tests.programs.conftest import WITHIN_S, Delivered, Once, kill_this_process, stop_when
 
 SGD = Sgd(learning_rate=0.1, momentum=0.9)
 
@@ -98,18 +98,9 @@ def test_a_killed_worker_loses_no_asynchronous_update(delivered: Delivered, digi
     assert result.updates == [[60, 60]] * 2
 
 
-def test_a_stop_half_way_takes_no_grace_and_fails_nobody(mode: str, digits: Digits, tmp_path: Path) -> None:
+def test_a_stop_half_way_waits_for_nobody_and_fails_nobody(mode: str, digits: Digits, tmp_path: Path) -> None:
     task = Blocking(digits, tmp_path / "blocked")
-    run = lp.launch(parameter_server(task, num_workers=2, steps=9, on_result=print), mode)
-    start = time.monotonic()
-    while not (tmp_path / "blocked").exists():
-        assert time.monotonic() - start < WITHIN_S
-        time.sleep(0.01)
-    start = time.monotonic()
-    run.stop()
-    assert time.monotonic() - start < 4.0  # below the grace
-    run.wait(0)
-    assert {row["error"] for rows in run.status().values() for row in rows} == {None}
+    stop_when(tmp_path / "blocked", parameter_server(task, num_workers=2, steps=9, on_result=print), mode)
 
 
 def test_what_cannot_be_is_refused(digits: Digits) -> None:

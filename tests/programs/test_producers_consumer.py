@@ -4,6 +4,7 @@ import functools
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 import lp_pipe as lp
 from lp_pipe.programs.producers_consumer import producers_consumer, summarize, tokenize_shard
 from lp_pipe.programs.sources import short_name, standard_library
-from tests.programs.conftest import WITHIN_S, Delivered
+from tests.programs.conftest import WITHIN_S, Delivered, stop_when
 
 
 def count_up(index: int, num_producers: int) -> Iterator[tuple[int, int]]:
@@ -72,6 +73,15 @@ def test_a_producers_exception_ends_the_program_and_names_the_producer(mode: str
         run.wait(WITHIN_S)
     assert caught.value.type_name == "ValueError"
     assert "producers/1" in str(caught.value)
+
+
+def test_a_stop_half_way_waits_for_nobody_and_fails_nobody(mode: str, tmp_path: Path) -> None:
+    def block(index: int, num_producers: int) -> Iterator[int]:
+        yield index
+        (tmp_path / "blocked").touch()
+        lp.wait_for_stop()
+
+    stop_when(tmp_path / "blocked", producers_consumer(block, list, 2), mode)
 
 
 def test_numbers_below_one_are_refused() -> None:
