@@ -63,7 +63,8 @@ def map_reduce(
     combiner: the same for the values that one map task has for a key, before they travel; the reducer gets its results.
     on_result: called once in the master's node with all (key, result) pairs in the order of the keys.
     num_tasks: map tasks that the inputs are split into; default: 8 for each mapper.
-    work_folder: where all nodes see the folder of intermediate files, which goes in the end; default: the run's folder.
+    work_folder: where all nodes see the folder of intermediate files; default: the run's folder. It is removed once the
+        result is delivered, and stays when the program fails or is stopped before.
 
     mapper, reducer and combiner may run more than once on the same input, when a node dies; each task's output counts
     once. They must be functions of their arguments for the result not to depend on it.
