@@ -19,6 +19,7 @@ CORE = [
     "lp_pipe.connections",
 ]
 HEAVY = ["torch", "grpc", "numpy", "ray", "kubernetes", "pandas", "absl", "rich", "asyncio", "multiprocessing"]
+HEAVY += ["sklearn", "scipy", "gymnasium"]
 
 
 def imported_by(module: str) -> set[str]:
@@ -29,6 +30,11 @@ def imported_by(module: str) -> set[str]:
 @pytest.mark.parametrize("module", CORE)
 def test_the_core_imports_nothing_heavy(module: str) -> None:
     assert not imported_by(module) & set(HEAVY)
+
+
+@pytest.mark.parametrize("name", ["producers_consumer", "map_reduce", "parameter_server", "evolution_strategies"])
+def test_a_ready_made_program_imports_no_data_set_and_no_environment(name: str) -> None:
+    assert not imported_by(f"lp_pipe.programs.{name}") & {"torch", "sklearn", "scipy", "gymnasium"}
 
 
 def test_the_public_names() -> None:
