@@ -38,23 +38,24 @@ class Outbox:
     """
 
     def __init__(self) -> None:
-        # None: the end. A SimpleQueue wakes its reader without Python code; the condition is only for full ones.
+        # None: the end. A SimpleQueue wakes its reader without Python code, and nobody holds a lock meanwhile: the
+        # woken thread would only stop again for it, which costs more than all the rest.
         self._chunks: SimpleQueue[bytes | None] = SimpleQueue()
         self._next: bytes | None = None
-        self._waiting_bytes = 0
+        self._put_bytes = self._taken_bytes = 0  # each written by one thread at a time
+        self._is_awaited = False
         self._has_room = threading.Condition()
         self._is_ended = False
 
     def put(self, chunk: bytes) -> bool:
-        """Block while there is no room; False when the outbox has ended."""
-        with self._has_room:
-            while self._waiting_bytes >= _MAX_WAITING_BYTES and not self._is_ended:
-                self._has_room.wait()
-            if self._is_ended:
-                return False
-            self._waiting_bytes += len(chunk)
-            self._chunks.put(chunk)
-            return True
+        """Block while there is no room; False when the outbox has ended. One thread at a time."""
+        if self._is_full():
+            self._wait_for_room()
+        if self._is_ended:
+            return False
+        self._put_bytes += len(chunk)
+        self._chunks.put(chunk)
+        return True
 
     def end(self, last: bytes = b"") -> None:
         """After what waits and `last` nothing more is sent; frees who waits in `put`. Never blocks."""
@@ -63,10 +64,18 @@ class Outbox:
                 return
             self._is_ended = True
             if last:
-                self._waiting_bytes += len(last)
                 self._chunks.put(last)
             self._chunks.put(None)
             self._has_room.notify_all()
+
+    def _is_full(self) -> bool:
+        return self._put_bytes - self._taken_bytes >= _MAX_WAITING_BYTES
+
+    def _wait_for_room(self) -> None:
+        with self._has_room:
+            self._is_awaited = True  # before the look: whoever takes after it will notify
+            self._has_room.wait_for(lambda: self._is_ended or not self._is_full())
+            self._is_awaited = False
 
     def __iter__(self) -> Iterator[bytes]:
         return self
@@ -78,9 +87,10 @@ class Outbox:
             self._chunks.put(None)  # whoever asks again is told again
             raise StopIteration
         chunk = self._with_more(chunk)
-        with self._has_room:
-            self._waiting_bytes -= len(chunk)
-            self._has_room.notify_all()
+        self._taken_bytes += len(chunk)
+        if self._is_awaited:
+            with self._has_room:
+                self._has_room.notify_all()
         return chunk
 
     def _with_more(self, chunk: bytes) -> bytes:
