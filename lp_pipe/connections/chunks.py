@@ -1,7 +1,7 @@
 """Frames as a sequence of bounded messages: the same bytes as over a socket, cut into chunks."""
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from queue import Empty, SimpleQueue
 
 from lp_pipe.connections import frames
@@ -13,8 +13,12 @@ _MAX_WAITING_BYTES = 4 * CHUNK_BYTES
 Piece = bytes | bytearray | memoryview
 
 
-def cut(pieces: Iterable[Piece]) -> Iterator[bytes]:
+def cut(pieces: Sequence[Piece]) -> Iterable[bytes]:
     """The pieces' bytes, one after another, in chunks that are copies."""
+    return [b"".join(pieces)] if sum(map(len, pieces)) <= CHUNK_BYTES else _cut(pieces)
+
+
+def _cut(pieces: Sequence[Piece]) -> Iterator[bytes]:
     parts: list[memoryview] = []
     room = CHUNK_BYTES
     for piece in pieces:
@@ -128,8 +132,8 @@ class ChunkReader:
         """
         if not self._refill():
             return None
-        length = frames.header_length(memoryview(self._read(frames.PREFIX_BYTES)))
-        header = frames.decode_header(self._read(length))
+        length = frames.header_length(self._view(frames.PREFIX_BYTES))
+        header = frames.decode_header(self._view(length))
         body = self._read(header.body_bytes)
         buffers = [self._read(size) for size in header.buffer_bytes]
         return Frame(header.kind, header.id, header.name, body, buffers)
@@ -142,6 +146,10 @@ class ChunkReader:
                 return False
             self._rest = memoryview(chunk)
         return True
+
+    def _view(self, size: int) -> memoryview:
+        """Exactly `size` bytes, to look at before the next ones are read."""
+        return self._take(size) if size <= len(self._rest) else memoryview(self._read(size))
 
     def _read(self, size: int) -> bytearray:
         """Exactly `size` bytes, in memory of their own (what is built on them stays writable)."""

@@ -2,7 +2,7 @@
 
 import queue
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import grpc
@@ -89,7 +89,7 @@ class Carrier:
 OpenCarrier = Callable[[str], Carrier]
 
 
-def raw_stream(endpoint: str, messages: list[bytes], token: str | None) -> tuple[grpc.Channel, grpc.Call]:
+def raw_stream(endpoint: str, messages: Iterable[bytes], token: str | None) -> tuple[grpc.Channel, grpc.Call]:
     """The stream under a connection, with any messages."""
     channel = grpc_stream._channel(tcp_endpoint.parse(endpoint), current_credentials())
     stub = channel.stream_stream(f"/{grpc_stream._SERVICE}/{grpc_stream._METHOD}")

@@ -104,9 +104,12 @@ def refused(server: Server, data: bytes, token: str | None) -> grpc.StatusCode:
 def test_a_payload_leaves_its_mark_when_the_token_is_right(
     server: Server, run_credentials: Credentials, tmp_path: Path
 ) -> None:
-    channel, call = raw_stream(server.endpoint, [call_frame(Mark(tmp_path / "mark"))], run_credentials.token)
+    sent: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    sent.put(call_frame(Mark(tmp_path / "mark")))
+    channel, call = raw_stream(server.endpoint, iter(sent.get, None), run_credentials.token)
     with channel:
         next(call)  # type: ignore[call-overload]
+        sent.put(None)
     assert (tmp_path / "mark").exists()  # so the tests below would see it
 
 
