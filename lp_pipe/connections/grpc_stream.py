@@ -35,8 +35,9 @@ _OPTIONS = [
     ("grpc.max_send_message_length", CHUNK_BYTES),
     ("grpc.keepalive_time_ms", _SILENT_LOSS_MS),
     ("grpc.keepalive_timeout_ms", _SILENT_LOSS_MS),
+    ("grpc.http2.ping_timeout_ms", _SILENT_LOSS_MS),  # 60 s if left alone, whatever the line above says (grpc 1.85)
     ("grpc.http2.max_pings_without_data", 0),  # no limit
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", _SILENT_LOSS_MS // 4),
+    ("grpc.http2.max_ping_strikes", 0),  # a listener never takes offence at pings: a stalled stream has nothing else
     ("grpc.http2.lookahead_bytes", 4 * CHUNK_BYTES),
 ]
 _CLIENT_OPTIONS = [
@@ -49,7 +50,7 @@ _CLIENT_OPTIONS = [
 ]
 _SERVER_OPTIONS = [*_OPTIONS, ("grpc.so_reuseport", 0)]  # else two listeners could share a port
 _ADVICE = "every process of a run must be given the same credentials, with use_credentials()"
-_GONE = "the peer's process closed the connection without a word (it ended or was killed)"
+_GONE = "the connection ended without a word (the peer's process ended or was killed, or its host is out of reach)"
 
 
 class GrpcConnection(Connection):

@@ -5,6 +5,7 @@ import dataclasses
 import os
 import pickle
 import queue
+import signal
 import socket
 import subprocess
 import sys
@@ -292,6 +293,41 @@ def test_a_process_that_closes_and_exits_is_understood(tcp: Carrier, run_credent
             assert (peer.stderr.read(), peer.wait(WITHIN_S)) == (b"", 0)
         assert reason in server.reason()
         assert how == "exit" or server.next().id == 5
+
+
+@pytest.mark.parametrize("scheme", ["grpc", "grpcs"])
+def test_a_peer_that_answers_no_more_is_noticed(
+    no_leaks: None,
+    run_credentials: Credentials,
+    monkeypatch: pytest.MonkeyPatch,
+    open_carrier: OpenCarrier,
+    scheme: str,
+) -> None:
+    # A stopped process is to its peer what a cut cable is: the connection is open, and nothing comes.
+    quick = [(name, min(value, 300) if name.endswith("_ms") else value) for name, value in grpc_stream._SERVER_OPTIONS]
+    monkeypatch.setattr(grpc_stream, "_SERVER_OPTIONS", quick)
+    carrier = open_carrier(scheme)
+    source = """
+        import sys, time
+        from lp_pipe import connections
+        from lp_pipe.connections import credentials
+        credentials.use_credentials(credentials.Credentials.from_bytes(sys.stdin.buffer.read()))
+        connection = connections.connect(sys.argv[1])
+        time.sleep(1000)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(source), carrier.endpoint]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as peer:
+        assert peer.stdin is not None
+        with peer.stdin:
+            peer.stdin.write(grpc_stream.current_credentials().to_bytes())
+        server = carrier.accept().start()
+        with pytest.raises(queue.Empty):
+            server.reasons.get(timeout=1.5)  # idle, and alive
+        peer.send_signal(signal.SIGSTOP)
+        try:
+            assert "out of reach" in server.reason()
+        finally:
+            peer.kill()
 
 
 def test_nothing_is_left_after_closing(no_leaks: None, open_carrier: OpenCarrier) -> None:
