@@ -7,7 +7,7 @@ from queue import Empty, SimpleQueue
 from lp_pipe.connections import frames
 from lp_pipe.connections.frames import Frame
 
-CHUNK_BYTES = 1 << 18  # measured: larger ones leave the processors' caches between their copies (benchmarks/tcp.py)
+CHUNK_BYTES = 1 << 18  # measured with benchmarks/tcp.py: 512 KiB is alike, 128 KiB and 1 MiB are slower
 _MAX_WAITING_BYTES = 4 * CHUNK_BYTES
 
 Piece = bytes | bytearray | memoryview
