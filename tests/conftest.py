@@ -21,6 +21,7 @@ import psutil
 import pytest
 from hypothesis import settings
 
+from lp_pipe.connections import credentials
 from lp_pipe.launch import template
 
 # A shell that starts tests in the background has them ignore Ctrl+C, and so would every program that they start.
@@ -57,6 +58,15 @@ def socket_home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("TMPDIR", str(folder))
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def run_credentials() -> Iterator[credentials.Credentials]:
+    """This process can listen and connect over TCP, with credentials of its own."""
+    generated = credentials.generate_credentials()
+    credentials.use_credentials(generated)
+    yield generated
+    credentials.use_credentials(None)
 
 
 @pytest.fixture

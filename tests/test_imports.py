@@ -37,6 +37,22 @@ def test_a_ready_made_program_imports_no_data_set_and_no_environment(name: str) 
     assert not imported_by(f"lp_pipe.programs.{name}") & {"torch", "sklearn", "scipy", "gymnasium"}
 
 
+def test_processes_of_one_host_never_load_grpc(no_leaks: None) -> None:
+    # The template must not have it: its threads do not survive a fork.
+    program = lp_pipe.Program("imports")
+    with program.group("server"):
+        server = program.add_node(lp_pipe.CourierNode(Modules))
+    with lp_pipe.launch(program, "process") as run:
+        loaded = run.client(server).loaded()
+    assert "lp_pipe.connections.unix" in loaded
+    assert not {"grpc", "cryptography"} & set(loaded)
+
+
+class Modules:
+    def loaded(self) -> list[str]:
+        return sorted(sys.modules)
+
+
 def test_the_public_names() -> None:
     assert {
         *("Address", "get_port_from_address", "Program", "Resources"),

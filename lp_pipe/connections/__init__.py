@@ -2,7 +2,7 @@
 
 from types import ModuleType
 
-from lp_pipe.connections import inproc, unix
+from lp_pipe.connections import inproc, tcp_endpoint, unix
 from lp_pipe.connections.base import Connection as Connection
 from lp_pipe.connections.base import Listener as Listener
 from lp_pipe.connections.base import OnConnection
@@ -31,6 +31,11 @@ def listen(endpoint: str, on_connection: OnConnection) -> Listener:
 
 def _carrier(endpoint: str) -> ModuleType:
     scheme = endpoint[: endpoint.find(":") + 1]
+    if scheme in tcp_endpoint.SCHEMES:
+        from lp_pipe.connections import grpc_stream  # grpc is slow to import, and must not be there before a fork
+
+        return grpc_stream
     if scheme not in _CARRIERS:
-        raise Unavailable(f"endpoint {endpoint!r} has no known carrier; known are {', '.join(_CARRIERS)}")
+        known = ", ".join([*_CARRIERS, *tcp_endpoint.SCHEMES])
+        raise Unavailable(f"endpoint {endpoint!r} has no known carrier; known are {known}")
     return _CARRIERS[scheme]
