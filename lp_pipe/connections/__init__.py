@@ -2,14 +2,14 @@
 
 from types import ModuleType
 
-from lp_pipe.connections import inproc, unix
+from lp_pipe.connections import inproc, local, unix
 from lp_pipe.connections.base import Connection as Connection
 from lp_pipe.connections.base import Listener as Listener
 from lp_pipe.connections.base import OnConnection
 from lp_pipe.connections.frames import Frame as Frame
 from lp_pipe.errors import Unavailable
 
-_CARRIERS: dict[str, ModuleType] = {inproc.SCHEME: inproc, unix.SCHEME: unix}
+_CARRIERS: dict[str, ModuleType] = {inproc.SCHEME: inproc, local.SCHEME: local, unix.SCHEME: unix}
 
 
 def connect(endpoint: str, idle_timeout_s: float | None = None) -> Connection:
