@@ -352,9 +352,7 @@ class Coordinator:
         return [record for node_id, record in self._nodes.items() if node_id.startswith(f"{colocation}.")]
 
     def _settle_inner(self) -> None:
-        ended = [
-            item for item in self._inner_ended if all(record.is_down for record in self._inner_nodes(item[0]))
-        ]
+        ended = [item for item in self._inner_ended if all(record.is_down for record in self._inner_nodes(item[0]))]
         for item in ended:
             self._inner_ended.remove(item)
             self._settled.append(Settlement(item[1], ""))
@@ -362,4 +360,3 @@ class Coordinator:
     def _until_next_decision(self) -> float | None:
         times = [*self._restart_at.values(), *([self._verdict.due_at] if self._verdict.due_at is not None else [])]
         return max(0.0, min(times) - time.monotonic()) if times else None
-

@@ -1,4 +1,4 @@
-"""What runs for one node of a program: itself, or the inner nodes of its MultiProcessingColocations, each on its own."""
+"""What runs for one node of a program: the node itself, or the inner nodes of a MultiProcessingColocation."""
 
 import dataclasses
 from collections.abc import Iterator

@@ -9,9 +9,10 @@ from lp_pipe.launch import thread
 from lp_pipe.launch.coordinator import Coordinator
 from lp_pipe.launch.host import Host
 from lp_pipe.launch.placement import Place
-from lp_pipe.launch.plan import NodeSpec, Plan, serialize_nodes
+from lp_pipe.launch.plan import Plan, serialize_nodes
 from lp_pipe.launch.process import ProcessHost
 from lp_pipe.launch.socket_dir import make_socket_dir
+from lp_pipe.launch.spec import NodeSpec
 from lp_pipe.launch.thread import ThreadHost, common_threads
 from lp_pipe.telemetry.metrics import MetricsLog
 

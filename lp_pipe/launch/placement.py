@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lp_pipe.launch.hardware import Hardware
-from lp_pipe.launch.plan import NodeSpec
+from lp_pipe.launch.spec import NodeSpec
 
 _GIB = 1 << 30
 

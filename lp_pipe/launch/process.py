@@ -23,9 +23,10 @@ from lp_pipe.launch.hardware import this_host
 from lp_pipe.launch.host import Host
 from lp_pipe.launch.node_stream import NodeStream
 from lp_pipe.launch.placement import Place, place_all
-from lp_pipe.launch.plan import NodeSpec, Plan, serialize_nodes
+from lp_pipe.launch.plan import Plan, serialize_nodes
 from lp_pipe.launch.record import Failure
 from lp_pipe.launch.socket_dir import make_socket_dir
+from lp_pipe.launch.spec import NodeSpec
 from lp_pipe.launch.template import MARK, Template
 from lp_pipe.launch.threads import thread_environment
 from lp_pipe.launch.zygote import LAUNCHER_PATIENCE_S

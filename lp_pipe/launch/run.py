@@ -192,7 +192,7 @@ class Run:
     def _take_down(self, node_ids: Sequence[str]) -> None:
         """Stop event -> grace period -> SIGTERM -> 1 s -> SIGKILL of what is left of these nodes."""
         ending = self._coordinator.still_ending
-        self._host.stop_nodes(ending(node_ids))
+        self._host.stop_nodes(node_ids)  # also those that have ended: their handlers may wait for the stop
         if self._coordinator.wait_for_end(node_ids, self._coordinator.plan.grace_s):
             return
         self._host.terminate(ending(node_ids))

@@ -11,8 +11,8 @@ from lp_pipe.resources import Resources
 class NodeSpec:
     """One process or thread to start.
 
-    node_id: `label/index`; of a process inside a MultiProcessingColocation `label/index.place`, `label/index.place.place`
-        when it is nested.
+    node_id: `label/index`; of a process inside a MultiProcessingColocation `label/index.place`, and so on for each
+        colocation inside a colocation.
     path: what an error says before the path to a part of an inner node: "nodes[1] (PyNode(f)): ".
     retries: how often it may fail before its failure is the node's.
     """

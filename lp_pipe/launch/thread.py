@@ -14,7 +14,8 @@ from lp_pipe.context import NodeContext, entered
 from lp_pipe.launch.coordinator import Coordinator
 from lp_pipe.launch.execute import run_node
 from lp_pipe.launch.host import Host
-from lp_pipe.launch.plan import NodeSpec, Plan
+from lp_pipe.launch.plan import Plan
+from lp_pipe.launch.spec import NodeSpec
 from lp_pipe.launch.threads import unset_threads, use_threads
 from lp_pipe.telemetry.metrics import MetricsLog
 

@@ -1,6 +1,6 @@
 """What the colocations have in common: several nodes as one entry of the program."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from lp_pipe.address import Address
@@ -28,7 +28,7 @@ class Colocation(Node[NoClientHandle]):
         return node.create_handle()
 
     @property
-    def children(self) -> Sequence[Node[Any]]:
+    def children(self) -> list[Node[Any]]:
         """The inner nodes, in order."""
         return self._children
 

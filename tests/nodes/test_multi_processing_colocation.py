@@ -406,7 +406,9 @@ def test_what_does_not_pickle_is_named_through_the_colocation_in_every_mode(mode
     inner = lp.MultiProcessingColocation([lp.PyNode(print), lp.PyNode(print, 1, {"key": threading.Lock()})])
     program = program_of(lp.MultiProcessingColocation([lp.PyNode(print), inner]))
     program.add_node(lp.PyNode(print), label="innocent")
-    with pytest.raises(lp.SerializationError, match=r"nodes\[1\].*nodes\[1\].*args\[1\]\['key'\] of type lock") as caught:
+    with pytest.raises(
+        lp.SerializationError, match=r"nodes\[1\].*nodes\[1\].*args\[1\]\['key'\] of type lock"
+    ) as caught:
         lp.launch(program, mode)
     assert str(caught.value).splitlines()[0].startswith("both/0: ")
     assert "innocent" not in str(caught.value)
