@@ -95,7 +95,7 @@ class ProcessHost(Host):
         except BaseException:  # also a Ctrl+C
             self._coordinator.request_stop()
             for spec in self._plan.nodes:
-                self._coordinator.node_abandoned(spec.node_id)
+                self._coordinator.node_down(spec.node_id)
             self.close()
             raise
 
@@ -220,7 +220,7 @@ class ProcessHost(Host):
         if not self._coordinator.is_running(node_id) and can_restart:
             return
         if self._coordinator.must_end(node_id):
-            self._coordinator.node_abandoned(node_id)
+            self._coordinator.node_down(node_id)
             return
         lines = self._logs.last_lines(node_id, max(0.0, deadline - time.monotonic()))
         output = "its last lines:\n" + "\n".join(f"  {line}" for line in lines) if lines else "it had printed nothing"

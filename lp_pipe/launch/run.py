@@ -163,8 +163,9 @@ class Run:
             if order.is_restart:
                 self._restart(order.node_ids[0])
             else:
-                aside.append(threading.Thread(target=self._take_down, args=(order.node_ids,), name="take nodes down"))
-                aside[-1].start()
+                helper = threading.Thread(target=self._take_down, args=(order.node_ids,), name="take down", daemon=True)
+                helper.start()
+                aside.append(helper)
         try:
             self._take_down([spec.node_id for spec in self._coordinator.plan.nodes])
         finally:

@@ -108,7 +108,7 @@ class ThreadHost(Host):
                 self._plan.grace_s,
                 _stack_of(thread),
             )
-            self._coordinator.node_abandoned(node_id)
+            self._coordinator.node_down(node_id)
 
     def close(self) -> None:
         unset_threads()
