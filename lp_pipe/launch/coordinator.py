@@ -135,11 +135,9 @@ class Coordinator:
         """The node_id of what a node of the program is to be asked by: the part that failed, or its first."""
         with self._lock:
             first = self._lives.verdict.first
-            return (
-                first[0].node_id
-                if first is not None and first[0].name == name
-                else self._lives.units[name].spec.node_id
-            )
+            if first is not None and first[0].name == name:
+                return first[0].node_id
+            return self._lives.units[name].spec.node_id
 
     def is_running(self, node_id: str) -> bool:
         """Whether the node's code has not ended."""

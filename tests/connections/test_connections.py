@@ -64,7 +64,7 @@ class Carrier:
             connection.close()
 
 
-@pytest.fixture(params=["inproc", "unix"])
+@pytest.fixture(params=["inproc", "unix", "local"])
 def carrier(request: pytest.FixtureRequest, no_leaks: None, socket_home: Path) -> Iterator[Carrier]:
     carrier = Carrier(f"{request.param}:{socket_home}/test")
     yield carrier
