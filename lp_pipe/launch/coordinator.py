@@ -79,7 +79,7 @@ class Coordinator:
     def stop_inner_nodes(self, colocation: str) -> None:
         """Take the inner nodes of a MultiProcessingColocation down, and not the program."""
         with self._changing():
-            self._lives.end(self._lives.inner_nodes(colocation))
+            self._lives.end_inner_nodes(colocation)
 
     def reserve_port(self, address: str) -> str:
         """A "host:port" that nobody uses, the same for every asker."""

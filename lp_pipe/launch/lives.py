@@ -75,17 +75,11 @@ class Lives:
         due, wait_s = unit.due_with(record)
         self._restart_at.update({part.spec.node_id: time.monotonic() + wait_s for part in due})
 
-    def end(self, parts: Iterable[NodeRecord]) -> None:
-        """Have these taken down, for good or until their node restarts as a whole."""
-        for part in parts:
-            if part.is_gone:
-                self._restart_at.pop(part.spec.node_id, None)
-                self._put_down(part)
-            elif not part.is_ending:
-                part.is_ending = True
-                if part.state == "restarting":
-                    part.state = "stopped"
-                self._to_take_down.append(part.spec.node_id)
+    def end_inner_nodes(self, colocation: str) -> None:
+        """Have the inner nodes of a MultiProcessingColocation taken down for good."""
+        inner = self.inner_nodes(colocation)
+        if not self.units[inner[0].spec.name].is_restarting:  # else they end already, and must start again
+            self._end(inner)
 
     def end_all(self) -> None:
         """Have everything taken down for good: nothing starts any more."""
@@ -138,18 +132,30 @@ class Lives:
         unit.is_restarting = False
         self._restart_at.pop(record.spec.node_id, None)
         if record.spec.on_failure == "ignore":
-            self.end(others)
+            self._end(others)
         elif self.verdict.judge(record.spec, failure, self.stop_requested):
             self.stop_requested = True
         return news
 
     def _restart_with(self, others: list[NodeRecord]) -> None:
         """The other parts of a failed node: those that have ended stay down, the rest ends, until all can start."""
-        self.end([part for part in others if not part.is_gone])
+        self._end([part for part in others if not part.is_gone])
         for part in others:
             self._restart_at.pop(part.spec.node_id, None)
             if not part.is_alive:
                 part.state = "restarting"
+
+    def _end(self, parts: Iterable[NodeRecord]) -> None:
+        """Have these taken down, for good or until their node restarts as a whole."""
+        for part in parts:
+            if part.is_gone:
+                self._restart_at.pop(part.spec.node_id, None)
+                self._put_down(part)
+            elif not part.is_ending:
+                part.is_ending = True
+                if part.state == "restarting":
+                    part.state = "stopped"
+                self._to_take_down.append(part.spec.node_id)
 
     def _put_down(self, record: NodeRecord) -> None:
         record.put_down()

@@ -469,3 +469,39 @@ def test_a_launcher_that_is_killed_leaves_no_inner_process(launch_mode: str, tmp
     pids = [int(pid) for name in ("first", "second") for pid in (tmp_path / name).read_text().split()]
     os.kill(launcher.pid, signal.SIGKILL)
     until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+
+
+def test_a_restarting_group_restarts_threads_with_the_processes_among_them(mode: str, tmp_path: Path) -> None:
+    def lives(name: str) -> int:
+        return len((tmp_path / name).read_text().split()) if (tmp_path / name).exists() else 0
+
+    processes = lp.MultiProcessingColocation([lp.PyClassNode(Flaky, tmp_path / "inside", 1)])
+    handle = processes.add_node(lp.CourierNode(Adder))
+    colocation = lp.MultiThreadingColocation([processes])
+    beside = colocation.add_node(lp.CourierNode(Adder))
+    colocation.add_node(lp.PyClassNode(Flaky, tmp_path / "beside", 2))
+    with lp.launch(program_of(colocation, on_failure="restart", max_restarts=9), mode) as run:
+        until(lambda: lives("beside") >= 3 and lives("inside") >= 2 and row_of(run)["state"] == "running")
+        assert run.client(handle).add(1, 1) == run.client(beside).add(1, 1) == 2
+        assert 1 <= row_of(run)["restarts"] <= 3
+    assert row_of(run)["state"] == "stopped"
+
+
+def test_a_template_that_dies_takes_the_colocation_down_as_its_failure(mode: str, tmp_path: Path) -> None:
+    colocation = lp.MultiProcessingColocation(num_retries_on_failure=3)
+    handle = colocation.add_node(lp.CourierNode(Adder))
+    colocation.add_node(lp.CourierNode(Adder))
+    run = launched(mode, colocation)
+    os.kill(psutil.Process(run.client(handle).pid()).ppid(), signal.SIGKILL)
+    with pytest.raises(lp.NodeError, match="template") as caught:
+        run.wait(WITHIN_S)
+    assert caught.value.label == "both"
+
+
+def test_the_same_program_may_run_twice_at_a_time(mode: str) -> None:
+    colocation = lp.MultiProcessingColocation()
+    handle = colocation.add_node(lp.CourierNode(Adder))
+    program = program_of(colocation)
+    outside = program.add_node(lp.CourierNode(Adder), label="outside")
+    with lp.launch(program, mode), lp.launch(program, mode) as second:
+        assert second.client(handle).add(1, 2) == second.client(outside).add(2, 1) == 3
