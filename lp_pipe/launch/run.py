@@ -104,6 +104,8 @@ class Run:
 
         States: starting, running, restarting (down, and due to start again), finished, failed, stopped.
         error: the node's last failure, also when it runs again.
+        A MultiProcessingColocation is one entry: failed when an inner node has, else running while one runs; the pid is
+        that of the first one that runs, the restarts are the sum.
         """
         return self._coordinator.status()
 
