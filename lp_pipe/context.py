@@ -136,6 +136,11 @@ def current_context() -> NodeContext | None:
     return found if found is not None else _process_context
 
 
+def context_of_thread(thread: threading.Thread | None) -> NodeContext | None:
+    """As `current_context`, of another thread; of what it is inside of (`entered`) nothing is known here."""
+    return getattr(thread, "_lp_pipe_context", None) or _process_context
+
+
 def context() -> NodeContext:
     """The node that the calling code runs in.
 
