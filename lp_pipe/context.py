@@ -208,6 +208,11 @@ def is_launcher_of(address_id: str) -> bool:
     return address_id in _launched and _launched[address_id][1] is current_context()
 
 
+def launcher_of(address_id: str) -> NodeContext | None:
+    """The node whose code has launched the program of this address; None also when no node has."""
+    return _launched[address_id][1] if address_id in _launched else None
+
+
 def services_for(address_id: str) -> NodeServices | None:
     """Who resolves this address for the calling thread: the launcher, or its node; None before launch."""
     if is_launcher_of(address_id):

@@ -94,9 +94,14 @@ class Receiver:
         """Until there is a message or a reason why there will be none; False when the time has passed."""
         if self._arrived or self._end_of(tag) is not None:
             return True
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         what = f"channel {self.channel!r}, operation {tag}"
-        with waits.waiting(waits.RECEIVE, waits.Target(peer=self._peer), what, timeout_s is not None):
-            return self._state.wait_for(lambda: bool(self._arrived) or self._end_of(tag) is not None, timeout_s)
+        is_done = False
+        for is_enough in (lambda: self._peer != "", lambda: False):  # who is waited for is known once it has connected
+            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            with waits.waiting(waits.RECEIVE, waits.Target(peer=self._peer), what, timeout_s is not None):
+                is_done = self._state.wait_for(lambda: self._arrived or self._end_of(tag) or is_enough(), left_s)
+        return is_done
 
     def _end_of(self, tag: int) -> str | None:
         if self._abort is not None and tag <= self._abort.tag:

@@ -1,8 +1,11 @@
 """Where nodes run: the one interface between the run and a launch mode."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+
+from lp_pipe.context import NodeServices
+from lp_pipe.launch.view import View
 
 
 class Host(ABC):
@@ -46,6 +49,17 @@ class Host(ABC):
     @abstractmethod
     def stacks(self) -> str:
         """The Python stacks of every running node, as text."""
+
+    def look(self, old_s: float) -> list[View]:
+        """Whom its processes wait for and serve; returns at once.
+
+        old_s: from this age on activities say where the user's code is.
+        """
+        return []
+
+    def nodes_here(self) -> Mapping[NodeServices, str]:
+        """The node_ids of those that are threads of this process, by what speaks for them there."""
+        return {}
 
     def last_lines(self, node_id: str) -> list[str]:
         """The last lines that the node printed; empty where the launcher does not see them."""

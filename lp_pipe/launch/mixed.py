@@ -1,10 +1,11 @@
 """Thread mode, in which some nodes are processes: the inner ones of a MultiProcessingColocation, as in every mode."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from lp_pipe.connections import local, unix
+from lp_pipe.context import NodeServices
 from lp_pipe.launch import thread
 from lp_pipe.launch.coordinator import Coordinator
 from lp_pipe.launch.host import Host
@@ -14,6 +15,7 @@ from lp_pipe.launch.process import ProcessHost
 from lp_pipe.launch.socket_dir import make_socket_dir
 from lp_pipe.launch.spec import NodeSpec
 from lp_pipe.launch.thread import ThreadHost, common_threads
+from lp_pipe.launch.view import View
 from lp_pipe.telemetry.metrics import MetricsLog
 
 
@@ -80,6 +82,12 @@ class MixedHost(Host):
 
     def stacks(self) -> str:
         return f"{self._threads.stacks()}\n{self._processes.stacks()}"
+
+    def look(self, old_s: float) -> list[View]:
+        return self._processes.look(old_s)
+
+    def nodes_here(self) -> Mapping[NodeServices, str]:
+        return self._threads.nodes_here()
 
     def last_lines(self, node_id: str) -> list[str]:
         return self._host_of(node_id).last_lines(node_id)

@@ -16,7 +16,7 @@ from pathlib import Path
 from threading import get_ident
 from time import monotonic
 from types import FrameType, TracebackType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lp_pipe.context import NodeContext, context_of_thread
 from lp_pipe.telemetry.tracebacks import is_of_user
@@ -34,7 +34,7 @@ class Target(NamedTuple):
     peer: str = ""
 
 
-class waiting:  # noqa: N801  a context manager; contextlib's would cost five times as much
+class waiting:  # contextlib's way to make one costs five times as much
     """Around a wait or a handler of the calling thread; they nest, as calls of inline servers do.
 
     what: the method, or the channel. ends: whether it ends by itself, at a deadline.
@@ -140,7 +140,9 @@ def look(old_s: float) -> list[tuple[NodeContext | None, Activity]]:
         for one in reversed(list(_outwards(last))):
             node = one.node or node
             text = place if one is last else ""
-            found.append((node, Activity("", one.kind, ident, one.since, now - one.since, *one.target, one.what, one.ends, text)))
+            found.append(
+                (node, Activity("", one.kind, ident, one.since, now - one.since, *one.target, one.what, one.ends, text))
+            )
     return found
 
 
