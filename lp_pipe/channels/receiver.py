@@ -21,7 +21,7 @@ class Receiver:
     def __init__(self, channel: str, credits: int) -> None:
         self.channel = channel
         self.credits = credits
-        self._peer = ""
+        self._waits_for = waits.Target()
         self._connection: Connection | None = None
         self._inlet: Inlet | None = None
         self._layout: _PackedLayout | None = None
@@ -94,14 +94,9 @@ class Receiver:
         """Until there is a message or a reason why there will be none; False when the time has passed."""
         if self._arrived or self._end_of(tag) is not None:
             return True
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         what = f"channel {self.channel!r}, operation {tag}"
-        is_done = False
-        for is_enough in (lambda: self._peer != "", lambda: False):  # who is waited for is known once it has connected
-            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-            with waits.waiting(waits.RECEIVE, waits.Target(peer=self._peer), what, timeout_s is not None):
-                is_done = self._state.wait_for(lambda: self._arrived or self._end_of(tag) or is_enough(), left_s)
-        return is_done
+        with waits.waiting(waits.RECEIVE, self._waits_for, what, timeout_s is not None):
+            return self._state.wait_for(lambda: bool(self._arrived) or self._end_of(tag) is not None, timeout_s)
 
     def _end_of(self, tag: int) -> str | None:
         if self._abort is not None and tag <= self._abort.tag:
@@ -110,7 +105,8 @@ class Receiver:
 
     @property
     def _label(self) -> str:
-        return f"channel {self.channel!r} from {self._peer or 'its sender, which has not connected yet'}"
+        peer = self._waits_for.peer or "its sender, which has not connected yet"
+        return f"channel {self.channel!r} from {peer}"
 
     def _return_credit(self, message: "_Message") -> None:
         assert self._connection is not None
@@ -120,7 +116,7 @@ class Receiver:
     def _attach(self, connection: Connection, inlet: Inlet, peer: str) -> None:
         """Called by the hub when both ends are there; only the credits let the sender begin."""
         with self._state:
-            self._connection, self._inlet, self._peer = connection, inlet, peer
+            self._connection, self._inlet, self._waits_for.peer = connection, inlet, peer
             reason = self._closed_reason
         if reason is not None:
             connection.close(reason)

@@ -181,7 +181,9 @@ def _hang_limit(text: str) -> float | None:
         return None
     seconds = _seconds(text)
     if not seconds:
-        raise UsageError(f"--hang-after={text}: a number of seconds above 0 is needed, such as --hang-after=60, or never")
+        raise UsageError(
+            f"--hang-after={text}: a number of seconds above 0 is needed, such as --hang-after=60, or never"
+        )
     return seconds
 
 

@@ -46,7 +46,9 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
         return 0
     up = duration(time.time() - record.started)
     print(f"{record.program} in {record.mode} mode, process {record.pid}, up {up}, folder {shown(record.run_dir)}")
-    print(table(("NODE", "STATE", "PID", "UP", "RESTARTS", "CALLS/S", "WAITING", "ERROR"), [_row(node) for node in nodes]))
+    print(
+        table(("NODE", "STATE", "PID", "UP", "RESTARTS", "CALLS/S", "WAITING", "ERROR"), [_row(node) for node in nodes])
+    )
     return 0
 
 

@@ -7,11 +7,13 @@ Costs half a microsecond: two writes into a dict by thread. Everything else is d
 watch for hangs (launch/hangs.py), every few seconds.
 """
 
+import contextlib
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from threading import get_ident
 from time import monotonic
@@ -26,8 +28,9 @@ MAIN, HANDLER, CALL, RESOLVE, RECEIVE, SEND = "main", "handler", "call", "resolv
 WAITS = (CALL, RESOLVE, RECEIVE, SEND)
 
 
-class Target(NamedTuple):
-    """A server or a channel's other end. peer: its node's name, where it is known."""
+@dataclass
+class Target:
+    """A server or a channel's other end. peer: its node's name, once it is known."""
 
     endpoint: str = ""
     address_id: str = ""
@@ -139,11 +142,24 @@ def look(old_s: float) -> list[tuple[NodeContext | None, Activity]]:
         node = context_of_thread(threads.get(ident))
         for one in reversed(list(_outwards(last))):
             node = one.node or node
-            text = place if one is last else ""
-            found.append(
-                (node, Activity("", one.kind, ident, one.since, now - one.since, *one.target, one.what, one.ends, text))
-            )
+            found.append((node, _described(one, ident, now, place if one is last else "")))
     return found
+
+
+def _described(one: waiting, thread: int, now: float, place: str) -> Activity:
+    return Activity(
+        node="",
+        kind=one.kind,
+        thread=thread,
+        started=one.since,
+        age_s=now - one.since,
+        endpoint=one.target.endpoint,
+        address_id=one.target.address_id,
+        peer=one.target.peer,
+        what=one.what,
+        ends=one.ends,
+        place=place,
+    )
 
 
 def place_of(frame: FrameType | None) -> str:
@@ -151,11 +167,16 @@ def place_of(frame: FrameType | None) -> str:
     while frame is not None:
         code = frame.f_code
         if is_of_user(code.co_filename):
-            path = Path(code.co_filename)
-            shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-            return f"{shown}:{frame.f_lineno} in {code.co_name}"
+            return f"{_shown(Path(code.co_filename))}:{frame.f_lineno} in {code.co_name}"
         frame = frame.f_back
     return ""
+
+
+def _shown(path: Path) -> Path:
+    """Relative where it lies below the current folder."""
+    with contextlib.suppress(OSError, ValueError):  # the current folder was removed, or is elsewhere
+        return path.relative_to(Path.cwd())
+    return path
 
 
 def _outwards(one: waiting | None) -> Iterator[waiting]:
