@@ -10,7 +10,7 @@ from lp_pipe.launch import hang_text
 from lp_pipe.launch.coordinator import Coordinator
 from lp_pipe.launch.deadlocks import find_deadlocks, find_suspects
 from lp_pipe.launch.host import Host
-from lp_pipe.launch.situation import Situation, Wait
+from lp_pipe.launch.situation import Key, Situation, Wait
 from lp_pipe.launch.view import View
 from lp_pipe.telemetry import waits
 
@@ -36,8 +36,8 @@ class HangWatch:
         self._limit_s = limit_s or 0.0
         self._pause_s = min(self._limit_s / _LOOKS_PER_LIMIT, _LONGEST_PAUSE_S)
         self._patience_s: dict[tuple[str, ...], float] = {}
-        self._told: dict[tuple[str, int, float], Wait] = {}
-        self._told_cycles: set[frozenset[tuple[str, int, float]]] = set()
+        self._told: dict[Key, Wait] = {}
+        self._told_cycles: set[frozenset[Key]] = set()
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch for hangs", daemon=True)
 
@@ -55,8 +55,7 @@ class HangWatch:
         while not self._is_over.wait(self._pause_s):
             situation = self._look()
             self._coordinator.note_waits(_oldest_by_node(situation))
-            self._tell_cycles(situation)
-            self._tell_waits(situation)
+            self._tell_waits(situation, self._tell_cycles(situation))
             self._tell_ends(situation)
 
     def _look(self) -> Situation:
@@ -81,7 +80,8 @@ class HangWatch:
                 found.append(one)
         return View(found, waits.pools())
 
-    def _tell_cycles(self, situation: Situation) -> None:
+    def _tell_cycles(self, situation: Situation) -> set[Key]:
+        """Each once; returns the waits of deadlocks, of which no more is to be said."""
         sure = find_deadlocks(situation)
         keys = {wait.key for cycle in sure for wait in cycle}
         maybe = [cycle for cycle in find_suspects(situation) if not keys & {wait.key for wait in cycle}]
@@ -92,11 +92,13 @@ class HangWatch:
                 run = self._coordinator.plan.run_dir.name
                 self._tell(hang_text.cycle_text(situation, cycle, cycle in sure, run))
                 self._told.update({wait.key: wait for wait in cycle})
+        return keys
 
-    def _tell_waits(self, situation: Situation) -> None:
+    def _tell_waits(self, situation: Situation, deadlocked: set[Key]) -> None:
         groups: dict[tuple[str, ...], list[Wait]] = {}
         for wait in situation.waits:
-            groups.setdefault(_group(situation, wait), []).append(wait)
+            if wait.key not in deadlocked:
+                groups.setdefault(_group(situation, wait), []).append(wait)
         for group, members in groups.items():
             oldest = members[0]  # they are sorted
             patience_s = self._patience_s.get(group, self._limit_s)

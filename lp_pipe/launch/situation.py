@@ -9,6 +9,7 @@ from lp_pipe.launch.view import View
 from lp_pipe.telemetry.waits import CALL, HANDLER, MAIN, RESOLVE, Activity, Pool
 
 LAUNCHER = "the launcher"
+Key = tuple[str, int, float]
 
 
 class Thread(NamedTuple):
@@ -36,7 +37,7 @@ class Wait(NamedTuple):
     thread: Thread
 
     @property
-    def key(self) -> tuple[str, int, float]:
+    def key(self) -> Key:
         """The same as long as it lasts, and never another's."""
         return self.thread.process, self.activity.thread, self.activity.started
 

@@ -187,10 +187,13 @@ class CourierClient:
             parts = [*((f"args[{index}]", arg) for index, arg in enumerate(args)), *kwargs.items()]
             raise unpicklable(f"{self._peer}.{method}()", parts, error) from error
 
-    def _stream_options(self, method: str) -> tuple[Any, ...]:
+    def _awaiting(self, method: str) -> waits.awaiting:
+        return waits.awaiting(waits.CALL, self._as_target, method, self._call_timeout_s is not None)
+
+    def _stream_options(self, method: str, waiting: type[waits.waiting] = waits.waiting) -> tuple[Any, ...]:
         """What an iterator needs beside its stream; it keeps the client, and so the connection."""
         too_late = functools.partial(self._too_late, method)
-        wait = functools.partial(waits.waiting, waits.CALL, self._as_target, method, self._call_timeout_s is not None)
+        wait = functools.partial(waiting, waits.CALL, self._as_target, method, self._call_timeout_s is not None)
         return functools.partial(self._outcome, method), self._call_timeout_s, too_late, wait
 
     def _outcome(self, method: str, reply: Reply) -> Any:

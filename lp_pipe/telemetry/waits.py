@@ -3,8 +3,8 @@
     with waits.waiting("call", target, "step"):   # only around what may block
         ...
 
-Costs half a microsecond: two writes into a dict by thread. Everything else is done by who looks, which is only the
-watch for hangs (launch/hangs.py), every few seconds.
+Costs a third of a microsecond: two writes into a dict by thread. Everything else is done by who looks, which is only
+the watch for hangs (launch/hangs.py), every few seconds.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from time import monotonic
 from types import FrameType, TracebackType
 from typing import NamedTuple
 
-from lp_pipe.context import NodeContext, context_of_thread
+from lp_pipe.context import NodeContext, context_of_thread, current_context
 from lp_pipe.telemetry.tracebacks import is_of_user
 
 # Kinds of activities: what keeps a node's own code (run, a constructor) or a handler going, and what it waits for.
@@ -69,13 +69,32 @@ class waiting:  # contextlib's way to make one costs five times as much
             _innermost[get_ident()] = self.outer
 
 
-_innermost: dict[int, waiting] = {}
+class awaiting(waiting):
+    """A wait of a coroutine, which keeps no thread."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        self.outer = None
+        self.node = current_context()
+        self.since = monotonic()
+        _awaited[id(self)] = self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        del _awaited[id(self)]
+
+
+_innermost: dict[int, waiting] = {}  # by thread
+_awaited: dict[int, waiting] = {}
 
 
 class Activity(NamedTuple):
     """One thing that a thread is at.
 
     node: whose code it is (filled in by who knows the program); "" for the launcher's.
+    thread: its ident; a coroutine counts as a thread of its own.
     started: with `thread` it names the activity within its process; not a time for people.
     place: where the user's code is, "train.py:41 in step"; only of what a thread does last, and not of new ones.
     """
@@ -143,6 +162,7 @@ def look(old_s: float) -> list[tuple[NodeContext | None, Activity]]:
         for one in reversed(list(_outwards(last))):
             node = one.node or node
             found.append((node, _described(one, ident, now, place if one is last else "")))
+    found += [(one.node, _described(one, number, now, "")) for number, one in dict(_awaited).items()]
     return found
 
 

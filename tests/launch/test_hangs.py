@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import signal
 import threading
 import time
@@ -91,12 +92,12 @@ def test_a_handler_that_never_returns_is_reported_with_its_place(
     program.add_node(lp.CourierNode(Peer, server), label="actor")
     with launched(program, mode, tmp_path) as run:
         call = run.client("actor").futures.ask()
-        text = reported(run, "node actor/0 has waited")
-        (line,) = [line for line in text.splitlines() if "node actor/0" in line]
-        assert "s for a reply of server/0.block() (at " in line
-        assert "test_hangs.py:" in line
-        assert "in ask); server/0 runs its handler block() since 0." in line
-        assert line.endswith("in block)")
+        text = reported(run, "for a reply of server/0.block()")
+        assert re.search(
+            r"node actor/0 has waited [\d.]+ s for a reply of server/0\.block\(\) \(at \S*test_hangs\.py:\d+ in ask\); "
+            r"server/0 runs its handler block\(\) since [\d.]+ s \(at \S*test_hangs\.py:\d+ in block\)\n",
+            text,
+        ), text
         assert "deadlock" not in text
         assert "node actor/0 has waited" in caplog.text
         run.client("server").release()
@@ -123,13 +124,20 @@ def test_status_says_what_a_node_waits_for_until_it_does_not(
 
 
 def test_a_node_that_does_not_come_up_is_reported_with_where_its_constructor_is(mode: str, tmp_path: Path) -> None:
+    started = tmp_path / "started"
+
     def never() -> Peer:
+        started.touch()
         lp.wait_for_stop()
         return Peer()
 
+    def call(server: Any) -> None:
+        until(started.exists)
+        server.block()
+
     program = lp.Program("resolve")
     server = program.add_node(lp.CourierNode(never), label="server")
-    program.add_node(lp.PyNode(lambda server: server.block(), server), label="caller")
+    program.add_node(lp.PyNode(call, server), label="caller")
     with launched(program, mode, tmp_path) as run:
         text = reported(run, "node caller/0 has waited", "server/0 is not up yet: runs its own code (at ")
         assert "for server/0 to come up" in text
@@ -208,6 +216,22 @@ def test_a_circle_with_a_deadline_in_it_is_not_called_a_deadlock(mode: str, tmp_
         assert "deadlock: " not in reported(run, "cycle of waits (may be a deadlock):")
 
 
+def test_a_coroutine_that_waits_is_reported(mode: str, tmp_path: Path) -> None:
+    class Async(Peer):
+        async def ask_async(self) -> str:
+            return str(await self._others[0].aio.block())
+
+    program = lp.Program("async")
+    server = program.add_node(lp.CourierNode(Peer), label="server")
+    program.add_node(lp.CourierNode(Async, server), label="actor")
+    with launched(program, mode, tmp_path) as run:
+        call = run.client("actor").futures.ask_async()
+        reported(run, "node actor/0 has waited", "server/0 runs its handler block()")
+        run.client("server").release()
+        assert call.result(PATIENCE_S) == "done"
+        reported(run, "node actor/0 waits no more")
+
+
 def test_waits_below_the_limit_are_not_reported(mode: str, tmp_path: Path) -> None:
     program = lp.Program("short")
     server = program.add_node(lp.CourierNode(Peer), label="server")
@@ -231,15 +255,24 @@ def test_the_watch_can_be_switched_off_and_wants_a_sensible_limit(no_leaks: None
 
 
 def test_many_that_wait_for_the_same_thing_are_one_report(mode: str, tmp_path: Path) -> None:
+    all_up = tmp_path / "all-up"
+
+    def act(server: Any) -> None:
+        until(all_up.exists)
+        server.block()
+
     program = lp.Program("many")
     server = program.add_node(lp.CourierNode(Peer), label="server")
     with program.group("actor"):
         for _ in range(3):
-            program.add_node(lp.PyNode(lambda server: server.block(), server))
+            program.add_node(lp.PyNode(act, server))
     with launched(program, mode, tmp_path, limit_s=1.0) as run:
-        text = reported(run, "has waited")
-        assert text.count("has waited") == 1
-        assert "more: actor/" in text
+        lp.list_methods(run.client("server"))
+        until(lambda: all(row["state"] == "running" for row in run.status()["actor"]))
+        all_up.touch()
+        lines = [line for line in reported(run, "node actor/").splitlines() if "node actor/" in line]
+        assert len(lines) == 1, lines
+        assert re.search(r"\(so have 2 more: actor/\d, actor/\d\)", lines[0])
         run.client("server").release()
 
 
