@@ -96,7 +96,15 @@ class PulledConnection(Connection):
 
     @abstractmethod
     def wait(self, timeout_s: float | None) -> bool:
-        """Wait until there is something to read (or the end); False when `timeout_s` has passed."""
+        """Wait until there is something to read (or the end); False when `timeout_s` has passed, or on `interrupt`."""
+
+    @abstractmethod
+    def make_interruptible(self) -> None:
+        """Before the first `wait`: `interrupt` will work."""
+
+    @abstractmethod
+    def interrupt(self) -> None:
+        """End a `wait`, or the next one; any thread."""
 
     @abstractmethod
     def read_next(self) -> None:
