@@ -25,6 +25,7 @@ class NodeStream:
         self._coordinator = coordinator
         self._node_id = ""
         self._stacks: dict[int, Future[str]] = {}
+        self._faults: dict[int, Future[int]] = {}
         self._actions: dict[str, Callable[[Any], None]] = {
             "hello": self._on_hello,
             "register": self._on_register,
@@ -34,6 +35,7 @@ class NodeStream:
             "stop_request": lambda message: self._coordinator.request_stop(),
             "ended": self._on_ended,
             "stacks": self._on_stacks,
+            "fault_report": self._on_fault_report,
         }
 
     def send(self, payload: bytes | None = None, **message: Any) -> None:
@@ -50,6 +52,18 @@ class NodeStream:
         self.send(stacks=wire.Stacks(id=id(answer)))
         return answer
 
+    def ask_fault(self, fault: wire.Fault) -> "Future[int]":
+        """Done with how often the fault has struck in the node's process; 0 when that has ended."""
+        answer: Future[int] = Future()
+        question = wire.Fault()
+        question.CopyFrom(fault)
+        question.id = id(answer)
+        self._faults[question.id] = answer
+        self.send(fault=question)
+        if self.closed.is_set():
+            self._forget_faults()
+        return answer
+
     def on_frame(self, frame: Frame) -> None:
         message = wire.Supervision.FromString(bytes(frame.body))
         kind = message.WhichOneof("message")
@@ -58,6 +72,7 @@ class NodeStream:
 
     def on_close(self, reason: str) -> None:
         self.closed.set()
+        self._forget_faults()
 
     def _on_hello(self, message: wire.Hello) -> None:
         self._node_id = message.node_id
@@ -95,6 +110,15 @@ class NodeStream:
         answer = self._stacks.pop(message.id, None)
         if answer is not None:
             answer.set_result(message.text)
+
+    def _on_fault_report(self, message: wire.FaultReport) -> None:
+        answer = self._faults.pop(message.id, None)
+        if answer is not None:
+            answer.set_result(message.hits)
+
+    def _forget_faults(self) -> None:
+        for number in list(self._faults):
+            self._on_fault_report(wire.FaultReport(id=number))
 
 
 def _resolved(number: int, done: "Future[str]") -> wire.Resolved:

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,7 @@ class ProcessHost(Host):
         self._cwd = os.getcwd()
         self._sys_path = list(sys.path)
         self._streams: dict[str, NodeStream] = {}
+        self._faults: dict[str, wire.Fault] = {}
         self._logs = LogPump(plan.run_dir / "logs")
         self._is_over = threading.Event()
         self._exits = ExitQueue()
@@ -127,6 +129,13 @@ class ProcessHost(Host):
         asked = [(node_id, stream.ask_stacks()) for node_id, stream in list(self._streams.items())]
         return "\n".join(f"node {node_id}\n{_answer_of(future)}" for node_id, future in asked if future is not None)
 
+    def inject(self, fault: wire.Fault) -> "Mapping[str, Future[int]]":
+        if fault.action == wire.Fault.HEAL:
+            self._faults.pop(fault.rule, None)
+        elif fault.action in (wire.Fault.DROP, wire.Fault.DELAY, wire.Fault.PARTITION):
+            self._faults[fault.rule] = fault  # also for nodes that start later
+        return {node_id: stream.ask_fault(fault) for node_id, stream in list(self._streams.items())}
+
     def last_lines(self, node_id: str) -> list[str]:
         return self._logs.last_lines(node_id)
 
@@ -172,6 +181,8 @@ class ProcessHost(Host):
             return
         spec = self._specs[node_id]
         self._streams[node_id] = stream
+        for fault in list(self._faults.values()):  # before it can make a connection
+            stream.ask_fault(fault)
         stream.send(
             start=wire.Start(
                 label=spec.label,
