@@ -146,6 +146,11 @@ class Run:
         return self._interrupts.received
 
     @property
+    def failure(self) -> NodeError | None:
+        """The first failure so far, without waiting for the end."""
+        return self._coordinator.failure()
+
+    @property
     def later_failures(self) -> int:
         """How many failures came after the first one."""
         return self._coordinator.later_failures

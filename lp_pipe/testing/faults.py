@@ -16,7 +16,9 @@ import contextlib
 import itertools
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -29,6 +31,7 @@ from lp_pipe.testing.nodes import Nodes, node_ids, ways_between
 
 _PATIENCE_S = 10.0
 _LOOK_AGAIN_S = 0.05
+_LOOK_AT_PROCESS_S = 0.001
 
 _numbers = itertools.count()
 _active: list["Fault"] = []
@@ -140,6 +143,8 @@ def freeze(run: Run, nodes: Nodes) -> Fault:
     pids = [_pid_of(run, node_id, "frozen") for node_id in node_ids(run, nodes)]
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
+    for pid in pids:
+        _wait_until_stopped(pid)
 
     def thaw() -> int:
         for pid in pids:
@@ -198,3 +203,23 @@ def _pid_of(run: Run, node_id: str, what: str) -> int:
     if row["state"] != "running":
         raise ValueError(f"node {node_id} has {row['state']} already, and cannot be {what}")
     return int(row["pid"])
+
+
+def _wait_until_stopped(pid: int) -> None:
+    """A signal takes effect a moment later, thread by thread; nobody but the parent is told."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while not _is_stopped(pid) and time.monotonic() < deadline:
+        time.sleep(_LOOK_AT_PROCESS_S)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether none of its threads runs; True where there is no /proc, or the process has ended."""
+    return all(stat.rpartition(")")[2].split()[0] in "TtZX" for stat in _stats_of(pid))
+
+
+def _stats_of(pid: int) -> list[str]:
+    found = []
+    for path in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # the thread has just ended
+            found.append(path.read_text())
+    return found

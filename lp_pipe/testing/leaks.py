@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lp_pipe.launch.proctree import start_time, tree_of
-from lp_pipe.testing import open_files
-from lp_pipe.testing.temp_dir import left_in, private_temp_dir
+from lp_pipe.testing import open_files, temp_dir
 
 PATIENCE_S = 10.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
@@ -38,8 +37,8 @@ def assert_no_leaks(patience: float = PATIENCE_S, ignore_threads: Collection[str
     Raises:
         AssertionError: something is left; names each. Not when the body itself raises.
     """
-    with private_temp_dir() as folder:
-        before = Snapshot(folder, ignore_threads)
+    with temp_dir.private_temp_dir():
+        before = Snapshot(ignore_threads)
         yield
         before.assert_nothing_new(patience)
 
@@ -47,14 +46,14 @@ def assert_no_leaks(patience: float = PATIENCE_S, ignore_threads: Collection[str
 class Snapshot:
     """What is there now, to be compared with what is there later."""
 
-    def __init__(self, temp_dir: Path, ignore_threads: Collection[str] = ()) -> None:
-        self._temp_dir = temp_dir
+    def __init__(self, ignore_threads: Collection[str] = ()) -> None:
         self._ignored = (*_LIVE_AS_LONG_AS_THE_PROCESS, *ignore_threads)
         self._threads = set(threading.enumerate())
         self._processes = _processes()
         self._sockets = open_files.open_sockets()
         self._memory = open_files.shared_memory()
         self._segments = open_files.named_segments()
+        self._files = temp_dir.entries()
 
     def assert_nothing_new(self, patience_s: float) -> None:
         """Wait until all that is new has gone.
@@ -77,7 +76,13 @@ class Snapshot:
         return []
 
     def _new(self) -> list[str]:
-        return [*self._new_threads(), *self._new_processes(), *self._new_sockets(), *self._new_memory(), *self._files()]
+        return [
+            *self._new_threads(),
+            *self._new_processes(),
+            *self._new_sockets(),
+            *self._new_memory(),
+            *self._new_files(),
+        ]
 
     def _new_threads(self) -> list[str]:
         new = [thread for thread in threading.enumerate() if thread not in self._threads and thread.ident is not None]
@@ -104,8 +109,8 @@ class Snapshot:
                 found.append(f"shared memory: {path}, which nobody uses any more")
         return found
 
-    def _files(self) -> list[str]:
-        return [f"temporary file: {name}" for name in left_in(self._temp_dir)]
+    def _new_files(self) -> list[str]:
+        return [f"temporary file: {name}" for name in sorted(temp_dir.entries() - self._files)]
 
 
 def _processes() -> set[tuple[int, int]]:

@@ -1,25 +1,29 @@
 """The pytest plugin: the fixtures `launched` and `faults`, the option --lp-mode.
 
-Loaded by every pytest of an environment in which lp_pipe is installed, so it imports only what a fixture is asked for.
+Every pytest of an environment in which lp_pipe is installed loads it, and with it the core of lp_pipe, but no engine.
 """
 
 from collections.abc import Generator, Iterator
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import pytest
 
-if TYPE_CHECKING:
-    from lp_pipe.launch import Run
-    from lp_pipe.program import Program
+from lp_pipe.errors import NodeError
+from lp_pipe.launch import Run, launch
+from lp_pipe.program import Program
+from lp_pipe.testing import faults as lp_faults
+from lp_pipe.testing.leaks import PATIENCE_S, Snapshot
+from lp_pipe.testing.temp_dir import private_temp_dir
 
 _HAS_FAILED = pytest.StashKey[bool]()
+_RUNS = pytest.StashKey[list[Run]]()
 
 
 class Launched(Protocol):
     """The type of the fixture `launched`."""
 
-    def __call__(self, program: "Program", mode: str | None = None, **options: Any) -> "Run": ...
+    def __call__(self, program: Program, mode: str | None = None, **options: Any) -> Run: ...
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -28,6 +32,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="thread",
         help="the mode in which the fixture `launched` launches programs: thread (the default) or process",
     )
+    parser.addini(
+        "lp_leak_patience",
+        "seconds for what a test has left behind to go, before the fixture `launched` calls it a leak",
+        default=str(PATIENCE_S),
+    )
 
 
 @pytest.hookimpl(wrapper=True)
@@ -35,8 +44,12 @@ def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    if report.when == "call":
-        item.stash[_HAS_FAILED] = report.failed
+    if report.when == "call" and report.failed:
+        item.stash[_HAS_FAILED] = True
+        for run in item.stash.get(_RUNS, []):
+            failure = run.failure
+            if failure is not None:  # often why the test has failed
+                report.sections.append((f"node {failure.label}/{failure.index} failed", str(failure)))
     return report
 
 
@@ -49,55 +62,41 @@ def launched(request: pytest.FixtureRequest) -> Iterator[Launched]:
     test did not see that (in `run.wait()` or at the end of `with run`), or when something is left: a thread, a
     process, a socket, shared memory, a temporary file.
     """
-    from lp_pipe.launch import launch
-    from lp_pipe.testing.leaks import PATIENCE_S, Snapshot
-    from lp_pipe.testing.temp_dir import private_temp_dir
-
     if "faults" in request.fixturenames:  # however late it is asked for
         request.getfixturevalue("faults")
-    runs: list[Run] = []
+    runs = request.node.stash[_RUNS] = []
 
-    def start(program: "Program", mode: str | None = None, **options: Any) -> "Run":
+    def start(program: Program, mode: str | None = None, **options: Any) -> Run:
         runs.append(launch(program, mode or request.config.getoption("--lp-mode"), **options))
         return runs[-1]
 
-    with private_temp_dir() as folder:
-        before = Snapshot(folder)
+    with private_temp_dir():
+        before = Snapshot()
         yield start
-        failures = _stop_all(runs)
+        failure = _stop_all(runs)
         runs.clear()
         if request.node.stash.get(_HAS_FAILED, False):
-            for failure in failures:  # often why the test has failed
-                request.node.add_report_section("call", "failed node", failure.report or str(failure))
-            return
-        for failure in failures:
+            return  # its traceback keeps what it used, and it has failed already
+        if failure is not None:
             raise failure
-        before.assert_nothing_new(PATIENCE_S)
+        before.assert_nothing_new(float(request.config.getini("lp_leak_patience")))
 
 
 @pytest.fixture
 def faults() -> Iterator[ModuleType]:
     """The module `lp_pipe.testing.faults`, for programs that `launched` launches in this test."""
-    from lp_pipe.testing import faults
-
-    with faults.enabled():
-        yield faults
+    with lp_faults.enabled():
+        yield lp_faults
 
 
-def _stop_all(runs: "list[Run]") -> "list[Any]":
-    """Stop the programs; the failures of which the test does not know."""
-    from lp_pipe.errors import NodeError
-    from lp_pipe.testing import faults
-
-    faults.heal_all()
+def _stop_all(runs: list[Run]) -> NodeError | None:
+    """Stop the programs; the first failure of which the test does not know."""
+    lp_faults.heal_all()
     for run in runs:
         run.request_stop()
     failures = []
     for run in runs:
         run.stop()
-        try:
-            if not run.has_raised_failure:
-                run.wait()
-        except NodeError as error:
-            failures.append(error)
-    return failures
+        if not run.has_raised_failure and run.failure is not None:
+            failures.append(run.failure)
+    return failures[0] if failures else None
