@@ -132,16 +132,24 @@ class _Line:
 
     def __init__(self, way: Way, deliver: OnFrame, end: OnClose) -> None:
         self.way = way
-        self.rules: tuple[Rule, ...] = ()
+        self._rules: tuple[Rule, ...] = ()
+        self._is_slow = False
         self._deliver = deliver
         self._end = end
         self._late: deque[_Late] = deque()  # what is being delivered stays in it: nothing may overtake
         self._changed = threading.Condition()
         self._has_thread = False
 
+    def follow(self, rules: tuple[Rule, ...]) -> None:
+        """From now on; what is late because of a rule that has gone is delivered now."""
+        with self._changed:
+            self._rules = rules
+            self._is_slow = any(rule.fault.action == wire.Fault.DELAY for rule in rules)
+            self._changed.notify()
+
     def pass_on(self, frame: Frame) -> None:
         delay_s = 0.0
-        for rule in self.rules:
+        for rule in self._rules:
             if rule.drops(self.way, frame):
                 if frame.kind != frames.CHANNEL_DATA:
                     return
@@ -184,7 +192,7 @@ class _Line:
         with self._changed:
             while self._late:
                 remaining = self._late[0].due - time.monotonic()
-                if remaining <= 0:
+                if remaining <= 0 or not self._is_slow:
                     return self._late[0]
                 self._changed.wait(remaining)
             self._has_thread = False
@@ -248,7 +256,7 @@ class _Table:
 
     def _apply_to(self, connection: FaultyConnection) -> None:
         for line in (connection.outgoing, connection.incoming):
-            line.rules = tuple(rule for rule in self._rules.values() if not rule.closes and line.way in rule.ways)
+            line.follow(tuple(rule for rule in self._rules.values() if not rule.closes and line.way in rule.ways))
 
 
 def enable() -> None:

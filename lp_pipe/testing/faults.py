@@ -99,7 +99,7 @@ def drop(run: Run, source: Nodes, target: Nodes, count: int | None = 1, after: i
 def delay(run: Run, source: Nodes, target: Nodes, seconds: float) -> Fault:
     """Let every message from `source` to `target` arrive `seconds` later, in order, as on a slow line.
 
-    At the end, what is on its way still arrives late.
+    What is on its way when the fault ends arrives then.
     """
     if seconds <= 0:
         raise ValueError(f"delay: seconds={seconds} must be more than 0")

@@ -13,6 +13,7 @@ import lp_pipe as lp
 from lp_pipe.testing.plugin import Launched
 
 SOON_S = 0.3
+TIMEOUT_S = 1.0  # long enough for a call of two processes that share their cores
 PATIENCE_S = 20.0
 
 
@@ -53,7 +54,9 @@ def program(call_timeout: float | None = None, callers: int = 1) -> lp.Program:
 @pytest.fixture
 def launch(mode: str, launched: Launched, faults: ModuleType) -> Launcher:
     def start(call_timeout: float | None = None, callers: int = 1) -> lp.Run:
-        return launched(program(call_timeout, callers), mode, grace=2.0)
+        run = launched(program(call_timeout, callers), mode)
+        run.client("counter")  # is up from here on: starting takes longer than the shortest of these timeouts
+        return run
 
     return start
 
@@ -67,7 +70,7 @@ def is_waiting(future: "Future[Any]") -> bool:
 
 
 def test_a_dropped_call_is_never_handled(launch: Launcher, faults: ModuleType) -> None:
-    run = launch(call_timeout=SOON_S)
+    run = launch(call_timeout=TIMEOUT_S)
     caller = run.client("caller")
     assert caller.add(1) == 1
     with faults.drop(run, "caller", "counter") as fault:
@@ -80,7 +83,7 @@ def test_a_dropped_call_is_never_handled(launch: Launcher, faults: ModuleType) -
 
 
 def test_the_handler_of_a_dropped_reply_has_run(launch: Launcher, faults: ModuleType) -> None:
-    run = launch(call_timeout=SOON_S)
+    run = launch(call_timeout=TIMEOUT_S)
     caller = run.client("caller")
     with faults.drop(run, "counter", "caller", after=1) as fault:
         assert caller.add(1) == 1
@@ -108,7 +111,7 @@ def test_an_item_of_a_stream_may_be_lost(launch: Launcher, faults: ModuleType) -
 
 
 def test_only_the_nodes_that_are_named_are_struck(launch: Launcher, faults: ModuleType) -> None:
-    run = launch(call_timeout=SOON_S, callers=2)
+    run = launch(call_timeout=TIMEOUT_S, callers=2)
     first, second = run.client("caller", 0), run.client("caller", 1)
     with faults.drop(run, ("caller", 1), "counter", count=None):
         assert first.add(1) == 1
@@ -140,6 +143,26 @@ def test_delayed_messages_come_later_and_in_order(launch: Launcher, faults: Modu
     started = time.monotonic()
     counter.add(1)
     assert time.monotonic() - started < SOON_S
+
+
+def test_what_is_on_its_way_when_the_delay_ends_arrives_then(launch: Launcher, faults: ModuleType) -> None:
+    run = launch()
+    counter = run.client("counter")
+    with faults.delay(run, faults.LAUNCHER, "counter", seconds=600):
+        calls = [counter.futures.add(1) for _ in range(3)]
+        assert is_waiting(calls[0])
+    assert [call.result(PATIENCE_S) for call in calls] == [1, 2, 3]
+
+
+def test_a_close_waits_for_its_turn_too(launch: Launcher, faults: ModuleType) -> None:
+    run = launch()
+    counter = run.client("counter")
+    with faults.delay(run, "counter", faults.LAUNCHER, seconds=600):
+        call = counter.futures.add(1)
+        assert is_waiting(call)
+        run.stop()
+        assert is_waiting(call)  # the reply and the server's farewell are on their way
+    assert call.result(PATIENCE_S) == 1
 
 
 def test_the_lines_of_both_directions_add_up(launch: Launcher, faults: ModuleType) -> None:
@@ -192,7 +215,7 @@ def test_a_client_that_does_not_wait_is_told_of_the_partition(launch: Launcher, 
 
 
 def test_a_fault_lasts_until_it_is_healed_or_the_test_ends(launch: Launcher, faults: ModuleType) -> None:
-    run = launch(call_timeout=SOON_S)
+    run = launch(call_timeout=TIMEOUT_S)
     counter = run.client("counter")
     fault = faults.partition(run, faults.LAUNCHER, "counter")
     with pytest.raises(lp.DeadlineExceeded):
