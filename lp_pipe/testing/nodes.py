@@ -1,6 +1,5 @@
 """Which nodes of a running program a test means, and how they are connected."""
 
-from collections.abc import Iterator
 from typing import Any
 
 from lp_pipe.connections import faulty
@@ -46,7 +45,7 @@ def ways_between(run: Run, source: Nodes, target: Nodes) -> list[wire.Fault.Way]
     """
     sources, targets = node_ids(run, source), node_ids(run, target)
     pairs = [(a, b) for a in sources for b in targets if a != b]
-    endpoints = {node: list(_endpoints(run, node)) for node in {*sources, *targets}}
+    endpoints = {node: _endpoints(run, node) for node in {*sources, *targets}}
     ways = [
         wire.Fault.Way(node=node, endpoint=endpoint, is_outgoing=is_outgoing)
         for a, b in pairs
@@ -68,8 +67,9 @@ def _by_handle(run: Run, handle: Handle[Any]) -> str:
     return handle.node_name
 
 
-def _endpoints(run: Run, node_id: str) -> Iterator[str]:
-    plan = run._coordinator.plan
-    for address, owner in plan.owners.items():
-        if owner == node_id:
-            yield run._coordinator.endpoint_for(address)
+def _endpoints(run: Run, node_id: str) -> list[str]:
+    if node_id == faulty.LAUNCHER:
+        return []
+    label, _, index = node_id.rpartition("/")
+    node = run._program.groups[label][int(index)]
+    return [run._coordinator.endpoint_for(address.id) for address in node.addresses]

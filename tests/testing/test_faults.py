@@ -151,7 +151,7 @@ def test_what_is_on_its_way_when_the_delay_ends_arrives_then(launch: Launcher, f
     with faults.delay(run, faults.LAUNCHER, "counter", seconds=600):
         calls = [counter.futures.add(1) for _ in range(3)]
         assert is_waiting(calls[0])
-    assert [call.result(PATIENCE_S) for call in calls] == [1, 2, 3]
+    assert sorted(call.result(PATIENCE_S) for call in calls) == [1, 2, 3]  # handlers run side by side
 
 
 def test_a_close_waits_for_its_turn_too(launch: Launcher, faults: ModuleType) -> None:
