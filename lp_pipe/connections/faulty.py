@@ -240,6 +240,9 @@ class _Table:
         rule = self._rules.get(fault.rule)
         return rule.hits if rule is not None else 0
 
+    def hits(self) -> dict[str, int]:
+        return {name: rule.hits for name, rule in list(self._rules.items())}
+
     def heal(self, fault: wire.Fault) -> int:
         with self._lock:
             rule = self._rules.pop(fault.rule, None)
@@ -277,6 +280,11 @@ def apply(fault: wire.Fault) -> int:
     """Install, report on or heal a fault in this process; returns how often it has struck so far."""
     actions = {wire.Fault.REPORT: _table.report, wire.Fault.HEAL: _table.heal}
     return actions.get(fault.action, _table.add)(fault)
+
+
+def hits() -> dict[str, int]:
+    """How often each fault that lasts has struck in this process."""
+    return _table.hits()
 
 
 def _concerns(rule: Rule, connection: FaultyConnection) -> bool:

@@ -71,6 +71,9 @@ class Supervision:
 
     def close(self) -> None:
         """The last that this process says to its launcher."""
+        with contextlib.suppress(Unavailable):
+            for rule, hits in faulty.hits().items():
+                self.send(fault_report=wire.FaultReport(rule=rule, hits=hits))
         self._connection.close("the node has ended")
 
     # NodeServices

@@ -25,7 +25,8 @@ class NodeStream:
         self._coordinator = coordinator
         self._node_id = ""
         self._stacks: dict[int, Future[str]] = {}
-        self._faults: dict[int, Future[int]] = {}
+        self._faults: dict[int, tuple[str, Future[int]]] = {}
+        self.last_hits: dict[str, int] = {}  # of each fault, when the process has ended
         self._actions: dict[str, Callable[[Any], None]] = {
             "hello": self._on_hello,
             "register": self._on_register,
@@ -53,12 +54,12 @@ class NodeStream:
         return answer
 
     def ask_fault(self, fault: wire.Fault) -> "Future[int]":
-        """Done with how often the fault has struck in the node's process; 0 when that has ended."""
+        """Done with how often the fault has struck in the node's process."""
         answer: Future[int] = Future()
         question = wire.Fault()
         question.CopyFrom(fault)
         question.id = id(answer)
-        self._faults[question.id] = answer
+        self._faults[question.id] = fault.rule, answer
         self.send(fault=question)
         if self.closed.is_set():
             self._forget_faults()
@@ -112,13 +113,19 @@ class NodeStream:
             answer.set_result(message.text)
 
     def _on_fault_report(self, message: wire.FaultReport) -> None:
-        answer = self._faults.pop(message.id, None)
-        if answer is not None:
-            answer.set_result(message.hits)
+        if message.rule:
+            self.last_hits[message.rule] = message.hits
+        else:
+            self._answer_fault(message.id, message.hits)
 
     def _forget_faults(self) -> None:
-        for number in list(self._faults):
-            self._on_fault_report(wire.FaultReport(id=number))
+        for number, (rule, _) in list(self._faults.items()):
+            self._answer_fault(number, self.last_hits.get(rule, 0))
+
+    def _answer_fault(self, number: int, hits: int) -> None:
+        _, answer = self._faults.pop(number, ("", None))
+        if answer is not None:
+            answer.set_result(hits)
 
 
 def _resolved(number: int, done: "Future[str]") -> wire.Resolved:

@@ -180,12 +180,14 @@ class Fault(_message.Message):
     def __init__(self, id: _Optional[int] = ..., rule: _Optional[str] = ..., action: _Optional[_Union[Fault.Action, str]] = ..., ways: _Optional[_Iterable[_Union[Fault.Way, _Mapping]]] = ..., delay_s: _Optional[float] = ..., after: _Optional[int] = ..., count: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class FaultReport(_message.Message):
-    __slots__ = ("id", "hits")
+    __slots__ = ("id", "hits", "rule")
     ID_FIELD_NUMBER: _ClassVar[int]
     HITS_FIELD_NUMBER: _ClassVar[int]
+    RULE_FIELD_NUMBER: _ClassVar[int]
     id: int
     hits: int
-    def __init__(self, id: _Optional[int] = ..., hits: _Optional[int] = ...) -> None: ...
+    rule: str
+    def __init__(self, id: _Optional[int] = ..., hits: _Optional[int] = ..., rule: _Optional[str] = ...) -> None: ...
 
 class Supervision(_message.Message):
     __slots__ = ("hello", "start", "register", "resolve", "resolved", "metrics", "ended", "stop", "stop_request", "ping", "stacks", "reserve_port", "fault", "fault_report")

@@ -67,10 +67,11 @@ class Snapshot:
     def _wait_until_gone(self, patience_s: float) -> list[str]:
         deadline = time.monotonic() + patience_s
         pause_s = _FIRST_PAUSE_S
-        while leaks := self._new():
-            gc.collect()  # what only a reference cycle holds is no leak
-            if time.monotonic() >= deadline:
-                return leaks
+        while self._new():
+            is_late = time.monotonic() >= deadline
+            gc.collect()  # what only a reference cycle holds is no leak; may take long
+            if is_late:
+                return self._new()
             time.sleep(pause_s)  # the ends of processes, sockets and files are nothing that one could wait for at once
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         return []

@@ -1,5 +1,6 @@
 """Faults between the nodes of real programs, in every mode: what their callers see, and that it ends with the fault."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -227,6 +228,33 @@ def test_a_fault_lasts_until_it_is_healed_or_the_test_ends(launch: Launcher, fau
     fault.heal()
     assert fault.hits == hits
     faults.partition(run, faults.LAUNCHER, "counter")  # left to the fixture
+
+
+def test_hits_are_known_after_the_program_has_ended_of_the_fault(
+    mode: str, launched: Launched, faults: ModuleType
+) -> None:
+    class Slow:
+        def __init__(self) -> None:
+            self._asked = threading.Event()
+
+        def answer(self) -> None:
+            self._asked.set()
+            lp.wait_for_stop()
+
+        def is_asked(self) -> bool:
+            return self._asked.is_set()
+
+    program = lp.Program("ends")
+    slow = program.add_node(lp.CourierNode(Slow), label="slow")
+    program.add_node(lp.PyNode(lambda client: client.answer(), slow), label="eager")
+    run = launched(program, mode)
+    while not run.client("slow").is_asked():
+        pass
+    with faults.partition(run, "eager", "slow") as fault:
+        with pytest.raises(lp.NodeError, match="the test has separated"):
+            run.wait(PATIENCE_S)
+        assert fault.hits
+    assert fault.hits
 
 
 def test_large_arguments_survive_a_delay_though_the_caller_reuses_them(
