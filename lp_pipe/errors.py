@@ -48,6 +48,10 @@ class Unavailable(LpPipeError, ConnectionError):
     """The peer is not there: it never came up, it ended, or the connection broke during the call."""
 
 
+class Unauthenticated(Unavailable):
+    """The peer does not take this process for one of its run, or the other way round; waiting does not help."""
+
+
 class ChannelClosed(Unavailable):
     """The other end of a tensor channel closed or failed; the message holds its reason."""
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from lp_pipe.connections import credentials
 from lp_pipe.launch import template
 from lp_pipe.testing import assert_no_leaks
 
@@ -46,6 +47,15 @@ def socket_home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("TMPDIR", str(folder))
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def run_credentials() -> Iterator[credentials.Credentials]:
+    """This process can listen and connect over TCP, with credentials of its own."""
+    generated = credentials.generate_credentials()
+    credentials.use_credentials(generated)
+    yield generated
+    credentials.use_credentials(None)
 
 
 @pytest.fixture

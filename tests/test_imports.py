@@ -21,6 +21,7 @@ CORE = [
     "lp_pipe.testing.plugin",
 ]
 HEAVY = ["torch", "grpc", "numpy", "ray", "kubernetes", "pandas", "absl", "rich", "asyncio", "multiprocessing"]
+HEAVY += ["sklearn", "scipy", "gymnasium"]
 
 
 def imported_by(module: str) -> set[str]:
@@ -35,6 +36,27 @@ def test_the_core_imports_nothing_heavy(module: str) -> None:
 
 def test_programs_do_not_import_what_tests_need() -> None:
     assert not imported_by("lp_pipe") & {"pytest", "lp_pipe.testing"}
+
+
+@pytest.mark.parametrize("name", ["producers_consumer", "map_reduce", "parameter_server", "evolution_strategies"])
+def test_a_ready_made_program_imports_no_data_set_and_no_environment(name: str) -> None:
+    assert not imported_by(f"lp_pipe.programs.{name}") & {"torch", "sklearn", "scipy", "gymnasium"}
+
+
+def test_processes_of_one_host_never_load_grpc(no_leaks: None) -> None:
+    # The template must not have it: its threads do not survive a fork.
+    program = lp_pipe.Program("imports")
+    with program.group("server"):
+        server = program.add_node(lp_pipe.CourierNode(Modules))
+    with lp_pipe.launch(program, "process") as run:
+        loaded = run.client(server).loaded()
+    assert "lp_pipe.connections.unix" in loaded
+    assert not {"grpc", "cryptography"} & set(loaded)
+
+
+class Modules:
+    def loaded(self) -> list[str]:
+        return sorted(sys.modules)
 
 
 def test_the_public_names() -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from types import ModuleType
 
-from lp_pipe.connections import inproc, unix
+from lp_pipe.connections import inproc, local, tcp_endpoint, unix
 from lp_pipe.connections.base import Connection as Connection
 from lp_pipe.connections.base import Listener as Listener
 from lp_pipe.connections.base import OnConnection
@@ -13,7 +13,7 @@ from lp_pipe.errors import Unavailable
 
 Connector = Callable[[str, float | None], Connection]
 
-_CARRIERS: dict[str, ModuleType] = {inproc.SCHEME: inproc, unix.SCHEME: unix}
+_CARRIERS: dict[str, ModuleType] = {inproc.SCHEME: inproc, local.SCHEME: local, unix.SCHEME: unix}
 
 
 def connect(endpoint: str, idle_timeout_s: float | None = None) -> Connection:
@@ -50,8 +50,13 @@ def listen(endpoint: str, on_connection: OnConnection) -> Listener:
 
 def _carrier(endpoint: str) -> ModuleType:
     scheme = endpoint[: endpoint.find(":") + 1]
+    if scheme in tcp_endpoint.SCHEMES:
+        from lp_pipe.connections import grpc_stream  # grpc is slow to import, and must not be there before a fork
+
+        return grpc_stream
     if scheme not in _CARRIERS:
-        raise Unavailable(f"endpoint {endpoint!r} has no known carrier; known are {', '.join(_CARRIERS)}")
+        known = ", ".join([*_CARRIERS, *tcp_endpoint.SCHEMES])
+        raise Unavailable(f"endpoint {endpoint!r} has no known carrier; known are {known}")
     return _CARRIERS[scheme]
 
 

@@ -124,13 +124,13 @@ class FaultyConnection(Connection):
 
 class _Late(NamedTuple):
     due: float
-    act: Callable[[], None]
+    act: Callable[[], object]
 
 
 class _Line:
     """Frames of one way, in order: passed on at once by the thread that brings them, or late by one of its own."""
 
-    def __init__(self, way: Way, deliver: OnFrame, end: OnClose) -> None:
+    def __init__(self, way: Way, deliver: OnFrame, end: Callable[[str], object]) -> None:
         self.way = way
         self._rules: tuple[Rule, ...] = ()
         self._is_slow = False
@@ -172,7 +172,7 @@ class _Line:
             self._late.clear()
             self._changed.notify()
 
-    def _after(self, delay_s: float, act: Callable[[], None]) -> None:
+    def _after(self, delay_s: float, act: Callable[[], object]) -> None:
         with self._changed:
             due = time.monotonic() + delay_s
             self._late.append(_Late(max(due, self._late[-1].due) if self._late else due, act))

@@ -7,18 +7,16 @@ import socket
 import struct
 import threading
 import time
-from collections import deque
-from collections.abc import Sequence
 
 from lp_pipe.connections import frames, loans
 from lp_pipe.connections.base import Connection, Listener, OnClose, OnConnection, OnFrame, PulledConnection
 from lp_pipe.connections.frames import Frame, FrameError
 from lp_pipe.connections.loans import Borrower, Lender
+from lp_pipe.connections.socket_reader import SocketReader
 from lp_pipe.errors import Unavailable
 
 SCHEME = "unix:"
 
-_READ_AHEAD_BYTES = 1 << 16
 _MAX_PIECES = 512  # below every system's IOV_MAX
 _CLOSE_PATIENCE_S = 0.2
 _ACCEPT_PAUSE_S = 0.1
@@ -37,7 +35,7 @@ class UnixConnection(PulledConnection):
         super().__init__(peer)
         self._socket = sock
         self._lender = Lender() if loans.is_supported else None
-        self._reader = _Reader(sock, Borrower(self._give_back))
+        self._reader = SocketReader(sock, Borrower(self._give_back))
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self._on_frame: OnFrame | None = None
@@ -45,6 +43,7 @@ class UnixConnection(PulledConnection):
         self._lend_lock = threading.Lock()
         self._idle_timeout_s = idle_timeout_s
         self._farewell: str | None = None
+        self._is_over = False
         if idle_timeout_s is not None:
             # A kernel timeout on the read, and not a watchdog thread: a process that was itself frozen or starved
             # for long finds the peer's pings waiting in the socket, and does not take the peer for dead.
@@ -74,7 +73,7 @@ class UnixConnection(PulledConnection):
 
     def done_reading(self) -> None:
         self._reading.release()
-        if self._closed_reason is not None:
+        if self._is_over:
             self._dispose()
 
     def send(self, frame: Frame) -> None:
@@ -152,7 +151,8 @@ class UnixConnection(PulledConnection):
 
     def _end(self, reason: str) -> bool:
         self._shutdown()
-        self._mark_closed(self._farewell or reason)
+        if self._mark_closed(self._farewell or reason):
+            self._is_over = True  # not before `on_close` has returned: until then the descriptor is ours
         return False
 
     def _shutdown(self) -> None:
@@ -207,108 +207,6 @@ class UnixListener(Listener):
                 self._on_connection(UnixConnection(sock, f"client of {self.endpoint}"))
             else:
                 sock.close()
-
-
-class _Reader:
-    """Cuts a byte stream into frames; reads ahead a little, and large pieces straight into their own memory."""
-
-    def __init__(self, sock: socket.socket, borrower: Borrower) -> None:
-        self._socket = sock
-        self._borrower = borrower
-        self._ahead = memoryview(bytearray(_READ_AHEAD_BYTES))
-        self._start = self._end = 0
-        self._frame: Frame | None = None  # begun, and not complete
-        self._loans: Sequence[int] = ()  # those of its buffers that are tickets as yet
-        self._missing: deque[memoryview] = deque()  # its memory that is still to be filled
-        self.is_drained = False
-
-    @property
-    def is_inside_frame(self) -> bool:
-        return self._frame is not None
-
-    def close(self) -> None:
-        """Keep no memory of the peer's; what was handed out stays as long as it is used."""
-        self._borrower.close()
-
-    def receive(self, flags: int) -> int:
-        """One read of the socket; 0 at the end of the stream.
-
-        Raises:
-            BlockingIOError: nothing is there (with MSG_DONTWAIT), or the socket's timeout has passed.
-        """
-        target = self._missing[0] if self._missing else self._space()
-        self.is_drained = True
-        count = self._socket.recv_into(target, 0, flags)
-        self.is_drained = count < len(target)
-        if not self._missing:
-            self._end += count
-        elif count == len(target):
-            self._missing.popleft()
-        else:
-            self._missing[0] = target[count:]
-        return count
-
-    def next_frame(self) -> Frame | None:
-        """The next frame that has arrived as a whole."""
-        if self._frame is None and not self._begin():
-            return None
-        while self._missing and self._end > self._start:
-            target = self._missing[0]
-            size = min(len(target), self._end - self._start)
-            target[:size] = self._take(size)
-            self._missing[0] = target[size:]
-            if size == len(target):
-                self._missing.popleft()
-        if self._missing:
-            return None
-        frame, self._frame = self._frame, None
-        if self._loans and frame is not None:
-            buffers = list(frame.buffers)
-            for index in self._loans:
-                buffers[index] = self._borrower.open(buffers[index])
-            frame = frame._replace(buffers=buffers)
-        return frame
-
-    def _begin(self) -> bool:
-        """Take the next header, if it is there, and make room for what it announces."""
-        ready = self._end - self._start
-        if ready < frames.PREFIX_BYTES:
-            return False
-        body_start = self._start + frames.PREFIX_BYTES
-        length = frames.header_length(self._ahead[self._start : body_start])
-        if ready < frames.PREFIX_BYTES + length:
-            return False
-        self._start = body_start
-        header = frames.decode_header(self._take(length))
-        # Memory of their own: what is built on them stays writable.
-        body, *buffers = (self._piece(size) for size in (header.body_bytes, *header.buffer_bytes))
-        self._loans = header.loans
-        self._frame = Frame(header.kind, header.id, header.name, body, buffers)
-        return True
-
-    def _piece(self, size: int) -> bytearray:
-        if not self._missing and size <= self._end - self._start:
-            return bytearray(self._take(size))
-        piece = bytearray(size)
-        if size:
-            self._missing.append(memoryview(piece))
-        return piece
-
-    def _take(self, size: int) -> memoryview:
-        self._start += size
-        return self._ahead[self._start - size : self._start]
-
-    def _space(self) -> memoryview:
-        """Where to read ahead: what has been used is freed; a header is at most MAX_HEADER_BYTES, so it fits in."""
-        rest = self._end - self._start
-        if self._start:
-            self._ahead[:rest] = bytes(self._ahead[self._start : self._end])
-            self._start, self._end = 0, rest
-        if rest == len(self._ahead):
-            larger = memoryview(bytearray(2 * rest))
-            larger[:rest] = self._ahead
-            self._ahead = larger
-        return self._ahead[rest:]
 
 
 def connect(endpoint: str, idle_timeout_s: float | None = None) -> Connection:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lp_pipe import connections
 from lp_pipe.connections import Connection, frames
 from lp_pipe.context import services_for
-from lp_pipe.errors import DeadlineExceeded, SerializationError, Unavailable
+from lp_pipe.errors import DeadlineExceeded, SerializationError, Unauthenticated, Unavailable
 from lp_pipe.rpc import codec, deadlines, remote_error
 from lp_pipe.rpc.calls import CallFuture, Cancel, CancellableCall, Reply
 from lp_pipe.rpc.consuming import RemoteIterator, Stream
@@ -227,8 +227,8 @@ class CourierClient:
             try:
                 return connections.connect(self._address)
             except Unavailable as error:
-                if not self._wait_for_ready:
-                    raise Unavailable(f"{self._peer}.{method}(): {error}") from error
+                if not self._wait_for_ready or isinstance(error, Unauthenticated):
+                    raise type(error)(f"{self._peer}.{method}(): {error}") from error
             self._wait_until_up(method, deadline)
 
     def _wait_until_up(self, method: str, deadline: float | None) -> None:

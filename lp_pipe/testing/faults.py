@@ -30,8 +30,7 @@ from lp_pipe.testing.nodes import LAUNCHER as LAUNCHER
 from lp_pipe.testing.nodes import Nodes, node_ids, ways_between
 
 _PATIENCE_S = 10.0
-_LOOK_AGAIN_S = 0.05
-_LOOK_AT_PROCESS_S = 0.001
+_LOOK_AGAIN_S = 0.001
 
 _numbers = itertools.count()
 _active: list["Fault"] = []
@@ -196,8 +195,7 @@ def _pid_of(run: Run, node_id: str, what: str) -> int:
     if not label:
         raise ValueError(f"the launcher runs this test, and cannot be {what}")
     while (row := run.status()[label][int(index)])["state"] in ("starting", "restarting"):
-        with run._coordinator.changed:  # the change may have come in between: look again soon
-            run._coordinator.changed.wait(_LOOK_AGAIN_S)
+        time.sleep(_LOOK_AGAIN_S)  # a run tells nobody of its nodes' states
     if row["pid"] == os.getpid():
         raise ValueError(f"node {node_id} is a thread, which cannot be {what}: launch the program with mode='process'")
     if row["state"] != "running":
@@ -209,7 +207,7 @@ def _wait_until_stopped(pid: int) -> None:
     """A signal takes effect a moment later, thread by thread; nobody but the parent is told."""
     deadline = time.monotonic() + _PATIENCE_S
     while not _is_stopped(pid) and time.monotonic() < deadline:
-        time.sleep(_LOOK_AT_PROCESS_S)
+        time.sleep(_LOOK_AGAIN_S)
 
 
 def _is_stopped(pid: int) -> bool:

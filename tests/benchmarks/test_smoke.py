@@ -63,6 +63,14 @@ def test_calls_compares_lp_pipe_with_a_bare_socket() -> None:
         assert_is_spread(party["calls_per_s"])
 
 
+def test_tcp_compares_lp_pipe_with_grpcio() -> None:
+    parties = figures("tcp")["parties"]
+    assert {"grpcio unary", "lp_pipe, mTLS", "lp_pipe, mTLS, inline", "lp_pipe, plain"} <= set(parties)
+    for party in parties.values():
+        assert_is_spread(party["latency_p50_us"])
+        assert_is_spread(party["gigabytes_per_s"])
+
+
 def test_engine_tells_the_cost_of_an_action() -> None:
     parties = figures("engine")["parties"]
     expected = {f"{mode}/{schedule}" for mode in ("process", "thread") for schedule in SCHEDULES}

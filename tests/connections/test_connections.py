@@ -3,6 +3,7 @@
 import contextlib
 import os
 import queue
+import re
 import signal
 import socket
 import struct
@@ -11,71 +12,31 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import pytest
 
 from lp_pipe import connections
-from lp_pipe.connections import Connection, Frame, frames, inproc, unix
+from lp_pipe.connections import Frame, frames, inproc, unix
+from lp_pipe.connections.credentials import current_credentials
 from lp_pipe.errors import Unavailable
-
-WITHIN_S = 20.0
-
-
-class End:
-    """One end of a connection, and what has arrived there."""
-
-    def __init__(self, connection: Connection) -> None:
-        self.connection = connection
-        self.frames: queue.Queue[Frame] = queue.Queue()
-        self.reasons: queue.Queue[str] = queue.Queue()
-
-    def start(self) -> "End":
-        self.connection.start(self.frames.put, self.reasons.put)
-        return self
-
-    def next(self) -> Frame:
-        return self.frames.get(timeout=WITHIN_S)
-
-    def reason(self) -> str:
-        return self.reasons.get(timeout=WITHIN_S)
+from tests.connections.carriers import WITHIN_S, Carrier, End, OpenCarrier
 
 
-class Carrier:
-    """Makes listeners and connections of one kind, and closes all at the end."""
-
-    def __init__(self, endpoint: str) -> None:
-        self.endpoint = endpoint
-        self.accepted: queue.Queue[Connection] = queue.Queue()
-        self._made: list[Connection] = []
-        self.listener = connections.listen(endpoint, self.accepted.put)
-
-    def pair(self) -> tuple[End, End]:
-        """Two ends, not started."""
-        near = connections.connect(self.endpoint)
-        far = self.accepted.get(timeout=WITHIN_S)
-        self._made += [near, far]
-        return End(near), End(far)
-
-    def close(self) -> None:
-        self.listener.close()
-        for connection in self._made:
-            connection.close()
+@pytest.fixture(params=["inproc", "unix", "local", "grpc", "grpcs"])
+def carrier(request: pytest.FixtureRequest, no_leaks: None, open_carrier: OpenCarrier) -> Carrier:
+    return open_carrier(request.param)
 
 
-@pytest.fixture(params=["inproc", "unix"])
-def carrier(request: pytest.FixtureRequest, no_leaks: None, socket_home: Path) -> Iterator[Carrier]:
-    carrier = Carrier(f"{request.param}:{socket_home}/test")
-    yield carrier
-    carrier.close()
+@pytest.fixture(params=["unix", "grpc", "grpcs"])
+def wire(request: pytest.FixtureRequest, no_leaks: None, open_carrier: OpenCarrier) -> Carrier:
+    """A carrier between processes."""
+    return open_carrier(request.param)
 
 
 @pytest.fixture
-def unix_carrier(no_leaks: None, socket_home: Path) -> Iterator[Carrier]:
-    carrier = Carrier(f"unix:{socket_home}/test")
-    yield carrier
-    carrier.close()
+def unix_carrier(no_leaks: None, open_carrier: OpenCarrier) -> Carrier:
+    return open_carrier("unix")
 
 
 def test_frames_arrive_both_ways_as_they_were_sent(carrier: Carrier) -> None:
@@ -199,7 +160,7 @@ def test_closing_inside_on_frame_is_allowed(carrier: Carrier) -> None:
 
 def test_nobody_there_is_unavailable(carrier: Carrier) -> None:
     with pytest.raises(Unavailable, match="nobody listens"):
-        connections.connect(carrier.endpoint + "-other")
+        connections.connect(carrier.nowhere)
     client, server = carrier.pair()
     carrier.listener.close()
     with pytest.raises(Unavailable, match="nobody listens"):
@@ -238,8 +199,8 @@ def test_objects_pass_by_reference_within_a_process() -> None:
 # Between processes.
 
 
-def test_a_peer_that_does_not_read_makes_the_sender_wait(unix_carrier: Carrier) -> None:
-    client, server = unix_carrier.pair()
+def test_a_peer_that_does_not_read_makes_the_sender_wait(wire: Carrier) -> None:
+    client, server = wire.pair()
     client.start()
     sent = threading.Event()
 
@@ -255,8 +216,8 @@ def test_a_peer_that_does_not_read_makes_the_sender_wait(unix_carrier: Carrier) 
     assert sent.wait(WITHIN_S)
 
 
-def test_closing_frees_a_sender_that_waits_and_does_not_wait_itself(unix_carrier: Carrier) -> None:
-    client, server = unix_carrier.pair()
+def test_closing_frees_a_sender_that_waits_and_does_not_wait_itself(wire: Carrier) -> None:
+    client, server = wire.pair()
     client.start()
     errors: queue.Queue[Exception] = queue.Queue()
 
@@ -297,19 +258,24 @@ def test_the_reason_is_the_closers_although_the_peer_reads_nothing(unix_carrier:
     blocked.join(WITHIN_S)
 
 
-def test_a_killed_peer_closes_the_connection_with_a_reason(unix_carrier: Carrier) -> None:
+def test_a_killed_peer_closes_the_connection_with_a_reason(wire: Carrier) -> None:
     source = """
         import sys, time
         from lp_pipe import connections
-        from lp_pipe.connections import Frame, frames
+        from lp_pipe.connections import Frame, credentials, frames
+        credentials.use_credentials(credentials.Credentials.from_bytes(sys.stdin.buffer.read()))
         connection = connections.connect(sys.argv[1])
         connection.start(print, print)
         connection.send(Frame(frames.CALL, 5))
         time.sleep(1000)
     """
-    peer = subprocess.Popen([sys.executable, "-c", textwrap.dedent(source), unix_carrier.endpoint])
+    command = [sys.executable, "-c", textwrap.dedent(source), wire.endpoint]
+    peer = subprocess.Popen(command, stdin=subprocess.PIPE)
+    assert peer.stdin is not None
+    with peer.stdin:
+        peer.stdin.write(current_credentials().to_bytes())
     try:
-        server = End(unix_carrier.accepted.get(timeout=WITHIN_S)).start()
+        server = wire.accept().start()
         assert server.next().id == 5
         peer.send_signal(signal.SIGKILL)
         assert "killed" in server.reason()
@@ -320,21 +286,14 @@ def test_a_killed_peer_closes_the_connection_with_a_reason(unix_carrier: Carrier
         peer.wait()
 
 
-def test_silence_is_death_where_it_was_agreed_on(unix_carrier: Carrier) -> None:
-    patient = connections.connect(unix_carrier.endpoint, idle_timeout_s=0.2)
-    silent = End(unix_carrier.accepted.get(timeout=WITHIN_S)).start()
-    client = End(patient).start()
+def test_silence_is_death_where_it_was_agreed_on(wire: Carrier) -> None:
+    client = wire.connect(idle_timeout_s=0.2).start()
+    silent = wire.accept().start()
     for _ in range(4):
         silent.connection.send(Frame(frames.CALL))
         client.next()
     assert "0.2 s" in client.reason()
     assert silent.reason()
-
-
-def raw_client(carrier: Carrier) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.connect(carrier.endpoint.removeprefix("unix:"))
-    return sock
 
 
 def header(body_bytes: int = 0, buffer_bytes: Sequence[int] = ()) -> bytes:
@@ -352,40 +311,35 @@ def header(body_bytes: int = 0, buffer_bytes: Sequence[int] = ()) -> bytes:
         (header(body_bytes=(1 << 36) + 1), "limit"),
         (header(buffer_bytes=[1 << 35] * 3), "limit"),
         (header(body_bytes=100) + b"too short", "ended inside a frame"),
-        (header(body_bytes=100)[:3], "without a word"),
+        (header(body_bytes=100)[:3], "without a word|inside a frame"),
     ],
 )
-def test_garbage_closes_the_connection_and_is_never_delivered(unix_carrier: Carrier, data: bytes, reason: str) -> None:
-    sock = raw_client(unix_carrier)
-    server = End(unix_carrier.accepted.get(timeout=WITHIN_S)).start()
-    sock.sendall(data)
-    sock.shutdown(socket.SHUT_WR)
-    assert reason in server.reason()
+def test_garbage_closes_the_connection_and_is_never_delivered(wire: Carrier, data: bytes, reason: str) -> None:
+    close = wire.send_raw(data)
+    server = wire.accept().start()
+    assert re.search(reason, server.reason())
     assert server.frames.empty()
-    sock.close()
-    client, other = unix_carrier.pair()  # the others do not notice
+    close()
+    client, other = wire.pair()  # the others do not notice
     client.start()
     other.start()
     client.connection.send(Frame(frames.CALL, 1))
     assert other.next().id == 1
 
 
-def test_a_server_unpickles_nothing_of_a_broken_frame(unix_carrier: Carrier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_unpickles_nothing_of_a_broken_frame(wire: Carrier, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[bytes] = []
     monkeypatch.setattr("pickle.loads", lambda *args, **kwargs: loaded.append(args[0]))
-    sock = raw_client(unix_carrier)
-    server = End(unix_carrier.accepted.get(timeout=WITHIN_S)).start()
-    sock.sendall(os.urandom(5000))
-    assert server.reason()
+    close = wire.send_raw(os.urandom(5000))
+    assert wire.accept().start().reason()
     assert not loaded
-    sock.close()
+    close()
 
 
-def test_an_announced_size_that_no_memory_holds_closes_only_this_connection(unix_carrier: Carrier) -> None:
-    sock = raw_client(unix_carrier)
-    server = End(unix_carrier.accepted.get(timeout=WITHIN_S)).start()
-    sock.sendall(header(body_bytes=1 << 35))  # 32 GiB
-    sock.close()
+def test_an_announced_size_that_no_memory_holds_closes_only_this_connection(wire: Carrier) -> None:
+    close = wire.send_raw(header(body_bytes=1 << 35))  # 32 GiB
+    server = wire.accept().start()
+    close()
     assert server.reason()
 
 
@@ -393,9 +347,9 @@ def test_strangers_are_turned_away(unix_carrier: Carrier, monkeypatch: pytest.Mo
     monkeypatch.setattr(unix, "_is_same_user", lambda sock: False)
     with pytest.raises(Unavailable, match="another user"):
         connections.connect(unix_carrier.endpoint)
-    sock = raw_client(unix_carrier)
-    assert sock.recv(1) == b""
-    sock.close()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.connect(unix_carrier.endpoint.removeprefix("unix:"))
+        assert sock.recv(1) == b""
     assert unix_carrier.accepted.empty()
 
 

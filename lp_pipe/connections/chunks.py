@@ -1,0 +1,170 @@
+"""Frames as a sequence of bounded messages: the same bytes as over a socket, cut into chunks."""
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from queue import Empty, SimpleQueue
+
+from lp_pipe.connections import frames
+from lp_pipe.connections.frames import Frame
+
+CHUNK_BYTES = 1 << 18  # measured with benchmarks/tcp.py: 512 KiB is alike, 128 KiB and 1 MiB are slower
+_MAX_WAITING_BYTES = 4 * CHUNK_BYTES
+
+Piece = bytes | bytearray | memoryview
+
+
+def cut(pieces: Sequence[Piece]) -> Iterable[bytes]:
+    """The pieces' bytes, one after another, in chunks that are copies."""
+    return [b"".join(pieces)] if sum(map(len, pieces)) <= CHUNK_BYTES else _cut(pieces)
+
+
+def _cut(pieces: Sequence[Piece]) -> Iterator[bytes]:
+    parts: list[memoryview] = []
+    room = CHUNK_BYTES
+    for piece in pieces:
+        view = memoryview(piece)
+        while len(view):
+            parts.append(view[:room])
+            view = view[room:]
+            room -= len(parts[-1])
+            if not room:
+                yield b"".join(parts)
+                parts, room = [], CHUNK_BYTES
+    if parts:
+        yield b"".join(parts)
+
+
+class Outbox:
+    """Chunks that wait to be sent: senders put, the one thread that sends them iterates.
+
+    Small chunks that wait at the same time go as one. Putting blocks while there is more than the sending thread will
+    take soon, which is how a peer that does not read reaches the senders.
+    """
+
+    def __init__(self) -> None:
+        # None: the end. A SimpleQueue wakes its reader without Python code, and nobody holds a lock meanwhile: the
+        # woken thread would only stop again for it, which costs more than all the rest.
+        self._chunks: SimpleQueue[bytes | None] = SimpleQueue()
+        self._next: bytes | None = None
+        self._put_bytes = self._taken_bytes = 0  # each written by one thread at a time
+        self._is_awaited = False
+        self._has_room = threading.Condition()
+        self._is_ended = False
+
+    def put(self, chunk: bytes) -> bool:
+        """Block while there is no room; False when the outbox has ended. One thread at a time."""
+        if self._is_full():
+            self._wait_for_room()
+        if self._is_ended:
+            return False
+        self._put_bytes += len(chunk)
+        self._chunks.put(chunk)
+        return True
+
+    def end(self, last: bytes = b"") -> None:
+        """After what waits and `last` nothing more is sent; frees who waits in `put`. Never blocks."""
+        with self._has_room:
+            if self._is_ended:
+                return
+            self._is_ended = True
+            if last:
+                self._chunks.put(last)
+            self._chunks.put(None)
+            self._has_room.notify_all()
+
+    def _is_full(self) -> bool:
+        return self._put_bytes - self._taken_bytes >= _MAX_WAITING_BYTES
+
+    def _wait_for_room(self) -> None:
+        with self._has_room:
+            self._is_awaited = True  # before the look: whoever takes after it will notify
+            self._has_room.wait_for(lambda: self._is_ended or not self._is_full())
+            self._is_awaited = False
+
+    def __iter__(self) -> Iterator[bytes]:
+        return self
+
+    def __next__(self) -> bytes:
+        chunk = self._next if self._next is not None else self._chunks.get()
+        self._next = None
+        if chunk is None:
+            self._chunks.put(None)  # whoever asks again is told again
+            raise StopIteration
+        chunk = self._with_more(chunk)
+        self._taken_bytes += len(chunk)
+        if self._is_awaited:
+            with self._has_room:
+                self._has_room.notify_all()
+        return chunk
+
+    def _with_more(self, chunk: bytes) -> bytes:
+        """Append the chunks that wait already, as far as they fit."""
+        parts, size = [chunk], len(chunk)
+        while size < CHUNK_BYTES:
+            try:
+                self._next = self._chunks.get_nowait()
+            except Empty:
+                break
+            if self._next is None:
+                self._chunks.put(None)
+                break
+            if size + len(self._next) > CHUNK_BYTES:
+                break
+            parts.append(self._next)
+            size += len(self._next)
+            self._next = None
+        return chunk if len(parts) == 1 else b"".join(parts)
+
+
+class ChunkReader:
+    """Cuts the bytes of chunks into frames; a large piece is put together in its own memory."""
+
+    def __init__(self, chunks: Iterable[bytes]) -> None:
+        self._chunks = iter(chunks)
+        self._rest = memoryview(b"")
+
+    def read_frame(self) -> Frame | None:
+        """The next frame, or None at a clean end.
+
+        Raises:
+            FrameError: these are no frames, or one is over the limits.
+            ConnectionError: the end came inside a frame.
+        """
+        if not self._refill():
+            return None
+        length = frames.header_length(self._view(frames.PREFIX_BYTES))
+        header = frames.decode_header(self._view(length))
+        body = self._read(header.body_bytes)
+        buffers = [self._read(size) for size in header.buffer_bytes]
+        return Frame(header.kind, header.id, header.name, body, buffers)
+
+    def _refill(self) -> bool:
+        """See to it that there is a byte; False at the end."""
+        while not len(self._rest):
+            chunk = next(self._chunks, None)
+            if chunk is None:
+                return False
+            self._rest = memoryview(chunk)
+        return True
+
+    def _view(self, size: int) -> memoryview:
+        """Exactly `size` bytes, to look at before the next ones are read."""
+        return self._take(size) if size <= len(self._rest) else memoryview(self._read(size))
+
+    def _read(self, size: int) -> bytearray:
+        """Exactly `size` bytes, in memory of their own (what is built on them stays writable)."""
+        if size <= len(self._rest):
+            return bytearray(self._take(size))
+        data = bytearray(size)
+        done = 0
+        while done < size:
+            if not self._refill():
+                raise ConnectionError(f"the peer ended inside a frame ({done} of {size} bytes)")
+            part = self._take(min(size - done, len(self._rest)))
+            data[done : done + len(part)] = part
+            done += len(part)
+        return data
+
+    def _take(self, size: int) -> memoryview:
+        part, self._rest = self._rest[:size], self._rest[size:]
+        return part

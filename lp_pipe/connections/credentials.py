@@ -1,0 +1,126 @@
+"""What the processes of a run show each other before anything that one sends is read by the other."""
+
+import base64
+import dataclasses
+import datetime
+import hmac
+import json
+import secrets
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from lp_pipe.errors import Unauthenticated
+
+if TYPE_CHECKING:
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+# The one name in every certificate. Who may talk is decided by who holds one that the run's authority has signed,
+# not by host names: hosts of a run have several, and addresses come and go.
+RUN_NAME = "lp-pipe.run"
+
+_VALID = datetime.timedelta(days=3650)  # longer than any run: the authority's key is thrown away, nothing is renewed
+_CLOCK_SKEW = datetime.timedelta(days=1)
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """One for all processes of a run: a token, and a certificate that only this run's authority has signed (PEM).
+
+    Whoever has these bytes may run code in every process of the run: pass them on by stdin or a file of mode 0600.
+    """
+
+    token: str = field(repr=False)
+    authority: bytes = field(repr=False)
+    certificate: bytes = field(repr=False)
+    key: bytes = field(repr=False)
+
+    def is_token(self, shown: str | bytes) -> bool:
+        """Compare in constant time."""
+        data = shown.encode() if isinstance(shown, str) else shown
+        return hmac.compare_digest(data, self.token.encode())
+
+    def to_bytes(self) -> bytes:
+        """For another process of the run (see the class on how to pass it on)."""
+        fields = {
+            name: base64.b64encode(value).decode() if isinstance(value, bytes) else value
+            for name, value in dataclasses.asdict(self).items()
+        }
+        return json.dumps(fields).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Credentials":
+        """What `to_bytes` gave.
+
+        Raises:
+            ValueError: these are no credentials.
+        """
+        try:
+            fields = json.loads(data)
+            pems = {name: base64.b64decode(fields[name]) for name in ("authority", "certificate", "key")}
+            return cls(token=fields["token"], **pems)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"these {len(data)} bytes are not what Credentials.to_bytes() gives") from error
+
+
+def generate_credentials() -> Credentials:
+    """A new authority, one certificate that it has signed, and a random token; takes about a millisecond."""
+    from cryptography.hazmat.primitives import serialization  # slow to import; only launchers generate
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    authority_key, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
+    pem = serialization.Encoding.PEM
+    return Credentials(
+        token=secrets.token_hex(32),
+        authority=_certificate(authority_key, authority_key, is_authority=True).public_bytes(pem),
+        certificate=_certificate(key, authority_key, is_authority=False).public_bytes(pem),
+        key=key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()),
+    )
+
+
+def use_credentials(credentials: Credentials | None) -> None:
+    """From now on this process listens and connects with these; None: it can do neither over TCP."""
+    global _current
+    _current = credentials
+
+
+def current_credentials() -> Credentials:
+    """What `use_credentials` was given.
+
+    Raises:
+        Unauthenticated: it was not called.
+    """
+    if _current is None:
+        raise Unauthenticated(
+            "this process has no credentials for connections over TCP: "
+            "call lp_pipe.connections.credentials.use_credentials() with those of the run"
+        )
+    return _current
+
+
+_current: Credentials | None = None
+
+
+def _certificate(
+    key: "ec.EllipticCurvePrivateKey", signer: "ec.EllipticCurvePrivateKey", *, is_authority: bool
+) -> "x509.Certificate":
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.x509.oid import NameOID
+
+    now = datetime.datetime.now(datetime.UTC)
+    issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"authority of {RUN_NAME}")])
+    subject = issuer if is_authority else x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, RUN_NAME)])
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _CLOCK_SKEW)
+        .not_valid_after(now + _VALID)
+        .add_extension(x509.BasicConstraints(ca=is_authority, path_length=0 if is_authority else None), critical=True)
+    )
+    if not is_authority:
+        builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(RUN_NAME)]), critical=False)
+    return builder.sign(signer, hashes.SHA256())

@@ -1,0 +1,306 @@
+"""Two processes anywhere: frames over a gRPC bidirectional stream (protos/connection.proto), plain or with mTLS.
+
+    endpoint            who may connect
+    grpc:HOST:PORT      whoever shows the run's token; on this host only
+    grpcs:HOST:PORT     whoever has a certificate of the run, and shows its token
+
+A connection has a channel, and so a TCP connection, of its own: gRPC's flow control is per TCP connection too, and a
+peer that does not read one connection must not stop the others.
+"""
+
+import concurrent.futures
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+
+from lp_pipe.connections import frames, tcp_endpoint
+from lp_pipe.connections.base import Connection, Listener, OnClose, OnConnection, OnFrame
+from lp_pipe.connections.chunks import CHUNK_BYTES, ChunkReader, Outbox, cut
+from lp_pipe.connections.credentials import RUN_NAME, Credentials, current_credentials
+from lp_pipe.connections.frames import Frame, FrameError
+from lp_pipe.connections.silence import SilenceWatch
+from lp_pipe.connections.tcp_endpoint import TcpEndpoint
+from lp_pipe.errors import Unauthenticated, Unavailable
+
+_SERVICE, _METHOD = "lp_pipe.ConnectionService", "Connect"
+_TOKEN, _WELCOME = "lp-pipe-token", "lp-pipe-welcome"
+_CLOSE_PATIENCE_S = 0.2
+_LINGER_S = 5.0  # for a peer that takes its time over what was sent before the close
+_SILENT_LOSS_MS = 10_000  # a ping after so long without a byte, and the answer within as much again
+
+_OPTIONS = [
+    ("grpc.max_receive_message_length", CHUNK_BYTES),
+    ("grpc.max_send_message_length", CHUNK_BYTES),
+    ("grpc.keepalive_time_ms", _SILENT_LOSS_MS),
+    ("grpc.keepalive_timeout_ms", _SILENT_LOSS_MS),
+    ("grpc.http2.ping_timeout_ms", _SILENT_LOSS_MS),  # 60 s if left alone, whatever the line above says (grpc 1.85)
+    ("grpc.http2.max_pings_without_data", 0),  # no limit
+    ("grpc.http2.max_ping_strikes", 0),  # a listener never takes offence at pings: a stalled stream has nothing else
+    ("grpc.http2.lookahead_bytes", 4 * CHUNK_BYTES),
+]
+_CLIENT_OPTIONS = [
+    *_OPTIONS,
+    ("grpc.use_local_subchannel_pool", 1),  # else channels to one listener share a TCP connection
+    ("grpc.enable_retries", 0),  # they keep a copy of what was sent
+    ("grpc.min_reconnect_backoff_ms", 5000),  # the time limit of connecting
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.ssl_target_name_override", RUN_NAME),
+]
+_SERVER_OPTIONS = [*_OPTIONS, ("grpc.so_reuseport", 0)]  # else two listeners could share a port
+_ADVICE = "every process of a run must be given the same credentials, with use_credentials()"
+_GONE = "the connection ended without a word (the peer's process ended or was killed, or its host is out of reach)"
+
+
+class GrpcConnection(Connection):
+    """One end of a stream: `incoming` is read by a thread of its own, `outbox` by gRPC's.
+
+    call: ends the stream early when it is cancelled. release: called once nothing more will come.
+    """
+
+    def __init__(
+        self,
+        peer: str,
+        incoming: Iterator[bytes],
+        outbox: Outbox,
+        call: grpc.RpcContext,
+        release: Callable[[], object],
+        idle_timeout_s: float | None = None,
+    ) -> None:
+        super().__init__(peer)
+        self._incoming = incoming
+        self._outbox = outbox
+        self._call = call
+        self._release = release
+        self._idle_timeout_s = idle_timeout_s
+        self._watch: SilenceWatch | None = None
+        self._send_lock = threading.Lock()
+        self._farewell: str | None = None
+        self._reader: threading.Thread | None = None
+        self._reader_lock = threading.Lock()
+        self._is_over = threading.Event()
+        if not call.add_callback(self._on_over):
+            self._on_over()
+
+    def start(self, on_frame: OnFrame, on_close: OnClose) -> None:
+        self._attach(on_close)
+        self._read(on_frame)
+
+    def send(self, frame: Frame) -> None:
+        pieces = frames.encode(frame)
+        with self._send_lock:
+            if self._closed_reason is None and all(map(self._outbox.put, cut(pieces))):
+                return
+        raise Unavailable(f"connection to {self.peer} is closed: {self._closed_reason or _GONE}")
+
+    def close(self, reason: str = "closed") -> None:
+        if self._closed_reason is not None:
+            return
+        self._farewell = reason  # the peer may answer it by closing before this method is through
+        # A sender that is stuck because the peer does not read must not keep us from closing.
+        if self._send_lock.acquire(timeout=_CLOSE_PATIENCE_S):
+            self._outbox.end(b"".join(frames.encode(Frame(frames.CLOSE, name=reason[:1000]))))
+            self._send_lock.release()
+        else:
+            self._outbox.end()
+        self._mark_closed(reason)
+        self._read(lambda frame: None)  # gRPC ends a stream only once it is read to its end
+        self._linger()
+
+    def _linger(self) -> None:
+        """Let the peer read what was sent before the close, but not for ever."""
+        if self._reader is threading.current_thread() or not self._is_over.wait(_CLOSE_PATIENCE_S):
+            timer = threading.Timer(_LINGER_S, self._call.cancel)
+            timer.name, timer.daemon = f"linger {self.peer}", True
+            if self._call.add_callback(timer.cancel):
+                timer.start()
+
+    def _on_over(self) -> None:
+        """The stream has ended on both sides; frees gRPC's thread, which reads the outbox, and who waits in `send`."""
+        self._outbox.end()
+        self._is_over.set()
+
+    def _read(self, on_frame: OnFrame) -> None:
+        with self._reader_lock:
+            if self._reader is not None:
+                return
+            if self._idle_timeout_s is not None:
+                self._watch = SilenceWatch(self._idle_timeout_s, self._on_silence, self.peer)
+            name = f"read {self.peer}"
+            self._reader = threading.Thread(target=self._read_loop, args=(on_frame,), name=name, daemon=True)
+            self._reader.start()
+
+    def _on_silence(self) -> None:
+        self._mark_closed(f"nothing heard for {self._idle_timeout_s} s")
+        self._call.cancel()
+
+    def _chunks(self) -> Iterator[bytes]:
+        """What comes in, while the watch knows whether somebody listens."""
+        watch = self._watch
+        if watch is None:
+            yield from self._incoming
+            return
+        watch.listening()
+        for chunk in self._incoming:
+            watch.heard()
+            yield chunk
+            watch.listening()
+
+    def _read_loop(self, on_frame: OnFrame) -> None:
+        reader = ChunkReader(self._chunks())
+        reason = _GONE
+        try:
+            while (frame := reader.read_frame()) is not None:
+                if frame.kind == frames.CLOSE:
+                    self._mark_closed(frame.name)
+                    break
+                if self._closed_reason is None:
+                    on_frame(frame)
+        except grpc.RpcError as error:
+            reason = _lost(error)
+        except ConnectionError as error:
+            reason = f"connection lost: {error}"
+        except FrameError as error:
+            reason = str(error)
+        except MemoryError:
+            reason = "a frame arrived that does not fit into memory"
+        except BaseException as error:
+            reason = f"a frame could not be handled: {type(error).__name__}: {error}"
+            raise
+        finally:
+            self._end(self._farewell or reason)
+
+    def _end(self, reason: str) -> None:
+        is_orderly = self._closed_reason is not None
+        self._mark_closed(reason)
+        self._outbox.end()
+        if self._watch is not None:
+            self._watch.end()
+        if not is_orderly:
+            self._call.cancel()
+        self._release()
+
+
+def connect(endpoint: str, idle_timeout_s: float | None = None) -> Connection:
+    """Connect to a listener of a process of this run, on any host.
+
+    Raises:
+        Unavailable: nobody listens there, or nobody answers within 5 s.
+        Unauthenticated: whoever listens is not of this run, or does not take this process for one of it.
+    """
+    where = _parse(endpoint)
+    credentials = current_credentials()
+    channel = _channel(where, credentials)
+    outbox = Outbox()
+    call = channel.stream_stream(f"/{_SERVICE}/{_METHOD}")(outbox, metadata=[(_TOKEN, credentials.token)])
+    try:
+        if _WELCOME not in dict(call.initial_metadata() or ()):
+            raise _refusal(endpoint, call)
+    except BaseException:  # also Ctrl+C
+        outbox.end()
+        channel.close()
+        raise
+    return GrpcConnection(endpoint, call, outbox, call, channel.close, idle_timeout_s)
+
+
+def listen(endpoint: str, on_connection: OnConnection) -> Listener:
+    """Accept connections from processes of this run; with port 0 the listener's `endpoint` says which it got.
+
+    Raises:
+        ValueError: a plain listener that other hosts can reach, or no endpoint at all.
+        Unauthenticated: this process has no credentials.
+        OSError: the address cannot be bound.
+    """
+    return GrpcListener(tcp_endpoint.parse(endpoint), current_credentials(), on_connection)
+
+
+class GrpcListener(Listener):
+    def __init__(self, where: TcpEndpoint, credentials: Credentials, on_connection: OnConnection) -> None:
+        self._credentials = credentials
+        self._on_connection = on_connection
+        self._server = grpc.server(_ThreadPerCall(), options=_SERVER_OPTIONS)
+        handlers = {_METHOD: grpc.stream_stream_rpc_method_handler(self._accept)}
+        self._server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(_SERVICE, handlers)])
+        self.endpoint = str(where._replace(port=self._bind(where), bind=""))
+        self._server.start()
+
+    def close(self) -> None:
+        # gRPC's stop() leaves a thread that waits for the streams that are open. Started from a daemon, it is one too,
+        # and does not keep the interpreter from exiting.
+        stop = threading.Thread(target=self._server.stop, args=(threading.TIMEOUT_MAX,), daemon=True)
+        stop.start()
+        stop.join()
+
+    def _bind(self, where: TcpEndpoint) -> int:
+        try:
+            if where.is_secure:
+                return int(self._server.add_secure_port(where.bind_target, _server_credentials(self._credentials)))
+            return int(self._server.add_insecure_port(where.bind_target))
+        except RuntimeError as error:
+            raise OSError(f"cannot listen at {where} ({where.bind_target}): {error}") from error
+
+    def _accept(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        """Called by gRPC in a thread of its own for every stream, which sends what the returned outbox gives."""
+        shown = dict(context.invocation_metadata()).get(_TOKEN, b"")
+        if not self._credentials.is_token(shown):
+            text = "a wrong token" if shown else "no token"
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, f"the peer showed {text}")
+        outbox = Outbox()
+        context.send_initial_metadata([(_WELCOME, "1")])
+        peer = f"client of {self.endpoint} ({context.peer()})"
+        self._on_connection(GrpcConnection(peer, requests, outbox, context, lambda: None))
+        return outbox
+
+
+class _ThreadPerCall(concurrent.futures.Executor):
+    """A stream needs its thread for as long as it lives: no number of threads is enough, and none may outlive us."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "concurrent.futures.Future[Any]":
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+        def run() -> None:
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as error:  # belongs to gRPC, which asks the future
+                future.set_exception(error)
+
+        threading.Thread(target=run, name="grpc stream", daemon=True).start()
+        return future
+
+
+def _parse(endpoint: str) -> TcpEndpoint:
+    try:
+        return tcp_endpoint.parse(endpoint)
+    except ValueError as error:
+        raise Unavailable(str(error)) from error
+
+
+def _channel(where: TcpEndpoint, credentials: Credentials) -> grpc.Channel:
+    if not where.is_secure:
+        return grpc.insecure_channel(where.target, options=_CLIENT_OPTIONS)
+    tls = grpc.ssl_channel_credentials(credentials.authority, credentials.key, credentials.certificate)
+    return grpc.secure_channel(where.target, tls, options=_CLIENT_OPTIONS)
+
+
+def _server_credentials(credentials: Credentials) -> grpc.ServerCredentials:
+    pair = (credentials.key, credentials.certificate)
+    return grpc.ssl_server_credentials([pair], credentials.authority, require_client_auth=True)
+
+
+def _refusal(endpoint: str, call: Any) -> Unavailable:
+    """Why the stream did not begin."""
+    code, details = call.code(), call.details()
+    if code == grpc.StatusCode.UNAUTHENTICATED:
+        return Unauthenticated(f"{endpoint} refused this process: {details}; {_ADVICE}")
+    if "handshake failed" in details:
+        return Unauthenticated(f"{endpoint} is not of this run, or does not speak TLS: {details}; {_ADVICE}")
+    if "Socket closed" in details:
+        why = f"it ended this very moment, or does not take this process for one of its run ({_ADVICE})"
+        return Unavailable(f"{endpoint} closed the connection before it began: {why}")
+    return Unavailable(f"nobody listens at {endpoint}: {details}")
+
+
+def _lost(error: grpc.RpcError) -> str:
+    details = error.details() if isinstance(error, grpc.Call) else None
+    return f"{_GONE}: {details}" if details else _GONE

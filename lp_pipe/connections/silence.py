@@ -1,0 +1,44 @@
+"""Notice that a peer has gone silent, where the carrier's reads have no time limit of their own."""
+
+import threading
+from collections.abc import Callable
+
+_TICKS = 4
+
+
+class SilenceWatch:
+    """Calls `on_silence` once when nothing was heard for `timeout_s` while somebody listened.
+
+    The time is counted in ticks, each of which this process must live through: one that was itself frozen or starved
+    for long finds the peer's pings waiting, and does not take the peer for dead.
+    """
+
+    def __init__(self, timeout_s: float, on_silence: Callable[[], None], name: str) -> None:
+        self._timeout_s = timeout_s
+        self._on_silence = on_silence
+        self._is_listening = False
+        self._heard = 0
+        self._is_ended = threading.Event()
+        threading.Thread(target=self._watch, name=f"silence {name}", daemon=True).start()
+
+    def listening(self) -> None:
+        """From here on silence counts."""
+        self._is_listening = True
+
+    def heard(self) -> None:
+        """Something came; until `listening` nobody listens."""
+        self._is_listening = False
+        self._heard += 1
+
+    def end(self) -> None:
+        self._is_ended.set()
+
+    def _watch(self) -> None:
+        silent_ticks, heard = 0, -1
+        while not self._is_ended.wait(self._timeout_s / _TICKS):
+            is_silent = self._is_listening and self._heard == heard
+            silent_ticks = silent_ticks + 1 if is_silent else 0
+            heard = self._heard
+            if silent_ticks == _TICKS:
+                self._on_silence()
+                return

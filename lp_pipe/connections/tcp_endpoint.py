@@ -1,0 +1,74 @@
+"""Endpoints over TCP: `grpc:HOST:PORT`, plain and on this host only, or `grpcs:HOST:PORT`, mTLS."""
+
+import ipaddress
+from typing import NamedTuple
+
+PLAIN, SECURE = "grpc:", "grpcs:"
+SCHEMES = (PLAIN, SECURE)
+
+
+class TcpEndpoint(NamedTuple):
+    """scheme: PLAIN or SECURE. bind: where a listener binds, when that is not the host by which others reach it."""
+
+    scheme: str
+    host: str
+    port: int
+    bind: str = ""
+
+    @property
+    def is_secure(self) -> bool:
+        return self.scheme == SECURE
+
+    @property
+    def target(self) -> str:
+        """What a client connects to."""
+        return f"{_bracketed(self.host)}:{self.port}"
+
+    @property
+    def bind_target(self) -> str:
+        """What a listener binds."""
+        return f"{_bracketed(self.bind or self.host)}:{self.port}"
+
+    def __str__(self) -> str:
+        return f"{self.scheme}{self.target}"
+
+
+def parse(endpoint: str) -> TcpEndpoint:
+    """Read `grpc[s]:HOST:PORT`, or `grpcs:HOST@BIND:PORT`, for a listener that others reach as HOST.
+
+    Raises:
+        ValueError: it is no such endpoint, or a plain one that others on the network could read.
+    """
+    scheme = endpoint[: endpoint.find(":") + 1]
+    hosts, _, port = endpoint.removeprefix(scheme).rpartition(":")
+    host, _, bind = hosts.partition("@")
+    if scheme not in SCHEMES or not host or not port.isdigit() or int(port) > 65535:
+        raise ValueError(f"{endpoint!r} is not grpc:HOST:PORT or grpcs:HOST:PORT")
+    found = TcpEndpoint(scheme, host.strip("[]"), int(port), bind.strip("[]"))
+    if not found.is_secure and not (_is_loopback(found.host) and _is_loopback(found.bind or found.host)):
+        raise ValueError(f"{endpoint}: without encryption only on this host (127.0.0.1); use {SECURE}{hosts}:{port}")
+    if _is_wildcard(found.host):
+        raise ValueError(f"{endpoint} does not say how others reach this host; use {scheme}NAME@{hosts}:{port}")
+    return found
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _is_loopback(host: str) -> bool:
+    address = _address(host)
+    return host == "localhost" if address is None else address.is_loopback
+
+
+def _is_wildcard(host: str) -> bool:
+    address = _address(host)
+    return address is not None and address.is_unspecified
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """None for a name."""
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None

@@ -1,0 +1,238 @@
+"""Evolution strategies: workers try perturbed policies, and only seeds and returns travel.
+
+    lp_pipe launch lp_pipe.programs.evolution_strategies -- --num_workers=2
+
+                  +--- try_out(iteration, pairs, past returns) ---> workers/0
+    learner ------+--- try_out(iteration, pairs, past returns) ---> workers/1      <--- returns, fingerprint
+
+Perturbation i of an iteration follows from (seed, iteration, i): whoever knows the returns of all iterations so far can
+make every noise vector again, and computes the same parameters to the last bit. No parameter is ever sent.
+Source: Salimans et al., "Evolution Strategies as a Scalable Alternative to Reinforcement Learning" (2017): algorithm 2;
+antithetic sampling and rank shaping as in its section 2.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import numpy as np
+
+import lp_pipe as lp
+from lp_pipe.programs.cart_pole import CartPole
+from lp_pipe.programs.evolution import Evolution, Problem, Returns, Settings, Vector
+from lp_pipe.programs.options import option, parse_options, require
+from lp_pipe.programs.waiting import until_the_stop
+
+
+@dataclass(frozen=True)
+class EvolutionResult:
+    """What came out: score is the last one of `problem.evaluate`, fingerprint the sha256 of the parameters."""
+
+    parameters: Vector
+    score: float
+    iterations: int
+    fingerprint: str
+    is_solved: bool
+
+
+OnResult = Callable[[EvolutionResult], object]
+
+
+def evolution_strategies(
+    make_problem: Callable[[], Problem],
+    *,
+    num_workers: int,
+    on_result: OnResult,
+    settings: Settings | None = None,
+    iterations: int = 100,
+    target: float = float("inf"),
+    evaluate_every: int = 5,
+    name: str = "evolution_strategies",
+) -> lp.Program:
+    """A program that changes parameters until the problem's `evaluate` of them reaches `target`.
+
+    make_problem: called in every node, which has a problem of its own.
+    on_result: called once, in the learner's node.
+    iterations: give up after so many. evaluate_every: iterations between evaluations.
+
+    The result depends on the problem and the settings only, not on the number of workers. A worker that dies starts
+    again, and computes its parameters from the returns so far.
+
+    Raises:
+        ValueError: a number below 1.
+    """
+    if min(num_workers, iterations, evaluate_every) < 1:
+        numbers = f"num_workers={num_workers}, iterations={iterations}, evaluate_every={evaluate_every}"
+        raise ValueError(f"{name}: {numbers}: at least 1 is needed")
+    settings = settings or Settings()
+    program = lp.Program(name)
+    with program.group("workers", on_failure="restart"):
+        workers = [program.add_node(lp.CourierNode(Worker, make_problem, settings)) for _ in range(num_workers)]
+    stopping = Stopping(iterations, target, evaluate_every)
+    program.add_node(lp.PyClassNode(Learner, workers, make_problem, settings, stopping, on_result), label="learner")
+    return program
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A worker's answer: the returns of its pairs, and the sha256 of the parameters that it perturbed."""
+
+    returns: Returns
+    fingerprint: str
+
+
+class Behind(RuntimeError):
+    """A worker cannot compute the parameters: it needs to know more of the past."""
+
+
+class Worker:
+    """Keeps up with the learner's parameters by the returns that it is told, and tries out perturbations of them."""
+
+    def __init__(self, make_problem: Callable[[], Problem], settings: Settings) -> None:
+        self._problem = make_problem()
+        self._evolution = Evolution(self._problem.num_parameters, settings)
+
+    def iteration(self) -> int:
+        """Where its parameters are; 0 when it has just been started, for the first time or again."""
+        return self._evolution.iteration
+
+    def try_out(self, first_iteration: int, past: Sequence[Returns], pairs: range) -> Trial:
+        """Catch up with the returns of iterations from `first_iteration` on, then try out these pairs of the next.
+
+        Raises:
+            Behind: it has been started again, and lacks earlier returns.
+        """
+        if self._evolution.iteration < first_iteration:
+            raise Behind(f"has iteration {self._evolution.iteration}, is told of {first_iteration} and later")
+        for returns in past[self._evolution.iteration - first_iteration :]:
+            self._evolution.update(returns)
+        returns = [self._evolution.try_pair(self._problem, pair) for pair in pairs]
+        return Trial(returns, self._evolution.fingerprint())
+
+
+@dataclass(frozen=True)
+class Stopping:
+    """When the learner is done."""
+
+    iterations: int
+    target: float
+    evaluate_every: int
+
+
+class Learner:
+    """Deals out the pairs of each iteration, puts their returns together, and ends the program."""
+
+    def __init__(
+        self,
+        workers: Sequence[lp.CourierClient],
+        make_problem: Callable[[], Problem],
+        settings: Settings,
+        stopping: Stopping,
+        on_result: OnResult,
+    ) -> None:
+        self._workers = workers
+        self._problem = make_problem()
+        self._stopping = stopping
+        self._on_result = on_result
+        self._evolution = Evolution(self._problem.num_parameters, settings)
+        self._pairs = [range(settings.num_pairs)[rank :: len(workers)] for rank in range(len(workers))]
+        self._history: list[Returns] = []
+
+    @until_the_stop()
+    def run(self) -> None:
+        score = float("-inf")
+        while self._evolution.iteration < self._stopping.iterations and score < self._stopping.target:
+            self._iterate()
+            if self._is_due():
+                score = self._problem.evaluate(self._evolution.parameters)
+                lp.log_metrics({"score": score}, step=self._evolution.iteration)
+        self._on_result(
+            EvolutionResult(
+                self._evolution.parameters,
+                score,
+                self._evolution.iteration,
+                self._evolution.fingerprint(),
+                is_solved=score >= self._stopping.target,
+            )
+        )
+        lp.stop()
+
+    def _is_due(self) -> bool:
+        done, stopping = self._evolution.iteration, self._stopping
+        return done % stopping.evaluate_every == 0 or done == stopping.iterations
+
+    def _iterate(self) -> None:
+        calls = [self._ask(rank, self._evolution.iteration - 1) for rank in range(len(self._workers))]
+        returns: dict[int, tuple[float, float]] = {}
+        for rank, call in enumerate(calls):
+            trial = self._trial(rank, call)
+            self._check(rank, trial)
+            returns.update(zip(self._pairs[rank], trial.returns, strict=True))
+        in_order = [returns[pair] for pair in range(len(returns))]
+        self._history.append(in_order)
+        self._evolution.update(in_order)
+        lp.log_metrics(
+            {"mean_return": float(np.mean(in_order)), "total_steps": self._stopping.iterations},
+            step=self._evolution.iteration,
+        )
+
+    def _ask(self, rank: int, first_iteration: int) -> "Future[Trial]":
+        first = max(0, first_iteration)
+        call: Future[Trial] = self._workers[rank].futures.try_out(first, self._history[first:], self._pairs[rank])
+        return call
+
+    def _trial(self, rank: int, call: "Future[Trial] | None") -> Trial:
+        """The worker's answer; when it has died meanwhile it is asked again, and told all that it needs to know.
+
+        Asking twice changes nothing: a trial is a function of seeds and returns. A node starts again a few times only,
+        then the program stops, and so does this.
+        """
+        while True:
+            try:
+                return call.result() if call else self._ask(rank, self._workers[rank].iteration()).result()
+            except (lp.Unavailable, Behind):
+                if lp.stop_event().is_set():
+                    raise
+            call = None
+
+    def _check(self, rank: int, trial: Trial) -> None:
+        if trial.fingerprint != self._evolution.fingerprint():
+            raise RuntimeError(
+                f"workers/{rank} has other parameters than the learner in iteration {self._evolution.iteration}: "
+                "its machine adds differently; run all nodes on one kind of machine, with one version of numpy"
+            )
+
+
+# --- The example: a pole on a cart ---
+
+
+@dataclass(frozen=True)
+class Options:
+    """Learn to balance gymnasium's CartPole-v1 with evolution strategies."""
+
+    num_workers: int = option(2, "nodes that try out policies", at_least=1)
+    iterations: int = option(60, "give up after so many", at_least=1)
+    num_pairs: int = option(16, "pairs of policies tried in an iteration", at_least=1)
+    num_hidden: int = option(8, "hidden units of the policy; 0 makes it linear", at_least=0)
+    seed: int = option(0, "decides perturbations and episodes", at_least=0)
+
+
+def print_result(result: EvolutionResult) -> None:
+    verdict = "solved" if result.is_solved else "not solved"
+    print(f"{verdict}: mean return {result.score:.1f} after {result.iterations} iterations")
+    print(f"{len(result.parameters)} parameters, sha256 {result.fingerprint}", flush=True)
+
+
+def make_program() -> lp.Program:
+    """The example that the flags ask for."""
+    options = parse_options(Options, "lp_pipe.programs.evolution_strategies")
+    require("gymnasium", "gymnasium")  # said here, before anything is launched
+    return evolution_strategies(
+        functools.partial(CartPole, options.num_hidden),
+        num_workers=options.num_workers,
+        on_result=print_result,
+        settings=Settings(num_pairs=options.num_pairs, seed=options.seed),
+        iterations=options.iterations,
+        target=475.0,
+    )

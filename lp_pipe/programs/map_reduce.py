@@ -1,0 +1,265 @@
+"""MapReduce: a master hands out tasks, mappers and reducers carry them out, whoever dies starts again.
+
+    lp_pipe launch lp_pipe.programs.map_reduce -- --job=inverted_index
+
+    mappers/*  --- next_task, commit ---> master <--- next_task, commit ---  reducers/*
+        |                                                                       ^
+        +-------- a file for each (map task, partition) in the work folder -----+
+
+Source: Dean & Ghemawat, "MapReduce: Simplified Data Processing on Large Clusters" (OSDI 2004): tasks 3.1, failures 3.3,
+granularity 3.5, partitioning 4.1, order 4.2, combiner 4.3. Our work folder plays the part of their global file system
+for intermediate files too, so that a mapper's death costs the task that it was at, and none that it has finished.
+"""
+
+import hashlib
+import heapq
+import operator
+import pickle
+import re
+import shutil
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+import lp_pipe as lp
+from lp_pipe.programs.map_reduce_master import MAP, REDUCE, Master, Task, WorkerId
+from lp_pipe.programs.options import option, parse_options
+from lp_pipe.programs.partitioning import partition_of
+from lp_pipe.programs.sources import short_name, standard_library
+from lp_pipe.programs.waiting import until_the_stop
+
+Key = Any
+Value = Any
+Mapper = Callable[[Any], Iterable[tuple[Key, Value]]]
+Reducer = Callable[[Key, list[Value]], Value]
+OnResult = Callable[[list[tuple[Key, Value]]], object]
+
+_TASKS_PER_MAPPER = 8  # many more tasks than mappers (3.5): the load balances itself, and a death costs little
+
+
+def map_reduce(
+    inputs: Sequence[Any],
+    mapper: Mapper,
+    reducer: Reducer,
+    num_mappers: int,
+    num_reducers: int,
+    combiner: Reducer | None = None,
+    *,
+    on_result: OnResult,
+    num_tasks: int | None = None,
+    work_folder: Path | None = None,
+    name: str = "map_reduce",
+) -> lp.Program:
+    """A program that computes `reducer(key, values)` for every key of the pairs that `mapper` yields.
+
+    mapper: from one input to (key, value) pairs. Keys are str, bytes, int, or tuples of these, of one kind.
+    reducer: gets the values of a key in the order of the inputs, and as the mapper yielded them.
+    combiner: the same for the values that one map task has for a key, before they travel; the reducer gets its results.
+    on_result: called once in the master's node with all (key, result) pairs in the order of the keys.
+    num_tasks: map tasks that the inputs are split into; default: 8 for each mapper.
+    work_folder: where all nodes see the folder of intermediate files; default: the run's folder. It is removed once the
+        result is delivered, and stays when the program fails or is stopped before.
+
+    mapper, reducer and combiner may run more than once on the same input, when a node dies; each task's output counts
+    once. They must be functions of their arguments for the result not to depend on it.
+
+    Raises:
+        ValueError: a number below 1.
+    """
+    if min(num_mappers, num_reducers, 1 if num_tasks is None else num_tasks) < 1:
+        numbers = f"num_mappers={num_mappers}, num_reducers={num_reducers}, num_tasks={num_tasks}"
+        raise ValueError(f"{name}: {numbers}: at least 1 is needed")
+    job = Job(mapper, reducer, combiner, num_reducers)
+    splits = _split(inputs, num_tasks or _TASKS_PER_MAPPER * num_mappers)
+    program = lp.Program(name)
+    master = program.add_node(lp.CourierNode(MergingMaster, splits, num_reducers, work_folder, on_result), "master")
+    for kind, count in ((MAP, num_mappers), (REDUCE, num_reducers)):
+        with program.group(kind, on_failure="restart"):
+            for _ in range(count):
+                program.add_node(lp.PyClassNode(Worker, master, kind, job))
+    return program
+
+
+def _split(inputs: Sequence[Any], num_tasks: int) -> list[Sequence[Any]]:
+    """Consecutive, about equal parts, none empty."""
+    num_tasks = min(num_tasks, len(inputs))
+    bounds = [len(inputs) * task // num_tasks for task in range(num_tasks + 1)] if num_tasks else [0]
+    return [inputs[begin:end] for begin, end in pairwise(bounds)]
+
+
+@dataclass(frozen=True)
+class Job:
+    """The user's functions, and what a task of either kind does with them."""
+
+    mapper: Mapper
+    reducer: Reducer
+    combiner: Reducer | None
+    num_reducers: int
+
+    def map(self, inputs: Sequence[Any], prefix: Path) -> list[Path]:
+        """Write one file for each partition: its keys with their values."""
+        groups = _grouped(pair for record in inputs for pair in self.mapper(record))
+        partitions: list[dict[Key, list[Value]]] = [{} for _ in range(self.num_reducers)]
+        for key, values in groups.items():
+            combined = values if self.combiner is None else [self.combiner(key, values)]
+            partitions[partition_of(key, self.num_reducers)][key] = combined
+        return [_write(Path(f"{prefix}.{index}"), partition) for index, partition in enumerate(partitions)]
+
+    def reduce(self, paths: Sequence[Path], prefix: Path) -> list[Path]:
+        """Write one file: the partition's keys in order, with their results. `paths` in the order of the map tasks."""
+        groups: dict[Key, list[Value]] = defaultdict(list)
+        for path in paths:
+            for key, values in _read(path).items():
+                groups[key] += values
+        return [_write(prefix, [(key, self.reducer(key, groups[key])) for key in sorted(groups)])]
+
+
+class Worker:
+    """A mapper or a reducer: does one task after another until there are no more of its kind."""
+
+    def __init__(self, master: lp.CourierClient, kind: str, job: Job) -> None:
+        self._master = master
+        self._work = {MAP: job.map, REDUCE: job.reduce}[kind]
+        self._kind = kind
+
+    def run(self) -> None:
+        with until_the_stop():
+            self._work_off()
+
+    def _work_off(self) -> None:
+        worker: WorkerId = self._master.register(self._kind, lp.context().index)
+        while (task := self._next_task(worker)) is not None:
+            # Nobody else ever writes under this name, so a half-written file of a dead worker is never read.
+            prefix = task.folder / f"{worker.kind}-{task.index}-by-{worker.index}-{worker.incarnation}"
+            self._master.commit(worker, task.index, self._work(task.inputs, prefix))
+
+    def _next_task(self, worker: WorkerId) -> Task | None:
+        task: Task | None = self._master.next_task(worker)
+        return task
+
+
+class MergingMaster(Master):
+    """The master of a whole program: waits for the last reduce task, delivers the result, ends the program."""
+
+    def __init__(
+        self, splits: Sequence[Sequence[Any]], num_reducers: int, folder: Path | None, on_result: OnResult
+    ) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="map_reduce-", dir=folder or lp.context().run_dir))
+        self._on_result = on_result
+        super().__init__(splits, num_reducers, self._folder)
+
+    def run(self) -> None:
+        outputs = self.wait_for_outputs()
+        if outputs is None:
+            return  # the program stops before its end
+        key_of = operator.itemgetter(0)
+        self._on_result(list(heapq.merge(*(_read(path) for path in outputs), key=key_of)))
+        shutil.rmtree(self._folder)
+        lp.stop()
+
+
+def _grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
+    groups: dict[Key, list[Value]] = defaultdict(list)
+    for key, value in pairs:
+        groups[key].append(value)
+    return groups
+
+
+def _write(path: Path, content: object) -> Path:
+    path.write_bytes(cloudpickle.dumps(content))  # classes of __main__ travel by value, as in calls
+    return path
+
+
+def _read(path: Path) -> Any:
+    return pickle.loads(path.read_bytes())
+
+
+# --- The examples: the words of the standard library's sources ---
+
+_WORD = re.compile(r"[a-z]{3,}")
+_SHOWN = 10
+
+
+@dataclass(frozen=True)
+class Options:
+    """Count the words of the standard library's sources, or index the files that they are in."""
+
+    job: str = option("word_count", "what to compute", choices=("word_count", "inverted_index"))
+    num_mappers: int = option(2, "nodes that read files", at_least=1)
+    num_reducers: int = option(2, "nodes that put results together", at_least=1)
+    files: int = option(600, "how many source files", at_least=1)
+
+
+def words_of(path: Path) -> list[str]:
+    return _WORD.findall(path.read_text(encoding="utf-8", errors="replace").lower())
+
+
+def count_words(path: Path) -> Iterator[tuple[str, int]]:
+    for word in words_of(path):
+        yield word, 1
+
+
+def add_up(word: str, counts: list[int]) -> int:
+    return sum(counts)
+
+
+def index_words(path: Path) -> Iterator[tuple[str, str]]:
+    name = short_name(path)
+    for word in dict.fromkeys(words_of(path)):
+        yield word, name
+
+
+def sort_names(word: str, names: list[str]) -> list[str]:
+    return sorted(names)
+
+
+def print_counts(counts: list[tuple[str, int]]) -> None:
+    most_common = sorted(counts, key=lambda item: (-item[1], item[0]))[:_SHOWN]
+    print(f"{sum(count for _, count in counts):,} words, {len(counts):,} different ones")
+    print("most common:", ", ".join(f"{word} {count:,}" for word, count in most_common))
+    _save(f"{word}\t{count}" for word, count in counts)
+
+
+def print_index(index: list[tuple[str, list[str]]]) -> None:
+    rare = [(word, names[0]) for word, names in index if len(names) == 1][:_SHOWN]
+    print(f"{len(index):,} words in {len({name for _, names in index for name in names}):,} files")
+    print("in one file only:", ", ".join(f"{word} ({name})" for word, name in rare))
+    _save(f"{word}\t{' '.join(names)}" for word, names in index)
+
+
+def _save(lines: Iterable[str]) -> None:
+    text = "".join(f"{line}\n" for line in lines).encode()
+    path = lp.context().run_dir / "result.tsv"
+    path.write_bytes(text)
+    print(f"all of it is in {path}, sha256 {hashlib.sha256(text).hexdigest()}", flush=True)
+
+
+def word_count(
+    paths: Sequence[Path], num_mappers: int, num_reducers: int, on_result: OnResult = print_counts
+) -> lp.Program:
+    """How often each word is in the files; counted by map task before anything travels."""
+    return map_reduce(
+        paths, count_words, add_up, num_mappers, num_reducers, add_up, on_result=on_result, name="word_count"
+    )
+
+
+def inverted_index(
+    paths: Sequence[Path], num_mappers: int, num_reducers: int, on_result: OnResult = print_index
+) -> lp.Program:
+    """The names of the files that each word is in."""
+    return map_reduce(
+        paths, index_words, sort_names, num_mappers, num_reducers, on_result=on_result, name="inverted_index"
+    )
+
+
+def make_program() -> lp.Program:
+    """The example that the flags ask for."""
+    options = parse_options(Options, "lp_pipe.programs.map_reduce")
+    make = {"word_count": word_count, "inverted_index": inverted_index}[options.job]
+    return make(standard_library(options.files), options.num_mappers, options.num_reducers)

@@ -1,0 +1,81 @@
+"""Results of programs, which appear in one of their nodes and are looked at here."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+
+import lp_pipe as lp
+
+WITHIN_S = 60.0
+
+
+class Delivered:
+    """An `on_result` that keeps the result in a file; delivered twice is an error."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __call__(self, result: Any) -> None:
+        assert not self._path.exists(), "delivered before"
+        self._path.write_bytes(cloudpickle.dumps(result))
+
+    def of(self, program: lp.Program, mode: str) -> Any:
+        """Run the program to its end; its result."""
+        run = lp.launch(program, mode)
+        run.wait(WITHIN_S)
+        self.status = run.status()
+        result = cloudpickle.loads(self._path.read_bytes())
+        self._path.unlink()
+        return result
+
+    def restarts(self, label: str) -> int:
+        """Of all nodes of the group, in the last run."""
+        return sum(row["restarts"] for row in self.status[label])
+
+
+class Once:
+    """True at the first call, in whichever process, and False ever after."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __call__(self) -> bool:
+        try:
+            self._path.touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
+
+
+def kill_this_process() -> None:
+    """As `kill -9` does, or a kernel without memory."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop_when(there: Path, program: lp.Program, mode: str) -> None:
+    """Run until the file is there, then stop: that takes none of the grace, and no node counts as failed."""
+    run = lp.launch(program, mode)
+    deadline = time.monotonic() + WITHIN_S
+    while not there.exists():
+        assert time.monotonic() < deadline, f"there is no {there}"
+        time.sleep(0.01)
+    start = time.monotonic()
+    run.stop()
+    assert time.monotonic() - start < 4.0  # the grace is 5
+    run.wait(0)
+    assert {row["error"] for rows in run.status().values() for row in rows} == {None}
+
+
+@pytest.fixture
+def delivered(tmp_path: Path) -> Delivered:
+    return Delivered(tmp_path / "result")
+
+
+@pytest.fixture
+def once(tmp_path: Path) -> Once:
+    return Once(tmp_path / "once")

@@ -1,0 +1,177 @@
+"""MapReduce: the same result as a plain loop, whoever dies on the way."""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lp_pipe as lp
+from lp_pipe.programs.map_reduce import add_up, count_words, inverted_index, map_reduce, word_count
+from lp_pipe.programs.map_reduce_master import MAP, REDUCE, Master, StaleWorker, Task
+from lp_pipe.programs.partitioning import partition_of
+from lp_pipe.programs.sources import short_name, standard_library
+from tests.programs.conftest import WITHIN_S, Delivered, Once, kill_this_process, stop_when
+
+PATHS = standard_library(120)
+
+
+def words_of(path: Path) -> list[str]:
+    return re.findall("[a-z]{3,}", path.read_text(encoding="utf-8", errors="replace").lower())
+
+
+@pytest.fixture(scope="module")
+def counts() -> list[tuple[str, int]]:
+    """Without any program."""
+    return sorted(Counter(word for path in PATHS for word in words_of(path)).items())
+
+
+def test_word_count_counts_as_a_counter_does(mode: str, delivered: Delivered, counts: list[tuple[str, int]]) -> None:
+    assert delivered.of(word_count(PATHS, num_mappers=3, num_reducers=2, on_result=delivered), mode) == counts
+
+
+def test_an_inverted_index_equals_a_dict(mode: str, delivered: Delivered) -> None:
+    index = defaultdict(set)
+    for path in PATHS:
+        for word in words_of(path):
+            index[word].add(path)
+    expected = [(word, sorted(map(short_name, paths))) for word, paths in sorted(index.items())]
+    assert delivered.of(inverted_index(PATHS, num_mappers=2, num_reducers=3, on_result=delivered), mode) == expected
+
+
+@pytest.mark.usefixtures("no_leaks")
+@pytest.mark.parametrize("victim", ["mappers", "reducers"])
+def test_a_worker_killed_half_way_changes_nothing(
+    victim: str, delivered: Delivered, once: Once, counts: list[tuple[str, int]]
+) -> None:
+    def count_or_die(path: Path) -> Iterator[tuple[str, int]]:
+        for number, pair in enumerate(count_words(path)):
+            if victim == "mappers" and path == PATHS[50] and number == 100 and once():
+                kill_this_process()
+            yield pair
+
+    def add_or_die(word: str, numbers: list[int]) -> int:
+        if victim == "reducers" and word == "self" and once():
+            kill_this_process()
+        return sum(numbers)
+
+    program = map_reduce(PATHS, count_or_die, add_or_die, 2, 2, add_up, on_result=delivered)
+    assert delivered.of(program, "process") == counts
+    assert {label: delivered.restarts(label) for label in ("mappers", "reducers")} == {
+        "mappers": int(victim == "mappers"),
+        "reducers": int(victim == "reducers"),
+    }
+
+
+def test_a_mapper_that_fails_once_is_started_again(mode: str, delivered: Delivered, once: Once) -> None:
+    def map_letters(text: str) -> Iterator[tuple[str, int]]:
+        yield text[0], 1
+        if text == "cd" and once():
+            raise OSError("a passing fault")
+        yield text[1], 1
+
+    program = map_reduce(["ab", "cd", "ab"], map_letters, add_up, 2, 2, on_result=delivered)
+    assert delivered.of(program, mode) == [("a", 2), ("b", 2), ("c", 1), ("d", 1)]
+    assert delivered.restarts("mappers") == 1
+
+
+def test_a_mapper_that_always_fails_ends_the_program_with_its_error(mode: str, delivered: Delivered) -> None:
+    def refuse(text: str) -> Iterator[tuple[str, int]]:
+        raise ValueError(f"cannot read {text}")
+
+    run = lp.launch(map_reduce(["x"], refuse, add_up, 1, 1, on_result=delivered), mode)
+    with pytest.raises(lp.NodeError, match="cannot read x") as caught:
+        run.wait(WITHIN_S)
+    assert (caught.value.label, caught.value.type_name) == ("mappers", "ValueError")
+
+
+def test_a_reducer_gets_values_in_the_order_of_the_inputs(mode: str, delivered: Delivered) -> None:
+    def map_number(number: int) -> list[tuple[tuple[str, int], int]]:
+        return [(("rest", number % 3), number), (("rest", number % 3), -number)]
+
+    def first_values(key: tuple[str, int], values: list[int]) -> list[int]:
+        return values[:4]
+
+    program = map_reduce(range(100), map_number, first_values, 3, 2, on_result=delivered, num_tasks=17)
+    assert delivered.of(program, mode) == [
+        (("rest", 0), [0, 0, 3, -3]),
+        (("rest", 1), [1, -1, 4, -4]),
+        (("rest", 2), [2, -2, 5, -5]),
+    ]
+
+
+def test_a_stop_half_way_waits_for_nobody_and_fails_nobody(mode: str, delivered: Delivered, tmp_path: Path) -> None:
+    def block(text: str) -> Iterator[tuple[str, int]]:
+        if text == "b":
+            (tmp_path / "blocked").touch()
+            lp.wait_for_stop()
+        yield text, 1
+
+    stop_when(tmp_path / "blocked", map_reduce(["a", "b"], block, add_up, 2, 2, on_result=delivered), mode)
+
+
+def test_no_inputs_give_no_results_and_no_files_are_left(mode: str, delivered: Delivered, tmp_path: Path) -> None:
+    folder = tmp_path / "work"
+    folder.mkdir()
+    program = map_reduce([], count_words, add_up, 2, 2, on_result=delivered, work_folder=folder)
+    assert delivered.of(program, mode) == []
+    assert not list(folder.iterdir())
+
+
+def test_numbers_below_one_are_refused() -> None:
+    for numbers in ((0, 1, 1), (1, 0, 1), (1, 1, 0)):
+        with pytest.raises(ValueError, match="at least 1"):
+            map_reduce([], count_words, add_up, numbers[0], numbers[1], on_result=print, num_tasks=numbers[2])
+
+
+def test_partitions_are_the_same_in_every_process() -> None:
+    # Written down: Python's own hash of a str would differ from one run to the next.
+    assert [partition_of(key, 7) for key in ("self", b"self", 12, ("a", 1), -1)] == [5, 2, 4, 5, 3]
+    assert set(Counter(partition_of(str(number), 5) for number in range(1000)).values()) <= set(range(150, 250))
+
+
+@pytest.mark.parametrize("key", [1.0, True, None, frozenset("a"), ("a", [1]), object()])
+def test_keys_that_might_print_differently_are_refused(key: Any) -> None:
+    with pytest.raises(TypeError, match="str, bytes, int or tuples"):
+        partition_of(key, 2)
+
+
+@pytest.fixture
+def master(no_leaks: None, tmp_path: Path) -> Iterator[lp.CourierClient]:
+    """Two map tasks, one reduce task, and no workers but the test."""
+    program = lp.Program("master")
+    program.add_node(lp.CourierNode(Master, [["a"], ["b"]], 1, tmp_path), label="master")
+    with lp.launch(program, "thread") as run:
+        yield run.client("master")
+
+
+def test_a_task_whose_worker_has_died_goes_to_another(master: lp.CourierClient, tmp_path: Path) -> None:
+    dead, other = master.register(MAP, 0), master.register(MAP, 1)
+    assert master.next_task(dead) == Task(0, ["a"], tmp_path)
+    assert master.next_task(other) == Task(1, ["b"], tmp_path)
+    master.commit(other, 1, [tmp_path / "b"])
+    waiting = master.futures.next_task(other)
+    successor = master.register(MAP, 0)
+    assert waiting.result(WITHIN_S) == Task(0, ["a"], tmp_path)
+    with pytest.raises(StaleWorker):
+        master.commit(dead, 0, [tmp_path / "late"])
+    with pytest.raises(StaleWorker):
+        master.next_task(dead)
+    master.commit(other, 0, [tmp_path / "a"])
+    assert master.next_task(successor) is None
+
+
+def test_reducers_wait_until_everything_is_mapped_and_get_files_by_task(
+    master: lp.CourierClient, tmp_path: Path
+) -> None:
+    mapper, reducer = master.register(MAP, 0), master.register(REDUCE, 0)
+    waiting = master.futures.next_task(reducer)
+    for name in ("a", "b"):
+        assert not waiting.done()
+        task = master.next_task(mapper)
+        master.commit(mapper, task.index, [tmp_path / name])
+    assert waiting.result(WITHIN_S) == Task(0, [tmp_path / "a", tmp_path / "b"], tmp_path)
+    master.commit(reducer, 0, [tmp_path / "c"])
+    assert master.next_task(reducer) is None
