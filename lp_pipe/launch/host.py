@@ -1,8 +1,11 @@
 """Where nodes run: the one interface between the run and a launch mode."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
+
+from lp_pipe.protos import supervision_pb2 as wire
 
 
 class Host(ABC):
@@ -46,6 +49,10 @@ class Host(ABC):
     @abstractmethod
     def stacks(self) -> str:
         """The Python stacks of every running node, as text."""
+
+    @abstractmethod
+    def inject(self, fault: wire.Fault) -> "Mapping[str, Future[int]]":
+        """Tell every process of the nodes of a fault (lp_pipe.testing); by node, how often it has struck there."""
 
     def last_lines(self, node_id: str) -> list[str]:
         """The last lines that the node printed; empty where the launcher does not see them."""

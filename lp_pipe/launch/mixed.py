@@ -1,7 +1,8 @@
 """Thread mode, in which some nodes are processes: the inner ones of a MultiProcessingColocation, as in every mode."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 
 from lp_pipe.connections import local, unix
@@ -14,6 +15,7 @@ from lp_pipe.launch.process import ProcessHost
 from lp_pipe.launch.socket_dir import make_socket_dir
 from lp_pipe.launch.spec import NodeSpec
 from lp_pipe.launch.thread import ThreadHost, common_threads
+from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.telemetry.metrics import MetricsLog
 
 
@@ -80,6 +82,9 @@ class MixedHost(Host):
 
     def stacks(self) -> str:
         return f"{self._threads.stacks()}\n{self._processes.stacks()}"
+
+    def inject(self, fault: wire.Fault) -> "Mapping[str, Future[int]]":
+        return self._processes.inject(fault)
 
     def last_lines(self, node_id: str) -> list[str]:
         return self._host_of(node_id).last_lines(node_id)

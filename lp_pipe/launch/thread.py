@@ -17,6 +17,7 @@ from lp_pipe.launch.host import Host
 from lp_pipe.launch.plan import Plan
 from lp_pipe.launch.spec import NodeSpec
 from lp_pipe.launch.threads import unset_threads, use_threads
+from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.telemetry.metrics import MetricsLog
 
 _log = logging.getLogger(__name__)
@@ -124,6 +125,9 @@ class ThreadHost(Host):
             if owner is not None and thread.ident in frames:
                 parts.append(f"node {owner}, thread {thread.name}:\n" + _format_stack(thread))
         return "\n".join(parts)
+
+    def inject(self, fault: wire.Fault) -> "Mapping[str, Future[int]]":
+        return {}  # the nodes are in the process that asks, which knows
 
     def _prepare(self, spec: NodeSpec) -> None:
         node = NodeContext(
