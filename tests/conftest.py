@@ -12,17 +12,15 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 from hypothesis import settings
 
 from lp_pipe.connections import credentials
 from lp_pipe.launch import template
+from lp_pipe.testing import assert_no_leaks
 
 # A shell that starts tests in the background has them ignore Ctrl+C, and so would every program that they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -33,15 +31,6 @@ settings.register_profile("lp_pipe", deadline=None)
 settings.load_profile("lp_pipe")
 
 Script = Callable[[str], "subprocess.Popen[str]"]
-
-_LEAVE_WITHIN_S = 10.0
-_LIVE_AS_LONG_AS_THE_PROCESS = (
-    "deadlines",
-    "connection ends",
-    "return loans",
-    "call callbacks",
-    "close dropped streams",
-)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -76,24 +65,10 @@ def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def no_leaks(socket_home: Path, without_torch: None) -> Iterator[None]:
-    """After the test: no process, no thread and no socket directory that was not there before."""
-    threads = set(threading.enumerate())
-    processes = set(psutil.Process().children(recursive=True))
-    yield
-    left_processes = set(psutil.Process().children(recursive=True)) - processes
-    _, alive = psutil.wait_procs(list(left_processes), timeout=_LEAVE_WITHIN_S)
-    assert not alive, f"processes were left behind: {alive}"
-    deadline = time.monotonic() + _LEAVE_WITHIN_S
-    while left := _threads_that_should_end(threads):
-        assert time.monotonic() < deadline, f"threads were left behind: {left}"
-        left[0].join(0.1)
-    assert not list(socket_home.glob("lp-*")), "a socket directory was left behind"
-
-
-def _threads_that_should_end(before: set[threading.Thread]) -> list[threading.Thread]:
-    new = [thread for thread in threading.enumerate() if thread not in before and thread.ident is not None]
-    return [thread for thread in new if not thread.name.startswith(_LIVE_AS_LONG_AS_THE_PROCESS)]
+def no_leaks(without_torch: None) -> Iterator[None]:
+    """After the test: nothing is there that was not there before."""
+    with assert_no_leaks():
+        yield
 
 
 @pytest.fixture(params=["thread", "process"])

@@ -17,6 +17,8 @@ CORE = [
     "lp_pipe.launch.thread",
     "lp_pipe.rpc.codec",
     "lp_pipe.connections",
+    "lp_pipe.testing",
+    "lp_pipe.testing.plugin",
 ]
 HEAVY = ["torch", "grpc", "numpy", "ray", "kubernetes", "pandas", "absl", "rich", "asyncio", "multiprocessing"]
 HEAVY += ["sklearn", "scipy", "gymnasium"]
@@ -30,6 +32,10 @@ def imported_by(module: str) -> set[str]:
 @pytest.mark.parametrize("module", CORE)
 def test_the_core_imports_nothing_heavy(module: str) -> None:
     assert not imported_by(module) & set(HEAVY)
+
+
+def test_programs_do_not_import_what_tests_need() -> None:
+    assert not imported_by("lp_pipe") & {"pytest", "lp_pipe.testing"}
 
 
 @pytest.mark.parametrize("name", ["producers_consumer", "map_reduce", "parameter_server", "evolution_strategies"])

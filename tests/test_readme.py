@@ -1,4 +1,4 @@
-"""The README's snippets run as they are printed."""
+"""The snippets of the README and of the docs run as they are printed."""
 
 import os
 import re
@@ -6,8 +6,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
-BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+
+
+def blocks_of(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
+
+
+BLOCKS = blocks_of("README.md")
 
 
 def run(*command: str, cwd: Path) -> str:
@@ -30,6 +38,13 @@ def test_the_thirty_lines_give_the_same_parameters_in_every_mode(tmp_path: Path)
 def test_the_unit_test_is_a_unit_test(tmp_path: Path) -> None:
     (tmp_path / "test_adder.py").write_text(BLOCKS[1])
     assert "1 passed" in run("-m", "pytest", "-q", "-p", "no:cacheprovider", "test_adder.py", cwd=tmp_path)
+
+
+@pytest.mark.parametrize("mode", ["process", "thread"])
+def test_the_ported_launchpad_program_runs(mode: str, tmp_path: Path) -> None:
+    (block,) = blocks_of("docs/coming_from_launchpad.md")
+    (tmp_path / "ported.py").write_text(block.replace('mode="process"', f'mode="{mode}"'))
+    run("ported.py", cwd=tmp_path)
 
 
 def test_every_relative_link_leads_somewhere() -> None:

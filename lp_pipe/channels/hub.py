@@ -3,10 +3,10 @@
 import threading
 
 from lp_pipe import connections
-from lp_pipe.channels import kinds
+from lp_pipe.channels import kinds, ring
 from lp_pipe.channels.messages import Opening
 from lp_pipe.channels.receiver import Receiver
-from lp_pipe.connections import Connection, Frame, frames
+from lp_pipe.connections import Connection, Frame, PulledConnection, frames
 from lp_pipe.errors import ChannelClosed
 
 
@@ -101,7 +101,14 @@ class _Incoming:
         return self.connection.closed_reason is None
 
     def start(self) -> None:
-        self.connection.start(self._on_frame, self._on_close)
+        if not isinstance(self.connection, PulledConnection) or not ring.is_supported:
+            self.connection.start(self._on_frame, self._on_close)
+            return
+        self.connection.make_interruptible()
+        self.connection.attach(self._on_frame, self._on_close)
+        if self.connection.try_reading():
+            name = f"open a channel of {self._hub.name}"
+            threading.Thread(target=self._read_until_attached, args=(self.connection,), name=name, daemon=True).start()
 
     def attach(self, receiver: Receiver) -> None:
         self._receiver = receiver
@@ -109,6 +116,15 @@ class _Incoming:
         receiver._attach(self.connection, inlet, self.opening.sender or self.connection.peer)
         if self.connection.closed_reason is not None:
             receiver._on_close(self.connection.closed_reason)  # it closed while nobody was attached
+
+    def _read_until_attached(self, connection: PulledConnection) -> None:
+        """The receiver reads from then on, unless the tensors themselves come through the socket."""
+        while self.is_open and (self._receiver is None or not kinds.is_pulled(self.opening.kind)):
+            if connection.wait(None):
+                connection.read()
+        connection.done_reading()
+        if self._receiver is not None:
+            self._receiver._wake()
 
     def _on_frame(self, frame: Frame) -> None:
         if frame.kind == frames.CHANNEL_OPEN:

@@ -34,6 +34,14 @@ def choose(kind: str, endpoint: str) -> str:
     return "stream" if kind == "shm" and not is_ring_supported else kind
 
 
+def is_pulled(kind: str) -> bool:
+    """Whether the ends read their connection themselves: not where the tensors go through the socket.
+
+    Two stages that send to each other, and read only when they have sent, would wait for each other for ever.
+    """
+    return kind == "shm"
+
+
 def make_outlet(kind: str) -> Outlet:
     return _TRANSPORTS[kind][0]()
 

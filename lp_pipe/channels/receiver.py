@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from lp_pipe.channels import packing
 from lp_pipe.channels.messages import Abort, tag_and_layout
+from lp_pipe.channels.pulling import Pulling
 from lp_pipe.channels.transport import Inlet
 from lp_pipe.connections import Connection, Frame, frames
 from lp_pipe.errors import ChannelClosed, Unavailable
@@ -26,6 +27,7 @@ class Receiver:
         self._inlet: Inlet | None = None
         self._layout: _PackedLayout | None = None
         self._state = threading.Condition(threading.Lock())
+        self._pulling = Pulling(self._state)
         self._arrived: deque[_Message] = deque()
         self._abort: Abort | None = None
         self._closed_reason: str | None = None
@@ -58,9 +60,13 @@ class Receiver:
                 self._abort = Abort(tag, reason)
             dropped = [message for message in self._arrived if message.tag <= tag]
             self._arrived = deque(message for message in self._arrived if message.tag > tag)
-            self._state.notify_all()
+            self._pulling.wake()
         for message in dropped:
             self._return_credit(message)
+
+    def look(self) -> None:
+        """Take in what has arrived, without waiting: what belongs to an aborted operation gives its credits back."""
+        self._pulling.look()
 
     def close(self, reason: str = "closed") -> None:
         """Close the channel and drop what was not received; the sender gets the reason."""
@@ -68,7 +74,7 @@ class Receiver:
             self._is_closed_here = True
             self._closed_reason = self._closed_reason or reason
             self._arrived.clear()
-            self._state.notify_all()
+            self._pulling.wake()
             connection = self._connection
         if connection is not None:
             connection.close(reason)
@@ -96,7 +102,7 @@ class Receiver:
             return True
         what = f"channel {self.channel!r}, operation {tag}"
         with waits.waiting(waits.RECEIVE, self._waits_for, what, timeout_s is not None):
-            return self._state.wait_for(lambda: bool(self._arrived) or self._end_of(tag) is not None, timeout_s)
+            return self._pulling.wait_for(lambda: bool(self._arrived) or self._end_of(tag) is not None, timeout_s)
 
     def _end_of(self, tag: int) -> str | None:
         if self._abort is not None and tag <= self._abort.tag:
@@ -117,12 +123,19 @@ class Receiver:
         """Called by the hub when both ends are there; only the credits let the sender begin."""
         with self._state:
             self._connection, self._inlet, self._waits_for.peer = connection, inlet, peer
+            self._pulling.attach(connection)
+            self._pulling.wake()
             reason = self._closed_reason
         if reason is not None:
             connection.close(reason)
             return
         with contextlib.suppress(Unavailable):  # then _on_close follows
             connection.send(Frame(frames.CHANNEL_OPEN, self.credits))
+
+    def _wake(self) -> None:
+        """Nobody else reads the connection any more."""
+        with self._state:
+            self._state.notify_all()
 
     def _on_data(self, frame: Frame) -> None:
         assert self._inlet is not None

@@ -8,8 +8,9 @@ from torch import Tensor
 from lp_pipe import connections
 from lp_pipe.channels import kinds, packing
 from lp_pipe.channels.messages import Abort, Opening, data_frame
+from lp_pipe.channels.pulling import Pulling
 from lp_pipe.channels.transport import Outlet
-from lp_pipe.connections import Connection, Frame, frames
+from lp_pipe.connections import Connection, Frame, PulledConnection, frames
 from lp_pipe.errors import ChannelClosed, Unavailable
 from lp_pipe.telemetry import waits
 
@@ -27,6 +28,7 @@ class Sender:
         # lock is never held while sending: in one process the receiver's thread may be on its way to it.
         self._send_lock = threading.Lock()
         self._state = threading.Condition(threading.Lock())
+        self._pulling = Pulling(self._state)
         self._total_credits = 0
         self._credits = 0
         self._abort: Abort | None = None
@@ -54,12 +56,20 @@ class Sender:
         with self._state:
             if self._abort is None or tag >= self._abort.tag:
                 self._abort = Abort(tag, reason)
-            self._state.notify_all()
+            self._pulling.wake()
 
     def close(self, reason: str = "closed") -> None:
         """Close the channel; the receiver still gets what was sent, and then the reason."""
         self._on_close(reason)  # first, or the peer's answer to the closing is taken for its death
         self._connection.close(reason)
+
+    def _begin(self, kind: str) -> None:
+        if kinds.is_pulled(kind) and isinstance(self._connection, PulledConnection):
+            self._connection.make_interruptible()
+            self._connection.attach(self._on_frame, self._on_close)
+            self._pulling.attach(self._connection)
+        else:
+            self._connection.start(self._on_frame, self._on_close)
 
     def _send(self, tag: int, header: bytes, tensors: list[Tensor]) -> None:
         assert self._layout is not None
@@ -67,6 +77,7 @@ class Sender:
             token, buffers = self._outlet.write(self._layout, tensors, self._total_credits)
             self._connection.send(data_frame(tag, header, token, buffers))
         except Unavailable as error:
+            self._pulling.look()  # the peer may have said why
             raise self._closed(self._closed_reason or str(error)) from error
         except BaseException as error:  # no memory, Ctrl-C: the receiver cannot make sense of what would come next
             self.close(f"the sender failed to send: {type(error).__name__}: {error}")
@@ -76,7 +87,7 @@ class Sender:
         with self._state:
             if not self._credits and self._end_of(tag) is None:
                 with waits.waiting(waits.SEND, self._waits_for, f"{self._label}, operation {tag}"):
-                    self._state.wait_for(lambda: self._credits or self._end_of(tag) is not None)
+                    self._pulling.wait_for(lambda: self._credits > 0 or self._end_of(tag) is not None)
             reason = self._end_of(tag)
             if reason is not None:
                 raise self._closed(reason)
@@ -103,7 +114,7 @@ class Sender:
     def _on_close(self, reason: str) -> None:
         with self._state:
             self._closed_reason = self._closed_reason or reason
-            self._state.notify_all()
+            self._pulling.wake()
 
 
 def open_sender(endpoint: str, channel: str, *, kind: str = "auto", name: str = "", peer: str = "") -> Sender:
@@ -121,7 +132,7 @@ def open_sender(endpoint: str, channel: str, *, kind: str = "auto", name: str = 
     try:
         connection = connections.connect(endpoint)
         sender = Sender(connection, kinds.make_outlet(kind), label, waits.Target(endpoint, peer=peer))
-        connection.start(sender._on_frame, sender._on_close)
+        sender._begin(kind)
         connection.send(Opening(channel, kind, name).frame())
     except Unavailable as error:
         raise Unavailable(f"{label}: {error}") from error

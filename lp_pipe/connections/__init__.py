@@ -1,5 +1,6 @@
 """Framed duplex connections: one interface, a carrier for each way between two nodes."""
 
+from collections.abc import Callable
 from types import ModuleType
 
 from lp_pipe.connections import inproc, local, tcp_endpoint, unix
@@ -10,6 +11,8 @@ from lp_pipe.connections.base import PulledConnection as PulledConnection
 from lp_pipe.connections.frames import Frame as Frame
 from lp_pipe.errors import Unavailable
 
+Connector = Callable[[str, float | None], Connection]
+
 _CARRIERS: dict[str, ModuleType] = {inproc.SCHEME: inproc, local.SCHEME: local, unix.SCHEME: unix}
 
 
@@ -19,6 +22,22 @@ def connect(endpoint: str, idle_timeout_s: float | None = None) -> Connection:
     Raises:
         Unavailable: nobody listens there.
     """
+    return _connector(endpoint, idle_timeout_s)
+
+
+def use_connector(connector: Connector | None) -> None:
+    """Let `connect` ask `connector` from now on, which may call `connect_directly`; None: the usual one."""
+    global _connector
+    _connector = connector or connect_directly
+
+
+def current_connector() -> Connector:
+    """Who makes connections now."""
+    return _connector
+
+
+def connect_directly(endpoint: str, idle_timeout_s: float | None = None) -> Connection:
+    """What `connect` does when nothing was put in between."""
     found: Connection = _carrier(endpoint).connect(endpoint, idle_timeout_s)
     return found
 
@@ -39,3 +58,6 @@ def _carrier(endpoint: str) -> ModuleType:
         known = ", ".join([*_CARRIERS, *tcp_endpoint.SCHEMES])
         raise Unavailable(f"endpoint {endpoint!r} has no known carrier; known are {known}")
     return _CARRIERS[scheme]
+
+
+_connector: Connector = connect_directly

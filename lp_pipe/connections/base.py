@@ -48,15 +48,16 @@ class Connection(ABC):
         """Why this connection is closed, or None while it is open."""
         return self._closed_reason
 
-    def _mark_closed(self, reason: str) -> None:
-        """Remember the first reason; call `on_close` once it is both closed and started."""
+    def _mark_closed(self, reason: str) -> bool:
+        """Remember the first reason, True; call `on_close` once it is both closed and started."""
         with self._state_lock:
             if self._closed_reason is not None:
-                return
+                return False
             self._closed_reason = reason
             on_close = self._on_close
         if on_close is not None:
             on_close(reason)
+        return True
 
     def _attach(self, on_close: OnClose) -> None:
         with self._state_lock:
@@ -95,7 +96,15 @@ class PulledConnection(Connection):
 
     @abstractmethod
     def wait(self, timeout_s: float | None) -> bool:
-        """Wait until there is something to read (or the end); False when `timeout_s` has passed."""
+        """Wait until there is something to read (or the end); False when `timeout_s` has passed, or on `interrupt`."""
+
+    @abstractmethod
+    def make_interruptible(self) -> None:
+        """Before the first `wait`: `interrupt` will work."""
+
+    @abstractmethod
+    def interrupt(self) -> None:
+        """End a `wait`, or the next one; any thread."""
 
     @abstractmethod
     def read_next(self) -> None:

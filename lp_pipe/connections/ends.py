@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 IS_SUPPORTED = hasattr(select, "epoll")
 
+_AN_END = select.EPOLLRDHUP | select.EPOLLONESHOT if IS_SUPPORTED else 0
+
 
 class Ends:
     """One thread per process waits for the ends of all connections, and for nothing else that they bring."""
@@ -28,7 +30,13 @@ class Ends:
                 self._epoll = select.epoll()
                 threading.Thread(target=self._run, args=(self._epoll,), name="connection ends", daemon=True).start()
             self._watched[descriptor] = weakref.WeakMethod(on_end)
-            self._epoll.register(descriptor, select.EPOLLRDHUP | select.EPOLLONESHOT)
+            self._epoll.register(descriptor, _AN_END)
+
+    def watch_again(self, descriptor: int) -> None:
+        """After a call that meant another connection: one that had this descriptor before."""
+        with self._lock:
+            if descriptor in self._watched and self._epoll is not None:
+                self._epoll.modify(descriptor, _AN_END)
 
     def forget(self, descriptor: int) -> None:
         """Watch no more."""

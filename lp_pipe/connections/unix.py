@@ -38,11 +38,13 @@ class UnixConnection(PulledConnection):
         self._reader = SocketReader(sock, Borrower(self._give_back))
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
+        self._interruption = -1
         self._on_frame: OnFrame | None = None
         self._send_lock = threading.Lock()
         self._lend_lock = threading.Lock()
         self._idle_timeout_s = idle_timeout_s
         self._farewell: str | None = None
+        self._is_over = False
         if idle_timeout_s is not None:
             # A kernel timeout on the read, and not a watchdog thread: a process that was itself frozen or starved
             # for long finds the peer's pings waiting in the socket, and does not take the peer for dead.
@@ -61,7 +63,22 @@ class UnixConnection(PulledConnection):
         return self._socket.fileno()
 
     def wait(self, timeout_s: float | None) -> bool:
-        return bool(self._poll.poll(None if timeout_s is None else timeout_s * 1000))
+        events = self._poll.poll(None if timeout_s is None else timeout_s * 1000)
+        if self._interruption < 0:
+            return bool(events)
+        descriptors = [descriptor for descriptor, _ in events]
+        if self._interruption in descriptors:
+            os.eventfd_read(self._interruption)
+        return self._socket.fileno() in descriptors
+
+    def make_interruptible(self) -> None:
+        self._interruption = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._poll.register(self._interruption, select.POLLIN)
+
+    def interrupt(self) -> None:
+        with self._send_lock:  # held when the descriptor is closed
+            if self._interruption >= 0:
+                os.eventfd_write(self._interruption, 1)
 
     def read_next(self) -> None:
         self._read_once()
@@ -72,7 +89,7 @@ class UnixConnection(PulledConnection):
 
     def done_reading(self) -> None:
         self._reading.release()
-        if self._closed_reason is not None:
+        if self._is_over:
             self._dispose()
 
     def send(self, frame: Frame) -> None:
@@ -150,7 +167,8 @@ class UnixConnection(PulledConnection):
 
     def _end(self, reason: str) -> bool:
         self._shutdown()
-        self._mark_closed(self._farewell or reason)
+        if self._mark_closed(self._farewell or reason):
+            self._is_over = True  # not before `on_close` has returned: until then the descriptor is ours
         return False
 
     def _shutdown(self) -> None:
@@ -162,6 +180,9 @@ class UnixConnection(PulledConnection):
         if self._reading.acquire(blocking=False):  # and kept: nobody reads from now on
             with self._send_lock:
                 self._socket.close()
+                if self._interruption >= 0:
+                    os.close(self._interruption)
+                    self._interruption = -1
             self._reader.close()
             if self._lender is not None:
                 self._lender.close()

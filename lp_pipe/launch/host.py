@@ -2,10 +2,12 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 
 from lp_pipe.context import NodeServices
 from lp_pipe.launch.view import View
+from lp_pipe.protos import supervision_pb2 as wire
 
 
 class Host(ABC):
@@ -60,6 +62,10 @@ class Host(ABC):
     def nodes_here(self) -> Mapping[NodeServices, str]:
         """The node_ids of those that are threads of this process, by what speaks for them there."""
         return {}
+
+    @abstractmethod
+    def inject(self, fault: wire.Fault) -> "Mapping[str, Future[int]]":
+        """Tell every process of the nodes of a fault (lp_pipe.testing); by node, how often it has struck there."""
 
     def last_lines(self, node_id: str) -> list[str]:
         """The last lines that the node printed; empty where the launcher does not see them."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 
 from lp_pipe.connections import local, unix
@@ -16,6 +17,7 @@ from lp_pipe.launch.socket_dir import make_socket_dir
 from lp_pipe.launch.spec import NodeSpec
 from lp_pipe.launch.thread import ThreadHost, common_threads
 from lp_pipe.launch.view import View
+from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.telemetry.metrics import MetricsLog
 
 
@@ -88,6 +90,9 @@ class MixedHost(Host):
 
     def nodes_here(self) -> Mapping[NodeServices, str]:
         return self._threads.nodes_here()
+
+    def inject(self, fault: wire.Fault) -> "Mapping[str, Future[int]]":
+        return self._processes.inject(fault)
 
     def last_lines(self, node_id: str) -> list[str]:
         return self._host_of(node_id).last_lines(node_id)

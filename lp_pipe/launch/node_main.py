@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lp_pipe import connections
-from lp_pipe.connections import Frame, frames
+from lp_pipe.connections import Frame, faulty, frames
 from lp_pipe.context import NodeContext, StopSignal, enter_process
 from lp_pipe.errors import Unavailable
 from lp_pipe.launch import os_text
@@ -45,6 +45,7 @@ class Supervision:
             "stop": lambda message: self.stop_signal.set(),
             "resolved": self._on_resolved,
             "stacks": self._on_stacks,
+            "fault": self._on_fault,
             "ping": lambda message: None,
             "waits": self._on_waits,
         }
@@ -73,6 +74,9 @@ class Supervision:
 
     def close(self) -> None:
         """The last that this process says to its launcher."""
+        with contextlib.suppress(Unavailable):
+            for rule, hits in faulty.hits().items():
+                self.send(fault_report=wire.FaultReport(rule=rule, hits=hits))
         self._connection.close("the node has ended")
 
     # NodeServices
@@ -147,6 +151,11 @@ class Supervision:
         own = [one for node, one in waits.look(message.old_s) if node is None or node.services is self]
         with contextlib.suppress(Unavailable):
             self.send(waits=to_wire(own, waits.pools()))
+
+    def _on_fault(self, message: wire.Fault) -> None:
+        hits = faulty.apply(message)
+        with contextlib.suppress(Unavailable):
+            self.send(fault_report=wire.FaultReport(id=message.id, hits=hits))
 
     def _on_close(self, reason: str) -> None:
         if not self.started.done():
@@ -230,6 +239,8 @@ def _set_up_process(start: wire.Start) -> None:
     sys.path[:] = os_text.unpack_all(start.sys_path)
     sys.argv[:] = os_text.unpack_all(start.argv)
     importlib.invalidate_caches()
+    if os.environ.get(faulty.VARIABLE):
+        faulty.enable()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)  # they are pipes, but people watch them

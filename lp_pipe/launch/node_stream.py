@@ -29,6 +29,8 @@ class NodeStream:
         self._stacks: dict[int, Future[str]] = {}
         self._answered_at = time.monotonic()
         self._view = View([], [])
+        self._faults: dict[int, tuple[str, Future[int]]] = {}
+        self.last_hits: dict[str, int] = {}  # of each fault, when the process has ended
         self._actions: dict[str, Callable[[Any], None]] = {
             "hello": self._on_hello,
             "register": self._on_register,
@@ -40,6 +42,7 @@ class NodeStream:
             "ended": self._on_ended,
             "stacks": self._on_stacks,
             "waits": self._on_waits,
+            "fault_report": self._on_fault_report,
         }
 
     def send(self, payload: bytes | None = None, **message: Any) -> None:
@@ -61,6 +64,18 @@ class NodeStream:
         self.send(waits=wire.Waits(old_s=old_s))
         return self._view._replace(silence_s=time.monotonic() - self._answered_at)
 
+    def ask_fault(self, fault: wire.Fault) -> "Future[int]":
+        """Done with how often the fault has struck in the node's process."""
+        answer: Future[int] = Future()
+        question = wire.Fault()
+        question.CopyFrom(fault)
+        question.id = id(answer)
+        self._faults[question.id] = fault.rule, answer
+        self.send(fault=question)
+        if self.closed.is_set():
+            self._forget_faults()
+        return answer
+
     def on_frame(self, frame: Frame) -> None:
         message = wire.Supervision.FromString(bytes(frame.body))
         kind = message.WhichOneof("message")
@@ -69,6 +84,7 @@ class NodeStream:
 
     def on_close(self, reason: str) -> None:
         self.closed.set()
+        self._forget_faults()
 
     def _on_hello(self, message: wire.Hello) -> None:
         self._node_id = message.node_id
@@ -117,6 +133,21 @@ class NodeStream:
         answer = self._stacks.pop(message.id, None)
         if answer is not None:
             answer.set_result(message.text)
+
+    def _on_fault_report(self, message: wire.FaultReport) -> None:
+        if message.rule:
+            self.last_hits[message.rule] = message.hits
+        else:
+            self._answer_fault(message.id, message.hits)
+
+    def _forget_faults(self) -> None:
+        for number, (rule, _) in list(self._faults.items()):
+            self._answer_fault(number, self.last_hits.get(rule, 0))
+
+    def _answer_fault(self, number: int, hits: int) -> None:
+        _, answer = self._faults.pop(number, ("", None))
+        if answer is not None:
+            answer.set_result(hits)
 
 
 def _resolved(number: int, done: "Future[str]") -> wire.Resolved:

@@ -9,7 +9,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,8 @@ class ProcessHost(Host):
         self._cwd = os.getcwd()
         self._sys_path = list(sys.path)
         self._streams: dict[str, NodeStream] = {}
+        self._faults: dict[str, wire.Fault] = {}
+        self._past_hits: Counter[str] = Counter()  # of faults in processes that have ended
         self._logs = LogPump(plan.run_dir / "logs")
         self._is_over = threading.Event()
         self._exits = ExitQueue()
@@ -133,6 +136,16 @@ class ProcessHost(Host):
     def look(self, old_s: float) -> list[View]:
         return [stream.look(old_s) for stream in list(self._streams.values())]
 
+    def inject(self, fault: wire.Fault) -> "Mapping[str, Future[int]]":
+        if fault.action == wire.Fault.HEAL:
+            self._faults.pop(fault.rule, None)
+        elif fault.action in (wire.Fault.DROP, wire.Fault.DELAY, wire.Fault.PARTITION):
+            self._faults[fault.rule] = fault  # also for nodes that start later
+        past: Future[int] = Future()
+        past.set_result(self._past_hits[fault.rule])
+        asked = {node_id: stream.ask_fault(fault) for node_id, stream in list(self._streams.items())}
+        return {**asked, "": past}
+
     def last_lines(self, node_id: str) -> list[str]:
         return self._logs.last_lines(node_id)
 
@@ -178,6 +191,8 @@ class ProcessHost(Host):
             return
         spec = self._specs[node_id]
         self._streams[node_id] = stream
+        for fault in list(self._faults.values()):  # before it can make a connection
+            stream.ask_fault(fault)
         stream.send(
             start=wire.Start(
                 label=spec.label,
@@ -213,6 +228,8 @@ class ProcessHost(Host):
         stream = self._streams.pop(node_id, None)
         if stream is not None and not stream.closed.wait(max(0.0, deadline - time.monotonic())):
             stream.connection.close("the process has ended")
+        if stream is not None:
+            self._past_hits.update(stream.last_hits)
         for address in self._specs[node_id].addresses:  # or callers would wait for the grandchild to accept
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(f"{self._socket_dir}/{address}")

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from lp_pipe.connections import faulty
 from lp_pipe.context import publish, replace_published
 from lp_pipe.errors import NodeError, Unavailable
 from lp_pipe.handles import Handle
@@ -26,7 +27,11 @@ _TERM_TO_KILL_S = 1.0
 
 
 class Run:
-    """What `launch` returns. Use it as a context manager to be sure that the nodes are taken down."""
+    """What `launch` returns. Use it as a context manager to be sure that the nodes are taken down.
+
+    has_raised_failure: whether `wait` or the end of the `with` block has raised the failure.
+    has_faulty_connections: whether it was launched inside `lp_pipe.testing.faults.enabled()`.
+    """
 
     def __init__(
         self,
@@ -46,6 +51,8 @@ class Run:
         self._is_over = threading.Event()
         self._interrupts = Interrupts(hurry=lambda: coordinator.request_stop(hurry=True))
         self._services = _LauncherServices(coordinator)
+        self.has_raised_failure = False
+        self.has_faulty_connections = faulty.is_enabled()
         publish(coordinator.plan.owners, self._services)
 
     @property
@@ -90,6 +97,7 @@ class Run:
         self._interrupts.uninstall()
         error = described_failure(self._coordinator, self._host)
         if error is not None:
+            self.has_raised_failure = True
             raise error
 
     def stop(self) -> None:
@@ -145,6 +153,11 @@ class Run:
         return self._interrupts.received
 
     @property
+    def failure(self) -> NodeError | None:
+        """The first failure so far, without waiting for the end."""
+        return self._coordinator.failure()
+
+    @property
     def later_failures(self) -> int:
         """How many failures came after the first one."""
         return self._coordinator.later_failures
@@ -162,6 +175,7 @@ class Run:
         self.stop()
         failure: NodeError | None = described_failure(self._coordinator, self._host)
         if kind is None and failure is not None:
+            self.has_raised_failure = True
             raise failure
 
     def _supervise(self) -> None:

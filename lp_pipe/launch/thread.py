@@ -17,6 +17,7 @@ from lp_pipe.launch.host import Host
 from lp_pipe.launch.plan import Plan
 from lp_pipe.launch.spec import NodeSpec
 from lp_pipe.launch.threads import unset_threads, use_threads
+from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.telemetry.metrics import MetricsLog
 
 _log = logging.getLogger(__name__)
@@ -127,6 +128,9 @@ class ThreadHost(Host):
 
     def nodes_here(self) -> Mapping[NodeServices, str]:
         return {node.services: node_id for node_id, node in list(self._contexts.items())}
+
+    def inject(self, fault: wire.Fault) -> "Mapping[str, Future[int]]":
+        return {}  # the nodes are in the process that asks, which knows
 
     def _prepare(self, spec: NodeSpec) -> None:
         node = NodeContext(

@@ -71,10 +71,12 @@ class Links:
         for sender in self._senders.values():
             sender.abort(tag, reason)
 
-    def clear_local(self) -> None:
-        """Forget what an aborted operation has left between this worker's own stages."""
+    def discard(self) -> None:
+        """Forget what an aborted operation, which all workers have ended, has left behind; its credits go back."""
         for queue in self._local.values():
             queue.clear()
+        for receiver in self._receivers.values():
+            receiver.look()
 
     def _between_stages(self) -> list[int]:
         """All channels that join two stages (the numbering leaves two gaps)."""

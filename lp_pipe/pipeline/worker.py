@@ -119,7 +119,7 @@ class StageWorker:
     def discard(self) -> None:
         """Forget what an aborted operation has left behind."""
         self.training.clear_gradients()
-        self._links.clear_local()
+        self._links.discard()
         for stage in self._stages.values():
             stage.activation_stash.clear()
 

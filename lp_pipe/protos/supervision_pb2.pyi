@@ -1,4 +1,5 @@
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
@@ -181,6 +182,59 @@ class ReservePort(_message.Message):
     address: str
     def __init__(self, id: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
 
+class Fault(_message.Message):
+    __slots__ = ("id", "rule", "action", "ways", "delay_s", "after", "count", "reason")
+    class Action(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        REPORT: _ClassVar[Fault.Action]
+        HEAL: _ClassVar[Fault.Action]
+        DROP: _ClassVar[Fault.Action]
+        DELAY: _ClassVar[Fault.Action]
+        CUT: _ClassVar[Fault.Action]
+        PARTITION: _ClassVar[Fault.Action]
+    REPORT: Fault.Action
+    HEAL: Fault.Action
+    DROP: Fault.Action
+    DELAY: Fault.Action
+    CUT: Fault.Action
+    PARTITION: Fault.Action
+    class Way(_message.Message):
+        __slots__ = ("node", "endpoint", "is_outgoing")
+        NODE_FIELD_NUMBER: _ClassVar[int]
+        ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+        IS_OUTGOING_FIELD_NUMBER: _ClassVar[int]
+        node: str
+        endpoint: str
+        is_outgoing: bool
+        def __init__(self, node: _Optional[str] = ..., endpoint: _Optional[str] = ..., is_outgoing: _Optional[bool] = ...) -> None: ...
+    ID_FIELD_NUMBER: _ClassVar[int]
+    RULE_FIELD_NUMBER: _ClassVar[int]
+    ACTION_FIELD_NUMBER: _ClassVar[int]
+    WAYS_FIELD_NUMBER: _ClassVar[int]
+    DELAY_S_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    rule: str
+    action: Fault.Action
+    ways: _containers.RepeatedCompositeFieldContainer[Fault.Way]
+    delay_s: float
+    after: int
+    count: int
+    reason: str
+    def __init__(self, id: _Optional[int] = ..., rule: _Optional[str] = ..., action: _Optional[_Union[Fault.Action, str]] = ..., ways: _Optional[_Iterable[_Union[Fault.Way, _Mapping]]] = ..., delay_s: _Optional[float] = ..., after: _Optional[int] = ..., count: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class FaultReport(_message.Message):
+    __slots__ = ("id", "hits", "rule")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    RULE_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    hits: int
+    rule: str
+    def __init__(self, id: _Optional[int] = ..., hits: _Optional[int] = ..., rule: _Optional[str] = ...) -> None: ...
+
 class InnerNodes(_message.Message):
     __slots__ = ("id", "colocation", "stop")
     ID_FIELD_NUMBER: _ClassVar[int]
@@ -192,7 +246,7 @@ class InnerNodes(_message.Message):
     def __init__(self, id: _Optional[int] = ..., colocation: _Optional[str] = ..., stop: _Optional[bool] = ...) -> None: ...
 
 class Supervision(_message.Message):
-    __slots__ = ("hello", "start", "register", "resolve", "resolved", "metrics", "ended", "stop", "stop_request", "ping", "stacks", "reserve_port", "inner_nodes", "waits")
+    __slots__ = ("hello", "start", "register", "resolve", "resolved", "metrics", "ended", "stop", "stop_request", "ping", "stacks", "reserve_port", "inner_nodes", "waits", "fault", "fault_report")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     REGISTER_FIELD_NUMBER: _ClassVar[int]
@@ -207,6 +261,8 @@ class Supervision(_message.Message):
     RESERVE_PORT_FIELD_NUMBER: _ClassVar[int]
     INNER_NODES_FIELD_NUMBER: _ClassVar[int]
     WAITS_FIELD_NUMBER: _ClassVar[int]
+    FAULT_FIELD_NUMBER: _ClassVar[int]
+    FAULT_REPORT_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     start: Start
     register: Register
@@ -221,4 +277,6 @@ class Supervision(_message.Message):
     reserve_port: ReservePort
     inner_nodes: InnerNodes
     waits: Waits
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., register: _Optional[_Union[Register, _Mapping]] = ..., resolve: _Optional[_Union[Resolve, _Mapping]] = ..., resolved: _Optional[_Union[Resolved, _Mapping]] = ..., metrics: _Optional[_Union[Metrics, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., stop_request: _Optional[_Union[StopRequest, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., stacks: _Optional[_Union[Stacks, _Mapping]] = ..., reserve_port: _Optional[_Union[ReservePort, _Mapping]] = ..., inner_nodes: _Optional[_Union[InnerNodes, _Mapping]] = ..., waits: _Optional[_Union[Waits, _Mapping]] = ...) -> None: ...
+    fault: Fault
+    fault_report: FaultReport
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., register: _Optional[_Union[Register, _Mapping]] = ..., resolve: _Optional[_Union[Resolve, _Mapping]] = ..., resolved: _Optional[_Union[Resolved, _Mapping]] = ..., metrics: _Optional[_Union[Metrics, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., stop_request: _Optional[_Union[StopRequest, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., stacks: _Optional[_Union[Stacks, _Mapping]] = ..., reserve_port: _Optional[_Union[ReservePort, _Mapping]] = ..., inner_nodes: _Optional[_Union[InnerNodes, _Mapping]] = ..., waits: _Optional[_Union[Waits, _Mapping]] = ..., fault: _Optional[_Union[Fault, _Mapping]] = ..., fault_report: _Optional[_Union[FaultReport, _Mapping]] = ...) -> None: ...

@@ -38,16 +38,21 @@ class Reading:
 
     def begin(self) -> None:
         """Notice the peer's end from now on, also while nobody reads."""
-        ends.shared.watch(self._descriptor, self._on_peer_closed)
+        if self._connection.try_reading():  # else it has ended already
+            try:
+                ends.shared.watch(self._descriptor, self._on_peer_closed)
+            finally:
+                self._connection.done_reading()
+            self.pass_on()  # the end may have come meanwhile
 
     def look(self) -> None:
         """Read what is there, without waiting, if nobody is reading."""
         if self._connection.try_reading():
             try:
-                if self._connection.wait(0):
-                    self._connection.read()
+                self._read_what_is_there()
             finally:
                 self._connection.done_reading()
+            self._wake_next()
 
     def wait_for(self, call: SyncCall, deadline: float | None) -> None:
         """Until the reply is there, or the deadline has passed; `pass_on` must follow."""
@@ -75,8 +80,11 @@ class Reading:
     def pass_on(self) -> None:
         """Let somebody read, if replies are still to come; whoever is reading is left alone."""
         if self._has_peer_closed:
-            self.look()
-        elif self._expected.is_urgent() or self._parked:
+            self._look_for_end()
+        self._wake_next()
+
+    def _wake_next(self) -> None:
+        if self._expected.is_urgent() or self._parked:
             self.attend()
         elif self._expected.blocked:
             for call in list(self._expected.blocked.values())[:1]:
@@ -116,7 +124,22 @@ class Reading:
 
     def _on_peer_closed(self) -> None:
         self._has_peer_closed = True  # if somebody reads, who may be about to leave
-        self.look()
+        self._look_for_end()
+        self._wake_next()
+
+    def _look_for_end(self) -> None:
+        if self._connection.try_reading():
+            try:
+                self._read_what_is_there()
+                if self._connection.closed_reason is None:  # it was meant for who had this descriptor before
+                    self._has_peer_closed = False
+                    ends.shared.watch_again(self._descriptor)
+            finally:
+                self._connection.done_reading()
+
+    def _read_what_is_there(self) -> None:
+        if self._connection.wait(0):
+            self._connection.read()
 
     def _read_for(self, call: SyncCall | CallFuture, deadline: float | None) -> bool:
         """Read until the reply is there or the deadline has passed; False when another thread reads."""

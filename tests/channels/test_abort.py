@@ -57,10 +57,12 @@ def test_abort_drops_queued_and_arriving_values_and_returns_their_credits(edge: 
     sender.send(1, torch.ones(2))
     sender.send(1, torch.ones(3))
     receiver.abort(1, "gone wrong")
-    for length in (4, 5, 6):
+    receiver.look()
+    for length in (4, 5):
         sender.send(1, torch.ones(length))  # would block if the credits had not come back
-    sender.send(2, torch.ones(6))  # as before: its layout came with a value that was dropped
-    assert_same(receiver.receive(2, PATIENCE_S), torch.ones(6))
+        receiver.look()
+    sender.send(2, torch.ones(5))  # as before: its layout came with a value that was dropped
+    assert_same(receiver.receive(2, PATIENCE_S), torch.ones(5))
 
 
 def test_an_older_abort_does_not_replace_a_newer_one(edge: Edge) -> None:

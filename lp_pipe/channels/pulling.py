@@ -1,0 +1,59 @@
+"""How a channel's end waits: it reads its connection itself, which saves a hop between threads for every message."""
+
+import threading
+import time
+from collections.abc import Callable
+
+from lp_pipe.connections import Connection, PulledConnection
+
+
+class Pulling:
+    """Like a condition's `wait_for`, for what arrives on a connection. `state` is the end's own condition.
+
+    A connection that pushes (in one process, between hosts), or that another thread reads, is only waited for.
+    """
+
+    def __init__(self, state: threading.Condition) -> None:
+        self._state = state
+        self._connection: PulledConnection | None = None
+
+    def attach(self, connection: Connection) -> None:
+        """From now on read this connection, if it can be read."""
+        if isinstance(connection, PulledConnection):
+            self._connection = connection
+
+    def wait_for(self, is_so: Callable[[], bool], timeout_s: float | None = None) -> bool:
+        """Wait until it is so, or `timeout_s` has passed (False); called, and returns, with the state's lock held."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not is_so():
+            remaining = None if deadline is None else deadline - time.monotonic()
+            if remaining is not None and remaining <= 0:
+                return False
+            if self._connection is not None and self._connection.try_reading():
+                self._state.release()
+                try:
+                    self._read(self._connection, remaining)
+                finally:
+                    self._state.acquire()
+                    self._state.notify_all()  # of those who wait another one may read
+            else:
+                self._state.wait(remaining)
+        return True
+
+    def look(self) -> None:
+        """Read what is there, without waiting; called without the lock."""
+        if self._connection is not None and self._connection.try_reading():
+            self._read(self._connection, 0)
+
+    def wake(self) -> None:
+        """Let everybody who waits look again; called with the lock held."""
+        self._state.notify_all()
+        if self._connection is not None:
+            self._connection.interrupt()
+
+    def _read(self, connection: PulledConnection, timeout_s: float | None) -> None:
+        try:
+            if connection.wait(timeout_s):
+                connection.read()
+        finally:
+            connection.done_reading()

@@ -1,0 +1,223 @@
+"""Make a running program's connections and processes fail, to see what it does then.
+
+    with faults.enabled():  # the pytest fixture `faults` does this
+        run = lp.launch(program)
+    with faults.partition(run, "worker", "server") as fault:
+        ...                 # until here
+    assert fault.hits
+
+Nodes are named by label (the whole group), `(label, index)` or handle; `LAUNCHER` is the test itself, with the clients
+that it got from `run.client`; `EVERYONE` is all of them. Faults act on connections between two nodes, never on a node's
+tie to the launcher that supervises it. A connection neither loses nor reorders bytes, so what can be lost is a message
+(a call, a reply, a value of a stream or channel) or the connection.
+"""
+
+import contextlib
+import itertools
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from lp_pipe.connections import faulty
+from lp_pipe.launch import Run
+from lp_pipe.protos import supervision_pb2 as wire
+from lp_pipe.testing.nodes import EVERYONE as EVERYONE
+from lp_pipe.testing.nodes import LAUNCHER as LAUNCHER
+from lp_pipe.testing.nodes import Nodes, node_ids, ways_between
+
+_PATIENCE_S = 10.0
+_LOOK_AGAIN_S = 0.001
+
+_numbers = itertools.count()
+_active: list["Fault"] = []
+
+
+@contextlib.contextmanager
+def enabled() -> Iterator[None]:
+    """Programs launched in the body can be given faults; their calls are a little slower for it."""
+    before = os.environ.get(faulty.VARIABLE)
+    os.environ[faulty.VARIABLE] = "1"  # nodes read it when their process starts
+    faulty.enable()
+    try:
+        yield
+    finally:
+        heal_all()
+        if before is None:
+            del os.environ[faulty.VARIABLE]
+            faulty.disable()
+
+
+class Fault:
+    """A fault that lasts until `heal`, or the end of its `with` block."""
+
+    def __init__(self, heal: Callable[[], int], hits: Callable[[], int]) -> None:
+        self._heal = heal
+        self._ask = hits
+        self._last_hits: int | None = None
+        _active.append(self)
+
+    @property
+    def hits(self) -> int:
+        """How many messages, connections or processes it has struck: a fault that struck nothing has tested nothing."""
+        return self._ask() if self._last_hits is None else self._last_hits
+
+    def heal(self) -> None:
+        """End it. Idempotent."""
+        if self._last_hits is None:
+            _active.remove(self)
+            self._last_hits = 0
+            self._last_hits = self._heal()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.heal()
+
+
+def drop(run: Run, source: Nodes, target: Nodes, count: int | None = 1, after: int = 0) -> Fault:
+    """Lose the next `count` messages from `source` to `target` (None: all), once `after` more have passed.
+
+    The handler of a lost call never runs; a lost reply's handler has run. Their callers wait, or get DeadlineExceeded.
+    Counted for each pair of nodes, and for the calls of one apart from its replies to the other.
+
+    Raises (all faults): KeyError, IndexError: no such node. ValueError: `source` and `target` are never connected.
+        RuntimeError: the program was not launched inside `enabled()`.
+    """
+    if (count is not None and count < 1) or after < 0:
+        raise ValueError(f"drop: count={count} must be at least 1 (or None), after={after} must not be negative")
+    return _install(run, source, target, action=wire.Fault.DROP, count=count or 0, after=after)
+
+
+def delay(run: Run, source: Nodes, target: Nodes, seconds: float) -> Fault:
+    """Let every message from `source` to `target` arrive `seconds` later, in order, as on a slow line.
+
+    What is on its way when the fault ends arrives then.
+    """
+    if seconds <= 0:
+        raise ValueError(f"delay: seconds={seconds} must be more than 0")
+    return _install(run, source, target, action=wire.Fault.DELAY, delay_s=seconds)
+
+
+def cut(run: Run, one: Nodes, other: Nodes) -> int:
+    """Close the connections between them now; returns how many. Calls in progress raise Unavailable, new ones connect.
+
+    A channel does not connect again.
+    """
+    reason = f"the test has cut the connection between {one!r} and {other!r}"
+    return _tell(run, _fault(run, one, other, action=wire.Fault.CUT, reason=reason))
+
+
+def partition(run: Run, one: Nodes, other: Nodes) -> Fault:
+    """Like `cut`, and new connections between them are refused: their calls wait, or raise Unavailable.
+
+    For a partition that nobody is told of, `drop` all messages both ways.
+    """
+    reason = f"the test has separated {one!r} and {other!r}"
+    return _install(run, one, other, action=wire.Fault.PARTITION, reason=reason)
+
+
+def kill(run: Run, nodes: Nodes) -> None:
+    """End the nodes' processes with SIGKILL.
+
+    Raises:
+        ValueError: they are threads (thread mode), the launcher, or have ended.
+    """
+    for pid in [_pid_of(run, node_id, "killed") for node_id in node_ids(run, nodes)]:
+        os.kill(pid, signal.SIGKILL)
+
+
+def freeze(run: Run, nodes: Nodes) -> Fault:
+    """Stop the nodes' processes (SIGSTOP) until `heal`: their connections stay open, and nothing answers.
+
+    Raises:
+        ValueError: they are threads (thread mode), the launcher, or have ended.
+    """
+    pids = [_pid_of(run, node_id, "frozen") for node_id in node_ids(run, nodes)]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    for pid in pids:
+        _wait_until_stopped(pid)
+
+    def thaw() -> int:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):  # killed meanwhile
+                os.kill(pid, signal.SIGCONT)
+        return len(pids)
+
+    return Fault(thaw, lambda: len(pids))
+
+
+def heal_all() -> None:
+    """End every fault, the last one first."""
+    for fault in reversed(list(_active)):
+        fault.heal()
+
+
+def _install(run: Run, source: Nodes, target: Nodes, **options: Any) -> Fault:
+    fault = _fault(run, source, target, **options)
+    _tell(run, fault)
+    heal = wire.Fault(rule=fault.rule, action=wire.Fault.HEAL)
+    report = wire.Fault(rule=fault.rule, action=wire.Fault.REPORT)
+    return Fault(lambda: _tell(run, heal), lambda: _tell(run, report))
+
+
+def _fault(run: Run, source: Nodes, target: Nodes, **options: Any) -> wire.Fault:
+    if not run.has_faulty_connections:
+        raise RuntimeError(
+            "this program was launched with connections that do not fail: use the fixture `faults` in the test, "
+            "or launch it inside `with faults.enabled():`"
+        )
+    return wire.Fault(rule=str(next(_numbers)), ways=ways_between(run, source, target), **options)
+
+
+def _tell(run: Run, fault: wire.Fault) -> int:
+    """Every process of the program, this one too; returns once all have done it, with how often it has struck."""
+    asked = run._host.inject(fault)  # first: they work at it while this process does
+    hits = faulty.apply(fault)
+    for node_id, answer in asked.items():
+        try:
+            hits += answer.result(_PATIENCE_S)
+        except TimeoutError:
+            raise RuntimeError(f"node {node_id} has not answered for {_PATIENCE_S:g} s; is it frozen?") from None
+    return hits
+
+
+def _pid_of(run: Run, node_id: str, what: str) -> int:
+    """The process of a node, once it has started."""
+    label, _, index = node_id.rpartition("/")
+    if not label:
+        raise ValueError(f"the launcher runs this test, and cannot be {what}")
+    while (row := run.status()[label][int(index)])["state"] in ("starting", "restarting"):
+        time.sleep(_LOOK_AGAIN_S)  # a run tells nobody of its nodes' states
+    if row["pid"] == os.getpid():
+        raise ValueError(f"node {node_id} is a thread, which cannot be {what}: launch the program with mode='process'")
+    if row["state"] != "running":
+        raise ValueError(f"node {node_id} has {row['state']} already, and cannot be {what}")
+    return int(row["pid"])
+
+
+def _wait_until_stopped(pid: int) -> None:
+    """A signal takes effect a moment later, thread by thread; nobody but the parent is told."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while not _is_stopped(pid) and time.monotonic() < deadline:
+        time.sleep(_LOOK_AGAIN_S)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether none of its threads runs; True where there is no /proc, or the process has ended."""
+    return all(stat.rpartition(")")[2].split()[0] in "TtZX" for stat in _stats_of(pid))
+
+
+def _stats_of(pid: int) -> list[str]:
+    found = []
+    for path in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # the thread has just ended
+            found.append(path.read_text())
+    return found

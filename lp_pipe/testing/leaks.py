@@ -1,0 +1,134 @@
+"""What a test has left behind: threads, processes, sockets, shared memory, temporary files."""
+
+import gc
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lp_pipe.launch.proctree import start_time, tree_of
+from lp_pipe.testing import open_files, temp_dir
+
+PATIENCE_S = 10.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
+# One of each per process, started by the first program that needs it.
+_LIVE_AS_LONG_AS_THE_PROCESS = (
+    "deadlines",
+    "connection ends",
+    "return loans",
+    "call callbacks",
+    "close dropped streams",
+)
+
+
+@contextmanager
+def assert_no_leaks(patience: float = PATIENCE_S, ignore_threads: Collection[str] = ()) -> Iterator[None]:
+    """The body leaves nothing behind: no thread, process, socket, shared memory or temporary file.
+
+    What is still there at the end has `patience` seconds to go. Temporary files are found because the body, and what
+    it starts, gets a temporary folder of its own ($TMPDIR). Sockets and shared memory of this process only.
+
+    ignore_threads: beginnings of names of threads that may stay.
+
+    Raises:
+        AssertionError: something is left; names each. Not when the body itself raises.
+    """
+    with temp_dir.private_temp_dir():
+        before = Snapshot(ignore_threads)
+        yield
+        before.assert_nothing_new(patience)
+
+
+class Snapshot:
+    """What is there now, to be compared with what is there later."""
+
+    def __init__(self, ignore_threads: Collection[str] = ()) -> None:
+        self._ignored = (*_LIVE_AS_LONG_AS_THE_PROCESS, *ignore_threads)
+        self._threads = set(threading.enumerate())
+        self._processes = _processes()
+        self._sockets = open_files.open_sockets()
+        self._memory = open_files.shared_memory()
+        self._segments = open_files.named_segments()
+        self._files = temp_dir.entries()
+
+    def assert_nothing_new(self, patience_s: float) -> None:
+        """Wait until all that is new has gone.
+
+        Raises:
+            AssertionError: it has not within `patience_s`; names each leak.
+        """
+        leaks = self._wait_until_gone(patience_s)
+        assert not leaks, "\n".join([f"{len(leaks)} leaked:", *(f"- {leak}" for leak in leaks)])
+
+    def _wait_until_gone(self, patience_s: float) -> list[str]:
+        deadline = time.monotonic() + patience_s
+        pause_s = _FIRST_PAUSE_S
+        while self._new():
+            is_late = time.monotonic() >= deadline
+            gc.collect()  # what only a reference cycle holds is no leak; may take long
+            if is_late:
+                return self._new()
+            time.sleep(pause_s)  # the ends of processes, sockets and files are nothing that one could wait for at once
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return []
+
+    def _new(self) -> list[str]:
+        return [
+            *self._new_threads(),
+            *self._new_processes(),
+            *self._new_sockets(),
+            *self._new_memory(),
+            *self._new_files(),
+        ]
+
+    def _new_threads(self) -> list[str]:
+        new = [thread for thread in threading.enumerate() if thread not in self._threads and thread.ident is not None]
+        return [_describe_thread(thread) for thread in new if not self._may_stay(thread)]
+
+    def _may_stay(self, thread: threading.Thread) -> bool:
+        is_foreign = isinstance(thread, threading._DummyThread)  # a library's own, which has only called Python
+        return is_foreign or thread.name.startswith(self._ignored)
+
+    def _new_processes(self) -> list[str]:
+        return [f"process {pid}: {_command_of(pid)}" for pid, _ in sorted(_processes() - self._processes)]
+
+    def _new_sockets(self) -> list[str]:
+        now = open_files.open_sockets()
+        new = [number for name, number in now.items() if name not in self._sockets]
+        return [f"socket {number}: {open_files.describe_socket(number)}" for number in new]
+
+    def _new_memory(self) -> list[str]:
+        open_here = open_files.shared_memory() - self._memory
+        found = [f"shared memory: {name}" for name in sorted(open_here)]
+        ours = {os.getpid(), *(pid for pid, _ in _processes())}
+        for path in sorted(open_files.named_segments() - self._segments):
+            if str(path) not in open_here and not open_files.is_used_by_others(path, ours):
+                found.append(f"shared memory: {path}, which nobody uses any more")
+        return found
+
+    def _new_files(self) -> list[str]:
+        return [f"temporary file: {name}" for name in sorted(temp_dir.entries() - self._files)]
+
+
+def _processes() -> set[tuple[int, int]]:
+    """Descendants that live, with the time of their start: pids are used again."""
+    return {(pid, start_time(pid)) for pid in tree_of(os.getpid())}
+
+
+def _command_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:200].strip()
+    except OSError:
+        return "(it has just ended)"
+
+
+def _describe_thread(thread: threading.Thread) -> str:
+    function = getattr(getattr(thread, "_target", None), "__qualname__", "")
+    runs = f", runs {function}" if function else ""
+    frame = sys._current_frames().get(thread.ident or 0)
+    at = traceback.format_stack(frame)[-1].strip() if frame is not None else "(it has just ended)"
+    return f"thread {thread.name!r}{runs}, at {at}"

@@ -1,0 +1,75 @@
+"""Which nodes of a running program a test means, and how they are connected."""
+
+from typing import Any
+
+from lp_pipe.connections import faulty
+from lp_pipe.handles import Handle
+from lp_pipe.launch import Run
+from lp_pipe.protos import supervision_pb2 as wire
+
+# A label is the whole group, (label, index) or a handle one node of it.
+Nodes = str | tuple[str, int] | Handle[Any]
+
+LAUNCHER = "(launcher)"  # the test itself, with the clients that it got from `run.client`
+EVERYONE = "(everyone)"
+
+
+def node_ids(run: Run, nodes: Nodes) -> list[str]:
+    """The "label/index" of each; "" for the launcher.
+
+    Raises:
+        KeyError, IndexError: no such group, or not so many nodes in it.
+        ValueError: a handle of another program.
+    """
+    if isinstance(nodes, Handle):
+        return [_by_handle(run, nodes)]
+    if nodes == LAUNCHER:
+        return [faulty.LAUNCHER]
+    if nodes == EVERYONE:
+        return [faulty.LAUNCHER, *_all(run)]
+    label, index = nodes if isinstance(nodes, tuple) else (nodes, None)
+    group = run.status().get(label)
+    if group is None:
+        known = ", ".join(run.status())
+        raise KeyError(f"no group {label!r} in this program; it has {known}")
+    if index is not None and not 0 <= index < len(group):
+        raise IndexError(f"group {label!r} has {len(group)} nodes; there is no index {index}")
+    return [f"{label}/{number}" for number in (range(len(group)) if index is None else [index])]
+
+
+def ways_between(run: Run, source: Nodes, target: Nodes) -> list[wire.Fault.Way]:
+    """How messages get from the ones to the others: whoever listens is connected to.
+
+    Raises:
+        ValueError: neither side listens, or they are one node: there will never be a message.
+    """
+    sources, targets = node_ids(run, source), node_ids(run, target)
+    pairs = [(a, b) for a in sources for b in targets if a != b]
+    endpoints = {node: _endpoints(run, node) for node in {*sources, *targets}}
+    ways = [
+        wire.Fault.Way(node=node, endpoint=endpoint, is_outgoing=is_outgoing)
+        for a, b in pairs
+        for node, listener, is_outgoing in ((a, b, True), (b, a, False))
+        for endpoint in endpoints[listener]
+    ]
+    if not ways:
+        raise ValueError(f"{source!r} and {target!r} are never connected: neither of them serves calls or channels")
+    return ways
+
+
+def _all(run: Run) -> list[str]:
+    return [f"{label}/{index}" for label, rows in run.status().items() for index in range(len(rows))]
+
+
+def _by_handle(run: Run, handle: Handle[Any]) -> str:
+    if handle.node_name not in _all(run):
+        raise ValueError(f"{handle!r} is a handle of another program")
+    return handle.node_name
+
+
+def _endpoints(run: Run, node_id: str) -> list[str]:
+    if node_id == faulty.LAUNCHER:
+        return []
+    label, _, index = node_id.rpartition("/")
+    node = run._program.groups[label][int(index)]
+    return [run._coordinator.endpoint_for(address.id) for address in node.addresses]
