@@ -20,6 +20,7 @@ _FILE = "hangs.log"
 _LOOKS_PER_LIMIT, _LONGEST_PAUSE_S = 5, 5.0
 _DEAF_AFTER_S = 2.0  # a process of a busy machine may take so long to answer
 _PATIENCE_GROWS = 4
+_WORTH_A_PLACE = 0.25  # a handler is younger than its caller's wait, and seen a moment earlier
 
 
 class HangWatch:
@@ -60,7 +61,7 @@ class HangWatch:
 
     def _look(self) -> Situation:
         return Situation(
-            [self._look_here(), *self._host.look(self._limit_s)],
+            [self._look_here(), *self._host.look(self._limit_s * _WORTH_A_PLACE)],
             self._coordinator.plan.owners,
             self._coordinator.states(),
             self._limit_s,
@@ -72,7 +73,7 @@ class HangWatch:
         names = self._host.nodes_here()
         owners = self._coordinator.plan.owners
         found = []
-        for node, one in waits.look(self._limit_s):
+        for node, one in waits.look(self._limit_s * _WORTH_A_PLACE):
             name = names.get(node.services) if node is not None else None
             if name is not None:
                 found.append(one._replace(node=name))
