@@ -128,10 +128,10 @@ class HangWatch:
     def _tell(self, text: str, level: int = logging.WARNING) -> None:
         if self._is_over.is_set():
             return
-        _log.log(level, text)
         path = self._coordinator.plan.run_dir / _FILE
         with contextlib.suppress(OSError), path.open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+        _log.log(level, text)
 
 
 def _group(situation: Situation, wait: Wait) -> tuple[str, ...]:

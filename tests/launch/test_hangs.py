@@ -1,5 +1,6 @@
 """Nodes that wait too long: who waits for whom is said, deadlocks are named, and what goes on is not accused."""
 
+import contextlib
 import logging
 import os
 import re
@@ -302,6 +303,27 @@ def test_a_receiver_whose_sender_is_silent_is_reported_with_the_channel(mode: st
         text = reported(run, "a message of source/0 on channel 'activations', operation 7")
         assert "node sink/0 has waited" in text
         assert "source/0: runs its own code (at " in text
+
+
+def test_a_sender_without_credits_is_reported_with_the_channel(mode: str, tmp_path: Path) -> None:
+    class Source:
+        def __init__(self, folder: str) -> None:
+            hub = ChannelHub(f"unix:{folder}/hub", "sink/0")
+            lp.register_stop_handler(lambda: hub.close("stopping"))
+            self._receiver = hub.receiver("activations", credits=1)
+            self._sender = open_sender(hub.endpoint, "activations", name="source/0", peer="sink/0")
+
+        def run(self) -> None:
+            self._sender.send(1, "taken by nobody")
+            with contextlib.suppress(lp.LpPipeError):  # it is closed at the stop
+                self._sender.send(2, "waits")
+
+    program = lp.Program("credits")
+    program.add_node(lp.PyClassNode(Source, os.environ["TMPDIR"]), label="source")
+    program.add_node(lp.PyNode(lp.wait_for_stop), label="sink")
+    with launched(program, mode, tmp_path) as run:
+        text = reported(run, "node source/0 has waited")
+        assert "for sink/0 to take a message, on channel 'activations' to sink/0, operation 2 (at " in text
 
 
 def test_a_frozen_process_is_named_as_one_that_does_not_answer(no_leaks: None, tmp_path: Path) -> None:
