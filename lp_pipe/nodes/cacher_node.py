@@ -52,7 +52,7 @@ class _Cacher:
         self._client = client
         self._interval_s = refresh_interval_s
         self._methods = methods
-        self._entries: dict[Any, _Entry] = {}
+        self._entries: dict[bytes, _Entry] = {}
         self._next_sweep = 0.0
         self._lock = threading.Lock()
 
@@ -72,8 +72,7 @@ class _Cacher:
         call: Callable[..., Future[Any]] = futures if method == "__call__" else getattr(futures, method)
         if self._methods is not None and method not in self._methods:
             return call(*args, **kwargs)
-        body, buffers = codec.encode((method, args, sorted(kwargs.items())))
-        key = (body, *(bytes(buffer) for buffer in buffers))
+        key = codec.fingerprint((method, args, sorted(kwargs.items())))
         now = time.monotonic()
         with self._lock:
             entry = self._entries.get(key)

@@ -80,6 +80,18 @@ def loads(data: bytes | bytearray) -> Any:
     return decode(body, [bytearray(buffer) for buffer in buffers])
 
 
+def fingerprint(value: Any) -> bytes:
+    """The same bytes for equal values; unlike `dumps`, also when one holds an object twice and the other its copy."""
+    stream = io.BytesIO()
+    pickler = _Pickler(stream, protocol=5)
+    pickler.fast = True  # without the memo, which tells those apart
+    try:
+        pickler.dump(value)
+    except (_ByValueNeeded, ValueError, RecursionError):  # the last two: a cycle
+        return dumps(value)
+    return stream.getvalue()
+
+
 def is_atomic(value: Any) -> bool:
     """True for values that cannot hide anything unpicklable."""
     return type(value) in _ATOMS
@@ -156,6 +168,8 @@ def _is_importable(module_name: str) -> bool:
                 cloudpickle.register_pickle_by_value(module)
             return False
         path = spec.submodule_search_locations
+        if spec.origin is None and path is not None:
+            importlib.import_module(name)  # a namespace package: has no code to run, and tells its path only then
     return True
 
 
