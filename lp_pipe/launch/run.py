@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from lp_pipe.context import publish, replace_published
+from lp_pipe.context import asking, publish, replace_published
 from lp_pipe.errors import NodeError, Unavailable
 from lp_pipe.handles import Handle
 from lp_pipe.launch.control import ControlPoint
@@ -115,14 +115,15 @@ class Run:
             Unavailable: the node failed, or the program has ended.
         """
         if isinstance(handle_or_label, Handle):
-            return handle_or_label.dereference()
+            with asking(self._services):  # the program may have been launched once more since
+                return handle_or_label.dereference()
         if handle_or_label not in self._program.groups:
             known = ", ".join(self._program.groups)
             raise KeyError(f"no group {handle_or_label!r} in program {self._program.name!r}; it has {known}")
         nodes = self._program.groups[handle_or_label]
         if not -len(nodes) <= index < len(nodes):
             raise IndexError(f"group {handle_or_label!r} has {len(nodes)} nodes; there is no index {index}")
-        return nodes[index].create_handle().dereference()
+        return self.client(nodes[index].create_handle())
 
     def stacks(self) -> str:
         """Where every thread of every node is right now."""

@@ -118,9 +118,12 @@ class _TensorReduction:
         return NotImplemented
 
 
+_Cached: Any = type(functools.lru_cache(lambda: None))  # what @functools.lru_cache makes of a function
+
+
 class _Pickler(_TensorReduction, pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, (type, types.FunctionType)) and not _found_by_name(obj):
+        if isinstance(obj, (type, types.FunctionType, _Cached)) and not _found_by_name(obj):
             raise _ByValueNeeded
         return super().reducer_override(obj)
 
@@ -132,7 +135,13 @@ class _ByValuePickler(_TensorReduction, cloudpickle.Pickler):  # type: ignore[mi
             return reduced
         if isinstance(obj, (type, types.FunctionType)):
             _is_importable(obj.__module__)  # makes cloudpickle ship the module's contents when it is not
+        elif isinstance(obj, _Cached) and not _found_by_name(obj):
+            return _cached, (obj.__wrapped__, obj.cache_parameters())
         return cloudpickle.Pickler.reducer_override(self, obj)
+
+
+def _cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Callable[..., Any]:
+    return functools.lru_cache(**parameters)(function)
 
 
 def _found_by_name(obj: Any) -> bool:

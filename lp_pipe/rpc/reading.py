@@ -41,10 +41,11 @@ class Reading:
         ends.shared.watch(self._descriptor, self._on_peer_closed)
 
     def look(self) -> None:
-        """Read what is there, without waiting, if nobody is reading."""
+        """Read what is there, if it is the end then to the end, without waiting; unless somebody is reading."""
         if self._connection.try_reading():
             try:
-                if self._connection.wait(0):
+                self._has_peer_closed = False
+                while self._connection.closed_reason is None and self._connection.wait(0):
                     self._connection.read()
             finally:
                 self._connection.done_reading()
@@ -76,7 +77,7 @@ class Reading:
         """Let somebody read, if replies are still to come; whoever is reading is left alone."""
         if self._has_peer_closed:
             self.look()
-        elif self._expected.is_urgent() or self._parked:
+        if self._expected.is_urgent() or self._parked:
             self.attend()
         elif self._expected.blocked:
             for call in list(self._expected.blocked.values())[:1]:
@@ -115,8 +116,10 @@ class Reading:
                 self._be_patient()
 
     def _on_peer_closed(self) -> None:
-        self._has_peer_closed = True  # if somebody reads, who may be about to leave
-        self.look()
+        # Somebody may be reading, and about to leave: he looks as well. And it may be a late word of an earlier
+        # connection that had the same descriptor: then there is no end to be found, and the others go on.
+        self._has_peer_closed = True
+        self.pass_on()
 
     def _read_for(self, call: SyncCall | CallFuture, deadline: float | None) -> bool:
         """Read until the reply is there or the deadline has passed; False when another thread reads."""

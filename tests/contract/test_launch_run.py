@@ -147,7 +147,7 @@ def global_user() -> Any:
         (lambda: lp.PyNode(method_of_bad()), ["lock"]),
         (lambda: lp.CourierNode(Server, lp.Deferred(print, threading.Lock())), ["args[0]", "lock"]),
         (lambda: lp.PyNode(print, (i for i in [1])), ["args[0]", "generator"]),
-        (lambda: lp.PyNode(print, collections.OrderedDict(a=sys.stdout)), ["args[0]['a']", "TextIO"]),
+        (lambda: lp.PyNode(print, collections.OrderedDict(a=sys.__stdout__)), ["args[0]['a']", "TextIO"]),
         (lambda: lp.MultiThreadingColocation([lp.PyNode(int), lp.PyNode(print, 1, threading.Lock())]), ["args[1]"]),
     ],
     ids=[
@@ -248,7 +248,7 @@ def test_an_echo_of_a_death_is_never_the_first_failure(mode: str) -> None:
 
         def forever(self) -> None:
             self._called.set()
-            time.sleep(60)
+            time.sleep(3)
 
         def run(self) -> None:
             self._called.wait()
@@ -370,7 +370,7 @@ def test_a_process_that_dies_is_reported_with_how(no_leaks: None, end: Any, word
 def test_a_handler_that_stops_the_program_is_answered_and_others_are_unavailable(mode: str) -> None:
     class Slow(Server):
         def forever(self) -> None:
-            time.sleep(20)
+            time.sleep(4)
 
     program = lp.Program("stop")
     handle = program.add_node(lp.CourierNode(Slow), label="server")
