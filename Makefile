@@ -18,10 +18,10 @@ PROTOS := $(sort $(wildcard protos/*.proto))
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Ilp_pipe/protos=protos $(PROTOS:%=lp_pipe/%)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-all lint ruff-check ruff-format mypy layers protos protos-check bench clean
+.PHONY: help setup demo test test-slow test-all lint ruff-check ruff-format mypy layers protos protos-check bench bench-rpc bench-launch clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "  make %-10s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "  make %-12s %s\n", $$1, $$2 }'
 
 setup: $(STAMP)  ## make .venv with everything pinned in constraints.txt (nothing to do when it is up to date)
 
@@ -83,6 +83,15 @@ protos-check: setup
 
 bench: setup  ## compare pipeline throughput with a plain loop and with torch's pipelining
 	$(BIN)/python -m benchmarks.pipeline
+
+bench-rpc: setup  ## calls, arrays, TCP and a minute of a hundred clients, beside grpc and memcpy
+	$(BIN)/python -m benchmarks.calls
+	$(BIN)/python -m benchmarks.arrays
+	$(BIN)/python -m benchmarks.tcp
+	$(BIN)/python -m benchmarks.soak
+
+bench-launch: setup  ## starting nodes, beside bare interpreters and threads
+	$(BIN)/python -m benchmarks.launch
 
 clean:  ## remove caches and built packages (keeps .venv and runs)
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

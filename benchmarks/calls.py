@@ -92,7 +92,7 @@ def lp_pipe_party(mode: str, threads: int, folder: str) -> Iterator[Party]:
 
 @contextlib.contextmanager
 def floor_party(folder: str) -> Iterator[Party]:
-    with _child(_serve_floor, f"{folder}/floor") as address, Client(address, "AF_UNIX") as connection:
+    with child_server(_serve_floor, f"{folder}/floor") as address, Client(address, "AF_UNIX") as connection:
         yield Floor(connection)
 
 
@@ -100,12 +100,12 @@ def floor_party(folder: str) -> Iterator[Party]:
 def grpc_party(folder: str) -> Iterator[Party]:
     import grpc
 
-    with _child(_serve_grpc, f"unix:{folder}/grpc") as address, grpc.insecure_channel(address) as channel:
+    with child_server(_serve_grpc, f"unix:{folder}/grpc") as address, grpc.insecure_channel(address) as channel:
         yield Grpc(channel)
 
 
 @contextlib.contextmanager
-def _child(serve: Callable[..., None], address: str) -> Iterator[str]:
+def child_server(serve: Callable[..., None], address: str) -> Iterator[str]:
     """Run `serve(address, is_ready)` in a process of its own."""
     spawn = multiprocessing.get_context("spawn")
     is_ready = spawn.Event()

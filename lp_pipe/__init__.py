@@ -25,6 +25,7 @@ from lp_pipe.launch import Run as Run
 from lp_pipe.launch import launch as launch
 from lp_pipe.nodes import CacherNode as CacherNode
 from lp_pipe.nodes import CourierNode as CourierNode
+from lp_pipe.nodes import MultiProcessingColocation as MultiProcessingColocation
 from lp_pipe.nodes import MultiThreadingColocation as MultiThreadingColocation
 from lp_pipe.nodes import Node as Node
 from lp_pipe.nodes import PyClassNode as PyClassNode

@@ -33,6 +33,12 @@ class NodeServices(Protocol):
     def request_stop(self) -> None:
         """Ask for an ordered stop of the whole program."""
 
+    def inner_nodes_ended(self, colocation: str) -> "Future[str]":
+        """Done once every process of a MultiProcessingColocation (by its inner_id) has ended for good."""
+
+    def stop_inner_nodes(self, colocation: str) -> None:
+        """Stop those processes in order, without stopping the program."""
+
     def log_metrics(self, metrics: Mapping[str, float], step: int | None) -> None:
         """Send numbers to the run's metrics file and displays."""
 

@@ -86,6 +86,7 @@ class Program:
             "restart": the node starts from its constructor again after 0.1 s, doubled each time, at most 5 s; at most
             `max_restarts` times, then as with "stop". Calls in progress raise Unavailable, new ones wait for it.
             "ignore": noted in status and log; the others go on, and calls to the node raise Unavailable.
+            A colocation fails, restarts and ends as a whole.
 
         Raises:
             ValueError: no label, a group inside a group, options that differ from those of the same label before.

@@ -5,6 +5,7 @@ from lp_pipe.channels.ring import RingInlet, RingOutlet
 from lp_pipe.channels.ring import is_supported as is_ring_supported
 from lp_pipe.channels.stream import StreamInlet, StreamOutlet
 from lp_pipe.channels.transport import Inlet, Outlet
+from lp_pipe.connections import local
 
 _TRANSPORTS: dict[str, tuple[type[Outlet], type[Inlet]]] = {
     "inproc": (ReferenceOutlet, ReferenceInlet),
@@ -12,7 +13,7 @@ _TRANSPORTS: dict[str, tuple[type[Outlet], type[Inlet]]] = {
     "stream": (StreamOutlet, StreamInlet),
 }
 # What fits the carrier that an endpoint's scheme names, the best first.
-_FITTING = {"inproc": ("inproc", "stream"), "unix": ("shm", "stream")}
+_FITTING = {"inproc": ("inproc", "stream"), "unix": ("shm", "stream"), "local": ("shm", "stream")}
 
 
 def choose(kind: str, endpoint: str) -> str:
@@ -21,7 +22,7 @@ def choose(kind: str, endpoint: str) -> str:
     Raises:
         ValueError: the kind does not exist, or not for this endpoint.
     """
-    scheme = endpoint.partition(":")[0]
+    scheme = "inproc" if local.is_inside(endpoint) else endpoint.partition(":")[0]
     fitting = _FITTING.get(scheme, ("stream",))
     if kind == "auto":
         kind = fitting[0]

@@ -9,14 +9,18 @@ class LogFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.label, _, self._index = path.stem.rpartition("-")
-        self.node = f"{self.label}/{self._index}"
+        self.node = f"{self.label}/{self._index}"  # of a process inside a colocation: "label/index.place"
         self._place = 0
         self._unfinished = b""
 
     @property
-    def order(self) -> tuple[str, int]:
+    def order(self) -> tuple[str, list[int]]:
         """stage/2 before stage/10."""
-        return self.label, int(self._index) if self._index.isdecimal() else 0
+        return self.label, [int(part) for part in self._index.split(".") if part.isdecimal()]
+
+    def is_of(self, node: str) -> bool:
+        """Whether `node` is its node, the colocation around it, or its group."""
+        return node in (self.node, self.label) or self.node.startswith(f"{node}.")
 
     def new_lines(self, with_unfinished: bool = False) -> list[str]:
         """What has come since the last call, whole lines only; `with_unfinished`: no more will come."""

@@ -71,14 +71,14 @@ class _Logs:
 
     def choose(self) -> list[LogFile]:
         for file in log_files(self.folder):
-            if self._node in (None, file.node, file.label):
+            if self._node is None or file.is_of(self._node):
                 self._files.setdefault(file.path, file)
         return list(self._files.values())
 
     def print_new(self, last: int | None = None, with_unfinished: bool = False) -> None:
         """What has come since the last call; of the first call's only the `last` lines of each node."""
         files = self.choose()
-        with_prefix = len(files) > 1 or (self._node is not None and "/" not in self._node)
+        with_prefix = len(files) > 1 or (self._node is not None and any(file.node != self._node for file in files))
         for file in files:
             lines = file.new_lines(with_unfinished)
             skipped = 0 if last is None else max(0, len(lines) - last)

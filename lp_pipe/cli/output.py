@@ -11,7 +11,7 @@ from lp_pipe.context import current_context
 
 # Stream ("stdout" or "stderr"), node or None, line without its end.
 OnLine = Callable[[str, str | None, str], None]
-_LABELLED = re.compile(r"\[(?P<node>[^\]]+/\d+)\] (?P<line>.*)")
+_LABELLED = re.compile(r"\[(?P<node>[^\]]+/[\d.]+)\] (?P<line>.*)")
 
 
 class LineStream(io.TextIOBase):

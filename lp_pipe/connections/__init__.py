@@ -2,7 +2,7 @@
 
 from types import ModuleType
 
-from lp_pipe.connections import inproc, tcp_endpoint, unix
+from lp_pipe.connections import inproc, local, tcp_endpoint, unix
 from lp_pipe.connections.base import Connection as Connection
 from lp_pipe.connections.base import Listener as Listener
 from lp_pipe.connections.base import OnConnection
@@ -10,7 +10,7 @@ from lp_pipe.connections.base import PulledConnection as PulledConnection
 from lp_pipe.connections.frames import Frame as Frame
 from lp_pipe.errors import Unavailable
 
-_CARRIERS: dict[str, ModuleType] = {inproc.SCHEME: inproc, unix.SCHEME: unix}
+_CARRIERS: dict[str, ModuleType] = {inproc.SCHEME: inproc, local.SCHEME: local, unix.SCHEME: unix}
 
 
 def connect(endpoint: str, idle_timeout_s: float | None = None) -> Connection:

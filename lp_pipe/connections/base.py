@@ -48,15 +48,16 @@ class Connection(ABC):
         """Why this connection is closed, or None while it is open."""
         return self._closed_reason
 
-    def _mark_closed(self, reason: str) -> None:
-        """Remember the first reason; call `on_close` once it is both closed and started."""
+    def _mark_closed(self, reason: str) -> bool:
+        """Remember the first reason, True; call `on_close` once it is both closed and started."""
         with self._state_lock:
             if self._closed_reason is not None:
-                return
+                return False
             self._closed_reason = reason
             on_close = self._on_close
         if on_close is not None:
             on_close(reason)
+        return True
 
     def _attach(self, on_close: OnClose) -> None:
         with self._state_lock:

@@ -88,6 +88,10 @@ def listen(endpoint: str, on_connection: OnConnection) -> Listener:
     return InprocListener(endpoint, on_connection)
 
 
+def is_listening(endpoint: str) -> bool:
+    return endpoint in _listeners
+
+
 def pair(name: str = "inproc:pair") -> tuple[Connection, Connection]:
     """Two connected ends."""
     near, far = InprocConnection(name), InprocConnection(f"client of {name}")

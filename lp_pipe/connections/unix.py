@@ -46,6 +46,7 @@ class UnixConnection(PulledConnection):
         self._lend_lock = threading.Lock()
         self._idle_timeout_s = idle_timeout_s
         self._farewell: str | None = None
+        self._is_over = False
         if idle_timeout_s is not None:
             # A kernel timeout on the read, and not a watchdog thread: a process that was itself frozen or starved
             # for long finds the peer's pings waiting in the socket, and does not take the peer for dead.
@@ -75,7 +76,7 @@ class UnixConnection(PulledConnection):
 
     def done_reading(self) -> None:
         self._reading.release()
-        if self._closed_reason is not None:
+        if self._is_over:
             self._dispose()
 
     def send(self, frame: Frame) -> None:
@@ -156,7 +157,8 @@ class UnixConnection(PulledConnection):
 
     def _end(self, reason: str) -> bool:
         self._shutdown()
-        self._mark_closed(self._farewell or reason)
+        if self._mark_closed(self._farewell or reason):
+            self._is_over = True  # not before `on_close` has returned: until then the descriptor is ours
         return False
 
     def _shutdown(self) -> None:

@@ -2,18 +2,19 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from lp_pipe.nodes import Node
+from lp_pipe.nodes import Colocation, Node
 from lp_pipe.program import Edge, Program
 from lp_pipe.resources import Resources
 
 
 @dataclasses.dataclass(frozen=True)
 class NodeView:
-    """One node. kind: its class (CourierNode, PyNode, ...); runs: the user's class or function inside it."""
+    """One node. kind: its class (CourierNode, PyNode, ...); runs: the user's class or function inside."""
 
     label: str
     index: int
@@ -84,8 +85,17 @@ def count(number: int, noun: str) -> str:
 
 
 def _runs(node: Node[Any]) -> str:
+    if isinstance(node, Colocation):
+        return _inside(node)
     _, function = node.launch_parts()[-1]
     return _bare_name(function)
+
+
+def _inside(colocation: Colocation) -> str:
+    """ "Stage x 2 + train", with what is inside a colocation in parentheses."""
+    names = [f"({_runs(child)})" if isinstance(child, Colocation) else _runs(child) for child in colocation.children]
+    runs = [(name, len(list(same))) for name, same in itertools.groupby(names)]
+    return " + ".join(name if number == 1 else f"{name} x {number}" for name, number in runs) or "nothing"
 
 
 def _bare_name(function: Callable[..., Any]) -> str:

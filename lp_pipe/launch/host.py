@@ -1,6 +1,7 @@
 """Where nodes run: the one interface between the run and a launch mode."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -27,16 +28,16 @@ class Host(ABC):
         """Start a node again, of which nothing is left; returns at once."""
 
     @abstractmethod
-    def stop_nodes(self) -> None:
-        """Set every node's stop event; returns at once."""
+    def stop_nodes(self, node_ids: Iterable[str]) -> None:
+        """Set these nodes' stop events; returns at once."""
 
     @abstractmethod
-    def terminate(self) -> None:
-        """Ask what is still there to end (SIGTERM); no effect on threads."""
+    def terminate(self, node_ids: Iterable[str]) -> None:
+        """Ask them to end (SIGTERM); no effect on threads."""
 
     @abstractmethod
-    def kill(self) -> None:
-        """End what is still there at once, with everything that it started; threads are left behind."""
+    def kill(self, node_ids: Iterable[str]) -> None:
+        """End them at once, with everything that they started; threads are left behind."""
 
     @abstractmethod
     def close(self) -> None:

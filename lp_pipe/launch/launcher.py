@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from lp_pipe.launch import process, thread
+from lp_pipe.launch import mixed, process
 from lp_pipe.launch.control import ControlPoint
 from lp_pipe.launch.coordinator import Coordinator
 from lp_pipe.launch.host import Host
@@ -16,7 +16,7 @@ from lp_pipe.program import Program
 from lp_pipe.telemetry.metrics import MetricsLog, Sink
 
 MODES: dict[str, Callable[[Plan, MetricsLog], tuple[Host, Coordinator]]] = {
-    "thread": thread.make_host,
+    "thread": mixed.make_host,
     "process": process.make_host,
 }
 
@@ -34,6 +34,7 @@ def launch(
     """Start every node of `program` and return at once.
 
     mode: "thread" (nodes are threads of this process: unit tests, pdb) or "process" (one process each on this host).
+        Inner nodes of a MultiProcessingColocation are processes in both.
     grace: seconds between the stop and SIGTERM.
     serialize_py_nodes: check that every node pickles, also in thread mode (process mode always does).
     run_dir: folder for logs, metrics, checkpoints; default: a new one under $LP_PIPE_RUNS or the user's state folder.

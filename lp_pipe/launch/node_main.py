@@ -94,6 +94,13 @@ class Supervision:
         with contextlib.suppress(Unavailable):  # then the stop is under way already
             self.send(stop_request=wire.StopRequest())
 
+    def inner_nodes_ended(self, colocation: str) -> "Future[str]":
+        return self._ask(lambda number: {"inner_nodes": wire.InnerNodes(id=number, colocation=colocation)})
+
+    def stop_inner_nodes(self, colocation: str) -> None:
+        with contextlib.suppress(Unavailable):  # then they stop anyway
+            self.send(inner_nodes=wire.InnerNodes(colocation=colocation, stop=True))
+
     def log_metrics(self, metrics: Mapping[str, float], step: int | None) -> None:
         values = [float(value) for value in metrics.values()]
         self.send(metrics=wire.Metrics(names=list(metrics), values=values, step=step or 0, has_step=step is not None))

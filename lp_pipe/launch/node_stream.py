@@ -30,6 +30,7 @@ class NodeStream:
             "register": self._on_register,
             "resolve": self._on_resolve,
             "reserve_port": self._on_reserve_port,
+            "inner_nodes": self._on_inner_nodes,
             "metrics": self._on_metrics,
             "stop_request": lambda message: self._coordinator.request_stop(),
             "ended": self._on_ended,
@@ -79,6 +80,13 @@ class NodeStream:
         except RuntimeError as error:
             answer = wire.Resolved(id=message.id, unavailable=str(error), not_in_program=True)
         self.send(resolved=answer)
+
+    def _on_inner_nodes(self, message: wire.InnerNodes) -> None:
+        if message.stop:
+            self._coordinator.stop_inner_nodes(message.colocation)
+            return
+        ended = self._coordinator.inner_nodes_ended(message.colocation)
+        ended.add_done_callback(lambda done: self.send(resolved=_resolved(message.id, done)))
 
     def _on_metrics(self, message: wire.Metrics) -> None:
         step = message.step if message.has_step else None

@@ -1,11 +1,11 @@
 """Which cores and GPUs of a host each node gets; refuses what the host does not have, before anything starts."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lp_pipe.launch.hardware import Hardware
-from lp_pipe.launch.plan import NodeSpec
+from lp_pipe.launch.spec import NodeSpec
 
 _GIB = 1 << 30
 
@@ -28,7 +28,7 @@ class Place:
 
 
 def place_all(nodes: Sequence[NodeSpec], host: Hardware) -> dict[str, Place]:
-    """The place of every node, by node_id.
+    """The place of every process, by node_id; those of one node of the program share its place.
 
     Each node has its GPUs for itself. Cores are handed out in order, and again from the first (least used) one when
     all are taken.
@@ -36,11 +36,15 @@ def place_all(nodes: Sequence[NodeSpec], host: Hardware) -> dict[str, Place]:
     Raises:
         ValueError: a group wants more than there is, or another host; says what it wants and what there is.
     """
+    first_parts: dict[str, NodeSpec] = {}
+    for spec in nodes:
+        first_parts.setdefault(spec.name, spec)
     _check_hosts(nodes, host)
-    _check_memory(nodes, host)
-    gpus = _hand_out_gpus(nodes, host)
+    _check_memory(first_parts.values(), host)
+    gpus = _hand_out_gpus(first_parts.values(), host)
     used: Counter[int] = Counter()
-    return {spec.node_id: Place(_take_cpus(spec, host, used), _take_gpus(spec, gpus)) for spec in nodes}
+    places = {name: Place(_take_cpus(spec, host, used), _take_gpus(spec, gpus)) for name, spec in first_parts.items()}
+    return {spec.node_id: places[spec.name] for spec in nodes}
 
 
 def _check_hosts(nodes: Sequence[NodeSpec], host: Hardware) -> None:
@@ -53,7 +57,7 @@ def _check_hosts(nodes: Sequence[NodeSpec], host: Hardware) -> None:
             )
 
 
-def _check_memory(nodes: Sequence[NodeSpec], host: Hardware) -> None:
+def _check_memory(nodes: Iterable[NodeSpec], host: Hardware) -> None:
     total = 0
     for spec in nodes:
         total += spec.resources.memory or 0
@@ -65,7 +69,7 @@ def _check_memory(nodes: Sequence[NodeSpec], host: Hardware) -> None:
             )
 
 
-def _hand_out_gpus(nodes: Sequence[NodeSpec], host: Hardware) -> Iterator[str]:
+def _hand_out_gpus(nodes: Iterable[NodeSpec], host: Hardware) -> Iterator[str]:
     total = 0
     for spec in nodes:
         total += spec.resources.gpus

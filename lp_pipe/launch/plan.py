@@ -6,25 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from lp_pipe.errors import LpPipeError, SerializationError
+from lp_pipe.launch.expansion import expand
+from lp_pipe.launch.spec import NodeSpec
 from lp_pipe.nodes import Node
 from lp_pipe.program import Edge, GroupOptions, Program
-from lp_pipe.resources import Resources
 from lp_pipe.rpc import codec
 from lp_pipe.rpc.explain import find_culprit
-
-
-@dataclass(frozen=True)
-class NodeSpec:
-    """One node to start; `node_id` is its `label/index`."""
-
-    node_id: str
-    label: str
-    index: int
-    group_size: int
-    node: Node[Any]
-    resources: Resources
-    on_failure: str = "stop"
-    max_restarts: int = 0
 
 
 @dataclass(frozen=True)
@@ -43,17 +30,18 @@ def make_plan(program: Program, run_dir: Path, grace_s: float) -> Plan:
     """Validate the graph and lay out its nodes.
 
     Raises:
-        ValueError: no nodes, or a handle of a node that is not in the program.
+        ValueError: no nodes, an empty MultiProcessingColocation, or a handle of a node that is not in the program.
     """
     if not program.get_all_nodes():
         raise ValueError(f"program {program.name!r} has no nodes: there is nothing to launch")
     edges = tuple(program.edges())
     specs = tuple(
-        _spec_of(node, program.options(label), group_size=len(nodes))
+        spec
         for label, nodes in program.groups.items()
         for node in nodes
+        for spec in expand(_spec_of(node, program.options(label), group_size=len(nodes)))
     )
-    owners = {address.id: spec.node_id for spec in specs for address in spec.node.addresses}
+    owners = {address: spec.node_id for spec in specs for address in spec.addresses}
     return Plan(program.name, specs, edges, owners, run_dir, grace_s)
 
 
@@ -71,7 +59,7 @@ def _spec_of(node: Node[Any], options: GroupOptions, group_size: int) -> NodeSpe
 
 
 def serialize_nodes(plan: Plan) -> dict[str, bytes]:
-    """Every node as bytes, by node_id; checks that all can travel before any is started.
+    """Every process as bytes, by node_id; checks that all can travel before any is started.
 
     Raises:
         SerializationError: a part of a node does not pickle; names the node, the path to the part, and its type.
@@ -90,7 +78,7 @@ def _serialize(spec: NodeSpec, plan: Plan) -> bytes:
         for address in handle.addresses:
             if address.id not in plan.owners:
                 raise ValueError(
-                    f"node {spec.node_id} has captured a handle of {handle.node_name}, which is not in program "
+                    f"node {spec.name} has captured a handle of {handle.node_name}, which is not in program "
                     f"{plan.program!r}; handles only work between nodes of one program"
                 )
     return data
@@ -98,10 +86,10 @@ def _serialize(spec: NodeSpec, plan: Plan) -> bytes:
 
 def _unpicklable(spec: NodeSpec, error: Exception) -> LpPipeError:
     for name, part in spec.node.launch_parts():
-        culprit = find_culprit(part, name, codec.encode_by_value)
+        culprit = find_culprit(part, f"{spec.path}{name}", codec.encode_by_value)
         if culprit is not None:
             return SerializationError(
-                f"{spec.node_id}: {culprit.path} of type {culprit.type_name} does not pickle: {culprit.error}\n"
+                f"{spec.name}: {culprit.path} of type {culprit.type_name} does not pickle: {culprit.error}\n"
                 "Make it inside the node instead: in its constructor, or with lp_pipe.Deferred(ctor, ...)."
             )
-    return SerializationError(f"{spec.node_id}: the node cannot be pickled: {type(error).__name__}: {error}")
+    return SerializationError(f"{spec.name}: {spec.path}the node cannot be pickled: {type(error).__name__}: {error}")

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,10 @@ from lp_pipe.launch.hardware import this_host
 from lp_pipe.launch.host import Host
 from lp_pipe.launch.node_stream import NodeStream
 from lp_pipe.launch.placement import Place, place_all
-from lp_pipe.launch.plan import NodeSpec, Plan, serialize_nodes
+from lp_pipe.launch.plan import Plan, serialize_nodes
 from lp_pipe.launch.record import Failure
 from lp_pipe.launch.socket_dir import make_socket_dir
+from lp_pipe.launch.spec import NodeSpec
 from lp_pipe.launch.template import MARK, Template
 from lp_pipe.launch.threads import thread_environment
 from lp_pipe.launch.zygote import LAUNCHER_PATIENCE_S
@@ -39,7 +41,7 @@ _STACKS_PATIENCE_S = 3.0
 
 
 def make_host(plan: Plan, metrics: MetricsLog) -> tuple[Host, Coordinator]:
-    """A host that runs each node of `plan` in a process of its own.
+    """A host that runs each node of `plan` in a process of its own (of a MultiProcessingColocation each inner node).
 
     Raises:
         SerializationError: a node cannot be sent to its process.
@@ -93,7 +95,7 @@ class ProcessHost(Host):
         except BaseException:  # also a Ctrl+C
             self._coordinator.request_stop()
             for spec in self._plan.nodes:
-                self._coordinator.node_abandoned(spec.node_id)
+                self._coordinator.node_down(spec.node_id)
             self.close()
             raise
 
@@ -101,15 +103,15 @@ class ProcessHost(Host):
         self._attempts[node_id] += 1
         self._start_node(self._specs[node_id])
 
-    def stop_nodes(self) -> None:
-        for spec in self._coordinator.nodes_up():
-            self._tell(spec.node_id, stop=wire.Stop())
+    def stop_nodes(self, node_ids: Iterable[str]) -> None:
+        for node_id in node_ids:
+            self._tell(node_id, stop=wire.Stop())
 
-    def terminate(self) -> None:
-        self._signal_all(signal.SIGTERM)
+    def terminate(self, node_ids: Iterable[str]) -> None:
+        self._signal_all(node_ids, signal.SIGTERM)
 
-    def kill(self) -> None:
-        self._signal_all(signal.SIGKILL)
+    def kill(self, node_ids: Iterable[str]) -> None:
+        self._signal_all(node_ids, signal.SIGKILL)
 
     def close(self) -> None:
         self._is_over.set()
@@ -189,9 +191,9 @@ class ProcessHost(Host):
                 grace_s=self._plan.grace_s,
                 log_level=logging.getLogger().getEffectiveLevel(),
             ),
-            payload=self._payloads[node_id] if spec.on_failure == "restart" else self._payloads.pop(node_id),
+            payload=self._payloads[node_id] if spec.may_start_again else self._payloads.pop(node_id),
         )
-        if self._coordinator.stop_requested:
+        if self._coordinator.must_end(node_id):
             stream.send(stop=wire.Stop())
 
     def _on_exit(self, node_id: str, status: int) -> None:
@@ -207,28 +209,25 @@ class ProcessHost(Host):
         stream = self._streams.pop(node_id, None)
         if stream is not None and not stream.closed.wait(max(0.0, deadline - time.monotonic())):
             stream.connection.close("the process has ended")
-        for address in self._specs[node_id].node.addresses:  # or callers would wait for the grandchild to accept
+        for address in self._specs[node_id].addresses:  # or callers would wait for the grandchild to accept
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(f"{self._socket_dir}/{address.id}")
+                os.unlink(f"{self._socket_dir}/{address}")
         self._report_death(node_id, how, deadline, can_restart)
         self._coordinator.node_down(node_id)
 
     def _report_death(self, node_id: str, how: str, deadline: float, can_restart: bool) -> None:
         """A process is gone; if its code had not ended before, that is the node's failure."""
-        if not self._coordinator.is_running(node_id) and can_restart:
-            return
-        if self._coordinator.stop_requested:
-            self._coordinator.node_abandoned(node_id)
+        if (not self._coordinator.is_running(node_id) and can_restart) or self._coordinator.must_end(node_id):
             return
         lines = self._logs.last_lines(node_id, max(0.0, deadline - time.monotonic()))
         output = "its last lines:\n" + "\n".join(f"  {line}" for line in lines) if lines else "it had printed nothing"
         failure = Failure("ProcessDied", how, f"The process left no traceback; {output}")
         self._coordinator.node_ended(node_id, failure, can_restart)
 
-    def _signal_all(self, number: int) -> None:
+    def _signal_all(self, node_ids: Iterable[str], number: int) -> None:
         assert self._template is not None
-        for spec in self._coordinator.nodes_up():
-            self._template.signal(spec.node_id, number, tree=True)
+        for node_id in node_ids:
+            self._template.signal(node_id, number, tree=True)
 
     def _tell(self, node_id: str, **message: Any) -> None:
         stream = self._streams.get(node_id)

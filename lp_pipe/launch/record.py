@@ -1,8 +1,8 @@
-"""One node's life as the coordinator sees it, over all its restarts."""
+"""One process's (or thread's) life as the coordinator sees it, over all its restarts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from lp_pipe.launch.plan import NodeSpec
+from lp_pipe.launch.spec import NodeSpec
 
 _FIRST_BACKOFF_S = 0.1
 _LONGEST_BACKOFF_S = 5.0
@@ -24,9 +24,12 @@ class Failure:
 
 @dataclass
 class NodeRecord:
-    """starting -> running -> finished | failed | stopped; or -> restarting -> starting, when its group restarts.
+    """starting -> running -> finished | failed | stopped; or -> restarting -> starting, when it may start again.
 
     error: the last failure, also of a node that runs again.
+    restarts: how often it was started again on its own; retries_left: how often it still may be.
+    is_gone: nothing is left of its process or thread.
+    is_ending: it was told to end, and is not gone.
     """
 
     spec: NodeSpec
@@ -35,7 +38,12 @@ class NodeRecord:
     error: Failure | None = None
     started_at: float = 0.0
     restarts: int = 0
-    is_down: bool = False
+    retries_left: int = field(init=False)
+    is_gone: bool = False
+    is_ending: bool = False
+
+    def __post_init__(self) -> None:
+        self.retries_left = self.spec.retries
 
     @property
     def is_alive(self) -> bool:
@@ -43,18 +51,14 @@ class NodeRecord:
         return self.state in ("starting", "running")
 
     @property
+    def is_down(self) -> bool:
+        """Whether nothing is left of it, and nothing will come."""
+        return self.is_gone and self.state != "restarting"
+
+    @property
     def may_register(self) -> bool:
         """Whether who waits for its server may go on waiting."""
         return self.is_alive or self.state == "restarting"
-
-    @property
-    def may_restart(self) -> bool:
-        return self.spec.on_failure == "restart" and self.restarts < self.spec.max_restarts
-
-    @property
-    def backoff_s(self) -> float:
-        """How long a node stays down before the restart that is due: 0.1 s, doubled each time, at most 5 s."""
-        return min(_LONGEST_BACKOFF_S, _FIRST_BACKOFF_S * 2.0 ** min(self.restarts - 1, 10))
 
     @property
     def why_gone(self) -> str:
@@ -63,3 +67,20 @@ class NodeRecord:
         if self.error is not None and self.state == "failed":
             return f"node {name} failed: {self.error.summary}"
         return f"node {name} has {self.state}: it serves no more"
+
+    def start_again(self) -> None:
+        """It failed, and is due to be started again."""
+        self.state = "starting"
+        self.is_gone = False
+
+    def put_down(self) -> None:
+        """Nothing is left of it, and it will not be started again."""
+        if self.may_register:
+            self.state = "stopped"
+        self.is_gone = True
+        self.is_ending = False
+
+
+def backoff_s(restarts: int) -> float:
+    """How long a node stays down before a restart: 0.1 s, doubled each time, at most 5 s."""
+    return min(_LONGEST_BACKOFF_S, _FIRST_BACKOFF_S * 2.0 ** min(restarts - 1, 10))

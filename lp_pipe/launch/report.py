@@ -34,12 +34,13 @@ def described_failure(coordinator: Coordinator, host: Host) -> NodeError | None:
     if error is None:
         return None
     run_dir = coordinator.plan.run_dir
-    log_path = host.log_path(f"{error.label}/{error.index}")
+    part = coordinator.main_part(f"{error.label}/{error.index}")
+    log_path = host.log_path(part)
     text = failure_report(
         error,
         host=socket.gethostname(),
         later_failures=coordinator.later_failures,
-        last_lines=host.last_lines(f"{error.label}/{error.index}"),
+        last_lines=host.last_lines(part),
         log_path=shown(log_path) if log_path is not None and log_path.exists() else None,
         traceback_path=shown(run_dir / _FILE) if (run_dir / _FILE).exists() else None,
         folder=Path.cwd(),

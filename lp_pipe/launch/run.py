@@ -3,7 +3,7 @@
 import importlib
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
@@ -81,7 +81,7 @@ class Run:
             self.stop()
             raise
         if not is_over:
-            up = ", ".join(spec.node_id for spec in self._coordinator.nodes_up())
+            up = ", ".join(self._coordinator.nodes_up())
             raise TimeoutError(f"program {self._program.name!r} still runs after {timeout} s: {up}")
         self._interrupts.uninstall()
         error = described_failure(self._coordinator, self._host)
@@ -104,6 +104,8 @@ class Run:
 
         States: starting, running, restarting (down, and due to start again), finished, failed, stopped.
         error: the node's last failure, also when it runs again.
+        A MultiProcessingColocation is one entry: failed when an inner node has, else running while one runs; the pid is
+        that of the first one that runs, the restarts are the sum.
         """
         return self._coordinator.status()
 
@@ -130,8 +132,8 @@ class Run:
         return self._host.stacks()
 
     def last_lines(self, label: str, index: int) -> list[str]:
-        """The last lines that a node printed (process modes)."""
-        return self._host.last_lines(f"{label}/{index}")
+        """The last lines that a node (of a colocation: its part that failed, or its first) printed (process modes)."""
+        return self._host.last_lines(self._coordinator.main_part(f"{label}/{index}"))
 
     @property
     def interrupted_by(self) -> int | None:
@@ -144,8 +146,8 @@ class Run:
         return self._coordinator.later_failures
 
     def log_path(self, label: str, index: int) -> Path | None:
-        """The file with all that a node printed (process modes)."""
-        return self._host.log_path(f"{label}/{index}")
+        """The file with all that a node (of a colocation: as `last_lines`) printed (process modes)."""
+        return self._host.log_path(self._coordinator.main_part(f"{label}/{index}"))
 
     def __enter__(self) -> Self:
         return self
@@ -159,11 +161,19 @@ class Run:
             raise failure
 
     def _supervise(self) -> None:
-        while (node_id := self._coordinator.next_restart()) is not None:
-            self._restart(node_id)
+        aside: list[threading.Thread] = []
+        while (order := self._coordinator.next_order()) is not None:
+            if order.is_restart:
+                self._restart(order.node_ids[0])
+            else:
+                helper = threading.Thread(target=self._take_down, args=(order.node_ids,), name="take down", daemon=True)
+                helper.start()
+                aside.append(helper)
         try:
-            self._take_down()
+            self._take_down([spec.node_id for spec in self._coordinator.plan.nodes])
         finally:
+            for thread in aside:
+                thread.join()
             self._coordinator.finish()
             # What is published stays for ever: a word for each address, and not the whole program.
             replace_published(self._services, _EndedServices(self._coordinator.why_gone()))
@@ -183,16 +193,17 @@ class Run:
             self._coordinator.node_ended(node_id, failure_from(error))
             self._coordinator.node_down(node_id)
 
-    def _take_down(self) -> None:
-        """Stop event everywhere -> grace period -> SIGTERM -> 1 s -> SIGKILL of what is left."""
-        self._host.stop_nodes()
-        if self._coordinator.wait_for_end(self._coordinator.plan.grace_s):
+    def _take_down(self, node_ids: Sequence[str]) -> None:
+        """Stop event -> grace period -> SIGTERM -> 1 s -> SIGKILL of what is left of these nodes."""
+        ending = self._coordinator.still_ending
+        self._host.stop_nodes(node_ids)  # also those that have ended: their handlers may wait for the stop
+        if self._coordinator.wait_for_end(node_ids, self._coordinator.plan.grace_s):
             return
-        self._host.terminate()
-        if self._coordinator.wait_for_end(_TERM_TO_KILL_S):
+        self._host.terminate(ending(node_ids))
+        if self._coordinator.wait_for_end(node_ids, _TERM_TO_KILL_S):
             return
-        self._host.kill()
-        self._coordinator.wait_until_down()
+        self._host.kill(ending(node_ids))
+        self._coordinator.wait_for_end(node_ids)
 
 
 class _LauncherServices:
@@ -218,6 +229,12 @@ class _LauncherServices:
 
     def withdraw(self, address: str) -> None:
         raise RuntimeError("only a node can serve an address of the program")
+
+    def inner_nodes_ended(self, colocation: str) -> "Future[str]":
+        raise RuntimeError("only a colocation has inner nodes")
+
+    def stop_inner_nodes(self, colocation: str) -> None:
+        raise RuntimeError("only a colocation has inner nodes")
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None) -> None:
         self._coordinator.log_metrics("launcher", metrics, step)
@@ -248,6 +265,12 @@ class _EndedServices:
 
     def withdraw(self, address: str) -> None:
         raise RuntimeError("only a node can serve an address of the program")
+
+    def inner_nodes_ended(self, colocation: str) -> "Future[str]":
+        raise RuntimeError("only a colocation has inner nodes")
+
+    def stop_inner_nodes(self, colocation: str) -> None:
+        raise RuntimeError("only a colocation has inner nodes")
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None) -> None:
         raise RuntimeError("the program has ended")

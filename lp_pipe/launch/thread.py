@@ -6,7 +6,7 @@ import sys
 import threading
 import traceback
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 
 from lp_pipe.connections import inproc
@@ -14,7 +14,8 @@ from lp_pipe.context import NodeContext, entered
 from lp_pipe.launch.coordinator import Coordinator
 from lp_pipe.launch.execute import run_node
 from lp_pipe.launch.host import Host
-from lp_pipe.launch.plan import NodeSpec, Plan
+from lp_pipe.launch.plan import Plan
+from lp_pipe.launch.spec import NodeSpec
 from lp_pipe.launch.threads import unset_threads, use_threads
 from lp_pipe.telemetry.metrics import MetricsLog
 
@@ -57,6 +58,12 @@ class LocalServices:
     def request_stop(self) -> None:
         self._coordinator.request_stop()
 
+    def inner_nodes_ended(self, colocation: str) -> "Future[str]":
+        return self._coordinator.inner_nodes_ended(colocation)
+
+    def stop_inner_nodes(self, colocation: str) -> None:
+        self._coordinator.stop_inner_nodes(colocation)
+
     def log_metrics(self, metrics: Mapping[str, float], step: int | None) -> None:
         self._coordinator.log_metrics(self._node_id, metrics, step)
 
@@ -70,7 +77,7 @@ class ThreadHost(Host):
         self._specs = {spec.node_id: spec for spec in plan.nodes}
         self._threads: dict[str, threading.Thread] = {}
         self._contexts: dict[str, NodeContext] = {}
-        self._thread_count = _common_threads(plan)
+        self._thread_count = common_threads(plan.nodes)
 
     def start(self) -> None:
         use_threads(self._thread_count)
@@ -85,23 +92,23 @@ class ThreadHost(Host):
         self._prepare(self._specs[node_id])
         self._threads[node_id].start()
 
-    def stop_nodes(self) -> None:
-        for node in self._contexts.values():
-            node.stop_signal.set()
+    def stop_nodes(self, node_ids: Iterable[str]) -> None:
+        for node_id in node_ids:
+            self._contexts[node_id].stop_signal.set()
 
-    def terminate(self) -> None:
+    def terminate(self, node_ids: Iterable[str]) -> None:
         """Threads cannot be asked any harder than by their stop event."""
 
-    def kill(self) -> None:
-        for spec in self._coordinator.nodes_up():
-            thread = self._threads[spec.node_id]
+    def kill(self, node_ids: Iterable[str]) -> None:
+        for node_id in node_ids:
+            thread = self._threads[node_id]
             _log.warning(
                 "node %s did not end within %.1f s after the stop and is left behind as a daemon thread. It is at:\n%s",
-                spec.node_id,
+                node_id,
                 self._plan.grace_s,
                 _stack_of(thread),
             )
-            self._coordinator.node_abandoned(spec.node_id)
+            self._coordinator.node_down(node_id)
 
     def close(self) -> None:
         unset_threads()
@@ -137,19 +144,26 @@ class ThreadHost(Host):
         self._coordinator.node_started(spec.node_id, os.getpid())
         with entered(node):
             failure = run_node(spec.node, node)
+        if self._contexts[spec.node_id] is not node:
+            return  # it was left behind, and another thread is this node by now
         self._coordinator.node_ended(spec.node_id, failure)
         self._coordinator.node_down(spec.node_id)
 
 
-def _common_threads(plan: Plan) -> int:
-    values = {spec.resources.threads: spec.node_id for spec in plan.nodes}
+def common_threads(nodes: Iterable[NodeSpec]) -> int:
+    """The number of torch threads that all these nodes want.
+
+    Raises:
+        ValueError: they want different ones.
+    """
+    values = {spec.resources.threads: spec.node_id for spec in nodes}
     if len(values) > 1:
         asked = ", ".join(f"{name} wants {count}" for count, name in values.items())
         raise ValueError(
             f"thread mode has one number of torch threads for the whole program, but {asked}; "
             "give all groups the same Resources(threads=...), or use mode='process'"
         )
-    return next(iter(values))
+    return next(iter(values), 1)
 
 
 def _stack_of(thread: threading.Thread) -> str:

@@ -2,8 +2,8 @@
 
 import time
 
-from lp_pipe.launch.plan import NodeSpec
 from lp_pipe.launch.record import Failure
+from lp_pipe.launch.spec import NodeSpec
 
 # An Unavailable is mostly the echo of another node's death, whose news may come a moment later: wait so long for it.
 # A killed process is reported after 1 s at the latest (its last frames, its last lines).

@@ -2,9 +2,11 @@
 
 from lp_pipe.nodes.base import Node as Node
 from lp_pipe.nodes.cacher_node import CacherNode as CacherNode
-from lp_pipe.nodes.colocation import MultiThreadingColocation as MultiThreadingColocation
+from lp_pipe.nodes.colocation import Colocation as Colocation
 from lp_pipe.nodes.courier_node import CourierNode as CourierNode
 from lp_pipe.nodes.execution import is_echo as is_echo
 from lp_pipe.nodes.execution import run_to_end as run_to_end
+from lp_pipe.nodes.multi_processing_colocation import MultiProcessingColocation as MultiProcessingColocation
+from lp_pipe.nodes.multi_threading_colocation import MultiThreadingColocation as MultiThreadingColocation
 from lp_pipe.nodes.py_node import PyClassNode as PyClassNode
 from lp_pipe.nodes.py_node import PyNode as PyNode

@@ -135,8 +135,18 @@ class ReservePort(_message.Message):
     address: str
     def __init__(self, id: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
 
+class InnerNodes(_message.Message):
+    __slots__ = ("id", "colocation", "stop")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    COLOCATION_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    colocation: str
+    stop: bool
+    def __init__(self, id: _Optional[int] = ..., colocation: _Optional[str] = ..., stop: _Optional[bool] = ...) -> None: ...
+
 class Supervision(_message.Message):
-    __slots__ = ("hello", "start", "register", "resolve", "resolved", "metrics", "ended", "stop", "stop_request", "ping", "stacks", "reserve_port")
+    __slots__ = ("hello", "start", "register", "resolve", "resolved", "metrics", "ended", "stop", "stop_request", "ping", "stacks", "reserve_port", "inner_nodes")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     REGISTER_FIELD_NUMBER: _ClassVar[int]
@@ -149,6 +159,7 @@ class Supervision(_message.Message):
     PING_FIELD_NUMBER: _ClassVar[int]
     STACKS_FIELD_NUMBER: _ClassVar[int]
     RESERVE_PORT_FIELD_NUMBER: _ClassVar[int]
+    INNER_NODES_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     start: Start
     register: Register
@@ -161,4 +172,5 @@ class Supervision(_message.Message):
     ping: Ping
     stacks: Stacks
     reserve_port: ReservePort
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., register: _Optional[_Union[Register, _Mapping]] = ..., resolve: _Optional[_Union[Resolve, _Mapping]] = ..., resolved: _Optional[_Union[Resolved, _Mapping]] = ..., metrics: _Optional[_Union[Metrics, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., stop_request: _Optional[_Union[StopRequest, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., stacks: _Optional[_Union[Stacks, _Mapping]] = ..., reserve_port: _Optional[_Union[ReservePort, _Mapping]] = ...) -> None: ...
+    inner_nodes: InnerNodes
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., register: _Optional[_Union[Register, _Mapping]] = ..., resolve: _Optional[_Union[Resolve, _Mapping]] = ..., resolved: _Optional[_Union[Resolved, _Mapping]] = ..., metrics: _Optional[_Union[Metrics, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., stop_request: _Optional[_Union[StopRequest, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., stacks: _Optional[_Union[Stacks, _Mapping]] = ..., reserve_port: _Optional[_Union[ReservePort, _Mapping]] = ..., inner_nodes: _Optional[_Union[InnerNodes, _Mapping]] = ...) -> None: ...

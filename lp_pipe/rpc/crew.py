@@ -55,8 +55,14 @@ class Crew:
 
     def read(self, connection: PulledConnection) -> None:
         """From now on read what arrives there; its `on_frame` must not block, and may `submit`."""
-        self._waiting.add(connection.fileno(), _Source(connection).read)
-        self._call_for_hands()
+        if not connection.try_reading():
+            return  # it has ended already
+        source = _Source(connection)
+        try:
+            self._waiting.add(connection.fileno(), source.read)
+        finally:
+            connection.done_reading()
+        self.submit(source.read)  # what came meanwhile found the reading taken
 
     def forget(self, connection: PulledConnection) -> None:
         """It has ended; call this before its descriptor is closed."""

@@ -38,7 +38,12 @@ class Reading:
 
     def begin(self) -> None:
         """Notice the peer's end from now on, also while nobody reads."""
-        ends.shared.watch(self._descriptor, self._on_peer_closed)
+        if self._connection.try_reading():  # else it has ended already
+            try:
+                ends.shared.watch(self._descriptor, self._on_peer_closed)
+            finally:
+                self._connection.done_reading()
+            self.pass_on()  # the end may have come meanwhile
 
     def look(self) -> None:
         """Read what is there, if it is the end then to the end, without waiting; unless somebody is reading."""

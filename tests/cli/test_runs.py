@@ -220,3 +220,26 @@ def test_a_run_of_another_host_is_not_judged(folder: Path, command: Command) -> 
         2,
         f"lp_pipe: run far is on host not-{socket.gethostname()}: ask it there\n",
     )
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_a_colocation_of_processes_is_one_node_with_the_logs_and_stacks_of_all(
+    mode: str, start: Start, command: Command, folder: Path
+) -> None:
+    source = WAITING.replace("program.add_node(lp.PyNode(wait))", "pass")
+    source += "program.add_node(lp.MultiProcessingColocation([lp.PyNode(wait), lp.PyNode(wait)]), label='both')\n"
+    (folder / "colocated.py").write_text(source)
+    run = start("launch", "colocated.py", "--run-dir=out", f"--mode={mode}")
+    pids = run.pids(2)
+    (row,) = json.loads(command("status", "--json").stdout)["nodes"]
+    assert (row["node"], row["state"], row["pid"]) == ("both/0", "running", pids["both/0.0"])
+    stacks = command("stacks").stdout
+    assert "node both/0.0\n" in stacks
+    assert "node both/0.1\n" in stacks
+    logs = command("logs").stdout.splitlines()
+    assert [line.partition(" pid ")[0] for line in logs] == ["[both/0.0]", "[both/0.1]"]
+    assert command("logs", "out", "both").stdout.splitlines() == logs
+    assert command("logs", "out", "both/0").stdout.splitlines() == logs
+    assert command("logs", "out", "both/0.1").stdout == logs[1].removeprefix("[both/0.1] ") + "\n"
+    assert command("stop").returncode == 0
+    assert not any(is_alive(pid) for pid in pids.values())

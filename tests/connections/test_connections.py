@@ -23,7 +23,7 @@ from lp_pipe.errors import Unavailable
 from tests.connections.carriers import WITHIN_S, Carrier, End, OpenCarrier
 
 
-@pytest.fixture(params=["inproc", "unix", "grpc", "grpcs"])
+@pytest.fixture(params=["inproc", "unix", "local", "grpc", "grpcs"])
 def carrier(request: pytest.FixtureRequest, no_leaks: None, open_carrier: OpenCarrier) -> Carrier:
     return open_carrier(request.param)
 

@@ -103,3 +103,18 @@ def test_dot_has_a_cluster_for_each_group_and_quotes_names() -> None:
     assert '    label="fe\\"ed";' in lines
     assert '    "trainer/0" [label="trainer/0\\ntrain"];' in lines
     assert '  "trainer/0" -> "fe\\"ed/0";' in lines
+
+
+def test_a_colocation_shows_what_is_inside() -> None:
+    program = lp.Program("colocations")
+    program.add_node(lp.PyNode(train), label="trainer")
+    threads = lp.MultiThreadingColocation([lp.CourierNode(Feeder), lp.PyNode(train)])
+    nodes = [lp.CourierNode(Stage), lp.CourierNode(Stage), threads]
+    program.add_node(lp.MultiProcessingColocation(nodes), label="both")
+    program.add_node(lp.MultiProcessingColocation(), label="empty")
+    assert to_text(GraphView.of(program)) == (
+        "colocations: 3 nodes in 3 groups (→ holds a handle of)\n"
+        "  trainer  PyNode                     train\n"
+        "  both     MultiProcessingColocation  Stage x 2 + (Feeder + train)\n"
+        "  empty    MultiProcessingColocation  nothing\n"
+    )

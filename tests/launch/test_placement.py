@@ -52,6 +52,19 @@ def test_cores_and_gpus_are_handed_out_in_order(tmp_path: Any) -> None:
     }
 
 
+def test_the_processes_of_a_colocation_share_its_place(tmp_path: Any) -> None:
+    program = lp.Program("probes")
+    with program.group("both", lp.Resources(cpus=2, gpus=2, memory=5 * GIB)):
+        program.add_node(lp.MultiProcessingColocation([lp.CourierNode(Probe), lp.CourierNode(Probe)]))
+    with program.group("other", lp.Resources(gpus=1)):
+        program.add_node(lp.CourierNode(Probe))
+    assert place_all(make_plan(program, tmp_path, 5.0).nodes, HOST) == {
+        "both/0.0": Place((0, 2), ("4", "5")),
+        "both/0.1": Place((0, 2), ("4", "5")),
+        "other/0": Place((), ("7",)),
+    }
+
+
 @pytest.mark.parametrize(
     ("resources", "message"),
     [

@@ -1,0 +1,49 @@
+"""A server for its own process and for others of its host: by calls for the former, over a unix socket for the rest."""
+
+from lp_pipe.connections import inproc, unix
+from lp_pipe.connections.base import Connection, Listener, OnConnection
+
+SCHEME = "local:"
+
+
+class LocalListener(Listener):
+    def __init__(self, endpoint: str, on_connection: OnConnection) -> None:
+        self.endpoint = endpoint
+        self._inproc = inproc.listen(_inside(endpoint), on_connection)
+        try:
+            self._unix = unix.listen(_outside(endpoint), on_connection)
+        except BaseException:
+            self._inproc.close()
+            raise
+
+    def close(self) -> None:
+        self._inproc.close()
+        self._unix.close()
+
+
+def connect(endpoint: str, idle_timeout_s: float | None = None) -> Connection:
+    """Connect to a listener of this process or another one of this host.
+
+    Raises:
+        Unavailable: nobody listens there, or it is another user's.
+    """
+    if is_inside(endpoint):
+        return inproc.connect(_inside(endpoint), idle_timeout_s)
+    return unix.connect(_outside(endpoint), idle_timeout_s)
+
+
+def listen(endpoint: str, on_connection: OnConnection) -> Listener:
+    return LocalListener(endpoint, on_connection)
+
+
+def is_inside(endpoint: str) -> bool:
+    """Whether it is this process that listens there."""
+    return endpoint.startswith(SCHEME) and inproc.is_listening(_inside(endpoint))
+
+
+def _inside(endpoint: str) -> str:
+    return inproc.SCHEME + endpoint.removeprefix(SCHEME)
+
+
+def _outside(endpoint: str) -> str:
+    return unix.SCHEME + endpoint.removeprefix(SCHEME)

@@ -1,0 +1,52 @@
+"""Where the servers of a program listen, and who waits for them."""
+
+from collections.abc import Iterable
+from concurrent.futures import Future
+from typing import NamedTuple
+
+from lp_pipe.errors import Unavailable
+
+
+class Settlement(NamedTuple):
+    """A future that waited for a server, and its outcome; carried out without any lock, for callbacks run then."""
+
+    future: "Future[str]"
+    outcome: str | Exception
+
+    def carry_out(self) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            return
+        if isinstance(self.outcome, str):
+            self.future.set_result(self.outcome)
+        else:
+            self.future.set_exception(self.outcome)
+
+
+class Directory:
+    """Endpoints by address id. Not thread-safe: the coordinator holds its lock."""
+
+    def __init__(self) -> None:
+        self._endpoints: dict[str, str] = {}
+        self._waiting: dict[str, list[Future[str]]] = {}
+
+    def register(self, address: str, endpoint: str) -> list[Settlement]:
+        self._endpoints[address] = endpoint
+        return [Settlement(future, endpoint) for future in self._waiting.pop(address, [])]
+
+    def withdraw(self, addresses: Iterable[str]) -> None:
+        for address in addresses:
+            self._endpoints.pop(address, None)
+
+    def find(self, address: str) -> str | None:
+        return self._endpoints.get(address)
+
+    def wait(self, address: str, future: "Future[str]") -> None:
+        self._waiting.setdefault(address, []).append(future)
+
+    def give_up(self, addresses: Iterable[str], reason: str) -> list[Settlement]:
+        """Nobody will listen there any more."""
+        waiting = [future for address in addresses for future in self._waiting.pop(address, [])]
+        return [Settlement(future, Unavailable(reason)) for future in waiting]
+
+    def give_all_up(self, reason: str) -> list[Settlement]:
+        return self.give_up(list(self._waiting), reason)

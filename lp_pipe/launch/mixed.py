@@ -1,0 +1,95 @@
+"""Thread mode, in which some nodes are processes: the inner ones of a MultiProcessingColocation, as in every mode."""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from lp_pipe.connections import local, unix
+from lp_pipe.launch import thread
+from lp_pipe.launch.coordinator import Coordinator
+from lp_pipe.launch.host import Host
+from lp_pipe.launch.placement import Place
+from lp_pipe.launch.plan import Plan, serialize_nodes
+from lp_pipe.launch.process import ProcessHost
+from lp_pipe.launch.socket_dir import make_socket_dir
+from lp_pipe.launch.spec import NodeSpec
+from lp_pipe.launch.thread import ThreadHost, common_threads
+from lp_pipe.telemetry.metrics import MetricsLog
+
+
+def make_host(plan: Plan, metrics: MetricsLog) -> tuple[Host, Coordinator]:
+    """A host that runs the nodes of `plan` as threads, inner nodes of MultiProcessingColocations as processes.
+
+    Raises:
+        ValueError: groups ask for different numbers of torch threads, of which a process has only one.
+        SerializationError: a node that is a process cannot be sent there.
+    """
+    inner = {spec.node_id for spec in plan.nodes if spec.is_inner}
+    if not inner:
+        return thread.make_host(plan, metrics)
+    outer = _part(plan, lambda spec: not spec.is_inner)
+    common_threads(outer.nodes)
+    processes = _part(plan, lambda spec: spec.is_inner)
+    payloads = serialize_nodes(processes)
+    folder = make_socket_dir()
+
+    def endpoint_of(address: str) -> str:
+        scheme = unix.SCHEME if plan.owners[address] in inner else local.SCHEME
+        return f"{scheme}{folder}/{address}"
+
+    coordinator = Coordinator(plan, endpoint_of, metrics)
+    # Pinned to no cores and given no GPUs of their own: in thread mode nothing is handed out.
+    process_host = ProcessHost(processes, coordinator, payloads, dict.fromkeys(inner, Place()), folder)
+    if not outer.nodes:
+        return process_host, coordinator
+    return MixedHost(ThreadHost(outer, coordinator), process_host, inner), coordinator
+
+
+class MixedHost(Host):
+    """Threads and processes of one program; `inner`: the node_ids of the processes."""
+
+    def __init__(self, threads: ThreadHost, processes: ProcessHost, inner: set[str]) -> None:
+        self._threads = threads
+        self._processes = processes
+        self._inner = inner
+        self.socket_dir = processes.socket_dir
+
+    def start(self) -> None:
+        self._processes.start()  # first: this may fail, and takes nothing with it then
+        self.mark = self._processes.mark
+        self._threads.start()
+
+    def restart(self, node_id: str) -> None:
+        self._host_of(node_id).restart(node_id)
+
+    def stop_nodes(self, node_ids: Iterable[str]) -> None:
+        for node_id in node_ids:
+            self._host_of(node_id).stop_nodes([node_id])
+
+    def terminate(self, node_ids: Iterable[str]) -> None:
+        for node_id in node_ids:
+            self._host_of(node_id).terminate([node_id])
+
+    def kill(self, node_ids: Iterable[str]) -> None:
+        for node_id in node_ids:
+            self._host_of(node_id).kill([node_id])
+
+    def close(self) -> None:
+        self._processes.close()
+        self._threads.close()
+
+    def stacks(self) -> str:
+        return f"{self._threads.stacks()}\n{self._processes.stacks()}"
+
+    def last_lines(self, node_id: str) -> list[str]:
+        return self._host_of(node_id).last_lines(node_id)
+
+    def log_path(self, node_id: str) -> Path | None:
+        return self._host_of(node_id).log_path(node_id)
+
+    def _host_of(self, node_id: str) -> Host:
+        return self._processes if node_id in self._inner else self._threads
+
+
+def _part(plan: Plan, belongs: Callable[[NodeSpec], bool]) -> Plan:
+    return dataclasses.replace(plan, nodes=tuple(spec for spec in plan.nodes if belongs(spec)))
