@@ -43,6 +43,12 @@ class NodeServices(Protocol):
         """Send numbers to the run's metrics file and displays."""
 
 
+class CountsCalls(Protocol):
+    """A server of the node."""
+
+    calls: int
+
+
 class StopSignal:
     """One node's stop: an event, and the handlers that run once it is set."""
 
@@ -111,6 +117,13 @@ class NodeContext:
     stop_signal: StopSignal = field(default_factory=StopSignal, repr=False)
     # What the node's own parts (servers of channels, files) want done when its code has ended, however it ended.
     exit_stack: ExitStack = field(default_factory=ExitStack, repr=False)
+    servers: list[CountsCalls] = field(default_factory=list, repr=False)  # shared by the nodes inside a colocation
+
+    @property
+    def calls(self) -> int | None:
+        """How many calls this node's servers have taken; None when it serves nothing (any more)."""
+        servers = list(self.servers)
+        return sum(server.calls for server in servers) if servers else None
 
     @property
     def is_stopping(self) -> bool:

@@ -100,10 +100,11 @@ class Run:
         self._coordinator.request_stop()
 
     def status(self) -> dict[str, list[dict[str, Any]]]:
-        """`{label: [{"state", "pid", "error", "uptime_s", "restarts"}, ...]}`, one entry for each node of the group.
+        """`{label: [{"state", "pid", "error", "uptime_s", "restarts", "calls_per_s"}, ...]}`, one for each node of a group.
 
         States: starting, running, restarting (down, and due to start again), finished, failed, stopped.
         error: the node's last failure, also when it runs again.
+        calls_per_s: of its servers, over the last seconds; None for a node without any.
         A MultiProcessingColocation is one entry: failed when an inner node has, else running while one runs; the pid is
         that of the first one that runs, the restarts are the sum.
         """

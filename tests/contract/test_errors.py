@@ -92,6 +92,12 @@ def chain(mode: str, length: int) -> tuple[lp.Run, Any]:
     return run, run.client(handle)
 
 
+def raised(kind: type[BaseException], function: Any, *args: Any) -> Any:
+    with pytest.raises(kind) as caught:
+        function(*args)
+    return caught.value
+
+
 def test_a_handlers_exception_is_caught_by_its_own_class(mode: str) -> None:
     run, client = chain(mode, 1)
     with run:
@@ -117,21 +123,21 @@ def test_a_handlers_exception_is_caught_by_its_own_class(mode: str) -> None:
 def test_args_and_attributes_are_copied(mode: str) -> None:
     run, client = chain(mode, 1)
     with run:
-        three = pytest.raises(NeedsThree, client.three).value
+        three = raised(NeedsThree, client.three)
         assert (three.args, three.first, hasattr(three, "lock")) == (("1-2-3",), 1, False)
-        assert pytest.raises(NewIsStrict, client.strict).value.args == ("a", "b")
-        gone = pytest.raises(OSError, client.local).value
+        assert raised(NewIsStrict, client.strict).args == ("a", "b")
+        gone = raised(OSError, client.local)
         assert (gone.errno, gone.strerror, gone.filename) == (2, "gone", "file.txt")
-        assert pytest.raises(ValueError, client.noted).value.__notes__ == ["the note"]
+        assert raised(ValueError, client.noted).__notes__ == ["the note"]
 
 
 def test_text_has_type_message_traceback_and_causes(mode: str) -> None:
     run, client = chain(mode, 1)
     with run:
-        text = str(pytest.raises(lp.RemoteError, client.chained).value)
+        text = str(raised(lp.RemoteError, client.chained))
         for part in ("RuntimeError", "outer", "KeyError", "missing", "direct cause", "chained"):
             assert part in text
-        assert "bad value" in "".join(traceback.format_exception(pytest.raises(ValueError, client.value).value))
+        assert "bad value" in "".join(traceback.format_exception(raised(ValueError, client.value)))
 
 
 @pytest.mark.parametrize(
@@ -141,15 +147,17 @@ def test_what_must_not_escape_is_a_plain_remote_error(mode: str, kind: type[Base
     run, client = chain(mode, 1)
     with run:
         for _ in range(2):  # the server goes on
-            error = pytest.raises(lp.RemoteError, client.base, kind).value
-            assert type(error) is lp.RemoteError and not isinstance(error, kind if kind is not BaseException else OSError)
+            error = raised(lp.RemoteError, client.base, kind)
+            assert type(error) is lp.RemoteError and not isinstance(
+                error, kind if kind is not BaseException else OSError
+            )
             assert error.type_name == kind.__name__
 
 
 def test_an_exception_that_does_not_pickle_still_surfaces(mode: str) -> None:
     run, client = chain(mode, 1)
     with run:
-        error = pytest.raises(lp.RemoteError, client.unfriendly).value
+        error = raised(lp.RemoteError, client.unfriendly)
         assert error.type_name == "Unfriendly" and "Unfriendly" in str(error)
 
 

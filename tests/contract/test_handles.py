@@ -159,7 +159,7 @@ def test_a_handle_without_a_client_fails_its_user_with_a_hint(mode: str) -> None
     program.add_node(lp.PyNode(print, nothing), label="user")
     with pytest.raises(lp.NodeError, match=r"(?s)user/0.*(dereference|nothing/0)"), lp.launch(program, mode) as run:
         run.wait(30)
-    with pytest.raises((NotImplementedError, TypeError), match="dereference|nothing/0"):
+    with pytest.raises((NotImplementedError, TypeError), match=r"dereference|nothing/0"):
         nothing.dereference()
 
 

@@ -293,6 +293,26 @@ def test_status_has_the_fields(mode: str) -> None:
             assert isinstance(row["pid"], int) and (row["pid"] == os.getpid()) == (mode == "thread")
 
 
+def test_status_counts_the_calls_of_servers(mode: str) -> None:
+    program = lp.Program("calls")
+    server = program.add_node(lp.CourierNode(Server), label="server")
+    inner = lp.MultiThreadingColocation([lp.CourierNode(Server)])
+    program.add_node(inner, label="colocation")
+    program.add_node(lp.PyNode(lp.wait_for_stop), label="silent")
+    with lp.launch(program, mode) as run:
+        client = run.client(server)
+        deadline = time.monotonic() + WITHIN_S
+        while not (rate := run.status()["server"][0]["calls_per_s"]):
+            client.answer()
+            assert time.monotonic() < deadline
+        assert rate > 0
+        while (status := run.status())["server"][0]["calls_per_s"] or status["colocation"][0]["calls_per_s"] is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert status["silent"][0]["calls_per_s"] is None
+    assert run.status()["server"][0]["calls_per_s"] is None
+
+
 def test_clients_of_the_launcher(mode: str) -> None:
     program = lp.Program("clients")
     handle = program.add_node(lp.CourierNode(Server), label="server")
@@ -340,7 +360,9 @@ def test_the_context_manager(mode: str) -> None:
 
 @pytest.mark.parametrize("code", [0, None])
 def test_a_good_exit_is_a_finish(mode: str, code: Any) -> None:
-    with lp.launch(program_of(lp.PyNode(sys.exit, code), lp.CourierNode(Quits, code), lp.PyClassNode(Quits, code)), mode) as run:
+    with lp.launch(
+        program_of(lp.PyNode(sys.exit, code), lp.CourierNode(Quits, code), lp.PyClassNode(Quits, code)), mode
+    ) as run:
         run.wait(30)
         assert {rows[0]["state"] for rows in run.status().values()} == {"finished"}
 
@@ -439,9 +461,7 @@ def test_two_programs_are_independent(mode: str) -> None:
         assert healthy.client("server").answer() == 42
 
 
-def test_a_thread_that_does_not_end_is_named_with_its_stack(
-    no_leaks: None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_thread_that_does_not_end_is_named_with_its_stack(no_leaks: None, caplog: pytest.LogCaptureFixture) -> None:
     gate = threading.Event()
 
     def stubborn_function() -> None:

@@ -435,6 +435,22 @@ def test_concurrent_misses_are_one_call(mode: str) -> None:
         assert source.calls()["slow"] == 1
 
 
+def test_hits_and_misses_are_counted(mode: str) -> None:
+    run, source, cacher = cached(mode, 60, methods=("get", "fail"))
+    with run:
+        assert lp.cache_info(cacher) == lp.CacheInfo(hits=0, misses=0)
+        for argument in (1, 1, 1, 2):
+            cacher.get(argument)
+        cacher.none()  # passed on: does not count
+        for _ in range(2):
+            with pytest.raises(ValueError, match="failure"):
+                cacher.fail()
+        assert lp.cache_info(cacher) == lp.CacheInfo(hits=2, misses=4)
+        assert not any("cache" in name for name in lp.list_methods(cacher))
+        with pytest.raises(lp.MethodNotFound):
+            lp.cache_info(source)
+
+
 def test_methods_that_are_not_named_pass_through(mode: str) -> None:
     run, source, cacher = cached(mode, 60, methods=("none",))
     with run:
