@@ -83,7 +83,8 @@ def _rebuild(value: Any, memo: dict[int, Any]) -> Any:
         return new
     if isinstance(value, tuple):
         items = [_replace(item, memo) for item in value]
-        return type(value)._make(items) if hasattr(value, "_fields") else type(value)(items)  # no constructor runs
+        # Not type(value)(*items) for namedtuples: a constructor that checks its fields expects handles.
+        return getattr(value, "_make", tuple)(items)
     new = copy.copy(value)  # a dataclass: no constructor runs again, frozen or not
     memo[id(value)] = new
     for field in dataclasses.fields(value):

@@ -100,7 +100,7 @@ class Run:
         self._coordinator.request_stop()
 
     def status(self) -> dict[str, list[dict[str, Any]]]:
-        """`{label: [{"state", "pid", "error", "uptime_s", "restarts", "calls_per_s"}, ...]}`, one for each node of a group.
+        """`{label: [{"state", "pid", "error", "uptime_s", "restarts", "calls_per_s"}, ...]}`, one each.
 
         States: starting, running, restarting (down, and due to start again), finished, failed, stopped.
         error: the node's last failure, also when it runs again.

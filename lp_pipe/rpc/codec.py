@@ -140,7 +140,7 @@ class _ByValuePickler(_TensorReduction, cloudpickle.Pickler):  # type: ignore[mi
         return cloudpickle.Pickler.reducer_override(self, obj)
 
 
-def _cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Callable[..., Any]:
+def _cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
     return functools.lru_cache(**parameters)(function)
 
 
