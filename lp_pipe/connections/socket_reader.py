@@ -43,7 +43,8 @@ class SocketReader:
         target = self._missing[0] if self._missing else self._space()
         self.is_drained = True
         count = self._socket.recv_into(target, 0, flags) if not self._may_borrow else self._receive(target, flags)
-        self.is_drained = count < len(target)
+        # A read ends where descriptors came, though more may be there; then only an empty read tells.
+        self.is_drained = count < len(target) and not self._may_borrow
         if not self._missing:
             self._end += count
         elif count == len(target):

@@ -175,6 +175,27 @@ def test_what_was_sent_can_be_read_after_the_lender_has_gone(no_leaks: None) -> 
     reading.close()
 
 
+def test_a_read_takes_all_that_is_there_also_behind_descriptors(no_leaks: None) -> None:
+    # A read ends where descriptors came. Taken for the last one, it left an edge-triggered server waiting for ever.
+    near, far = (UnixConnection(sock, "peer") for sock in socket.socketpair())
+    received: list[Frame] = []
+    near.attach(lambda frame: None, lambda reason: None)
+    far.attach(received.append, lambda reason: None)
+    first = threading.Thread(target=near.send, args=(Frame(frames.CALL, buffers=[bytes(LARGE)]),))
+    first.start()
+    while not received:
+        far.read_next()
+    first.join(WITHIN_S)
+    assert near.wait(WITHIN_S)
+    near.read()
+    for _ in range(5):
+        near.send(Frame(frames.CALL, buffers=[bytes(LARGE)]))
+    far.read()
+    assert len(received) == 6
+    near.close()
+    far.close()
+
+
 def test_a_segment_that_did_not_arrive_ends_the_connection_with_a_reason(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:

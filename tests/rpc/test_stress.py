@@ -2,9 +2,9 @@
 
 import concurrent.futures
 import contextlib
+import faulthandler
 import os
 import random
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -37,12 +37,25 @@ class Target:
 
 def together(users: list[Callable[[], None]]) -> None:
     """Run all in threads; the first error is raised, and a thread that hangs is one."""
-    with concurrent.futures.ThreadPoolExecutor(len(users)) as pool:
-        done, hanging = concurrent.futures.wait([pool.submit(user) for user in users], WITHIN_S)
-        if hanging:
-            os.kill(os.getpid(), signal.SIGABRT)  # the pool would wait for them; faulthandler shows where they are
-        for future in done:
-            future.result()
+    errors: list[BaseException] = []
+
+    def run(user: Callable[[], None]) -> None:
+        try:
+            user()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(user,), daemon=True) for user in users]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + WITHIN_S
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    for error in errors:
+        raise error
+    if any(thread.is_alive() for thread in threads):
+        faulthandler.dump_traceback()
+        pytest.fail("some threads hang; their stacks are in the output")
 
 
 @pytest.fixture
