@@ -56,7 +56,7 @@ class Server:
         self._connections: dict[Connection, dict[int, InProgress]] = {}
         self._active = 0
         self._idle = threading.Condition()
-        self._is_closing = False
+        self._is_closing = self._is_closed = False
         self.calls = 0
         self._listener = connections.listen(endpoint, self._accept)
         self.endpoint = self._listener.endpoint
@@ -82,8 +82,10 @@ class Server:
         self._wait_until_idle(deadline)
         for connection in list(self._connections):
             connection.close(f"{self._name} ended")
-        if self._loop is not None:
-            self._loop.close()
+        with self._idle:
+            self._is_closed = True
+            if self._loop is not None:
+                self._loop.close()
         self._pool.close()
 
     def _wait_until_idle(self, deadline: float) -> None:
@@ -181,6 +183,8 @@ class Server:
         with self._idle:
             if self._loop is None:
                 self._loop = LoopThread(f"async calls {self._name}", self._node)
+            if self._is_closed:  # a late call must not leave a thread behind
+                self._loop.close()
         call = LoopCall(self._loop.loop, answer)
         self._follow(answer, call)
         call.start(result)
