@@ -100,6 +100,8 @@ class Server:
             self._crew.read(connection)
         else:
             connection.start(on_frame, lambda reason: self._on_close(connection))
+        if self._is_closing:  # it came too late for `close`, which has not seen it
+            connection.close(f"{self._name} ended")
 
     def _on_close(self, connection: Connection) -> None:
         if self._crew is not None and isinstance(connection, PulledConnection):
