@@ -39,6 +39,9 @@ _TOKEN = struct.Struct("<Q")
 _DESCRIPTOR = struct.Struct("i")
 
 
+_GiveBack = weakref.WeakMethod[Callable[[bytes], None]]
+
+
 class Lender:
     """The sender's side of a connection. `lend` is called by one thread at a time, `take_back` by any."""
 
@@ -148,7 +151,9 @@ class Borrower:
     """
 
     def __init__(self, give_back: Callable[[bytes], None]) -> None:
-        self._give_back = give_back
+        # Weakly: the ends of loans are watched for by a table of the whole process, which would keep the connection, and
+        # with it whatever its owner has kept of what it received, for ever.
+        self._give_back = weakref.WeakMethod(give_back)
         self._arrived: dict[int, int] = {}  # descriptors by inode, until their tickets are opened
         self._mapped: dict[int, mmap.mmap] = {}
 
@@ -207,7 +212,7 @@ class _Returns:
         os.register_at_fork(after_in_child=self._reset)  # the child has borrowed nothing
 
     def _reset(self) -> None:
-        self._queue: SimpleQueue[tuple[Callable[[bytes], None], bytes]] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[_GiveBack, bytes]] = SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -218,14 +223,16 @@ class _Returns:
                 self._thread = threading.Thread(target=self._run, name="return loans", daemon=True)
                 self._thread.start()
 
-    def put(self, give_back: Callable[[bytes], None], body: bytes) -> None:
+    def put(self, give_back: _GiveBack, body: bytes) -> None:
         self._queue.put((give_back, body))
 
     def _run(self) -> None:
         while True:
             give_back, body = self._queue.get()
-            give_back(body)
-            del give_back
+            method = give_back()
+            if method is not None:
+                method(body)
+            del method
 
 
 _returns = _Returns()
