@@ -151,8 +151,8 @@ class Borrower:
     """
 
     def __init__(self, give_back: Callable[[bytes], None]) -> None:
-        # Weakly: the ends of loans are watched for by a table of the whole process, which would keep the connection, and
-        # with it whatever its owner has kept of what it received, for ever.
+        # Weakly: the ends of loans are watched for by a table of the whole process, which would keep the connection,
+        # and with it whatever its owner has kept of what it received, for ever.
         self._give_back = weakref.WeakMethod(give_back)
         self._arrived: dict[int, int] = {}  # descriptors by inode, until their tickets are opened
         self._mapped: dict[int, mmap.mmap] = {}
