@@ -23,6 +23,7 @@ from lp_pipe.handles import Deferred as Deferred
 from lp_pipe.handles import Handle as Handle
 from lp_pipe.launch import Run as Run
 from lp_pipe.launch import launch as launch
+from lp_pipe.nodes import CacheInfo as CacheInfo
 from lp_pipe.nodes import CacherNode as CacherNode
 from lp_pipe.nodes import CourierNode as CourierNode
 from lp_pipe.nodes import MultiProcessingColocation as MultiProcessingColocation
@@ -30,6 +31,7 @@ from lp_pipe.nodes import MultiThreadingColocation as MultiThreadingColocation
 from lp_pipe.nodes import Node as Node
 from lp_pipe.nodes import PyClassNode as PyClassNode
 from lp_pipe.nodes import PyNode as PyNode
+from lp_pipe.nodes import cache_info as cache_info
 from lp_pipe.program import Program as Program
 from lp_pipe.resources import Resources as Resources
 from lp_pipe.rpc import CourierClient as CourierClient

@@ -43,6 +43,12 @@ class NodeServices(Protocol):
         """Send numbers to the run's metrics file and displays."""
 
 
+class CountsCalls(Protocol):
+    """A server of the node."""
+
+    calls: int
+
+
 class StopSignal:
     """One node's stop: an event, and the handlers that run once it is set."""
 
@@ -111,6 +117,13 @@ class NodeContext:
     stop_signal: StopSignal = field(default_factory=StopSignal, repr=False)
     # What the node's own parts (servers of channels, files) want done when its code has ended, however it ended.
     exit_stack: ExitStack = field(default_factory=ExitStack, repr=False)
+    servers: list[CountsCalls] = field(default_factory=list, repr=False)  # shared by the nodes inside a colocation
+
+    @property
+    def calls(self) -> int | None:
+        """How many calls this node's servers have taken; None when it serves nothing (any more)."""
+        servers = list(self.servers)
+        return sum(server.calls for server in servers) if servers else None
 
     @property
     def is_stopping(self) -> bool:
@@ -203,8 +216,24 @@ def replace_published(services: NodeServices, successor: NodeServices) -> None:
             _launched[address_id] = (successor, launcher)
 
 
+# Of the run that is asked for a client right now: a program may run several times at once, under the same addresses.
+_asked: contextvars.ContextVar[NodeServices | None] = contextvars.ContextVar("lp_pipe_asked", default=None)
+
+
+@contextmanager
+def asking(services: NodeServices) -> Iterator[None]:
+    """In the body, handles are dereferenced through `services`, whatever else was launched."""
+    token = _asked.set(services)
+    try:
+        yield
+    finally:
+        _asked.reset(token)
+
+
 def is_launcher_of(address_id: str) -> bool:
     """Whether the calling code has launched the program of this address (and is not one of its nodes)."""
+    if _asked.get() is not None:
+        return True
     return address_id in _launched and _launched[address_id][1] is current_context()
 
 
@@ -216,7 +245,7 @@ def launcher_of(address_id: str) -> NodeContext | None:
 def services_for(address_id: str) -> NodeServices | None:
     """Who resolves this address for the calling thread: the launcher, or its node; None before launch."""
     if is_launcher_of(address_id):
-        return _launched[address_id][0]
+        return _asked.get() or _launched[address_id][0]
     node = current_context()
     return node.services if node is not None else None
 

@@ -40,7 +40,9 @@ LOAN_RETURN = frame_pb2.KIND_LOAN_RETURN
 
 
 class Ticket(bytes):
-    """Stands for a buffer in shared memory (see loans.py)."""
+    """Stands for a buffer in shared memory (see loans.py); `segment`, if the peer does not have it yet, goes along."""
+
+    segment: Any = None
 
 
 class FrameError(LpPipeError, ValueError):

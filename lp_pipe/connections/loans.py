@@ -1,16 +1,22 @@
 """Large buffers between two processes of one host go through shared memory: one copy, and none on the other side.
 
+                                          ◄───── LOAN_RETURN, empty ──────────  a first large buffer came: lend me
     lender     copies into a free segment ── ticket, in place of the buffer ──►  borrower maps it (once)
                segment is free again      ◄────────── LOAN_RETURN ─────────────  when the last view of it has gone
+
+The first ticket of a segment travels with its descriptor (SCM_RIGHTS), so that what was sent can be read after the
+lender has ended. Reading descriptors costs a microsecond a read: only who has seen a large buffer pays it.
 
 Segments are used over and over, because fresh pages cost ten times a copy. The lender makes them and keeps a few idle
 ones; while too much is lent out, buffers go through the socket as small ones do. Segments are anonymous files (memfd):
 the kernel frees them with the last process that uses them, however it ends.
 """
 
+import contextlib
 import ctypes
 import mmap
 import os
+import socket
 import struct
 import threading
 import weakref
@@ -20,14 +26,20 @@ from typing import Any
 
 from lp_pipe.connections.frames import FrameError, Ticket
 
-is_supported = hasattr(os, "memfd_create")
+is_supported = hasattr(os, "memfd_create") and hasattr(socket, "MSG_CMSG_CLOEXEC")
 
-_LEAST_BYTES = 1 << 18  # below, a socket is as fast
+LEAST_BYTES = 1 << 18  # below, a socket is as fast
+MOST_DESCRIPTORS = 64  # with one frame; the kernel takes 253
+
 _MOST_LENT_BYTES = 1 << 31
 _MOST_IDLE_BYTES = 1 << 28
 _COPY_BYTES = 1 << 22  # at a time: a copy holds the interpreter's lock
-_TICKET = struct.Struct("<Q Q Q Q Q")  # the lender's pid, its descriptor, inode, bytes of the segment, of the buffer
+_TICKET = struct.Struct("<Q Q Q")  # the segment's inode, its bytes, those of the buffer
 _TOKEN = struct.Struct("<Q")
+_DESCRIPTOR = struct.Struct("i")
+
+
+_GiveBack = weakref.WeakMethod[Callable[[bytes], None]]
 
 
 class Lender:
@@ -39,13 +51,23 @@ class Lender:
         self._idle: list[_Segment] = []  # the warmest last
         self._dropped: list[int] = []
         self._bytes = 0  # of all segments
+        self.is_welcome = False  # whether the peer's reads are such that descriptors arrive
 
     def lend(self, buffers: Sequence[Any]) -> list[Any]:
         """The same buffers, with a ticket in place of each that is large enough."""
-        return [self._ticket(memoryview(buffer).cast("B")) or buffer for buffer in buffers]
+        if not self.is_welcome:
+            return list(buffers)
+        lent: list[Any] = []
+        for index, buffer in enumerate(buffers):
+            ticket = self._ticket(memoryview(buffer).cast("B")) if index < MOST_DESCRIPTORS else None
+            lent.append(ticket or buffer)
+        return lent
 
     def take_back(self, returned: bytes | bytearray | memoryview) -> None:
-        """The borrower needs a segment no more; `returned` is the body of its frame."""
+        """The borrower needs a segment no more; `returned` is the body of its frame, empty before the first loan."""
+        if not returned:
+            self.is_welcome = True
+            return
         with self._lock:
             segment = self._lent.pop(_TOKEN.unpack(returned)[0], None)
             if segment is not None:
@@ -60,7 +82,7 @@ class Lender:
             self._idle.clear()
 
     def _ticket(self, view: memoryview) -> Ticket | None:
-        if view.nbytes < _LEAST_BYTES:
+        if view.nbytes < LEAST_BYTES:
             return None
         segment = self._take(view.nbytes)
         if segment is None:
@@ -68,8 +90,12 @@ class Lender:
         segment.fill(view)
         with self._lock:
             dropped, self._dropped = self._dropped, []
-        ticket = _TICKET.pack(os.getpid(), segment.descriptor, segment.inode, segment.size, view.nbytes)
-        return Ticket(ticket + b"".join(map(_TOKEN.pack, dropped)))
+        data = _TICKET.pack(segment.inode, segment.size, view.nbytes) + b"".join(map(_TOKEN.pack, dropped))
+        ticket = Ticket(data)
+        if not segment.is_known:
+            segment.is_known = True
+            ticket.segment = segment  # kept until it was sent, even if the connection is closed meanwhile
+        return ticket
 
     def _take(self, size: int) -> "_Segment | None":
         """A segment that nobody uses, from now on lent; None when no more may be lent, or made."""
@@ -109,6 +135,7 @@ class _Segment:
         weakref.finalize(self, os.close, self.descriptor)
         os.ftruncate(self.descriptor, size)
         self.inode = os.fstat(self.descriptor).st_ino
+        self.is_known = False  # to the borrower
         self._view = memoryview(mmap.mmap(self.descriptor, size))
 
     def fill(self, source: memoryview) -> None:
@@ -124,41 +151,57 @@ class Borrower:
     """
 
     def __init__(self, give_back: Callable[[bytes], None]) -> None:
-        self._give_back = give_back
+        # Weakly: the ends of loans are watched for by a table of the whole process, which would keep the connection,
+        # and with it whatever its owner has kept of what it received, for ever.
+        self._give_back = weakref.WeakMethod(give_back)
+        self._arrived: dict[int, int] = {}  # descriptors by inode, until their tickets are opened
         self._mapped: dict[int, mmap.mmap] = {}
+
+    def welcome(self) -> None:
+        """Let the peer know that it may lend: from now on every read gives `take` the descriptors that come with it."""
+        _returns.start()
+        _returns.put(self._give_back, b"")
+
+    def take(self, control: Sequence[tuple[int, int, bytes]]) -> None:
+        """What came with a read; `control` as of socket.recvmsg."""
+        for level, kind, data in control:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                for (descriptor,) in _DESCRIPTOR.iter_unpack(data[: len(data) - len(data) % _DESCRIPTOR.size]):
+                    self._arrived[os.fstat(descriptor).st_ino] = descriptor
 
     def open(self, ticket: bytes | bytearray) -> memoryview:
         """The buffer that the ticket stands for, writable; the segment goes back when the last view of it has gone.
 
         Raises:
-            FrameError: the lender is gone, or lives where this process cannot see it (another pid namespace).
+            FrameError: the segment did not arrive: this process is out of descriptors.
         """
-        pid, descriptor, inode, size, length = _TICKET.unpack_from(ticket)
+        inode, size, length = _TICKET.unpack_from(ticket)
         for (token,) in _TOKEN.iter_unpack(memoryview(ticket)[_TICKET.size :]):
             self._mapped.pop(token, None)
-        _returns.start()
+        if inode in self._arrived:
+            self._mapped[inode] = _map(self._arrived.pop(inode), size)
         if inode not in self._mapped:
-            self._mapped[inode] = _map(pid, descriptor, inode, size)
+            raise FrameError("shared memory of the peer did not arrive: this process has too many open files")
         # Every loan is an object of its own, whose end we learn of; the mapping stays.
         loan = (ctypes.c_char * length).from_buffer(self._mapped[inode])
         weakref.finalize(loan, _returns.put, self._give_back, _TOKEN.pack(inode)).atexit = False
         return memoryview(loan).cast("B")
 
     def close(self) -> None:
+        while self._arrived:
+            _, descriptor = self._arrived.popitem()
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
         self._mapped.clear()
 
 
-def _map(pid: int, descriptor: int, inode: int, size: int) -> mmap.mmap:
+def _map(descriptor: int, size: int) -> mmap.mmap:
     try:
-        own = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
-    except OSError as error:
-        raise FrameError(f"the shared memory of process {pid} cannot be opened: {error.strerror}") from error
-    try:
-        if os.fstat(own).st_ino != inode:
-            raise FrameError(f"the shared memory of process {pid} is gone: the process has ended")
-        return mmap.mmap(own, size)
+        return mmap.mmap(descriptor, size)
+    except (OSError, ValueError) as error:
+        raise FrameError(f"shared memory of the peer cannot be mapped: {error}") from error
     finally:
-        os.close(own)
+        os.close(descriptor)
 
 
 class _Returns:
@@ -169,7 +212,7 @@ class _Returns:
         os.register_at_fork(after_in_child=self._reset)  # the child has borrowed nothing
 
     def _reset(self) -> None:
-        self._queue: SimpleQueue[tuple[Callable[[bytes], None], bytes]] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[_GiveBack, bytes]] = SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -180,14 +223,16 @@ class _Returns:
                 self._thread = threading.Thread(target=self._run, name="return loans", daemon=True)
                 self._thread.start()
 
-    def put(self, give_back: Callable[[bytes], None], body: bytes) -> None:
+    def put(self, give_back: _GiveBack, body: bytes) -> None:
         self._queue.put((give_back, body))
 
     def _run(self) -> None:
         while True:
             give_back, body = self._queue.get()
-            give_back(body)
-            del give_back
+            method = give_back()
+            if method is not None:
+                method(body)
+            del method
 
 
 _returns = _Returns()

@@ -4,11 +4,12 @@ import socket
 from collections import deque
 from collections.abc import Sequence
 
-from lp_pipe.connections import frames
+from lp_pipe.connections import frames, loans
 from lp_pipe.connections.frames import Frame
 from lp_pipe.connections.loans import Borrower
 
 _READ_AHEAD_BYTES = 1 << 16
+_CONTROL_BYTES = socket.CMSG_SPACE(4 * loans.MOST_DESCRIPTORS)
 
 
 class SocketReader:
@@ -22,6 +23,7 @@ class SocketReader:
         self._frame: Frame | None = None  # begun, and not complete
         self._loans: Sequence[int] = ()  # those of its buffers that are tickets as yet
         self._missing: deque[memoryview] = deque()  # its memory that is still to be filled
+        self._may_borrow = False
         self.is_drained = False
 
     @property
@@ -40,14 +42,21 @@ class SocketReader:
         """
         target = self._missing[0] if self._missing else self._space()
         self.is_drained = True
-        count = self._socket.recv_into(target, 0, flags)
-        self.is_drained = count < len(target)
+        count = self._socket.recv_into(target, 0, flags) if not self._may_borrow else self._receive(target, flags)
+        # A read ends where descriptors came, though more may be there; then only an empty read tells.
+        self.is_drained = count < len(target) and not self._may_borrow
         if not self._missing:
             self._end += count
         elif count == len(target):
             self._missing.popleft()
         else:
             self._missing[0] = target[count:]
+        return count
+
+    def _receive(self, target: memoryview, flags: int) -> int:
+        count, control, _, _ = self._socket.recvmsg_into([target], _CONTROL_BYTES, flags | socket.MSG_CMSG_CLOEXEC)
+        if control:
+            self._borrower.take(control)
         return count
 
     def next_frame(self) -> Frame | None:
@@ -85,6 +94,9 @@ class SocketReader:
         # Memory of their own: what is built on them stays writable.
         body, *buffers = (self._piece(size) for size in (header.body_bytes, *header.buffer_bytes))
         self._loans = header.loans
+        if not self._may_borrow and loans.is_supported and max(header.buffer_bytes, default=0) >= loans.LEAST_BYTES:
+            self._may_borrow = True
+            self._borrower.welcome()
         self._frame = Frame(header.kind, header.id, header.name, body, buffers)
         return True
 

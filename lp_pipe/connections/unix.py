@@ -7,10 +7,13 @@ import socket
 import struct
 import threading
 import time
+from array import array
+from collections.abc import Sequence
+from typing import Any
 
 from lp_pipe.connections import frames, loans
 from lp_pipe.connections.base import Connection, Listener, OnClose, OnConnection, OnFrame, PulledConnection
-from lp_pipe.connections.frames import Frame, FrameError
+from lp_pipe.connections.frames import Frame, FrameError, Ticket
 from lp_pipe.connections.loans import Borrower, Lender
 from lp_pipe.connections.socket_reader import SocketReader
 from lp_pipe.errors import Unavailable
@@ -93,15 +96,18 @@ class UnixConnection(PulledConnection):
             self._dispose()
 
     def send(self, frame: Frame) -> None:
-        if self._lender is not None and frame.buffers:
+        pieces = frames.encode(frame)  # before anything is lent for a frame that cannot be sent
+        segments: list[Any] = []
+        if frame.buffers and self._lender is not None and self._lender.is_welcome:
             with self._lend_lock:
                 frame = frame._replace(buffers=self._lender.lend(frame.buffers))
-        pieces = frames.encode(frame)
+            pieces = frames.encode(frame)
+            segments = [buffer.segment for buffer in frame.buffers if type(buffer) is Ticket and buffer.segment]
         with self._send_lock:
             if self._closed_reason is not None:
                 raise Unavailable(f"connection to {self.peer} is closed: {self._closed_reason}")
             try:
-                _send_all(self._socket, pieces)
+                _send_all(self._socket, pieces, [segment.descriptor for segment in segments])
             except OSError as error:
                 # Mid-frame the stream is of no more use; the reader sees the end and reports it once.
                 self._shutdown()
@@ -262,10 +268,15 @@ def _timeval(seconds: float) -> bytes:
     return struct.pack("ll", int(whole), int(part * 1e6))
 
 
-def _send_all(sock: socket.socket, pieces: list[bytes | bytearray | memoryview]) -> None:
+def _send_all(
+    sock: socket.socket, pieces: list[bytes | bytearray | memoryview], descriptors: Sequence[int] = ()
+) -> None:
+    """The descriptors go with the first byte."""
     pieces = [piece for piece in pieces if len(piece)]
+    control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))] if descriptors else []
     while pieces:
-        sent = sock.sendmsg(pieces[:_MAX_PIECES])
+        sent = sock.sendmsg(pieces[:_MAX_PIECES], control)
+        control = []
         done = 0
         while done < len(pieces) and sent >= len(pieces[done]):
             sent -= len(pieces[done])

@@ -70,8 +70,7 @@ def _replace(value: Any, memo: dict[int, Any]) -> Any:
         result = _rebuild(value, memo)
     else:
         return value
-    memo[id(value)] = result
-    return result
+    return memo.setdefault(id(value), result)  # a tuple in a cycle was met, and rebuilt, among its own items
 
 
 def _rebuild(value: Any, memo: dict[int, Any]) -> Any:
@@ -84,7 +83,8 @@ def _rebuild(value: Any, memo: dict[int, Any]) -> Any:
         return new
     if isinstance(value, tuple):
         items = [_replace(item, memo) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        # Not type(value)(*items) for namedtuples: a constructor that checks its fields expects handles.
+        return getattr(value, "_make", tuple)(items)
     new = copy.copy(value)  # a dataclass: no constructor runs again, frozen or not
     memo[id(value)] = new
     for field in dataclasses.fields(value):

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from lp_pipe.errors import NodeError, Unavailable
+from lp_pipe.launch.call_rate import CallRate
 from lp_pipe.launch.directory import Directory, Settlement
 from lp_pipe.launch.lives import Lives, Order
 from lp_pipe.launch.plan import Plan
@@ -100,9 +101,15 @@ class Coordinator:
 
     # What the hosts report.
 
-    def node_started(self, node_id: str, pid: int) -> None:
+    def node_started(self, node_id: str, pid: int, call_rate: CallRate | None = None) -> None:
         with self._changing():
             self._lives.started(node_id, pid)
+            self._lives.nodes[node_id].call_rate = call_rate or CallRate()
+
+    def node_calls(self, node_id: str, calls: int) -> None:
+        """How many calls a node's servers have taken since it started."""
+        with self._lock:
+            self._lives.nodes[node_id].call_rate.count(calls)
 
     def node_ended(self, node_id: str, failure: Failure | None, can_restart: bool = True) -> None:
         """The node's code is done. The first word counts: a process's exit after it adds nothing."""

@@ -36,6 +36,7 @@ class Supervision:
 
     def __init__(self, endpoint: str) -> None:
         self.stop_signal = StopSignal()
+        self.count_calls: Callable[[], int | None] = lambda: None
         self.started: Future[tuple[wire.Start, Frame]] = Future()
         self._pending: dict[int, Future[str]] = {}
         self._ids = itertools.count(1)
@@ -46,7 +47,7 @@ class Supervision:
             "resolved": self._on_resolved,
             "stacks": self._on_stacks,
             "fault": self._on_fault,
-            "ping": lambda message: None,
+            "ping": self._on_ping,
             "waits": self._on_waits,
         }
         self._connection.start(self._on_frame, self._on_close)
@@ -142,6 +143,12 @@ class Supervision:
         else:
             answer.set_result(message.endpoint)
 
+    def _on_ping(self, message: wire.Ping) -> None:
+        calls = self.count_calls()
+        if calls is not None:
+            with contextlib.suppress(Unavailable):
+                self.send(ping=wire.Ping(calls=calls))
+
     def _on_stacks(self, message: wire.Stacks) -> None:
         with contextlib.suppress(Unavailable):
             self.send(stacks=wire.Stacks(id=message.id, text=all_stacks()))
@@ -225,6 +232,7 @@ def _run(start: wire.Start, payload: bytearray, supervision: Supervision) -> Fai
         grace_s=start.grace_s,
         stop_signal=supervision.stop_signal,
     )
+    supervision.count_calls = lambda: context.calls
     enter_process(context)
     set_process_threads(start.threads)
     if context.is_stopping:

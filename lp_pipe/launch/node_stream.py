@@ -37,6 +37,7 @@ class NodeStream:
             "resolve": self._on_resolve,
             "reserve_port": self._on_reserve_port,
             "inner_nodes": self._on_inner_nodes,
+            "ping": lambda message: self._coordinator.node_calls(self._node_id, message.calls),
             "metrics": self._on_metrics,
             "stop_request": lambda message: self._coordinator.request_stop(),
             "ended": self._on_ended,

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from lp_pipe.launch.call_rate import CallRate
 from lp_pipe.launch.spec import NodeSpec
 
 _FIRST_BACKOFF_S = 0.1
@@ -43,6 +44,7 @@ class NodeRecord:
     waiting: str | None = None
     is_gone: bool = False
     is_ending: bool = False
+    call_rate: CallRate = field(default_factory=CallRate)
 
     def __post_init__(self) -> None:
         self.retries_left = self.spec.retries

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from lp_pipe.connections import faulty
-from lp_pipe.context import publish, replace_published
+from lp_pipe.context import asking, publish, replace_published
 from lp_pipe.errors import NodeError, Unavailable
 from lp_pipe.handles import Handle
 from lp_pipe.launch.control import ControlPoint
@@ -112,11 +112,12 @@ class Run:
         self._coordinator.request_stop()
 
     def status(self) -> dict[str, list[dict[str, Any]]]:
-        """`{label: [{"state", "pid", "error", "uptime_s", "waiting", "restarts"}, ...]}`, one entry for each node.
+        """`{label: [{"state", "pid", "error", "uptime_s", "waiting", "restarts", "calls_per_s"}, ...]}`, one each.
 
         States: starting, running, restarting (down, and due to start again), finished, failed, stopped.
         error: the node's last failure, also when it runs again.
         waiting: what it has waited for longer than `hang_after`, "75 s for a reply of server/0.step()"; else None.
+        calls_per_s: of its servers, over the last seconds; None for a node without any.
         A MultiProcessingColocation is one entry: failed when an inner node has, else running while one runs; the pid is
         that of the first one that runs, the restarts are the sum.
         """
@@ -130,14 +131,15 @@ class Run:
             Unavailable: the node failed, or the program has ended.
         """
         if isinstance(handle_or_label, Handle):
-            return handle_or_label.dereference()
+            with asking(self._services):  # the program may have been launched once more since
+                return handle_or_label.dereference()
         if handle_or_label not in self._program.groups:
             known = ", ".join(self._program.groups)
             raise KeyError(f"no group {handle_or_label!r} in program {self._program.name!r}; it has {known}")
         nodes = self._program.groups[handle_or_label]
         if not -len(nodes) <= index < len(nodes):
             raise IndexError(f"group {handle_or_label!r} has {len(nodes)} nodes; there is no index {index}")
-        return nodes[index].create_handle().dereference()
+        return self.client(nodes[index].create_handle())
 
     def stacks(self) -> str:
         """Where every thread of every node is right now."""

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 
 from lp_pipe.connections import inproc
 from lp_pipe.context import NodeContext, NodeServices, entered
+from lp_pipe.launch.call_rate import CallRate
 from lp_pipe.launch.coordinator import Coordinator
 from lp_pipe.launch.execute import run_node
 from lp_pipe.launch.host import Host
@@ -148,7 +149,7 @@ class ThreadHost(Host):
         )
 
     def _run(self, spec: NodeSpec, node: NodeContext) -> None:
-        self._coordinator.node_started(spec.node_id, os.getpid())
+        self._coordinator.node_started(spec.node_id, os.getpid(), CallRate(lambda: node.calls))
         with entered(node):
             failure = run_node(spec.node, node)
         if self._contexts[spec.node_id] is not node:

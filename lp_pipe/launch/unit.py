@@ -68,6 +68,7 @@ class Unit:
         running = [part for part in self.parts if part.state == "running"]
         since = min(part.started_at for part in running) if state == "running" else None
         failures = sorted((part.error for part in self.parts if part.error), key=lambda error: error.is_unavailable)
+        rates = [rate for part in running if (rate := part.call_rate.per_second) is not None]
         return {
             "state": state,
             "pid": next((part.pid for part in [*running, *self.parts] if part.pid), 0),
@@ -75,4 +76,5 @@ class Unit:
             "uptime_s": None if since is None else round(time.time() - since, 1),
             "waiting": next((part.waiting for part in running if part.waiting), None),
             "restarts": self.restarts + sum(part.restarts for part in self.parts),
+            "calls_per_s": sum(rates) if rates else None,
         }

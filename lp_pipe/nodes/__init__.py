@@ -1,7 +1,9 @@
 """What a program's graph is made of."""
 
 from lp_pipe.nodes.base import Node as Node
+from lp_pipe.nodes.cacher_node import CacheInfo as CacheInfo
 from lp_pipe.nodes.cacher_node import CacherNode as CacherNode
+from lp_pipe.nodes.cacher_node import cache_info as cache_info
 from lp_pipe.nodes.colocation import Colocation as Colocation
 from lp_pipe.nodes.courier_node import CourierNode as CourierNode
 from lp_pipe.nodes.execution import is_echo as is_echo

@@ -10,6 +10,7 @@ from lp_pipe.handles import Handle
 from lp_pipe.nodes.courier_node import CourierNode
 from lp_pipe.rpc import CourierClient, codec, list_methods
 from lp_pipe.rpc.consuming import RemoteIterator
+from lp_pipe.rpc.exposed import CACHE_INFO
 
 
 class CacherNode(CourierNode):
@@ -20,6 +21,8 @@ class CacherNode(CourierNode):
     server. Errors and streams are not kept.
 
     methods: names of what is cached, the others are passed on; None: all are cached.
+
+    `lp_pipe.cache_info(client)` counts hits and misses.
 
     Raises:
         ValueError: the interval is not positive.
@@ -32,6 +35,22 @@ class CacherNode(CourierNode):
             raise ValueError(f"CacherNode: refresh_interval={refresh_interval} must be more than 0 seconds")
         names = None if methods is None else frozenset(methods)
         super().__init__(_Cacher, handle, refresh_interval, names)
+
+
+class CacheInfo(NamedTuple):
+    """hits: calls that were answered without one to the server; misses: those that were not."""
+
+    hits: int
+    misses: int
+
+
+def cache_info(client: CourierClient) -> CacheInfo:
+    """How well a CacherNode, of which this is a client, has done since it started; methods it passes on do not count.
+
+    Raises:
+        MethodNotFound: it is a client of another node.
+    """
+    return CacheInfo(*client._call(CACHE_INFO, (), {}))
 
 
 class _Entry(NamedTuple):
@@ -52,8 +71,9 @@ class _Cacher:
         self._client = client
         self._interval_s = refresh_interval_s
         self._methods = methods
-        self._entries: dict[Any, _Entry] = {}
+        self._entries: dict[bytes, _Entry] = {}
         self._next_sweep = 0.0
+        self._hits = self._misses = 0
         self._lock = threading.Lock()
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -64,6 +84,10 @@ class _Cacher:
             raise AttributeError(name)
         return lambda *args, **kwargs: self._get(name, args, kwargs)
 
+    def __cache_info__(self) -> tuple[int, int]:
+        with self._lock:
+            return self._hits, self._misses
+
     def __dir__(self) -> list[str]:
         return list_methods(self._client)
 
@@ -72,14 +96,16 @@ class _Cacher:
         call: Callable[..., Future[Any]] = futures if method == "__call__" else getattr(futures, method)
         if self._methods is not None and method not in self._methods:
             return call(*args, **kwargs)
-        body, buffers = codec.encode((method, args, sorted(kwargs.items())))
-        key = (body, *(bytes(buffer) for buffer in buffers))
+        key = codec.fingerprint((method, args, sorted(kwargs.items())))
         now = time.monotonic()
         with self._lock:
             entry = self._entries.get(key)
             if entry is None or not entry.is_fresh(now):
                 self._sweep(now)
                 entry = self._entries[key] = _Entry(call(*args, **kwargs), now + self._interval_s)
+                self._misses += 1
+            else:
+                self._hits += 1
         return entry.result
 
     def _sweep(self, now: float) -> None:

@@ -39,6 +39,7 @@ class CourierNode(Node[CourierHandle]):
         served = self._construct()
         endpoint = node.services.endpoint_for(self._address.id)
         server = Server(served, endpoint, name=node.name, **self._server_kwargs)
+        node.servers.append(server)
         grace_s = 0.0  # a failure must reach the launcher before the callers' Unavailables do: it waits for no handler
         try:
             node.services.register(self._address.id, server.endpoint)
@@ -47,6 +48,7 @@ class CourierNode(Node[CourierHandle]):
         finally:
             node.services.withdraw(self._address.id)
             server.close(grace_s)
+            node.servers.remove(server)
 
     def _serve(self, served: Any, node: NodeContext) -> None:
         run = getattr(served, "run", None)

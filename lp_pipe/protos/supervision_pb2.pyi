@@ -117,8 +117,10 @@ class StopRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Ping(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("calls",)
+    CALLS_FIELD_NUMBER: _ClassVar[int]
+    calls: int
+    def __init__(self, calls: _Optional[int] = ...) -> None: ...
 
 class Stacks(_message.Message):
     __slots__ = ("id", "text")

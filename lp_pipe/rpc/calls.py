@@ -180,4 +180,4 @@ def _call_in(node: NodeContext, fn: Callable[[Future[Any]], object], future: Fut
         fn(future)
 
 
-_callbacks = DaemonPool(16, "call callbacks")
+_callbacks = DaemonPool(16, "call callbacks").survive_forks()

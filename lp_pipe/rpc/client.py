@@ -224,10 +224,10 @@ class CourierClient:
         if not self._link_lock.acquire(timeout=-1 if deadline is None else max(0.0, deadline - time.monotonic())):
             raise self._too_late(method)
         try:
-            if self._link is None or self._link.connection.closed_reason is not None:
+            if self._link is None or not self._link.is_open():
                 self._link = Link(self._connect(method, deadline))
                 # Clients come and go (each that travels through a call is a new one); their connections must not stay.
-                weakref.finalize(self, self._link.connection.close, "the client is gone").atexit = False
+                weakref.finalize(self, self._link.close).atexit = False
             return self._link
         finally:
             self._link_lock.release()

@@ -80,6 +80,18 @@ def loads(data: bytes | bytearray) -> Any:
     return decode(body, [bytearray(buffer) for buffer in buffers])
 
 
+def fingerprint(value: Any) -> bytes:
+    """The same bytes for equal values; unlike `dumps`, also when one holds an object twice and the other its copy."""
+    stream = io.BytesIO()
+    pickler = _Pickler(stream, protocol=5)
+    pickler.fast = True  # without the memo, which tells those apart
+    try:
+        pickler.dump(value)
+    except (_ByValueNeeded, ValueError, RecursionError):  # the last two: a cycle
+        return dumps(value)
+    return stream.getvalue()
+
+
 def is_atomic(value: Any) -> bool:
     """True for values that cannot hide anything unpicklable."""
     return type(value) in _ATOMS
@@ -106,9 +118,12 @@ class _TensorReduction:
         return NotImplemented
 
 
+_Cached: Any = type(functools.lru_cache(lambda: None))  # what @functools.lru_cache makes of a function
+
+
 class _Pickler(_TensorReduction, pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, (type, types.FunctionType)) and not _found_by_name(obj):
+        if isinstance(obj, (type, types.FunctionType, _Cached)) and not _found_by_name(obj):
             raise _ByValueNeeded
         return super().reducer_override(obj)
 
@@ -120,7 +135,13 @@ class _ByValuePickler(_TensorReduction, cloudpickle.Pickler):  # type: ignore[mi
             return reduced
         if isinstance(obj, (type, types.FunctionType)):
             _is_importable(obj.__module__)  # makes cloudpickle ship the module's contents when it is not
+        elif isinstance(obj, _Cached) and not _found_by_name(obj):
+            return _cached, (obj.__wrapped__, obj.cache_parameters())
         return cloudpickle.Pickler.reducer_override(self, obj)
+
+
+def _cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(function)
 
 
 def _found_by_name(obj: Any) -> bool:
@@ -156,6 +177,8 @@ def _is_importable(module_name: str) -> bool:
                 cloudpickle.register_pickle_by_value(module)
             return False
         path = spec.submodule_search_locations
+        if spec.origin is None and path is not None:
+            importlib.import_module(name)  # a namespace package: has no code to run, and tells its path only then
     return True
 
 

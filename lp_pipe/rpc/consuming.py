@@ -16,7 +16,7 @@ from lp_pipe.telemetry import waits
 _END = Frame(frames.STREAM_END)
 
 # Streams that were dropped are closed here: the collector runs `__del__` anywhere, also inside of `connection.send`.
-_closer = DaemonPool(1, "close dropped streams")
+_closer = DaemonPool(1, "close dropped streams").survive_forks()
 
 
 class Inbox:

@@ -200,10 +200,13 @@ class _Waiting:
         self._tokens: SimpleQueue[None] = SimpleQueue()
         self._epoll: select.epoll | None = None
         self._event = -1
+        self._is_closed = False
         self._actions: dict[int, Callable[[], None]] = {}
 
     def add(self, descriptor: int, action: Callable[[], None]) -> None:
         with self._lock:
+            if self._is_closed:
+                return
             if self._epoll is None:
                 self._open()
             self._actions[descriptor] = action
@@ -235,6 +238,7 @@ class _Waiting:
     def close(self) -> None:
         """Nobody waits any more."""
         with self._lock:
+            self._is_closed = True
             if self._epoll is not None and self._event >= 0:
                 self._epoll.close()
                 os.close(self._event)

@@ -70,7 +70,11 @@ class LoopCall:
     def start(self, result: Coroutine[Any, Any, Any] | AsyncGenerator[Any, None]) -> None:
         """Run what the handler returned; from any thread."""
         work = self._stream(result) if isinstance(result, AsyncGenerator) else self._reply(result)
-        _call_soon(self._loop, self._begin, work)
+        if not _call_soon(self._loop, self._begin, work):
+            work.close()
+            if isinstance(result, Coroutine):
+                result.close()
+            self._answer.cancelled()
 
     def credit(self, items: int) -> None:
         _call_soon(self._loop, self._taken, items)
@@ -131,6 +135,10 @@ class LoopCall:
         return True
 
 
-def _call_soon(loop: asyncio.AbstractEventLoop, function: Any, *args: Any) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
+def _call_soon(loop: asyncio.AbstractEventLoop, function: Any, *args: Any) -> bool:
+    """False when the loop is closed: the server has ended."""
+    try:
         loop.call_soon_threadsafe(function, *args)
+    except RuntimeError:
+        return False
+    return True

@@ -117,3 +117,11 @@ def _attributes(value: Any, path: str) -> Iterator[tuple[Any, str]]:
     if isinstance(attributes, dict):
         for name, item in attributes.items():
             yield item, f"{path}.{name}"
+    for name in (name for kind in type(value).__mro__ for name in _slots(kind)):
+        if hasattr(value, name):
+            yield getattr(value, name), f"{path}.{name}"
+
+
+def _slots(kind: type) -> Iterable[str]:
+    names = vars(kind).get("__slots__", ())
+    return (names,) if isinstance(names, str) else names

@@ -9,6 +9,7 @@ from typing import Any
 from lp_pipe.errors import MethodNotFound
 
 LIST_METHODS = "__list_methods__"
+CACHE_INFO = "__cache_info__"  # answered by the object itself, if it is a cache
 
 
 def find(target: object, server: str, name: str) -> Callable[..., Any]:
@@ -19,7 +20,7 @@ def find(target: object, server: str, name: str) -> Callable[..., Any]:
     """
     if name == LIST_METHODS:
         return lambda: public_methods(target)
-    if is_exposed(target, name):
+    if is_exposed(target, name) or (name == CACHE_INFO and hasattr(type(target), CACHE_INFO)):
         found: Callable[..., Any] = getattr(target, name)
         return found
     known = public_methods(target)

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import os
 
 from lp_pipe.connections import Connection, Frame, PulledConnection, ends, frames
 from lp_pipe.errors import DeadlineExceeded, Unavailable
@@ -12,11 +13,28 @@ from lp_pipe.rpc.expected import Expected
 from lp_pipe.rpc.reading import Reading
 
 
+class _Forks:
+    """How many forks lie between this process and its first: a child must leave the connections to its parent."""
+
+    count = 0
+
+    @classmethod
+    def happened(cls) -> None:
+        cls.count += 1
+
+
+os.register_at_fork(after_in_child=_Forks.happened)
+
+
 class Link:
-    """Calls that wait for their replies, and streams whose items arrive; ids are never used twice."""
+    """Calls that wait for their replies, and streams whose items arrive; ids are never used twice.
+
+    It belongs to the process that made it; in a forked child it is not open.
+    """
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
+        self._forks = _Forks.count
         self._expected = Expected()
         self._ids = itertools.count(1)
         self._reading: Reading | None = None
@@ -29,9 +47,16 @@ class Link:
 
     def is_open(self) -> bool:
         """Whether a call may be sent; while nobody reads, the peer's end is noticed here."""
+        if self._forks != _Forks.count:
+            return False
         if self._reading is not None and not self._expected:
             self._reading.look()
         return self.connection.closed_reason is None
+
+    def close(self) -> None:
+        """Nobody will use it any more."""
+        if self._forks == _Forks.count:
+            self.connection.close("the client is gone")
 
     def call(self, method: str, payload: Payload, deadline: float | None) -> Reply | None:
         """Send a call and wait for the reply; None when there was none at the deadline (of time.monotonic)."""

@@ -1,9 +1,10 @@
 """A thread pool whose threads are daemons: a handler that never returns must not keep the interpreter alive."""
 
+import os
 import threading
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Self
 
 from lp_pipe.context import current_context
 
@@ -52,6 +53,11 @@ class DaemonPool:
             self._is_closed = True
             for _ in self._threads:
                 self._tasks.put(None)
+
+    def survive_forks(self) -> Self:
+        """In a forked child begin with new threads; what the parent's were to do is the parent's."""
+        os.register_at_fork(after_in_child=lambda: self.__init__(self._size, self._name))  # type: ignore[misc]
+        return self
 
     def is_running_this(self) -> bool:
         """Whether the calling thread is one of the pool's."""

@@ -57,7 +57,7 @@ class Server:
         self._connections: dict[Connection, dict[int, InProgress]] = {}
         self._active = 0
         self._idle = threading.Condition()
-        self._is_closing = False
+        self._is_closing = self._is_closed = False
         self.calls = 0
         self._as_target = waits.Target(endpoint, peer=self._name)
         self._listener = connections.listen(endpoint, self._accept)
@@ -87,8 +87,10 @@ class Server:
         self._wait_until_idle(deadline)
         for connection in list(self._connections):
             connection.close(f"{self._name} ended")
-        if self._loop is not None:
-            self._loop.close()
+        with self._idle:
+            self._is_closed = True
+            if self._loop is not None:
+                self._loop.close()
         self._pool.close()
 
     def _serving(self, method: str) -> waits.waiting:
@@ -111,6 +113,8 @@ class Server:
             self._crew.read(connection)
         else:
             connection.start(on_frame, lambda reason: self._on_close(connection))
+        if self._is_closing:  # it came too late for `close`, which has not seen it
+            connection.close(f"{self._name} ended")
 
     def _on_close(self, connection: Connection) -> None:
         if self._crew is not None and isinstance(connection, PulledConnection):
@@ -195,6 +199,8 @@ class Server:
         with self._idle:
             if self._loop is None:
                 self._loop = LoopThread(f"async calls {self._name}", self._node)
+            if self._is_closed:  # a late call must not leave a thread behind
+                self._loop.close()
         call = LoopCall(self._loop.loop, answer)
         self._follow(answer, call)
         call.start(result)
