@@ -149,6 +149,11 @@ def current_context() -> NodeContext | None:
     return found if found is not None else _process_context
 
 
+def context_of_thread(thread: threading.Thread | None) -> NodeContext | None:
+    """As `current_context`, of another thread; of what it is inside of (`entered`) nothing is known here."""
+    return getattr(thread, "_lp_pipe_context", None) or _process_context
+
+
 def context() -> NodeContext:
     """The node that the calling code runs in.
 
@@ -230,6 +235,11 @@ def is_launcher_of(address_id: str) -> bool:
     if _asked.get() is not None:
         return True
     return address_id in _launched and _launched[address_id][1] is current_context()
+
+
+def launcher_of(address_id: str) -> NodeContext | None:
+    """The node whose code has launched the program of this address; None also when no node has."""
+    return _launched[address_id][1] if address_id in _launched else None
 
 
 def services_for(address_id: str) -> NodeServices | None:

@@ -13,6 +13,7 @@ from lp_pipe.channels.pulling import Pulling
 from lp_pipe.channels.transport import Inlet
 from lp_pipe.connections import Connection, Frame, frames
 from lp_pipe.errors import ChannelClosed, Unavailable
+from lp_pipe.telemetry import waits
 
 
 class Receiver:
@@ -21,7 +22,7 @@ class Receiver:
     def __init__(self, channel: str, credits: int) -> None:
         self.channel = channel
         self.credits = credits
-        self._peer = "its sender, which has not connected yet"
+        self._waits_for = waits.Target()
         self._connection: Connection | None = None
         self._inlet: Inlet | None = None
         self._layout: _PackedLayout | None = None
@@ -86,7 +87,7 @@ class Receiver:
         """Wait for and take the oldest message, which has this tag or a lower one."""
         with self._state:
             remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not self._pulling.wait_for(lambda: bool(self._arrived) or self._end_of(tag) is not None, remaining):
+            if not self._wait(tag, remaining):
                 raise TimeoutError(f"{self._label}: nothing with tag {tag} came within {timeout_s} s")
             reason = self._end_of(tag)
             if reason is not None:
@@ -95,6 +96,14 @@ class Receiver:
             assert first <= tag, f"{self._label}: tag {first} came while {tag} was asked for; the order is broken"
             return self._arrived.popleft()
 
+    def _wait(self, tag: int, timeout_s: float | None) -> bool:
+        """Until there is a message or a reason why there will be none; False when the time has passed."""
+        if self._arrived or self._end_of(tag) is not None:
+            return True
+        what = f"channel {self.channel!r}, operation {tag}"
+        with waits.waiting(waits.RECEIVE, self._waits_for, what, timeout_s is not None):
+            return self._pulling.wait_for(lambda: bool(self._arrived) or self._end_of(tag) is not None, timeout_s)
+
     def _end_of(self, tag: int) -> str | None:
         if self._abort is not None and tag <= self._abort.tag:
             return self._abort.reason
@@ -102,7 +111,8 @@ class Receiver:
 
     @property
     def _label(self) -> str:
-        return f"channel {self.channel!r} from {self._peer}"
+        peer = self._waits_for.peer or "its sender, which has not connected yet"
+        return f"channel {self.channel!r} from {peer}"
 
     def _return_credit(self, message: "_Message") -> None:
         assert self._connection is not None
@@ -112,7 +122,7 @@ class Receiver:
     def _attach(self, connection: Connection, inlet: Inlet, peer: str) -> None:
         """Called by the hub when both ends are there; only the credits let the sender begin."""
         with self._state:
-            self._connection, self._inlet, self._peer = connection, inlet, peer
+            self._connection, self._inlet, self._waits_for.peer = connection, inlet, peer
             self._pulling.attach(connection)
             self._pulling.wake()
             reason = self._closed_reason

@@ -12,15 +12,17 @@ from lp_pipe.channels.pulling import Pulling
 from lp_pipe.channels.transport import Outlet
 from lp_pipe.connections import Connection, Frame, PulledConnection, frames
 from lp_pipe.errors import ChannelClosed, Unavailable
+from lp_pipe.telemetry import waits
 
 
 class Sender:
     """Made by `open_sender`; any thread may use it."""
 
-    def __init__(self, connection: Connection, outlet: Outlet, label: str) -> None:
+    def __init__(self, connection: Connection, outlet: Outlet, label: str, waits_for: waits.Target) -> None:
         self._connection = connection
         self._outlet = outlet
         self._label = label
+        self._waits_for = waits_for
         self._layout: packing.Layout | None = None
         # Held for a whole send, so that messages go out in the order in which they took their layouts. The state's
         # lock is never held while sending: in one process the receiver's thread may be on its way to it.
@@ -83,7 +85,9 @@ class Sender:
 
     def _take_credit(self, tag: int) -> None:
         with self._state:
-            self._pulling.wait_for(lambda: self._credits > 0 or self._end_of(tag) is not None)
+            if not self._credits and self._end_of(tag) is None:
+                with waits.waiting(waits.SEND, self._waits_for, f"{self._label}, operation {tag}"):
+                    self._pulling.wait_for(lambda: self._credits > 0 or self._end_of(tag) is not None)
             reason = self._end_of(tag)
             if reason is not None:
                 raise self._closed(reason)
@@ -127,7 +131,7 @@ def open_sender(endpoint: str, channel: str, *, kind: str = "auto", name: str = 
     label = f"channel {channel!r} to {peer or endpoint}"
     try:
         connection = connections.connect(endpoint)
-        sender = Sender(connection, kinds.make_outlet(kind), label)
+        sender = Sender(connection, kinds.make_outlet(kind), label, waits.Target(endpoint, peer=peer))
         sender._begin(kind)
         connection.send(Opening(channel, kind, name).frame())
     except Unavailable as error:

@@ -54,7 +54,14 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "--run-dir", type=Path, metavar="DIR", help="logs, metrics, checkpoints (default: a new runs/…)"
     )
     parser.add_argument(
-        "--grace", type=_seconds, default=5.0, metavar="S", help="seconds from the stop to SIGTERM (default: 5)"
+        "--grace", type=_grace, default=5.0, metavar="S", help="seconds from the stop to SIGTERM (default: 5)"
+    )
+    parser.add_argument(
+        "--hang-after",
+        type=_hang_limit,
+        default=60.0,
+        metavar="S",
+        help="report waits of nodes for each other from so many seconds on, or 'never' (default: 60)",
     )
     parser.add_argument("--json", action="store_true", help="print events, one JSON object a line, on stdout")
     parser.set_defaults(run=run_command)
@@ -83,6 +90,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
                         run_dir=run_dir,
                         metrics_sinks=(display.metrics,),
                         listed=True,
+                        hang_after=arguments.hang_after,
                     )
                 (run.run_dir / "graph.svg").write_text(to_svg(view), encoding="utf-8")
                 result = _wait(run, display)
@@ -161,11 +169,27 @@ def _mode(text: str) -> str:
     return text
 
 
-def _seconds(text: str) -> float:
+def _grace(text: str) -> float:
+    seconds = _seconds(text)
+    if seconds is None:
+        raise UsageError(f"--grace={text}: a number of seconds is needed, such as --grace=5")
+    return seconds
+
+
+def _hang_limit(text: str) -> float | None:
+    if text == "never":
+        return None
+    seconds = _seconds(text)
+    if not seconds:
+        raise UsageError(
+            f"--hang-after={text}: a number of seconds above 0 is needed, such as --hang-after=60, or never"
+        )
+    return seconds
+
+
+def _seconds(text: str) -> float | None:
     try:
         seconds = float(text)
     except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise UsageError(f"--grace={text}: a number of seconds is needed, such as --grace=5")
-    return seconds
+        return None
+    return seconds if 0 <= seconds < float("inf") else None

@@ -18,7 +18,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser = commands.add_parser(
         "status",
         help="show how the nodes of a running program are",
-        description="A table of the nodes of a running program: state, process, uptime.",
+        description="A table of the nodes of a running program: state, process, uptime, what it waits for.",
         usage="lp_pipe status [RUN] [--json]",
         allow_abbrev=False,
     )
@@ -46,7 +46,9 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
         return 0
     up = duration(time.time() - record.started)
     print(f"{record.program} in {record.mode} mode, process {record.pid}, up {up}, folder {shown(record.run_dir)}")
-    print(table(("NODE", "STATE", "PID", "UP", "RESTARTS", "CALLS/S", "ERROR"), [_row(node) for node in nodes]))
+    print(
+        table(("NODE", "STATE", "PID", "UP", "RESTARTS", "CALLS/S", "WAITING", "ERROR"), [_row(node) for node in nodes])
+    )
     return 0
 
 
@@ -61,5 +63,6 @@ def _row(node: Mapping[str, Any]) -> tuple[str, ...]:
         "" if uptime is None else duration(uptime),
         str(node.get("restarts", "")),
         "" if rate is None else f"{rate:.0f}",
+        node.get("waiting") or "",
         error if len(error) <= _MAX_ERROR_LETTERS else f"{error[:_MAX_ERROR_LETTERS]}…",
     )

@@ -7,6 +7,7 @@ from lp_pipe.address import Address
 from lp_pipe.context import is_launcher_of, services_for
 from lp_pipe.handles.base import Handle
 from lp_pipe.rpc import CourierClient
+from lp_pipe.telemetry import waits
 
 
 class CourierHandle(Handle[CourierClient]):
@@ -30,7 +31,8 @@ class CourierHandle(Handle[CourierClient]):
         if services is None:
             raise RuntimeError(f"cannot dereference the handle of {self.node_name}: its program was not launched yet")
         if is_launcher_of(self._address.id):
-            return self._client(services.resolve(self._address.id).result())
+            with waits.waiting(waits.RESOLVE, waits.Target("", self._address.id, self.node_name)):
+                return self._client(services.resolve(self._address.id).result())
         return self._client(services.endpoint_for(self._address.id))
 
     def _client(self, endpoint: str) -> CourierClient:

@@ -133,6 +133,17 @@ class Coordinator:
                 table.setdefault(unit.spec.label, []).append(unit.row())
             return table
 
+    def states(self) -> dict[str, str]:
+        """By node_id, of every process and thread."""
+        with self._lock:
+            return {node_id: record.state for node_id, record in self._lives.nodes.items()}
+
+    def note_waits(self, waiting: Mapping[str, str]) -> None:
+        """What nodes have waited for longer than the program's limit, by node_id; for `status`."""
+        with self._lock:
+            for node_id, record in self._lives.nodes.items():
+                record.waiting = waiting.get(node_id)
+
     def nodes_up(self) -> list[str]:
         """Names of the nodes of which something is left."""
         with self._lock:

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 
+from lp_pipe.context import NodeServices
+from lp_pipe.launch.view import View
 from lp_pipe.protos import supervision_pb2 as wire
 
 
@@ -49,6 +51,17 @@ class Host(ABC):
     @abstractmethod
     def stacks(self) -> str:
         """The Python stacks of every running node, as text."""
+
+    def look(self, old_s: float) -> list[View]:
+        """Whom its processes wait for and serve; returns at once.
+
+        old_s: from this age on activities say where the user's code is.
+        """
+        return []
+
+    def nodes_here(self) -> Mapping[NodeServices, str]:
+        """The node_ids of those that are threads of this process, by what speaks for them there."""
+        return {}
 
     @abstractmethod
     def inject(self, fault: wire.Fault) -> "Mapping[str, Future[int]]":

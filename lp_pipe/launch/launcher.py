@@ -1,5 +1,6 @@
 """`launch`: from a program to a run, in any mode."""
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from pathlib import Path
 from lp_pipe.launch import mixed, process
 from lp_pipe.launch.control import ControlPoint
 from lp_pipe.launch.coordinator import Coordinator
+from lp_pipe.launch.hangs import HangWatch
 from lp_pipe.launch.host import Host
 from lp_pipe.launch.plan import Plan, make_plan, serialize_nodes
 from lp_pipe.launch.run import Run
@@ -30,6 +32,7 @@ def launch(
     run_dir: str | os.PathLike[str] | None = None,
     metrics_sinks: tuple[Sink, ...] = (),
     listed: bool | None = None,
+    hang_after: float | None = 60.0,
 ) -> Run:
     """Start every node of `program` and return at once.
 
@@ -41,10 +44,14 @@ def launch(
     metrics_sinks: called with every record that a node logs, from the coordinator's threads.
     listed: whether `lp_pipe ps`, `status`, `stop`, `stacks` find it from another terminal; default: unless mode is
         "thread", whose programs are mostly unit tests (1 ms each, 5 ms when listed).
+    hang_after: seconds from which on a node's wait for another one (its server, a reply, a channel) is reported, in
+        the log and in the run's hangs.log, with what that one does; deadlocks are named. None: never. The program
+        goes on in any case.
 
     Raises:
         TypeError: not a Program.
-        ValueError: unknown mode, empty program, a handle of another program's node, more resources than the host has.
+        ValueError: unknown mode, empty program, a handle of another program's node, more resources than the host has,
+            hang_after that is not positive.
         SerializationError: a part of a node cannot be sent to its process; nothing was started.
         LaunchError: a process could not be started; nothing is left running.
     """
@@ -52,6 +59,8 @@ def launch(
         raise TypeError(f"launch takes a Program, not {program!r} of type {type(program).__name__}")
     if mode not in MODES:
         raise ValueError(f"unknown launch mode {mode!r}; known modes: {', '.join(MODES)}")
+    if hang_after is not None and not 0 < hang_after < math.inf:
+        raise ValueError(f"hang_after={hang_after}: seconds are needed, more than 0; None for no reports")
     plan = make_plan(program, _make_run_dir(program.name, run_dir), grace)
     metrics = MetricsLog(plan.run_dir / "metrics.jsonl", metrics_sinks)
     if serialize_py_nodes:
@@ -59,7 +68,7 @@ def launch(
     host, coordinator = MODES[mode](plan, metrics)
     is_listed = mode != "thread" if listed is None else listed
     control = ControlPoint(coordinator, host, mode) if is_listed else None
-    run = Run(program, coordinator, host, metrics, control)
+    run = Run(program, coordinator, host, metrics, HangWatch(coordinator, host, hang_after), control)
     print_reports()
     run.start()
     return run

@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from lp_pipe.connections import local, unix
+from lp_pipe.context import NodeServices
 from lp_pipe.launch import thread
 from lp_pipe.launch.coordinator import Coordinator
 from lp_pipe.launch.host import Host
@@ -15,6 +16,7 @@ from lp_pipe.launch.process import ProcessHost
 from lp_pipe.launch.socket_dir import make_socket_dir
 from lp_pipe.launch.spec import NodeSpec
 from lp_pipe.launch.thread import ThreadHost, common_threads
+from lp_pipe.launch.view import View
 from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.telemetry.metrics import MetricsLog
 
@@ -82,6 +84,12 @@ class MixedHost(Host):
 
     def stacks(self) -> str:
         return f"{self._threads.stacks()}\n{self._processes.stacks()}"
+
+    def look(self, old_s: float) -> list[View]:
+        return self._processes.look(old_s)
+
+    def nodes_here(self) -> Mapping[NodeServices, str]:
+        return self._threads.nodes_here()
 
     def inject(self, fault: wire.Fault) -> "Mapping[str, Future[int]]":
         return self._processes.inject(fault)

@@ -23,10 +23,12 @@ from lp_pipe.launch import os_text
 from lp_pipe.launch.execute import failure_from, run_node
 from lp_pipe.launch.record import Failure
 from lp_pipe.launch.threads import set_process_threads
+from lp_pipe.launch.view import to_wire
 from lp_pipe.launch.zygote import LAUNCHER_PATIENCE_S
 from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.rpc import codec
 from lp_pipe.rpc.remote_error import printable
+from lp_pipe.telemetry import waits
 
 
 class Supervision:
@@ -46,6 +48,7 @@ class Supervision:
             "stacks": self._on_stacks,
             "fault": self._on_fault,
             "ping": self._on_ping,
+            "waits": self._on_waits,
         }
         self._connection.start(self._on_frame, self._on_close)
 
@@ -149,6 +152,12 @@ class Supervision:
     def _on_stacks(self, message: wire.Stacks) -> None:
         with contextlib.suppress(Unavailable):
             self.send(stacks=wire.Stacks(id=message.id, text=all_stacks()))
+
+    def _on_waits(self, message: wire.Waits) -> None:
+        # A program that this node has launched looks after its own nodes, where they are threads of this process.
+        own = [one for node, one in waits.look(message.old_s) if node is None or node.services is self]
+        with contextlib.suppress(Unavailable):
+            self.send(waits=to_wire(own, waits.pools()))
 
     def _on_fault(self, message: wire.Fault) -> None:
         hits = faulty.apply(message)

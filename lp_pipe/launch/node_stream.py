@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -10,6 +11,7 @@ from lp_pipe.connections import Connection, Frame, frames
 from lp_pipe.errors import Unavailable
 from lp_pipe.launch.coordinator import Coordinator
 from lp_pipe.launch.record import Failure
+from lp_pipe.launch.view import View, from_wire
 from lp_pipe.protos import supervision_pb2 as wire
 
 OnHello = Callable[["NodeStream", wire.Hello], None]
@@ -25,6 +27,8 @@ class NodeStream:
         self._coordinator = coordinator
         self._node_id = ""
         self._stacks: dict[int, Future[str]] = {}
+        self._answered_at = time.monotonic()
+        self._view = View([], [])
         self._faults: dict[int, tuple[str, Future[int]]] = {}
         self.last_hits: dict[str, int] = {}  # of each fault, when the process has ended
         self._actions: dict[str, Callable[[Any], None]] = {
@@ -38,6 +42,7 @@ class NodeStream:
             "stop_request": lambda message: self._coordinator.request_stop(),
             "ended": self._on_ended,
             "stacks": self._on_stacks,
+            "waits": self._on_waits,
             "fault_report": self._on_fault_report,
         }
 
@@ -54,6 +59,11 @@ class NodeStream:
         self._stacks[id(answer)] = answer
         self.send(stacks=wire.Stacks(id=id(answer)))
         return answer
+
+    def look(self, old_s: float) -> View:
+        """What the process is at, as it said last; and ask again."""
+        self.send(waits=wire.Waits(old_s=old_s))
+        return self._view._replace(silence_s=time.monotonic() - self._answered_at)
 
     def ask_fault(self, fault: wire.Fault) -> "Future[int]":
         """Done with how often the fault has struck in the node's process."""
@@ -115,6 +125,10 @@ class NodeStream:
         if message.type_name:
             failure = Failure(message.type_name, message.message, message.traceback, message.is_unavailable)
         self._coordinator.node_ended(self._node_id, failure)
+
+    def _on_waits(self, message: wire.Waits) -> None:
+        self._view = from_wire(message, self._node_id)
+        self._answered_at = time.monotonic()
 
     def _on_stacks(self, message: wire.Stacks) -> None:
         answer = self._stacks.pop(message.id, None)

@@ -30,6 +30,7 @@ from lp_pipe.launch.socket_dir import make_socket_dir
 from lp_pipe.launch.spec import NodeSpec
 from lp_pipe.launch.template import MARK, Template
 from lp_pipe.launch.threads import thread_environment
+from lp_pipe.launch.view import View
 from lp_pipe.launch.zygote import LAUNCHER_PATIENCE_S
 from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.telemetry.logs import LogPump
@@ -131,6 +132,9 @@ class ProcessHost(Host):
     def stacks(self) -> str:
         asked = [(node_id, stream.ask_stacks()) for node_id, stream in list(self._streams.items())]
         return "\n".join(f"node {node_id}\n{_answer_of(future)}" for node_id, future in asked if future is not None)
+
+    def look(self, old_s: float) -> list[View]:
+        return [stream.look(old_s) for stream in list(self._streams.values())]
 
     def inject(self, fault: wire.Fault) -> "Mapping[str, Future[int]]":
         if fault.action == wire.Fault.HEAL:

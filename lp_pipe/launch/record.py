@@ -29,6 +29,7 @@ class NodeRecord:
 
     error: the last failure, also of a node that runs again.
     restarts: how often it was started again on its own; retries_left: how often it still may be.
+    waiting: what it has waited for longer than the program's limit.
     is_gone: nothing is left of its process or thread.
     is_ending: it was told to end, and is not gone.
     """
@@ -40,6 +41,7 @@ class NodeRecord:
     started_at: float = 0.0
     restarts: int = 0
     retries_left: int = field(init=False)
+    waiting: str | None = None
     is_gone: bool = False
     is_ending: bool = False
     call_rate: CallRate = field(default_factory=CallRate)

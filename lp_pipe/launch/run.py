@@ -16,6 +16,7 @@ from lp_pipe.handles import Handle
 from lp_pipe.launch.control import ControlPoint
 from lp_pipe.launch.coordinator import Coordinator
 from lp_pipe.launch.execute import failure_from
+from lp_pipe.launch.hangs import HangWatch
 from lp_pipe.launch.host import Host
 from lp_pipe.launch.report import described_failure, save_failure
 from lp_pipe.launch.signals import Interrupts
@@ -38,6 +39,7 @@ class Run:
         coordinator: Coordinator,
         host: Host,
         metrics: MetricsLog,
+        hangs: HangWatch,
         control: ControlPoint | None = None,
     ) -> None:
         self._program = program
@@ -45,6 +47,7 @@ class Run:
         self._host = host
         self._metrics = metrics
         self._control = control
+        self._hangs = hangs
         self._is_over = threading.Event()
         self._interrupts = Interrupts(hurry=lambda: coordinator.request_stop(hurry=True))
         self._services = _LauncherServices(coordinator)
@@ -65,6 +68,7 @@ class Run:
                 self._host.start()
                 if self._control is not None:
                     self._control.open()
+                self._hangs.start()
                 _active.add(self)
                 threading.Thread(target=self._supervise, name=f"supervise {self._program.name}", daemon=True).start()
         except KeyboardInterrupt:
@@ -108,10 +112,11 @@ class Run:
         self._coordinator.request_stop()
 
     def status(self) -> dict[str, list[dict[str, Any]]]:
-        """`{label: [{"state", "pid", "error", "uptime_s", "restarts", "calls_per_s"}, ...]}`, one each.
+        """`{label: [{"state", "pid", "error", "uptime_s", "waiting", "restarts", "calls_per_s"}, ...]}`, one each.
 
         States: starting, running, restarting (down, and due to start again), finished, failed, stopped.
         error: the node's last failure, also when it runs again.
+        waiting: what it has waited for longer than `hang_after`, "75 s for a reply of server/0.step()"; else None.
         calls_per_s: of its servers, over the last seconds; None for a node without any.
         A MultiProcessingColocation is one entry: failed when an inner node has, else running while one runs; the pid is
         that of the first one that runs, the restarts are the sum.
@@ -184,6 +189,7 @@ class Run:
                 helper = threading.Thread(target=self._take_down, args=(order.node_ids,), name="take down", daemon=True)
                 helper.start()
                 aside.append(helper)
+        self._hangs.close()
         try:
             self._take_down([spec.node_id for spec in self._coordinator.plan.nodes])
         finally:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 
 from lp_pipe.connections import inproc
-from lp_pipe.context import NodeContext, entered
+from lp_pipe.context import NodeContext, NodeServices, entered
 from lp_pipe.launch.call_rate import CallRate
 from lp_pipe.launch.coordinator import Coordinator
 from lp_pipe.launch.execute import run_node
@@ -126,6 +126,9 @@ class ThreadHost(Host):
             if owner is not None and thread.ident in frames:
                 parts.append(f"node {owner}, thread {thread.name}:\n" + _format_stack(thread))
         return "\n".join(parts)
+
+    def nodes_here(self) -> Mapping[NodeServices, str]:
+        return {node.services: node_id for node_id, node in list(self._contexts.items())}
 
     def inject(self, fault: wire.Fault) -> "Mapping[str, Future[int]]":
         return {}  # the nodes are in the process that asks, which knows

@@ -7,6 +7,7 @@ from typing import Any
 from lp_pipe.context import NodeContext
 from lp_pipe.errors import Unavailable
 from lp_pipe.nodes.base import Node
+from lp_pipe.telemetry import waits
 
 _log = logging.getLogger(__name__)
 
@@ -18,7 +19,8 @@ def run_to_end(node: Node[Any], context: NodeContext) -> BaseException | None:
     """
     failure: BaseException | None = None
     try:
-        node.execute()
+        with waits.waiting(waits.MAIN, waits.Target(), node=context):
+            node.execute()
     except SystemExit as error:
         failure = None if error.code in (None, 0) else error
     except BaseException as error:  # the node's end, whatever it is, must reach the launcher

@@ -6,14 +6,15 @@ from lp_pipe.address import Address
 from lp_pipe.channels import Sender, open_sender
 from lp_pipe.context import services_for
 from lp_pipe.handles import Handle
+from lp_pipe.telemetry import waits
 
 
 class ChannelTarget:
     """Where a neighbour receives tensors."""
 
-    def __init__(self, endpoint: "Future[str]", peer: str) -> None:
+    def __init__(self, endpoint: "Future[str]", target: waits.Target) -> None:
         self._endpoint = endpoint
-        self._peer = peer
+        self._target = target
 
     def open(self, channel: str, *, kind: str, name: str) -> Sender:
         """Connect to one of the neighbour's channels; waits until it listens.
@@ -21,7 +22,9 @@ class ChannelTarget:
         Raises:
             Unavailable: the neighbour has failed.
         """
-        return open_sender(self._endpoint.result(), channel, kind=kind, name=name, peer=self._peer)
+        with waits.waiting(waits.RESOLVE, self._target, f"channel {channel!r}"):
+            endpoint = self._endpoint.result()
+        return open_sender(endpoint, channel, kind=kind, name=name, peer=self._target.peer)
 
 
 class ChannelHandle(Handle[ChannelTarget]):
@@ -40,4 +43,5 @@ class ChannelHandle(Handle[ChannelTarget]):
         services = services_for(self._address.id)
         if services is None:
             raise RuntimeError(f"cannot reach the channels of {self.node_name}: its program was not launched yet")
-        return ChannelTarget(services.resolve(self._address.id), self.node_name)
+        target = waits.Target("", self._address.id, self.node_name)
+        return ChannelTarget(services.resolve(self._address.id), target)

@@ -130,6 +130,52 @@ class Stacks(_message.Message):
     text: str
     def __init__(self, id: _Optional[int] = ..., text: _Optional[str] = ...) -> None: ...
 
+class Activity(_message.Message):
+    __slots__ = ("kind", "thread", "started", "age_s", "endpoint", "address_id", "peer", "what", "ends", "place")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    THREAD_FIELD_NUMBER: _ClassVar[int]
+    STARTED_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_ID_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    ENDS_FIELD_NUMBER: _ClassVar[int]
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    thread: int
+    started: float
+    age_s: float
+    endpoint: str
+    address_id: str
+    peer: str
+    what: str
+    ends: bool
+    place: str
+    def __init__(self, kind: _Optional[str] = ..., thread: _Optional[int] = ..., started: _Optional[float] = ..., age_s: _Optional[float] = ..., endpoint: _Optional[str] = ..., address_id: _Optional[str] = ..., peer: _Optional[str] = ..., what: _Optional[str] = ..., ends: _Optional[bool] = ..., place: _Optional[str] = ...) -> None: ...
+
+class Pool(_message.Message):
+    __slots__ = ("endpoint", "size", "active", "quick")
+    ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    ACTIVE_FIELD_NUMBER: _ClassVar[int]
+    QUICK_FIELD_NUMBER: _ClassVar[int]
+    endpoint: str
+    size: int
+    active: int
+    quick: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, endpoint: _Optional[str] = ..., size: _Optional[int] = ..., active: _Optional[int] = ..., quick: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Waits(_message.Message):
+    __slots__ = ("old_s", "activities", "pools")
+    OLD_S_FIELD_NUMBER: _ClassVar[int]
+    ACTIVITIES_FIELD_NUMBER: _ClassVar[int]
+    POOLS_FIELD_NUMBER: _ClassVar[int]
+    old_s: float
+    activities: _containers.RepeatedCompositeFieldContainer[Activity]
+    pools: _containers.RepeatedCompositeFieldContainer[Pool]
+    def __init__(self, old_s: _Optional[float] = ..., activities: _Optional[_Iterable[_Union[Activity, _Mapping]]] = ..., pools: _Optional[_Iterable[_Union[Pool, _Mapping]]] = ...) -> None: ...
+
 class ReservePort(_message.Message):
     __slots__ = ("id", "address")
     ID_FIELD_NUMBER: _ClassVar[int]
@@ -202,7 +248,7 @@ class InnerNodes(_message.Message):
     def __init__(self, id: _Optional[int] = ..., colocation: _Optional[str] = ..., stop: _Optional[bool] = ...) -> None: ...
 
 class Supervision(_message.Message):
-    __slots__ = ("hello", "start", "register", "resolve", "resolved", "metrics", "ended", "stop", "stop_request", "ping", "stacks", "reserve_port", "inner_nodes", "fault", "fault_report")
+    __slots__ = ("hello", "start", "register", "resolve", "resolved", "metrics", "ended", "stop", "stop_request", "ping", "stacks", "reserve_port", "inner_nodes", "waits", "fault", "fault_report")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     REGISTER_FIELD_NUMBER: _ClassVar[int]
@@ -216,6 +262,7 @@ class Supervision(_message.Message):
     STACKS_FIELD_NUMBER: _ClassVar[int]
     RESERVE_PORT_FIELD_NUMBER: _ClassVar[int]
     INNER_NODES_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
     FAULT_FIELD_NUMBER: _ClassVar[int]
     FAULT_REPORT_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
@@ -231,6 +278,7 @@ class Supervision(_message.Message):
     stacks: Stacks
     reserve_port: ReservePort
     inner_nodes: InnerNodes
+    waits: Waits
     fault: Fault
     fault_report: FaultReport
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., register: _Optional[_Union[Register, _Mapping]] = ..., resolve: _Optional[_Union[Resolve, _Mapping]] = ..., resolved: _Optional[_Union[Resolved, _Mapping]] = ..., metrics: _Optional[_Union[Metrics, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., stop_request: _Optional[_Union[StopRequest, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., stacks: _Optional[_Union[Stacks, _Mapping]] = ..., reserve_port: _Optional[_Union[ReservePort, _Mapping]] = ..., inner_nodes: _Optional[_Union[InnerNodes, _Mapping]] = ..., fault: _Optional[_Union[Fault, _Mapping]] = ..., fault_report: _Optional[_Union[FaultReport, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., register: _Optional[_Union[Register, _Mapping]] = ..., resolve: _Optional[_Union[Resolve, _Mapping]] = ..., resolved: _Optional[_Union[Resolved, _Mapping]] = ..., metrics: _Optional[_Union[Metrics, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., stop_request: _Optional[_Union[StopRequest, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., stacks: _Optional[_Union[Stacks, _Mapping]] = ..., reserve_port: _Optional[_Union[ReservePort, _Mapping]] = ..., inner_nodes: _Optional[_Union[InnerNodes, _Mapping]] = ..., waits: _Optional[_Union[Waits, _Mapping]] = ..., fault: _Optional[_Union[Fault, _Mapping]] = ..., fault_report: _Optional[_Union[FaultReport, _Mapping]] = ...) -> None: ...

@@ -13,6 +13,7 @@ from typing import Any, Protocol, Self
 from lp_pipe.connections import Frame
 from lp_pipe.rpc.calls import Cancel, CancellableCall, Reply, Sent
 from lp_pipe.rpc.consuming import RemoteItems, Stream
+from lp_pipe.telemetry import waits
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -25,7 +26,9 @@ class AioClient(Protocol):
 
     def _outcome(self, method: str, reply: Reply) -> Any: ...
 
-    def _stream_options(self, method: str) -> tuple[Any, ...]: ...
+    def _awaiting(self, method: str) -> waits.awaiting: ...
+
+    def _stream_options(self, method: str, waiting: type[waits.waiting]) -> tuple[Any, ...]: ...
 
 
 class Aio:
@@ -137,7 +140,8 @@ class RemoteAsyncIterator(RemoteItems, AsyncIterator[Any]):
     async def __anext__(self) -> Any:
         try:
             async with asyncio.timeout(self._timeout_s):
-                reply = await self._next_reply()
+                with self._waiting():
+                    reply = await self._next_reply()
         except TimeoutError:
             self._stream.close()
             raise self._too_late() from None
@@ -166,9 +170,10 @@ class RemoteAsyncIterator(RemoteItems, AsyncIterator[Any]):
 async def _call(client: AioClient, method: str, args: Args, kwargs: Kwargs) -> Any:
     call = AioReply()
     client._begin(method, args, kwargs, call, lambda link, call_id: link.cancel(call_id))
-    reply = await call.wait()
+    with client._awaiting(method):
+        reply = await call.wait()
     if isinstance(reply, Stream):
-        return RemoteAsyncIterator(reply, *client._stream_options(method))
+        return RemoteAsyncIterator(reply, *client._stream_options(method, waits.awaiting))
     return client._outcome(method, reply)
 
 

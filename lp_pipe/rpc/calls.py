@@ -12,6 +12,7 @@ from lp_pipe.connections import Frame
 from lp_pipe.context import NodeContext, current_context, entered
 from lp_pipe.rpc.consuming import Stream
 from lp_pipe.rpc.pool import DaemonPool
+from lp_pipe.telemetry import waits
 
 Reply = Frame | Stream | Exception
 
@@ -86,11 +87,16 @@ class SyncCall:
 
 
 class CallFuture(Future[Any]):
-    """A call in flight. `cancel()` forgets it, also while its handler runs (which is not interrupted)."""
+    """A call in flight. `cancel()` forgets it, also while its handler runs (which is not interrupted).
 
-    def __init__(self, outcome: Callable[[Reply], Any]) -> None:
+    target, method: what is called.
+    """
+
+    def __init__(self, outcome: Callable[[Reply], Any], target: waits.Target, method: str) -> None:
         super().__init__()
         self._outcome = outcome
+        self._target = target
+        self._method = method
         self._has_callbacks = False
         self._settling = threading.Lock()
         self.on_cancel: Callable[[], bool] | None = None
@@ -101,10 +107,16 @@ class CallFuture(Future[Any]):
         return self.done()
 
     def result(self, timeout: float | None = None) -> Any:
-        return super().result(self._read(timeout))
+        if not self.done():
+            with self._waiting(timeout):
+                return super().result(self._read(timeout))
+        return super().result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        return super().exception(self._read(timeout))
+        if not self.done():
+            with self._waiting(timeout):
+                return super().exception(self._read(timeout))
+        return super().exception()
 
     def wait(self, deadline: float | None) -> None:
         """Until the future is settled or cancelled, or the deadline has passed; another thread reads."""
@@ -125,6 +137,9 @@ class CallFuture(Future[Any]):
         if self.on_cancel is not None and self.on_cancel():
             self.set_running_or_notify_cancel()  # wakes concurrent.futures.wait
         return True
+
+    def _waiting(self, timeout: float | None) -> waits.waiting:
+        return waits.waiting(waits.CALL, self._target, self._method, timeout is not None)
 
     def _read(self, timeout: float | None) -> float | None:
         """Wait in the way that costs no hop between threads; what is left of the time."""

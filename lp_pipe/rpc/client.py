@@ -22,6 +22,7 @@ from lp_pipe.rpc.explain import unpicklable
 from lp_pipe.rpc.exposed import LIST_METHODS
 from lp_pipe.rpc.futures_view import Futures
 from lp_pipe.rpc.link import Link
+from lp_pipe.telemetry import waits
 
 if TYPE_CHECKING:
     from lp_pipe.rpc.aio import Aio
@@ -70,6 +71,7 @@ class CourierClient:
         self._wait_for_ready = wait_for_ready
         self._address_id = address_id
         self._peer = peer or address
+        self._as_target = waits.Target(address, address_id or "", self._peer)
         self._link: Link | None = None
         self._link_lock = threading.Lock()
         self._services = services_for(address_id) if address_id is not None else None
@@ -115,14 +117,14 @@ class CourierClient:
         deadline = self._deadline()
         payload = self._encode(method, args, kwargs)
         link = self._connected(method, deadline)
-        with self._explained(method):
+        with self._explained(method), waits.waiting(waits.CALL, self._as_target, method, deadline is not None):
             reply = link.call(method, payload, deadline)
         if reply is None:
             raise self._too_late(method)
         return self._outcome(method, reply)
 
     def _start(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Future[Any]":
-        future = CallFuture(functools.partial(self._outcome, method))
+        future = CallFuture(functools.partial(self._outcome, method), self._as_target, method)
         self._begin(method, args, kwargs, future, lambda link, call_id: link.forget(call_id))
         return future
 
@@ -185,10 +187,14 @@ class CourierClient:
             parts = [*((f"args[{index}]", arg) for index, arg in enumerate(args)), *kwargs.items()]
             raise unpicklable(f"{self._peer}.{method}()", parts, error) from error
 
-    def _stream_options(self, method: str) -> tuple[Any, ...]:
+    def _awaiting(self, method: str) -> waits.awaiting:
+        return waits.awaiting(waits.CALL, self._as_target, method, self._call_timeout_s is not None)
+
+    def _stream_options(self, method: str, waiting: type[waits.waiting] = waits.waiting) -> tuple[Any, ...]:
         """What an iterator needs beside its stream; it keeps the client, and so the connection."""
         too_late = functools.partial(self._too_late, method)
-        return functools.partial(self._outcome, method), self._call_timeout_s, too_late
+        wait = functools.partial(waiting, waits.CALL, self._as_target, method, self._call_timeout_s is not None)
+        return functools.partial(self._outcome, method), self._call_timeout_s, too_late, wait
 
     def _outcome(self, method: str, reply: Reply) -> Any:
         if isinstance(reply, Stream):
@@ -210,6 +216,10 @@ class CourierClient:
         link = self._link
         if link is not None and link.is_open():
             return link
+        with waits.waiting(waits.RESOLVE, self._as_target, method, deadline is not None):
+            return self._newly_connected(method, deadline)
+
+    def _newly_connected(self, method: str, deadline: float | None) -> "Link":
         # Somebody may hold the lock for as long as the server takes to come up: that must not outlast our deadline.
         if not self._link_lock.acquire(timeout=-1 if deadline is None else max(0.0, deadline - time.monotonic())):
             raise self._too_late(method)

@@ -11,6 +11,7 @@ from lp_pipe.errors import Unavailable
 from lp_pipe.protos import frame_pb2
 from lp_pipe.rpc.pool import DaemonPool
 from lp_pipe.rpc.window import MAX_ITEMS
+from lp_pipe.telemetry import waits
 
 _END = Frame(frames.STREAM_END)
 
@@ -82,7 +83,10 @@ class Stream:
 
 
 class RemoteItems:
-    """What both iterators share. `outcome` decodes an item or raises; `too_late` is what a timeout raises."""
+    """What both iterators share. `outcome` decodes an item or raises; `too_late` is what a timeout raises.
+
+    waiting: what a thread is at that waits for an item.
+    """
 
     def __init__(
         self,
@@ -90,11 +94,13 @@ class RemoteItems:
         outcome: Callable[[Any], Any],
         timeout_s: float | None,
         too_late: Callable[[], Exception],
+        waiting: Callable[[], waits.waiting],
     ) -> None:
         self._stream = stream
         self._outcome = outcome
         self._timeout_s = timeout_s
         self._too_late = too_late
+        self._waiting = waiting
 
     def _value(self, reply: Frame | Exception, stop: type[Exception]) -> Any:
         if is_item(reply):
@@ -114,7 +120,8 @@ class RemoteIterator(RemoteItems, Iterator[Any]):
 
     def __next__(self) -> Any:
         try:
-            reply = self._stream.inbox.take(self._timeout_s)
+            with self._waiting():
+                reply = self._stream.inbox.take(self._timeout_s)
         except Empty:
             self.close()
             raise self._too_late() from None

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from lp_pipe.rpc.answer import Answer
 from lp_pipe.rpc.window import MAX_ITEMS, Window
+from lp_pipe.telemetry import waits
 
 _log = logging.getLogger(__name__)
 
@@ -27,12 +28,21 @@ class ThreadStream:
     Without credits it is parked: no thread waits for the consumer. At most one thread is in the generator at a time,
     not always the same one; after a window of items it goes to the back of the pool's queue, so that an endless
     stream leaves room for other calls.
+
+    serving: what a thread is at that is in the generator.
     """
 
-    def __init__(self, items: Iterator[Any], answer: Answer, submit: Callable[[Callable[[], None]], object]) -> None:
+    def __init__(
+        self,
+        items: Iterator[Any],
+        answer: Answer,
+        submit: Callable[[Callable[[], None]], object],
+        serving: Callable[[], waits.waiting],
+    ) -> None:
         self._items = items
         self._answer = answer
         self._submit = submit
+        self._serving = serving
         self._window = Window()
         self._lock = threading.Lock()
         self._is_busy = False
@@ -76,7 +86,8 @@ class ThreadStream:
             self._end(self._answer.cancelled)
             return
         try:
-            item = next(self._items)
+            with self._serving():
+                item = next(self._items)
         except StopIteration:
             self._end(self._answer.end_stream)
         except BaseException as error:  # also SystemExit: it goes to the consumer only

@@ -21,6 +21,7 @@ from lp_pipe.rpc.consuming import RemoteIterator
 from lp_pipe.rpc.crew import Crew
 from lp_pipe.rpc.pool import DaemonPool
 from lp_pipe.rpc.producing import InProgress, ThreadStream
+from lp_pipe.telemetry import waits
 
 if TYPE_CHECKING:
     from lp_pipe.rpc.event_loop import LoopThread
@@ -47,7 +48,7 @@ class Server:
         self._target = target
         self._name = name or type(target).__name__
         self._node = current_context()
-        self._is_inline = not thread_pool_size
+        self._thread_pool_size = thread_pool_size
         self._crew = Crew(thread_pool_size, f"call {self._name}") if thread_pool_size and crew.IS_SUPPORTED else None
         self._pool = self._crew or DaemonPool(thread_pool_size or _STREAM_THREADS, f"call {self._name}")
         self._loop: LoopThread | None = None
@@ -58,8 +59,11 @@ class Server:
         self._idle = threading.Condition()
         self._is_closing = self._is_closed = False
         self.calls = 0
+        self._as_target = waits.Target(endpoint, peer=self._name)
         self._listener = connections.listen(endpoint, self._accept)
         self.endpoint = self._listener.endpoint
+        self._as_target = waits.Target(self.endpoint, peer=self._name)
+        waits.add_pool(self.endpoint, self._describe_pool)
 
     def close(self, grace_s: float = 0.0) -> None:
         """Refuse new calls, give those in progress `grace_s` to be answered, then close every connection.
@@ -71,6 +75,7 @@ class Server:
             self._is_closing = True
         deadline = time.monotonic() + grace_s
         self._listener.close()
+        waits.remove_pool(self.endpoint)
         for function, args in self._pool.discard():
             if function == self._answer:
                 self._refuse(*args)
@@ -87,6 +92,14 @@ class Server:
             if self._loop is not None:
                 self._loop.close()
         self._pool.close()
+
+    def _serving(self, method: str) -> waits.waiting:
+        """What a thread is at that runs a handler."""
+        return waits.waiting(waits.HANDLER, self._as_target, method, node=self._node)
+
+    def _describe_pool(self) -> waits.Pool:
+        quick = tuple(name for name, is_quick in list(self._is_quick.items()) if is_quick)
+        return waits.Pool(self.endpoint, self._thread_pool_size, self._active, quick)
 
     def _wait_until_idle(self, deadline: float) -> None:
         with self._idle:
@@ -114,7 +127,7 @@ class Server:
             self._on_control(connection, frame)
         elif self._is_closing:
             self._refuse(connection, frame)
-        elif not self._is_inline and not self._needs_no_thread(frame.name):
+        elif self._thread_pool_size and not self._needs_no_thread(frame.name):
             self._pool.submit(self._answer, connection, frame)
         elif self._node is not None:
             with entered(self._node):
@@ -160,7 +173,8 @@ class Server:
             return answer.own_error(remote_error.SERIALIZATION, text)
         try:
             is_batched = isinstance(handler, BatchedHandler)
-            result = handler.submit(args, kwargs) if is_batched else handler(*args, **kwargs)
+            with self._serving(frame.name):
+                result = handler.submit(args, kwargs) if is_batched else handler(*args, **kwargs)
         except BaseException as error:  # also SystemExit: a handler's exception goes to its caller only
             return answer.error(error)
         self._reply(answer, result)
@@ -169,7 +183,7 @@ class Server:
         """Send the result, or see to it that it is sent once it is there."""
         kind = type(result)
         if kind in _STREAMS:
-            stream = ThreadStream(result, answer, self._pool.submit)
+            stream = ThreadStream(result, answer, self._pool.submit, lambda: self._serving(answer.method))
             self._follow(answer, stream)
             stream.start()
         elif kind in _ASYNC:

@@ -53,6 +53,11 @@ def shortened(line: str, letters: int = _MAX_LETTERS) -> str:
     return line if len(line) <= letters else line[: letters - 1] + "…"
 
 
+def is_of_user(file: str) -> bool:
+    """Whether it is the user's own code: not lp_pipe's, the standard library's or an installed package's."""
+    return _owner(file) is None
+
+
 def _blocks(text: str) -> Iterator[_Block]:
     """One for each exception, in the order of the text: a cause before its effect, a remote error after its call."""
     block: _Block | None = None

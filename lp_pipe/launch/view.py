@@ -1,0 +1,37 @@
+"""What the threads of one process of a program are at, as the launcher sees it."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from lp_pipe.protos import supervision_pb2 as wire
+from lp_pipe.telemetry.waits import Activity, Pool
+
+_FIELDS = [name for name in Activity._fields if name != "node"]
+
+
+class View(NamedTuple):
+    """activities: thread by thread, the outermost of each first. silence_s: how long ago the process said so.
+
+    node: the process's node_id; "" for the launcher's own process, whose threads may be of many nodes.
+    """
+
+    activities: list[Activity]
+    pools: list[Pool]
+    node: str = ""
+    silence_s: float = 0.0
+
+
+def to_wire(activities: Iterable[Activity], pools: Iterable[Pool]) -> wire.Waits:
+    return wire.Waits(
+        activities=[wire.Activity(**{name: getattr(one, name) for name in _FIELDS}) for one in activities],
+        pools=[wire.Pool(**pool._asdict()) for pool in pools],
+    )
+
+
+def from_wire(message: wire.Waits, node_id: str) -> View:
+    """What the process of a node has said."""
+    return View(
+        [Activity(node_id, *(getattr(one, name) for name in _FIELDS)) for one in message.activities],
+        [Pool(one.endpoint, one.size, one.active, tuple(one.quick)) for one in message.pools],
+        node_id,
+    )

@@ -1,0 +1,205 @@
+"""What every thread of this process is at, as far as other nodes are concerned: whom it waits for, whom it serves.
+
+    with waits.waiting("call", target, "step"):   # only around what may block
+        ...
+
+Costs a third of a microsecond: two writes into a dict by thread. Everything else is done by who looks, which is only
+the watch for hangs (launch/hangs.py), every few seconds.
+"""
+
+import contextlib
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from threading import get_ident
+from time import monotonic
+from types import FrameType, TracebackType
+from typing import NamedTuple
+
+from lp_pipe.context import NodeContext, context_of_thread, current_context
+from lp_pipe.telemetry.tracebacks import is_of_user
+
+# Kinds of activities: what keeps a node's own code (run, a constructor) or a handler going, and what it waits for.
+MAIN, HANDLER, CALL, RESOLVE, RECEIVE, SEND = "main", "handler", "call", "resolve", "receive", "send"
+WAITS = (CALL, RESOLVE, RECEIVE, SEND)
+
+
+@dataclass
+class Target:
+    """A server or a channel's other end. peer: its node's name, once it is known."""
+
+    endpoint: str = ""
+    address_id: str = ""
+    peer: str = ""
+
+
+class waiting:  # contextlib's way to make one costs five times as much
+    """Around a wait or a handler of the calling thread; they nest, as calls of inline servers do.
+
+    what: the method, or the channel. ends: whether it ends by itself, at a deadline.
+    """
+
+    __slots__ = ("ends", "kind", "node", "outer", "since", "target", "what")
+
+    def __init__(
+        self, kind: str, target: Target, what: str = "", ends: bool = False, node: NodeContext | None = None
+    ) -> None:
+        self.kind = kind
+        self.target = target
+        self.what = what
+        self.ends = ends
+        self.node = node
+
+    def __enter__(self) -> None:
+        ident = get_ident()
+        self.outer: waiting | None = _innermost.get(ident)
+        self.since = monotonic()
+        _innermost[ident] = self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.outer is None:
+            del _innermost[get_ident()]
+        else:
+            _innermost[get_ident()] = self.outer
+
+
+class awaiting(waiting):
+    """A wait of a coroutine, which keeps no thread."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        self.outer = None
+        self.node = current_context()
+        self.since = monotonic()
+        _awaited[id(self)] = self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        del _awaited[id(self)]
+
+
+_innermost: dict[int, waiting] = {}  # by thread
+_awaited: dict[int, waiting] = {}
+
+
+class Activity(NamedTuple):
+    """One thing that a thread is at.
+
+    node: whose code it is (filled in by who knows the program); "" for the launcher's.
+    thread: its ident; a coroutine counts as a thread of its own.
+    started: with `thread` it names the activity within its process; not a time for people.
+    place: where the user's code is, "train.py:41 in step"; only of what a thread does last, and not of new ones.
+    """
+
+    node: str
+    kind: str
+    thread: int
+    started: float
+    age_s: float
+    endpoint: str
+    address_id: str
+    peer: str
+    what: str
+    ends: bool
+    place: str
+
+    @property
+    def is_wait(self) -> bool:
+        return self.kind in WAITS
+
+
+class Pool(NamedTuple):
+    """The threads of a server.
+
+    size: 0 for inline. active: calls in progress, also those that need no thread. quick: methods that need none.
+    """
+
+    endpoint: str
+    size: int
+    active: int
+    quick: tuple[str, ...]
+
+
+_pools: dict[str, "weakref.WeakMethod[Callable[[], Pool]]"] = {}
+
+
+def add_pool(endpoint: str, describe: Callable[[], Pool]) -> None:
+    """A server listens from now on; `describe` is its method."""
+    _pools[endpoint] = weakref.WeakMethod(describe)
+
+
+def remove_pool(endpoint: str) -> None:
+    _pools.pop(endpoint, None)
+
+
+def pools() -> list[Pool]:
+    """The servers of this process."""
+    found = [(endpoint, reference()) for endpoint, reference in list(_pools.items())]
+    return [describe() for _, describe in found if describe is not None]
+
+
+def look(old_s: float) -> list[tuple[NodeContext | None, Activity]]:
+    """What every thread is at, outermost first, with the node that it belongs to.
+
+    old_s: from this age on the place in the user's code is worth looking up.
+    """
+    now = time.monotonic()
+    innermost = dict(_innermost)  # as a whole: dict() of a dict runs no Python code
+    frames = sys._current_frames() if any(now - one.since >= old_s for one in innermost.values()) else {}
+    threads = {thread.ident: thread for thread in threading.enumerate()}
+    found: list[tuple[NodeContext | None, Activity]] = []
+    for ident, last in innermost.items():
+        place = place_of(frames.get(ident)) if now - last.since >= old_s else ""
+        node = context_of_thread(threads.get(ident))
+        for one in reversed(list(_outwards(last))):
+            node = one.node or node
+            found.append((node, _described(one, ident, now, place if one is last else "")))
+    found += [(one.node, _described(one, number, now, "")) for number, one in dict(_awaited).items()]
+    return found
+
+
+def _described(one: waiting, thread: int, now: float, place: str) -> Activity:
+    return Activity(
+        node="",
+        kind=one.kind,
+        thread=thread,
+        started=one.since,
+        age_s=now - one.since,
+        endpoint=one.target.endpoint,
+        address_id=one.target.address_id,
+        peer=one.target.peer,
+        what=one.what,
+        ends=one.ends,
+        place=place,
+    )
+
+
+def place_of(frame: FrameType | None) -> str:
+    """The innermost line of the user's code: "train.py:41 in step"; "" when there is none."""
+    while frame is not None:
+        code = frame.f_code
+        if is_of_user(code.co_filename):
+            return f"{_shown(Path(code.co_filename))}:{frame.f_lineno} in {code.co_name}"
+        frame = frame.f_back
+    return ""
+
+
+def _shown(path: Path) -> Path:
+    """Relative where it lies below the current folder."""
+    with contextlib.suppress(OSError, ValueError):  # the current folder was removed, or is elsewhere
+        return path.relative_to(Path.cwd())
+    return path
+
+
+def _outwards(one: waiting | None) -> Iterator[waiting]:
+    while one is not None:
+        yield one
+        one = one.outer
