@@ -66,15 +66,15 @@ class LoopCall:
         self._has_room = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._is_cancelled = False
+        self._handler: Coroutine[Any, Any, Any] | None = None
 
     def start(self, result: Coroutine[Any, Any, Any] | AsyncGenerator[Any, None]) -> None:
         """Run what the handler returned; from any thread."""
         work = self._stream(result) if isinstance(result, AsyncGenerator) else self._reply(result)
+        self._handler = result if isinstance(result, Coroutine) else None
         if not _call_soon(self._loop, self._begin, work):
             work.close()
-            if isinstance(result, Coroutine):
-                result.close()
-            self._answer.cancelled()
+            self._give_up()
 
     def credit(self, items: int) -> None:
         _call_soon(self._loop, self._taken, items)
@@ -99,7 +99,12 @@ class LoopCall:
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
         if task.cancelled():  # maybe before its first step, so not one of the coroutines below could say it
-            self._answer.cancelled()
+            self._give_up()
+
+    def _give_up(self) -> None:
+        if self._handler is not None:
+            self._handler.close()  # it may never have begun
+        self._answer.cancelled()
 
     async def _reply(self, result: Coroutine[Any, Any, Any]) -> None:
         try:
