@@ -3,15 +3,14 @@
 import importlib
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from lp_pipe.connections import faulty
 from lp_pipe.context import asking, publish, replace_published
-from lp_pipe.errors import NodeError, Unavailable
+from lp_pipe.errors import NodeError
 from lp_pipe.handles import Handle
 from lp_pipe.launch.control import ControlPoint
 from lp_pipe.launch.coordinator import Coordinator
@@ -19,6 +18,7 @@ from lp_pipe.launch.execute import failure_from
 from lp_pipe.launch.hangs import HangWatch
 from lp_pipe.launch.host import Host
 from lp_pipe.launch.report import described_failure, save_failure
+from lp_pipe.launch.services import EndedServices, LauncherServices
 from lp_pipe.launch.signals import Interrupts
 from lp_pipe.program import Program
 from lp_pipe.telemetry.metrics import MetricsLog
@@ -50,7 +50,7 @@ class Run:
         self._hangs = hangs
         self._is_over = threading.Event()
         self._interrupts = Interrupts(hurry=lambda: coordinator.request_stop(hurry=True))
-        self._services = _LauncherServices(coordinator)
+        self._services = LauncherServices(coordinator)
         self.has_raised_failure = False
         self.has_faulty_connections = faulty.is_enabled()
         publish(coordinator.plan.owners, self._services)
@@ -197,7 +197,7 @@ class Run:
                 thread.join()
             self._coordinator.finish()
             # What is published stays for ever: a word for each address, and not the whole program.
-            replace_published(self._services, _EndedServices(self._coordinator.why_gone()))
+            replace_published(self._services, EndedServices(self._coordinator.why_gone()))
             self._host.close()
             self._metrics.close()
             save_failure(self._coordinator)
@@ -225,76 +225,6 @@ class Run:
             return
         self._host.kill(ending(node_ids))
         self._coordinator.wait_for_end(node_ids)
-
-
-class _LauncherServices:
-    """NodeServices for clients made in the launching process."""
-
-    def __init__(self, coordinator: Coordinator) -> None:
-        self._coordinator = coordinator
-
-    def endpoint_for(self, address: str) -> str:
-        return self._coordinator.endpoint_for(address)
-
-    def resolve(self, address: str) -> "Future[str]":
-        return self._coordinator.resolve(address)
-
-    def reserve_port(self, address: str) -> str:
-        return self._coordinator.reserve_port(address)
-
-    def request_stop(self) -> None:
-        self._coordinator.request_stop()
-
-    def register(self, address: str, endpoint: str) -> None:
-        raise RuntimeError("only a node can serve an address of the program")
-
-    def withdraw(self, address: str) -> None:
-        raise RuntimeError("only a node can serve an address of the program")
-
-    def inner_nodes_ended(self, colocation: str) -> "Future[str]":
-        raise RuntimeError("only a colocation has inner nodes")
-
-    def stop_inner_nodes(self, colocation: str) -> None:
-        raise RuntimeError("only a colocation has inner nodes")
-
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None) -> None:
-        self._coordinator.log_metrics("launcher", metrics, step)
-
-
-class _EndedServices:
-    """NodeServices in the launching process once the program is over: says why each of its servers is gone."""
-
-    def __init__(self, reasons: Mapping[str, str]) -> None:
-        self._reasons = reasons
-
-    def endpoint_for(self, address: str) -> str:
-        raise Unavailable(self._reasons[address])
-
-    def resolve(self, address: str) -> "Future[str]":
-        future: Future[str] = Future()
-        future.set_exception(Unavailable(self._reasons[address]))
-        return future
-
-    def reserve_port(self, address: str) -> str:
-        raise Unavailable(self._reasons[address])
-
-    def request_stop(self) -> None:
-        """It has stopped."""
-
-    def register(self, address: str, endpoint: str) -> None:
-        raise RuntimeError("only a node can serve an address of the program")
-
-    def withdraw(self, address: str) -> None:
-        raise RuntimeError("only a node can serve an address of the program")
-
-    def inner_nodes_ended(self, colocation: str) -> "Future[str]":
-        raise RuntimeError("only a colocation has inner nodes")
-
-    def stop_inner_nodes(self, colocation: str) -> None:
-        raise RuntimeError("only a colocation has inner nodes")
-
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None) -> None:
-        raise RuntimeError("the program has ended")
 
 
 _active: "weakref.WeakSet[Run]" = weakref.WeakSet()

@@ -1,0 +1,77 @@
+"""What the launching process asks a program, while it runs and afterwards."""
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+
+from lp_pipe.errors import Unavailable
+from lp_pipe.launch.coordinator import Coordinator
+
+
+class LauncherServices:
+    """NodeServices for clients made in the launching process."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+
+    def endpoint_for(self, address: str) -> str:
+        return self._coordinator.endpoint_for(address)
+
+    def resolve(self, address: str) -> "Future[str]":
+        return self._coordinator.resolve(address)
+
+    def reserve_port(self, address: str) -> str:
+        return self._coordinator.reserve_port(address)
+
+    def request_stop(self) -> None:
+        self._coordinator.request_stop()
+
+    def register(self, address: str, endpoint: str) -> None:
+        raise RuntimeError("only a node can serve an address of the program")
+
+    def withdraw(self, address: str) -> None:
+        raise RuntimeError("only a node can serve an address of the program")
+
+    def inner_nodes_ended(self, colocation: str) -> "Future[str]":
+        raise RuntimeError("only a colocation has inner nodes")
+
+    def stop_inner_nodes(self, colocation: str) -> None:
+        raise RuntimeError("only a colocation has inner nodes")
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None) -> None:
+        self._coordinator.log_metrics("launcher", metrics, step)
+
+
+class EndedServices:
+    """NodeServices in the launching process once the program is over: says why each of its servers is gone."""
+
+    def __init__(self, reasons: Mapping[str, str]) -> None:
+        self._reasons = reasons
+
+    def endpoint_for(self, address: str) -> str:
+        raise Unavailable(self._reasons[address])
+
+    def resolve(self, address: str) -> "Future[str]":
+        future: Future[str] = Future()
+        future.set_exception(Unavailable(self._reasons[address]))
+        return future
+
+    def reserve_port(self, address: str) -> str:
+        raise Unavailable(self._reasons[address])
+
+    def request_stop(self) -> None:
+        """It has stopped."""
+
+    def register(self, address: str, endpoint: str) -> None:
+        raise RuntimeError("only a node can serve an address of the program")
+
+    def withdraw(self, address: str) -> None:
+        raise RuntimeError("only a node can serve an address of the program")
+
+    def inner_nodes_ended(self, colocation: str) -> "Future[str]":
+        raise RuntimeError("only a colocation has inner nodes")
+
+    def stop_inner_nodes(self, colocation: str) -> None:
+        raise RuntimeError("only a colocation has inner nodes")
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None) -> None:
+        raise RuntimeError("the program has ended")
