@@ -26,6 +26,8 @@ from lp_pipe.pipeline.schedule.channels import Channels
 from lp_pipe.pipeline.stage import Stage, check_shapes
 from lp_pipe.pipeline.training import Saved, Training
 
+_WORDS = {"F": "forward", "B": "backward", "I": "backward for inputs", "W": "backward for weights"}
+
 
 @dataclass
 class Report:
@@ -87,7 +89,12 @@ class StageWorker:
             credits=pipeline.credits,
             name=node.name,
         )
-        self._actions: dict[str, Callable[[Action, _Operation], None]] = {"F": self._forward, "B": self._backward}
+        self._actions: dict[str, Callable[[Action, _Operation], None]] = {
+            "F": self._forward,
+            "B": self._backward,
+            "I": self._backward,
+            "W": self._backward_weights,
+        }
 
     def train(
         self, tag: int, step: int, microbatches: int, inputs: list[Any], target: tuple[Any] | None = None
@@ -121,7 +128,7 @@ class StageWorker:
         self.training.clear_gradients()
         self._links.discard()
         for stage in self._stages.values():
-            stage.activation_stash.clear()
+            stage.discard()
 
     def abort(self, tag: int, reason: str) -> None:
         """Make operation `tag` fail wherever it waits; called while it runs."""
@@ -185,19 +192,26 @@ class StageWorker:
 
     def _backward(self, action: Action, operation: _Operation) -> None:
         stage = self._stages[action.stage]
+        defer_weights = action.op == "I"
         if action.stage == self._config.last_stage:
             start = time.monotonic()
-            gradients = stage.backward_from_loss(action.microbatch, operation.losses.pop(action.microbatch))
+            loss = operation.losses.pop(action.microbatch)
+            gradients = stage.backward_from_loss(action.microbatch, loss, defer_weights=defer_weights)
         else:
             channel = self._channels.receives(action)
             assert channel is not None, "only the last stage has nobody to wait for"
             received = self._links.receive(channel, operation.tag)
             start = time.monotonic()
-            gradients = stage.backward(action.microbatch, received)
+            gradients = stage.backward(action.microbatch, received, defer_weights=defer_weights)
         self._note(action, operation, start)
         channel = self._channels.sends(action)
         if channel is not None:
             self._links.send(channel, operation.tag, gradients)
+
+    def _backward_weights(self, action: Action, operation: _Operation) -> None:
+        start = time.monotonic()
+        self._stages[action.stage].backward_weights(action.microbatch)
+        self._note(action, operation, start)
 
     def _infer(self, action: Action, operation: _Operation) -> None:
         message = self._input_of(action, operation)
@@ -267,7 +281,7 @@ class StageWorker:
     def _describe(self, action: Action) -> str:
         stage = self._stages[action.stage]
         last = stage.first_layer + len(stage.layers) - 1
-        what = {"F": "forward", "B": "backward"}[action.op]
+        what = _WORDS[action.op]
         return f"{what} of micro-batch {action.microbatch}, stage {action.stage} (layers {stage.first_layer} to {last})"
 
     @contextlib.contextmanager

@@ -1,0 +1,54 @@
+"""DualPipeV: two stages a worker in a V, forwards of one beside backwards of the other."""
+
+from collections.abc import Sequence
+from itertools import chain
+
+from lp_pipe.errors import ScheduleError
+from lp_pipe.pipeline.schedule.ir import Schedule
+from lp_pipe.pipeline.schedule.registry import register_schedule
+from lp_pipe.pipeline.schedule.v_shape import Step, legs, numbered
+
+
+@register_schedule("dualpipev", default_chunks=2, fixed_chunks=True)
+def dualpipev(stages: int, microbatches: int, chunks: int) -> Schedule:
+    """Order DeepSeek's DualPipeV: worker w has stages w and 2p - 1 - w (p workers), and mostly full backwards.
+
+    Its point is that a worker's F and B of different micro-batches may overlap, one computing while the other one
+    communicates; here they run one after the other, while sends and receives overlap with all of them. Backwards are
+    split only where a W fills a gap, so it does with fewer I and W than "zbv", with larger bubbles.
+    Source: DeepSeek-V3 (2024), section 3.2.1, and github.com/deepseek-ai/DualPipe, whose steps 1 to 8 these are.
+
+    Raises:
+        ScheduleError: stages is below 1, microbatches is below 2 * stages, or chunks is not 2.
+    """
+    if microbatches < 2 * stages:
+        fewer = f", or stages={microbatches // 2} or fewer" if microbatches >= 2 else ""
+        raise ScheduleError(
+            f"schedule 'dualpipev' with stages={stages} and microbatches={microbatches}: it needs a micro-batch for each "
+            f"of its {2 * stages} virtual stages: use microbatches={2 * stages} or more{fewer}"
+        )
+    workers = (numbered(_worker(stages, worker, microbatches), microbatches) for worker in range(stages))
+    return Schedule("dualpipev", tuple(workers))
+
+
+def _worker(p: int, w: int, m: int) -> Sequence[Step]:
+    down, up = legs(p, w)
+    rest = p - 1 - w
+    split = [*_alternating(up, down, 2 * (w + 1))[w + 1 :], *[down] * rest]  # the stages whose W come later, in order
+    weights: list[Step] = [("W", stage) for stage in split]
+    inputs: list[Step] = [("I", stage) for stage in split]
+    return [
+        *[("F", down)] * (2 * rest),  # 1
+        *[("F", down), ("F", up)] * (w + 1),  # 2
+        *[("I", up), ("W", up), ("F", up)] * rest,  # 3
+        *[("F", down), ("B", up), ("F", up), ("B", down)] * (m - 2 * p + w + 1),  # 4
+        *[("B", up), ("F", up), ("B", down)] * rest,  # 5
+        *[("B", stage) for stage in _alternating(up, down, w + 1)],  # 6, first half
+        *inputs[: w + 1],  # 6, second half
+        *chain.from_iterable(zip(weights[:rest], inputs[w + 1 :], strict=True)),  # 7
+        *weights[rest:],  # 8
+    ]
+
+
+def _alternating(first: int, second: int, count: int) -> list[int]:
+    return ([first, second] * count)[:count]
