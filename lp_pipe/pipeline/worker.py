@@ -97,14 +97,15 @@ class StageWorker:
         }
 
     def train(
-        self, tag: int, step: int, microbatches: int, inputs: list[Any], target: tuple[Any] | None = None
+        self, tag: int, step: int, microbatches: int, given: tuple[Any] | None, target: tuple[Any] | None = None
     ) -> Report:
         """Run the schedule's actions for one step; gradients stay until `apply` or `discard`.
 
-        inputs: micro-batches, for the first stage's worker. target: the batch's, for the last stage's worker, which
-        splits it, because memory that was split before it came here would lie at other addresses; None: ask the feeder.
+        given: the batch's input, for the first stage's worker. target: for the last stage's worker; None: ask the
+        feeder. They are split here, because memory that was split before it came here would lie at other addresses.
         """
         schedule = self._config.schedule_for(microbatches)
+        inputs = split(given[0], self._config.microbatches) if given is not None else []
         operation = self._operation(tag, step, inputs, self._targets(step, microbatches, target))
         self._run(schedule, operation, self._actions)
         if self._config.clip_grad_norm is not None:
@@ -281,8 +282,7 @@ class StageWorker:
     def _describe(self, action: Action) -> str:
         stage = self._stages[action.stage]
         last = stage.first_layer + len(stage.layers) - 1
-        what = _WORDS[action.op]
-        return f"{what} of micro-batch {action.microbatch}, stage {action.stage} (layers {stage.first_layer} to {last})"
+        return f"{_WORDS[action.op]} of micro-batch {action.microbatch}, stage {action.stage} (layers {stage.first_layer} to {last})"
 
     @contextlib.contextmanager
     def _eval_mode(self) -> Iterator[None]:

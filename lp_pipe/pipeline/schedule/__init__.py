@@ -10,6 +10,7 @@ from lp_pipe.pipeline.schedule.ir import Action as Action
 from lp_pipe.pipeline.schedule.ir import Schedule as Schedule
 from lp_pipe.pipeline.schedule.looped_bfs import looped_bfs as looped_bfs
 from lp_pipe.pipeline.schedule.one_f_one_b import one_f_one_b as one_f_one_b
+from lp_pipe.pipeline.schedule.registry import default_chunks as default_chunks
 from lp_pipe.pipeline.schedule.registry import make_schedule as make_schedule
 from lp_pipe.pipeline.schedule.registry import register_schedule as register_schedule
 from lp_pipe.pipeline.schedule.registry import schedules as schedules
