@@ -13,9 +13,12 @@ from lp_pipe.pipeline.schedule.v_shape import Step, legs, numbered
 def dualpipev(stages: int, microbatches: int, chunks: int) -> Schedule:
     """Order DeepSeek's DualPipeV: worker w has stages w and 2p - 1 - w (p workers), and mostly full backwards.
 
-    Its point is that a worker's F and B of different micro-batches may overlap, one computing while the other one
-    communicates; here they run one after the other, while sends and receives overlap with all of them. Backwards are
-    split only where a W fills a gap, so it does with fewer I and W than "zbv", with larger bubbles.
+        worker 0 |F0 F1 F2 F0 I0 W0 F1 F3 3B1-- F2 0B0-- 3B2-- F3    0B1-- 3B3-- I2 W2 I3 W3 |
+        worker 1 |   F0 F0 F1 F1 F2 2B0-- F2 1B0-- F3 2B1-- F3 1B1-- 2B2-- 1B2-- I3 I3 W3 W3 |
+
+    As fast as "zbv" when all costs are equal, and with one more activation; backwards are split only where a W fills a
+    gap. Its point is that one stage's F and the other's B are neighbours, to be overlapped where their layers wait for
+    communication of their own (experts on other devices); here they run one after the other.
     Source: DeepSeek-V3 (2024), section 3.2.1, and github.com/deepseek-ai/DualPipe, whose steps 1 to 8 these are.
 
     Raises:

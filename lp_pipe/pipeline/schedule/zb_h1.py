@@ -11,12 +11,12 @@ from lp_pipe.pipeline.schedule.registry import register_schedule
 def zb_h1(stages: int, microbatches: int, chunks: int) -> Schedule:
     """Order 1F1B with split backwards: worker w runs the W of a micro-batch w backwards for inputs later.
 
-        worker 0 |F0 F1 F2       I0 W0 F3 I1 W1    I2 W2 I3 W3 |
-        worker 1 |   F0 F1    I0 F2    I1 W0 F3 I2 W1 I3 W2 W3 |
-        worker 2 |      F0 I0 F1 I1 F2    I2 W0 F3 I3 W1 W2 W3 |
+        worker 0 |F0 F1 F2       I0 W0 F3 I1 W1 I2 W2 I3 W3 |
+        worker 1 |   F0 F1    I0 F2 I1 W0 F3 I2 W1 I3 W2 W3 |
+        worker 2 |      F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3 |
 
-    The bubble is (p - 1)(F + I - W) seconds for p workers, a third of 1F1B's when the three cost the same. Every worker
-    stashes at most p activations, 1F1B's peak.
+    With W no longer than F and I the bubble is (p - 1)(F + I - W) seconds for p workers: a third of 1F1B's when the three
+    are equal. A worker stashes at most p activations, 1F1B's peak.
     Source: Zero Bubble Pipeline Parallelism (Qi et al., 2023), section 2.1.
 
     Raises:
