@@ -13,11 +13,11 @@ A stage's graph, its output on top. What leads to the inputs is part 1. Where th
           |
         entry
 
-In both parts autograd runs a node as it does in one backward: in the same order, with the same gradients, but for some of
-its results. Source: torch.distributed.pipelining's _backward.py (2.13), also of the word "intermediates" for joints.
-Unlike there, autograd itself adds to a parameter's gradient, so that its layout and hooks are those of a plain backward;
-users' hooks on activations do not change a gradient twice; parameters that lead to an output past the inputs are found;
-and outputs may be views.
+In both parts autograd runs a node as it does in one backward, in the same order and with the same gradients, but asks
+for some of its results only. Source: torch.distributed.pipelining's _backward.py (2.13), where joints are called
+intermediates. Unlike there, autograd itself adds to a parameter's gradient, so that its layout and hooks are those of a
+plain backward; users' hooks on activations do not change a gradient twice; parameters that lead to an output past the
+inputs are found; and outputs may be views.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -43,7 +43,7 @@ class _Group:
 class SplitBackward:
     """One micro-batch's backward on one stage: construction is part 1, `accumulate` is part 2.
 
-    roots, gradients: outputs, and their gradients (None for a loss). entry: a leaf below all inputs that want a gradient.
+    roots, gradients: outputs, and their gradients (None for a loss). entry: a leaf below all inputs that want one.
     What part 2 needs of the graph, and the activations in it, live as long as this object.
     """
 

@@ -75,9 +75,7 @@ class Stage:
         roots = [(root, grad) for root, grad in zip(wanted, gradients, strict=True) if grad is not None]
         return self._backward(microbatch, [root for root, _ in roots], [grad for _, grad in roots], defer_weights)
 
-    def backward_from_loss(
-        self, microbatch: int, loss: Tensor, *, defer_weights: bool = False
-    ) -> list[Tensor | None]:
+    def backward_from_loss(self, microbatch: int, loss: Tensor, *, defer_weights: bool = False) -> list[Tensor | None]:
         """As `backward`, on the stage that computes the loss."""
         return self._backward(microbatch, [loss], [None], defer_weights)
 

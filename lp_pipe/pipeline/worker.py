@@ -54,6 +54,9 @@ class _Operation:
     losses: dict[int, Tensor] = field(default_factory=dict)
 
 
+_Run = Callable[[Action, _Operation], None]
+
+
 class StageWorker:
     """Served by every node of a pipeline; called by its conductor only, one operation at a time."""
 
@@ -89,12 +92,8 @@ class StageWorker:
             credits=pipeline.credits,
             name=node.name,
         )
-        self._actions: dict[str, Callable[[Action, _Operation], None]] = {
-            "F": self._forward,
-            "B": self._backward,
-            "I": self._backward,
-            "W": self._backward_weights,
-        }
+        self._actions: dict[str, _Run] = {"F": self._forward, "W": self._backward_weights}
+        self._actions |= {"B": self._backward, "I": self._backward}
 
     def train(
         self, tag: int, step: int, microbatches: int, given: tuple[Any] | None, target: tuple[Any] | None = None
@@ -171,9 +170,7 @@ class StageWorker:
         weights = loss_weights(targets, self._config.loss_weight) if targets else []
         return _Operation(tag, step, inputs, targets, weights, Report())
 
-    def _run(
-        self, schedule: Schedule, operation: _Operation, actions: Mapping[str, Callable[[Action, _Operation], None]]
-    ) -> None:
+    def _run(self, schedule: Schedule, operation: _Operation, actions: Mapping[str, _Run]) -> None:
         for action in schedule.workers[self._worker]:
             try:
                 actions[action.op](action, operation)
@@ -281,8 +278,8 @@ class StageWorker:
 
     def _describe(self, action: Action) -> str:
         stage = self._stages[action.stage]
-        last = stage.first_layer + len(stage.layers) - 1
-        return f"{_WORDS[action.op]} of micro-batch {action.microbatch}, stage {action.stage} (layers {stage.first_layer} to {last})"
+        layers = f"layers {stage.first_layer} to {stage.first_layer + len(stage.layers) - 1}"
+        return f"{_WORDS[action.op]} of micro-batch {action.microbatch}, stage {action.stage} ({layers})"
 
     @contextlib.contextmanager
     def _eval_mode(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Backwards in two parts: the gradients of a stage's inputs first, those of its parameters later, the same bits as in one.
+"""Backwards in two parts: a stage's inputs first, its parameters later, to the same bits as in one.
 
 Shapes: B samples, T tokens, D features.
 """
@@ -187,7 +187,12 @@ KINDS: dict[str, Callable[[], list[nn.Module]]] = {
     "group norm": lambda: [nn.GroupNorm(1, T), _linear()],
     "frozen batch norm": lambda: [nn.BatchNorm1d(T).eval(), _linear()],
     "conv 1d": lambda: [nn.Conv1d(T, 8, 3, padding=1), nn.ReLU(), nn.Conv1d(8, T, 3, groups=1)],
-    "conv 2d": lambda: [Apply(lambda x: x.unsqueeze(1)), nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3, groups=8)],
+    "conv 2d": lambda: [
+        Apply(lambda x: x.unsqueeze(1)),
+        nn.Conv2d(1, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.Conv2d(8, 8, 3, groups=8),
+    ],
     "conv 2d, channels last": lambda: [
         Apply(lambda x: x.unsqueeze(1)),
         nn.Conv2d(1, 8, 3),

@@ -6,7 +6,7 @@ from itertools import chain
 from lp_pipe.errors import ScheduleError
 from lp_pipe.pipeline.schedule.ir import Schedule
 from lp_pipe.pipeline.schedule.registry import register_schedule
-from lp_pipe.pipeline.schedule.v_shape import Step, legs, numbered
+from lp_pipe.pipeline.schedule.v_shape import Leg, Step, legs, numbered
 
 
 @register_schedule("dualpipev", default_chunks=2, fixed_chunks=True)
@@ -27,8 +27,8 @@ def dualpipev(stages: int, microbatches: int, chunks: int) -> Schedule:
     if microbatches < 2 * stages:
         fewer = f", or stages={microbatches // 2} or fewer" if microbatches >= 2 else ""
         raise ScheduleError(
-            f"schedule 'dualpipev' with stages={stages} and microbatches={microbatches}: it needs a micro-batch for each "
-            f"of its {2 * stages} virtual stages: use microbatches={2 * stages} or more{fewer}"
+            f"schedule 'dualpipev' with stages={stages} and microbatches={microbatches}: it needs a micro-batch for "
+            f"each of its {2 * stages} virtual stages: use microbatches={2 * stages} or more{fewer}"
         )
     workers = (numbered(_worker(stages, worker, microbatches), microbatches) for worker in range(stages))
     return Schedule("dualpipev", tuple(workers))
@@ -37,21 +37,21 @@ def dualpipev(stages: int, microbatches: int, chunks: int) -> Schedule:
 def _worker(p: int, w: int, m: int) -> Sequence[Step]:
     down, up = legs(p, w)
     rest = p - 1 - w
-    split = [*_alternating(up, down, 2 * (w + 1))[w + 1 :], *[down] * rest]  # the stages whose W come later, in order
-    weights: list[Step] = [("W", stage) for stage in split]
-    inputs: list[Step] = [("I", stage) for stage in split]
+    last = _alternating(up, down, 2 * (w + 1))  # the backwards of step 6
+    late = [*last[w + 1 :], *[down] * rest]  # those whose weights come at the end, in their order
+    weights = [leg.weights for leg in late]
     return [
-        *[("F", down)] * (2 * rest),  # 1
-        *[("F", down), ("F", up)] * (w + 1),  # 2
-        *[("I", up), ("W", up), ("F", up)] * rest,  # 3
-        *[("F", down), ("B", up), ("F", up), ("B", down)] * (m - 2 * p + w + 1),  # 4
-        *[("B", up), ("F", up), ("B", down)] * rest,  # 5
-        *[("B", stage) for stage in _alternating(up, down, w + 1)],  # 6, first half
-        *inputs[: w + 1],  # 6, second half
-        *chain.from_iterable(zip(weights[:rest], inputs[w + 1 :], strict=True)),  # 7
+        *[down.forward] * (2 * rest),  # 1
+        *[down.forward, up.forward] * (w + 1),  # 2
+        *[up.inputs, up.weights, up.forward] * rest,  # 3
+        *[down.forward, up.backward, up.forward, down.backward] * (m - 2 * p + w + 1),  # 4
+        *[up.backward, up.forward, down.backward] * rest,  # 5
+        *[leg.backward for leg in last[: w + 1]],  # 6
+        *[leg.inputs for leg in last[w + 1 :]],
+        *chain.from_iterable((step, down.inputs) for step in weights[:rest]),  # 7
         *weights[rest:],  # 8
     ]
 
 
-def _alternating(first: int, second: int, count: int) -> list[int]:
+def _alternating(first: Leg, second: Leg, count: int) -> list[Leg]:
     return ([first, second] * count)[:count]

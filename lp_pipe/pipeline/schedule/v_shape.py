@@ -9,15 +9,39 @@ The last stage is on worker 0, so that its backwards start where micro-batches c
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from lp_pipe.pipeline.schedule.ir import Action, Op
 
 Step = tuple[Op, int]  # an action whose micro-batch follows from its place: (op, stage)
 
 
-def legs(stages: int, worker: int) -> tuple[int, int]:
-    """A worker's stage on the way down the V and the one on the way up."""
-    return worker, 2 * stages - 1 - worker
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """One of a worker's two stages, and what may be done there."""
+
+    stage: int
+
+    @property
+    def forward(self) -> Step:
+        return "F", self.stage
+
+    @property
+    def backward(self) -> Step:
+        return "B", self.stage
+
+    @property
+    def inputs(self) -> Step:
+        return "I", self.stage
+
+    @property
+    def weights(self) -> Step:
+        return "W", self.stage
+
+
+def legs(stages: int, worker: int) -> tuple[Leg, Leg]:
+    """A worker's stage on the way down the V, and the one on the way up."""
+    return Leg(worker), Leg(2 * stages - 1 - worker)
 
 
 def numbered(steps: Iterable[Step], microbatches: int) -> tuple[Action, ...]:

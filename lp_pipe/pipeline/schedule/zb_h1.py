@@ -15,9 +15,9 @@ def zb_h1(stages: int, microbatches: int, chunks: int) -> Schedule:
         worker 1 |   F0 F1    I0 F2 I1 W0 F3 I2 W1 I3 W2 W3 |
         worker 2 |      F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3 |
 
-    With W no longer than F and I the bubble is (p - 1)(F + I - W) seconds for p workers: a third of 1F1B's when the three
-    are equal. A worker stashes at most p activations, 1F1B's peak.
-    Source: Zero Bubble Pipeline Parallelism (Qi et al., 2023), section 2.1.
+    With W no longer than F and I the bubble is (p - 1)(F + I - W) seconds for p workers: a third of 1F1B's when the
+    three are equal. A worker stashes at most p activations, 1F1B's peak.
+    Source: Zero Bubble Pipeline Parallelism (Qi et al., 2023), section 2.
 
     Raises:
         ScheduleError: stages or microbatches is below 1, or chunks is not 1.

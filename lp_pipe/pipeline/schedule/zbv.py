@@ -23,25 +23,25 @@ def zbv(stages: int, microbatches: int, chunks: int) -> Schedule:
     Raises:
         ScheduleError: stages or microbatches is below 1, or chunks is not 2.
     """
-    return Schedule("zbv", tuple(numbered(_worker(stages, worker, microbatches), microbatches) for worker in range(stages)))
+    return Schedule(
+        "zbv", tuple(numbered(_worker(stages, worker, microbatches), microbatches) for worker in range(stages))
+    )
 
 
 def _worker(p: int, w: int, microbatches: int) -> Sequence[Step]:
     m = max(2 * p - 1, microbatches)  # with fewer the phases would not fit together
     down, up = legs(p, w)
-    down_forward, down_input, down_weight = ("F", down), ("I", down), ("W", down)
-    up_forward, up_input, up_weight = ("F", up), ("I", up), ("W", up)
     return [
         # warmup
-        *[down_forward] * (2 * (p - w) - 1),
-        *[up_forward, down_forward] * w,
-        *[up_forward, up_input, up_weight] * (p - w),
+        *[down.forward] * (2 * (p - w) - 1),
+        *[up.forward, down.forward] * w,
+        *[up.forward, up.inputs, up.weights] * (p - w),
         # steady
-        *[down_forward, down_input, down_weight, up_forward, up_input, up_weight] * (m - (2 * p - 1 - w)),
-        *[down_input, down_weight, up_forward, up_input, up_weight] * (p - 1 - w),
+        *[down.forward, down.inputs, down.weights, up.forward, up.inputs, up.weights] * (m - (2 * p - 1 - w)),
+        *[down.inputs, down.weights, up.forward, up.inputs, up.weights] * (p - 1 - w),
         # cooldown
-        *[down_input, up_input] * w,
-        *[down_input, down_weight] * (p - w),
-        *[up_weight] * w,
-        *[down_weight] * w,
+        *[down.inputs, up.inputs] * w,
+        *[down.inputs, down.weights] * (p - w),
+        *[up.weights] * w,
+        *[down.weights] * w,
     ]

@@ -30,8 +30,6 @@ def test_with_equal_costs_it_is_as_fast_as_zbv_with_one_activation_more(p: int) 
         (2, 1, "stages=2 and microbatches=1: .* use microbatches=4 or more$"),
     ],
 )
-def test_too_few_micro_batches_are_refused_with_numbers_that_work(
-    stages: int, microbatches: int, message: str
-) -> None:
+def test_too_few_micro_batches_are_refused_with_numbers_that_work(stages: int, microbatches: int, message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         make_schedule("dualpipev", stages, microbatches)

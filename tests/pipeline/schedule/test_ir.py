@@ -59,9 +59,7 @@ def test_the_first_micro_batches_keep_their_order() -> None:
     verify(few, credits=1)
 
 
-@pytest.mark.parametrize(
-    "name", ["gpipe", "1f1b", "interleaved", "looped_bfs", "forward", "zb_h1", "zbv", "dualpipev"]
-)
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "looped_bfs", "forward", "zb_h1", "zbv", "dualpipev"])
 def test_csv_round_trip(name: str) -> None:
     schedule = make_schedule(name, 3, 6)
     assert Schedule.from_csv(schedule.to_csv(), name=name) == schedule

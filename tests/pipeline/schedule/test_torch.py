@@ -120,9 +120,7 @@ def test_zero_bubble_schedules_are_torchs(generator: Callable[[int, int, int], R
         assert simulate(ours, EQUAL).makespan <= simulate(theirs, EQUAL).makespan
 
 
-@pytest.mark.parametrize(
-    "name", ["gpipe", "1f1b", "interleaved", "looped_bfs", "forward", "zb_h1", "zbv", "dualpipev"]
-)
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "looped_bfs", "forward", "zb_h1", "zbv", "dualpipev"])
 def test_torch_reads_our_csv(name: str) -> None:
     schedule = make_schedule(name, 3, 6)
     rows = [row.split(",") for row in schedule.to_csv().splitlines()]

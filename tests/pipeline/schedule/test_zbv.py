@@ -39,4 +39,7 @@ def test_it_stashes_no_more_than_1f1b(p: int, m: int) -> None:
 def test_it_is_faster_than_zb_h1(p: int) -> None:
     halves = Costs(forward=0.5, backward_input=0.5, backward_weight=0.5)
     for m in range(2 * p - 1, 4 * p):
-        assert simulate(make_schedule("zbv", p, m), halves).makespan < simulate(make_schedule("zb_h1", p, m), EQUAL).makespan
+        assert (
+            simulate(make_schedule("zbv", p, m), halves).makespan
+            < simulate(make_schedule("zb_h1", p, m), EQUAL).makespan
+        )
