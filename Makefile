@@ -81,8 +81,9 @@ protos-check: setup
 	  || { echo 'lp_pipe/protos does not match protos/*.proto: run make protos' >&2; exit 1; }; \
 	echo 'protos: fresh'
 
-bench: setup  ## compare pipeline throughput with a plain loop and with torch's pipelining
+bench: setup  ## pipelines beside a plain loop and torch's pipelining; schedules beside theory
 	$(BIN)/python -m benchmarks.pipeline
+	$(BIN)/python -m benchmarks.schedules
 
 bench-rpc: setup  ## calls, arrays, TCP and a minute of a hundred clients, beside grpc and memcpy
 	$(BIN)/python -m benchmarks.calls

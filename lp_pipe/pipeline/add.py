@@ -16,7 +16,7 @@ from lp_pipe.pipeline.conductor import Conductor
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
 from lp_pipe.pipeline.cuts import balanced_cuts, check_cuts
 from lp_pipe.pipeline.model import Model, sources_of
-from lp_pipe.pipeline.schedule import Schedule, make_schedule, schedules, verify
+from lp_pipe.pipeline.schedule import Schedule, default_chunks, make_schedule, schedules, verify
 from lp_pipe.pipeline.schedule.channels import Channels
 from lp_pipe.pipeline.worker import StageWorker
 from lp_pipe.program import Program
@@ -111,7 +111,7 @@ def _order(
 def _worker_count(stages: int | Sequence[int], chunks: int | None, schedule: str) -> int:
     if isinstance(stages, int):
         return stages
-    per_worker = chunks or make_schedule(schedule, 1, 1).stages
+    per_worker = chunks or default_chunks(schedule)
     pieces = len(stages) + 1
     if pieces % per_worker:
         raise PipelineError(

@@ -22,7 +22,7 @@ from lp_pipe.pipeline import manifest
 from lp_pipe.pipeline.batches import BatchSource
 from lp_pipe.pipeline.channel_handle import ChannelTarget
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
-from lp_pipe.pipeline.microbatches import check_pair, loss_weights, split
+from lp_pipe.pipeline.microbatches import aligned, check_pair, loss_weights, split
 from lp_pipe.pipeline.results import EvalResult, StepResult, StepTrace
 from lp_pipe.pipeline.stage import check_shapes
 from lp_pipe.pipeline.worker import Report, StageWorker
@@ -107,15 +107,16 @@ class Conductor:
             if given is None:
                 raise EndOfData(f"the feeder has no batch for step {self._step}")
         value, target = check_pair(given, "step()")
-        inputs = split(value, self._config.microbatches)
-        asks_feeder = batch is None and bool(self._peers)  # then the last stage has the target from there, too
+        value = aligned(value)
+        microbatches = len(split(value, self._config.microbatches))
+        asks_feeder = batch is None and self._config.placement[-1] != 0  # then the last stage asks for the target, too
         began = time.monotonic()
         reports = self._on_all(
             lambda worker, tag, is_first, is_last: worker.train(
                 tag,
                 self._step,
-                len(inputs),
-                inputs if is_first else [],
+                microbatches,
+                (value,) if is_first else None,
                 (target,) if is_last and not asks_feeder else None,
             )
         )
@@ -161,15 +162,15 @@ class Conductor:
         """
         self._tag += 1
         attempt = _Attempt(self._tag, [self._worker, *self._peers])
-        last = self._config.placement[-1]
+        first, last = self._config.placement[0], self._config.placement[-1]
         futures: list[Future[Report]] = []
         for index, peer in enumerate(self._peers, start=1):
-            future: Future[Report] = run(peer.futures, self._tag, False, index == last)
+            future: Future[Report] = run(peer.futures, self._tag, index == first, index == last)
             future.add_done_callback(attempt.watch)
             futures.append(future)
         reports: list[Report] = []
         try:
-            reports.append(run(self._worker, self._tag, True, last == 0))
+            reports.append(run(self._worker, self._tag, first == 0, last == 0))
         except BaseException as error:  # kept as the reason of the whole operation, raised below
             attempt.fail(error)
         for future in futures:

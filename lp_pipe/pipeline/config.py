@@ -43,7 +43,7 @@ class PipelineConfig:
             ScheduleError: it was given for another number.
         """
         if isinstance(self.schedule, str):
-            return _made(self.schedule, self.workers, microbatches, self.chunks)
+            return _made(self.schedule, self.workers, microbatches, self.chunks, usual=self.microbatches)
         if microbatches != self.schedule.microbatches:
             raise ScheduleError(
                 f"schedule {self.schedule.name!r} is written for {self.schedule.microbatches} micro-batches, but this "
@@ -61,5 +61,8 @@ class WorkerConfig:
 
 
 @cache
-def _made(name: str, stages: int, microbatches: int, chunks: int) -> Schedule:
-    return make_schedule(name, stages, microbatches, chunks)
+def _made(name: str, stages: int, microbatches: int, chunks: int, usual: int) -> Schedule:
+    try:
+        return make_schedule(name, stages, microbatches, chunks)
+    except ScheduleError:  # it does not exist for so few (dualpipev), but a batch may have any size
+        return make_schedule(name, stages, usual, chunks).first_microbatches(microbatches)

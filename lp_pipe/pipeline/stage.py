@@ -1,7 +1,8 @@
 """One virtual stage: its layers, and the forwards whose backwards are still to come."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,15 +13,20 @@ from torch.utils import _pytree as pytree
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.message import Message, tensors_of, with_repeats
 from lp_pipe.pipeline.rng import step_rng
+from lp_pipe.pipeline.split_backward import SplitBackward
 
 _EVALUATION = -1  # in place of a step
 
 
 @dataclass
 class Stash:
-    """What a forward leaves for its backward: the outputs' graph, and where the inputs' gradients will arrive."""
+    """What a forward leaves for its backward.
 
-    outputs: list[Tensor]
+    The outputs' graph; where it begins, if an input wants a gradient; and where the inputs' gradients will arrive.
+    """
+
+    outputs: list[Tensor] = field(default_factory=list)
+    entry: Tensor | None = None
     input_gradients: list[Tensor | None] = field(default_factory=list)
 
 
@@ -33,14 +39,15 @@ class Stage:
         self.layers = layers
         self._seed = seed
         self.activation_stash: dict[int, Stash] = {}
+        self._weight_stash: dict[int, Callable[[], None]] = {}  # the second parts of backwards
 
     def forward(self, message: Message, step: int, microbatch: int) -> Any:
         """Train-mode forward of one micro-batch; its graph waits in the stash until `backward`.
 
         Returns the last layer's output with its graph, for the loss, or for `to_message`.
         """
-        stash = Stash(outputs=[])
-        value = _enter(message, stash.input_gradients)
+        stash = Stash()
+        value = _enter(message, stash)
         for index, layer in enumerate(self.layers, start=self.first_layer):
             with step_rng(self._seed, index, step, microbatch):
                 value = layer(value)
@@ -50,28 +57,48 @@ class Stage:
 
     def infer(self, message: Message, microbatch: int) -> Any:
         """Forward without a graph; the caller has set eval mode. What draws even so draws the same everywhere."""
-        value = _enter(message, [])
+        value = _enter(message, Stash())
         for index, layer in enumerate(self.layers, start=self.first_layer):
             with step_rng(self._seed, index, _EVALUATION, microbatch):
                 value = layer(value)
         return value
 
-    def backward(self, microbatch: int, gradients: list[Tensor | None]) -> list[Tensor | None]:
+    def backward(
+        self, microbatch: int, gradients: Sequence[Tensor | None], *, defer_weights: bool = False
+    ) -> list[Tensor | None]:
         """Accumulate the parameters' gradients; returns those of the forward's inputs, in order.
 
         gradients: one for each output tensor that wanted one; None where the loss does not depend on it.
+        defer_weights: leave the parameters to `backward_weights`.
         """
-        stash = self.activation_stash.pop(microbatch)
-        wanted = [output for output in stash.outputs if output.requires_grad]
+        wanted = [output for output in self.activation_stash[microbatch].outputs if output.requires_grad]
         roots = [(root, grad) for root, grad in zip(wanted, gradients, strict=True) if grad is not None]
-        if roots:
-            torch.autograd.backward([root for root, _ in roots], [grad for _, grad in roots])
-        return stash.input_gradients
+        return self._backward(microbatch, [root for root, _ in roots], [grad for _, grad in roots], defer_weights)
 
-    def backward_from_loss(self, microbatch: int, loss: Tensor) -> list[Tensor | None]:
+    def backward_from_loss(self, microbatch: int, loss: Tensor, *, defer_weights: bool = False) -> list[Tensor | None]:
         """As `backward`, on the stage that computes the loss."""
+        return self._backward(microbatch, [loss], [None], defer_weights)
+
+    def backward_weights(self, microbatch: int) -> None:
+        """Accumulate the gradients that a backward has deferred; frees the micro-batch's activations."""
+        self._weight_stash.pop(microbatch)()
+
+    def discard(self) -> None:
+        """Forget the forwards and backwards that an aborted step has not finished."""
+        self.activation_stash.clear()
+        self._weight_stash.clear()
+
+    def _backward(
+        self, microbatch: int, roots: list[Tensor], gradients: list[Tensor | None], defer_weights: bool
+    ) -> list[Tensor | None]:
         stash = self.activation_stash.pop(microbatch)
-        loss.backward()
+        run: Callable[[], None] = partial(torch.autograd.backward, roots, gradients) if roots else _nothing
+        if not defer_weights:
+            run()
+        elif roots and stash.entry is not None:
+            self._weight_stash[microbatch] = SplitBackward(roots, gradients, stash.entry).accumulate
+        else:  # no input wants a gradient, as on the first stage: nobody waits for any of this
+            self._weight_stash[microbatch] = run
         return stash.input_gradients
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -138,15 +165,20 @@ class _Entry(torch.autograd.Function):
         return (None, None, *(None for _ in gradients))
 
 
-def _enter(message: Message, gradients: list[Tensor | None]) -> Any:
+def _enter(message: Message, stash: Stash) -> Any:
     """The message's value, with the tensors that want a gradient attached to the stage's graph."""
     leaves, spec = pytree.tree_flatten(message.value)
     if any(message.wants_gradient):
         tensors = iter(message.wants_gradient)
         wanted = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and next(tensors)]
-        gradients[:] = [None] * len(wanted)
-        phony = torch.empty(0, requires_grad=True)
-        entered = _Entry.apply(phony, gradients, *(leaves[index] for index in wanted))  # type: ignore[no-untyped-call]
+        stash.input_gradients[:] = [None] * len(wanted)
+        stash.entry = torch.empty(0, requires_grad=True)
+        tensors_in = (leaves[index] for index in wanted)
+        entered = _Entry.apply(stash.entry, stash.input_gradients, *tensors_in)  # type: ignore[no-untyped-call]
         for index, tensor in zip(wanted, entered, strict=True):
             leaves[index] = tensor
     return pytree.tree_unflatten(with_repeats(leaves), spec)
+
+
+def _nothing() -> None:
+    """The backward of outputs that the loss does not depend on."""

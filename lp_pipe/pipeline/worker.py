@@ -26,6 +26,8 @@ from lp_pipe.pipeline.schedule.channels import Channels
 from lp_pipe.pipeline.stage import Stage, check_shapes
 from lp_pipe.pipeline.training import Saved, Training
 
+_WORDS = {"F": "forward", "B": "backward", "I": "backward for inputs", "W": "backward for weights"}
+
 
 @dataclass
 class Report:
@@ -50,6 +52,9 @@ class _Operation:
     weights: list[float]
     report: Report
     losses: dict[int, Tensor] = field(default_factory=dict)
+
+
+_Run = Callable[[Action, _Operation], None]
 
 
 class StageWorker:
@@ -87,17 +92,19 @@ class StageWorker:
             credits=pipeline.credits,
             name=node.name,
         )
-        self._actions: dict[str, Callable[[Action, _Operation], None]] = {"F": self._forward, "B": self._backward}
+        self._actions: dict[str, _Run] = {"F": self._forward, "W": self._backward_weights}
+        self._actions |= {"B": self._backward, "I": self._backward}
 
     def train(
-        self, tag: int, step: int, microbatches: int, inputs: list[Any], target: tuple[Any] | None = None
+        self, tag: int, step: int, microbatches: int, given: tuple[Any] | None, target: tuple[Any] | None = None
     ) -> Report:
         """Run the schedule's actions for one step; gradients stay until `apply` or `discard`.
 
-        inputs: micro-batches, for the first stage's worker. target: the batch's, for the last stage's worker, which
-        splits it, because memory that was split before it came here would lie at other addresses; None: ask the feeder.
+        given: the batch's input, for the first stage's worker. target: for the last stage's worker; None: ask the
+        feeder. They are split here, because memory that was split before it came here would lie at other addresses.
         """
         schedule = self._config.schedule_for(microbatches)
+        inputs = split(given[0], self._config.microbatches) if given is not None else []
         operation = self._operation(tag, step, inputs, self._targets(step, microbatches, target))
         self._run(schedule, operation, self._actions)
         if self._config.clip_grad_norm is not None:
@@ -121,7 +128,7 @@ class StageWorker:
         self.training.clear_gradients()
         self._links.discard()
         for stage in self._stages.values():
-            stage.activation_stash.clear()
+            stage.discard()
 
     def abort(self, tag: int, reason: str) -> None:
         """Make operation `tag` fail wherever it waits; called while it runs."""
@@ -163,9 +170,7 @@ class StageWorker:
         weights = loss_weights(targets, self._config.loss_weight) if targets else []
         return _Operation(tag, step, inputs, targets, weights, Report())
 
-    def _run(
-        self, schedule: Schedule, operation: _Operation, actions: Mapping[str, Callable[[Action, _Operation], None]]
-    ) -> None:
+    def _run(self, schedule: Schedule, operation: _Operation, actions: Mapping[str, _Run]) -> None:
         for action in schedule.workers[self._worker]:
             try:
                 actions[action.op](action, operation)
@@ -185,19 +190,26 @@ class StageWorker:
 
     def _backward(self, action: Action, operation: _Operation) -> None:
         stage = self._stages[action.stage]
+        defer_weights = action.op == "I"
         if action.stage == self._config.last_stage:
             start = time.monotonic()
-            gradients = stage.backward_from_loss(action.microbatch, operation.losses.pop(action.microbatch))
+            loss = operation.losses.pop(action.microbatch)
+            gradients = stage.backward_from_loss(action.microbatch, loss, defer_weights=defer_weights)
         else:
             channel = self._channels.receives(action)
             assert channel is not None, "only the last stage has nobody to wait for"
             received = self._links.receive(channel, operation.tag)
             start = time.monotonic()
-            gradients = stage.backward(action.microbatch, received)
+            gradients = stage.backward(action.microbatch, received, defer_weights=defer_weights)
         self._note(action, operation, start)
         channel = self._channels.sends(action)
         if channel is not None:
             self._links.send(channel, operation.tag, gradients)
+
+    def _backward_weights(self, action: Action, operation: _Operation) -> None:
+        start = time.monotonic()
+        self._stages[action.stage].backward_weights(action.microbatch)
+        self._note(action, operation, start)
 
     def _infer(self, action: Action, operation: _Operation) -> None:
         message = self._input_of(action, operation)
@@ -266,9 +278,8 @@ class StageWorker:
 
     def _describe(self, action: Action) -> str:
         stage = self._stages[action.stage]
-        last = stage.first_layer + len(stage.layers) - 1
-        what = {"F": "forward", "B": "backward"}[action.op]
-        return f"{what} of micro-batch {action.microbatch}, stage {action.stage} (layers {stage.first_layer} to {last})"
+        layers = f"layers {stage.first_layer} to {stage.first_layer + len(stage.layers) - 1}"
+        return f"{_WORDS[action.op]} of micro-batch {action.microbatch}, stage {action.stage} ({layers})"
 
     @contextlib.contextmanager
     def _eval_mode(self) -> Iterator[None]:

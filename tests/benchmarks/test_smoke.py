@@ -71,6 +71,15 @@ def test_tcp_compares_lp_pipe_with_grpcio() -> None:
         assert_is_spread(party["gigabytes_per_s"])
 
 
+def test_schedules_compares_makespans_with_theory() -> None:
+    parties = figures("schedules")["parties"]
+    assert set(parties) == {"1f1b", "zb_h1", "zbv", "dualpipev"}
+    for party in parties.values():
+        assert_is_spread(party["measured_ms"])
+        assert party["measured_to_theory"]["min"] > 1
+    assert parties["1f1b"]["theory_ms"] > parties["zb_h1"]["theory_ms"] > parties["zbv"]["theory_ms"]
+
+
 def test_engine_tells_the_cost_of_an_action() -> None:
     parties = figures("engine")["parties"]
     expected = {f"{mode}/{schedule}" for mode in ("process", "thread") for schedule in SCHEDULES}

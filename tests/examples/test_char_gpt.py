@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 import math
 import pathlib
@@ -16,6 +17,7 @@ from torch import nn
 
 import lp_pipe.pipeline as pp
 from examples import char_gpt
+from tests.pipeline.plain_loop import PlainLoop, assert_same_state, launched
 
 
 @pytest.fixture
@@ -139,6 +141,21 @@ def test_the_layers_learn(feeder: char_gpt.Feeder) -> None:
         losses.append(value.item())
     assert losses[0] == pytest.approx(math.log(char_gpt.VOCABULARY), rel=0.1)
     assert losses[-1] < 0.6 * losses[0]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zbv", "dualpipev"])
+def test_every_schedule_trains_the_same_gpt(feeder: char_gpt.Feeder, schedule: str) -> None:
+    config = char_gpt.Config(width=32, layers=4, heads=2, context=16, batch_size=4, steps=4, dropout=0.1)
+    model = pp.Model(
+        [pp.Layer(factory, name=name) for name, factory in char_gpt.layer_factories(config)],
+        loss=char_gpt.loss,
+        optimizer=functools.partial(char_gpt.optimizer, learning_rate=1e-2),
+    )
+    batches = [feeder.batch(step) for step in range(config.steps)]
+    plain = PlainLoop(model, 4)
+    with launched("thread", model, batches, stages=2, schedule=schedule, microbatches=4) as pipeline:
+        assert [result.loss for result in pipeline.steps()] == plain.steps(batches)
+        assert_same_state(pipeline.state_dict(), plain.state_dict())
 
 
 def test_no_character_sees_its_future() -> None:

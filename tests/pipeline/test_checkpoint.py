@@ -74,6 +74,7 @@ CUTS: dict[str, dict[str, Any]] = {
     "one": {"stages": 1},
     "four": {"stages": 4, "schedule": "gpipe"},
     "chunks": {"stages": 2, "schedule": "interleaved", "chunks": 2},
+    "v": {"stages": 2, "schedule": "zbv"},
 }
 
 
@@ -86,7 +87,7 @@ def test_optimizer_and_scheduler_go_on_whatever_they_are(tmp_path: Path, schedul
     with launched("thread", model, BATCHES, microbatches=2, **CUTS["chunks"]) as pipeline:
         list(pipeline.steps(3))
         pipeline.save(tmp_path)
-    for options in (CUTS["four"], CUTS["one"]):
+    for options in (CUTS["four"], CUTS["one"], CUTS["v"]):
         with launched("thread", model, BATCHES, microbatches=2, **options) as pipeline:
             pipeline.load(tmp_path)
             list(pipeline.steps())

@@ -22,12 +22,13 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 BATCHES = random_batches([6, 6, 6, 6])
 
 
-def test_evaluation_between_steps_changes_nothing() -> None:
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zbv"])
+def test_evaluation_between_steps_changes_nothing(schedule: str) -> None:
     """Another batch size, other numbers of batches, before, between and after: training goes on as if never asked."""
     model = model_with_everything()
     plain = PlainLoop(model, 4)
     before = torch.get_rng_state()
-    with launched("thread", model, BATCHES, stages=3, microbatches=4) as pipeline:
+    with launched("thread", model, BATCHES, stages=3, schedule=schedule, microbatches=4) as pipeline:
         for step in range(4):
             for batch in random_batches([1, 7, 2]):
                 fingerprint = pipeline.fingerprint()

@@ -71,6 +71,7 @@ STAGES_AND_SCHEDULES: list[dict[str, Any]] = [
     {"stages": 3, "schedule": "interleaved", "chunks": 2},
     {"stages": 2, "schedule": "looped_bfs", "chunks": 2},
     {"stages": 4, "schedule": "looped_bfs", "chunks": 2},
+    *({"stages": stages, "schedule": name} for stages in (1, 2, 3, 4) for name in ("zb_h1", "zbv")),
 ]
 
 
@@ -95,6 +96,49 @@ def test_every_schedule_and_cut_trains_to_the_same_bits(
         _assert_trains_like(PlainLoop(model, microbatches, clip), pipeline)
 
 
+@pytest.mark.parametrize("more", [0, 3])
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_dualpipev_trains_to_the_same_bits(stages: int, more: int) -> None:
+    """It wants two micro-batches a stage, but some batches do not have as many samples."""
+    model, microbatches = model_with_everything(), 2 * stages + more
+    options = {"stages": stages, "schedule": "dualpipev", "microbatches": microbatches, "clip_grad_norm": 0.1}
+    with launched("thread", model, BATCHES, **options) as pipeline:
+        _assert_trains_like(PlainLoop(model, microbatches, 0.1), pipeline)
+
+
+def test_all_schedules_leave_the_same_fingerprint() -> None:
+    model = model_with_everything()
+    fingerprints = set()
+    for schedule in set(pp.schedules()) - {"forward"}:
+        with launched("thread", model, BATCHES, stages=3, schedule=schedule, microbatches=6) as pipeline:
+            list(pipeline.steps())
+            fingerprints.add(pipeline.fingerprint())
+    assert len(fingerprints) == 1
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_stages_may_be_on_any_worker(mode: str) -> None:
+    """Such as the first one on the last worker, and two that do not follow one another on one."""
+    order = {0: 2, 1: 1, 2: 0, 3: 1}
+    stages_of = [[stage for stage in order if order[stage] == worker] for worker in range(3)]
+    rows = [
+        ",".join(f"{stage}F{m}" for stage in stages for m in range(4))
+        + ","
+        + ",".join(f"{stage}{op}{m}" for op in "IW" for stage in stages[::-1] for m in range(4))
+        for stages in stages_of
+    ]
+    schedule = pp.Schedule.from_csv("\n".join(rows), "scattered")
+    assert schedule.placement == (2, 1, 0, 1)
+    model, batches = model_with_everything(), random_batches([10, 12, 8])
+    plain = PlainLoop(model, 4, 0.1)
+    with launched(mode, model, batches, stages=3, schedule=schedule, microbatches=4, clip_grad_norm=0.1) as pipeline:
+        assert pipeline.evaluate(batches).loss == pytest.approx(
+            sum(plain.evaluate(b) * len(b[0]) for b in batches) / 30
+        )
+        assert [result.loss for result in pipeline.steps()] == plain.steps(batches)
+        assert_same_state(pipeline.state_dict(), plain.state_dict())
+
+
 def test_stages_in_processes_train_to_the_same_bits() -> None:
     model = model_with_everything()
     chosen: list[tuple[dict[str, Any], int, float | None]] = [
@@ -103,6 +147,9 @@ def test_stages_in_processes_train_to_the_same_bits() -> None:
         ({"stages": 4, "schedule": "1f1b"}, 3, None),
         ({"stages": 2, "schedule": "interleaved", "chunks": 2}, 4, 0.1),
         ({"stages": 2, "schedule": "looped_bfs", "chunks": 2}, 1, None),
+        ({"stages": 3, "schedule": "zb_h1"}, 4, 0.1),
+        ({"stages": 2, "schedule": "zbv"}, 4, 0.1),
+        ({"stages": 2, "schedule": "dualpipev"}, 5, None),
     ]
     pipelines = [
         (model, BATCHES, {**options, "microbatches": m, "clip_grad_norm": clip}) for options, m, clip in chosen
@@ -302,8 +349,13 @@ PIECES: dict[str, list[pp.Layer]] = {
     "twice": [pp.Layer(UsesItsInputTwice)],
     "branch": [pp.Layer(OpensABranch), pp.Layer(ClosesTheBranch)],
     "identity": [pp.Layer(nn.Identity)],
+    "view": [apply(lambda x: x.transpose(0, 1).transpose(0, 1))],
     "frozen": [pp.Layer(Frozen)],
 }
+
+
+SINGLE_CHUNK = ["gpipe", "1f1b", "zb_h1"]
+TWO_CHUNKS = ["interleaved", "looped_bfs", "zbv", "dualpipev"]
 
 
 @st.composite
@@ -315,8 +367,9 @@ def pipelines(draw: st.DrawFn) -> tuple[list[pp.Layer], dict[str, Any]]:
     pieces = workers * chunks
     cut_points = st.lists(st.integers(1, len(layers) - 1), min_size=pieces - 1, max_size=pieces - 1, unique=True)
     cuts = sorted(draw(cut_points)) if pieces > 1 else []
-    schedule = draw(st.sampled_from(["gpipe", "1f1b"] if chunks == 1 else ["interleaved", "looped_bfs"]))
-    options: dict[str, Any] = {"schedule": schedule, "chunks": chunks, "microbatches": draw(st.integers(1, 6))}
+    schedule = draw(st.sampled_from(SINGLE_CHUNK if chunks == 1 else TWO_CHUNKS))
+    fewest = 2 * workers if schedule == "dualpipev" else 1
+    options: dict[str, Any] = {"schedule": schedule, "chunks": chunks, "microbatches": fewest + draw(st.integers(0, 5))}
     options["stages"] = cuts or workers
     options["clip_grad_norm"] = draw(st.sampled_from([None, 0.05]))
     return layers, options

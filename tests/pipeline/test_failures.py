@@ -1,7 +1,9 @@
 """A stage that fails in the middle of a step: who is told what, and that nothing hangs or is half done."""
 
+import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -159,6 +161,80 @@ def test_stages_on_one_worker_fail_alike(tmp_path: Path, no_leaks: None) -> None
         assert_same_state(pipeline.state_dict(), plain.state_dict())
 
 
+class WeightTrap(Trap):
+    """A linear layer that springs where the gradient of its weight arrives."""
+
+    def __init__(self, trigger: Path, how: str = "raise") -> None:
+        super().__init__(trigger, how)
+        self.seen["weights"] = 0
+        self.inner = nn.Linear(D, D)
+        self.inner.weight.register_hook(lambda gradient: self.spring("weights"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        return y
+
+
+def model_with_weight_traps(folder: Path, how: str = "raise") -> pp.Model:
+    """Six layers: a trap for the gradients of activations before each one for those of weights."""
+    traps = [pp.Layer(trap, folder / f"stage{s}", how) for s in range(STAGES) for trap in (Trap, WeightTrap)]
+    return pp.Model([pp.Layer(nn.Linear, D, D), *traps, pp.Layer(nn.Dropout, 0.3)], squared_error, adam)
+
+
+SPLIT: dict[str, dict[str, Any]] = {
+    "zb_h1": {"stages": [3, 5], "schedule": "zb_h1", "microbatches": 4},
+    "zbv": {"stages": [1, 3, 5], "schedule": "zbv", "microbatches": 4},
+    "dualpipev": {"stages": [1, 3, 5], "schedule": "dualpipev", "microbatches": 4},
+}
+
+
+@pytest.mark.parametrize(("mode", "name"), [*(("thread", name) for name in SPLIT), ("process", "zbv")])
+def test_both_parts_of_a_backward_may_fail(mode: str, name: str, tmp_path: Path, no_leaks: None) -> None:
+    """What the other stages have deferred is forgotten, or it would be added to the next step's gradients."""
+    model = model_with_weight_traps(tmp_path)
+    plain = PlainLoop(model, 4)
+    with launched(mode, model, BATCHES, **SPLIT[name]) as pipeline:
+        for step, (stage, phase) in enumerate((s, p) for s in range(STAGES) for p in ("backward", "weights")):
+            (tmp_path / f"stage{stage}.{phase}").touch()
+            with pytest.raises(Boom) as caught:
+                pipeline.step()
+            assert caught.value.where == f"stage{stage}.{phase}"
+            assert f"of micro-batch {FAILS_AT}, stage" in str(caught.value)
+            if phase == "weights" and name != "dualpipev":
+                assert "backward for weights of micro-batch" in str(caught.value)
+            assert_same_state(pipeline.state_dict(), plain.state_dict())
+            assert pipeline.evaluate(BATCHES[:1]).loss == plain.evaluate(BATCHES[0])
+            assert pipeline.step().loss == plain.step(BATCHES[step])
+            assert_same_state(pipeline.state_dict(), plain.state_dict())
+
+
+def test_a_stop_while_weights_are_pending_ends_the_program(tmp_path: Path, no_leaks: None) -> None:
+    reached = threading.Event()
+
+    def stay(where: str) -> None:
+        reached.set()
+        lp.wait_for_stop()
+
+    ACTIONS["stay"] = stay
+    program = lp.Program("stopped")
+    handle = pp.add_pipeline(program, model_with_weight_traps(tmp_path, "stay"), **SPLIT["zbv"])
+    (tmp_path / "stage1.weights").touch()
+    run = lp.launch(program, "thread")
+    step = run.client(handle)
+    caller = threading.Thread(target=_train_quietly, args=(step,))
+    caller.start()
+    assert reached.wait(WITHIN_S)
+    run.stop()
+    run.wait(WITHIN_S)
+    caller.join(WITHIN_S)
+    assert not caller.is_alive()
+
+
+def _train_quietly(pipeline: pp.PipelineClient) -> None:
+    with contextlib.suppress(lp.Unavailable):  # unless the step ended within the grace
+        pipeline.step(BATCHES[0])
+
+
 def test_a_loss_that_raises_is_the_last_stages_failure(tmp_path: Path, no_leaks: None) -> None:
     def loss(output: Tensor, target: Tensor) -> Tensor:
         if target.shape[0] == 1:
@@ -216,6 +292,16 @@ def test_an_optimizer_that_raises_leaves_no_gradients_behind(no_leaks: None) -> 
 def _train(pipeline: pp.PipelineClient) -> None:
     for _ in pipeline.steps():
         pass
+
+
+def test_a_stage_that_is_killed_with_weights_pending_is_named(tmp_path: Path, no_leaks: None) -> None:
+    program = lp.Program("killed")
+    pipeline = pp.add_pipeline(program, model_with_weight_traps(tmp_path, "kill"), **SPLIT["zb_h1"])
+    program.add_node(lp.PyNode(lambda client: client.step(BATCHES[0]), pipeline), label="trainer")
+    (tmp_path / "stage1.weights").touch()
+    with pytest.raises(lp.NodeError, match="SIGKILL") as caught:
+        lp.launch(program, "process").wait(60)
+    assert (caught.value.label, caught.value.index) == ("stages", 1)
 
 
 @pytest.mark.parametrize(("stage", "phase"), [(0, "forward"), (1, "forward"), (2, "forward"), (1, "backward")])

@@ -138,6 +138,7 @@ def test_the_fingerprint_is_a_sha256_of_all_bytes_in_order() -> None:
         ("thread", {"stages": 1}),
         ("thread", {"stages": 4}),
         ("thread", {"stages": 2, "schedule": "looped_bfs", "chunks": 2}),
+        ("thread", {"stages": 2, "schedule": "zbv"}),
         ("process", {"stages": 2}),
     ]:
         with launched(mode, model, BATCHES, microbatches=2, **options) as pipeline:

@@ -46,6 +46,9 @@ def test_what_cannot_be_built_is_refused_before_launch() -> None:
         stages=[],
         schedule="interleaved",
     )
+    refuses(pp.ScheduleError, "'zbv' with chunks=3: .* use chunks=2", schedule="zbv", chunks=3)
+    refuses(pp.ScheduleError, "use microbatches=4 or more", schedule="dualpipev", stages=2, microbatches=3)
+    refuses(pp.PipelineError, "runs 2: give .* multiple of 2", stages=[1, 2], schedule="dualpipev")
     refuses(pp.ScheduleError, "no schedule '1fb1': did you mean '1f1b'", schedule="1fb1")
     refuses(pp.ScheduleError, "stages=0", stages=0)
     refuses(pp.ScheduleError, "forward.*no backwards", schedule="forward")

@@ -4,7 +4,7 @@ import csv
 import io
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple, Self, cast
 
@@ -78,6 +78,12 @@ class Schedule:
                     f"{max(owners)}: number the stages 0, 1, 2, ..."
                 )
         return tuple(owners[stage] for stage in range(len(owners)))
+
+    def first_microbatches(self, count: int) -> Self:
+        """The same order for the first `count` micro-batches alone; it can run wherever the whole can."""
+        return replace(
+            self, workers=tuple(tuple(a for a in actions if a.microbatch < count) for actions in self.workers)
+        )
 
     def to_csv(self) -> str:
         """Write torch.distributed.pipelining's compute-only CSV: a line per worker, cells such as 0F3."""

@@ -33,11 +33,17 @@ def make_schedule(name: str, stages: int, microbatches: int, chunks: int | None 
     Raises:
         ScheduleError: there is no such name, or no such schedule for these numbers; says which work.
     """
-    if name not in _ENTRIES:
-        nearest = get_close_matches(str(name), schedules(), n=1, cutoff=0.0)[0]
-        raise ScheduleError(f"no schedule {name!r}: did you mean {nearest!r}? There are {', '.join(schedules())}")
-    entry = _ENTRIES[name]
+    entry = _entry(name)
     return entry.generator(stages, microbatches, entry.default_chunks if chunks is None else chunks)
+
+
+def default_chunks(name: str) -> int:
+    """How many virtual stages a worker has, where nobody asks for another number.
+
+    Raises:
+        ScheduleError: there is no such name.
+    """
+    return _entry(name).default_chunks
 
 
 def register_schedule(
@@ -68,6 +74,13 @@ def register_schedule(
         return checked
 
     return register
+
+
+def _entry(name: str) -> _Entry:
+    if name not in _ENTRIES:
+        nearest = get_close_matches(str(name), schedules(), n=1, cutoff=0.0)[0]
+        raise ScheduleError(f"no schedule {name!r}: did you mean {nearest!r}? There are {', '.join(schedules())}")
+    return _ENTRIES[name]
 
 
 def _refuse_second_owner(name: str, generator: Generator) -> None:

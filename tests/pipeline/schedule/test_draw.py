@@ -3,6 +3,7 @@ import pytest
 from lp_pipe.pipeline.schedule import (
     Costs,
     Schedule,
+    dualpipev,
     forward,
     gpipe,
     interleaved,
@@ -11,6 +12,8 @@ from lp_pipe.pipeline.schedule import (
     one_f_one_b,
     simulate,
     to_text,
+    zb_h1,
+    zbv,
 )
 
 EQUAL = Costs(forward=1, backward_input=1, backward_weight=1)
@@ -34,6 +37,9 @@ def test_a_timeline_is_drawn_with_a_line_per_worker() -> None:
         (interleaved, interleaved(2, 4, 2), NO_WEIGHTS),
         (looped_bfs, looped_bfs(2, 3, 2), NO_WEIGHTS),
         (forward, forward(2, 4, 2), NO_WEIGHTS),
+        (zb_h1, zb_h1(3, 4, 1), EQUAL),
+        (zbv, zbv(2, 3, 2), EQUAL),
+        (dualpipev, dualpipev(2, 4, 2), EQUAL),
         (to_text, one_f_one_b(2, 2, 1), EQUAL),
     ],
 )

@@ -5,10 +5,10 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lp_pipe.pipeline.schedule import Costs, Schedule, make_schedule, peak_activations, simulate, verify
+from lp_pipe.pipeline.schedule import Costs, Schedule, forward_on, make_schedule, peak_activations, simulate, verify
 
 EQUAL = Costs(forward=1, backward_input=1, backward_weight=1)
-SINGLE_CHUNK = ("gpipe", "1f1b")
+SINGLE_CHUNK = ("gpipe", "1f1b", "zb_h1", "zbv")  # or a fixed number
 CHUNKED = ("interleaved", "looped_bfs", "forward")
 
 stages = st.integers(1, 6)
@@ -16,6 +16,7 @@ microbatches = st.integers(1, 12)
 any_schedule = st.one_of(
     st.builds(make_schedule, st.sampled_from(SINGLE_CHUNK), stages, microbatches),
     st.builds(make_schedule, st.sampled_from(CHUNKED), stages, microbatches, st.integers(1, 3)),
+    st.builds(lambda p, m: make_schedule("dualpipev", p, 2 * p - 1 + m), stages, microbatches),
 )
 
 
@@ -29,9 +30,21 @@ def test_a_generated_schedule_needs_no_more_credits_than_micro_batches(schedule:
     verify(schedule, credits=schedule.microbatches)
 
 
-@given(name=st.sampled_from(("gpipe", "1f1b", "forward")), p=stages, m=microbatches)
-def test_one_credit_is_enough_for_the_plain_schedules(name: str, p: int, m: int) -> None:
+@given(name=st.sampled_from(("gpipe", "1f1b", "forward", "zb_h1", "zbv")), p=stages, m=microbatches)
+def test_one_credit_is_enough_for_all_but_rounds(name: str, p: int, m: int) -> None:
     verify(make_schedule(name, p, m), credits=1)
+
+
+@given(p=stages, m=microbatches, fewer=st.integers(1, 12))
+def test_one_credit_is_enough_for_dualpipev_and_its_small_batches(p: int, m: int, fewer: int) -> None:
+    schedule = make_schedule("dualpipev", p, 2 * p - 1 + m)
+    verify(schedule, credits=1)
+    verify(schedule.first_microbatches(fewer), credits=1)
+
+
+@given(name=st.sampled_from(("zb_h1", "zbv")), p=stages, m=microbatches)
+def test_evaluation_on_the_same_workers_needs_two_credits(name: str, p: int, m: int) -> None:
+    verify(forward_on(make_schedule(name, p, m).placement, m), credits=2)
 
 
 @given(schedule=any_schedule)

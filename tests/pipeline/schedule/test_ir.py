@@ -4,7 +4,7 @@ import pickle
 import pytest
 
 from lp_pipe.errors import ScheduleError
-from lp_pipe.pipeline.schedule import Action, Schedule, make_schedule
+from lp_pipe.pipeline.schedule import Action, Schedule, make_schedule, verify
 
 # What torch 2.13 writes: its Interleaved1F1B table (2 ranks, 2 stages each, 2 micro-batches) through csv.writer, as
 # `_dump_csv` does for compute_only. Empty cells are idle.
@@ -52,9 +52,16 @@ def test_a_stage_without_worker_is_refused() -> None:
         _ = Schedule.from_csv("0F0\n9000000000F0").stages
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "looped_bfs", "forward"])
+def test_the_first_micro_batches_keep_their_order() -> None:
+    few = make_schedule("dualpipev", 2, 4).first_microbatches(2)
+    assert (few.name, few.microbatches) == ("dualpipev", 2)
+    assert few.to_csv().splitlines()[0] == "0F0,0F1,3F0,3I0,3W0,3F1,3B1,0B0,0B1"
+    verify(few, credits=1)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "looped_bfs", "forward", "zb_h1", "zbv", "dualpipev"])
 def test_csv_round_trip(name: str) -> None:
-    schedule = make_schedule(name, 3, 4)
+    schedule = make_schedule(name, 3, 6)
     assert Schedule.from_csv(schedule.to_csv(), name=name) == schedule
 
 

@@ -1,7 +1,15 @@
 import pytest
 
 from lp_pipe.errors import ScheduleError
-from lp_pipe.pipeline.schedule import Action, Schedule, make_schedule, register_schedule, registry, schedules
+from lp_pipe.pipeline.schedule import (
+    Action,
+    Schedule,
+    default_chunks,
+    make_schedule,
+    register_schedule,
+    registry,
+    schedules,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +30,7 @@ def test_a_function_becomes_a_schedule_that_can_be_asked_for_by_name() -> None:
 
 
 def test_the_schedules_that_come_with_lp_pipe() -> None:
-    assert {"1f1b", "forward", "gpipe", "interleaved", "looped_bfs"} <= set(schedules())
+    assert {"1f1b", "forward", "gpipe", "interleaved", "looped_bfs", "zb_h1", "zbv", "dualpipev"} <= set(schedules())
     assert schedules() == sorted(schedules())
 
 
@@ -38,7 +46,7 @@ def test_an_unknown_name_is_answered_with_the_nearest_and_all_others() -> None:
         make_schedule("1f1bb", 2, 4)
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "looped_bfs", "forward"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "looped_bfs", "forward", "zb_h1", "zbv", "dualpipev"])
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
@@ -56,10 +64,17 @@ def test_numbers_that_do_not_work_are_named_with_those_that_do(
         make_schedule(name, *sizes)
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_h1"])
 def test_chunks_that_a_schedule_cannot_have_are_refused(name: str) -> None:
     with pytest.raises(ScheduleError, match=f"schedule '{name}' with chunks=2: .* use chunks=1"):
         make_schedule(name, 2, 4, chunks=2)
+
+
+@pytest.mark.parametrize("name", ["zbv", "dualpipev"])
+def test_a_v_has_two_legs(name: str) -> None:
+    assert default_chunks(name) == 2
+    with pytest.raises(ScheduleError, match=f"schedule '{name}' with chunks=3: .* use chunks=2"):
+        make_schedule(name, 2, 8, chunks=3)
 
 
 def test_a_name_belongs_to_one_function() -> None:

@@ -3,7 +3,7 @@
 torch's tables come from its pure functions, on a stand-in for the schedule object: the real one wants process groups.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,6 +56,27 @@ def looped_bfs(stages: int, microbatches: int, chunks: int) -> Rows:
     return [cls._calculate_single_rank_operations(table, rank) for rank in range(stages)]
 
 
+def zb_h1(stages: int, microbatches: int, chunks: int) -> Rows:
+    """torch's interleaved zero bubble with one stage a rank, for which the rounds do not matter."""
+    table = SimpleNamespace(
+        n_local_stages=1, pp_group_size=stages, _n_microbatches=microbatches, microbatches_per_round=1
+    )
+    cls = torch_schedules.ScheduleInterleavedZeroBubble
+    return [cls._calculate_single_rank_operations(table, rank) for rank in range(stages)]
+
+
+def zbv(stages: int, microbatches: int, chunks: int) -> Rows:
+    table = SimpleNamespace(pp_group_size=stages, num_stages=2 * stages, _n_microbatches=microbatches)
+    cls = torch_schedules.ScheduleZBVZeroBubble
+    return [cls._calculate_single_rank_operations(table, rank) for rank in range(stages)]
+
+
+def dualpipev(stages: int, microbatches: int, chunks: int) -> Rows:
+    table = SimpleNamespace(pp_group_size=stages, _n_microbatches=microbatches)
+    cls = torch_schedules.ScheduleDualPipeV
+    return [cls._calculate_single_rank_operations(table, rank) for rank in range(stages)]
+
+
 def as_schedule(rows: Rows) -> Schedule:
     """Go through torch's own printing of its actions, as its CSV does."""
     return Schedule.from_csv("\n".join(",".join("" if a is None else str(a) for a in row) for row in rows), "torch")
@@ -89,7 +110,17 @@ def test_looped_bfs_takes_as_long_as_torchs(stages: int, microbatches: int, chun
     assert simulate(ours, EQUAL).makespan == simulate(theirs, EQUAL).makespan
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "looped_bfs", "forward"])
+@pytest.mark.parametrize("generator", [zb_h1, zbv, dualpipev], ids=lambda generator: generator.__name__)
+@pytest.mark.parametrize("stages", range(2, 9))
+def test_zero_bubble_schedules_are_torchs(generator: Callable[[int, int, int], Rows], stages: int) -> None:
+    name = generator.__name__
+    for microbatches in range(2 * stages if name == "dualpipev" else 1, 4 * stages + 2):
+        ours, theirs = make_schedule(name, stages, microbatches), as_schedule(generator(stages, microbatches, 2))
+        assert ours.workers == theirs.workers
+        assert simulate(ours, EQUAL).makespan <= simulate(theirs, EQUAL).makespan
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "looped_bfs", "forward", "zb_h1", "zbv", "dualpipev"])
 def test_torch_reads_our_csv(name: str) -> None:
     schedule = make_schedule(name, 3, 6)
     rows = [row.split(",") for row in schedule.to_csv().splitlines()]
