@@ -62,7 +62,8 @@ class Snapshot:
             AssertionError: it has not within `patience_s`; names each leak.
         """
         leaks = self._wait_until_gone(patience_s)
-        assert not leaks, "\n".join([f"{len(leaks)} leaked:", *(f"- {leak}" for leak in leaks)])
+        if leaks:  # not `assert`: pytest would rewrite it here, and change the text
+            raise AssertionError("\n".join([f"{len(leaks)} leaked:", *(f"- {leak}" for leak in leaks)]))
 
     def _wait_until_gone(self, patience_s: float) -> list[str]:
         deadline = time.monotonic() + patience_s

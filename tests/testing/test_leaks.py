@@ -226,7 +226,9 @@ def test_all_leaks_are_in_one_message(later: ExitStack) -> None:
     assert all(name in message for name in ("'first'", "'second'", "third-"))
 
 
-def test_the_temporary_folder_is_the_usual_one_again_afterwards() -> None:
+def test_the_temporary_folder_is_the_usual_one_again_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)  # another test's patch may have been undone late
+    monkeypatch.delenv("TMPDIR", raising=False)
     before = tempfile.gettempdir(), os.environ.get("TMPDIR")
     with assert_no_leaks():
         inside = tempfile.gettempdir()
