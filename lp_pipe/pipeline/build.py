@@ -45,34 +45,19 @@ def build_layers(sources: Sequence[Any], first_layer: int, seed: int) -> list[nn
 
 def parameter_count(source: Any) -> int:
     """Numbers in the parameters of a layer; a factory is run on the meta device, if it can be, to allocate nothing."""
+    return sum(parameter.numel() for parameter in outlined(source).parameters())
+
+
+def outlined(source: Any) -> nn.Module:
+    """The layer, to be looked at only: a factory's has no numbers in its parameters if that is possible."""
     module: Any = source.module if isinstance(source, FromFunction) else source
-    if isinstance(module, Layer):
-        module = _built_for_counting(module)
-    return sum(parameter.numel() for parameter in module.parameters())
+    return _built_on_meta(module) if isinstance(module, Layer) else module
 
 
-def _built_for_counting(layer: Layer) -> nn.Module:
+def _built_on_meta(layer: Layer) -> nn.Module:
     with layer_rng(0, 0):  # so that the caller's random state stays as it is
         try:
             with torch.device("meta"):
                 return layer.build()
         except (NotImplementedError, RuntimeError):  # it looks at values, such as `linspace(...).tolist()`
             return layer.build()
-
-
-def refuse_ties_across(sources: Sequence[Any], cuts: Sequence[int]) -> None:
-    """Raise when two stages would train copies of one parameter, which then drift apart.
-
-    Raises:
-        PipelineError: names both layers and says how to cut instead.
-    """
-    owners: dict[int, int] = {}
-    for index, source in enumerate(sources):
-        module = source.module if isinstance(source, FromFunction) else source
-        for parameter in module.parameters() if isinstance(module, nn.Module) else ():
-            first = owners.setdefault(id(parameter), index)
-            if any(first < cut <= index for cut in cuts):
-                raise PipelineError(
-                    f"layers {first} and {index} share a parameter but are in different stages (cuts {list(cuts)}): "
-                    f"choose cut points that leave layers {first} to {index} in one stage"
-                )

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.message import Message, tensors_of, with_repeats
 from lp_pipe.pipeline.rng import step_rng
-from lp_pipe.pipeline.split_backward import SplitBackward
+from lp_pipe.pipeline.split_backward import Roots, SplitBackward, backward
 
 _EVALUATION = -1  # in place of a step
 
@@ -31,15 +31,27 @@ class Stash:
 
 
 class Stage:
-    """Consecutive layers of the model, called one after another."""
+    """Consecutive layers of the model, called one after another.
 
-    def __init__(self, index: int, first_layer: int, layers: list[nn.Module], seed: int) -> None:
+    tied: parameters that other stages have, too, by the first of their names; those of earlier stages are borrowed.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        first_layer: int,
+        layers: list[nn.Module],
+        seed: int,
+        tied: Mapping[str, nn.Parameter] = MappingProxyType({}),
+    ) -> None:
         self.index = index
         self.first_layer = first_layer
         self.layers = layers
         self._seed = seed
+        self._tied = tied
+        self._borrowed = [tied[name] for name in tied if int(name.split(".", 1)[0]) < first_layer]
         self.activation_stash: dict[int, Stash] = {}
-        self._weight_stash: dict[int, Callable[[], None]] = {}  # the second parts of backwards
+        self._weight_stash: dict[int, Callable[[Roots], None]] = {}  # the second parts of backwards
 
     def forward(self, message: Message, step: int, microbatch: int) -> Any:
         """Train-mode forward of one micro-batch; its graph waits in the stash until `backward`.
@@ -64,46 +76,59 @@ class Stage:
         return value
 
     def backward(
-        self, microbatch: int, gradients: Sequence[Tensor | None], *, defer_weights: bool = False
+        self, microbatch: int, gradients: Sequence[Tensor | None], more: Roots = (), *, defer_weights: bool = False
     ) -> list[Tensor | None]:
         """Accumulate the parameters' gradients; returns those of the forward's inputs, in order.
 
         gradients: one for each output tensor that wanted one; None where the loss does not depend on it.
+        more: other tensors of the stage, with gradients that have come from elsewhere.
         defer_weights: leave the parameters to `backward_weights`.
         """
         wanted = [output for output in self.activation_stash[microbatch].outputs if output.requires_grad]
-        roots = [(root, grad) for root, grad in zip(wanted, gradients, strict=True) if grad is not None]
-        return self._backward(microbatch, [root for root, _ in roots], [grad for _, grad in roots], defer_weights)
+        roots = [*zip(wanted, gradients, strict=True), *more]
+        return self._backward(microbatch, [root for root in roots if root[1] is not None], defer_weights)
 
     def backward_from_loss(self, microbatch: int, loss: Tensor, *, defer_weights: bool = False) -> list[Tensor | None]:
         """As `backward`, on the stage that computes the loss."""
-        return self._backward(microbatch, [loss], [None], defer_weights)
+        return self._backward(microbatch, [(loss, None)], defer_weights)
 
-    def backward_weights(self, microbatch: int) -> None:
+    def backward_weights(self, microbatch: int, more: Roots = ()) -> None:
         """Accumulate the gradients that a backward has deferred; frees the micro-batch's activations."""
-        self._weight_stash.pop(microbatch)()
+        self._weight_stash.pop(microbatch)([root for root in more if root[1] is not None])
+
+    def tied_parameters(self, names: Sequence[str]) -> list[nn.Parameter]:
+        """This stage's own or borrowed ones, by the first of each one's names in the model."""
+        return [self._tied[name] for name in names]
+
+    def take_gradients(self, names: Sequence[str]) -> list[Tensor | None]:
+        """What one micro-batch's backward has left for borrowed parameters, which then have none."""
+        borrowed = self.tied_parameters(names)
+        gradients = [parameter.grad for parameter in borrowed]
+        for parameter in borrowed:
+            parameter.grad = None
+        return gradients
 
     def discard(self) -> None:
         """Forget the forwards and backwards that an aborted step has not finished."""
         self.activation_stash.clear()
         self._weight_stash.clear()
+        for parameter in self._borrowed:
+            parameter.grad = None
 
-    def _backward(
-        self, microbatch: int, roots: list[Tensor], gradients: list[Tensor | None], defer_weights: bool
-    ) -> list[Tensor | None]:
+    def _backward(self, microbatch: int, roots: Roots, defer_weights: bool) -> list[Tensor | None]:
         stash = self.activation_stash.pop(microbatch)
-        run: Callable[[], None] = partial(torch.autograd.backward, roots, gradients) if roots else _nothing
         if not defer_weights:
-            run()
+            backward(roots)
         elif roots and stash.entry is not None:
-            self._weight_stash[microbatch] = SplitBackward(roots, gradients, stash.entry).accumulate
+            outputs, gradients = [root for root, _ in roots], [gradient for _, gradient in roots]
+            self._weight_stash[microbatch] = SplitBackward(outputs, gradients, stash.entry).accumulate
         else:  # no input wants a gradient, as on the first stage: nobody waits for any of this
-            self._weight_stash[microbatch] = run
+            self._weight_stash[microbatch] = lambda more: backward([*roots, *more])
         return stash.input_gradients
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters under the names that nn.Sequential(*all_layers) gives them; a shared one once."""
-        seen: set[int] = set()
+        """Own parameters under the names that nn.Sequential(*all_layers) gives them; a shared one once."""
+        seen = {id(parameter) for parameter in self._borrowed}
         for index, layer in enumerate(self.layers, start=self.first_layer):
             for name, parameter in layer.named_parameters(prefix=str(index)):
                 if id(parameter) not in seen:
@@ -178,7 +203,3 @@ def _enter(message: Message, stash: Stash) -> Any:
         for index, tensor in zip(wanted, entered, strict=True):
             leaves[index] = tensor
     return pytree.tree_unflatten(with_repeats(leaves), spec)
-
-
-def _nothing() -> None:
-    """The backward of outputs that the loss does not depend on."""
