@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from lp_pipe.pipeline.client import PipelineHandle as PipelineHandle
     from lp_pipe.pipeline.rng import layer_rng as layer_rng
     from lp_pipe.pipeline.rng import step_rng as step_rng
+    from lp_pipe.pipeline.skips import Pop as Pop
+    from lp_pipe.pipeline.skips import Sequential as Sequential
+    from lp_pipe.pipeline.skips import Stash as Stash
 
 _NEEDS_TORCH = {
     "add_pipeline": "add",
@@ -37,6 +40,9 @@ _NEEDS_TORCH = {
     "PipelineHandle": "client",
     "layer_rng": "rng",
     "step_rng": "rng",
+    "Pop": "skips",
+    "Sequential": "skips",
+    "Stash": "skips",
 }
 
 

@@ -15,8 +15,9 @@ from lp_pipe.pipeline.conductor import Conductor
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
 from lp_pipe.pipeline.cuts import balanced_cuts, check_cuts
 from lp_pipe.pipeline.model import Model, sources_of
-from lp_pipe.pipeline.schedule import Schedule, default_chunks, make_schedule, schedules, verify
+from lp_pipe.pipeline.schedule import Schedule, default_chunks, forward_on, make_schedule, schedules, verify
 from lp_pipe.pipeline.schedule.channels import Edge
+from lp_pipe.pipeline.skips import seen_by_setup, skip_edges
 from lp_pipe.pipeline.tied import Names, layer_of, refuse_shared_buffers, tied_edges, tied_names
 from lp_pipe.pipeline.worker import StageWorker
 from lp_pipe.program import Program
@@ -59,11 +60,11 @@ def add_pipeline(
         raise PipelineError(f"channel={channel!r}: known are {', '.join(CHANNELS)}")
     if microbatches < 1:
         raise PipelineError(f"microbatches={microbatches}: a step needs at least 1")
-    sources = sources_of(model)
+    sources = [seen_by_setup(source) for source in sources_of(model)]
     made, name = _made(schedule, stages, microbatches, chunks)
     cuts = _cuts(sources, stages, made.stages)
     tied = tied_names(sources, model.tied)
-    edges = tied_edges(tied, cuts)
+    edges = tied_edges(tied, cuts) + skip_edges(sources, cuts)
     config = PipelineConfig(
         placement=made.placement,
         schedule=name or made,
@@ -116,11 +117,20 @@ def _worker_count(stages: int | Sequence[int], chunks: int | None, schedule: str
 def _sufficient_credits(schedule: Schedule, edges: Sequence[Edge]) -> int:
     """Prove the schedule, with few messages in flight where that is enough (some need one per micro-batch)."""
     try:
-        verify(schedule, credits=_CREDITS, edges=edges)
+        _verify(schedule, _CREDITS, edges)
         return _CREDITS
     except ScheduleError:
-        verify(schedule, credits=max(_CREDITS, schedule.microbatches), edges=edges)
-        return max(_CREDITS, schedule.microbatches)
+        credits = max(_CREDITS, schedule.microbatches)
+        _verify(schedule, credits, edges)
+        return credits
+
+
+def _verify(schedule: Schedule, credits: int, edges: Sequence[Edge]) -> None:
+    verify(schedule, credits=credits, edges=edges)
+    if (
+        edges
+    ):  # evaluation sends stashed values, too; its order repeats itself after as many batches as there are workers
+        verify(forward_on(schedule.placement, 4 * len(schedule.workers)), credits=credits, edges=edges)
 
 
 def _cuts(sources: Sequence[Any], stages: int | Sequence[int], pieces: int) -> list[int]:

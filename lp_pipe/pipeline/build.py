@@ -10,6 +10,7 @@ from torch import nn
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.model import FromFunction, Layer, built_by_function
 from lp_pipe.pipeline.rng import layer_rng
+from lp_pipe.pipeline.skips import Skip
 
 
 def build_layers(sources: Sequence[Any], first_layer: int, seed: int) -> list[nn.Module]:
@@ -22,9 +23,9 @@ def build_layers(sources: Sequence[Any], first_layer: int, seed: int) -> list[nn
     layers: list[nn.Module] = []
     ready: list[int] = []
     for index, source in enumerate(sources, start=first_layer):
-        if isinstance(source, Layer):
+        if isinstance(source, Layer) or (isinstance(source, Skip) and not source.is_built):
             with layer_rng(seed, index):
-                layer = source.build()
+                layer = _built(source)
         elif isinstance(source, FromFunction):
             if source.function not in functions:
                 functions[source.function] = built_by_function(source.function, seed)
@@ -51,13 +52,22 @@ def parameter_count(source: Any) -> int:
 def outlined(source: Any) -> nn.Module:
     """The layer, to be looked at only: a factory's has no numbers in its parameters if that is possible."""
     module: Any = source.module if isinstance(source, FromFunction) else source
-    return _built_on_meta(module) if isinstance(module, Layer) else module
+    is_built = module.is_built if isinstance(module, Skip) else isinstance(module, nn.Module)
+    return module if is_built else _built_on_meta(module)
 
 
-def _built_on_meta(layer: Layer) -> nn.Module:
+def _built(layer: Layer | Skip) -> nn.Module:
+    module = layer.build()
+    if isinstance(layer, Layer) and isinstance(module, Skip):
+        kind = f"pp.{type(module).__name__}({module.name!r}, "
+        raise PipelineError(f"{layer!r} makes a {kind}…): write {kind}pp.Layer(…)), so that its name is known before")
+    return module
+
+
+def _built_on_meta(layer: Layer | Skip) -> nn.Module:
     with layer_rng(0, 0):  # so that the caller's random state stays as it is
         try:
             with torch.device("meta"):
-                return layer.build()
+                return _built(layer)
         except (NotImplementedError, RuntimeError):  # it looks at values, such as `linspace(...).tolist()`
-            return layer.build()
+            return _built(layer)

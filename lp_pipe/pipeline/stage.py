@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.message import Message, tensors_of, with_repeats
 from lp_pipe.pipeline.rng import step_rng
+from lp_pipe.pipeline.skips import call
 from lp_pipe.pipeline.split_backward import Roots, SplitBackward, backward
 
 _EVALUATION = -1  # in place of a step
@@ -23,11 +24,14 @@ class Stash:
     """What a forward leaves for its backward.
 
     The outputs' graph; where it begins, if an input wants a gradient; and where the inputs' gradients will arrive.
+    By name: stashed values that other stages pop, and where the gradients of those popped here will arrive.
     """
 
     outputs: list[Tensor] = field(default_factory=list)
     entry: Tensor | None = None
     input_gradients: list[Tensor | None] = field(default_factory=list)
+    stashed: dict[str, list[Tensor]] = field(default_factory=dict)
+    popped_gradients: dict[str, list[Tensor | None]] = field(default_factory=dict)
 
 
 class Stage:
@@ -52,28 +56,21 @@ class Stage:
         self._borrowed = [tied[name] for name in tied if int(name.split(".", 1)[0]) < first_layer]
         self.activation_stash: dict[int, Stash] = {}
         self._weight_stash: dict[int, Callable[[Roots], None]] = {}  # the second parts of backwards
+        self._popped_gradients: dict[tuple[int, str], list[Tensor | None]] = {}
 
-    def forward(self, message: Message, step: int, microbatch: int) -> Any:
+    def forward(self, message: Message, step: int, microbatch: int, skips: dict[str, Any] | None = None) -> Any:
         """Train-mode forward of one micro-batch; its graph waits in the stash until `backward`.
 
+        skips: by name, the messages with the values that this stage's Pops take from other stages; afterwards the
+        values that its Stashes have for other stages, with their graph.
         Returns the last layer's output with its graph, for the loss, or for `to_message`.
         """
-        stash = Stash()
-        value = _enter(message, stash)
-        for index, layer in enumerate(self.layers, start=self.first_layer):
-            with step_rng(self._seed, index, step, microbatch):
-                value = layer(value)
-        stash.outputs = tensors_of(value)
-        self.activation_stash[microbatch] = stash
-        return value
+        stash = self.activation_stash[microbatch] = Stash()
+        return self._run(message, step, microbatch, stash, {} if skips is None else skips)
 
-    def infer(self, message: Message, microbatch: int) -> Any:
+    def infer(self, message: Message, microbatch: int, skips: dict[str, Any] | None = None) -> Any:
         """Forward without a graph; the caller has set eval mode. What draws even so draws the same everywhere."""
-        value = _enter(message, Stash())
-        for index, layer in enumerate(self.layers, start=self.first_layer):
-            with step_rng(self._seed, index, _EVALUATION, microbatch):
-                value = layer(value)
-        return value
+        return self._run(message, _EVALUATION, microbatch, Stash(), {} if skips is None else skips)
 
     def backward(
         self, microbatch: int, gradients: Sequence[Tensor | None], more: Roots = (), *, defer_weights: bool = False
@@ -108,22 +105,44 @@ class Stage:
             parameter.grad = None
         return gradients
 
+    def stashed(self, microbatch: int, name: str) -> list[Tensor]:
+        """The tensors of a value that went to another stage, and that its gradients come back to."""
+        return [tensor for tensor in self.activation_stash[microbatch].stashed[name] if tensor.requires_grad]
+
+    def take_popped_gradients(self, microbatch: int, name: str) -> list[Tensor | None]:
+        """The gradients of a value that came from another stage, after the backward."""
+        return self._popped_gradients.pop((microbatch, name))
+
     def discard(self) -> None:
         """Forget the forwards and backwards that an aborted step has not finished."""
         self.activation_stash.clear()
         self._weight_stash.clear()
+        self._popped_gradients.clear()
         for parameter in self._borrowed:
             parameter.grad = None
+
+    def _run(self, message: Message, step: int, microbatch: int, stash: Stash, skips: dict[str, Any]) -> Any:
+        value = _enter(message, stash, stash.input_gradients)
+        for name in skips:
+            skips[name] = _enter(skips[name], stash, stash.popped_gradients.setdefault(name, []))
+        for index, layer in enumerate(self.layers, start=self.first_layer):
+            with step_rng(self._seed, index, step, microbatch):
+                value = call(layer, (value,), skips)
+        stash.outputs = tensors_of(value)
+        stash.stashed = {name: tensors_of(skip) for name, skip in skips.items()}
+        return value
 
     def _backward(self, microbatch: int, roots: Roots, defer_weights: bool) -> list[Tensor | None]:
         stash = self.activation_stash.pop(microbatch)
         if not defer_weights:
             backward(roots)
         elif roots and stash.entry is not None:
-            outputs, gradients = [root for root, _ in roots], [gradient for _, gradient in roots]
-            self._weight_stash[microbatch] = SplitBackward(outputs, gradients, stash.entry).accumulate
+            split = SplitBackward([root for root, _ in roots], [gradient for _, gradient in roots], stash.entry)
+            self._weight_stash[microbatch] = split.accumulate
         else:  # no input wants a gradient, as on the first stage: nobody waits for any of this
             self._weight_stash[microbatch] = lambda more: backward([*roots, *more])
+        for name, gradients in stash.popped_gradients.items():
+            self._popped_gradients[microbatch, name] = gradients
         return stash.input_gradients
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -190,16 +209,17 @@ class _Entry(torch.autograd.Function):
         return (None, None, *(None for _ in gradients))
 
 
-def _enter(message: Message, stash: Stash) -> Any:
+def _enter(message: Message, stash: Stash, gradients: list[Tensor | None]) -> Any:
     """The message's value, with the tensors that want a gradient attached to the stage's graph."""
     leaves, spec = pytree.tree_flatten(message.value)
     if any(message.wants_gradient):
         tensors = iter(message.wants_gradient)
         wanted = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and next(tensors)]
-        stash.input_gradients[:] = [None] * len(wanted)
-        stash.entry = torch.empty(0, requires_grad=True)
+        gradients[:] = [None] * len(wanted)
+        if stash.entry is None:
+            stash.entry = torch.empty(0, requires_grad=True)
         tensors_in = (leaves[index] for index in wanted)
-        entered = _Entry.apply(stash.entry, stash.input_gradients, *tensors_in)  # type: ignore[no-untyped-call]
+        entered = _Entry.apply(stash.entry, gradients, *tensors_in)  # type: ignore[no-untyped-call]
         for index, tensor in zip(wanted, entered, strict=True):
             leaves[index] = tensor
     return pytree.tree_unflatten(with_repeats(leaves), spec)

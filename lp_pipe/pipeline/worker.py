@@ -186,13 +186,14 @@ class StageWorker:
 
     def _forward(self, action: Action, operation: _Operation) -> None:
         message = self._input_of(action, operation)
+        skips = self._side.values(action, operation.tag)
         start = time.monotonic()
-        value = self._stages[action.stage].forward(message, operation.step, action.microbatch)
+        value = self._stages[action.stage].forward(message, operation.step, action.microbatch, skips)
         if action.stage == self._config.last_stage:
             loss = self._loss(value, action.microbatch, operation)
             operation.losses[action.microbatch] = loss
         self._note(action, operation, start)
-        self._hand_on(action, operation, value)
+        self._hand_on(action, operation, value, skips)
 
     def _backward(self, action: Action, operation: _Operation) -> None:
         stage = self._stages[action.stage]
@@ -223,15 +224,16 @@ class StageWorker:
 
     def _infer(self, action: Action, operation: _Operation) -> None:
         message = self._input_of(action, operation)
+        skips = self._side.values(action, operation.tag)
         start = time.monotonic()
-        value = self._stages[action.stage].infer(message, action.microbatch)
+        value = self._stages[action.stage].infer(message, action.microbatch, skips)
         if action.stage == self._config.last_stage:
             if operation.targets:
                 self._loss(value, action.microbatch, operation)
             else:
                 operation.report.outputs.append(value)
         self._note(action, operation, start)
-        self._hand_on(action, operation, value)
+        self._hand_on(action, operation, value, skips)
 
     def _input_of(self, action: Action, operation: _Operation) -> Message:
         channel = self._channels.receives(action)
@@ -240,11 +242,12 @@ class StageWorker:
         value, wants_gradient = self._links.receive(channel, operation.tag)
         return Message(value, wants_gradient)
 
-    def _hand_on(self, action: Action, operation: _Operation, value: Any) -> None:
+    def _hand_on(self, action: Action, operation: _Operation, value: Any, skips: Mapping[str, Any]) -> None:
         channel = self._channels.sends(action)
         if channel is not None:
             message = to_message(value)
             self._links.send(channel, operation.tag, (message.value, message.wants_gradient))
+        self._side.send_values(action, operation.tag, skips)
 
     def _loss(self, output: Any, microbatch: int, operation: _Operation) -> Tensor:
         """The weighted loss of one micro-batch, added to the report."""
