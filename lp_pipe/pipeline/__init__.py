@@ -26,6 +26,8 @@ from lp_pipe.pipeline.schedule import verify as verify
 
 if TYPE_CHECKING:
     from lp_pipe.pipeline.add import add_pipeline as add_pipeline
+    from lp_pipe.pipeline.both_ways import CheckReport as CheckReport
+    from lp_pipe.pipeline.both_ways import check as check
     from lp_pipe.pipeline.client import PipelineClient as PipelineClient
     from lp_pipe.pipeline.client import PipelineHandle as PipelineHandle
     from lp_pipe.pipeline.rng import layer_rng as layer_rng
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
 
 _NEEDS_TORCH = {
     "add_pipeline": "add",
+    "check": "both_ways",
+    "CheckReport": "both_ways",
     "PipelineClient": "client",
     "PipelineHandle": "client",
     "layer_rng": "rng",

@@ -11,6 +11,7 @@ from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.model import FromFunction, Layer, built_by_function
 from lp_pipe.pipeline.rng import layer_rng
 from lp_pipe.pipeline.skips import Skip
+from lp_pipe.pipeline.wrapper import Wrapper
 
 
 def build_layers(sources: Sequence[Any], first_layer: int, seed: int) -> list[nn.Module]:
@@ -23,7 +24,7 @@ def build_layers(sources: Sequence[Any], first_layer: int, seed: int) -> list[nn
     layers: list[nn.Module] = []
     ready: list[int] = []
     for index, source in enumerate(sources, start=first_layer):
-        if isinstance(source, Layer) or (isinstance(source, Skip) and not source.is_built):
+        if isinstance(source, Layer) or (isinstance(source, Wrapper) and not source.is_built):
             with layer_rng(seed, index):
                 layer = _built(source)
         elif isinstance(source, FromFunction):
@@ -52,11 +53,11 @@ def parameter_count(source: Any) -> int:
 def outlined(source: Any) -> nn.Module:
     """The layer, to be looked at only: a factory's has no numbers in its parameters if that is possible."""
     module: Any = source.module if isinstance(source, FromFunction) else source
-    is_built = module.is_built if isinstance(module, Skip) else isinstance(module, nn.Module)
+    is_built = module.is_built if isinstance(module, Wrapper) else isinstance(module, nn.Module)
     return module if is_built else _built_on_meta(module)
 
 
-def _built(layer: Layer | Skip) -> nn.Module:
+def _built(layer: Layer | Wrapper) -> nn.Module:
     module = layer.build()
     if isinstance(layer, Layer) and isinstance(module, Skip):
         kind = f"pp.{type(module).__name__}({module.name!r}, "
@@ -64,7 +65,7 @@ def _built(layer: Layer | Skip) -> nn.Module:
     return module
 
 
-def _built_on_meta(layer: Layer | Skip) -> nn.Module:
+def _built_on_meta(layer: Layer | Wrapper) -> nn.Module:
     with layer_rng(0, 0):  # so that the caller's random state stays as it is
         try:
             with torch.device("meta"):

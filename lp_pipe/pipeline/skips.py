@@ -5,7 +5,7 @@
 In a pipeline a value has a channel of its own, straight from stage to stage. Source: torchgpipe's @skippable.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from torch import Tensor, nn
@@ -15,58 +15,18 @@ from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.message import tensors_of
 from lp_pipe.pipeline.model import FromFunction, Layer
 from lp_pipe.pipeline.schedule.channels import Edge
+from lp_pipe.pipeline.wrapper import Wrapper
 
 
-class Skip(nn.Module):
-    """A layer with a name for its skip; its parameters have the names that they have without it.
-
-    layer: a module, or a pp.Layer that its stage builds. It may be a Stash or Pop itself: `Pop("a", Stash("b", layer))`
-    is called `layer(x, a)` and returns (y, b).
-    """
+class Skip(Wrapper):
+    """A layer with a name for its skip. One layer may have two: `Pop("a", Stash("b", layer))` calls `layer(x, a)`."""
 
     def __init__(self, name: str, layer: Any) -> None:
-        super().__init__()
-        if not isinstance(layer, (nn.Module, Layer)):
-            raise TypeError(f"{type(self).__name__}({name!r}, ...) takes a module or a pp.Layer, not {layer!r}")
+        super().__init__(layer)
         self.name = name
-        self.layer: Any = layer
 
-    @property
-    def is_built(self) -> bool:
-        return self.layer.is_built if isinstance(self.layer, Skip) else isinstance(self.layer, nn.Module)
-
-    def build(self) -> Self:
-        """The same around the module that the pp.Layer makes; the caller seeds the generator."""
-        return type(self)(self.name, self.layer.build())
-
-    def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """This and the layer have one name, so that all below it is named as it would be alone."""
-        memo = set() if memo is None else memo
-        if self not in memo:
-            if remove_duplicate:
-                memo.add(self)
-            yield prefix, self
-            if self.is_built:
-                yield from self.layer.named_modules(memo, prefix, remove_duplicate)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """That of the layer."""
-        return self.layer.state_dict(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "layer":
-                raise
-            return getattr(self.layer, name)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        for key in [key for key in state_dict if key.startswith(prefix)]:
-            state_dict[f"{prefix}layer.{key.removeprefix(prefix)}"] = state_dict.pop(key)
-        super()._load_from_state_dict(state_dict, prefix, *args)
+    def around(self, layer: Any) -> Self:
+        return type(self)(self.name, layer)
 
 
 class Stash(Skip):
@@ -153,11 +113,6 @@ def skip_edges(sources: Sequence[Any], cuts: Sequence[int]) -> list[Edge]:
     crossing = [(name, first, last) for name, (first, last) in ends.items() if first != last]
     values = [Edge("value", first, last, (name,)) for name, first, last in crossing]
     return values + [Edge("value gradient", last, first, (name,)) for name, first, last in crossing]
-
-
-def without_skips(layer: nn.Module) -> nn.Module:
-    """The layer itself."""
-    return without_skips(layer.layer) if isinstance(layer, Skip) else layer
 
 
 def _check_turn(skip: Skip, index: int, ends: list[int]) -> None:

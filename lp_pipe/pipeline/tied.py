@@ -14,7 +14,7 @@ from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.build import build_layers, outlined
 from lp_pipe.pipeline.model import FromFunction
 from lp_pipe.pipeline.schedule.channels import Edge, EdgeKind
-from lp_pipe.pipeline.skips import without_skips
+from lp_pipe.pipeline.wrapper import unwrapped
 
 Names = tuple[str, ...]  # of one parameter, in the order of the layers; the first one is what the optimizer sees
 
@@ -130,4 +130,4 @@ def _place(layers: Mapping[int, nn.Module], name: str) -> tuple[nn.Module, str]:
     """The module that has a parameter, and the attribute that it is there."""
     index, path = name.split(".", 1)
     inner, _, attribute = path.rpartition(".")
-    return without_skips(layers[int(index)]).get_submodule(inner), attribute
+    return unwrapped(layers[int(index)]).get_submodule(inner), attribute

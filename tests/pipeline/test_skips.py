@@ -334,7 +334,7 @@ def test_what_is_wrong_with_a_skip_is_said_where_it_runs() -> None:
         pp.Sequential([pp.Stash("a", nn.ReLU())])(torch.ones(1))
     with pytest.raises(pp.PipelineError, match=r"Pop\('a'\): no layer before it has stashed that"):
         pp.Sequential([pp.Pop("a", Adds())])(torch.ones(1))
-    with pytest.raises(TypeError, match=r"Stash\('a', ...\) takes a module or a pp.Layer, not 3"):
+    with pytest.raises(TypeError, match=r"Stash takes a module or a pp.Layer, not 3"):
         pp.Stash("a", 3)
 
 
