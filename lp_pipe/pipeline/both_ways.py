@@ -154,9 +154,10 @@ def _results_differ(losses: tuple[float, float], got: dict[str, Any], wanted: di
     for name, value in wanted.items():
         difference = _difference(pytree.tree_leaves(got[name]), pytree.tree_leaves(value))
         if difference is not None:
+            layer = name.split(".", 1)[0]
             reason = (
-                f"the outputs of all layers are equal, but after the step {name} (of layer {name.split('.', 1)[0]}) is the "
-                f"first parameter or buffer that differs, by up to {difference:.3g}: does a backward, or the optimizer, "
+                f"the outputs of all layers are equal, but after the step {name} (of layer {layer}) is the first "
+                f"parameter or buffer that differs, by up to {difference:.3g}: does a backward, or the optimizer, "
                 "depend on more than gradients and parameters?"
             )
             return CheckReport(False, 0, name=name, max_difference=difference, reason=reason)
