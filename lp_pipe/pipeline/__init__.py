@@ -26,17 +26,27 @@ from lp_pipe.pipeline.schedule import verify as verify
 
 if TYPE_CHECKING:
     from lp_pipe.pipeline.add import add_pipeline as add_pipeline
+    from lp_pipe.pipeline.both_ways import CheckReport as CheckReport
+    from lp_pipe.pipeline.both_ways import check as check
     from lp_pipe.pipeline.client import PipelineClient as PipelineClient
     from lp_pipe.pipeline.client import PipelineHandle as PipelineHandle
     from lp_pipe.pipeline.rng import layer_rng as layer_rng
     from lp_pipe.pipeline.rng import step_rng as step_rng
+    from lp_pipe.pipeline.skips import Pop as Pop
+    from lp_pipe.pipeline.skips import Sequential as Sequential
+    from lp_pipe.pipeline.skips import Stash as Stash
 
 _NEEDS_TORCH = {
     "add_pipeline": "add",
+    "check": "both_ways",
+    "CheckReport": "both_ways",
     "PipelineClient": "client",
     "PipelineHandle": "client",
     "layer_rng": "rng",
     "step_rng": "rng",
+    "Pop": "skips",
+    "Sequential": "skips",
+    "Stash": "skips",
 }
 
 

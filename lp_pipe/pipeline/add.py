@@ -1,7 +1,6 @@
 """Add a pipeline to a program: one node per stage worker, connected by channels."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +8,17 @@ from lp_pipe.address import Address
 from lp_pipe.errors import PipelineError, ScheduleError
 from lp_pipe.handles import CourierHandle, Handle
 from lp_pipe.nodes import CourierNode
-from lp_pipe.pipeline.build import parameter_count, refuse_ties_across
+from lp_pipe.pipeline.build import parameter_count
 from lp_pipe.pipeline.channel_handle import ChannelHandle
 from lp_pipe.pipeline.client import PipelineHandle
 from lp_pipe.pipeline.conductor import Conductor
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
 from lp_pipe.pipeline.cuts import balanced_cuts, check_cuts
 from lp_pipe.pipeline.model import Model, sources_of
-from lp_pipe.pipeline.schedule import Schedule, default_chunks, make_schedule, schedules, verify
-from lp_pipe.pipeline.schedule.channels import Channels
+from lp_pipe.pipeline.schedule import Schedule, default_chunks, forward_on, make_schedule, schedules, verify
+from lp_pipe.pipeline.schedule.channels import Edge
+from lp_pipe.pipeline.skips import seen_by_setup, skip_edges
+from lp_pipe.pipeline.tied import Names, layer_of, refuse_shared_buffers, tied_edges, tied_names
 from lp_pipe.pipeline.worker import StageWorker
 from lp_pipe.program import Program
 from lp_pipe.resources import Resources
@@ -59,13 +60,15 @@ def add_pipeline(
         raise PipelineError(f"channel={channel!r}: known are {', '.join(CHANNELS)}")
     if microbatches < 1:
         raise PipelineError(f"microbatches={microbatches}: a step needs at least 1")
-    sources = sources_of(model)
-    order = _order(schedule, stages, microbatches, chunks)
-    cuts = _cuts(sources, stages, len(order.placement))
+    sources = [seen_by_setup(source) for source in sources_of(model)]
+    made, name = _made(schedule, stages, microbatches, chunks)
+    cuts = _cuts(sources, stages, made.stages)
+    tied = tied_names(sources, model.tied)
+    edges = tied_edges(tied, cuts) + skip_edges(sources, cuts)
     config = PipelineConfig(
-        placement=order.placement,
-        schedule=order.schedule,
-        chunks=order.chunks,
+        placement=made.placement,
+        schedule=name or made,
+        chunks=made.stages // len(made.workers),
         microbatches=microbatches,
         loss=model.loss,
         optimizer=model.optimizer,
@@ -73,39 +76,29 @@ def add_pipeline(
         loss_weight=model.loss_weight,
         seed=model.seed,
         channel=channel,
-        credits=order.credits,
+        credits=_sufficient_credits(made, edges),
         clip_grad_norm=clip_grad_norm,
+        tied=tuple(tied),
+        edges=tuple(edges),
     )
     with program.group(group, resources=resources):
-        return _add_nodes(program, config, _workers(config, sources, cuts), inputs, group)
+        return _add_nodes(program, config, _workers(config, sources, cuts, _owners(model, tied)), inputs, group)
 
 
-@dataclass(frozen=True)
-class _Order:
-    """A schedule that is proven to work, and what follows from it."""
-
-    schedule: str | Schedule
-    placement: tuple[int, ...]
-    chunks: int
-    credits: int
-
-
-def _order(
+def _made(
     schedule: str | Path | Schedule, stages: int | Sequence[int], microbatches: int, chunks: int | None
-) -> _Order:
-    named = isinstance(schedule, str) and schedule in schedules()
+) -> tuple[Schedule, str | None]:
+    """The schedule, and its name if it can be made again for another number of micro-batches."""
     if isinstance(schedule, Schedule):
-        made = schedule
-    elif named or not Path(schedule).exists():
-        made = make_schedule(str(schedule), _worker_count(stages, chunks, str(schedule)), microbatches, chunks)
-        named = True
+        made, name = schedule, None
+    elif schedule in schedules() or not Path(schedule).exists():
+        name = str(schedule)
+        made = make_schedule(name, _worker_count(stages, chunks, name), microbatches, chunks)
     else:
-        made = Schedule.from_csv(Path(schedule).read_text(encoding="utf-8"), name=Path(schedule).stem)
+        made, name = Schedule.from_csv(Path(schedule).read_text(encoding="utf-8"), name=Path(schedule).stem), None
     if made.forward_only:
         raise ScheduleError(f"schedule {made.name!r} has no backwards: it evaluates, but a pipeline trains")
-    credits = _sufficient_credits(made)
-    workers = len(made.workers)
-    return _Order(str(schedule) if named else made, made.placement, made.stages // workers, credits)
+    return made, name
 
 
 def _worker_count(stages: int | Sequence[int], chunks: int | None, schedule: str) -> int:
@@ -121,14 +114,23 @@ def _worker_count(stages: int | Sequence[int], chunks: int | None, schedule: str
     return pieces // per_worker
 
 
-def _sufficient_credits(schedule: Schedule) -> int:
+def _sufficient_credits(schedule: Schedule, edges: Sequence[Edge]) -> int:
     """Prove the schedule, with few messages in flight where that is enough (some need one per micro-batch)."""
     try:
-        verify(schedule, credits=_CREDITS)
+        _verify(schedule, _CREDITS, edges)
         return _CREDITS
     except ScheduleError:
-        verify(schedule, credits=max(_CREDITS, schedule.microbatches))
-        return max(_CREDITS, schedule.microbatches)
+        credits = max(_CREDITS, schedule.microbatches)
+        _verify(schedule, credits, edges)
+        return credits
+
+
+def _verify(schedule: Schedule, credits: int, edges: Sequence[Edge]) -> None:
+    verify(schedule, credits=credits, edges=edges)
+    if (
+        edges
+    ):  # evaluation sends stashed values, too; its order repeats itself after as many batches as there are workers
+        verify(forward_on(schedule.placement, 4 * len(schedule.workers)), credits=credits, edges=edges)
 
 
 def _cuts(sources: Sequence[Any], stages: int | Sequence[int], pieces: int) -> list[int]:
@@ -139,16 +141,29 @@ def _cuts(sources: Sequence[Any], stages: int | Sequence[int], pieces: int) -> l
         cuts = check_cuts(stages, len(sources))
     if len(cuts) + 1 != pieces:
         raise PipelineError(f"{len(cuts)} cut points make {len(cuts) + 1} stages, but the schedule has {pieces}")
-    refuse_ties_across(sources, cuts)
+    refuse_shared_buffers(sources, cuts)
     return cuts
 
 
-def _workers(config: PipelineConfig, sources: Sequence[Any], cuts: Sequence[int]) -> list[WorkerConfig]:
+def _workers(
+    config: PipelineConfig, sources: Sequence[Any], cuts: Sequence[int], owners: set[int]
+) -> list[WorkerConfig]:
     parts: list[dict[int, tuple[int, Sequence[Any]]]] = [{} for _ in range(config.workers)]
     bounds = zip([0, *cuts], [*cuts, len(sources)], config.placement, strict=True)
     for stage, (first, end, worker) in enumerate(bounds):
         parts[worker][stage] = (first, sources[first:end])
-    return [WorkerConfig(worker, part) for worker, part in enumerate(parts)]
+    borrowed: list[dict[int, Any]] = [{} for _ in parts]
+    for edge in config.edges:
+        if edge.kind == "tied weights":
+            layers = owners & {layer_of(name) for name in edge.names}
+            borrowed[config.placement[edge.receiver]].update({layer: sources[layer] for layer in layers})
+    return [WorkerConfig(worker, *both) for worker, both in enumerate(zip(parts, borrowed, strict=True))]
+
+
+def _owners(model: Model, tied: Sequence[Names]) -> set[int]:
+    """Layers that decide how the others' parameters begin; of those that already share an object, none has to."""
+    named = {name for pair in model.tied for name in pair}
+    return {layer_of(names[0]) for names in tied if not named.isdisjoint(names)}
 
 
 def _add_nodes(
@@ -164,7 +179,7 @@ def _add_nodes(
     for address, node in zip(addresses, nodes, strict=True):
         address.assign(node)
     hubs = [ChannelHandle(address, node.name) for address, node in zip(addresses, nodes, strict=True)]
-    channels = Channels(config.placement)
+    channels = config.channels
     crossing = [channel for channel in range(channels.count) if channels.crosses(channel)]
     for worker, node in zip(workers, nodes, strict=True):
         own = worker.worker

@@ -10,6 +10,8 @@ from torch import nn
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.model import FromFunction, Layer, built_by_function
 from lp_pipe.pipeline.rng import layer_rng
+from lp_pipe.pipeline.skips import Skip
+from lp_pipe.pipeline.wrapper import Wrapper
 
 
 def build_layers(sources: Sequence[Any], first_layer: int, seed: int) -> list[nn.Module]:
@@ -22,9 +24,9 @@ def build_layers(sources: Sequence[Any], first_layer: int, seed: int) -> list[nn
     layers: list[nn.Module] = []
     ready: list[int] = []
     for index, source in enumerate(sources, start=first_layer):
-        if isinstance(source, Layer):
+        if isinstance(source, Layer) or (isinstance(source, Wrapper) and not source.is_built):
             with layer_rng(seed, index):
-                layer = source.build()
+                layer = _built(source)
         elif isinstance(source, FromFunction):
             if source.function not in functions:
                 functions[source.function] = built_by_function(source.function, seed)
@@ -45,34 +47,28 @@ def build_layers(sources: Sequence[Any], first_layer: int, seed: int) -> list[nn
 
 def parameter_count(source: Any) -> int:
     """Numbers in the parameters of a layer; a factory is run on the meta device, if it can be, to allocate nothing."""
+    return sum(parameter.numel() for parameter in outlined(source).parameters())
+
+
+def outlined(source: Any) -> nn.Module:
+    """The layer, to be looked at only: a factory's has no numbers in its parameters if that is possible."""
     module: Any = source.module if isinstance(source, FromFunction) else source
-    if isinstance(module, Layer):
-        module = _built_for_counting(module)
-    return sum(parameter.numel() for parameter in module.parameters())
+    is_built = module.is_built if isinstance(module, Wrapper) else isinstance(module, nn.Module)
+    return module if is_built else _built_on_meta(module)
 
 
-def _built_for_counting(layer: Layer) -> nn.Module:
+def _built(layer: Layer | Wrapper) -> nn.Module:
+    module = layer.build()
+    if isinstance(layer, Layer) and isinstance(module, Skip):
+        kind = f"pp.{type(module).__name__}({module.name!r}, "
+        raise PipelineError(f"{layer!r} makes a {kind}…): write {kind}pp.Layer(…)), so that its name is known before")
+    return module
+
+
+def _built_on_meta(layer: Layer | Wrapper) -> nn.Module:
     with layer_rng(0, 0):  # so that the caller's random state stays as it is
         try:
             with torch.device("meta"):
-                return layer.build()
+                return _built(layer)
         except (NotImplementedError, RuntimeError):  # it looks at values, such as `linspace(...).tolist()`
-            return layer.build()
-
-
-def refuse_ties_across(sources: Sequence[Any], cuts: Sequence[int]) -> None:
-    """Raise when two stages would train copies of one parameter, which then drift apart.
-
-    Raises:
-        PipelineError: names both layers and says how to cut instead.
-    """
-    owners: dict[int, int] = {}
-    for index, source in enumerate(sources):
-        module = source.module if isinstance(source, FromFunction) else source
-        for parameter in module.parameters() if isinstance(module, nn.Module) else ():
-            first = owners.setdefault(id(parameter), index)
-            if any(first < cut <= index for cut in cuts):
-                raise PipelineError(
-                    f"layers {first} and {index} share a parameter but are in different stages (cuts {list(cuts)}): "
-                    f"choose cut points that leave layers {first} to {index} in one stage"
-                )
+            return _built(layer)

@@ -125,6 +125,8 @@ class Conductor:
         norms = [norm for stage in sorted(by_stage) for norm in by_stage[stage]]
         total = torch.linalg.vector_norm(torch.stack(norms)) if norms else None
         self._everywhere("apply", total)
+        if self._config.shares_weights:
+            self._on_all(lambda worker, tag, *_: worker.share_weights(tag))
         last = reports[self._config.placement[-1]]
         result = StepResult(
             step=self._step,
@@ -212,7 +214,9 @@ class Conductor:
         if missing or unknown:
             raise PipelineError(f"state_dict of another model: missing {missing[:3]}, unknown {unknown[:3]}")
         check_shapes(state, known, "state_dict")
-        self._everywhere("load_state_dict", state)
+        # As where layers share it: the last value that is copied into a parameter stays.
+        tied = {name: state[names[-1]] for names in self._config.tied for name in names}
+        self._everywhere("load_state_dict", {**state, **tied})
 
     def _fingerprint(self) -> str:
         digest = hashlib.sha256()

@@ -1,13 +1,14 @@
 """What every worker of a pipeline is told. Data only; needs no torch."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 from lp_pipe.errors import ScheduleError
 from lp_pipe.pipeline.model import Loss, LossWeight, OptimizerFactory, SchedulerFactory
 from lp_pipe.pipeline.schedule import Schedule, make_schedule
+from lp_pipe.pipeline.schedule.channels import Channels, Edge
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,17 @@ class PipelineConfig:
     channel: str
     credits: int
     clip_grad_norm: float | None
+    tied: tuple[tuple[str, ...], ...] = ()  # all names of each parameter that has several
+    edges: tuple[Edge, ...] = ()
+
+    @property
+    def channels(self) -> Channels:
+        return Channels(self.placement, self.edges)
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether a stage borrows parameters of another one."""
+        return any(edge.kind == "tied weights" for edge in self.edges)
 
     @property
     def last_stage(self) -> int:
@@ -54,10 +66,14 @@ class PipelineConfig:
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """One worker's own part: for each of its virtual stages the first layer's index, and the layers' sources."""
+    """One worker's own part: for each of its virtual stages the first layer's index, and the layers' sources.
+
+    owners: by index, the sources of other stages' layers that decide the initial values of tied parameters.
+    """
 
     worker: int
     sources: Mapping[int, tuple[int, Sequence[Any]]]
+    owners: Mapping[int, Any] = field(default_factory=dict)
 
 
 @cache

@@ -11,14 +11,14 @@ from lp_pipe.pipeline.schedule.channels import Channels
 
 
 class Links:
-    """The channels of a placement that begin or end at `worker`, by the numbers that `Channels` gives them.
+    """The channels that begin or end at `worker`, by the numbers that `Channels` gives them.
 
     Opening the senders waits until the neighbours' hubs are up.
     """
 
     def __init__(
         self,
-        placement: tuple[int, ...],
+        channels: Channels,
         worker: int,
         hub: ChannelHub,
         targets: Mapping[int, ChannelTarget],
@@ -27,7 +27,7 @@ class Links:
         credits: int,
         name: str,
     ) -> None:
-        self._channels = Channels(placement)
+        self._channels = channels
         self._local: dict[int, deque[Any]] = {}
         self._receivers: dict[int, Receiver] = {}
         self._senders: dict[int, Sender] = {}
@@ -36,7 +36,7 @@ class Links:
             if sender == receiver == worker:
                 self._local[channel] = deque()
             elif receiver == worker:
-                self._receivers[channel] = hub.receiver(str(channel), credits=credits)
+                self._receivers[channel] = hub.receiver(str(channel), credits=channels.capacity(channel, credits))
         for channel in self._between_stages():
             if self._channels.sender(channel) == worker and channel not in self._local:
                 target = targets[self._channels.receiver(channel)]

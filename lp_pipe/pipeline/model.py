@@ -51,6 +51,8 @@ class Model:
     lr_scheduler: (optimizer) -> torch LR scheduler, stepped once a step.
     loss_weight: a micro-batch's share of the loss: "samples" (its size over the batch's: for mean losses), "one"
         (1: for losses that are sums), or a function of its target (a number such as its tokens; divided by the sum).
+    tied: pairs of parameter names (nn.Sequential's, such as "0.weight") that are one parameter, with the initial values
+        of the first in the order of layers. The same Parameter object in two ready-made layers is found by itself.
     seed: decides initial weights and dropout, the same for every number of stages.
     """
 
@@ -59,6 +61,7 @@ class Model:
     optimizer: OptimizerFactory
     lr_scheduler: SchedulerFactory | None = None
     loss_weight: LossWeight = "samples"
+    tied: Sequence[tuple[str, str]] = ()
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -67,6 +70,11 @@ class Model:
         for name in ("loss", "optimizer"):
             if not callable(getattr(self, name)):
                 raise PipelineError(f"{name}={getattr(self, name)!r} is not callable")
+        for pair in self.tied:
+            if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(isinstance(name, str) for name in pair):
+                raise PipelineError(
+                    f"tied={self.tied!r}: give pairs of parameter names, such as (('0.weight', '3.weight'),)"
+                )
 
 
 def sources_of(model: Model) -> list[Any]:

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+Roots = Sequence[tuple[Tensor, Tensor | None]]  # tensors, and their gradients (None for a loss)
 _Arrived = tuple[Tensor | None, ...]  # a gradient for each output of a node; None where none has arrived
 
 
@@ -62,13 +63,16 @@ class SplitBackward:
         finally:
             _remove(handles)
 
-    def accumulate(self) -> None:
-        """Add to the parameters' gradients, once."""
+    def accumulate(self, more: Roots = ()) -> None:
+        """Add to the parameters' gradients, once. more: parameters, and what other stages have found for theirs."""
         for group in self._groups:
-            self._accumulate(group)
+            self._accumulate(group, [(leaf, grad) for leaf, grad in more if _is_among(leaf, group.leaves)])
+        all_leaves = [leaf for group in self._groups for leaf in group.leaves]
+        backward([(leaf, grad) for leaf, grad in more if not _is_among(leaf, all_leaves)])
 
-    def _accumulate(self, group: _Group) -> None:
+    def _accumulate(self, group: _Group, more: Roots) -> None:
         starts = [self._roots[index] for index in group.roots]
+        starts += [(get_gradient_edge(leaf), grad) for leaf, grad in more if grad is not None]
         for joint in group.joints:
             arrived = enumerate(self._arrived[joint])
             starts += [(GradientEdge(joint, index), gradient) for index, gradient in arrived if gradient is not None]
@@ -82,6 +86,16 @@ class SplitBackward:
             torch.autograd.backward(edges, gradients, retain_graph=True, inputs=group.leaves)
         finally:
             _remove(handles)
+
+
+def backward(roots: Roots) -> None:
+    """torch.autograd.backward, also from nothing."""
+    if roots:
+        torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
+
+
+def _is_among(leaf: Tensor, leaves: Sequence[Tensor]) -> bool:
+    return any(leaf is other for other in leaves)
 
 
 def _gradient_of(root: Tensor, gradient: Tensor | None) -> Tensor:

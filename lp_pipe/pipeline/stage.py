@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,7 +13,8 @@ from torch.utils import _pytree as pytree
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.message import Message, tensors_of, with_repeats
 from lp_pipe.pipeline.rng import step_rng
-from lp_pipe.pipeline.split_backward import SplitBackward
+from lp_pipe.pipeline.skips import call
+from lp_pipe.pipeline.split_backward import Roots, SplitBackward, backward
 
 _EVALUATION = -1  # in place of a step
 
@@ -23,87 +24,130 @@ class Stash:
     """What a forward leaves for its backward.
 
     The outputs' graph; where it begins, if an input wants a gradient; and where the inputs' gradients will arrive.
+    By name: stashed values that other stages pop, and where the gradients of those popped here will arrive.
     """
 
     outputs: list[Tensor] = field(default_factory=list)
     entry: Tensor | None = None
     input_gradients: list[Tensor | None] = field(default_factory=list)
+    stashed: dict[str, list[Tensor]] = field(default_factory=dict)
+    popped_gradients: dict[str, list[Tensor | None]] = field(default_factory=dict)
 
 
 class Stage:
-    """Consecutive layers of the model, called one after another."""
+    """Consecutive layers of the model, called one after another.
 
-    def __init__(self, index: int, first_layer: int, layers: list[nn.Module], seed: int) -> None:
+    tied: parameters that other stages have, too, by the first of their names; those of earlier stages are borrowed.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        first_layer: int,
+        layers: list[nn.Module],
+        seed: int,
+        tied: Mapping[str, nn.Parameter] = MappingProxyType({}),
+    ) -> None:
         self.index = index
         self.first_layer = first_layer
         self.layers = layers
         self._seed = seed
+        self._tied = tied
+        self._borrowed = [tied[name] for name in tied if int(name.split(".", 1)[0]) < first_layer]
         self.activation_stash: dict[int, Stash] = {}
-        self._weight_stash: dict[int, Callable[[], None]] = {}  # the second parts of backwards
+        self._weight_stash: dict[int, Callable[[Roots], None]] = {}  # the second parts of backwards
+        self._popped_gradients: dict[tuple[int, str], list[Tensor | None]] = {}
 
-    def forward(self, message: Message, step: int, microbatch: int) -> Any:
+    def forward(self, message: Message, step: int, microbatch: int, skips: dict[str, Any] | None = None) -> Any:
         """Train-mode forward of one micro-batch; its graph waits in the stash until `backward`.
 
+        skips: by name, the messages with the values that this stage's Pops take from other stages; afterwards the
+        values that its Stashes have for other stages, with their graph.
         Returns the last layer's output with its graph, for the loss, or for `to_message`.
         """
-        stash = Stash()
-        value = _enter(message, stash)
-        for index, layer in enumerate(self.layers, start=self.first_layer):
-            with step_rng(self._seed, index, step, microbatch):
-                value = layer(value)
-        stash.outputs = tensors_of(value)
-        self.activation_stash[microbatch] = stash
-        return value
+        stash = self.activation_stash[microbatch] = Stash()
+        return self._run(message, step, microbatch, stash, {} if skips is None else skips)
 
-    def infer(self, message: Message, microbatch: int) -> Any:
+    def infer(self, message: Message, microbatch: int, skips: dict[str, Any] | None = None) -> Any:
         """Forward without a graph; the caller has set eval mode. What draws even so draws the same everywhere."""
-        value = _enter(message, Stash())
-        for index, layer in enumerate(self.layers, start=self.first_layer):
-            with step_rng(self._seed, index, _EVALUATION, microbatch):
-                value = layer(value)
-        return value
+        return self._run(message, _EVALUATION, microbatch, Stash(), {} if skips is None else skips)
 
     def backward(
-        self, microbatch: int, gradients: Sequence[Tensor | None], *, defer_weights: bool = False
+        self, microbatch: int, gradients: Sequence[Tensor | None], more: Roots = (), *, defer_weights: bool = False
     ) -> list[Tensor | None]:
         """Accumulate the parameters' gradients; returns those of the forward's inputs, in order.
 
         gradients: one for each output tensor that wanted one; None where the loss does not depend on it.
+        more: other tensors of the stage, with gradients that have come from elsewhere.
         defer_weights: leave the parameters to `backward_weights`.
         """
         wanted = [output for output in self.activation_stash[microbatch].outputs if output.requires_grad]
-        roots = [(root, grad) for root, grad in zip(wanted, gradients, strict=True) if grad is not None]
-        return self._backward(microbatch, [root for root, _ in roots], [grad for _, grad in roots], defer_weights)
+        roots = [*zip(wanted, gradients, strict=True), *more]
+        return self._backward(microbatch, [root for root in roots if root[1] is not None], defer_weights)
 
     def backward_from_loss(self, microbatch: int, loss: Tensor, *, defer_weights: bool = False) -> list[Tensor | None]:
         """As `backward`, on the stage that computes the loss."""
-        return self._backward(microbatch, [loss], [None], defer_weights)
+        return self._backward(microbatch, [(loss, None)], defer_weights)
 
-    def backward_weights(self, microbatch: int) -> None:
+    def backward_weights(self, microbatch: int, more: Roots = ()) -> None:
         """Accumulate the gradients that a backward has deferred; frees the micro-batch's activations."""
-        self._weight_stash.pop(microbatch)()
+        self._weight_stash.pop(microbatch)([root for root in more if root[1] is not None])
+
+    def tied_parameters(self, names: Sequence[str]) -> list[nn.Parameter]:
+        """This stage's own or borrowed ones, by the first of each one's names in the model."""
+        return [self._tied[name] for name in names]
+
+    def take_gradients(self, names: Sequence[str]) -> list[Tensor | None]:
+        """What one micro-batch's backward has left for borrowed parameters, which then have none."""
+        borrowed = self.tied_parameters(names)
+        gradients = [parameter.grad for parameter in borrowed]
+        for parameter in borrowed:
+            parameter.grad = None
+        return gradients
+
+    def stashed(self, microbatch: int, name: str) -> list[Tensor]:
+        """The tensors of a value that went to another stage, and that its gradients come back to."""
+        return [tensor for tensor in self.activation_stash[microbatch].stashed[name] if tensor.requires_grad]
+
+    def take_popped_gradients(self, microbatch: int, name: str) -> list[Tensor | None]:
+        """The gradients of a value that came from another stage, after the backward."""
+        return self._popped_gradients.pop((microbatch, name))
 
     def discard(self) -> None:
         """Forget the forwards and backwards that an aborted step has not finished."""
         self.activation_stash.clear()
         self._weight_stash.clear()
+        self._popped_gradients.clear()
+        for parameter in self._borrowed:
+            parameter.grad = None
 
-    def _backward(
-        self, microbatch: int, roots: list[Tensor], gradients: list[Tensor | None], defer_weights: bool
-    ) -> list[Tensor | None]:
+    def _run(self, message: Message, step: int, microbatch: int, stash: Stash, skips: dict[str, Any]) -> Any:
+        value = _enter(message, stash, stash.input_gradients)
+        for name in skips:
+            skips[name] = _enter(skips[name], stash, stash.popped_gradients.setdefault(name, []))
+        for index, layer in enumerate(self.layers, start=self.first_layer):
+            with step_rng(self._seed, index, step, microbatch):
+                value = call(layer, (value,), skips)
+        stash.outputs = tensors_of(value)
+        stash.stashed = {name: tensors_of(skip) for name, skip in skips.items()}
+        return value
+
+    def _backward(self, microbatch: int, roots: Roots, defer_weights: bool) -> list[Tensor | None]:
         stash = self.activation_stash.pop(microbatch)
-        run: Callable[[], None] = partial(torch.autograd.backward, roots, gradients) if roots else _nothing
         if not defer_weights:
-            run()
+            backward(roots)
         elif roots and stash.entry is not None:
-            self._weight_stash[microbatch] = SplitBackward(roots, gradients, stash.entry).accumulate
+            split = SplitBackward([root for root, _ in roots], [gradient for _, gradient in roots], stash.entry)
+            self._weight_stash[microbatch] = split.accumulate
         else:  # no input wants a gradient, as on the first stage: nobody waits for any of this
-            self._weight_stash[microbatch] = run
+            self._weight_stash[microbatch] = lambda more: backward([*roots, *more])
+        for name, gradients in stash.popped_gradients.items():
+            self._popped_gradients[microbatch, name] = gradients
         return stash.input_gradients
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters under the names that nn.Sequential(*all_layers) gives them; a shared one once."""
-        seen: set[int] = set()
+        """Own parameters under the names that nn.Sequential(*all_layers) gives them; a shared one once."""
+        seen = {id(parameter) for parameter in self._borrowed}
         for index, layer in enumerate(self.layers, start=self.first_layer):
             for name, parameter in layer.named_parameters(prefix=str(index)):
                 if id(parameter) not in seen:
@@ -165,20 +209,17 @@ class _Entry(torch.autograd.Function):
         return (None, None, *(None for _ in gradients))
 
 
-def _enter(message: Message, stash: Stash) -> Any:
+def _enter(message: Message, stash: Stash, gradients: list[Tensor | None]) -> Any:
     """The message's value, with the tensors that want a gradient attached to the stage's graph."""
     leaves, spec = pytree.tree_flatten(message.value)
     if any(message.wants_gradient):
         tensors = iter(message.wants_gradient)
         wanted = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and next(tensors)]
-        stash.input_gradients[:] = [None] * len(wanted)
-        stash.entry = torch.empty(0, requires_grad=True)
+        gradients[:] = [None] * len(wanted)
+        if stash.entry is None:
+            stash.entry = torch.empty(0, requires_grad=True)
         tensors_in = (leaves[index] for index in wanted)
-        entered = _Entry.apply(stash.entry, stash.input_gradients, *tensors_in)  # type: ignore[no-untyped-call]
+        entered = _Entry.apply(stash.entry, gradients, *tensors_in)  # type: ignore[no-untyped-call]
         for index, tensor in zip(wanted, entered, strict=True):
             leaves[index] = tensor
     return pytree.tree_unflatten(with_repeats(leaves), spec)
-
-
-def _nothing() -> None:
-    """The backward of outputs that the loss does not depend on."""

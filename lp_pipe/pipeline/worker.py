@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +22,9 @@ from lp_pipe.pipeline.manifest import SHARE
 from lp_pipe.pipeline.message import Message, to_message
 from lp_pipe.pipeline.microbatches import aligned, loss_weights, split
 from lp_pipe.pipeline.schedule import Action, Schedule, forward_on
-from lp_pipe.pipeline.schedule.channels import Channels
+from lp_pipe.pipeline.side_channels import SideChannels
 from lp_pipe.pipeline.stage import Stage, check_shapes
+from lp_pipe.pipeline.tied import tie
 from lp_pipe.pipeline.training import Saved, Training
 
 _WORDS = {"F": "forward", "B": "backward", "I": "backward for inputs", "W": "backward for weights"}
@@ -76,15 +77,15 @@ class StageWorker:
         self._worker = worker.worker
         self._batches = BatchSource(feeder)
         self._name = node.name
-        self._channels = Channels(pipeline.placement)
+        self._channels = pipeline.channels
         self._stages = {
-            stage: Stage(stage, first, build_layers(sources, first, pipeline.seed), pipeline.seed)
+            stage: _stage(stage, first, sources, pipeline, worker)
             for stage, (first, sources) in sorted(worker.sources.items())
         }
         self.training = Training(list(self._stages.values()), pipeline.optimizer, pipeline.lr_scheduler)
         self._saved: Saved | None = None
         self._links = Links(
-            pipeline.placement,
+            self._channels,
             worker.worker,
             self._hub,
             neighbours,
@@ -92,6 +93,7 @@ class StageWorker:
             credits=pipeline.credits,
             name=node.name,
         )
+        self._side = SideChannels(self._channels, self._links, self._stages)
         self._actions: dict[str, _Run] = {"F": self._forward, "W": self._backward_weights}
         self._actions |= {"B": self._backward, "I": self._backward}
 
@@ -122,6 +124,10 @@ class StageWorker:
     def apply(self, total_norm: Tensor | None) -> None:
         """Clip by the norm of all stages' gradients, step the optimizer and its scheduler, clear the gradients."""
         self.training.step(total_norm, self._config.clip_grad_norm)
+
+    def share_weights(self, tag: int) -> None:
+        """Exchange the tied parameters that a step has changed with the other workers."""
+        self._side.share_weights(tag)
 
     def discard(self) -> None:
         """Forget what an aborted operation has left behind."""
@@ -180,13 +186,14 @@ class StageWorker:
 
     def _forward(self, action: Action, operation: _Operation) -> None:
         message = self._input_of(action, operation)
+        skips = self._side.values(action, operation.tag)
         start = time.monotonic()
-        value = self._stages[action.stage].forward(message, operation.step, action.microbatch)
+        value = self._stages[action.stage].forward(message, operation.step, action.microbatch, skips)
         if action.stage == self._config.last_stage:
             loss = self._loss(value, action.microbatch, operation)
             operation.losses[action.microbatch] = loss
         self._note(action, operation, start)
-        self._hand_on(action, operation, value)
+        self._hand_on(action, operation, value, skips)
 
     def _backward(self, action: Action, operation: _Operation) -> None:
         stage = self._stages[action.stage]
@@ -199,29 +206,34 @@ class StageWorker:
             channel = self._channels.receives(action)
             assert channel is not None, "only the last stage has nobody to wait for"
             received = self._links.receive(channel, operation.tag)
+            more = self._side.roots(action, operation.tag)
             start = time.monotonic()
-            gradients = stage.backward(action.microbatch, received, defer_weights=defer_weights)
+            gradients = stage.backward(action.microbatch, received, more, defer_weights=defer_weights)
         self._note(action, operation, start)
         channel = self._channels.sends(action)
         if channel is not None:
             self._links.send(channel, operation.tag, gradients)
+        self._side.send_gradients(action, operation.tag)
 
     def _backward_weights(self, action: Action, operation: _Operation) -> None:
+        more = self._side.roots(action, operation.tag)
         start = time.monotonic()
-        self._stages[action.stage].backward_weights(action.microbatch)
+        self._stages[action.stage].backward_weights(action.microbatch, more)
         self._note(action, operation, start)
+        self._side.send_gradients(action, operation.tag)
 
     def _infer(self, action: Action, operation: _Operation) -> None:
         message = self._input_of(action, operation)
+        skips = self._side.values(action, operation.tag)
         start = time.monotonic()
-        value = self._stages[action.stage].infer(message, action.microbatch)
+        value = self._stages[action.stage].infer(message, action.microbatch, skips)
         if action.stage == self._config.last_stage:
             if operation.targets:
                 self._loss(value, action.microbatch, operation)
             else:
                 operation.report.outputs.append(value)
         self._note(action, operation, start)
-        self._hand_on(action, operation, value)
+        self._hand_on(action, operation, value, skips)
 
     def _input_of(self, action: Action, operation: _Operation) -> Message:
         channel = self._channels.receives(action)
@@ -230,11 +242,12 @@ class StageWorker:
         value, wants_gradient = self._links.receive(channel, operation.tag)
         return Message(value, wants_gradient)
 
-    def _hand_on(self, action: Action, operation: _Operation, value: Any) -> None:
+    def _hand_on(self, action: Action, operation: _Operation, value: Any, skips: Mapping[str, Any]) -> None:
         channel = self._channels.sends(action)
         if channel is not None:
             message = to_message(value)
             self._links.send(channel, operation.tag, (message.value, message.wants_gradient))
+        self._side.send_values(action, operation.tag, skips)
 
     def _loss(self, output: Any, microbatch: int, operation: _Operation) -> Tensor:
         """The weighted loss of one micro-batch, added to the report."""
@@ -293,6 +306,11 @@ class StageWorker:
         finally:
             for module, mode in zip(modules, modes, strict=True):
                 module.training = mode
+
+
+def _stage(index: int, first: int, sources: Sequence[Any], pipeline: PipelineConfig, worker: WorkerConfig) -> Stage:
+    layers = build_layers(sources, first, pipeline.seed)
+    return Stage(index, first, layers, pipeline.seed, tie(layers, first, pipeline.tied, worker.owners, pipeline.seed))
 
 
 def _number(value: Any) -> float:

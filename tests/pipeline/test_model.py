@@ -114,18 +114,6 @@ def test_a_parameter_shared_within_a_stage_stays_shared() -> None:
         assert_same_state(pipeline.state_dict(), plain.state_dict())
 
 
-@pytest.mark.parametrize("form", ["modules", "function"])
-def test_a_parameter_shared_across_stages_is_refused_with_the_way_out(form: str) -> None:
-    def layers() -> list[nn.Module]:
-        first, second = nn.Linear(D, D), nn.Linear(D, D)
-        second.weight = first.weight
-        return [first, nn.Tanh(), second]
-
-    model = pp.Model(layers() if form == "modules" else layers, squared_error, adam)
-    with pytest.raises(pp.PipelineError, match=r"layers 0 and 2 share a parameter .*\(cuts \[1\]\).* one stage"):
-        pp.add_pipeline(lp.Program("tied"), model, stages=[1])
-
-
 def test_parameters_are_counted_without_the_random_state_noticing() -> None:
     before = torch.get_rng_state()
     assert parameter_count(pp.Layer(nn.Linear, 10, 10)) == 110

@@ -1,8 +1,28 @@
 """What an action waits for and what it hands on."""
 
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
-from lp_pipe.pipeline.schedule.ir import Action
+from lp_pipe.pipeline.schedule.ir import Action, Op
+
+EdgeKind = Literal["value", "value gradient", "tied gradient", "tied weights"]
+
+# The actions at whose ends an edge carries something; tied weights travel between two steps.
+_OPS: dict[EdgeKind, tuple[Op, ...]] = {
+    "value": ("F",),
+    "value gradient": ("B", "I"),
+    "tied gradient": ("B", "W"),
+    "tied weights": (),
+}
+
+
+class Edge(NamedTuple):
+    """A channel between two stages that need not be neighbours. `names`: of the values or parameters it carries."""
+
+    kind: EdgeKind
+    sender: int
+    receiver: int
+    names: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,14 +32,16 @@ class Channels:
         stage 0 -- channel 0 --> stage 1 -- channel 1 --> stage 2      outputs
         stage 0 <-- channel 4 -- stage 1 <-- channel 5 -- stage 2      gradients (3 stages)
 
+    Then come the `edges` between stages that are not neighbours, or that carry something else.
     Each carries every micro-batch once, and has one sending and one receiving worker.
     """
 
     placement: tuple[int, ...]
+    edges: tuple[Edge, ...] = ()
 
     @property
     def count(self) -> int:
-        return 2 * len(self.placement)
+        return 2 * len(self.placement) + len(self.edges)
 
     def receives(self, action: Action) -> int | None:
         """The channel that an action takes its input from, if it needs any from another stage."""
@@ -37,10 +59,43 @@ class Channels:
             return None
         return len(self.placement) + action.stage
 
+    def all_received(self, action: Action) -> list[int]:
+        """The channels that an action takes something from, in the order in which it does."""
+        return self._with_edges(self.receives(action), action, "receiver")
+
+    def all_sent(self, action: Action) -> list[int]:
+        """The channels that an action puts something on, in the order in which it does."""
+        return self._with_edges(self.sends(action), action, "sender")
+
+    def numbered_edges(self) -> list[tuple[int, Edge]]:
+        """The edges, each with its channel."""
+        return list(enumerate(self.edges, start=2 * len(self.placement)))
+
+    def edges_of(self, action: Action, end: Literal["sender", "receiver"]) -> list[tuple[int, Edge]]:
+        """The edges that an action uses at this end of theirs."""
+        return [
+            (channel, edge)
+            for channel, edge in self.numbered_edges()
+            if getattr(edge, end) == action.stage and action.op in _OPS[edge.kind]
+        ]
+
+    def capacity(self, channel: int, credits: int) -> int:
+        """Messages that may be on their way at a time.
+
+        An edge that jumps over stages holds what the channels between these hold together: then it fills up no sooner
+        than they do, and stalls nobody who would not have to wait for them.
+        """
+        edge = self._edge(channel)
+        return credits if edge is None else credits * abs(edge.sender - edge.receiver)
+
     def sending_stage(self, channel: int) -> int:
-        return channel % len(self.placement)
+        edge = self._edge(channel)
+        return channel % len(self.placement) if edge is None else edge.sender
 
     def receiving_stage(self, channel: int) -> int:
+        edge = self._edge(channel)
+        if edge is not None:
+            return edge.receiver
         stages = len(self.placement)
         return channel + 1 if channel < stages else channel - stages - 1
 
@@ -57,3 +112,12 @@ class Channels:
         if channel in (len(self.placement) - 1, len(self.placement)):
             return False  # beyond the last stage and before the first there is nobody
         return self.sender(channel) != self.receiver(channel)
+
+    def _with_edges(self, first: int | None, action: Action, end: Literal["sender", "receiver"]) -> list[int]:
+        channels = [] if first is None else [first]
+        return channels + [channel for channel, _ in self.edges_of(action, end)] if self.edges else channels
+
+    def _edge(self, channel: int) -> Edge | None:
+        """None: it joins neighbours."""
+        number = channel - 2 * len(self.placement)
+        return self.edges[number] if number >= 0 else None

@@ -1,25 +1,28 @@
 """Running a schedule in thought: an order in which all actions can run, or who waits for whom."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from lp_pipe.errors import ScheduleError
-from lp_pipe.pipeline.schedule.channels import Channels
+from lp_pipe.pipeline.schedule.channels import Channels, Edge
 from lp_pipe.pipeline.schedule.ir import Action, Schedule, location
 
 
-def run_order(schedule: Schedule, credits: int | None = None) -> Iterator[tuple[int, Action]]:
+def run_order(
+    schedule: Schedule, credits: int | None = None, edges: Sequence[Edge] = ()
+) -> Iterator[tuple[int, Action]]:
     """Yield (worker, action) in an order in which everything can run.
 
-    Workers are sequential processes. An action first receives its input, and at its end hands on its result; that
-    blocks while `credits` messages of the channel have not been received yet. In whatever order the workers get their
-    turns, they get equally far (Kahn, 1974), so one order proves all. Takes a complete schedule.
+    Workers are sequential processes. An action first receives its inputs, and at its end hands on its results; that
+    blocks while `credits` messages of the channel have not been received yet (on `edges`: `Channels.capacity`). In
+    whatever order the workers get their turns, they get equally far (Kahn, 1974), so one order proves all. Takes a
+    complete schedule.
 
     Raises:
         ScheduleError: a deadlock, with the workers in it.
     """
-    run = _Run(schedule, credits)
+    run = _Run(schedule, credits, edges)
     while run.ready:
         yield from run.advance(run.ready.popleft())
     waits = run.waits()
@@ -35,12 +38,14 @@ class _Wait(NamedTuple):
 
 
 class _Run:
-    def __init__(self, schedule: Schedule, credits: int | None) -> None:
+    def __init__(self, schedule: Schedule, credits: int | None, edges: Sequence[Edge]) -> None:
         self.workers = schedule.workers
-        self.channels = Channels(schedule.placement)
-        self.limits = [credits if self.channels.crosses(c) else None for c in range(self.channels.count)]
+        self.channels = Channels(schedule.placement, tuple(edges))
+        self.limits = [self._limit(channel, credits) for channel in range(self.channels.count)]
         self.in_flight: list[set[int]] = [set() for _ in range(self.channels.count)]
         self.position = [0] * len(self.workers)
+        self.inputs: list[list[int] | None] = [None for _ in self.workers]  # channels that the next action waits for
+        self.outputs: list[list[int]] = [[] for _ in self.workers]  # channels that the last one still has to send on
         self.ready = deque(range(len(self.workers)))
         self.waiting_receivers: set[int] = set()  # channels
         self.waiting_senders: dict[int, Action] = {}  # by channel
@@ -48,19 +53,33 @@ class _Run:
     def advance(self, worker: int) -> Iterator[tuple[int, Action]]:
         """Run a worker until it has to wait."""
         actions = self.workers[worker]
-        while self.position[worker] < len(actions):
+        while self.send_all(worker) and self.position[worker] < len(actions):
             action = actions[self.position[worker]]
-            if not self.receive(action):
+            if not self.receive_all(worker, action):
                 return
             yield worker, action
             self.position[worker] += 1
-            if not self.send(action):
-                return
+            self.outputs[worker] = self.channels.all_sent(action)
 
-    def receive(self, action: Action) -> bool:
-        channel = self.channels.receives(action)
-        if channel is None:
-            return True
+    def receive_all(self, worker: int, action: Action) -> bool:
+        inputs = self.inputs[worker]
+        if inputs is None:
+            inputs = self.inputs[worker] = self.channels.all_received(action)
+        while inputs and self.receive(inputs[0], action):
+            del inputs[0]
+        if inputs:
+            return False
+        self.inputs[worker] = None
+        return True
+
+    def send_all(self, worker: int) -> bool:
+        outputs = self.outputs[worker]
+        while outputs:
+            if not self.send(outputs.pop(0), self.workers[worker][self.position[worker] - 1]):
+                return False
+        return True
+
+    def receive(self, channel: int, action: Action) -> bool:
         if action.microbatch not in self.in_flight[channel]:
             self.waiting_receivers.add(channel)
             return False
@@ -70,10 +89,8 @@ class _Run:
             self.ready.append(self.channels.sender(channel))
         return True
 
-    def send(self, action: Action) -> bool:
-        channel = self.channels.sends(action)
-        if channel is None:
-            return True
+    def send(self, channel: int, action: Action) -> bool:
+        """False: it has to wait, and whoever receives next from the channel lets it go on."""
         limit = self.limits[channel]
         if limit is not None and len(self.in_flight[channel]) >= limit:
             self.waiting_senders[channel] = action
@@ -83,6 +100,11 @@ class _Run:
             self.waiting_receivers.remove(channel)
             self.ready.append(self.channels.receiver(channel))
         return True
+
+    def _limit(self, channel: int, credits: int | None) -> int | None:
+        if credits is None or not self.channels.crosses(channel):
+            return None
+        return self.channels.capacity(channel, credits)
 
     def waits(self) -> dict[int, _Wait]:
         """What every worker that could not finish waits for."""
@@ -98,8 +120,9 @@ class _Run:
     def _wait_for_input(self, worker: int) -> _Wait:
         position = self.position[worker]
         action = self.workers[worker][position]
-        channel = self.channels.receives(action)
-        assert channel is not None, "only actions with an input wait"
+        inputs = self.inputs[worker]
+        assert inputs, "only actions with an input wait"
+        channel = inputs[0]
         needed = Action("F" if action.op == "F" else "B", self.channels.sending_stage(channel), action.microbatch)
         other = self.channels.sender(channel)
         return _Wait(position, action, f"waits for {needed} of worker {other}", other)

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from lp_pipe.errors import ScheduleError
-from lp_pipe.pipeline.schedule.channels import Channels
+from lp_pipe.pipeline.schedule.channels import Channels, Edge
 from lp_pipe.pipeline.schedule.completeness import check_complete
 from lp_pipe.pipeline.schedule.ir import Schedule, location
 from lp_pipe.pipeline.schedule.run_order import run_order
@@ -14,11 +14,17 @@ from lp_pipe.pipeline.schedule.stash import check_memory
 _ORDERED = {"F": "forward", "B": "gradient", "W": "gradient"}
 
 
-def verify(schedule: Schedule, credits: int | None = None, memory: int | Sequence[int] | None = None) -> None:
+def verify(
+    schedule: Schedule,
+    credits: int | None = None,
+    memory: int | Sequence[int] | None = None,
+    edges: Sequence[Edge] = (),
+) -> None:
     """Refuse a schedule that is incomplete, inexact, stuck or too large.
 
     credits: messages that may be sent and not yet received on each directed edge between two workers; None is no limit.
     memory: activations that a worker may stash, one number or one per worker; None is no limit.
+    edges: channels beside those between neighbouring stages: of stashed values, and of tied parameters' gradients.
     Takes seconds for millions of actions.
 
     Raises:
@@ -28,8 +34,8 @@ def verify(schedule: Schedule, credits: int | None = None, memory: int | Sequenc
         raise ScheduleError(f"schedule {schedule.name!r} with credits={credits}: nothing can be sent: use 1 or more")
     check_complete(schedule)
     _check_microbatch_order(schedule)
-    _check_channel_order(schedule)
-    for _ in run_order(schedule, credits):
+    _check_channel_order(schedule, edges)
+    for _ in run_order(schedule, credits, edges):
         pass
     if memory is not None:
         check_memory(schedule, memory)
@@ -52,9 +58,9 @@ def _check_microbatch_order(schedule: Schedule) -> None:
             expected[key] += 1
 
 
-def _check_channel_order(schedule: Schedule) -> None:
+def _check_channel_order(schedule: Schedule, edges: Sequence[Edge]) -> None:
     """A channel is a queue: a receiver gets the messages in the order in which they were sent."""
-    channels = Channels(schedule.placement)
+    channels = Channels(schedule.placement, tuple(edges))
     sent, received = _messages(schedule, channels)
     for channel in filter(channels.crosses, range(channels.count)):
         for expected, microbatch in zip(sent[channel], received[channel], strict=True):
@@ -68,9 +74,10 @@ def _messages(schedule: Schedule, channels: Channels) -> tuple[list[list[int]], 
     received: list[list[int]] = [[] for _ in range(channels.count)]
     for actions in schedule.workers:
         for action in actions:
-            for log, channel in ((sent, channels.sends(action)), (received, channels.receives(action))):
-                if channel is not None:
-                    log[channel].append(action.microbatch)
+            for channel in channels.all_sent(action):
+                sent[channel].append(action.microbatch)
+            for channel in channels.all_received(action):
+                received[channel].append(action.microbatch)
     return sent, received
 
 
@@ -79,7 +86,7 @@ def _out_of_turn(schedule: Schedule, channels: Channels, channel: int, microbatc
     position, action = next(
         (position, action)
         for position, action in enumerate(schedule.workers[worker])
-        if channels.receives(action) == channel and action.microbatch == microbatch
+        if channel in channels.all_received(action) and action.microbatch == microbatch
     )
     return (
         f"schedule {schedule.name!r}: {location(worker, position, action)}: worker {sender} sends micro-batch "

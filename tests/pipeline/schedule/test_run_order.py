@@ -2,6 +2,7 @@ import pytest
 
 from lp_pipe.errors import ScheduleError
 from lp_pipe.pipeline.schedule import Schedule, make_schedule
+from lp_pipe.pipeline.schedule.channels import Edge
 from lp_pipe.pipeline.schedule.run_order import run_order
 
 
@@ -49,3 +50,25 @@ def test_a_send_waits_for_the_receiver_when_the_channel_is_full() -> None:
 def test_messages_within_a_worker_need_no_credits() -> None:
     schedule = make_schedule("looped_bfs", stages=1, microbatches=8, chunks=3)
     assert len(list(run_order(schedule, credits=1))) == 48
+
+
+def test_a_stage_waits_for_what_an_edge_brings() -> None:
+    """Worker 0 defers the weights of stage 0, which wait for those of stage 1: here worker 1 is in a ring with it."""
+    schedule = Schedule.from_csv("0F0,0I0,0W0,0F1,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1")
+    assert len(list(run_order(schedule))) == 12
+    with pytest.raises(ScheduleError) as caught:
+        list(run_order(schedule, edges=[Edge("tied gradient", 1, 0, ("0.weight",))]))
+    assert str(caught.value) == (
+        "schedule 'csv': deadlock: worker 0, position 2, action 0W0 waits for 1B0 of worker 1; "
+        "worker 1, position 2, action 1F1 waits for 0F1 of worker 0: reorder the actions"
+    )
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_h1"])
+def test_edges_that_jump_over_stages_never_fill_up_first(name: str) -> None:
+    schedule = make_schedule(name, stages=4, microbatches=12)
+    ends = [(first, last) for first in range(4) for last in range(first + 1, 4)]
+    edges = [Edge("value", *pair, ("a",)) for pair in ends]
+    edges += [Edge("value gradient", *reversed(pair), ("a",)) for pair in ends]
+    assert len(list(run_order(schedule, credits=12, edges=edges))) == len(list(run_order(schedule, credits=12)))
+    assert len(list(run_order(schedule, credits=4, edges=edges))) == len(list(run_order(schedule, credits=4)))

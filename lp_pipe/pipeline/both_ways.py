@@ -1,0 +1,197 @@
+"""Does a model train the same as a pipeline and in a plain loop? If not, where do the two first differ?"""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lp_pipe.errors import PipelineError
+from lp_pipe.launch import launch
+from lp_pipe.pipeline.add import add_pipeline
+from lp_pipe.pipeline.message import tensors_of
+from lp_pipe.pipeline.model import Model
+from lp_pipe.pipeline.plain import PlainLoop
+from lp_pipe.pipeline.skips import seen_by_setup
+from lp_pipe.pipeline.wrapper import Wrapper
+from lp_pipe.program import Program
+from lp_pipe.resources import Resources
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """What `check` has found. All but `equal` and `steps` say where the first difference is; None where there is none.
+
+    layer: index of the layer whose output differs, although its inputs are equal (`microbatch` says in which). None and
+        a `name`: all outputs are equal, but this parameter or buffer is not after the step (None again: the loss).
+    max_difference: the largest absolute one; infinite between other shapes.
+    """
+
+    equal: bool
+    steps: int
+    step: int | None = None
+    microbatch: int | None = None
+    layer: int | None = None
+    name: str | None = None
+    max_difference: float | None = None
+    reason: str = ""
+
+    def __str__(self) -> str:
+        if self.equal:
+            return f"equal: the pipeline and the plain loop have the same bits after {self.steps} steps"
+        return f"different in step {self.step}: {self.reason}"
+
+
+def check(model: Model, batches: Sequence[tuple[Any, Any]], **pipeline_options: Any) -> CheckReport:
+    """Train one step on each batch both ways: as a pipeline in thread mode, and in a plain loop over the micro-batches.
+
+    The model's own modules stay as they are. A layer is named that depends on more than its inputs, its parameters and
+    the generator under `step_rng`: one that draws from `random` or numpy, or shares Python state with other layers.
+
+    pipeline_options: as for `add_pipeline`, but without `inputs`.
+
+    Raises:
+        PipelineError: there are no batches, or the pipeline cannot be built or run.
+    """
+    if not batches:
+        raise PipelineError("check() needs at least one (input, target) pair")
+    microbatches = pipeline_options.get("microbatches", 8)
+    there, here = _Log(), _Log()
+    program = Program("check")
+    handle = add_pipeline(program, _watched(model, there), **pipeline_options)
+    with _threads(pipeline_options.get("resources")), launch(program, "thread") as run:
+        pipeline = run.client(handle)
+        plain = PlainLoop(_watched(model, here), microbatches, pipeline_options.get("clip_grad_norm"))
+        for step, batch in enumerate(batches):
+            losses = pipeline.step(batch).loss, plain.step(batch)
+            found = _outputs_differ(there, here) or _results_differ(losses, pipeline.state_dict(), plain.state_dict())
+            if found is not None:
+                return replace(found, steps=step + 1, step=step)
+            there.clear()
+            here.clear()
+    return CheckReport(equal=True, steps=len(batches))
+
+
+class _Log:
+    """What each layer has returned in each micro-batch of a step; shared by the copies of the layers."""
+
+    def __init__(self) -> None:
+        self.outputs: dict[int, list[tuple[str, list[Tensor]]]] = {}
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
+
+    def clear(self) -> None:
+        self.outputs.clear()
+
+
+class _Watched(Wrapper):
+    def __init__(self, layer: Any, index: int, log: _Log) -> None:
+        super().__init__(layer)
+        self.index = index
+        self.log = log
+
+    def around(self, layer: Any) -> Self:
+        return type(self)(layer, self.index, self.log)
+
+    def forward(self, *inputs: Any) -> Any:
+        output = self.layer(*inputs)
+        if self.training:
+            entry = type(self.layer).__name__, [tensor.detach().clone() for tensor in tensors_of(output)]
+            self.log.outputs.setdefault(self.index, []).append(entry)
+        return output
+
+
+def _watched(model: Model, log: _Log) -> Model:
+    layers = model.layers
+    if callable(layers) and not isinstance(layers, nn.Module):
+        return replace(model, layers=_watched_function(layers, log))
+    if not isinstance(layers, (nn.Sequential, nn.ModuleList, Sequence)):
+        return model  # add_pipeline says what is wrong with it
+    return replace(model, layers=[_watch(seen_by_setup(layer), index, log) for index, layer in enumerate(layers)])
+
+
+def _watched_function(function: Callable[[], Any], log: _Log) -> Callable[[], Iterator[nn.Module]]:
+    def layers() -> Iterator[nn.Module]:
+        memo: dict[int, Any] = {}  # one for all layers, so that what they share stays shared
+        for index, layer in enumerate(function()):
+            yield _watch(copy.deepcopy(layer, memo), index, log)
+
+    return layers
+
+
+def _watch(layer: Any, index: int, log: _Log) -> Any:
+    return layer.around(_watch(layer.layer, index, log)) if isinstance(layer, Wrapper) else _Watched(layer, index, log)
+
+
+def _outputs_differ(there: _Log, here: _Log) -> CheckReport | None:
+    """The first micro-batch, and in it the first layer, that has returned something else."""
+    microbatches = max((len(calls) for calls in here.outputs.values()), default=0)
+    for microbatch in range(microbatches):
+        for layer, calls in sorted(here.outputs.items()):
+            kind, wanted = calls[microbatch]
+            got = there.outputs[layer][microbatch][1]
+            difference = _difference(got, wanted)
+            if difference is not None:
+                reason = (
+                    f"layer {layer} ({kind}) is the first whose output differs, by up to {difference:.3g}, in "
+                    f"micro-batch {microbatch}; its inputs are equal: does it use random numbers that step_rng does "
+                    "not seed, or state that is neither parameter nor buffer?"
+                )
+                return CheckReport(False, 0, None, microbatch, layer, None, difference, reason)
+    return None
+
+
+def _results_differ(losses: tuple[float, float], got: dict[str, Any], wanted: dict[str, Any]) -> CheckReport | None:
+    loss = _difference([torch.tensor(losses[0])], [torch.tensor(losses[1])])
+    if loss is not None:
+        reason = f"the outputs of all layers are equal, but the losses are {losses[0]!r} and {losses[1]!r}"
+        return CheckReport(False, 0, max_difference=loss, reason=reason)
+    for name, value in wanted.items():
+        difference = _difference(pytree.tree_leaves(got[name]), pytree.tree_leaves(value))
+        if difference is not None:
+            layer = name.split(".", 1)[0]
+            reason = (
+                f"the outputs of all layers are equal, but after the step {name} (of layer {layer}) is the first "
+                f"parameter or buffer that differs, by up to {difference:.3g}: does a backward, or the optimizer, "
+                "depend on more than gradients and parameters?"
+            )
+            return CheckReport(False, 0, name=name, max_difference=difference, reason=reason)
+    return None
+
+
+def _difference(got: Sequence[Any], wanted: Sequence[Any]) -> float | None:
+    """The largest one between two lists of tensors; None: all bits are equal, or both are NaN."""
+    if len(got) != len(wanted):
+        return float("inf")
+    differences = [_distance(one, other) for one, other in zip(got, wanted, strict=True) if not _same(one, other)]
+    return max(differences, default=None)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        return bool(one == other)
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def _distance(one: Any, other: Any) -> float:
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor) or one.shape != other.shape:
+        return float("inf")
+    return float((one.detach().double() - other.detach().double()).abs().nan_to_num(float("inf")).max())
+
+
+@contextmanager
+def _threads(resources: Resources | None) -> Iterator[None]:
+    """As many as a stage has; kernels sum in another order with another number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(resources.threads if resources is not None else Resources().threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,154 @@
+"""pp.check: a model trains the same both ways, or the report says where it does not."""
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lp_pipe.pipeline as pp
+from tests.pipeline.plain_loop import (
+    D,
+    adam,
+    assert_same_state,
+    model_with_everything,
+    random_batches,
+    sgd,
+    squared_error,
+)
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+BATCHES = random_batches([6, 5])
+
+
+def test_a_model_that_trains_the_same_both_ways_is_equal() -> None:
+    report = pp.check(model_with_everything(), BATCHES, stages=3, microbatches=4, clip_grad_norm=0.1)
+    assert report.equal
+    assert str(report) == "equal: the pipeline and the plain loop have the same bits after 2 steps"
+
+
+class Jitters(nn.Module):
+    """Draws from a generator that step_rng knows nothing of."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1 + random.random())
+
+
+def test_a_layer_that_draws_from_elsewhere_is_named() -> None:
+    model = pp.Model([nn.Linear(D, D), nn.Tanh(), Jitters(), nn.Linear(D, D)], squared_error, adam)
+    report = pp.check(model, BATCHES, stages=2, microbatches=2)
+    assert not report.equal
+    assert (report.step, report.microbatch, report.layer) == (0, 0, 2)
+    assert report.max_difference is not None and 0 < report.max_difference < 2
+    assert str(report).startswith("different in step 0: layer 2 (Jitters) is the first whose output differs, by up to ")
+
+
+class Counts(nn.Module):
+    """Counts its calls in an object that it shares with another layer: with a copy of it on another stage."""
+
+    def __init__(self, calls: list[int]) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append(1)
+        return x / len(self.calls)
+
+
+def test_python_state_shared_across_stages_is_named() -> None:
+    calls: list[int] = []
+    model = pp.Model([Counts(calls), nn.Linear(D, D), nn.Tanh(), Counts(calls)], squared_error, sgd)
+    assert pp.check(model, BATCHES, stages=1, microbatches=2).equal
+    report = pp.check(model, BATCHES, stages=[2], microbatches=2)
+    assert (report.equal, report.step, report.microbatch, report.layer) == (False, 0, 0, 3)
+    assert calls == []
+
+
+def test_an_optimizer_that_looks_at_other_parameters_is_found_by_what_it_changes() -> None:
+    """Each stage has an optimizer of its own, so that a rate by the number of parameters is another one there."""
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1 / len(parameters))
+
+    layers = [nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D)]
+    report = pp.check(pp.Model(layers, squared_error, optimizer), BATCHES, stages=2, microbatches=2)
+    assert (report.equal, report.step, report.layer, report.name) == (False, 0, None, "0.weight")
+    assert "0.weight (of layer 0) is the first parameter or buffer that differs" in str(report)
+
+
+def test_a_loss_that_is_no_function_is_found() -> None:
+    losses = iter(range(1, 100))
+    model = pp.Model([nn.Linear(D, D)], lambda output, target: squared_error(output, target) * next(losses), sgd)
+    report = pp.check(model, BATCHES, stages=1, microbatches=1)
+    assert (report.equal, report.layer, report.name) == (False, None, None)
+    assert "all layers are equal, but the losses are" in str(report)
+
+
+def _shared() -> list[nn.Module]:
+    linear = nn.Linear(D, D)
+    return [linear, nn.Dropout(0.5), linear, nn.BatchNorm1d(3)]
+
+
+class Keeps(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x.sin()
+
+
+class Adds(nn.Module):
+    def forward(self, x: Tensor, value: Tensor) -> Tensor:
+        return x + value
+
+
+def _generator() -> Any:
+    yield pp.Stash("a", Keeps())
+    yield nn.Linear(D, D)
+    yield pp.Pop("a", Adds())
+    yield nn.Linear(D, D)
+
+
+MODELS: dict[str, Any] = {
+    "one layer twice": _shared(),
+    "a function": _shared,
+    "a generator with skips": _generator,
+    "factories with skips": [
+        pp.Stash("a", pp.Layer(Keeps)),
+        pp.Layer(nn.Linear, D, D),
+        pp.Layer(pp.Pop, "a", pp.Layer(Adds)),
+        pp.Layer(nn.Linear, D, D),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_form_of_a_model_can_be_checked(name: str) -> None:
+    report = pp.check(pp.Model(MODELS[name], squared_error, adam), BATCHES, stages=3, microbatches=3, schedule="gpipe")
+    assert report.equal, report
+
+
+def test_tied_parameters_can_be_checked() -> None:
+    layers = [pp.Layer(nn.Linear, D, D), pp.Layer(nn.Tanh), pp.Layer(nn.Linear, D, D)]
+    model = pp.Model(layers, squared_error, adam, tied=[("0.weight", "2.weight")])
+    assert pp.check(model, BATCHES, stages=2, microbatches=2).equal
+
+
+def test_numbers_that_are_none_in_both_are_equal() -> None:
+    model = pp.Model([nn.Linear(D, D)], lambda output, target: (output * math.nan).mean(), sgd)
+    assert pp.check(model, BATCHES, stages=1, microbatches=2).equal
+
+
+def test_a_check_leaves_the_users_modules_and_threads_alone() -> None:
+    module = nn.Sequential(nn.Linear(D, D), nn.Linear(D, D))
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    threads = torch.get_num_threads()
+    for layers in (module, lambda: module):
+        assert pp.check(pp.Model(layers, squared_error, adam), BATCHES, stages=2).equal
+    assert_same_state(module.state_dict(), before)
+    assert torch.get_num_threads() == threads
+
+
+def test_without_batches_there_is_nothing_to_check() -> None:
+    with pytest.raises(pp.PipelineError, match="at least one"):
+        pp.check(model_with_everything(), [])
