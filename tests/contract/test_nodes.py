@@ -66,7 +66,7 @@ def test_classes_of_main_may_be_everything(script: Any) -> None:
     process = script(
         """
         import lp_pipe as lp
-        import sys
+        import threading
 
         class Mine:
             def __init__(self, x): self.x = x
@@ -75,17 +75,20 @@ def test_classes_of_main_may_be_everything(script: Any) -> None:
         class Trouble(ValueError): pass
 
         class Server:
-            def __init__(self, mine, deferred): assert isinstance(mine, Mine) and isinstance(deferred, Mine)
+            def __init__(self, mine, deferred):
+                assert isinstance(mine, Mine) and isinstance(deferred, Mine)
+                self.was_used = threading.Event()
             def back(self, mine):
                 assert isinstance(mine, Mine), type(mine)
                 return Mine(mine.x + 1)
             def fail(self): raise Trouble("oh")
+            def used(self): self.was_used.set()
+            def wait_until_used(self): assert self.was_used.wait(30)
 
         def use(server):
             assert server.back(Mine(1)) == Mine(2)
             try: server.fail()
-            except Trouble: pass
-            lp.stop()
+            except Trouble: server.used()
 
         for mode in ("thread", "process"):
             program = lp.Program("main")
@@ -95,7 +98,7 @@ def test_classes_of_main_may_be_everything(script: Any) -> None:
                 assert run.client(server).back(Mine(5)) == Mine(6)
                 try: run.client("server").fail()
                 except Trouble as error: assert isinstance(error, lp.RemoteError)
-                run.wait(30)
+                run.client(server).wait_until_used()
         print("fine")
         """
     )
