@@ -2,7 +2,6 @@
 
 import atexit
 import contextlib
-import functools
 import os
 import shutil
 import tempfile
@@ -14,6 +13,8 @@ from lp_pipe.launch.socket_dir import fits
 _PREFIX = "lpt-"
 # Made once per process, used until its end: multiprocessing's own folder, compilers' caches.
 _LIVE_AS_LONG_AS_THE_PROCESS = ("pymp-", "torchinductor_", "torch_extensions", "numba")
+
+_made: Path | None = None
 
 
 @contextlib.contextmanager
@@ -36,13 +37,17 @@ def entries() -> set[str]:
     return {entry.name for entry in _folder().iterdir() if not entry.name.startswith(_LIVE_AS_LONG_AS_THE_PROCESS)}
 
 
-@functools.cache
 def _folder() -> Path:
-    """One until the process ends: a test's own patch of `tempfile` may be undone later, and must find it there."""
-    usual = tempfile.gettempdir()
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=usual if fits(f"{usual}/{_PREFIX}12345678") else "/tmp"))
-    atexit.register(_remove, folder, os.getpid())
-    return folder
+    """One until the process ends: a test's own patch of `tempfile` may be undone later, and must find it there.
+
+    Only if a test has removed it, with the folder that was the usual one at first, another one is made.
+    """
+    global _made
+    if _made is None or not _made.is_dir():
+        usual = tempfile.gettempdir()
+        _made = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=usual if fits(f"{usual}/{_PREFIX}12345678") else "/tmp"))
+        atexit.register(_remove, _made, os.getpid())
+    return _made
 
 
 def _remove(folder: Path, owner: int) -> None:
