@@ -42,8 +42,8 @@ class Pulling:
 
     def look(self) -> None:
         """Read what is there, without waiting; called without the lock."""
-        if self._connection is not None and self._connection.try_reading():
-            self._read(self._connection, 0)
+        if self._connection is not None:
+            self._connection.read_alone(0)
 
     def wake(self) -> None:
         """Let everybody who waits look again; called with the lock held."""

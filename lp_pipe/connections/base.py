@@ -86,6 +86,17 @@ class PulledConnection(Connection):
         """Become the one thread that reads; False when there is one, or nothing will ever be read again."""
         return self._reading.acquire(blocking=False)
 
+    def read_alone(self, timeout_s: float | None) -> bool:
+        """`wait` and `read` once, as the one thread that reads; False when that is another."""
+        if not self.try_reading():
+            return False
+        try:
+            if self.wait(timeout_s):
+                self.read()
+        finally:
+            self.done_reading()
+        return True
+
     @abstractmethod
     def done_reading(self) -> None:
         """Let another thread read."""

@@ -7,7 +7,23 @@ from lp_pipe.errors import Unavailable
 from lp_pipe.launch.coordinator import Coordinator
 
 
-class LauncherServices:
+class _OutsideOfNodes:
+    """What only nodes may ask for."""
+
+    def register(self, address: str, endpoint: str) -> None:
+        raise RuntimeError("only a node can serve an address of the program")
+
+    def withdraw(self, address: str) -> None:
+        raise RuntimeError("only a node can serve an address of the program")
+
+    def inner_nodes_ended(self, colocation: str) -> "Future[str]":
+        raise RuntimeError("only a colocation has inner nodes")
+
+    def stop_inner_nodes(self, colocation: str) -> None:
+        raise RuntimeError("only a colocation has inner nodes")
+
+
+class LauncherServices(_OutsideOfNodes):
     """NodeServices for clients made in the launching process."""
 
     def __init__(self, coordinator: Coordinator) -> None:
@@ -25,23 +41,11 @@ class LauncherServices:
     def request_stop(self) -> None:
         self._coordinator.request_stop()
 
-    def register(self, address: str, endpoint: str) -> None:
-        raise RuntimeError("only a node can serve an address of the program")
-
-    def withdraw(self, address: str) -> None:
-        raise RuntimeError("only a node can serve an address of the program")
-
-    def inner_nodes_ended(self, colocation: str) -> "Future[str]":
-        raise RuntimeError("only a colocation has inner nodes")
-
-    def stop_inner_nodes(self, colocation: str) -> None:
-        raise RuntimeError("only a colocation has inner nodes")
-
     def log_metrics(self, metrics: Mapping[str, float], step: int | None) -> None:
         self._coordinator.log_metrics("launcher", metrics, step)
 
 
-class EndedServices:
+class EndedServices(_OutsideOfNodes):
     """NodeServices in the launching process once the program is over: says why each of its servers is gone."""
 
     def __init__(self, reasons: Mapping[str, str]) -> None:
@@ -60,18 +64,6 @@ class EndedServices:
 
     def request_stop(self) -> None:
         """It has stopped."""
-
-    def register(self, address: str, endpoint: str) -> None:
-        raise RuntimeError("only a node can serve an address of the program")
-
-    def withdraw(self, address: str) -> None:
-        raise RuntimeError("only a node can serve an address of the program")
-
-    def inner_nodes_ended(self, colocation: str) -> "Future[str]":
-        raise RuntimeError("only a colocation has inner nodes")
-
-    def stop_inner_nodes(self, colocation: str) -> None:
-        raise RuntimeError("only a colocation has inner nodes")
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None) -> None:
         raise RuntimeError("the program has ended")

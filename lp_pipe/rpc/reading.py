@@ -47,11 +47,7 @@ class Reading:
 
     def look(self) -> None:
         """Read what is there, without waiting, if nobody is reading."""
-        if self._connection.try_reading():
-            try:
-                self._read_what_is_there()
-            finally:
-                self._connection.done_reading()
+        if self._connection.read_alone(0):
             self._wake_next()
 
     def wait_for(self, call: SyncCall, deadline: float | None) -> None:
@@ -130,16 +126,13 @@ class Reading:
     def _look_for_end(self) -> None:
         if self._connection.try_reading():
             try:
-                self._read_what_is_there()
+                if self._connection.wait(0):
+                    self._connection.read()
                 if self._connection.closed_reason is None:  # it was meant for who had this descriptor before
                     self._has_peer_closed = False
                     ends.shared.watch_again(self._descriptor)
             finally:
                 self._connection.done_reading()
-
-    def _read_what_is_there(self) -> None:
-        if self._connection.wait(0):
-            self._connection.read()
 
     def _read_for(self, call: SyncCall | CallFuture, deadline: float | None) -> bool:
         """Read until the reply is there or the deadline has passed; False when another thread reads."""
