@@ -15,7 +15,7 @@ from lp_pipe.pipeline.conductor import Conductor
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
 from lp_pipe.pipeline.cuts import balanced_cuts, check_cuts
 from lp_pipe.pipeline.model import Model, sources_of
-from lp_pipe.pipeline.schedule import Schedule, default_chunks, forward_on, make_schedule, schedules, verify
+from lp_pipe.pipeline.schedule import Schedule, default_chunks, forward_on, replicated, schedules, verify
 from lp_pipe.pipeline.schedule.channels import Edge
 from lp_pipe.pipeline.skips import seen_by_setup, skip_edges
 from lp_pipe.pipeline.tied import Names, layer_of, refuse_shared_buffers, tied_edges, tied_names
@@ -35,6 +35,7 @@ def add_pipeline(
     chunks: int | None = None,
     schedule: str | Path | Schedule = "1f1b",
     microbatches: int = 8,
+    replicas: int | Sequence[int] = 1,
     channel: str = "auto",
     clip_grad_norm: float | None = None,
     inputs: Handle[Any] | None = None,
@@ -46,7 +47,9 @@ def add_pipeline(
     stages: number of stage workers (cuts balanced by parameters), or the cut points (index of each later first layer).
     chunks: virtual stages per worker; default: what the schedule needs.
     schedule: a name in `schedules()`, a Schedule, or a path to CSV.
-    microbatches: slices of a batch per step; small batches may give fewer.
+    microbatches: slices of a batch per step, over all replicas; small batches may give fewer.
+    replicas: processes that share a worker's micro-batches (j runs on replica j mod r) and sum their gradients in rank
+        order; one number, or one per worker. BatchNorm statistics are those of replica 0's micro-batches.
     channel: how tensors travel between workers: "auto", "inproc" (threads), "shm" (processes of one host).
     inputs: handle of a feeder, a CourierNode with `batch(step) -> (input, target) | None`, a pure function of the step.
 
@@ -61,7 +64,7 @@ def add_pipeline(
     if microbatches < 1:
         raise PipelineError(f"microbatches={microbatches}: a step needs at least 1")
     sources = [seen_by_setup(source) for source in sources_of(model)]
-    made, name = _made(schedule, stages, microbatches, chunks)
+    made, name, counts = _made(schedule, stages, microbatches, chunks, replicas)
     cuts = _cuts(sources, stages, made.stages)
     tied = tied_names(sources, model.tied)
     edges = tied_edges(tied, cuts) + skip_edges(sources, cuts)
@@ -80,25 +83,47 @@ def add_pipeline(
         clip_grad_norm=clip_grad_norm,
         tied=tuple(tied),
         edges=tuple(edges),
+        replicas=counts,
     )
     with program.group(group, resources=resources):
-        return _add_nodes(program, config, _workers(config, sources, cuts, _owners(model, tied)), inputs, group)
+        conductor = _add_nodes(program, config, _workers(config, sources, cuts, _owners(model, tied)), inputs, group)
+    stage_of_layer = [sum(cut <= layer for cut in cuts) for layer in range(len(sources))]
+    return PipelineHandle(conductor, [counts[made.placement[stage]] for stage in stage_of_layer])
 
 
 def _made(
-    schedule: str | Path | Schedule, stages: int | Sequence[int], microbatches: int, chunks: int | None
-) -> tuple[Schedule, str | None]:
-    """The schedule, and its name if it can be made again for another number of micro-batches."""
+    schedule: str | Path | Schedule,
+    stages: int | Sequence[int],
+    microbatches: int,
+    chunks: int | None,
+    replicas: int | Sequence[int],
+) -> tuple[Schedule, str | None, tuple[int, ...]]:
+    """The schedule, its name if it can be made again for another number of micro-batches, each worker's replicas."""
     if isinstance(schedule, Schedule):
         made, name = schedule, None
     elif schedule in schedules() or not Path(schedule).exists():
         name = str(schedule)
-        made = make_schedule(name, _worker_count(stages, chunks, name), microbatches, chunks)
+        counts = _replicas(replicas, _worker_count(stages, chunks, name), microbatches)
+        made = replicated(name, counts, microbatches, chunks)
     else:
         made, name = Schedule.from_csv(Path(schedule).read_text(encoding="utf-8"), name=Path(schedule).stem), None
     if made.forward_only:
         raise ScheduleError(f"schedule {made.name!r} has no backwards: it evaluates, but a pipeline trains")
-    return made, name
+    return made, name, _replicas(replicas, len(made.workers), microbatches)
+
+
+def _replicas(replicas: int | Sequence[int], workers: int, microbatches: int) -> tuple[int, ...]:
+    counts = (replicas,) * workers if isinstance(replicas, int) else tuple(replicas)
+    if len(counts) != workers or not all(isinstance(count, int) and count >= 1 for count in counts):
+        raise PipelineError(
+            f"replicas={replicas!r}: give a whole number of at least 1, or {workers} of them, one per worker"
+        )
+    if max(counts) > microbatches:
+        raise PipelineError(
+            f"replicas={replicas!r} with microbatches={microbatches}: some replicas would never have any: use "
+            f"microbatches={max(counts)} or more"
+        )
+    return counts
 
 
 def _worker_count(stages: int | Sequence[int], chunks: int | None, schedule: str) -> int:
@@ -120,6 +145,7 @@ def _sufficient_credits(schedule: Schedule, edges: Sequence[Edge]) -> int:
         _verify(schedule, _CREDITS, edges)
         return _CREDITS
     except ScheduleError:
+        # So many are on one edge in all; where stages have replicas, each pair of them has its own credits.
         credits = max(_CREDITS, schedule.microbatches)
         _verify(schedule, credits, edges)
         return credits
@@ -157,7 +183,8 @@ def _workers(
         if edge.kind == "tied weights":
             layers = owners & {layer_of(name) for name in edge.names}
             borrowed[config.placement[edge.receiver]].update({layer: sources[layer] for layer in layers})
-    return [WorkerConfig(worker, *both) for worker, both in enumerate(zip(parts, borrowed, strict=True))]
+    places = config.ranks.places
+    return [WorkerConfig(rank, parts[worker], borrowed[worker]) for rank, (worker, _) in enumerate(places)]
 
 
 def _owners(model: Model, tied: Sequence[Names]) -> set[int]:
@@ -172,22 +199,28 @@ def _add_nodes(
     workers: Sequence[WorkerConfig],
     inputs: Handle[Any] | None,
     group: str,
-) -> PipelineHandle:
-    nodes = [CourierNode(Conductor if worker.worker == 0 else StageWorker) for worker in workers]
+) -> CourierHandle:
+    nodes = [CourierNode(Conductor if worker.rank == 0 else StageWorker) for worker in workers]
     handles: list[CourierHandle] = [program.add_node(node, label=group) for node in nodes]
     addresses = [Address("channels") for _ in nodes]
     for address, node in zip(addresses, nodes, strict=True):
         address.assign(node)
     hubs = [ChannelHandle(address, node.name) for address, node in zip(addresses, nodes, strict=True)]
-    channels = config.channels
-    crossing = [channel for channel in range(channels.count) if channels.crosses(channel)]
-    for worker, node in zip(workers, nodes, strict=True):
-        own = worker.worker
-        receivers = {channels.receiver(channel) for channel in crossing if channels.sender(channel) == own}
-        neighbours = {receiver: hubs[receiver] for receiver in sorted(receivers)}
-        needs_batches = own == 0 or own == config.placement[-1]
+    for worker, node, address in zip(workers, nodes, addresses, strict=True):
+        neighbours = {receiver: hubs[receiver] for receiver in _receivers(config, worker.rank)}
+        owner, _ = config.ranks.places[worker.rank]
+        needs_batches = worker.rank == 0 or owner in (config.placement[0], config.placement[-1])
         options: dict[str, Any] = {"feeder": inputs if needs_batches else None}
-        if own == 0:
+        if worker.rank == 0:
             options["peers"] = handles[1:]
-        node.configure(config, worker, addresses[own], neighbours, **options)
-    return PipelineHandle(handles[0])
+        node.configure(config, worker, address, neighbours, **options)
+    return handles[0]
+
+
+def _receivers(config: PipelineConfig, rank: int) -> list[int]:
+    """The ranks that a rank sends to: on its stages' channels, and the other replicas of its worker."""
+    channels, ranks = config.channels, config.ranks
+    crossing = [channel for channel in range(channels.count) if channels.crosses(channel)]
+    routes = [route for channel in crossing for route in ranks.routes(channels, channel)]
+    worker, _ = ranks.places[rank]
+    return sorted({receiver for sender, receiver in routes if sender == rank} | {*ranks.of(worker)} - {rank})

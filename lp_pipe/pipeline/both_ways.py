@@ -16,6 +16,7 @@ from lp_pipe.pipeline.add import add_pipeline
 from lp_pipe.pipeline.message import tensors_of
 from lp_pipe.pipeline.model import Model
 from lp_pipe.pipeline.plain import PlainLoop
+from lp_pipe.pipeline.rng import current_microbatch
 from lp_pipe.pipeline.skips import seen_by_setup
 from lp_pipe.pipeline.wrapper import Wrapper
 from lp_pipe.program import Program
@@ -65,7 +66,8 @@ def check(model: Model, batches: Sequence[tuple[Any, Any]], **pipeline_options: 
     handle = add_pipeline(program, _watched(model, there), **pipeline_options)
     with _threads(pipeline_options.get("resources")), launch(program, "thread") as run:
         pipeline = run.client(handle)
-        plain = PlainLoop(_watched(model, here), microbatches, pipeline_options.get("clip_grad_norm"))
+        clip = pipeline_options.get("clip_grad_norm")
+        plain = PlainLoop(_watched(model, here), microbatches, clip, handle.replicas_by_layer)
         for step, batch in enumerate(batches):
             losses = pipeline.step(batch).loss, plain.step(batch)
             found = _outputs_differ(there, here) or _results_differ(losses, pipeline.state_dict(), plain.state_dict())
@@ -80,7 +82,7 @@ class _Log:
     """What each layer has returned in each micro-batch of a step; shared by the copies of the layers."""
 
     def __init__(self) -> None:
-        self.outputs: dict[int, list[tuple[str, list[Tensor]]]] = {}
+        self.outputs: dict[int, dict[int, tuple[str, list[Tensor]]]] = {}  # by layer, then micro-batch
 
     def __deepcopy__(self, memo: Any) -> Self:
         return self
@@ -102,7 +104,7 @@ class _Watched(Wrapper):
         output = self.layer(*inputs)
         if self.training:
             entry = type(self.layer).__name__, [tensor.detach().clone() for tensor in tensors_of(output)]
-            self.log.outputs.setdefault(self.index, []).append(entry)
+            self.log.outputs.setdefault(self.index, {})[current_microbatch()] = entry
         return output
 
 

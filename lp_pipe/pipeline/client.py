@@ -101,10 +101,11 @@ class PipelineClient:
 class PipelineHandle(Handle[PipelineClient]):
     """Pass it to the nodes that drive or evaluate the pipeline; they get a PipelineClient."""
 
-    def __init__(self, conductor: CourierHandle) -> None:
+    def __init__(self, conductor: CourierHandle, replicas_by_layer: Sequence[int]) -> None:
         super().__init__()
         self._conductor = conductor
         self.node_name = conductor.node_name
+        self.replicas_by_layer = tuple(replicas_by_layer)
 
     @property
     def addresses(self) -> list[Address]:

@@ -48,6 +48,9 @@ class Conductor:
         self._worker = StageWorker(pipeline, worker, channels, neighbours, feeder)
         self._config = pipeline
         self._peers = list(peers)
+        ranks, placement = pipeline.ranks, pipeline.placement
+        self._first, self._last = ranks.of(placement[0]), ranks.of(placement[-1])
+        self._first_replicas = [self._peers[rank - 1] for rank in ranks.firsts if rank]
         self._batches = BatchSource(feeder)
         self._step = 0
         self._tag = 0
@@ -68,7 +71,7 @@ class Conductor:
 
     def forward(self, value: Any) -> Any:
         """The model's output in eval mode."""
-        return self._in_turn(lambda: self._infer([value], []).outputs[0])
+        return self._in_turn(lambda: self._infer([value], [])[0].outputs[0])
 
     def state_dict(self) -> dict[str, Tensor]:
         """The whole model's parameters and buffers."""
@@ -109,15 +112,14 @@ class Conductor:
         value, target = check_pair(given, "step()")
         value = aligned(value)
         microbatches = len(split(value, self._config.microbatches))
-        asks_feeder = batch is None and self._config.placement[-1] != 0  # then the last stage asks for the target, too
         began = time.monotonic()
         reports = self._on_all(
-            lambda worker, tag, is_first, is_last: worker.train(
+            lambda worker, tag, rank: worker.train(
                 tag,
                 self._step,
                 microbatches,
-                (value,) if is_first else None,
-                (target,) if is_last and not asks_feeder else None,
+                (value,) if rank in self._first and (batch is not None or rank == 0) else None,
+                (target,) if rank in self._last and (batch is not None or rank == 0) else None,
             )
         )
         pipe_s = time.monotonic() - began
@@ -126,12 +128,12 @@ class Conductor:
         total = torch.linalg.vector_norm(torch.stack(norms)) if norms else None
         self._everywhere("apply", total)
         if self._config.shares_weights:
-            self._on_all(lambda worker, tag, *_: worker.share_weights(tag))
-        last = reports[self._config.placement[-1]]
+            self._on_all(lambda worker, tag, _: worker.share_weights(tag))
+        loss, metrics = _summed([reports[rank] for rank in self._last])
         result = StepResult(
             step=self._step,
-            loss=last.loss,
-            metrics=last.metrics,
+            loss=loss,
+            metrics=metrics,
             seconds=time.monotonic() - start,
             utilization=tuple(report.busy_s / pipe_s for report in reports),
         )
@@ -143,36 +145,41 @@ class Conductor:
         if not pairs:
             raise PipelineError("evaluate() needs at least one (input, target) pair")
         targets = [target for _, target in pairs]
-        report = self._infer([value for value, _ in pairs], targets)
+        loss, metrics = _summed(self._infer([value for value, _ in pairs], targets))
         total = sum(loss_weights(targets, self._config.loss_weight))
-        return EvalResult(report.loss / total, {name: value / total for name, value in report.metrics.items()})
+        return EvalResult(loss / total, {name: value / total for name, value in metrics.items()})
 
-    def _infer(self, inputs: list[Any], targets: list[Any]) -> Report:
-        """Run forwards; the report of the last stage's worker."""
+    def _infer(self, inputs: list[Any], targets: list[Any]) -> list[Report]:
+        """Run forwards; the reports of the last stage's replicas."""
+        count = len(self._first)
         reports = self._on_all(
-            lambda worker, tag, is_first, is_last: worker.infer(
-                tag, len(inputs), inputs if is_first else [], targets if is_last else []
+            lambda worker, tag, rank: worker.infer(
+                tag,
+                len(inputs),
+                {j: x for j, x in enumerate(inputs) if j % count == rank - self._first[0]}
+                if rank in self._first
+                else {},
+                targets if rank in self._last else [],
             )
         )
-        return reports[self._config.placement[-1]]
+        return [reports[rank] for rank in self._last]
 
-    def _on_all(self, run: Callable[[Any, int, bool, bool], Any]) -> list[Report]:
-        """Run one operation on every worker; when one fails, free the others from waiting for it.
+    def _on_all(self, run: Callable[[Any, int, int], Any]) -> list[Report]:
+        """Run one operation on every rank; when one fails, free the others from waiting for it.
 
         Raises:
             Exception: the failure that came first; a worker that only lost its neighbour does not count as first.
         """
         self._tag += 1
         attempt = _Attempt(self._tag, [self._worker, *self._peers])
-        first, last = self._config.placement[0], self._config.placement[-1]
         futures: list[Future[Report]] = []
-        for index, peer in enumerate(self._peers, start=1):
-            future: Future[Report] = run(peer.futures, self._tag, index == first, index == last)
+        for rank, peer in enumerate(self._peers, start=1):
+            future: Future[Report] = run(peer.futures, self._tag, rank)
             future.add_done_callback(attempt.watch)
             futures.append(future)
         reports: list[Report] = []
         try:
-            reports.append(run(self._worker, self._tag, first == 0, last == 0))
+            reports.append(run(self._worker, self._tag, 0))
         except BaseException as error:  # kept as the reason of the whole operation, raised below
             attempt.fail(error)
         for future in futures:
@@ -199,7 +206,7 @@ class Conductor:
 
     def _state_dict(self) -> dict[str, Tensor]:
         """In the order of the layers: virtual stages of one worker may lie apart."""
-        parts = [self._worker.state_dict(), *(peer.state_dict() for peer in self._peers)]
+        parts = [self._worker.state_dict(), *(peer.state_dict() for peer in self._first_replicas)]
         merged = {name: value for part in parts for name, value in part.items()}
         return dict(sorted(merged.items(), key=lambda item: int(item[0].split(".", 1)[0])))
 
@@ -232,7 +239,7 @@ class Conductor:
         path.mkdir(parents=True, exist_ok=True)
         # New names: until the new manifest replaces the old one, the checkpoint that was there before stays whole.
         version = f"step-{self._step}-{secrets.token_hex(4)}"
-        futures = [peer.futures.save(str(path), version) for peer in self._peers]
+        futures = [peer.futures.save(str(path), version) for peer in self._first_replicas]
         files = [self._worker.save(str(path), version), *(future.result() for future in futures)]
         manifest.write(path, manifest.Manifest(self._step, self._config.seed, tuple(files), tuple(self._state_dict())))
         manifest.remove_older_shares(path, files)
@@ -280,6 +287,17 @@ class _Attempt:
 
     def cause(self) -> BaseException:
         return next((error for error in self.errors if not isinstance(error, Unavailable)), self.errors[0])
+
+
+def _summed(reports: Sequence[Report]) -> tuple[float, dict[str, float]]:
+    """Loss and metrics of the last stage's replicas, added up in rank order."""
+    first, *others = reports
+    loss, metrics = first.loss, dict(first.metrics)
+    for report in others:
+        loss += report.loss
+        for name, value in report.metrics.items():
+            metrics[name] = metrics.get(name, 0.0) + value
+    return loss, metrics
 
 
 def _settle(future: "Future[T]", operation: Callable[[], T]) -> None:

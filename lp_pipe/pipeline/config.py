@@ -7,7 +7,8 @@ from typing import Any
 
 from lp_pipe.errors import ScheduleError
 from lp_pipe.pipeline.model import Loss, LossWeight, OptimizerFactory, SchedulerFactory
-from lp_pipe.pipeline.schedule import Schedule, make_schedule
+from lp_pipe.pipeline.ranks import Ranks
+from lp_pipe.pipeline.schedule import Schedule, replicated
 from lp_pipe.pipeline.schedule.channels import Channels, Edge
 
 
@@ -29,10 +30,15 @@ class PipelineConfig:
     clip_grad_norm: float | None
     tied: tuple[tuple[str, ...], ...] = ()  # all names of each parameter that has several
     edges: tuple[Edge, ...] = ()
+    replicas: tuple[int, ...] = ()  # of each worker
 
     @property
     def channels(self) -> Channels:
         return Channels(self.placement, self.edges)
+
+    @property
+    def ranks(self) -> Ranks:
+        return Ranks(self.replicas)
 
     @property
     def shares_weights(self) -> bool:
@@ -55,7 +61,7 @@ class PipelineConfig:
             ScheduleError: it was given for another number.
         """
         if isinstance(self.schedule, str):
-            return _made(self.schedule, self.workers, microbatches, self.chunks, usual=self.microbatches)
+            return _made(self.schedule, self.replicas, microbatches, self.chunks, usual=self.microbatches)
         if microbatches != self.schedule.microbatches:
             raise ScheduleError(
                 f"schedule {self.schedule.name!r} is written for {self.schedule.microbatches} micro-batches, but this "
@@ -66,19 +72,19 @@ class PipelineConfig:
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """One worker's own part: for each of its virtual stages the first layer's index, and the layers' sources.
+    """A worker's own part: for each of its virtual stages the first layer's index, and the layers' sources.
 
     owners: by index, the sources of other stages' layers that decide the initial values of tied parameters.
     """
 
-    worker: int
+    rank: int
     sources: Mapping[int, tuple[int, Sequence[Any]]]
     owners: Mapping[int, Any] = field(default_factory=dict)
 
 
 @cache
-def _made(name: str, stages: int, microbatches: int, chunks: int, usual: int) -> Schedule:
+def _made(name: str, replicas: tuple[int, ...], microbatches: int, chunks: int, usual: int) -> Schedule:
     try:
-        return make_schedule(name, stages, microbatches, chunks)
+        return replicated(name, replicas, microbatches, chunks)
     except ScheduleError:  # it does not exist for so few (dualpipev), but a batch may have any size
-        return make_schedule(name, stages, usual, chunks).first_microbatches(microbatches)
+        return replicated(name, replicas, usual, chunks).first_microbatches(microbatches)

@@ -1,25 +1,27 @@
-"""What one worker receives and sends: channels to other workers, a queue between two stages of its own."""
+"""What one rank receives and sends for its stages: channels to other workers, a box between two stages of its own."""
 
-from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
 from lp_pipe.channels import ChannelHub, Receiver, Sender
 from lp_pipe.channels.packing import copied
 from lp_pipe.pipeline.channel_handle import ChannelTarget
+from lp_pipe.pipeline.ranks import Ranks
 from lp_pipe.pipeline.schedule.channels import Channels
 
 
 class Links:
-    """The channels that begin or end at `worker`, by the numbers that `Channels` gives them.
+    """The channels that begin or end at `rank`, by the numbers that `Channels` gives them.
 
-    Opening the senders waits until the neighbours' hubs are up.
+    Between workers with replicas a channel is one connection for each pair of ranks in `Ranks.routes`; a micro-batch
+    decides which. Opening the senders waits until the neighbours' hubs are up.
     """
 
     def __init__(
         self,
         channels: Channels,
-        worker: int,
+        ranks: Ranks,
+        rank: int,
         hub: ChannelHub,
         targets: Mapping[int, ChannelTarget],
         *,
@@ -28,41 +30,63 @@ class Links:
         name: str,
     ) -> None:
         self._channels = channels
-        self._local: dict[int, deque[Any]] = {}
-        self._receivers: dict[int, Receiver] = {}
-        self._senders: dict[int, Sender] = {}
-        for channel in self._between_stages():
-            sender, receiver = self._channels.sender(channel), self._channels.receiver(channel)
-            if sender == receiver == worker:
-                self._local[channel] = deque()
-            elif receiver == worker:
-                self._receivers[channel] = hub.receiver(str(channel), credits=channels.capacity(channel, credits))
-        for channel in self._between_stages():
-            if self._channels.sender(channel) == worker and channel not in self._local:
-                target = targets[self._channels.receiver(channel)]
-                self._senders[channel] = target.open(str(channel), kind=kind, name=name)
+        self._ranks = ranks
+        worker, self._replica = ranks.places[rank]
+        self._local: dict[int, dict[int, Any]] = {}
+        self._receivers: dict[tuple[int, int], Receiver] = {}  # by channel and sending rank
+        self._senders: dict[tuple[int, int], Sender] = {}  # by channel and receiving rank
+        own = [channel for channel in channels.between_stages() if worker in self._ends(channel)]
+        routes = {channel: ranks.routes(channels, channel) for channel in own}
+        for channel in own:
+            if self._ends(channel) == (worker, worker):
+                self._local[channel] = {}
+                continue
+            for sender, receiver in routes[channel]:
+                if receiver == rank:
+                    label = _label(channel, sender, receiver, routes[channel])
+                    capacity = channels.capacity(channel, credits)
+                    self._receivers[channel, sender] = hub.receiver(label, credits=capacity)
+        for channel in own:
+            for sender, receiver in routes[channel]:
+                if sender == rank and channel not in self._local:
+                    label = _label(channel, sender, receiver, routes[channel])
+                    self._senders[channel, receiver] = targets[receiver].open(label, kind=kind, name=name)
 
-    def receive(self, channel: int, tag: int) -> Any:
-        """The next value of a channel; waits for it.
+    def receive(self, channel: int, tag: int, microbatch: int) -> Any:
+        """A micro-batch's value; waits for it.
 
         Raises:
             ChannelClosed: the sender has ended, or operation `tag` was aborted.
         """
         if channel in self._local:
-            return self._local[channel].popleft()
-        return self._receivers[channel].receive(tag)
+            return self._local[channel].pop(microbatch)
+        senders = self._ranks.of(self._channels.sender(channel))
+        return self._receivers[channel, senders[microbatch % len(senders)]].receive(tag)
 
-    def send(self, channel: int, tag: int, value: Any) -> None:
-        """Put a value on a channel; waits for a credit.
+    def send(self, channel: int, tag: int, microbatch: int, value: Any) -> None:
+        """Put a micro-batch's value on a channel; waits for a credit.
 
         Raises:
             ChannelClosed: the receiver has ended, or operation `tag` was aborted.
         """
         if channel in self._local:
             # As between workers: the next stage's first layer may write in place to what this stage has saved.
-            self._local[channel].append(copied(value))
+            self._local[channel][microbatch] = copied(value)
         else:
-            self._senders[channel].send(tag, value)
+            receivers = self._ranks.of(self._channels.receiver(channel))
+            self._senders[channel, receivers[microbatch % len(receivers)]].send(tag, value)
+
+    def receive_for_step(self, channel: int, tag: int) -> Any:
+        """What a channel carries once a step."""
+        return self.receive(channel, tag, self._replica)
+
+    def send_for_step(self, channel: int, tag: int, value: Any) -> None:
+        """Put something that a channel carries once a step on all its routes that begin here."""
+        if channel in self._local:
+            self._local[channel][self._replica] = copied(value)
+        for (number, _), sender in self._senders.items():
+            if number == channel:
+                sender.send(tag, value)
 
     def abort(self, tag: int, reason: str) -> None:
         """End operation `tag` (and earlier ones) on every channel, also where somebody waits right now."""
@@ -73,12 +97,15 @@ class Links:
 
     def discard(self) -> None:
         """Forget what an aborted operation, which all workers have ended, has left behind; its credits go back."""
-        for queue in self._local.values():
-            queue.clear()
+        for box in self._local.values():
+            box.clear()
         for receiver in self._receivers.values():
             receiver.look()
 
-    def _between_stages(self) -> list[int]:
-        """All channels that join two stages (the numbering leaves two gaps)."""
-        stages = len(self._channels.placement)
-        return [channel for channel in range(self._channels.count) if channel not in (stages - 1, stages)]
+    def _ends(self, channel: int) -> tuple[int, int]:
+        return self._channels.sender(channel), self._channels.receiver(channel)
+
+
+def _label(channel: int, sender: int, receiver: int, routes: list[tuple[int, int]]) -> str:
+    """The connection's name; the ranks are in it only where there are several."""
+    return str(channel) if len(routes) == 1 else f"{channel} from rank {sender} to {receiver}"

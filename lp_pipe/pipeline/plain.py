@@ -1,5 +1,6 @@
 """The loop in one process that every synchronous pipeline equals to the bit."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,9 +14,14 @@ from lp_pipe.pipeline.tied import tie, tied_names
 
 
 class PlainLoop:
-    """Trains copies of a model's layers; knows no stages, schedules or channels."""
+    """Trains copies of a model's layers; knows no stages, schedules or channels.
 
-    def __init__(self, model: Model, microbatches: int, clip_grad_norm: float | None) -> None:
+    replicas_by_layer: gradients are summed in so many parts, micro-batch j in part j mod r; then the parts, in order.
+    """
+
+    def __init__(
+        self, model: Model, microbatches: int, clip_grad_norm: float | None, replicas_by_layer: Sequence[int]
+    ) -> None:
         sources = [seen_by_setup(source) for source in sources_of(model)]
         self._model = model
         self._microbatches = microbatches
@@ -26,6 +32,10 @@ class PlainLoop:
         self._optimizer = model.optimizer(list(self._module.named_parameters()))
         self._lr_scheduler = model.lr_scheduler(self._optimizer) if model.lr_scheduler is not None else None
         self._step = 0
+        self._replicas = {
+            name: replicas_by_layer[int(name.split(".", 1)[0])] for name, _ in self._module.named_parameters()
+        }
+        self._parts: dict[str, dict[int, Tensor]] = {}
 
     def step(self, batch: tuple[Any, Any]) -> float:
         """One optimizer step; the weighted sum of the micro-batches' losses."""
@@ -37,6 +47,8 @@ class PlainLoop:
             loss = result[0] if isinstance(result, tuple) else result
             total += loss.item() * weight
             (loss * weight).backward()
+            self._set_aside(microbatch)
+        self._sum_parts()
         if self._clip_grad_norm is not None:
             nn.utils.clip_grad_norm_(self._module.parameters(), self._clip_grad_norm)
         self._optimizer.step()
@@ -48,6 +60,22 @@ class PlainLoop:
 
     def state_dict(self) -> dict[str, Tensor]:
         return dict(self._module.state_dict())
+
+    def _set_aside(self, microbatch: int) -> None:
+        """Begin the next micro-batch's gradients where its replica's sum is."""
+        for name, parameter in self._module.named_parameters():
+            replicas = self._replicas[name]
+            if replicas > 1:
+                parts = self._parts.setdefault(name, {})
+                if parameter.grad is not None:
+                    parts[microbatch % replicas] = parameter.grad
+                parameter.grad = parts.get((microbatch + 1) % replicas)
+
+    def _sum_parts(self) -> None:
+        for name, parts in self._parts.items():
+            in_order = [parts[replica] for replica in sorted(parts)]
+            self._module.get_parameter(name).grad = sum(in_order[1:], in_order[0]) if in_order else None
+        self._parts.clear()
 
     def _forward(self, value: Any, microbatch: int) -> Any:
         stashed: dict[str, Any] = {}

@@ -11,6 +11,8 @@ import torch
 # torch's default generator belongs to the process: two stages in threads would draw from each other's stream.
 _generator_lock = threading.RLock()
 
+_inside = threading.local()  # .microbatch: that of the step_rng body in which this thread is
+
 
 @contextmanager
 def layer_rng(seed: int, index: int) -> Iterator[None]:
@@ -26,8 +28,19 @@ def step_rng(seed: int, layer: int, step: int, microbatch: int) -> Iterator[None
     Use it in a plain loop too, around the call of each layer, to get the very masks that a pipeline draws.
     Stages that are threads take turns in such bodies.
     """
-    with _seeded(b"step", seed, layer, step, microbatch):
-        yield
+    outer = getattr(_inside, "microbatch", None)
+    _inside.microbatch = microbatch
+    try:
+        with _seeded(b"step", seed, layer, step, microbatch):
+            yield
+    finally:
+        _inside.microbatch = outer
+
+
+def current_microbatch() -> int:
+    """The micro-batch of the `step_rng` body that this thread is in."""
+    microbatch: int = _inside.microbatch
+    return microbatch
 
 
 @contextmanager

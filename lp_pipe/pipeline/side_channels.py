@@ -24,21 +24,21 @@ class SideChannels:
         """What a forward pops from other stages, as messages."""
         received = {}
         for channel, edge in self._channels.edges_of(action, "receiver"):
-            received[edge.names[0]] = Message(*self._links.receive(channel, tag))
+            received[edge.names[0]] = Message(*self._links.receive(channel, tag, action.microbatch))
         return received
 
     def send_values(self, action: Action, tag: int, values: Mapping[str, Any]) -> None:
         """Hand on what a forward has stashed for other stages."""
         for channel, edge in self._channels.edges_of(action, "sender"):
             message = to_message(values[edge.names[0]])
-            self._links.send(channel, tag, (message.value, message.wants_gradient))
+            self._links.send(channel, tag, action.microbatch, (message.value, message.wants_gradient))
 
     def roots(self, action: Action, tag: int) -> list[tuple[Tensor, Tensor | None]]:
         """Where a backward starts beside the stage's outputs, and the gradients that have come for it."""
         stage = self._stages[action.stage]
         roots: list[tuple[Tensor, Tensor | None]] = []
         for channel, edge in self._channels.edges_of(action, "receiver"):
-            gradients = self._links.receive(channel, tag)
+            gradients = self._links.receive(channel, tag, action.microbatch)
             if edge.kind == "value gradient":
                 tensors: Sequence[Tensor] = stage.stashed(action.microbatch, *edge.names)
             else:
@@ -54,16 +54,16 @@ class SideChannels:
                 gradients = stage.take_popped_gradients(action.microbatch, *edge.names)
             else:
                 gradients = stage.take_gradients(edge.names)
-            self._links.send(channel, tag, gradients)
+            self._links.send(channel, tag, action.microbatch, gradients)
 
     def share_weights(self, tag: int) -> None:
         """Send the owned weights to the borrowers, then take the borrowed ones: so nobody waits in a ring."""
         for channel, edge in self._tied_weights("sender"):
             weights = self._stages[edge.sender].tied_parameters(edge.names)
-            self._links.send(channel, tag, [weight.detach() for weight in weights])
+            self._links.send_for_step(channel, tag, [weight.detach() for weight in weights])
         for channel, edge in self._tied_weights("receiver"):
             borrowed = self._stages[edge.receiver].tied_parameters(edge.names)
-            for parameter, weight in zip(borrowed, self._links.receive(channel, tag), strict=True):
+            for parameter, weight in zip(borrowed, self._links.receive_for_step(channel, tag), strict=True):
                 parameter.detach().copy_(weight)
 
     def _tied_weights(self, end: Literal["sender", "receiver"]) -> Iterator[tuple[int, Edge]]:

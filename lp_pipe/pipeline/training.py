@@ -40,6 +40,11 @@ class Training:
             if lr_scheduler is not None:
                 self._lr_scheduler = lr_scheduler(self._optimizer)
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """All that this worker's stages own, in order."""
+        return [parameter for _, parameter in self._parameters]
+
     def gradient_norms(self) -> dict[int, list[Tensor]]:
         """For each stage the 2-norms of its parameters' gradients, in order, without those that have none."""
         return {stage: _norms(parameter.grad for _, parameter in items) for stage, items in self._by_stage.items()}
@@ -48,8 +53,7 @@ class Training:
         """Clip as torch.nn.utils.clip_grad_norm_ does, with the norm over all stages; then one optimizer step."""
         try:
             if max_norm is not None and total_norm is not None:
-                parameters: list[nn.Parameter] = [parameter for _, parameter in self._parameters]
-                nn.utils.clip_grads_with_norm_(parameters, max_norm, total_norm)
+                nn.utils.clip_grads_with_norm_(self.parameters, max_norm, total_norm)
             if self._optimizer is not None:
                 self._optimizer.step()
                 if self._lr_scheduler is not None:

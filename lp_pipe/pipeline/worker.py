@@ -21,7 +21,8 @@ from lp_pipe.pipeline.links import Links
 from lp_pipe.pipeline.manifest import SHARE
 from lp_pipe.pipeline.message import Message, to_message
 from lp_pipe.pipeline.microbatches import aligned, loss_weights, split
-from lp_pipe.pipeline.schedule import Action, Schedule, forward_on
+from lp_pipe.pipeline.reduction import Reduction
+from lp_pipe.pipeline.schedule import Action, Schedule, forward_on, share
 from lp_pipe.pipeline.side_channels import SideChannels
 from lp_pipe.pipeline.stage import Stage, check_shapes
 from lp_pipe.pipeline.tied import tie
@@ -38,7 +39,7 @@ class Report:
     loss: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
     gradient_norms: dict[int, list[Tensor]] = field(default_factory=dict)
-    outputs: list[Any] = field(default_factory=list)
+    outputs: dict[int, Any] = field(default_factory=dict)  # by micro-batch
     spans: list[tuple[str, float, float]] = field(default_factory=list)
 
 
@@ -48,7 +49,7 @@ class _Operation:
 
     tag: int
     step: int
-    inputs: list[Any]
+    inputs: Sequence[Any] | Mapping[int, Any]
     targets: list[Any]
     weights: list[float]
     report: Report
@@ -74,7 +75,8 @@ class StageWorker:
         node.exit_stack.callback(self._hub.close, f"{node.name} has ended")
         node.services.register(channels.id, self._hub.endpoint)
         self._config = pipeline
-        self._worker = worker.worker
+        self._rank = worker.rank
+        self._worker, self._replica = pipeline.ranks.places[worker.rank]
         self._batches = BatchSource(feeder)
         self._name = node.name
         self._channels = pipeline.channels
@@ -84,15 +86,9 @@ class StageWorker:
         }
         self.training = Training(list(self._stages.values()), pipeline.optimizer, pipeline.lr_scheduler)
         self._saved: Saved | None = None
-        self._links = Links(
-            self._channels,
-            worker.worker,
-            self._hub,
-            neighbours,
-            kind=pipeline.channel,
-            credits=pipeline.credits,
-            name=node.name,
-        )
+        ends = pipeline.ranks, worker.rank, self._hub, neighbours
+        self._links = Links(self._channels, *ends, kind=pipeline.channel, credits=pipeline.credits, name=node.name)
+        self._reduction = Reduction(*ends, kind=pipeline.channel, name=node.name)
         self._side = SideChannels(self._channels, self._links, self._stages)
         self._actions: dict[str, _Run] = {"F": self._forward, "W": self._backward_weights}
         self._actions |= {"B": self._backward, "I": self._backward}
@@ -102,19 +98,23 @@ class StageWorker:
     ) -> Report:
         """Run the schedule's actions for one step; gradients stay until `apply` or `discard`.
 
-        given: the batch's input, for the first stage's worker. target: for the last stage's worker; None: ask the
-        feeder. They are split here, because memory that was split before it came here would lie at other addresses.
+        given: the batch's input, for the first stage. target: for the last stage. None: ask the feeder. They are split
+        here, because memory that was split before it came here would lie at other addresses.
         """
         schedule = self._config.schedule_for(microbatches)
-        inputs = split(given[0], self._config.microbatches) if given is not None else []
-        operation = self._operation(tag, step, inputs, self._targets(step, microbatches, target))
+        inputs, targets = self._batch(step, microbatches, given, target)
+        operation = self._operation(tag, step, inputs, targets)
         self._run(schedule, operation, self._actions)
+        self._reduction.reduce(tag, self.training.parameters, self._buffers())
         if self._config.clip_grad_norm is not None:
             operation.report.gradient_norms = self.training.gradient_norms()
         return operation.report
 
-    def infer(self, tag: int, microbatches: int, inputs: list[Any], targets: list[Any]) -> Report:
-        """Run forwards in eval mode; the last stage reports the loss, or the outputs where there are no targets."""
+    def infer(self, tag: int, microbatches: int, inputs: dict[int, Any], targets: list[Any]) -> Report:
+        """Run forwards in eval mode; the last stage reports the loss, or the outputs where there are no targets.
+
+        inputs: for the first stage, those of this replica, by micro-batch.
+        """
         schedule = forward_on(self._config.placement, microbatches)
         operation = self._operation(tag, 0, aligned(inputs), aligned(targets))
         with torch.no_grad(), self._eval_mode():
@@ -133,12 +133,14 @@ class StageWorker:
         """Forget what an aborted operation has left behind."""
         self.training.clear_gradients()
         self._links.discard()
+        self._reduction.discard()
         for stage in self._stages.values():
             stage.discard()
 
     def abort(self, tag: int, reason: str) -> None:
         """Make operation `tag` fail wherever it waits; called while it runs."""
         self._links.abort(tag, reason)
+        self._reduction.abort(tag, reason)
 
     def state_dict(self) -> dict[str, Tensor]:
         """This worker's part of the model."""
@@ -172,12 +174,14 @@ class StageWorker:
         self.load_state_dict(saved.weights)
         self.training.restore(saved)
 
-    def _operation(self, tag: int, step: int, inputs: list[Any], targets: list[Any]) -> _Operation:
+    def _operation(
+        self, tag: int, step: int, inputs: Sequence[Any] | Mapping[int, Any], targets: list[Any]
+    ) -> _Operation:
         weights = loss_weights(targets, self._config.loss_weight) if targets else []
         return _Operation(tag, step, inputs, targets, weights, Report())
 
     def _run(self, schedule: Schedule, operation: _Operation, actions: Mapping[str, _Run]) -> None:
-        for action in schedule.workers[self._worker]:
+        for action in share(schedule.workers[self._worker], self._config.replicas[self._worker], self._replica):
             try:
                 actions[action.op](action, operation)
             except Exception as error:
@@ -205,14 +209,14 @@ class StageWorker:
         else:
             channel = self._channels.receives(action)
             assert channel is not None, "only the last stage has nobody to wait for"
-            received = self._links.receive(channel, operation.tag)
+            received = self._links.receive(channel, operation.tag, action.microbatch)
             more = self._side.roots(action, operation.tag)
             start = time.monotonic()
             gradients = stage.backward(action.microbatch, received, more, defer_weights=defer_weights)
         self._note(action, operation, start)
         channel = self._channels.sends(action)
         if channel is not None:
-            self._links.send(channel, operation.tag, gradients)
+            self._links.send(channel, operation.tag, action.microbatch, gradients)
         self._side.send_gradients(action, operation.tag)
 
     def _backward_weights(self, action: Action, operation: _Operation) -> None:
@@ -231,7 +235,7 @@ class StageWorker:
             if operation.targets:
                 self._loss(value, action.microbatch, operation)
             else:
-                operation.report.outputs.append(value)
+                operation.report.outputs[action.microbatch] = value
         self._note(action, operation, start)
         self._hand_on(action, operation, value, skips)
 
@@ -239,14 +243,14 @@ class StageWorker:
         channel = self._channels.receives(action)
         if channel is None:
             return Message(operation.inputs[action.microbatch], ())
-        value, wants_gradient = self._links.receive(channel, operation.tag)
+        value, wants_gradient = self._links.receive(channel, operation.tag, action.microbatch)
         return Message(value, wants_gradient)
 
     def _hand_on(self, action: Action, operation: _Operation, value: Any, skips: Mapping[str, Any]) -> None:
         channel = self._channels.sends(action)
         if channel is not None:
             message = to_message(value)
-            self._links.send(channel, operation.tag, (message.value, message.wants_gradient))
+            self._links.send(channel, operation.tag, action.microbatch, (message.value, message.wants_gradient))
         self._side.send_values(action, operation.tag, skips)
 
     def _loss(self, output: Any, microbatch: int, operation: _Operation) -> Tensor:
@@ -263,26 +267,36 @@ class StageWorker:
             report.metrics[name] = report.metrics.get(name, 0.0) + _number(value) * weight
         return loss * weight
 
-    def _targets(self, step: int, microbatches: int, given: tuple[Any] | None) -> list[Any]:
-        if self._config.last_stage not in self._stages:
-            return []
-        target = given[0] if given is not None else self._target_from_feeder(step)
-        targets = split(target, self._config.microbatches)
-        if len(targets) != microbatches:
-            raise PipelineError(
-                f"step {step}: the input splits into {microbatches} micro-batches, the target into {len(targets)}: "
-                "give both the same first dimension"
-            )
-        return targets
+    def _batch(
+        self, step: int, microbatches: int, given: tuple[Any] | None, target: tuple[Any] | None
+    ) -> tuple[list[Any], list[Any]]:
+        """The micro-batches' inputs and targets, as far as this worker's stages need them."""
+        needs_input, needs_target = 0 in self._stages, self._config.last_stage in self._stages
+        if (needs_input and given is None) or (needs_target and target is None):
+            value, label = self._from_feeder(step)
+            given, target = given or (value,), target or (label,)
+        inputs = split(given[0], self._config.microbatches) if needs_input and given else []
+        targets = split(target[0], self._config.microbatches) if needs_target and target else []
+        for part, pieces in (("input", inputs), ("target", targets)):
+            if pieces and len(pieces) != microbatches:
+                raise PipelineError(
+                    f"step {step}: the batch's input splits into {microbatches} micro-batches, the {part} that "
+                    f"{self._name} got into {len(pieces)}: give both the same first dimension, and let batch(step) be "
+                    "a pure function of the step"
+                )
+        return inputs, targets
 
-    def _target_from_feeder(self, step: int) -> Any:
+    def _from_feeder(self, step: int) -> tuple[Any, Any]:
         batch = self._batches.get(step)
         if batch is None:
             raise PipelineError(
-                f"the feeder gave the first stage a batch for step {step}, and the last stage None: "
+                f"the feeder gave the first stage a batch for step {step}, and {self._name} None: "
                 "batch(step) must be a pure function of the step"
             )
-        return batch[1]
+        return batch
+
+    def _buffers(self) -> list[Tensor]:
+        return [buffer for stage in self._stages.values() for layer in stage.layers for buffer in layer.buffers()]
 
     def _note(self, action: Action, operation: _Operation, start: float) -> None:
         end = time.monotonic()

@@ -24,16 +24,25 @@ D = 8
 class PlainLoop:
     """Trains a pp.Model in this process, with plain torch."""
 
-    def __init__(self, model: pp.Model, microbatches: int, clip_grad_norm: float | None = None) -> None:
+    def __init__(
+        self,
+        model: pp.Model,
+        microbatches: int,
+        clip_grad_norm: float | None = None,
+        replicas: Sequence[int] | None = None,
+    ) -> None:
+        """replicas: of each layer's stage; None: 1."""
         torch.set_num_threads(1)  # as a stage has by default
         self.model = model
         self.microbatches = microbatches
         self.clip_grad_norm = clip_grad_norm
+        self.replicas = replicas
         self.layers = layers_of(model)
         self.module = nn.Sequential(*self.layers)
         self.optimizer = model.optimizer(list(self.module.named_parameters()))
         self.lr_scheduler = model.lr_scheduler(self.optimizer) if model.lr_scheduler else None
         self.steps_done = 0
+        self.sums: dict[str, dict[int, Tensor]] = {}
 
     def step(self, batch: tuple[Any, Any]) -> float:
         xs, ys = chunk(batch[0], self.microbatches), chunk(batch[1], self.microbatches)
@@ -43,6 +52,8 @@ class PlainLoop:
             loss = self._loss(self._forward(x, j), y)
             total += loss.item() * weight
             (loss * weight).backward()
+            self._set_aside(j)
+        self._sum_up()
         if self.clip_grad_norm is not None:
             nn.utils.clip_grad_norm_(self.module.parameters(), self.clip_grad_norm)
         self.optimizer.step()
@@ -71,6 +82,25 @@ class PlainLoop:
 
     def state_dict(self) -> dict[str, Tensor]:
         return dict(self.module.state_dict())
+
+    def _set_aside(self, microbatch: int) -> None:
+        """With replicas: keep what each one has summed up so far apart."""
+        if self.replicas is None:
+            return
+        for name, parameter in self.module.named_parameters():
+            if parameter.grad is not None:
+                sums = self.sums.setdefault(name, {})
+                replica = microbatch % self.replicas[int(name.split(".")[0])]
+                sums[replica] = sums[replica] + parameter.grad if replica in sums else parameter.grad
+                parameter.grad = None
+
+    def _sum_up(self) -> None:
+        for name, sums in self.sums.items():
+            first, *others = [sums[replica] for replica in sorted(sums)]
+            for other in others:
+                first = first + other
+            self.module.get_parameter(name).grad = first
+        self.sums.clear()
 
     def _forward(self, x: Any, microbatch: int) -> Any:
         for i, layer in enumerate(self.layers):

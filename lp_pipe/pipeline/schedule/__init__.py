@@ -14,6 +14,8 @@ from lp_pipe.pipeline.schedule.registry import default_chunks as default_chunks
 from lp_pipe.pipeline.schedule.registry import make_schedule as make_schedule
 from lp_pipe.pipeline.schedule.registry import register_schedule as register_schedule
 from lp_pipe.pipeline.schedule.registry import schedules as schedules
+from lp_pipe.pipeline.schedule.replicas import replicated as replicated
+from lp_pipe.pipeline.schedule.replicas import share as share
 from lp_pipe.pipeline.schedule.simulate import Costs as Costs
 from lp_pipe.pipeline.schedule.simulate import Span as Span
 from lp_pipe.pipeline.schedule.simulate import Timeline as Timeline

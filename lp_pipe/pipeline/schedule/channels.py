@@ -67,6 +67,11 @@ class Channels:
         """The channels that an action puts something on, in the order in which it does."""
         return self._with_edges(self.sends(action), action, "sender")
 
+    def between_stages(self) -> list[int]:
+        """All channels that join two stages (the numbering leaves two gaps)."""
+        stages = len(self.placement)
+        return [channel for channel in range(self.count) if channel not in (stages - 1, stages)]
+
     def numbered_edges(self) -> list[tuple[int, Edge]]:
         """The edges, each with its channel."""
         return list(enumerate(self.edges, start=2 * len(self.placement)))
@@ -112,6 +117,11 @@ class Channels:
         if channel in (len(self.placement) - 1, len(self.placement)):
             return False  # beyond the last stage and before the first there is nobody
         return self.sender(channel) != self.receiver(channel)
+
+    def is_per_step(self, channel: int) -> bool:
+        """Whether a channel carries something between two steps, and not for each micro-batch."""
+        edge = self._edge(channel)
+        return edge is not None and not _OPS[edge.kind]
 
     def _with_edges(self, first: int | None, action: Action, end: Literal["sender", "receiver"]) -> list[int]:
         channels = [] if first is None else [first]

@@ -1,0 +1,119 @@
+"""The sum of gradients over the replicas of a worker's stages, to the same bits on each of them.
+
+Every parameter is cut into as many shards as there are replicas. Replica k gets everybody's shard k, adds them in the
+order of the ranks, and sends the sum back: an all-reduce that moves as many bytes as a ring (2(r - 1)/r of the
+gradients to and from each replica), but whose order of additions does not depend on the shard.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lp_pipe.channels import ChannelHub, Receiver, Sender
+from lp_pipe.pipeline.channel_handle import ChannelTarget
+from lp_pipe.pipeline.ranks import Ranks
+
+_CREDITS = 2  # shards, and sums
+
+
+class Reduction:
+    """One replica's part. `reduce` is called once a step, by all replicas of the worker."""
+
+    def __init__(
+        self, ranks: Ranks, rank: int, hub: ChannelHub, targets: Mapping[int, ChannelTarget], *, kind: str, name: str
+    ) -> None:
+        worker, self._replica = ranks.places[rank]
+        self._count = ranks.replicas[worker]
+        others = [(replica, other) for replica, other in enumerate(ranks.of(worker)) if other != rank]
+        self._receivers: dict[int, Receiver] = {
+            replica: hub.receiver(f"gradients of rank {other} for {rank}", credits=_CREDITS)
+            for replica, other in others
+        }
+        self._senders: dict[int, Sender] = {
+            replica: targets[other].open(f"gradients of rank {rank} for {other}", kind=kind, name=name)
+            for replica, other in others
+        }
+        self._sent_buffers: list[Tensor] = []
+
+    def reduce(self, tag: int, parameters: Sequence[nn.Parameter], buffers: Sequence[Tensor]) -> None:
+        """Add up the gradients of all replicas, in rank order; replica 0's buffers become everybody's.
+
+        A parameter without a gradient on some replicas (too few micro-batches) is the sum of the others; on all: None.
+
+        Raises:
+            ChannelClosed: another replica has ended, or operation `tag` was aborted.
+        """
+        if self._count == 1:
+            return
+        own = [_flat(parameter.grad) for parameter in parameters]
+        for replica, sender in self._senders.items():
+            sender.send(tag, [self._shard(flat, replica) for flat in own])
+        shards = {replica: receiver.receive(tag) for replica, receiver in self._receivers.items()}
+        shards[self._replica] = [self._shard(flat, self._replica) for flat in own]
+        by_rank = [shards[replica] for replica in range(self._count)]
+        sums = {self._replica: [_sum(parts) for parts in zip(*by_rank, strict=True)]}
+        changed = self._changed(buffers) if self._replica == 0 else {}
+        for sender in self._senders.values():
+            sender.send(tag, (sums[self._replica], changed))
+        for replica, receiver in self._receivers.items():
+            sums[replica], changed_there = receiver.receive(tag)
+            changed = changed_there if replica == 0 else changed
+        self._take(parameters, sums)
+        for index, value in changed.items():
+            if self._replica:
+                buffers[index].copy_(value)
+
+    def abort(self, tag: int, reason: str) -> None:
+        """End operation `tag`, also where somebody waits right now."""
+        for receiver in self._receivers.values():
+            receiver.abort(tag, reason)
+        for sender in self._senders.values():
+            sender.abort(tag, reason)
+
+    def discard(self) -> None:
+        """Forget what an aborted operation has left behind."""
+        for receiver in self._receivers.values():
+            receiver.look()
+
+    def _shard(self, flat: Tensor | None, replica: int) -> Tensor | None:
+        if flat is None:
+            return None
+        start, end = (len(flat) * index // self._count for index in (replica, replica + 1))
+        return flat[start:end]
+
+    def _take(self, parameters: Sequence[nn.Parameter], sums: Mapping[int, Sequence[Tensor | None]]) -> None:
+        for index, parameter in enumerate(parameters):
+            if sums[0][index] is None:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+            flat = _flat(parameter.grad)
+            for replica, summed in sums.items():
+                shard, total = self._shard(flat, replica), summed[index]
+                assert shard is not None and total is not None, "a sum has all its shards or none"
+                shard.copy_(total)
+
+    def _changed(self, buffers: Sequence[Tensor]) -> dict[int, Tensor]:
+        """What is not as it was last time: constant masks may be large."""
+        before: list[Tensor | None] = [*self._sent_buffers] or [None] * len(buffers)
+        self._sent_buffers = [
+            old if old is not None and torch.equal(old, new) else new.detach().clone()
+            for old, new in zip(before, buffers, strict=True)
+        ]
+        return {i: new for i, new in enumerate(self._sent_buffers) if new is not before[i]}
+
+
+def _flat(gradient: Tensor | None) -> Tensor | None:
+    """As it lies in memory: autograd gives gradients their parameter's strides, and these are dense."""
+    return None if gradient is None else gradient.as_strided((gradient.numel(),), (1,))
+
+
+def _sum(parts: Sequence[Tensor | None]) -> Tensor | None:
+    present = [part for part in parts if part is not None]
+    if not present:
+        return None
+    total = present[0].clone()
+    for part in present[1:]:
+        total += part
+    return total
