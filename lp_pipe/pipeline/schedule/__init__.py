@@ -1,5 +1,6 @@
 """Which worker runs what in which order: schedules, their proof, and their simulation. Needs no torch."""
 
+from lp_pipe.pipeline.schedule.costs import Costs as Costs
 from lp_pipe.pipeline.schedule.draw import to_text as to_text
 from lp_pipe.pipeline.schedule.dualpipev import dualpipev as dualpipev
 from lp_pipe.pipeline.schedule.forward import forward as forward
@@ -14,7 +15,7 @@ from lp_pipe.pipeline.schedule.registry import default_chunks as default_chunks
 from lp_pipe.pipeline.schedule.registry import make_schedule as make_schedule
 from lp_pipe.pipeline.schedule.registry import register_schedule as register_schedule
 from lp_pipe.pipeline.schedule.registry import schedules as schedules
-from lp_pipe.pipeline.schedule.simulate import Costs as Costs
+from lp_pipe.pipeline.schedule.search import search_schedule as search_schedule
 from lp_pipe.pipeline.schedule.simulate import Span as Span
 from lp_pipe.pipeline.schedule.simulate import Timeline as Timeline
 from lp_pipe.pipeline.schedule.simulate import simulate as simulate

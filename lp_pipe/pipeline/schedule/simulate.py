@@ -1,26 +1,14 @@
 """When every action of a schedule would run."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lp_pipe.errors import ScheduleError
 from lp_pipe.pipeline.schedule.channels import Channels
 from lp_pipe.pipeline.schedule.completeness import check_complete
+from lp_pipe.pipeline.schedule.costs import Costs, Seconds, one_each
 from lp_pipe.pipeline.schedule.ir import Action, Schedule
 from lp_pipe.pipeline.schedule.run_order import run_order
 from lp_pipe.pipeline.schedule.stash import peak_activations
-
-Seconds = float | Sequence[float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Costs:
-    """What the actions of a stage take, in seconds: one number, or one per virtual stage."""
-
-    forward: Seconds
-    backward_input: Seconds
-    backward_weight: Seconds
 
 
 class Span(NamedTuple):
@@ -52,7 +40,7 @@ def simulate(schedule: Schedule, costs: Costs, links: Seconds | None = None) -> 
     """
     check_complete(schedule)
     channels = Channels(schedule.placement)
-    durations = _durations(costs, schedule.stages)
+    durations = costs.durations(schedule.stages)
     delays = _delays(channels, 0.0 if links is None else links)
     arrivals: dict[tuple[int | None, int], float] = {}  # (channel, micro-batch) -> when
     free_at = [0.0] * len(schedule.workers)
@@ -69,17 +57,9 @@ def simulate(schedule: Schedule, costs: Costs, links: Seconds | None = None) -> 
     return Timeline(makespan, _bubble(spans, makespan), peak_activations(schedule), tuple(tuple(row) for row in spans))
 
 
-def _durations(costs: Costs, stages: int) -> dict[str, list[float]]:
-    """Seconds by op, then by stage."""
-    forward = _one_each(costs.forward, stages, "costs.forward", "virtual stage")
-    inputs = _one_each(costs.backward_input, stages, "costs.backward_input", "virtual stage")
-    weights = _one_each(costs.backward_weight, stages, "costs.backward_weight", "virtual stage")
-    return {"F": forward, "I": inputs, "W": weights, "B": [i + w for i, w in zip(inputs, weights, strict=True)]}
-
-
 def _delays(channels: Channels, links: Seconds) -> list[float]:
     """Seconds by channel."""
-    per_edge = _one_each(links, len(channels.placement) - 1, "links", "pair of neighbouring stages")
+    per_edge = one_each(links, len(channels.placement) - 1, "links", "pair of neighbouring stages")
     return [_delay(channels, channel, per_edge) for channel in range(channels.count)]
 
 
@@ -87,15 +67,6 @@ def _delay(channels: Channels, channel: int, per_edge: list[float]) -> float:
     if not channels.crosses(channel):
         return 0.0
     return per_edge[min(channels.sending_stage(channel), channels.receiving_stage(channel))]
-
-
-def _one_each(seconds: Seconds, count: int, what: str, unit: str) -> list[float]:
-    values = [float(seconds)] * count if isinstance(seconds, int | float) else [float(value) for value in seconds]
-    if len(values) != count:
-        raise ScheduleError(f"{what} has {len(values)} numbers: give one number, or {count}, one per {unit}")
-    if not all(value >= 0 for value in values):  # so that NaN is refused too
-        raise ScheduleError(f"{what} is {seconds}: give seconds of at least 0")
-    return values
 
 
 def _bubble(spans: list[list[Span]], makespan: float) -> float:
