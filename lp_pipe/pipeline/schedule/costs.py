@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from lp_pipe.errors import ScheduleError
+from lp_pipe.pipeline.schedule.ir import Op
 
 Seconds = float | Sequence[float]
 
@@ -37,7 +38,7 @@ class Costs:
         values = {name: _plain(value) for name, value in asdict(self).items()}
         Path(path).write_text(json.dumps(values) + "\n", encoding="utf-8")
 
-    def durations(self, stages: int) -> dict[str, list[float]]:
+    def durations(self, stages: int) -> dict[Op, list[float]]:
         """Seconds by op, then by virtual stage; "B" takes as long as "I" and "W".
 
         Raises:

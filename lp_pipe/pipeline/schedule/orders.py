@@ -7,7 +7,7 @@ moved, gradients accumulate in micro-batch order and messages are received as th
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, islice
+from itertools import accumulate
 
 from lp_pipe.pipeline.schedule.ir import Action, Op, Schedule
 
@@ -68,8 +68,8 @@ def start_times(problem: Problem, orders: Orders) -> list[list[float]] | None:
     more often.)
     """
     durations, delays, room = problem.durations, problem.delays, problem.credits_from
-    stages = last = len(problem.placement)
-    last -= 1
+    stages = len(problem.placement)
+    last = stages - 1
     forwards: list[list[float]] = [[] for _ in range(stages)]  # when they end, by micro-batch
     backwards: list[list[float]] = [[] for _ in range(stages)]
     waiting: list[list[int]] = [[] for _ in range(2 * stages)]  # workers, for stage s's next F (2s) or backward (2s + 1)
@@ -79,7 +79,9 @@ def start_times(problem: Problem, orders: Orders) -> list[list[float]] | None:
     while runnable:
         worker = runnable.pop()
         now, own_starts = free_at[worker], starts[worker]
-        for current in islice(orders[worker], len(own_starts), None):
+        order = orders[worker]
+        for place in range(len(own_starts), len(order)):
+            current = order[place]
             stage, op = current >> 2, current & 3
             if op == WEIGHTS:
                 own_starts.append(now)
