@@ -1,15 +1,13 @@
 """`lp_pipe schedule`: draw a schedule's timeline, or compare all of them, without a model."""
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from lp_pipe.cli.comparison import comparison_json, comparison_text, comparison_trace
 from lp_pipe.cli.errors import UsageError, nearest
-from lp_pipe.cli.table import table
 from lp_pipe.errors import ScheduleError
 from lp_pipe.pipeline.schedule import (
-    Comparison,
     Costs,
     Schedule,
     Timeline,
@@ -119,39 +117,10 @@ def _compare(arguments: argparse.Namespace, costs: Costs, given: Schedule | None
         memory=arguments.memory,
         more=[given] if given else [],
     )
-    text = _comparison_text(comparison)
-    print(_comparison_json(comparison) if arguments.json else text, end="")
+    text = comparison_text(comparison)
+    print(comparison_json(comparison) if arguments.json else text, end="")
     for path in arguments.output:
-        _write(path, text if path.suffix == ".txt" else _comparison_trace(comparison), quiet=arguments.json)
-
-
-def _comparison_text(comparison: Comparison) -> str:
-    rows = [
-        [
-            party.name,
-            str(party.chunks),
-            f"{party.timeline.makespan:g} s",
-            f"{party.timeline.bubble:.1%}",
-            f"{party.peak_activations:g}",
-        ]
-        for party in comparison.ranked
-    ]
-    lines = [
-        table(["SCHEDULE", "CHUNKS", "MAKESPAN", "BUBBLE", "PEAK ACTIVATIONS"], rows),
-        "The same model on the same workers: with c chunks a stage takes 1/c of the time, and its activation counts 1/c.",
-        *(["", "Left out:"] if comparison.left_out else []),
-        *(f"  {name}: {reason}" for name, reason in comparison.left_out.items()),
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _comparison_json(comparison: Comparison) -> str:
-    ranked = [party.as_json() for party in comparison.ranked]
-    return json.dumps({"ranked": ranked, "left_out": dict(comparison.left_out)}) + "\n"
-
-
-def _comparison_trace(comparison: Comparison) -> str:
-    return to_trace_events({f"{party.name}, chunks={party.chunks}": party.timeline for party in comparison.ranked})
+        _write(path, text if path.suffix == ".txt" else comparison_trace(comparison), quiet=arguments.json)
 
 
 def _check(arguments: argparse.Namespace, given: Schedule | None) -> None:
@@ -161,9 +130,8 @@ def _check(arguments: argparse.Namespace, given: Schedule | None) -> None:
     if arguments.json and not arguments.compare:
         raise UsageError("--json is for --compare; the trace of one schedule is written by -o FILE.json")
     if arguments.name and not given and arguments.name not in schedules():
-        raise UsageError(
-            f"no schedule {arguments.name!r}{nearest(arguments.name, schedules())} (schedules: {', '.join(schedules())})"
-        )
+        names = ", ".join(schedules())
+        raise UsageError(f"no schedule {arguments.name!r}{nearest(arguments.name, schedules())} (schedules: {names})")
     for option, in_file in ("stages", given and len(given.workers)), ("microbatches", given and given.microbatches):
         value = getattr(arguments, option)
         if in_file is None and value is None:
@@ -172,7 +140,9 @@ def _check(arguments: argparse.Namespace, given: Schedule | None) -> None:
             raise UsageError(f"{arguments.name} has {option}={in_file}: leave out --{option}={value}")
     for path in arguments.output:
         if arguments.compare and path.suffix not in _COMPARISON_WRITERS:
-            raise UsageError(f"-o {path}: with --compare the file's name must end in {' or '.join(_COMPARISON_WRITERS)}")
+            raise UsageError(
+                f"-o {path}: with --compare the file's name must end in {' or '.join(_COMPARISON_WRITERS)}"
+            )
 
 
 def _is_file(name: str) -> bool:

@@ -7,12 +7,12 @@ moved, gradients accumulate in micro-batch order and messages are received as th
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from lp_pipe.pipeline.schedule.ir import Action, Op, Schedule
 
 FORWARD, INPUTS, WEIGHTS, BACKWARD = range(4)
-_OPS: tuple[Op, ...] = ("F", "I", "W", "B")
+OPS: tuple[Op, ...] = ("F", "I", "W", "B")
 _STASHED = (1, 0, -1, -1)  # by op
 
 Orders = list[list[int]]  # tokens by worker
@@ -57,8 +57,7 @@ class Problem:
     @cached_property
     def credits_from(self) -> tuple[int, ...]:
         """By stage: credits on the channels between it and the next one; all that may be needed within a worker."""
-        pairs = zip(self.placement, self.placement[1:], strict=False)
-        return tuple(self.credits if one != other else self.microbatches for one, other in pairs)
+        return tuple(self.credits if one != other else self.microbatches for one, other in pairwise(self.placement))
 
 
 def start_times(problem: Problem, orders: Orders) -> list[list[float]] | None:
@@ -72,7 +71,7 @@ def start_times(problem: Problem, orders: Orders) -> list[list[float]] | None:
     last = stages - 1
     forwards: list[list[float]] = [[] for _ in range(stages)]  # when they end, by micro-batch
     backwards: list[list[float]] = [[] for _ in range(stages)]
-    waiting: list[list[int]] = [[] for _ in range(2 * stages)]  # workers, for stage s's next F (2s) or backward (2s + 1)
+    waiting: list[list[int]] = [[] for _ in range(2 * stages)]  # workers, by what they wait for
     starts: list[list[float]] = [[] for _ in orders]
     free_at = [0.0] * len(orders)
     runnable = list(range(len(orders)))
@@ -137,7 +136,7 @@ def split(schedule: Schedule) -> Orders:
     for actions in schedule.workers:
         order: list[int] = []
         for op, stage, _ in actions:
-            both = (INPUTS, WEIGHTS) if op == "B" else (_OPS.index(op),)
+            both = (INPUTS, WEIGHTS) if op == "B" else (OPS.index(op),)
             order.extend(token(each, stage) for each in both)
         orders.append(order)
     return orders
@@ -153,6 +152,6 @@ def _actions(order: list[int]) -> tuple[Action, ...]:
     for current in order:
         stage, op = divmod(current, 4)
         kinds = (INPUTS, WEIGHTS) if op == BACKWARD else (op,)
-        actions.append(Action(_OPS[op], stage, done[token(kinds[0], stage)]))
+        actions.append(Action(OPS[op], stage, done[token(kinds[0], stage)]))
         done.update(token(kind, stage) for kind in kinds)
     return tuple(actions)

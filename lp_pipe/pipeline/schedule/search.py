@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from lp_pipe.errors import ScheduleError
 from lp_pipe.pipeline.schedule.costs import Costs, Seconds, one_each
@@ -11,6 +12,7 @@ from lp_pipe.pipeline.schedule.local_search import improve, join_backwards
 from lp_pipe.pipeline.schedule.orders import (
     FORWARD,
     INPUTS,
+    OPS,
     Orders,
     Problem,
     makespan,
@@ -159,11 +161,11 @@ def _problem(
 ) -> Problem:
     durations = costs.durations(len(placement))
     pairs = one_each(links or 0.0, len(placement) - 1, "links", "pair of neighbouring stages")
-    crosses = [one != other for one, other in zip(placement, placement[1:], strict=False)]
+    crosses = [one != other for one, other in pairwise(placement)]
     return Problem(
         placement=placement,
         microbatches=microbatches,
-        durations=tuple(durations[op][stage] for stage in range(len(placement)) for op in "FIWB"),
+        durations=tuple(durations[op][stage] for stage in range(len(placement)) for op in OPS),
         delays=tuple(delay if crossing else 0.0 for delay, crossing in zip(pairs, crosses, strict=True)),
         limits=limits,
         credits=_CREDITS,
@@ -209,12 +211,9 @@ def _lower_bound(problem: Problem) -> float:
 
 
 def _chunks_of(costs: Costs, stages: int) -> int:
-    lengths = [len(each) for each in (costs.forward, costs.backward_input, costs.backward_weight) if _is_list(each)]
+    values = (costs.forward, costs.backward_input, costs.backward_weight)
+    lengths = [len(value) for value in values if not isinstance(value, int | float)]
     return max(1, lengths[0] // stages) if lengths and isinstance(stages, int) and stages > 0 else 1
-
-
-def _is_list(seconds: Seconds) -> bool:
-    return not isinstance(seconds, int | float)
 
 
 def _limits(memory: int | Sequence[int] | None, stages: int, microbatches: int, chunks: int) -> tuple[int, ...]:

@@ -76,6 +76,7 @@ def _spans(schedule: Schedule, costs: Costs, links: Seconds) -> list[list[Span]]
                 if arrival is None:
                     waiting[receives] = worker
                     break
+                arrivals[receives][microbatch] = None  # so that memory is for spans alone
                 now = max(now, arrival)
             end_s = now + duration_s
             own.append(Span(action, now, end_s))

@@ -113,7 +113,7 @@ def _tick_step(makespan: float, pixels_per_s: float) -> float:
     """1, 2 or 5 times a power of ten, so that ticks are at least 50 pixels apart; 0 where there is no time."""
     if not makespan:
         return 0.0
-    power = 10.0 ** -12
+    power = 10.0**-12
     while power * pixels_per_s * 10 < 50:
         power *= 10
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor * pixels_per_s >= 50)
