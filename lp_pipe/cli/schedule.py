@@ -93,9 +93,10 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
 def _draw(arguments: argparse.Namespace, costs: Costs, schedule: Schedule) -> None:
     verify(schedule, memory=arguments.memory)
     timeline = simulate(schedule, costs, arguments.links)
-    print(to_text(timeline), end="")
     for path in arguments.output:
         _write(path, _WRITERS[path.suffix](schedule, timeline))
+    print(to_text(timeline), end="")
+    _say_wrote(arguments.output)
 
 
 def _make(arguments: argparse.Namespace, costs: Costs) -> Schedule:
@@ -118,9 +119,11 @@ def _compare(arguments: argparse.Namespace, costs: Costs, given: Schedule | None
         more=[given] if given else [],
     )
     text = comparison_text(comparison)
-    print(comparison_json(comparison) if arguments.json else text, end="")
     for path in arguments.output:
-        _write(path, text if path.suffix == ".txt" else comparison_trace(comparison), quiet=arguments.json)
+        _write(path, text if path.suffix == ".txt" else comparison_trace(comparison))
+    print(comparison_json(comparison) if arguments.json else text, end="")
+    if not arguments.json:
+        _say_wrote(arguments.output)
 
 
 def _check(arguments: argparse.Namespace, given: Schedule | None) -> None:
@@ -158,12 +161,15 @@ def _read(name: str) -> Schedule:
         raise UsageError(f"{name}: {error}") from error
 
 
-def _write(path: Path, text: str, quiet: bool = False) -> None:
+def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}") from error
-    if not quiet:
+
+
+def _say_wrote(paths: Sequence[Path]) -> None:
+    for path in paths:
         print(f"wrote {path}")
 
 
