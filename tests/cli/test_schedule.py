@@ -111,6 +111,7 @@ def test_wrong_usage_is_one_line_and_exit_status_2(line: str, folder: Path, caps
 def test_torch_is_not_loaded(folder: Path) -> None:
     code = (
         "import sys; from lp_pipe.cli.main import main; "
-        "assert main(['schedule', '--compare', '--stages=2', '--microbatches=2']) == 0; assert 'torch' not in sys.modules"
+        "assert main(['schedule', '--compare', '--stages=2', '--microbatches=2']) == 0; "
+        "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], timeout=60, check=True, capture_output=True)
