@@ -160,7 +160,7 @@ def _problem(
     placement: tuple[int, ...], microbatches: int, costs: Costs, limits: tuple[int, ...], links: Seconds | None
 ) -> Problem:
     durations = costs.durations(len(placement))
-    pairs = one_each(links or 0.0, len(placement) - 1, "links", "pair of neighbouring stages")
+    pairs = one_each(0.0 if links is None else links, len(placement) - 1, "links", "pair of neighbouring stages")
     crosses = [one != other for one, other in pairwise(placement)]
     return Problem(
         placement=placement,
