@@ -9,13 +9,14 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from lp_pipe.cli import clean, doctor, graph, launch, logs, ps, stacks, status, stop
+from lp_pipe.cli import clean, doctor, graph, launch, logs, ps, schedule, stacks, status, stop
 from lp_pipe.cli.errors import INTERRUPTED, CommandError, UsageError, nearest
 from lp_pipe.launch.signals import Terminated
 
 _COMMANDS = {
     "launch": launch,
     "graph": graph,
+    "schedule": schedule,
     "status": status,
     "logs": logs,
     "stacks": stacks,
@@ -29,6 +30,7 @@ examples:
   lp_pipe launch examples/char_gpt.py                    start a program, one process a node
   lp_pipe launch examples/char_gpt.py -- --stages=3      with flags of its own
   lp_pipe graph examples/char_gpt.py -o graph.svg        draw its graph
+  lp_pipe schedule 1f1b --stages=4 --microbatches=8      draw a pipeline's schedule
   lp_pipe status                                         how it is, from another terminal
 
 `lp_pipe COMMAND --help` says more.

@@ -20,6 +20,7 @@ from lp_pipe.pipeline.schedule import make_schedule as make_schedule
 from lp_pipe.pipeline.schedule import peak_activations as peak_activations
 from lp_pipe.pipeline.schedule import register_schedule as register_schedule
 from lp_pipe.pipeline.schedule import schedules as schedules
+from lp_pipe.pipeline.schedule import search_schedule as search_schedule
 from lp_pipe.pipeline.schedule import simulate as simulate
 from lp_pipe.pipeline.schedule import to_text as to_text
 from lp_pipe.pipeline.schedule import verify as verify

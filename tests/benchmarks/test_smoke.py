@@ -88,3 +88,11 @@ def test_engine_tells_the_cost_of_an_action() -> None:
         assert_is_spread(party["step_us"]["few"])
         assert_is_spread(party["step_us"]["many"])
         assert "best" in party["action_us"]
+
+
+def test_simulator_measures_every_part_in_a_process_of_its_own() -> None:
+    party = figures("simulator", "--schedules=1f1b")["parties"]["1f1b"]
+    assert party["actions"] == 2 * 8 * 32
+    assert 0 < party["made_bytes"] <= party["simulated_bytes"]
+    for part in ("make_s", "simulate_s", "simulate_cpu_s"):
+        assert_is_spread(party[part])

@@ -29,7 +29,7 @@ WRONG = {
     "": "the following arguments are required: COMMAND; see `lp_pipe --help`",
     "lanch demo.py": (
         "no command 'lanch'; did you mean 'launch'? "
-        "(commands: launch, graph, status, logs, stacks, stop, ps, clean, doctor)"
+        "(commands: launch, graph, schedule, status, logs, stacks, stop, ps, clean, doctor)"
     ),
     "launch": "the following arguments are required: TARGET; see `lp_pipe launch --help`",
     "launch dem.py": "no file 'dem.py'; did you mean 'demo.py'?",
@@ -68,7 +68,7 @@ def test_wrong_usage_is_one_line_and_exit_status_2(line: str, command: Command, 
 
 
 def test_help_shows_examples(command: Command) -> None:
-    for arguments in ("--help",), ("launch", "--help"), ("graph", "--help"):
+    for arguments in ("--help",), ("launch", "--help"), ("graph", "--help"), ("schedule", "--help"):
         done = command(*arguments)
         assert done.returncode == 0
         assert "examples:\n  lp_pipe " in done.stdout

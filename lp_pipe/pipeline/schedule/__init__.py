@@ -1,5 +1,9 @@
 """Which worker runs what in which order: schedules, their proof, and their simulation. Needs no torch."""
 
+from lp_pipe.pipeline.schedule.compare import Compared as Compared
+from lp_pipe.pipeline.schedule.compare import Comparison as Comparison
+from lp_pipe.pipeline.schedule.compare import compare as compare
+from lp_pipe.pipeline.schedule.costs import Costs as Costs
 from lp_pipe.pipeline.schedule.draw import to_text as to_text
 from lp_pipe.pipeline.schedule.dualpipev import dualpipev as dualpipev
 from lp_pipe.pipeline.schedule.forward import forward as forward
@@ -16,11 +20,14 @@ from lp_pipe.pipeline.schedule.registry import register_schedule as register_sch
 from lp_pipe.pipeline.schedule.registry import schedules as schedules
 from lp_pipe.pipeline.schedule.replicas import replicated as replicated
 from lp_pipe.pipeline.schedule.replicas import share as share
+from lp_pipe.pipeline.schedule.search import search_schedule as search_schedule
 from lp_pipe.pipeline.schedule.simulate import Costs as Costs
 from lp_pipe.pipeline.schedule.simulate import Span as Span
 from lp_pipe.pipeline.schedule.simulate import Timeline as Timeline
 from lp_pipe.pipeline.schedule.simulate import simulate as simulate
 from lp_pipe.pipeline.schedule.stash import peak_activations as peak_activations
+from lp_pipe.pipeline.schedule.svg import to_svg as to_svg
+from lp_pipe.pipeline.schedule.trace_events import to_trace_events as to_trace_events
 from lp_pipe.pipeline.schedule.verify import verify as verify
 from lp_pipe.pipeline.schedule.zb_h1 import zb_h1 as zb_h1
 from lp_pipe.pipeline.schedule.zbv import zbv as zbv

@@ -15,6 +15,7 @@ Generator = Callable[[int, int, int], Schedule]
 class _Entry:
     generator: Generator
     default_chunks: int
+    fixed_chunks: bool
 
 
 _ENTRIES: dict[str, _Entry] = {}
@@ -46,6 +47,15 @@ def default_chunks(name: str) -> int:
     return _entry(name).default_chunks
 
 
+def takes_chunks(name: str) -> bool:
+    """Whether it exists for other numbers of virtual stages than `default_chunks`.
+
+    Raises:
+        ScheduleError: there is no such name.
+    """
+    return not _entry(name).fixed_chunks
+
+
 def register_schedule(
     name: str, *, default_chunks: int = 1, fixed_chunks: bool = False
 ) -> Callable[[Generator], Generator]:
@@ -70,7 +80,7 @@ def register_schedule(
                 )
             return generator(stages, microbatches, chunks)
 
-        _ENTRIES[name] = _Entry(checked, default_chunks)
+        _ENTRIES[name] = _Entry(checked, default_chunks, fixed_chunks)
         return checked
 
     return register

@@ -26,12 +26,7 @@ def check_memory(schedule: Schedule, memory: int | Sequence[int]) -> None:
     Raises:
         ScheduleError: names the first forward that is too much, or the number of limits is wrong.
     """
-    limits = [memory] * len(schedule.workers) if isinstance(memory, int) else memory
-    if len(limits) != len(schedule.workers):
-        raise ScheduleError(
-            f"schedule {schedule.name!r}: memory has {len(limits)} limits: "
-            f"give one number, or {len(schedule.workers)}, one per worker"
-        )
+    limits = limits_by_worker(schedule.name, memory, len(schedule.workers))
     for worker, (limit, peak) in enumerate(zip(limits, peak_activations(schedule), strict=True)):
         if peak > limit:
             actions = schedule.workers[worker]
@@ -40,6 +35,20 @@ def check_memory(schedule: Schedule, memory: int | Sequence[int]) -> None:
                 f"schedule {schedule.name!r}: {location(worker, position, actions[position])}: stashes activation "
                 f"{limit + 1}, the limit is {limit}: the schedule needs {peak} here"
             )
+
+
+def limits_by_worker(name: str, memory: int | Sequence[int], workers: int) -> Sequence[int]:
+    """One limit each.
+
+    Raises:
+        ScheduleError: there is another number of them.
+    """
+    limits = [memory] * workers if isinstance(memory, int) else memory
+    if len(limits) != workers:
+        raise ScheduleError(
+            f"schedule {name!r}: memory has {len(limits)} limits: give one number, or {workers}, one per worker"
+        )
+    return limits
 
 
 def _stash_sizes(actions: Sequence[Action]) -> Iterator[int]:

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 from lp_pipe.errors import ScheduleError
@@ -30,7 +32,9 @@ def test_a_function_becomes_a_schedule_that_can_be_asked_for_by_name() -> None:
 
 
 def test_the_schedules_that_come_with_lp_pipe() -> None:
-    assert {"1f1b", "forward", "gpipe", "interleaved", "looped_bfs", "zb_h1", "zbv", "dualpipev"} <= set(schedules())
+    assert {"1f1b", "forward", "gpipe", "interleaved", "looped_bfs", "zb_h1", "zbv", "dualpipev", "auto"} <= set(
+        schedules()
+    )
     assert schedules() == sorted(schedules())
 
 
@@ -46,7 +50,9 @@ def test_an_unknown_name_is_answered_with_the_nearest_and_all_others() -> None:
         make_schedule("1f1bb", 2, 4)
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "looped_bfs", "forward", "zb_h1", "zbv", "dualpipev"])
+@pytest.mark.parametrize(
+    "name", ["gpipe", "1f1b", "interleaved", "looped_bfs", "forward", "zb_h1", "zbv", "dualpipev", "auto"]
+)
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
@@ -75,6 +81,30 @@ def test_a_v_has_two_legs(name: str) -> None:
     assert default_chunks(name) == 2
     with pytest.raises(ScheduleError, match=f"schedule '{name}' with chunks=3: .* use chunks=2"):
         make_schedule(name, 2, 8, chunks=3)
+
+
+@pytest.mark.parametrize("name", schedules())
+def test_a_schedule_exists_or_the_error_names_numbers_for_which_it_does(name: str) -> None:
+    refused = 0
+    for sizes in ({"stages": p, "microbatches": m, "chunks": c} for p in (1, 2, 3) for m in (1, 2, 5) for c in (1, 2)):
+        try:
+            make_schedule(name, **sizes)
+        except ScheduleError as error:
+            refused += 1
+            works = dict(re.findall(r"(?:use|or) (stages|microbatches|chunks)=(\d+)", str(error)))
+            assert works, error
+            for what, number in works.items():
+                _assert_is_nearer(name, {**sizes, what: int(number)})
+    assert bool(refused) == (name in {"gpipe", "1f1b", "zb_h1", "zbv", "dualpipev"})
+
+
+def _assert_is_nearer(name: str, sizes: dict[str, int]) -> None:
+    """With what the error says it exists, or something else is wrong, too, and no longer after a second change."""
+    try:
+        make_schedule(name, **sizes)
+    except ScheduleError as error:
+        what, number = re.findall(r"use (stages|microbatches|chunks)=(\d+)", str(error))[0]
+        make_schedule(name, **{**sizes, what: int(number)})
 
 
 def test_a_name_belongs_to_one_function() -> None:

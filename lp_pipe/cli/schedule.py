@@ -1,0 +1,179 @@
+"""`lp_pipe schedule`: draw a schedule's timeline, or compare all of them, without a model."""
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from lp_pipe.cli.comparison import comparison_json, comparison_text, comparison_trace
+from lp_pipe.cli.errors import UsageError, nearest
+from lp_pipe.errors import ScheduleError
+from lp_pipe.pipeline.schedule import (
+    Costs,
+    Schedule,
+    Timeline,
+    compare,
+    make_schedule,
+    schedules,
+    search_schedule,
+    simulate,
+    to_svg,
+    to_text,
+    to_trace_events,
+    verify,
+)
+
+_WRITERS: dict[str, Callable[[Schedule, Timeline], str]] = {
+    ".svg": lambda schedule, timeline: to_svg(timeline, schedule.name),
+    ".csv": lambda schedule, timeline: schedule.to_csv(),
+    ".json": lambda schedule, timeline: to_trace_events({schedule.name: timeline}),
+    ".txt": lambda schedule, timeline: to_text(timeline),
+}
+_COMPARISON_WRITERS = (".json", ".txt")
+_UNIT_COSTS = Costs(forward=1, backward_input=1, backward_weight=1)
+_EXAMPLES = """\
+examples:
+  lp_pipe schedule 1f1b --stages 4 --microbatches 8
+  lp_pipe schedule zbv --stages 4 --microbatches 8 -o zbv.svg -o zbv.json     a picture, a trace for ui.perfetto.dev
+  lp_pipe schedule auto --stages 4 --microbatches 8 --costs costs.json -o auto.csv
+  lp_pipe schedule my.csv --costs costs.json
+  lp_pipe schedule --compare --stages 4 --microbatches 8 --links 0.1
+
+costs.json holds seconds, each one number or a list with one per virtual stage:
+  {"forward": 0.010, "backward_input": [0.010, 0.012, 0.010, 0.015], "backward_weight": 0.008}
+"""
+
+
+def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Describe the command and its options."""
+    parser = commands.add_parser(
+        "schedule",
+        help="draw a schedule's timeline, or compare all schedules",
+        description="Simulate a step of a pipeline schedule and draw it; with --compare rank all of them.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="lp_pipe schedule NAME|FILE.csv --stages P --microbatches M [options]",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("name", metavar="NAME", nargs="?", help=f"{', '.join(schedules())}, or a file in torch's CSV format")
+    add("--stages", type=int, metavar="P", help="workers")
+    add("--microbatches", type=int, metavar="M", help="per step")
+    add("--chunks", type=int, metavar="C", help="virtual stages a worker; without: what the schedule needs")
+    add("--costs", metavar="FILE.json", help="seconds of forward, backward_input, backward_weight; without: 1 each")
+    add("--links", type=float, metavar="SECONDS", help="what a message takes from one worker to the next; without: 0")
+    add("--memory", type=int, metavar="N", help="activations that a worker may stash; without: no limit")
+    add("--compare", action="store_true", help="rank all schedules that exist for these numbers")
+    add("--json", action="store_true", help="with --compare: print the table as JSON")
+    add(
+        "-o", "--output", type=_output, metavar="FILE", action="append", default=[],
+        help=f"ends in {', '.join(_WRITERS)} (.json: trace events, for Perfetto); may be repeated",
+    )  # fmt: skip
+    parser.set_defaults(run=run_command)
+
+
+def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
+    """Print, and write, the timeline or the comparison.
+
+    Raises:
+        UsageError: there is no such schedule for these numbers, or a file cannot be read or written.
+    """
+    try:
+        costs = _UNIT_COSTS if arguments.costs is None else Costs.load(arguments.costs)
+        given = _read(arguments.name) if arguments.name and _is_file(arguments.name) else None
+        _check(arguments, given)
+        if arguments.compare:
+            _compare(arguments, costs, given)
+        else:
+            _draw(arguments, costs, given or _make(arguments, costs))
+    except ScheduleError as error:
+        raise UsageError(str(error)) from error
+    return 0
+
+
+def _draw(arguments: argparse.Namespace, costs: Costs, schedule: Schedule) -> None:
+    verify(schedule, memory=arguments.memory)
+    timeline = simulate(schedule, costs, arguments.links)
+    for path in arguments.output:
+        _write(path, _WRITERS[path.suffix](schedule, timeline))
+    print(to_text(timeline), end="")
+    _say_wrote(arguments.output)
+
+
+def _make(arguments: argparse.Namespace, costs: Costs) -> Schedule:
+    name, stages, microbatches, chunks = arguments.name, arguments.stages, arguments.microbatches, arguments.chunks
+    if name == "auto":
+        return search_schedule(
+            stages, microbatches, costs, chunks=chunks, memory=arguments.memory, links=arguments.links
+        )
+    return make_schedule(name, stages, microbatches, chunks)
+
+
+def _compare(arguments: argparse.Namespace, costs: Costs, given: Schedule | None) -> None:
+    comparison = compare(
+        len(given.workers) if given else arguments.stages,
+        given.microbatches if given else arguments.microbatches,
+        costs,
+        chunks=arguments.chunks,
+        links=arguments.links,
+        memory=arguments.memory,
+        more=[given] if given else [],
+    )
+    text = comparison_text(comparison)
+    for path in arguments.output:
+        _write(path, text if path.suffix == ".txt" else comparison_trace(comparison))
+    print(comparison_json(comparison) if arguments.json else text, end="")
+    if not arguments.json:
+        _say_wrote(arguments.output)
+
+
+def _check(arguments: argparse.Namespace, given: Schedule | None) -> None:
+    """Refuse what is missing on the command line, and what contradicts itself."""
+    if arguments.name is None and not arguments.compare:
+        raise UsageError(f"which schedule? Give one of {', '.join(schedules())}, a CSV file, or --compare")
+    if arguments.json and not arguments.compare:
+        raise UsageError("--json is for --compare; the trace of one schedule is written by -o FILE.json")
+    if arguments.name and not given and arguments.name not in schedules():
+        names = ", ".join(schedules())
+        raise UsageError(f"no schedule {arguments.name!r}{nearest(arguments.name, schedules())} (schedules: {names})")
+    for option, in_file in ("stages", given and len(given.workers)), ("microbatches", given and given.microbatches):
+        value = getattr(arguments, option)
+        if in_file is None and value is None:
+            raise UsageError(f"--{option} is missing: give a number, such as --{option} 4")
+        if in_file is not None and value not in (None, in_file):
+            raise UsageError(f"{arguments.name} has {option}={in_file}: leave out --{option}={value}")
+    for path in arguments.output:
+        if arguments.compare and path.suffix not in _COMPARISON_WRITERS:
+            raise UsageError(
+                f"-o {path}: with --compare the file's name must end in {' or '.join(_COMPARISON_WRITERS)}"
+            )
+
+
+def _is_file(name: str) -> bool:
+    return name not in schedules() and (name.endswith(".csv") or Path(name).is_file())
+
+
+def _read(name: str) -> Schedule:
+    try:
+        return Schedule.from_csv(Path(name).read_text(encoding="utf-8"), Path(name).stem)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {name}: {error}") from error
+    except ScheduleError as error:
+        raise UsageError(f"{name}: {error}") from error
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _say_wrote(paths: Sequence[Path]) -> None:
+    for path in paths:
+        print(f"wrote {path}")
+
+
+def _output(text: str) -> Path:
+    if Path(text).suffix not in _WRITERS:
+        raise UsageError(f"-o {text}: the file's name must end in one of {', '.join(_WRITERS)}")
+    return Path(text)

@@ -1,0 +1,230 @@
+"""The automatic schedule: a search for the shortest step."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from lp_pipe.errors import ScheduleError
+from lp_pipe.pipeline.schedule.costs import Costs, Seconds, one_each
+from lp_pipe.pipeline.schedule.greedy import Policy, list_schedule
+from lp_pipe.pipeline.schedule.ir import Schedule
+from lp_pipe.pipeline.schedule.local_search import improve, join_backwards
+from lp_pipe.pipeline.schedule.orders import (
+    FORWARD,
+    INPUTS,
+    OPS,
+    Orders,
+    Problem,
+    makespan,
+    split,
+    start_times,
+    to_schedule,
+)
+from lp_pipe.pipeline.schedule.registry import make_schedule, register_schedule
+from lp_pipe.pipeline.schedule.simulate import simulate
+from lp_pipe.pipeline.schedule.stash import check_memory, limits_by_worker
+from lp_pipe.pipeline.schedule.verify import verify
+
+_NAMED = ("1f1b", "gpipe", "zb_h1", "interleaved", "looped_bfs", "zbv", "dualpipev")
+_CREDITS = 4  # what a pipeline allows on a channel, if the schedule leaves it the choice
+# How much is tried, counted in actions, so that large problems take no longer than small ones; no clock has a say.
+_LIST_SCHEDULES, _LIST_ACTIONS = 100, 60_000
+_STEPS, _STEP_ACTIONS = 3_000, 1_500_000
+
+
+def search_schedule(
+    stages: int,
+    microbatches: int,
+    costs: Costs,
+    *,
+    chunks: int | None = None,
+    memory: int | Sequence[int] | None = None,
+    links: Seconds | None = None,
+) -> Schedule:
+    """Search for the schedule of `stages` workers with the shortest step, as `simulate` has it; the same every time.
+
+    Never slower than any named schedule with as many virtual stages that keeps within the limit: greedy list schedules
+    and all of those are where a local search begins. Several chunks are laid out in turn (as "interleaved" has them)
+    and back and forth (as "zbv"), whichever is faster.
+
+    chunks: virtual stages a worker; without, as many as lists in costs have numbers for, or 1. memory: activations that
+    a worker may stash, one number or one per worker. links: as in `simulate`.
+
+    Raises:
+        ScheduleError: a number is wrong, or memory is less than a micro-batch needs.
+    """
+    if chunks is None:
+        chunks = _chunks_of(costs, stages)
+    make_schedule("looped_bfs", stages, microbatches, chunks)  # refuses impossible numbers
+    limits = _limits(memory, stages, microbatches, chunks)
+    candidates = []
+    for placement in _placements(stages, chunks):
+        problem = _problem(placement, microbatches, costs, limits, links)
+        candidates += [_Search(problem).best(), *_named(problem, chunks)]
+    return replace(min(candidates, key=lambda schedule: _rank(schedule, costs, links)), name="auto")
+
+
+@register_schedule("auto")
+def auto(stages: int, microbatches: int, chunks: int) -> Schedule:
+    """Order what a search finds for stages that all take as long, forward, backward for inputs and for weights alike.
+
+    `search_schedule` does so for measured costs.
+
+    Raises:
+        ScheduleError: stages, microbatches or chunks is below 1.
+    """
+    equal = Costs(forward=1, backward_input=1, backward_weight=1)
+    return search_schedule(stages, microbatches, equal, chunks=chunks)
+
+
+class _Search:
+    """One placement's: list schedules by different policies, then moves from the best one, and from the best named."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.bound = _lower_bound(problem)
+        self.tries = max(1, min(_LIST_SCHEDULES, _LIST_ACTIONS // problem.actions))
+        self.steps = min(_STEPS, _STEP_ACTIONS // problem.actions)
+
+    def best(self) -> Schedule:
+        found = [self._best_list_schedule()]
+        chunks = len(self.problem.placement) // self.problem.workers
+        if self.steps:
+            found += [split(schedule) for schedule in _named(self.problem, chunks)]
+        runnable = [orders for orders in found if start_times(self.problem, orders) is not None]
+        runnable.sort(key=self._seconds)
+        begun = runnable[:2]
+        for orders in begun:
+            if self._seconds(runnable[0]) > self.bound:
+                runnable.append(improve(self.problem, orders, self.steps // len(begun), self.bound))
+                runnable.sort(key=self._seconds)
+        return to_schedule("auto", join_backwards(self.problem, runnable[0], self.steps // 4))
+
+    def _seconds(self, orders: Orders) -> float:
+        starts = start_times(self.problem, orders)
+        assert starts is not None, "only orders that can run get here"
+        return makespan(self.problem, orders, starts)
+
+    def _best_list_schedule(self) -> Orders:
+        """Change one part of the policy at a time, and keep what helps, until nothing does."""
+        policy = Policy(caps=self._caps(1.0))
+        best = list_schedule(self.problem, policy)
+        best_s = self._seconds(best)
+        tries, at_rest = self.tries - 1, False
+        while not at_rest:
+            at_rest = True
+            for other in self._neighbours(policy):
+                if tries <= 0 or best_s <= self.bound:
+                    return best
+                tries -= 1
+                orders = list_schedule(self.problem, other)
+                seconds = self._seconds(orders)
+                if seconds < best_s:
+                    policy, best, best_s, at_rest = other, orders, seconds, False
+                    break
+        return best
+
+    def _neighbours(self, policy: Policy) -> Iterator[Policy]:
+        for factor in (1.0, 1.5, 2.0, 3.0, float("inf")):
+            yield replace(policy, caps=self._caps(factor))
+        for after_forward, after_backward in ((INPUTS, FORWARD), (FORWARD, FORWARD), (INPUTS, INPUTS)):
+            yield replace(policy, after_forward=after_forward, after_backward=after_backward)
+        for gap in (0.0, 0.25, 0.5, 0.75, 1.0):
+            yield replace(policy, gap=gap)
+        yield replace(policy, frees_memory=not policy.frees_memory)
+        if len(self.problem.placement) > self.problem.workers:
+            yield replace(policy, deep_forwards=not policy.deep_forwards)
+            yield replace(policy, deep_backwards=not policy.deep_backwards)
+        for worker, cap in enumerate(policy.caps):
+            for changed in (cap + 1, cap - 1):
+                if len(self.problem.own[worker]) <= changed <= self.problem.limits[worker]:
+                    yield replace(policy, caps=(*policy.caps[:worker], changed, *policy.caps[worker + 1 :]))
+
+    def _caps(self, factor: float) -> tuple[int, ...]:
+        """1F1B's activations, times a factor: a worker has one for each stage from its first one on."""
+        stages = len(self.problem.placement)
+        wanted = (factor * (stages - own[0]) for own in self.problem.own)
+        return tuple(
+            max(len(own), int(min(limit, cap)))
+            for own, limit, cap in zip(self.problem.own, self.problem.limits, wanted, strict=True)
+        )
+
+
+def _placements(stages: int, chunks: int) -> list[tuple[int, ...]]:
+    """In turn; back and forth."""
+    there = tuple(range(stages))
+    return list(dict.fromkeys([there * chunks, ((there + there[::-1]) * chunks)[: stages * chunks]]))
+
+
+def _problem(
+    placement: tuple[int, ...], microbatches: int, costs: Costs, limits: tuple[int, ...], links: Seconds | None
+) -> Problem:
+    durations = costs.durations(len(placement))
+    pairs = one_each(0.0 if links is None else links, len(placement) - 1, "links", "pair of neighbouring stages")
+    crosses = [one != other for one, other in pairwise(placement)]
+    return Problem(
+        placement=placement,
+        microbatches=microbatches,
+        durations=tuple(durations[op][stage] for stage in range(len(placement)) for op in OPS),
+        delays=tuple(delay if crossing else 0.0 for delay, crossing in zip(pairs, crosses, strict=True)),
+        limits=limits,
+        credits=_CREDITS,
+    )
+
+
+def _named(problem: Problem, chunks: int) -> Iterator[Schedule]:
+    """Those with this placement that keep within the limits."""
+    for name in _NAMED:
+        try:
+            schedule = make_schedule(name, problem.workers, problem.microbatches, chunks)
+            if schedule.placement == problem.placement:
+                check_memory(schedule, problem.limits)
+                yield schedule
+        except ScheduleError:
+            continue
+
+
+def _rank(schedule: Schedule, costs: Costs, links: Seconds | None) -> tuple[float, bool, int, int]:
+    """Short steps, then few messages on their way, then few activations, then few actions."""
+    timeline = simulate(schedule, costs, links)
+    actions = sum(map(len, schedule.workers))
+    return timeline.makespan, _needs_more_credits(schedule), max(timeline.peak_activations), actions
+
+
+def _needs_more_credits(schedule: Schedule) -> bool:
+    try:
+        verify(schedule, credits=_CREDITS)
+    except ScheduleError:
+        return True
+    return False
+
+
+def _lower_bound(problem: Problem) -> float:
+    """No step is shorter: a worker waits for its first forward, and then has all its work."""
+    durations, count = problem.durations, problem.microbatches
+    bound = 0.0
+    for own in problem.own:
+        arrival = sum(durations[4 * stage + FORWARD] for stage in range(own[0])) + sum(problem.delays[: own[0]])
+        work = sum(durations[4 * stage + op] for stage in own for op in range(3))
+        bound = max(bound, arrival + count * work)
+    return bound
+
+
+def _chunks_of(costs: Costs, stages: int) -> int:
+    values = (costs.forward, costs.backward_input, costs.backward_weight)
+    lengths = [len(value) for value in values if not isinstance(value, int | float)]
+    return max(1, lengths[0] // stages) if lengths and isinstance(stages, int) and stages > 0 else 1
+
+
+def _limits(memory: int | Sequence[int] | None, stages: int, microbatches: int, chunks: int) -> tuple[int, ...]:
+    whole = chunks * microbatches
+    if memory is None:
+        return (whole,) * stages
+    limits = limits_by_worker("auto", memory, stages)
+    for worker, limit in enumerate(limits):
+        if limit < chunks:
+            raise ScheduleError(
+                f"schedule 'auto' with memory={limit} on worker {worker}: a micro-batch alone stashes {chunks} there: "
+                f"use memory={chunks} or more"
+            )
+    return tuple(min(limit, whole) for limit in limits)

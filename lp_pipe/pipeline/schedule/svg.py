@@ -1,0 +1,132 @@
+"""A timeline as an SVG picture."""
+
+from typing import Any
+from xml.etree import ElementTree as ET
+
+from lp_pipe.pipeline.schedule.simulate import Span, Timeline
+
+_FONT = "Inter, 'Segoe UI', 'Helvetica Neue', Helvetica, Arial, 'DejaVu Sans', sans-serif"
+_INK, _FAINT_INK, _LINE = "#1f2733", "#6b7685", "#e3e8ee"
+_MARGIN, _HEADER_HEIGHT, _NAMES_WIDTH, _AXIS_HEIGHT = 24, 50, 68, 38
+_ROW_HEIGHT, _BOX_HEIGHT = 32, 26
+_LETTER_WIDTH, _PADDING = 6.8, 4.4  # pixels
+_MAX_WIDTH = 1400
+# For each op a worker's first stage, its second one (the third looks like the first), and what the legend says.
+_OPS = {
+    "F": ("#b9d2fb", "#8ab2f5", "forward"),
+    "B": ("#fbbdb6", "#f29b91", "backward"),
+    "I": ("#f9c89b", "#f2a765", "backward for inputs"),
+    "W": ("#bfe5cb", "#8fd0a4", "backward for weights"),
+}
+
+
+def to_svg(timeline: Timeline, name: str) -> str:
+    """A row per worker, time from left to right; hover over a box for its action and seconds.
+
+    A box says 2F0 (stage, op, micro-batch) where workers have several stages, else F0, or nothing where it is narrow.
+    """
+    with_stage = any(len({span.action.stage for span in spans}) > 1 for spans in timeline.spans)
+    pixels_per_s = _pixels_per_s(timeline, with_stage)
+    chart = timeline.makespan * pixels_per_s
+    width = max(chart + _NAMES_WIDTH, 560) + 2 * _MARGIN
+    height = _HEADER_HEIGHT + _ROW_HEIGHT * len(timeline.spans) + _AXIS_HEIGHT + 2 * _MARGIN
+    root = ET.Element("svg", xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {width:.0f} {height}")
+    root.attrib.update({"width": f"{width:.0f}", "height": str(height), "font-family": _FONT, "role": "img"})
+    _add(root, "title", f"Schedule {name}")
+    _add(root, "style", _style())
+    _add(root, "rect", width="100%", height="100%", rx=16, fill="#ffffff")
+    _add(root, "text", name, x=_MARGIN, y=_MARGIN + 12, font_size=20, font_weight=700, fill=_INK)
+    _add(root, "text", _summary(timeline), x=_MARGIN, y=_MARGIN + 32, font_size=12, fill=_FAINT_INK)
+    _add_legend(root, timeline, width - _MARGIN)
+    chart_at = f"translate({_MARGIN + _NAMES_WIDTH} {_MARGIN + _HEADER_HEIGHT})"
+    _add_chart(_add(root, "g", transform=chart_at), timeline, pixels_per_s, with_stage)
+    ET.indent(root, space="")
+    return ET.tostring(root, encoding="unicode", xml_declaration=False) + "\n"
+
+
+def _summary(timeline: Timeline) -> str:
+    peaks = " ".join(map(str, timeline.peak_activations))
+    return f"{timeline.makespan:g} s · bubble {timeline.bubble:.1%} · peak activations {peaks}"
+
+
+def _style() -> str:
+    colors = (f".{op}{odd}{{fill:{shades[odd]}}}" for op, shades in _OPS.items() for odd in (0, 1))
+    return f"{''.join(colors)}.t{{font-size:10.5px;text-anchor:middle;fill:{_INK}}}"
+
+
+def _pixels_per_s(timeline: Timeline, with_stage: bool) -> float:
+    """As many as the longest label wants in the shortest box, if the picture does not become too wide."""
+    spans = [span for row in timeline.spans for span in row if span.end_s > span.start_s]
+    if not spans:
+        return 0.0
+    shortest = min(span.end_s - span.start_s for span in spans)
+    wanted = _label_width(max((_label(span, with_stage) for span in spans), key=len)) / shortest
+    return min(wanted, _MAX_WIDTH / timeline.makespan)
+
+
+def _add_chart(chart: ET.Element, timeline: Timeline, pixels_per_s: float, with_stage: bool) -> None:
+    bottom = _ROW_HEIGHT * len(timeline.spans)
+    step = _tick_step(timeline.makespan, pixels_per_s)
+    for tick in range(int(timeline.makespan / step * (1 + 1e-9)) + 1 if step else 0):
+        x = tick * step * pixels_per_s
+        _add(chart, "path", d=f"M{_number(x)} -4V{bottom + 4}", stroke=_LINE)
+        _add(chart, "text", f"{tick * step:g}", x=x, y=bottom + 18, **{"class": "t"})
+    _add(chart, "text", "seconds", x=0, y=bottom + 34, font_size=10.5, fill=_FAINT_INK)
+    for worker, spans in enumerate(timeline.spans):
+        row = _add(chart, "g", transform=f"translate(0 {worker * _ROW_HEIGHT})")
+        _add(row, "text", f"worker {worker}", x=-_NAMES_WIDTH, y=_BOX_HEIGHT - 8, font_size=12, fill=_INK)
+        chunk_of = {stage: chunk for chunk, stage in enumerate(sorted({span.action.stage for span in spans}))}
+        for span in spans:
+            _add_box(row, span, chunk_of[span.action.stage], pixels_per_s, with_stage)
+
+
+def _add_box(row: ET.Element, span: Span, chunk: int, pixels_per_s: float, with_stage: bool) -> None:
+    x, width = span.start_s * pixels_per_s, (span.end_s - span.start_s) * pixels_per_s
+    # A little narrower than it is, so that neighbours stay apart.
+    color = {"class": f"{span.action.op}{chunk % 2}"}
+    box = _add(row, "rect", x=x, width=max(width - 1, width / 2), height=_BOX_HEIGHT, rx=3, **color)
+    _add(box, "title", f"{span.action} {span.start_s:g}–{span.end_s:g} s")
+    label = _label(span, with_stage)
+    if _label_width(label) <= width + 1e-6:
+        _add(row, "text", label, x=x + width / 2, y=_BOX_HEIGHT - 9, **{"class": "t"})
+
+
+def _label(span: Span, with_stage: bool) -> str:
+    return str(span.action) if with_stage else f"{span.action.op}{span.action.microbatch}"
+
+
+def _label_width(label: str) -> float:
+    return _LETTER_WIDTH * len(label) + _PADDING
+
+
+def _add_legend(root: ET.Element, timeline: Timeline, right: float) -> None:
+    used = {span.action.op for spans in timeline.spans for span in spans}
+    for op in reversed([op for op in _OPS if op in used]):
+        text = f"{op} {_OPS[op][2]}"
+        right -= 6.2 * len(text)
+        _add(root, "text", text, x=right, y=_MARGIN + 12, font_size=11, fill=_FAINT_INK)
+        _add(root, "rect", x=right - 16, y=_MARGIN + 3, width=11, height=11, rx=3, **{"class": f"{op}0"})
+        right -= 30
+
+
+def _tick_step(makespan: float, pixels_per_s: float) -> float:
+    """1, 2 or 5 times a power of ten, so that ticks are at least 50 pixels apart; 0 where there is no time."""
+    if not makespan:
+        return 0.0
+    power = 10.0**-12
+    while power * pixels_per_s * 10 < 50:
+        power *= 10
+    return next(power * factor for factor in (1, 2, 5, 10) if power * factor * pixels_per_s >= 50)
+
+
+def _add(parent: ET.Element, tag: str, text: str | None = None, **attributes: Any) -> ET.Element:
+    """A new element; `font_size` becomes `font-size`."""
+    written = {name.replace("_", "-"): _number(value) for name, value in attributes.items()}
+    element = ET.SubElement(parent, tag, written)
+    element.text = text
+    return element
+
+
+def _number(value: Any) -> str:
+    """Numbers with one decimal at most."""
+    return f"{value:.1f}".removesuffix(".0") if isinstance(value, float) else str(value)

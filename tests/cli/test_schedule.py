@@ -1,0 +1,117 @@
+"""`lp_pipe schedule`: timelines and comparisons, called in this process; no torch is needed."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lp_pipe.cli.main import main
+from lp_pipe.pipeline.schedule import Costs, Schedule, make_schedule, schedules
+
+SMALL = ["--stages", "2", "--microbatches", "2"]
+
+
+def test_a_timeline_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schedule", "1f1b", *SMALL]) == 0
+    assert capsys.readouterr().out == (
+        "worker 0 |F0 F1       B0---    B1--- |\n"
+        "worker 1 |   F0 B0--- F1 B1---       |\n"
+        "9 s, bubble 33.3%, peak activations 2 1\n"
+    )
+
+
+def test_a_timeline_is_written_in_every_format(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schedule", "1f1b", *SMALL, *(f"-o=x{end}" for end in (".svg", ".csv", ".json", ".txt"))]) == 0
+    printed, wrote = capsys.readouterr().out.split("wrote", maxsplit=1)
+    assert wrote.split() == ["x.svg", "wrote", "x.csv", "wrote", "x.json", "wrote", "x.txt"]
+    assert (folder / "x.svg").read_text().startswith("<svg ")
+    assert Schedule.from_csv((folder / "x.csv").read_text(), "1f1b") == make_schedule("1f1b", 2, 2)
+    assert len(json.loads((folder / "x.json").read_text())["traceEvents"]) == 6 + 8
+    assert (folder / "x.txt").read_text() == printed
+
+
+def test_a_file_in_torchs_format_knows_its_numbers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mine.csv").write_text(make_schedule("gpipe", 2, 2).to_csv())
+    assert main(["schedule", "mine.csv", "--stages=2"]) == 0
+    assert "worker 1 |   F0 F1 B0--- B1---" in capsys.readouterr().out
+
+
+def test_costs_and_links_stretch_the_timeline(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Costs(forward=[1, 2], backward_input=0.5, backward_weight=0).save("costs.json")
+    assert main(["schedule", "gpipe", "--stages=2", "--microbatches=1", "--costs=costs.json", "--links=0.25"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("4.5 s, ")
+
+
+def test_auto_is_searched_with_these_costs_and_this_limit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Costs(forward=[1, 3], backward_input=1, backward_weight=2).save("costs.json")
+    assert main(["schedule", "auto", "--stages=2", "--microbatches=3", "--costs=costs.json", "--memory=1"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith("peak activations 1 1")
+
+
+def test_all_schedules_are_compared(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schedule", "--compare", "--stages=3", "--microbatches=4", "-o=all.json", "-o=all.txt"]) == 0
+    text = capsys.readouterr().out.partition("wrote ")[0]
+    head, *lines = text.splitlines()
+    assert head.split() == ["SCHEDULE", "CHUNKS", "MAKESPAN", "BUBBLE", "PEAK", "ACTIVATIONS"]
+    assert lines[0].startswith("auto")
+    assert "  dualpipev: " in text.partition("Left out:")[2]
+    assert (folder / "all.txt").read_text() == text
+    events = json.loads((folder / "all.json").read_text())["traceEvents"]
+    processes = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert {"1f1b, chunks=1", "zbv, chunks=2", "auto, chunks=1", "auto, chunks=2"} <= processes
+
+
+def test_the_comparison_may_be_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mine.csv").write_text(make_schedule("gpipe", 2, 2).to_csv())
+    assert main(["schedule", "mine.csv", "--compare", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert set(result["ranked"][0]) == {"name", "chunks", "makespan_s", "bubble", "peak_activations"}
+    ranked = {party["name"] for party in result["ranked"]}
+    assert ranked | set(result["left_out"]) == {*schedules(), "mine"}
+
+
+WRONG = {
+    "schedule": "which schedule? Give one of 1f1b, auto, ",
+    "schedule 1f1b --stages 2": "--microbatches is missing: give a number, such as --microbatches 4",
+    "schedule 1fb --stages 2 --microbatches 2": "no schedule '1fb'; did you mean '1f1b'? (schedules: 1f1b, ",
+    "schedule 1f1b --stages 0 --microbatches 2": "schedule '1f1b' with stages=0: ",
+    "schedule dualpipev --stages 4 --microbatches 1": (
+        "schedule 'dualpipev' with stages=4 and microbatches=1: it needs a micro-batch for each of its 8 virtual "
+        "stages: use microbatches=8 or more"
+    ),
+    "schedule gpipe --stages 2 --microbatches 3 --memory 2": "schedule 'gpipe': worker 0, position 2, ",
+    "schedule 1f1b --stages 2 --microbatches 2 --costs no.json": "no.json: cannot read costs: ",
+    "schedule 1f1b --stages 2 --microbatches 2 --costs three.json": "costs.forward has 3 numbers: ",
+    "schedule 1f1b --stages 2 --microbatches 2 --links -1": "links is -1.0: give seconds of at least 0",
+    "schedule 1f1b --stages 2 --microbatches 2 -o x.png": "-o x.png: the file's name must end in one of .svg, ",
+    "schedule 1f1b --stages 2 --microbatches 2 -o no/x.svg": "cannot write no/x.svg: No such file or directory",
+    "schedule 1f1b --stages 2 --microbatches 2 --json": "--json is for --compare; ",
+    "schedule --compare --stages 2 --microbatches 2 -o x.svg": "-o x.svg: with --compare the file's name must ",
+    "schedule no.csv": "cannot read no.csv: ",
+    "schedule wrong.csv": "wrong.csv: line 1, cell 1: 'hello' is not an action: ",
+    "schedule mine.csv --stages 3": "mine.csv has stages=2: leave out --stages=3",
+    "schedule half.csv": "schedule 'half': worker 0, position 1, action 0B0: is missing: add it",
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_wrong_usage_is_one_line_and_exit_status_2(line: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("wrong.csv").write_text("hello\n")
+    Path("mine.csv").write_text(make_schedule("gpipe", 2, 2).to_csv())
+    Path("half.csv").write_text("0F0\n1F0,1B0\n")
+    Costs(forward=[1, 1, 1], backward_input=1, backward_weight=1).save("three.json")
+    assert main(line.split()) == 2
+    output = capsys.readouterr()
+    assert output.err.startswith(f"lp_pipe: {WRONG[line]}")
+    assert (output.out, output.err.count("\n")) == ("", 1)
+
+
+def test_torch_is_not_loaded(folder: Path) -> None:
+    code = (
+        "import sys; from lp_pipe.cli.main import main; "
+        "assert main(['schedule', '--compare', '--stages=2', '--microbatches=2']) == 0; "
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], timeout=60, check=True, capture_output=True)
