@@ -17,6 +17,7 @@ from lp_pipe.pipeline.cuts import balanced_cuts, check_cuts
 from lp_pipe.pipeline.model import Model, sources_of
 from lp_pipe.pipeline.schedule import Schedule, default_chunks, forward_on, make_schedule, schedules, verify
 from lp_pipe.pipeline.schedule.channels import Edge
+from lp_pipe.pipeline.segments import Recompute, check_recompute
 from lp_pipe.pipeline.skips import seen_by_setup, skip_edges
 from lp_pipe.pipeline.tied import Names, layer_of, refuse_shared_buffers, tied_edges, tied_names
 from lp_pipe.pipeline.worker import StageWorker
@@ -36,6 +37,7 @@ def add_pipeline(
     schedule: str | Path | Schedule = "1f1b",
     microbatches: int = 8,
     channel: str = "auto",
+    recompute: Recompute = "none",
     clip_grad_norm: float | None = None,
     inputs: Handle[Any] | None = None,
     group: str = "stages",
@@ -48,6 +50,8 @@ def add_pipeline(
     schedule: a name in `schedules()`, a Schedule, or a path to CSV.
     microbatches: slices of a batch per step; small batches may give fewer.
     channel: how tensors travel between workers: "auto", "inproc" (threads), "shm" (processes of one host).
+    recompute: layers that keep only their inputs until their backward, where they run again: "none", "full" (each stage
+        as a whole), ("every", k) (each k layers of a stage), or (layer_index, layer) -> bool (each such layer alone).
     inputs: handle of a feeder, a CourierNode with `batch(step) -> (input, target) | None`, a pure function of the step.
 
     Raises:
@@ -60,6 +64,7 @@ def add_pipeline(
         raise PipelineError(f"channel={channel!r}: known are {', '.join(CHANNELS)}")
     if microbatches < 1:
         raise PipelineError(f"microbatches={microbatches}: a step needs at least 1")
+    check_recompute(recompute)
     sources = [seen_by_setup(source) for source in sources_of(model)]
     made, name = _made(schedule, stages, microbatches, chunks)
     cuts = _cuts(sources, stages, made.stages)
@@ -78,6 +83,7 @@ def add_pipeline(
         channel=channel,
         credits=_sufficient_credits(made, edges),
         clip_grad_norm=clip_grad_norm,
+        recompute=recompute,
         tied=tuple(tied),
         edges=tuple(edges),
     )

@@ -16,6 +16,7 @@ from lp_pipe.pipeline.add import add_pipeline
 from lp_pipe.pipeline.message import tensors_of
 from lp_pipe.pipeline.model import Model
 from lp_pipe.pipeline.plain import PlainLoop
+from lp_pipe.pipeline.recompute import is_recomputing
 from lp_pipe.pipeline.skips import seen_by_setup
 from lp_pipe.pipeline.wrapper import Wrapper
 from lp_pipe.program import Program
@@ -100,7 +101,7 @@ class _Watched(Wrapper):
 
     def forward(self, *inputs: Any) -> Any:
         output = self.layer(*inputs)
-        if self.training:
+        if self.training and not is_recomputing():
             entry = type(self.layer).__name__, [tensor.detach().clone() for tensor in tensors_of(output)]
             self.log.outputs.setdefault(self.index, []).append(entry)
         return output

@@ -27,6 +27,7 @@ class PipelineConfig:
     channel: str
     credits: int
     clip_grad_norm: float | None
+    recompute: Any = "none"
     tied: tuple[tuple[str, ...], ...] = ()  # all names of each parameter that has several
     edges: tuple[Edge, ...] = ()
 

@@ -310,7 +310,8 @@ class StageWorker:
 
 def _stage(index: int, first: int, sources: Sequence[Any], pipeline: PipelineConfig, worker: WorkerConfig) -> Stage:
     layers = build_layers(sources, first, pipeline.seed)
-    return Stage(index, first, layers, pipeline.seed, tie(layers, first, pipeline.tied, worker.owners, pipeline.seed))
+    tied = tie(layers, first, pipeline.tied, worker.owners, pipeline.seed)
+    return Stage(index, first, layers, pipeline.seed, tied, pipeline.recompute)
 
 
 def _number(value: Any) -> float:
