@@ -4,7 +4,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 Place = tuple[nn.Module, str]
 
@@ -15,33 +17,40 @@ class _Before:
     version: int
     copy: Tensor | None
 
-    def is_written(self, now: Tensor | None) -> bool:
-        return now is not self.buffer or self.was_written_in_place
-
     @property
     def was_written_in_place(self) -> bool:
-        return self.buffer._version != self.version
+        if self.buffer._version != self.version:
+            return True
+        # Kernels of batch norm write to the running statistics without counting that as a version.
+        return self.copy is not None and not torch.equal(self.copy, self.buffer)
 
     @property
     def value(self) -> Tensor | None:
         """What it held; None where only a copy could tell."""
-        return self.copy if self.was_written_in_place else self.buffer
+        if self.copy is not None:
+            return self.copy
+        return None if self.was_written_in_place else self.buffer
 
 
 class BufferSnapshot:
-    """All buffers of some modules. copied: the only places of which a copy is made; None: all."""
+    """All buffers of some modules. copied: the only places, beside BatchNorms, of which a copy is made; None: all."""
 
     def __init__(self, modules: Iterable[nn.Module], copied: frozenset[Place] | None = None) -> None:
         self._before: dict[Place, _Before] = {}
         for module in modules:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
-                    copy = buffer.detach().clone() if copied is None or (module, name) in copied else None
+                    is_copied = copied is None or (module, name) in copied or isinstance(module, _NormBase)
+                    copy = buffer.detach().clone() if is_copied else None
                     self._before[module, name] = _Before(buffer, buffer._version, copy)
 
     def written(self) -> frozenset[Place]:
         """Where something has changed since, in place or by another tensor."""
-        return frozenset(place for place, before in self._before.items() if before.is_written(_at(place)))
+        return frozenset(
+            place
+            for place, before in self._before.items()
+            if _at(place) is not before.buffer or before.was_written_in_place
+        )
 
     def without_copy(self) -> list[str]:
         """The names of those whose value is lost."""

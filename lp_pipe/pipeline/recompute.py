@@ -173,7 +173,7 @@ class _Frame:
                 f"{self._segment.name}: cannot be recomputed, because a later layer has changed their input in place: "
                 "let both be recomputed together, or give that layer inplace=False"
             )
-        run, values = self._run, self._inputs.again()
+        run, inputs = self._run, self._inputs
         self._run = self._inputs = None
         with (
             contextlib.suppress(_AllFilled),
@@ -182,7 +182,7 @@ class _Frame:
             saved_tensors_hooks(self._fill_next, _itself),
             _again(),
         ):
-            run(*values)
+            run(*inputs.again())
         self._buffers = BufferSnapshot(())
         if self._filled < len(self._slots):
             raise self._differs(f"{self._filled} tensors")
