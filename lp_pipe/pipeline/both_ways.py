@@ -66,7 +66,8 @@ def check(model: Model, batches: Sequence[tuple[Any, Any]], **pipeline_options: 
     handle = add_pipeline(program, _watched(model, there), **pipeline_options)
     with _threads(pipeline_options.get("resources")), launch(program, "thread") as run:
         pipeline = run.client(handle)
-        plain = PlainLoop(_watched(model, here), microbatches, pipeline_options.get("clip_grad_norm"))
+        options = (pipeline_options.get("clip_grad_norm"), pipeline_options.get("precision", "fp32"))
+        plain = PlainLoop(_watched(model, here), microbatches, *options)
         for step, batch in enumerate(batches):
             losses = pipeline.step(batch).loss, plain.step(batch)
             found = _outputs_differ(there, here) or _results_differ(losses, pipeline.state_dict(), plain.state_dict())

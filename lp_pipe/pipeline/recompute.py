@@ -191,12 +191,14 @@ class _Frame:
         position, self._filled = self._filled, self._filled + 1
         if self._kinds[position] != (tensor.shape, tensor.dtype):
             raise self._differs(f"saved tensor {position} was {list(tensor.shape)} of {tensor.dtype}")
+        # Detached: a node that saves its own result would hold itself for ever.
+        value = tensor.detach()
         slot = self._slots[position]()
         if slot is not None:
-            slot.tensor = tensor.detach()
+            slot.tensor = value
         if self._filled == len(self._slots):
             raise _AllFilled
-        return tensor
+        return value
 
     def _differs(self, how: str) -> PipelineError:
         return PipelineError(

@@ -13,6 +13,8 @@ class StepResult:
     loss: weighted sum of the micro-batches' losses; metrics likewise.
     seconds: from the request for the batch to the end of the update.
     utilization: for each stage worker, the share of the pipeline's time that it computed.
+    loss_scale: what the losses were multiplied by for the backwards (precision="fp16"; else 1). `loss` is without it.
+    skipped: gradients were too large for that, so that the parameters are as before; the next step's scale is smaller.
     """
 
     step: int
@@ -20,6 +22,8 @@ class StepResult:
     metrics: Mapping[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     utilization: tuple[float, ...] = ()
+    loss_scale: float = 1.0
+    skipped: bool = False
 
     @property
     def bubble_fraction(self) -> float:

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.entry import entered, phony
 from lp_pipe.pipeline.message import Message, tensors_of, with_repeats
+from lp_pipe.pipeline.precision import autocast
 from lp_pipe.pipeline.recompute import Segment
 from lp_pipe.pipeline.rng import step_rng
 from lp_pipe.pipeline.segments import Recompute, Run, runs_of
@@ -53,11 +54,13 @@ class Stage:
         seed: int,
         tied: Mapping[str, nn.Parameter] = MappingProxyType({}),
         recompute: Recompute = "none",
+        precision: str = "fp32",
     ) -> None:
         self.index = index
         self.first_layer = first_layer
         self.layers = layers
         self._seed = seed
+        self._precision = precision
         self._tied = tied
         self._runs = [
             (run, Segment(self._between(run), f"layers {run.first} to {run.end - 1}") if run.is_recomputed else None)
@@ -146,7 +149,7 @@ class Stage:
 
     def _call(self, run: Run, step: int, microbatch: int, value: Any, skips: dict[str, Any]) -> Any:
         for index, layer in enumerate(self._between(run), start=run.first):
-            with step_rng(self._seed, index, step, microbatch):
+            with step_rng(self._seed, index, step, microbatch), autocast(self._precision):
                 value = call(layer, (value,), skips)
         return value
 

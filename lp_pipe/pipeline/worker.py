@@ -7,20 +7,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lp_pipe.address import Address
 from lp_pipe.channels import ChannelHub
 from lp_pipe.context import context
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.batches import BatchSource
+from lp_pipe.pipeline.buffers import BufferSnapshot
 from lp_pipe.pipeline.build import build_layers
 from lp_pipe.pipeline.channel_handle import ChannelTarget
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
 from lp_pipe.pipeline.links import Links
+from lp_pipe.pipeline.loss_scale import scaled
 from lp_pipe.pipeline.manifest import SHARE
 from lp_pipe.pipeline.message import Message, to_message
 from lp_pipe.pipeline.microbatches import aligned, loss_weights, split
+from lp_pipe.pipeline.precision import autocast
 from lp_pipe.pipeline.schedule import Action, Schedule, forward_on
 from lp_pipe.pipeline.side_channels import SideChannels
 from lp_pipe.pipeline.stage import Stage, check_shapes
@@ -38,6 +41,7 @@ class Report:
     loss: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
     gradient_norms: dict[int, list[Tensor]] = field(default_factory=dict)
+    overflowed: bool = False
     outputs: list[Any] = field(default_factory=list)
     spans: list[tuple[str, float, float]] = field(default_factory=list)
 
@@ -52,6 +56,7 @@ class _Operation:
     targets: list[Any]
     weights: list[float]
     report: Report
+    scale: float | None = None
     losses: dict[int, Tensor] = field(default_factory=dict)
 
 
@@ -84,6 +89,8 @@ class StageWorker:
         }
         self.training = Training(list(self._stages.values()), pipeline.optimizer, pipeline.lr_scheduler)
         self._saved: Saved | None = None
+        self._modules = [m for s in self._stages.values() for layer in s.layers for m in layer.modules()]
+        self._buffers_before: BufferSnapshot | None = None
         self._links = Links(
             self._channels,
             worker.worker,
@@ -98,17 +105,29 @@ class StageWorker:
         self._actions |= {"B": self._backward, "I": self._backward}
 
     def train(
-        self, tag: int, step: int, microbatches: int, given: tuple[Any] | None, target: tuple[Any] | None = None
+        self,
+        tag: int,
+        step: int,
+        microbatches: int,
+        given: tuple[Any] | None,
+        target: tuple[Any] | None = None,
+        scale: float | None = None,
     ) -> Report:
         """Run the schedule's actions for one step; gradients stay until `apply` or `discard`.
 
         given: the batch's input, for the first stage's worker. target: for the last stage's worker; None: ask the
         feeder. They are split here, because memory that was split before it came here would lie at other addresses.
+        scale: a factor of the losses, for the backwards; the gradients are without it afterwards.
         """
         schedule = self._config.schedule_for(microbatches)
+        self._buffers_before = None
         inputs = split(given[0], self._config.microbatches) if given is not None else []
         operation = self._operation(tag, step, inputs, self._targets(step, microbatches, target))
+        operation.scale = scale
+        self._buffers_before = BufferSnapshot(self._modules)
         self._run(schedule, operation, self._actions)
+        if scale is not None:
+            operation.report.overflowed = self.training.unscale_gradients(scale)
         if self._config.clip_grad_norm is not None:
             operation.report.gradient_norms = self.training.gradient_norms()
         return operation.report
@@ -116,22 +135,41 @@ class StageWorker:
     def infer(self, tag: int, microbatches: int, inputs: list[Any], targets: list[Any]) -> Report:
         """Run forwards in eval mode; the last stage reports the loss, or the outputs where there are no targets."""
         schedule = forward_on(self._config.placement, microbatches)
+        self._buffers_before = None  # what a step has changed stays
         operation = self._operation(tag, 0, aligned(inputs), aligned(targets))
         with torch.no_grad(), self._eval_mode():
             self._run(schedule, operation, {"F": self._infer})
         return operation.report
 
-    def apply(self, total_norm: Tensor | None) -> None:
-        """Clip by the norm of all stages' gradients, step the optimizer and its scheduler, clear the gradients."""
-        self.training.step(total_norm, self._config.clip_grad_norm)
+    def apply(self, total_norm: Tensor | None, skip: bool = False) -> None:
+        """Clip by the norm of all stages' gradients, step the optimizer and its scheduler, clear the gradients.
+
+        skip: leave the parameters as they are; only the scheduler goes on.
+
+        Raises:
+            Exception: the optimizer's or scheduler's own; other stages may have done the step.
+        """
+        try:
+            self.training.step(total_norm, self._config.clip_grad_norm, skip=skip)
+        except Exception as error:
+            error.add_note(f"in {self._name}, update of stages {', '.join(map(str, self._stages))}")
+            raise
+
+    def has_updated(self) -> bool:
+        """Whether the last `apply`, which may have failed, has changed something."""
+        return self.training.has_updated
 
     def share_weights(self, tag: int) -> None:
         """Exchange the tied parameters that a step has changed with the other workers."""
+        self._buffers_before = None
         self._side.share_weights(tag)
 
     def discard(self) -> None:
         """Forget what an aborted operation has left behind."""
         self.training.clear_gradients()
+        if self._buffers_before is not None:
+            self._buffers_before.restore()
+            self._buffers_before = None
         self._links.discard()
         for stage in self._stages.values():
             stage.discard()
@@ -251,7 +289,8 @@ class StageWorker:
 
     def _loss(self, output: Any, microbatch: int, operation: _Operation) -> Tensor:
         """The weighted loss of one micro-batch, added to the report."""
-        result = self._config.loss(output, operation.targets[microbatch])
+        with autocast(self._config.precision):
+            result = self._config.loss(output, operation.targets[microbatch])
         loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = f"one of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -261,7 +300,8 @@ class StageWorker:
         report.loss += loss.item() * weight
         for name, value in metrics.items():
             report.metrics[name] = report.metrics.get(name, 0.0) + _number(value) * weight
-        return loss * weight
+        weighted = loss * weight
+        return weighted if operation.scale is None else scaled(weighted, operation.scale)
 
     def _targets(self, step: int, microbatches: int, given: tuple[Any] | None) -> list[Any]:
         if self._config.last_stage not in self._stages:
@@ -297,21 +337,20 @@ class StageWorker:
     @contextlib.contextmanager
     def _eval_mode(self) -> Iterator[None]:
         """Evaluate, then give every module its own mode back (frozen ones may have been in eval mode before)."""
-        modules: list[nn.Module] = [m for s in self._stages.values() for layer in s.layers for m in layer.modules()]
-        modes = [module.training for module in modules]
-        for module in modules:
+        modes = [module.training for module in self._modules]
+        for module in self._modules:
             module.training = False
         try:
             yield
         finally:
-            for module, mode in zip(modules, modes, strict=True):
+            for module, mode in zip(self._modules, modes, strict=True):
                 module.training = mode
 
 
 def _stage(index: int, first: int, sources: Sequence[Any], pipeline: PipelineConfig, worker: WorkerConfig) -> Stage:
     layers = build_layers(sources, first, pipeline.seed)
     tied = tie(layers, first, pipeline.tied, worker.owners, pipeline.seed)
-    return Stage(index, first, layers, pipeline.seed, tied, pipeline.recompute)
+    return Stage(index, first, layers, pipeline.seed, tied, pipeline.recompute, pipeline.precision)
 
 
 def _number(value: Any) -> float:

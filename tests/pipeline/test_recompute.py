@@ -168,7 +168,8 @@ def test_only_inputs_of_segments_are_held_and_layers_run_twice(recompute: Any, h
         output = stage.forward(Message(torch.randn(3, D), (True,)), 0, microbatch)
         gradient = torch.ones_like(output)
         del output
-        assert sum(layer.held for layer in layers) == held
+        # The first time a segment keeps a copy of its input: it might write to it.
+        assert sum(layer.held for layer in layers) == (held if microbatch or recompute == "none" else 0)
         assert [layer.runs for layer in layers] == [2 * microbatch + 1 if recompute != "none" else microbatch + 1] * 4
         (at_input,) = stage.backward(microbatch, [gradient], defer_weights=defer_weights)
         assert at_input is not None
@@ -260,10 +261,11 @@ class WritesToTheFirst(nn.Module):
 
 
 def test_a_later_layer_that_writes_to_a_kept_input_is_found() -> None:
-    """Without recompute torch finds it; a kept input is looked at just so."""
     layers = [nn.Linear(D, D), SavesAndPassesOn(), WritesToTheFirst()]
     model = pp.Model(layers, squared_error, sgd)
     options: dict[str, Any] = {"stages": 1, "microbatches": 1, "recompute": lambda index, layer: index == 1}
     match = r"layers 1 to 1: .* a later layer has changed their input in place"
-    with launched("thread", model, **options) as pipeline, pytest.raises(pp.PipelineError, match=match):
-        pipeline.step(BATCHES[0])
+    with launched("thread", model, **options) as pipeline:
+        pipeline.step(BATCHES[0])  # in its first run a segment keeps a copy of its input
+        with pytest.raises(pp.PipelineError, match=match):
+            pipeline.step(BATCHES[0])
