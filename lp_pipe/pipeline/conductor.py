@@ -165,7 +165,7 @@ class Conductor:
         except Exception as error:
             with contextlib.suppress(Unavailable):  # a worker that has died ends the program
                 if any([worker.has_updated() for worker in (self._worker, *self._peers)]):
-                    self._torn = f"step {self._step}, {traceback.format_exception_only(error)[0].strip()}"
+                    self._torn = f"step {self._step}, {traceback.format_exception_only(error)[0].splitlines()[0]}"
                 else:
                     self._everywhere("discard")
             raise

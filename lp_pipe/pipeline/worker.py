@@ -336,8 +336,12 @@ class StageWorker:
 
     @contextlib.contextmanager
     def _eval_mode(self) -> Iterator[None]:
-        """Evaluate, then give every module its own mode back (frozen ones may have been in eval mode before)."""
+        """Evaluate, then give every module its own mode back (frozen ones may have been in eval mode before).
+
+        And its buffers: some write to them in any mode.
+        """
         modes = [module.training for module in self._modules]
+        buffers = BufferSnapshot(self._modules)
         for module in self._modules:
             module.training = False
         try:
@@ -345,6 +349,7 @@ class StageWorker:
         finally:
             for module, mode in zip(self._modules, modes, strict=True):
                 module.training = mode
+            buffers.restore()
 
 
 def _stage(index: int, first: int, sources: Sequence[Any], pipeline: PipelineConfig, worker: WorkerConfig) -> Stage:

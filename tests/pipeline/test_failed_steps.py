@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import lp_pipe as lp
 import lp_pipe.pipeline as pp
 from tests.pipeline.plain_loop import D, PlainLoop, T, assert_same_state, launched, random_batches, sgd, squared_error
 
@@ -90,11 +91,12 @@ class NeedsAClosure(torch.optim.Optimizer):
         return closure()
 
 
-def test_any_optimizer_that_needs_a_closure_is_refused() -> None:
-    model = pp.Model([nn.Linear(D, D)], squared_error, NeedsAClosure)
-    with pytest.raises(Exception, match="NeedsAClosure evaluates the loss several times a step"):
-        with launched("thread", model, stages=1) as pipeline:
-            pipeline.current_step()
+def test_any_optimizer_that_needs_a_closure_is_refused_and_its_node_named() -> None:
+    program = lp.Program("closure")
+    pp.add_pipeline(program, pp.Model([nn.Linear(D, D)], squared_error, NeedsAClosure), stages=1)
+    with pytest.raises(lp.NodeError, match="NeedsAClosure evaluates the loss several times a step") as caught:
+        lp.launch(program, "thread").wait(20)
+    assert caught.value.label == "stages"
 
 
 class LeavesOut(nn.Module):
