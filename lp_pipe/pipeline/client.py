@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from lp_pipe.address import Address
 from lp_pipe.errors import EndOfData
 from lp_pipe.handles import CourierHandle, Handle
-from lp_pipe.pipeline.results import EvalResult, StepResult, StepTrace
+from lp_pipe.pipeline.results import EvalResult, StageMemory, StepResult, StepTrace
 from lp_pipe.rpc import CourierClient
 
 if TYPE_CHECKING:
@@ -89,6 +89,14 @@ class PipelineClient:
         """`n` steps with the start and end of every action on every stage."""
         traces: list[StepTrace] = self._conductor.trace(n)
         return traces
+
+    def profile_memory(self, n: int = 1) -> list[StageMemory]:
+        """`n` steps on the feeder's batches, and what each stage worker had in memory then; such steps take longer.
+
+        With recompute, stages copy more than they need to in their first step: let one go before.
+        """
+        found: list[StageMemory] = self._conductor.profile_memory(n)
+        return found
 
     def current_step(self) -> int:
         """How many steps are done, which is the index of the next one."""

@@ -24,7 +24,7 @@ from lp_pipe.pipeline.channel_handle import ChannelTarget
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
 from lp_pipe.pipeline.loss_scale import LossScale
 from lp_pipe.pipeline.microbatches import aligned, check_pair, loss_weights, split
-from lp_pipe.pipeline.results import EvalResult, StepResult, StepTrace
+from lp_pipe.pipeline.results import EvalResult, StageMemory, StepResult, StepTrace
 from lp_pipe.pipeline.stage import check_shapes
 from lp_pipe.pipeline.worker import Report, StageWorker
 from lp_pipe.rpc.pool import DaemonPool
@@ -64,6 +64,10 @@ class Conductor:
     def trace(self, steps: int) -> list[StepTrace]:
         """Some steps, with the start and end of every action."""
         return self._in_turn(lambda: [self._train(None)[1] for _ in range(steps)])
+
+    def profile_memory(self, steps: int) -> list[StageMemory]:
+        """What each worker holds in memory during some steps."""
+        return self._in_turn(lambda: self._profile_memory(steps))
 
     def evaluate(self, batches: Sequence[tuple[Any, Any]]) -> EvalResult:
         """Mean loss and metrics over the batches, each one weighted as `loss_weight` says."""
@@ -169,6 +173,15 @@ class Conductor:
                 else:
                     self._everywhere("discard")
             raise
+
+    def _profile_memory(self, steps: int) -> list[StageMemory]:
+        self._everywhere("start_metering")
+        try:
+            for _ in range(steps):
+                self._train(None)
+        finally:
+            found = [worker.stop_metering() for worker in (self._worker, *self._peers)]
+        return found
 
     def _evaluate(self, batches: Sequence[tuple[Any, Any]]) -> EvalResult:
         pairs = [check_pair(batch, "evaluate()") for batch in batches]

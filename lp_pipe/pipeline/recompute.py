@@ -24,6 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline.activation_meter import Held, current_meter
 from lp_pipe.pipeline.buffers import BufferSnapshot, Place
 from lp_pipe.pipeline.entry import entered, phony
 from lp_pipe.pipeline.skips import popped_by
@@ -95,6 +96,8 @@ class _Inputs:
             if isinstance(leaf, Tensor) and id(leaf) not in kept:
                 kept[id(leaf)] = _copied(leaf, storages) if copy else leaf.detach()
         self._leaves = [kept.get(id(leaf), leaf) for leaf in leaves]
+        meter = current_meter()
+        self._held = [meter.hold(tensor) for tensor in kept.values()] if meter is not None else []
         self._versions = _versions(self._leaves)
 
     def were_written(self) -> bool:
@@ -126,6 +129,7 @@ class _Slot:
     def __init__(self, frame: "_Frame") -> None:
         self.frame = frame
         self.tensor: Tensor | None = None
+        self.held: Held | None = None
 
 
 class _AllFilled(BaseException):
@@ -141,6 +145,7 @@ class _Frame:
         self._inputs: _Inputs | None = inputs
         self._buffers = BufferSnapshot(())
         self._is_complete = False
+        self._meter = current_meter()
         # Weak: only the graph holds the slots, and drops each as soon as its node has run.
         self._slots: list[weakref.ref[_Slot]] = []
         self._kinds: list[tuple[torch.Size, torch.dtype]] = []
@@ -196,6 +201,7 @@ class _Frame:
         slot = self._slots[position]()
         if slot is not None:
             slot.tensor = value
+            slot.held = self._meter.hold(value) if self._meter is not None else None
         if self._filled == len(self._slots):
             raise _AllFilled
         return value

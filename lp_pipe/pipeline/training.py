@@ -66,6 +66,14 @@ class Training:
             self.has_updated = self.has_updated or self._versions() != versions
             self.clear_gradients()  # else the next step would add to them
 
+    def bytes(self) -> tuple[int, int, int]:
+        """Those of the parameters, of the gradients that are there, and of the optimizer's state."""
+        parameters = [parameter for _, parameter in self._parameters]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        states = self._optimizer.state.values() if self._optimizer is not None else ()
+        state = [value for values in states for value in values.values() if isinstance(value, Tensor)]
+        return _bytes(parameters), _bytes(gradients), _bytes(state)
+
     def clear_gradients(self) -> None:
         for _, parameter in self._parameters:
             parameter.grad = None
@@ -154,6 +162,10 @@ def _refuse_closures(optimizer: torch.optim.Optimizer) -> None:
             f"{type(optimizer).__name__} evaluates the loss several times a step, which a pipeline cannot; use Adam, "
             "SGD, …"
         )
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _norms(gradients: Iterable[Tensor | None]) -> list[Tensor]:

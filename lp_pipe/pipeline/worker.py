@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from lp_pipe.address import Address
 from lp_pipe.channels import ChannelHub
 from lp_pipe.context import context
 from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline.activation_meter import ActivationMeter
 from lp_pipe.pipeline.batches import BatchSource
 from lp_pipe.pipeline.buffers import BufferSnapshot
 from lp_pipe.pipeline.build import build_layers
@@ -24,6 +26,7 @@ from lp_pipe.pipeline.manifest import SHARE
 from lp_pipe.pipeline.message import Message, to_message
 from lp_pipe.pipeline.microbatches import aligned, loss_weights, split
 from lp_pipe.pipeline.precision import autocast
+from lp_pipe.pipeline.results import StageMemory
 from lp_pipe.pipeline.schedule import Action, Schedule, forward_on
 from lp_pipe.pipeline.side_channels import SideChannels
 from lp_pipe.pipeline.stage import Stage, check_shapes
@@ -91,6 +94,8 @@ class StageWorker:
         self._saved: Saved | None = None
         self._modules = [m for s in self._stages.values() for layer in s.layers for m in layer.modules()]
         self._buffers_before: BufferSnapshot | None = None
+        self._meter: ActivationMeter | None = None
+        self._gradient_bytes = 0
         self._links = Links(
             self._channels,
             worker.worker,
@@ -125,7 +130,8 @@ class StageWorker:
         operation = self._operation(tag, step, inputs, self._targets(step, microbatches, target))
         operation.scale = scale
         self._buffers_before = BufferSnapshot(self._modules)
-        self._run(schedule, operation, self._actions)
+        with self._metered(operation) as actions:
+            self._run(schedule, operation, actions)
         if scale is not None:
             operation.report.overflowed = self.training.unscale_gradients(scale)
         if self._config.clip_grad_norm is not None:
@@ -178,6 +184,19 @@ class StageWorker:
         """Make operation `tag` fail wherever it waits; called while it runs."""
         self._links.abort(tag, reason)
 
+    def start_metering(self) -> None:
+        """Count what the next steps hold in memory; they take longer."""
+        self._meter = ActivationMeter()
+
+    def stop_metering(self) -> StageMemory:
+        """What it was."""
+        meter, self._meter = self._meter, None
+        assert meter is not None, "stop_metering comes after start_metering"
+        parameters, _, state = self.training.bytes()
+        buffers = sum(buffer.nbytes for m in self._modules for buffer in m._buffers.values() if buffer is not None)
+        sizes = (parameters, self._gradient_bytes, state, buffers, meter.peak_bytes, meter.stash_bytes)
+        return StageMemory(self._worker, tuple(self._stages), *sizes)
+
     def state_dict(self) -> dict[str, Tensor]:
         """This worker's part of the model."""
         return {name: value for stage in self._stages.values() for name, value in stage.state_dict().items()}
@@ -209,6 +228,26 @@ class StageWorker:
         assert saved is not None, "adopt comes after read"
         self.load_state_dict(saved.weights)
         self.training.restore(saved)
+
+    @contextlib.contextmanager
+    def _metered(self, operation: _Operation) -> Iterator[Mapping[str, _Run]]:
+        """What to call for the actions of a step."""
+        if self._meter is None:
+            yield self._actions
+            return
+        meter = self._meter
+
+        def forward(action: Action, operation: _Operation) -> None:
+            with meter.forward():
+                self._forward(action, operation)
+
+        own = [
+            tensor for module in self._modules for tensor in (*module._parameters.values(), *module._buffers.values())
+        ]
+        batch = [leaf for leaf in pytree.tree_leaves((operation.inputs, operation.targets)) if isinstance(leaf, Tensor)]
+        with meter.counting([*(tensor for tensor in own if tensor is not None), *batch]):
+            yield {**self._actions, "F": forward}
+        self._gradient_bytes = self.training.bytes()[1]
 
     def _operation(self, tag: int, step: int, inputs: list[Any], targets: list[Any]) -> _Operation:
         weights = loss_weights(targets, self._config.loss_weight) if targets else []
