@@ -10,6 +10,7 @@ from lp_pipe.errors import ScheduleError as ScheduleError
 from lp_pipe.pipeline.model import Layer as Layer
 from lp_pipe.pipeline.model import Model as Model
 from lp_pipe.pipeline.results import EvalResult as EvalResult
+from lp_pipe.pipeline.results import StageMemory as StageMemory
 from lp_pipe.pipeline.results import StepResult as StepResult
 from lp_pipe.pipeline.results import StepTrace as StepTrace
 from lp_pipe.pipeline.schedule import Action as Action

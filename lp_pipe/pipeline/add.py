@@ -15,8 +15,10 @@ from lp_pipe.pipeline.conductor import Conductor
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
 from lp_pipe.pipeline.cuts import balanced_cuts, check_cuts
 from lp_pipe.pipeline.model import Model, sources_of
+from lp_pipe.pipeline.precision import check_precision
 from lp_pipe.pipeline.schedule import Schedule, default_chunks, forward_on, replicated, schedules, verify
 from lp_pipe.pipeline.schedule.channels import Edge
+from lp_pipe.pipeline.segments import Recompute, check_recompute
 from lp_pipe.pipeline.skips import seen_by_setup, skip_edges
 from lp_pipe.pipeline.tied import Names, layer_of, refuse_shared_buffers, tied_edges, tied_names
 from lp_pipe.pipeline.worker import StageWorker
@@ -37,6 +39,8 @@ def add_pipeline(
     microbatches: int = 8,
     replicas: int | Sequence[int] = 1,
     channel: str = "auto",
+    recompute: Recompute = "none",
+    precision: str = "fp32",
     clip_grad_norm: float | None = None,
     inputs: Handle[Any] | None = None,
     group: str = "stages",
@@ -51,6 +55,10 @@ def add_pipeline(
     replicas: processes that share a worker's micro-batches (j runs on replica j mod r) and sum their gradients in rank
         order; one number, or one per worker. BatchNorm statistics are those of replica 0's micro-batches.
     channel: how tensors travel between workers: "auto", "inproc" (threads), "shm" (processes of one host).
+    recompute: layers that keep only their inputs until their backward, where they run again: "none", "full" (each stage
+        as a whole), ("every", k) (each k layers of a stage), or (layer_index, layer) -> bool (each such layer alone).
+    precision: of what layers and loss compute under torch.autocast; parameters stay as they are: "fp32", "bf16", or
+        "fp16", whose losses are scaled as torch.amp.GradScaler does it.
     inputs: handle of a feeder, a CourierNode with `batch(step) -> (input, target) | None`, a pure function of the step.
 
     Raises:
@@ -63,6 +71,8 @@ def add_pipeline(
         raise PipelineError(f"channel={channel!r}: known are {', '.join(CHANNELS)}")
     if microbatches < 1:
         raise PipelineError(f"microbatches={microbatches}: a step needs at least 1")
+    check_recompute(recompute)
+    check_precision(precision)
     sources = [seen_by_setup(source) for source in sources_of(model)]
     made, name, counts = _made(schedule, stages, microbatches, chunks, replicas)
     cuts = _cuts(sources, stages, made.stages)
@@ -81,6 +91,8 @@ def add_pipeline(
         channel=channel,
         credits=_sufficient_credits(made, edges),
         clip_grad_norm=clip_grad_norm,
+        recompute=recompute,
+        precision=precision,
         tied=tuple(tied),
         edges=tuple(edges),
         replicas=counts,

@@ -16,6 +16,7 @@ from lp_pipe.pipeline.add import add_pipeline
 from lp_pipe.pipeline.message import tensors_of
 from lp_pipe.pipeline.model import Model
 from lp_pipe.pipeline.plain import PlainLoop
+from lp_pipe.pipeline.recompute import is_recomputing
 from lp_pipe.pipeline.rng import current_microbatch
 from lp_pipe.pipeline.skips import seen_by_setup
 from lp_pipe.pipeline.wrapper import Wrapper
@@ -66,8 +67,8 @@ def check(model: Model, batches: Sequence[tuple[Any, Any]], **pipeline_options: 
     handle = add_pipeline(program, _watched(model, there), **pipeline_options)
     with _threads(pipeline_options.get("resources")), launch(program, "thread") as run:
         pipeline = run.client(handle)
-        clip = pipeline_options.get("clip_grad_norm")
-        plain = PlainLoop(_watched(model, here), microbatches, clip, handle.replicas_by_layer)
+        options = (pipeline_options.get("clip_grad_norm"), pipeline_options.get("precision", "fp32"))
+        plain = PlainLoop(_watched(model, here), microbatches, *options, handle.replicas_by_layer)
         for step, batch in enumerate(batches):
             losses = pipeline.step(batch).loss, plain.step(batch)
             found = _outputs_differ(there, here) or _results_differ(losses, pipeline.state_dict(), plain.state_dict())
@@ -102,7 +103,7 @@ class _Watched(Wrapper):
 
     def forward(self, *inputs: Any) -> Any:
         output = self.layer(*inputs)
-        if self.training:
+        if self.training and not is_recomputing():
             entry = type(self.layer).__name__, [tensor.detach().clone() for tensor in tensors_of(output)]
             self.log.outputs.setdefault(self.index, {})[current_microbatch()] = entry
         return output

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from lp_pipe.address import Address
 from lp_pipe.errors import EndOfData
 from lp_pipe.handles import CourierHandle, Handle
-from lp_pipe.pipeline.results import EvalResult, StepResult, StepTrace
+from lp_pipe.pipeline.results import EvalResult, StageMemory, StepResult, StepTrace
 from lp_pipe.rpc import CourierClient
 
 if TYPE_CHECKING:
@@ -18,7 +18,8 @@ class PipelineClient:
     """Drives a pipeline; picklable, and usable from several nodes at once (operations queue in order of arrival).
 
     Raises (every operation): RemoteError that is also the stage's own exception; its notes name the stage, the
-    micro-batch and the step. The parameters are then as before the operation.
+    micro-batch and the step. Parameters and buffers are then as before the operation (when an
+        optimizer or scheduler itself has failed, only `load` makes the stages whole again).
     """
 
     def __init__(self, conductor: CourierClient) -> None:
@@ -88,6 +89,14 @@ class PipelineClient:
         """`n` steps with the start and end of every action on every stage."""
         traces: list[StepTrace] = self._conductor.trace(n)
         return traces
+
+    def profile_memory(self, n: int = 1) -> list[StageMemory]:
+        """`n` steps on the feeder's batches, and what each stage worker had in memory then; such steps take longer.
+
+        With recompute, stages copy more than they need to in their first step: let one go before.
+        """
+        found: list[StageMemory] = self._conductor.profile_memory(n)
+        return found
 
     def current_step(self) -> int:
         """How many steps are done, which is the index of the next one."""

@@ -22,10 +22,12 @@ from lp_pipe.pipeline import manifest
 from lp_pipe.pipeline.batches import BatchSource
 from lp_pipe.pipeline.channel_handle import ChannelTarget
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
+from lp_pipe.pipeline.execution import Report
+from lp_pipe.pipeline.loss_scale import LossScale
 from lp_pipe.pipeline.microbatches import aligned, check_pair, loss_weights, split
-from lp_pipe.pipeline.results import EvalResult, StepResult, StepTrace
+from lp_pipe.pipeline.results import EvalResult, StageMemory, StepResult, StepTrace
 from lp_pipe.pipeline.stage import check_shapes
-from lp_pipe.pipeline.worker import Report, StageWorker
+from lp_pipe.pipeline.worker import StageWorker
 from lp_pipe.rpc.pool import DaemonPool
 
 T = TypeVar("T")
@@ -54,6 +56,8 @@ class Conductor:
         self._batches = BatchSource(feeder)
         self._step = 0
         self._tag = 0
+        self._scale = LossScale() if pipeline.precision == "fp16" else None
+        self._torn: str | None = None
         self._queue = DaemonPool(1, "pipeline operations")
         context().exit_stack.callback(self._queue.close)
 
@@ -64,6 +68,10 @@ class Conductor:
     def trace(self, steps: int) -> list[StepTrace]:
         """Some steps, with the start and end of every action."""
         return self._in_turn(lambda: [self._train(None)[1] for _ in range(steps)])
+
+    def profile_memory(self, steps: int) -> list[StageMemory]:
+        """What each worker holds in memory during some steps."""
+        return self._in_turn(lambda: self._profile_memory(steps))
 
     def evaluate(self, batches: Sequence[tuple[Any, Any]]) -> EvalResult:
         """Mean loss and metrics over the batches, each one weighted as `loss_weight` says."""
@@ -87,7 +95,7 @@ class Conductor:
 
     def load(self, path: str) -> None:
         """Go on from a checkpoint folder, whatever number of stages wrote it."""
-        self._in_turn(lambda: self._load(Path(path)))
+        self._in_turn(lambda: self._load(Path(path)), may_be_torn=True)
 
     def fingerprint(self) -> str:
         """sha256 over all parameters and buffers."""
@@ -95,12 +103,23 @@ class Conductor:
 
     def current_step(self) -> int:
         """The number of finished steps, which is the index of the next one."""
-        return self._in_turn(lambda: self._step)
+        return self._in_turn(lambda: self._step, may_be_torn=True)
 
-    def _in_turn(self, operation: Callable[[], T]) -> T:
+    def _in_turn(self, operation: Callable[[], T], *, may_be_torn: bool = False) -> T:
         future: Future[T] = Future()
-        self._queue.submit(_settle, future, operation)
+        self._queue.submit(_settle, future, operation if may_be_torn else self._unless_torn(operation))
         return future.result()
+
+    def _unless_torn(self, operation: Callable[[], T]) -> Callable[[], T]:
+        def checked() -> T:
+            if self._torn is not None:
+                raise PipelineError(
+                    f"an update has failed after it had changed some stages ({self._torn}), which are not at the same "
+                    "step any more: load() a checkpoint to go on"
+                )
+            return operation()
+
+        return checked
 
     def _train(self, batch: tuple[Any, Any] | None) -> tuple[StepResult, StepTrace]:
         start = time.monotonic()
@@ -112,6 +131,7 @@ class Conductor:
         value, target = check_pair(given, "step()")
         value = aligned(value)
         microbatches = len(split(value, self._config.microbatches))
+        scale = self._scale
         began = time.monotonic()
         reports = self._on_all(
             lambda worker, tag, rank: worker.train(
@@ -120,13 +140,17 @@ class Conductor:
                 microbatches,
                 (value,) if rank in self._first and (batch is not None or rank == 0) else None,
                 (target,) if rank in self._last and (batch is not None or rank == 0) else None,
+                scale.factor if scale is not None else None,
             )
         )
         pipe_s = time.monotonic() - began
         by_stage = {stage: norms for report in reports for stage, norms in report.gradient_norms.items()}
         norms = [norm for stage in sorted(by_stage) for norm in by_stage[stage]]
         total = torch.linalg.vector_norm(torch.stack(norms)) if norms else None
-        self._everywhere("apply", total)
+        overflowed = any(report.overflowed for report in reports)
+        self._apply(total, overflowed)
+        if scale is not None:
+            self._scale = scale.after(overflowed=overflowed)
         if self._config.shares_weights:
             self._on_all(lambda worker, tag, _: worker.share_weights(tag))
         loss, metrics = _summed([reports[rank] for rank in self._last])
@@ -136,9 +160,31 @@ class Conductor:
             metrics=metrics,
             seconds=time.monotonic() - start,
             utilization=tuple(report.busy_s / pipe_s for report in reports),
+            loss_scale=scale.factor if scale is not None else 1.0,
+            skipped=overflowed,
         )
         self._step += 1
         return result, StepTrace(result.step, began, tuple(tuple(report.spans) for report in reports))
+
+    def _apply(self, total_norm: Tensor | None, skip: bool) -> None:
+        try:
+            self._everywhere("apply", total_norm, skip)
+        except Exception as error:
+            with contextlib.suppress(Unavailable):  # a worker that has died ends the program
+                if any([worker.has_updated() for worker in (self._worker, *self._peers)]):
+                    self._torn = f"step {self._step}, {traceback.format_exception_only(error)[0].splitlines()[0]}"
+                else:
+                    self._everywhere("discard")
+            raise
+
+    def _profile_memory(self, steps: int) -> list[StageMemory]:
+        self._everywhere("start_metering")
+        try:
+            for _ in range(steps):
+                self._train(None)
+        finally:
+            found = [worker.stop_metering() for worker in (self._worker, *self._peers)]
+        return found
 
     def _evaluate(self, batches: Sequence[tuple[Any, Any]]) -> EvalResult:
         pairs = [check_pair(batch, "evaluate()") for batch in batches]
@@ -241,7 +287,9 @@ class Conductor:
         version = f"step-{self._step}-{secrets.token_hex(4)}"
         futures = [peer.futures.save(str(path), version) for peer in self._first_replicas]
         files = [self._worker.save(str(path), version), *(future.result() for future in futures)]
-        manifest.write(path, manifest.Manifest(self._step, self._config.seed, tuple(files), tuple(self._state_dict())))
+        names, scale = tuple(self._state_dict()), self._scale
+        kept = (scale.factor, scale.good_steps) if scale is not None else None
+        manifest.write(path, manifest.Manifest(self._step, self._config.seed, tuple(files), names, kept))
         manifest.remove_older_shares(path, files)
 
     def _load(self, path: Path) -> None:
@@ -254,6 +302,9 @@ class Conductor:
         self._everywhere("read", str(path), list(found.files))
         self._everywhere("adopt")
         self._step = found.step
+        self._torn = None
+        if self._scale is not None:
+            self._scale = LossScale(*found.loss_scale) if found.loss_scale is not None else LossScale()
 
 
 class _Attempt:

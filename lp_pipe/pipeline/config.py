@@ -28,6 +28,8 @@ class PipelineConfig:
     channel: str
     credits: int
     clip_grad_norm: float | None
+    recompute: Any = "none"
+    precision: str = "fp32"
     tied: tuple[tuple[str, ...], ...] = ()  # all names of each parameter that has several
     edges: tuple[Edge, ...] = ()
     replicas: tuple[int, ...] = ()  # of each worker

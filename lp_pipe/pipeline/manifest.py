@@ -15,12 +15,16 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class Manifest:
-    """step: finished optimizer steps. files: the workers' shares. names: parameters and buffers, in order."""
+    """step: finished optimizer steps. files: the workers' shares. names: parameters and buffers, in order.
+
+    loss_scale: the state of a LossScale, where there is one.
+    """
 
     step: int
     seed: int
     files: tuple[str, ...]
     names: tuple[str, ...]
+    loss_scale: tuple[float, int] | None = None
 
 
 def write(folder: Path, manifest: Manifest) -> None:
@@ -55,4 +59,6 @@ def read(folder: Path) -> Manifest:
         raise CheckpointError(f"{path} is damaged: {error}") from error
     if data.get("format") != _FORMAT:
         raise CheckpointError(f"{path} has format {data.get('format')}; this version of lp_pipe reads {_FORMAT}")
-    return Manifest(data["step"], data["seed"], tuple(data["files"]), tuple(data["names"]))
+    scale = data.get("loss_scale")
+    files, names = tuple(data["files"]), tuple(data["names"])
+    return Manifest(data["step"], data["seed"], files, names, tuple(scale) if scale else None)

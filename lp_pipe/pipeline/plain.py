@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lp_pipe.pipeline.build import build_layers
 from lp_pipe.pipeline.microbatches import loss_weights, split
 from lp_pipe.pipeline.model import Model, sources_of
+from lp_pipe.pipeline.precision import autocast
 from lp_pipe.pipeline.rng import step_rng
 from lp_pipe.pipeline.skips import call, seen_by_setup
 from lp_pipe.pipeline.tied import tie, tied_names
@@ -20,12 +22,19 @@ class PlainLoop:
     """
 
     def __init__(
-        self, model: Model, microbatches: int, clip_grad_norm: float | None, replicas_by_layer: Sequence[int]
+        self,
+        model: Model,
+        microbatches: int,
+        clip_grad_norm: float | None,
+        precision: str,
+        replicas_by_layer: Sequence[int],
     ) -> None:
         sources = [seen_by_setup(source) for source in sources_of(model)]
         self._model = model
         self._microbatches = microbatches
         self._clip_grad_norm = clip_grad_norm
+        self._precision = precision
+        self._scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
         self._layers = build_layers(sources, 0, model.seed)
         tie(self._layers, 0, tied_names(sources, model.tied), {}, model.seed)
         self._module = nn.Sequential(*self._layers)
@@ -43,15 +52,18 @@ class PlainLoop:
         total = 0.0
         pairs = zip(inputs, targets, loss_weights(targets, self._model.loss_weight), strict=True)
         for microbatch, (value, target, weight) in enumerate(pairs):
-            result = self._model.loss(self._forward(value, microbatch), target)
+            with autocast(self._precision):
+                result = self._model.loss(self._forward(value, microbatch), target)
             loss = result[0] if isinstance(result, tuple) else result
             total += loss.item() * weight
-            (loss * weight).backward()
+            self._scaler.scale(loss * weight).backward()
             self._set_aside(microbatch)
         self._sum_parts()
+        self._scaler.unscale_(self._optimizer)
         if self._clip_grad_norm is not None:
             nn.utils.clip_grad_norm_(self._module.parameters(), self._clip_grad_norm)
-        self._optimizer.step()
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
         if self._lr_scheduler is not None:
             self._lr_scheduler.step()
         self._optimizer.zero_grad()

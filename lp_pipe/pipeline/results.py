@@ -13,6 +13,8 @@ class StepResult:
     loss: weighted sum of the micro-batches' losses; metrics likewise.
     seconds: from the request for the batch to the end of the update.
     utilization: for each stage worker, the share of the pipeline's time that it computed.
+    loss_scale: what the losses were multiplied by for the backwards (precision="fp16"; else 1). `loss` is without it.
+    skipped: gradients were too large for that: the parameters are as before, the next step's scale is smaller.
     """
 
     step: int
@@ -20,11 +22,35 @@ class StepResult:
     metrics: Mapping[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     utilization: tuple[float, ...] = ()
+    loss_scale: float = 1.0
+    skipped: bool = False
 
     @property
     def bubble_fraction(self) -> float:
         """The measured idle share of the stages; (p - 1)/(m + p - 1) in theory for GPipe and 1F1B."""
         return 1.0 - sum(self.utilization) / len(self.utilization) if self.utilization else 0.0
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """What a stage worker has in memory, in bytes.
+
+    stages: the virtual stages that it runs.
+    gradient_bytes: at the end of a step, before the update.
+    activation_bytes: the most at a time that autograd had saved for backwards, or recompute kept for them; memory that
+        several such tensors share counts once, that of parameters, buffers and batches not at all.
+    stash_bytes: the part of it that one micro-batch's forward leaves on one stage, at most.
+    """
+
+    worker: int
+    replica: int
+    stages: tuple[int, ...]
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    buffer_bytes: int
+    activation_bytes: int
+    stash_bytes: int
 
 
 class EvalResult(NamedTuple):

@@ -9,6 +9,7 @@ from lp_pipe.pipeline.links import Links
 from lp_pipe.pipeline.message import Message, to_message
 from lp_pipe.pipeline.schedule import Action
 from lp_pipe.pipeline.schedule.channels import Channels, Edge
+from lp_pipe.pipeline.split_backward import Root
 from lp_pipe.pipeline.stage import Stage
 
 
@@ -33,14 +34,14 @@ class SideChannels:
             message = to_message(values[edge.names[0]])
             self._links.send(channel, tag, action.microbatch, (message.value, message.wants_gradient))
 
-    def roots(self, action: Action, tag: int) -> list[tuple[Tensor, Tensor | None]]:
+    def roots(self, action: Action, tag: int) -> list[tuple[Root, Tensor | None]]:
         """Where a backward starts beside the stage's outputs, and the gradients that have come for it."""
         stage = self._stages[action.stage]
-        roots: list[tuple[Tensor, Tensor | None]] = []
+        roots: list[tuple[Root, Tensor | None]] = []
         for channel, edge in self._channels.edges_of(action, "receiver"):
             gradients = self._links.receive(channel, tag, action.microbatch)
             if edge.kind == "value gradient":
-                tensors: Sequence[Tensor] = stage.stashed(action.microbatch, *edge.names)
+                tensors: Sequence[Root] = stage.stashed(action.microbatch, *edge.names)
             else:
                 tensors = stage.tied_parameters(edge.names)
             roots += zip(tensors, gradients, strict=True)

@@ -96,6 +96,11 @@ def seen_by_setup(source: Any) -> Any:
     return source.build() if is_skip else source
 
 
+def popped_by(layers: Sequence[Any]) -> list[str]:
+    """The names of the values that the layers take."""
+    return [skip.name for layer in layers for skip in _skips_of(layer) if isinstance(skip, Pop)]
+
+
 def skip_edges(sources: Sequence[Any], cuts: Sequence[int]) -> list[Edge]:
     """The channels of the values that pass from stage to stage, and of their gradients.
 

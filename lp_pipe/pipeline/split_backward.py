@@ -22,13 +22,15 @@ inputs are found; and outputs may be views.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-Roots = Sequence[tuple[Tensor, Tensor | None]]  # tensors, and their gradients (None for a loss)
+Root = Tensor | GradientEdge  # a tensor, or its place in the graph
+Roots = Sequence[tuple[Root, Tensor | None]]  # with their gradients (None for a loss)
 _Arrived = tuple[Tensor | None, ...]  # a gradient for each output of a node; None where none has arrived
 
 
@@ -48,8 +50,8 @@ class SplitBackward:
     What part 2 needs of the graph, and the activations in it, live as long as this object.
     """
 
-    def __init__(self, roots: Sequence[Tensor], gradients: Sequence[Tensor | None], entry: Tensor) -> None:
-        starts = [get_gradient_edge(root) for root in roots]
+    def __init__(self, roots: Sequence[Root], gradients: Sequence[Tensor | None], entry: Tensor) -> None:
+        starts = [_edge_of(root) for root in roots]
         self._groups = _find_groups([start.node for start in starts], get_gradient_edge(entry).node)
         self._roots = {
             index: (starts[index], _gradient_of(roots[index], gradients[index]))
@@ -59,7 +61,7 @@ class SplitBackward:
         self._arrived: dict[Node, _Arrived] = {}
         handles = [_keep(joint, self._arrived) for group in self._groups for joint in group.joints]
         try:
-            torch.autograd.backward(roots, gradients, retain_graph=True, inputs=[entry])
+            torch.autograd.backward(starts, gradients, retain_graph=True, inputs=[entry])
         finally:
             _remove(handles)
 
@@ -72,7 +74,7 @@ class SplitBackward:
 
     def _accumulate(self, group: _Group, more: Roots) -> None:
         starts = [self._roots[index] for index in group.roots]
-        starts += [(get_gradient_edge(leaf), grad) for leaf, grad in more if grad is not None]
+        starts += [(_edge_of(leaf), grad) for leaf, grad in more if grad is not None]
         for joint in group.joints:
             arrived = enumerate(self._arrived[joint])
             starts += [(GradientEdge(joint, index), gradient) for index, gradient in arrived if gradient is not None]
@@ -91,15 +93,23 @@ class SplitBackward:
 def backward(roots: Roots) -> None:
     """torch.autograd.backward, also from nothing."""
     if roots:
-        torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
+        tensors: list[Any] = [root for root, _ in roots]  # torch takes both kinds in one list
+        torch.autograd.backward(tensors, [gradient for _, gradient in roots])
 
 
-def _is_among(leaf: Tensor, leaves: Sequence[Tensor]) -> bool:
+def _edge_of(root: Root) -> GradientEdge:
+    return get_gradient_edge(root) if isinstance(root, Tensor) else root
+
+
+def _is_among(leaf: Root, leaves: Sequence[Tensor]) -> bool:
     return any(leaf is other for other in leaves)
 
 
-def _gradient_of(root: Tensor, gradient: Tensor | None) -> Tensor:
-    return torch.ones_like(root) if gradient is None else gradient
+def _gradient_of(root: Root, gradient: Tensor | None) -> Tensor:
+    if gradient is not None:
+        return gradient
+    assert isinstance(root, Tensor), "only a loss comes without a gradient"
+    return torch.ones_like(root)
 
 
 def _keep(joint: Node, arrived: dict[Node, _Arrived]) -> RemovableHandle:

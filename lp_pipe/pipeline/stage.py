@@ -2,17 +2,21 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline.entry import entered, phony
 from lp_pipe.pipeline.message import Message, tensors_of, with_repeats
+from lp_pipe.pipeline.precision import autocast
+from lp_pipe.pipeline.recompute import Segment
 from lp_pipe.pipeline.rng import step_rng
+from lp_pipe.pipeline.segments import Recompute, Run, runs_of
 from lp_pipe.pipeline.skips import call
 from lp_pipe.pipeline.split_backward import Roots, SplitBackward, backward
 
@@ -23,14 +27,15 @@ _EVALUATION = -1  # in place of a step
 class Stash:
     """What a forward leaves for its backward.
 
-    The outputs' graph; where it begins, if an input wants a gradient; and where the inputs' gradients will arrive.
+    The outputs' graph (not the outputs, which may be gone); where it begins, if an input wants a gradient; and where
+    the inputs' gradients will arrive.
     By name: stashed values that other stages pop, and where the gradients of those popped here will arrive.
     """
 
-    outputs: list[Tensor] = field(default_factory=list)
+    outputs: list[GradientEdge] = field(default_factory=list)
     entry: Tensor | None = None
     input_gradients: list[Tensor | None] = field(default_factory=list)
-    stashed: dict[str, list[Tensor]] = field(default_factory=dict)
+    stashed: dict[str, list[GradientEdge]] = field(default_factory=dict)
     popped_gradients: dict[str, list[Tensor | None]] = field(default_factory=dict)
 
 
@@ -38,6 +43,7 @@ class Stage:
     """Consecutive layers of the model, called one after another.
 
     tied: parameters that other stages have, too, by the first of their names; those of earlier stages are borrowed.
+    recompute: which layers keep only their inputs until the backward.
     """
 
     def __init__(
@@ -47,12 +53,19 @@ class Stage:
         layers: list[nn.Module],
         seed: int,
         tied: Mapping[str, nn.Parameter] = MappingProxyType({}),
+        recompute: Recompute = "none",
+        precision: str = "fp32",
     ) -> None:
         self.index = index
         self.first_layer = first_layer
         self.layers = layers
         self._seed = seed
+        self._precision = precision
         self._tied = tied
+        self._runs = [
+            (run, Segment(self._between(run), f"layers {run.first} to {run.end - 1}") if run.is_recomputed else None)
+            for run in runs_of(recompute, first_layer, layers)
+        ]
         self._borrowed = [tied[name] for name in tied if int(name.split(".", 1)[0]) < first_layer]
         self.activation_stash: dict[int, Stash] = {}
         self._weight_stash: dict[int, Callable[[Roots], None]] = {}  # the second parts of backwards
@@ -81,8 +94,7 @@ class Stage:
         more: other tensors of the stage, with gradients that have come from elsewhere.
         defer_weights: leave the parameters to `backward_weights`.
         """
-        wanted = [output for output in self.activation_stash[microbatch].outputs if output.requires_grad]
-        roots = [*zip(wanted, gradients, strict=True), *more]
+        roots = [*zip(self.activation_stash[microbatch].outputs, gradients, strict=True), *more]
         return self._backward(microbatch, [root for root in roots if root[1] is not None], defer_weights)
 
     def backward_from_loss(self, microbatch: int, loss: Tensor, *, defer_weights: bool = False) -> list[Tensor | None]:
@@ -105,9 +117,9 @@ class Stage:
             parameter.grad = None
         return gradients
 
-    def stashed(self, microbatch: int, name: str) -> list[Tensor]:
-        """The tensors of a value that went to another stage, and that its gradients come back to."""
-        return [tensor for tensor in self.activation_stash[microbatch].stashed[name] if tensor.requires_grad]
+    def stashed(self, microbatch: int, name: str) -> list[GradientEdge]:
+        """Where the gradients of a value that went to another stage belong."""
+        return self.activation_stash[microbatch].stashed[name]
 
     def take_popped_gradients(self, microbatch: int, name: str) -> list[Tensor | None]:
         """The gradients of a value that came from another stage, after the backward."""
@@ -125,12 +137,24 @@ class Stage:
         value = _enter(message, stash, stash.input_gradients)
         for name in skips:
             skips[name] = _enter(skips[name], stash, stash.popped_gradients.setdefault(name, []))
-        for index, layer in enumerate(self.layers, start=self.first_layer):
-            with step_rng(self._seed, index, step, microbatch):
-                value = call(layer, (value,), skips)
-        stash.outputs = tensors_of(value)
-        stash.stashed = {name: tensors_of(skip) for name, skip in skips.items()}
+        for run, segment in self._runs:
+            call_layers = partial(self._call, run, step, microbatch)
+            if segment is None or step == _EVALUATION:
+                value = call_layers(value, skips)
+            else:
+                value = segment.forward(call_layers, value, skips)
+        stash.outputs = _edges(value)
+        stash.stashed = {name: _edges(skip) for name, skip in skips.items()}
         return value
+
+    def _call(self, run: Run, step: int, microbatch: int, value: Any, skips: dict[str, Any]) -> Any:
+        for index, layer in enumerate(self._between(run), start=run.first):
+            with step_rng(self._seed, index, step, microbatch), autocast(self._precision):
+                value = call(layer, (value,), skips)
+        return value
+
+    def _between(self, run: Run) -> list[nn.Module]:
+        return self.layers[run.first - self.first_layer : run.end - self.first_layer]
 
     def _backward(self, microbatch: int, roots: Roots, defer_weights: bool) -> list[Tensor | None]:
         stash = self.activation_stash.pop(microbatch)
@@ -186,29 +210,6 @@ def check_shapes(state: Mapping[str, Any], own: Mapping[str, Any], what: str) ->
             raise PipelineError(f"{what} of another model: {name} has {shapes}")
 
 
-class _Entry(torch.autograd.Function):
-    """Where a micro-batch enters a stage: its backward hands the gradients to a list instead of further down.
-
-    The tensors are marked as changed in place, which makes them results of this function rather than leaves: a layer
-    such as ReLU(inplace=True) may then write to them, as it may in one process. The phony input, which wants a
-    gradient, is what makes autograd come here (torchgpipe's fork and join use the same means).
-    """
-
-    @staticmethod
-    def forward(ctx: Any, phony: Tensor, gradients: list[Tensor | None], *tensors: Tensor) -> tuple[Tensor, ...]:
-        # Only the list: with the stash, whose outputs lead back to here, the graph would hold itself for ever.
-        ctx.gradients = gradients
-        ctx.set_materialize_grads(False)
-        ctx.mark_dirty(*tensors)
-        return tensors
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        ctx.gradients[:] = gradients
-        return (None, None, *(None for _ in gradients))
-
-
 def _enter(message: Message, stash: Stash, gradients: list[Tensor | None]) -> Any:
     """The message's value, with the tensors that want a gradient attached to the stage's graph."""
     leaves, spec = pytree.tree_flatten(message.value)
@@ -217,9 +218,12 @@ def _enter(message: Message, stash: Stash, gradients: list[Tensor | None]) -> An
         wanted = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and next(tensors)]
         gradients[:] = [None] * len(wanted)
         if stash.entry is None:
-            stash.entry = torch.empty(0, requires_grad=True)
-        tensors_in = (leaves[index] for index in wanted)
-        entered = _Entry.apply(stash.entry, gradients, *tensors_in)  # type: ignore[no-untyped-call]
-        for index, tensor in zip(wanted, entered, strict=True):
+            stash.entry = phony()
+        results = entered(stash.entry, gradients, [leaves[index] for index in wanted])
+        for index, tensor in zip(wanted, results, strict=True):
             leaves[index] = tensor
     return pytree.tree_unflatten(with_repeats(leaves), spec)
+
+
+def _edges(value: Any) -> list[GradientEdge]:
+    return [get_gradient_edge(tensor) for tensor in tensors_of(value) if tensor.requires_grad]

@@ -1,5 +1,6 @@
 """The optimizer's side of a worker: gradients, norms, steps, and what a checkpoint keeps of them."""
 
+import inspect
 import os
 import pickle
 from collections.abc import Iterable
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lp_pipe.errors import CheckpointError, PipelineError
+from lp_pipe.pipeline.loss_scale import unscale
 from lp_pipe.pipeline.model import OptimizerFactory, SchedulerFactory
 from lp_pipe.pipeline.stage import Stage
 
@@ -30,13 +32,11 @@ class Training:
         self._parameters = [item for items in self._by_stage.values() for item in items]
         self._optimizer: torch.optim.Optimizer | None = None
         self._lr_scheduler: Any = None
+        self.has_updated = False  # by the last step, which may have failed
         # Not for frozen ones alone: factories often leave these out, and torch refuses an empty list.
         if any(parameter.requires_grad for _, parameter in self._parameters):
             self._optimizer = optimizer(list(self._parameters))
-            if isinstance(self._optimizer, torch.optim.LBFGS):
-                raise PipelineError(
-                    "LBFGS evaluates the loss several times a step, which a pipeline cannot; use Adam, SGD, …"
-                )
+            _refuse_closures(self._optimizer)
             if lr_scheduler is not None:
                 self._lr_scheduler = lr_scheduler(self._optimizer)
 
@@ -49,17 +49,34 @@ class Training:
         """For each stage the 2-norms of its parameters' gradients, in order, without those that have none."""
         return {stage: _norms(parameter.grad for _, parameter in items) for stage, items in self._by_stage.items()}
 
-    def step(self, total_norm: Tensor | None, max_norm: float | None) -> None:
+    def unscale_gradients(self, factor: float) -> bool:
+        """Divide them by the factor of the losses; whether one is infinite or NaN, so that the step must be skipped."""
+        return unscale([parameter.grad for _, parameter in self._parameters if parameter.grad is not None], factor)
+
+    def step(self, total_norm: Tensor | None, max_norm: float | None, *, skip: bool = False) -> None:
         """Clip as torch.nn.utils.clip_grad_norm_ does, with the norm over all stages; then one optimizer step."""
+        self.has_updated = False
+        versions = self._versions()
         try:
             if max_norm is not None and total_norm is not None:
                 nn.utils.clip_grads_with_norm_(self.parameters, max_norm, total_norm)
             if self._optimizer is not None:
-                self._optimizer.step()
+                if not skip:
+                    self._optimizer.step()
                 if self._lr_scheduler is not None:
                     self._lr_scheduler.step()
-        finally:  # else the next step would add to them
-            self.clear_gradients()
+                self.has_updated = True
+        finally:
+            self.has_updated = self.has_updated or self._versions() != versions
+            self.clear_gradients()  # else the next step would add to them
+
+    def bytes(self) -> tuple[int, int, int]:
+        """Those of the parameters, of the gradients that are there, and of the optimizer's state."""
+        parameters = [parameter for _, parameter in self._parameters]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        states = self._optimizer.state.values() if self._optimizer is not None else ()
+        state = [value for values in states for value in values.values() if isinstance(value, Tensor)]
+        return _bytes(parameters), _bytes(gradients), _bytes(state)
 
     def clear_gradients(self) -> None:
         for _, parameter in self._parameters:
@@ -107,6 +124,9 @@ class Training:
         if self._lr_scheduler is not None and saved.lr_scheduler is not None:
             self._lr_scheduler.load_state_dict(saved.lr_scheduler)
 
+    def _versions(self) -> list[int]:
+        return [parameter._version for _, parameter in self._parameters]
+
     def _optimizer_state(self) -> dict[str, dict[str, Any]]:
         """For each parameter its optimizer state, and the options of its group (the scheduler changes them)."""
         if self._optimizer is None:
@@ -137,6 +157,19 @@ class Training:
                 if name in saved:
                     self._optimizer.state[parameter] = saved[name]["state"]
                     group.update(saved[name]["options"])
+
+
+def _refuse_closures(optimizer: torch.optim.Optimizer) -> None:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise PipelineError(
+            f"{type(optimizer).__name__} evaluates the loss several times a step, which a pipeline cannot; use Adam, "
+            "SGD, …"
+        )
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _norms(gradients: Iterable[Tensor | None]) -> list[Tensor]:

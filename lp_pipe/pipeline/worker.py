@@ -1,62 +1,33 @@
 """One stage worker: owns its stages' parameters, and runs its share of a schedule on them."""
 
 import contextlib
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from lp_pipe.address import Address
 from lp_pipe.channels import ChannelHub
 from lp_pipe.context import context
 from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline.activation_meter import ActivationMeter
 from lp_pipe.pipeline.batches import BatchSource
+from lp_pipe.pipeline.buffers import BufferSnapshot
 from lp_pipe.pipeline.build import build_layers
 from lp_pipe.pipeline.channel_handle import ChannelTarget
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
+from lp_pipe.pipeline.execution import Execution, Operation, Report, Run
 from lp_pipe.pipeline.links import Links
 from lp_pipe.pipeline.manifest import SHARE
-from lp_pipe.pipeline.message import Message, to_message
 from lp_pipe.pipeline.microbatches import aligned, loss_weights, split
 from lp_pipe.pipeline.reduction import Reduction
+from lp_pipe.pipeline.results import StageMemory
 from lp_pipe.pipeline.schedule import Action, Schedule, forward_on, share
-from lp_pipe.pipeline.side_channels import SideChannels
 from lp_pipe.pipeline.stage import Stage, check_shapes
 from lp_pipe.pipeline.tied import tie
 from lp_pipe.pipeline.training import Saved, Training
-
-_WORDS = {"F": "forward", "B": "backward", "I": "backward for inputs", "W": "backward for weights"}
-
-
-@dataclass
-class Report:
-    """What a worker tells after its share of an operation. Times are time.monotonic() of its host."""
-
-    busy_s: float = 0.0
-    loss: float = 0.0
-    metrics: dict[str, float] = field(default_factory=dict)
-    gradient_norms: dict[int, list[Tensor]] = field(default_factory=dict)
-    outputs: dict[int, Any] = field(default_factory=dict)  # by micro-batch
-    spans: list[tuple[str, float, float]] = field(default_factory=list)
-
-
-@dataclass
-class _Operation:
-    """The state of the operation that is running."""
-
-    tag: int
-    step: int
-    inputs: Sequence[Any] | Mapping[int, Any]
-    targets: list[Any]
-    weights: list[float]
-    report: Report
-    losses: dict[int, Tensor] = field(default_factory=dict)
-
-
-_Run = Callable[[Action, _Operation], None]
 
 
 class StageWorker:
@@ -79,33 +50,47 @@ class StageWorker:
         self._worker, self._replica = pipeline.ranks.places[worker.rank]
         self._batches = BatchSource(feeder)
         self._name = node.name
-        self._channels = pipeline.channels
         self._stages = {
             stage: _stage(stage, first, sources, pipeline, worker)
             for stage, (first, sources) in sorted(worker.sources.items())
         }
         self.training = Training(list(self._stages.values()), pipeline.optimizer, pipeline.lr_scheduler)
         self._saved: Saved | None = None
+        self._modules = [m for s in self._stages.values() for layer in s.layers for m in layer.modules()]
+        self._buffers_before: BufferSnapshot | None = None
+        self._meter: ActivationMeter | None = None
+        self._gradient_bytes = 0
         ends = pipeline.ranks, worker.rank, self._hub, neighbours
-        self._links = Links(self._channels, *ends, kind=pipeline.channel, credits=pipeline.credits, name=node.name)
+        self._links = Links(pipeline.channels, *ends, kind=pipeline.channel, credits=pipeline.credits, name=node.name)
         self._reduction = Reduction(*ends, kind=pipeline.channel, name=node.name)
-        self._side = SideChannels(self._channels, self._links, self._stages)
-        self._actions: dict[str, _Run] = {"F": self._forward, "W": self._backward_weights}
-        self._actions |= {"B": self._backward, "I": self._backward}
+        self._execution = Execution(pipeline, self._stages, self._links, node.name)
 
     def train(
-        self, tag: int, step: int, microbatches: int, given: tuple[Any] | None, target: tuple[Any] | None = None
+        self,
+        tag: int,
+        step: int,
+        microbatches: int,
+        given: tuple[Any] | None,
+        target: tuple[Any] | None = None,
+        scale: float | None = None,
     ) -> Report:
         """Run the schedule's actions for one step; gradients stay until `apply` or `discard`.
 
         given: the batch's input, for the first stage. target: for the last stage. None: ask the feeder. They are split
         here, because memory that was split before it came here would lie at other addresses.
+        scale: a factor of the losses, for the backwards; the gradients are without it afterwards.
         """
         schedule = self._config.schedule_for(microbatches)
+        self._buffers_before = None
         inputs, targets = self._batch(step, microbatches, given, target)
         operation = self._operation(tag, step, inputs, targets)
-        self._run(schedule, operation, self._actions)
+        operation.scale = scale
+        self._buffers_before = BufferSnapshot(self._modules)
+        with self._metered(operation) as actions:
+            self._execution.run(self._share_of(schedule), operation, actions)
         self._reduction.reduce(tag, self.training.parameters, self._buffers())
+        if scale is not None:
+            operation.report.overflowed = self.training.unscale_gradients(scale)
         if self._config.clip_grad_norm is not None:
             operation.report.gradient_norms = self.training.gradient_norms()
         return operation.report
@@ -116,22 +101,41 @@ class StageWorker:
         inputs: for the first stage, those of this replica, by micro-batch.
         """
         schedule = forward_on(self._config.placement, microbatches)
+        self._buffers_before = None  # what a step has changed stays
         operation = self._operation(tag, 0, aligned(inputs), aligned(targets))
         with torch.no_grad(), self._eval_mode():
-            self._run(schedule, operation, {"F": self._infer})
+            self._execution.run(self._share_of(schedule), operation, self._execution.inference)
         return operation.report
 
-    def apply(self, total_norm: Tensor | None) -> None:
-        """Clip by the norm of all stages' gradients, step the optimizer and its scheduler, clear the gradients."""
-        self.training.step(total_norm, self._config.clip_grad_norm)
+    def apply(self, total_norm: Tensor | None, skip: bool = False) -> None:
+        """Clip by the norm of all stages' gradients, step the optimizer and its scheduler, clear the gradients.
+
+        skip: leave the parameters as they are; only the scheduler goes on.
+
+        Raises:
+            Exception: the optimizer's or scheduler's own; other stages may have done the step.
+        """
+        try:
+            self.training.step(total_norm, self._config.clip_grad_norm, skip=skip)
+        except Exception as error:
+            error.add_note(f"in {self._name}, update of stages {', '.join(map(str, self._stages))}")
+            raise
+
+    def has_updated(self) -> bool:
+        """Whether the last `apply`, which may have failed, has changed something."""
+        return self.training.has_updated
 
     def share_weights(self, tag: int) -> None:
         """Exchange the tied parameters that a step has changed with the other workers."""
-        self._side.share_weights(tag)
+        self._buffers_before = None
+        self._execution.share_weights(tag)
 
     def discard(self) -> None:
         """Forget what an aborted operation has left behind."""
         self.training.clear_gradients()
+        if self._buffers_before is not None:
+            self._buffers_before.restore()
+            self._buffers_before = None
         self._links.discard()
         self._reduction.discard()
         for stage in self._stages.values():
@@ -141,6 +145,19 @@ class StageWorker:
         """Make operation `tag` fail wherever it waits; called while it runs."""
         self._links.abort(tag, reason)
         self._reduction.abort(tag, reason)
+
+    def start_metering(self) -> None:
+        """Count what the next steps hold in memory; they take longer."""
+        self._meter = ActivationMeter()
+
+    def stop_metering(self) -> StageMemory:
+        """What it was."""
+        meter, self._meter = self._meter, None
+        assert meter is not None, "stop_metering comes after start_metering"
+        parameters, _, state = self.training.bytes()
+        buffers = sum(buffer.nbytes for m in self._modules for buffer in m._buffers.values() if buffer is not None)
+        sizes = (parameters, self._gradient_bytes, state, buffers, meter.peak_bytes, meter.stash_bytes)
+        return StageMemory(self._worker, self._replica, tuple(self._stages), *sizes)
 
     def state_dict(self) -> dict[str, Tensor]:
         """This worker's part of the model."""
@@ -174,98 +191,32 @@ class StageWorker:
         self.load_state_dict(saved.weights)
         self.training.restore(saved)
 
-    def _operation(
-        self, tag: int, step: int, inputs: Sequence[Any] | Mapping[int, Any], targets: list[Any]
-    ) -> _Operation:
+    @contextlib.contextmanager
+    def _metered(self, operation: Operation) -> Iterator[Mapping[str, Run]]:
+        """What to call for the actions of a step."""
+        if self._meter is None:
+            yield self._execution.training
+            return
+        meter = self._meter
+
+        def forward(action: Action, operation: Operation) -> None:
+            with meter.forward():
+                self._execution.training["F"](action, operation)
+
+        own = [
+            tensor for module in self._modules for tensor in (*module._parameters.values(), *module._buffers.values())
+        ]
+        batch = [leaf for leaf in pytree.tree_leaves((operation.inputs, operation.targets)) if isinstance(leaf, Tensor)]
+        with meter.counting([*(tensor for tensor in own if tensor is not None), *batch]):
+            yield {**self._execution.training, "F": forward}
+        self._gradient_bytes = self.training.bytes()[1]
+
+    def _share_of(self, schedule: Schedule) -> tuple[Action, ...]:
+        return share(schedule.workers[self._worker], self._config.replicas[self._worker], self._replica)
+
+    def _operation(self, tag: int, step: int, inputs: list[Any], targets: list[Any]) -> Operation:
         weights = loss_weights(targets, self._config.loss_weight) if targets else []
-        return _Operation(tag, step, inputs, targets, weights, Report())
-
-    def _run(self, schedule: Schedule, operation: _Operation, actions: Mapping[str, _Run]) -> None:
-        for action in share(schedule.workers[self._worker], self._config.replicas[self._worker], self._replica):
-            try:
-                actions[action.op](action, operation)
-            except Exception as error:
-                error.add_note(f"in {self._name}, {self._describe(action)}, step {operation.step}")
-                raise
-
-    def _forward(self, action: Action, operation: _Operation) -> None:
-        message = self._input_of(action, operation)
-        skips = self._side.values(action, operation.tag)
-        start = time.monotonic()
-        value = self._stages[action.stage].forward(message, operation.step, action.microbatch, skips)
-        if action.stage == self._config.last_stage:
-            loss = self._loss(value, action.microbatch, operation)
-            operation.losses[action.microbatch] = loss
-        self._note(action, operation, start)
-        self._hand_on(action, operation, value, skips)
-
-    def _backward(self, action: Action, operation: _Operation) -> None:
-        stage = self._stages[action.stage]
-        defer_weights = action.op == "I"
-        if action.stage == self._config.last_stage:
-            start = time.monotonic()
-            loss = operation.losses.pop(action.microbatch)
-            gradients = stage.backward_from_loss(action.microbatch, loss, defer_weights=defer_weights)
-        else:
-            channel = self._channels.receives(action)
-            assert channel is not None, "only the last stage has nobody to wait for"
-            received = self._links.receive(channel, operation.tag, action.microbatch)
-            more = self._side.roots(action, operation.tag)
-            start = time.monotonic()
-            gradients = stage.backward(action.microbatch, received, more, defer_weights=defer_weights)
-        self._note(action, operation, start)
-        channel = self._channels.sends(action)
-        if channel is not None:
-            self._links.send(channel, operation.tag, action.microbatch, gradients)
-        self._side.send_gradients(action, operation.tag)
-
-    def _backward_weights(self, action: Action, operation: _Operation) -> None:
-        more = self._side.roots(action, operation.tag)
-        start = time.monotonic()
-        self._stages[action.stage].backward_weights(action.microbatch, more)
-        self._note(action, operation, start)
-        self._side.send_gradients(action, operation.tag)
-
-    def _infer(self, action: Action, operation: _Operation) -> None:
-        message = self._input_of(action, operation)
-        skips = self._side.values(action, operation.tag)
-        start = time.monotonic()
-        value = self._stages[action.stage].infer(message, action.microbatch, skips)
-        if action.stage == self._config.last_stage:
-            if operation.targets:
-                self._loss(value, action.microbatch, operation)
-            else:
-                operation.report.outputs[action.microbatch] = value
-        self._note(action, operation, start)
-        self._hand_on(action, operation, value, skips)
-
-    def _input_of(self, action: Action, operation: _Operation) -> Message:
-        channel = self._channels.receives(action)
-        if channel is None:
-            return Message(operation.inputs[action.microbatch], ())
-        value, wants_gradient = self._links.receive(channel, operation.tag, action.microbatch)
-        return Message(value, wants_gradient)
-
-    def _hand_on(self, action: Action, operation: _Operation, value: Any, skips: Mapping[str, Any]) -> None:
-        channel = self._channels.sends(action)
-        if channel is not None:
-            message = to_message(value)
-            self._links.send(channel, operation.tag, action.microbatch, (message.value, message.wants_gradient))
-        self._side.send_values(action, operation.tag, skips)
-
-    def _loss(self, output: Any, microbatch: int, operation: _Operation) -> Tensor:
-        """The weighted loss of one micro-batch, added to the report."""
-        result = self._config.loss(output, operation.targets[microbatch])
-        loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            what = f"one of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise PipelineError(f"the loss function must return a scalar tensor, or (scalar, metrics), not {what}")
-        weight = operation.weights[microbatch]
-        report = operation.report
-        report.loss += loss.item() * weight
-        for name, value in metrics.items():
-            report.metrics[name] = report.metrics.get(name, 0.0) + _number(value) * weight
-        return loss * weight
+        return Operation(tag, step, inputs, targets, weights, Report())
 
     def _batch(
         self, step: int, microbatches: int, given: tuple[Any] | None, target: tuple[Any] | None
@@ -298,34 +249,25 @@ class StageWorker:
     def _buffers(self) -> list[Tensor]:
         return [buffer for stage in self._stages.values() for layer in stage.layers for buffer in layer.buffers()]
 
-    def _note(self, action: Action, operation: _Operation, start: float) -> None:
-        end = time.monotonic()
-        operation.report.busy_s += end - start
-        operation.report.spans.append((str(action), start, end))
-
-    def _describe(self, action: Action) -> str:
-        stage = self._stages[action.stage]
-        layers = f"layers {stage.first_layer} to {stage.first_layer + len(stage.layers) - 1}"
-        return f"{_WORDS[action.op]} of micro-batch {action.microbatch}, stage {action.stage} ({layers})"
-
     @contextlib.contextmanager
     def _eval_mode(self) -> Iterator[None]:
-        """Evaluate, then give every module its own mode back (frozen ones may have been in eval mode before)."""
-        modules: list[nn.Module] = [m for s in self._stages.values() for layer in s.layers for m in layer.modules()]
-        modes = [module.training for module in modules]
-        for module in modules:
+        """Evaluate, then give every module its own mode back (frozen ones may have been in eval mode before).
+
+        And its buffers: some write to them in any mode.
+        """
+        modes = [module.training for module in self._modules]
+        buffers = BufferSnapshot(self._modules)
+        for module in self._modules:
             module.training = False
         try:
             yield
         finally:
-            for module, mode in zip(modules, modes, strict=True):
+            for module, mode in zip(self._modules, modes, strict=True):
                 module.training = mode
+            buffers.restore()
 
 
 def _stage(index: int, first: int, sources: Sequence[Any], pipeline: PipelineConfig, worker: WorkerConfig) -> Stage:
     layers = build_layers(sources, first, pipeline.seed)
-    return Stage(index, first, layers, pipeline.seed, tie(layers, first, pipeline.tied, worker.owners, pipeline.seed))
-
-
-def _number(value: Any) -> float:
-    return float(value.detach() if isinstance(value, Tensor) else value)
+    tied = tie(layers, first, pipeline.tied, worker.owners, pipeline.seed)
+    return Stage(index, first, layers, pipeline.seed, tied, pipeline.recompute, pipeline.precision)

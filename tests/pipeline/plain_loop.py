@@ -29,6 +29,7 @@ class PlainLoop:
         model: pp.Model,
         microbatches: int,
         clip_grad_norm: float | None = None,
+        precision: str = "fp32",
         replicas: Sequence[int] | None = None,
     ) -> None:
         """replicas: of each layer's stage; None: 1."""
@@ -37,6 +38,8 @@ class PlainLoop:
         self.microbatches = microbatches
         self.clip_grad_norm = clip_grad_norm
         self.replicas = replicas
+        self.precision = precision
+        self.scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
         self.layers = layers_of(model)
         self.module = nn.Sequential(*self.layers)
         self.optimizer = model.optimizer(list(self.module.named_parameters()))
@@ -49,14 +52,17 @@ class PlainLoop:
         weights = [self._weight(y, ys) for y in ys]
         total = 0.0
         for j, (x, y, weight) in enumerate(zip(xs, ys, weights, strict=True)):
-            loss = self._loss(self._forward(x, j), y)
+            with self._autocast():
+                loss = self._loss(self._forward(x, j), y)
             total += loss.item() * weight
-            (loss * weight).backward()
+            self.scaler.scale(loss * weight).backward()
             self._set_aside(j)
         self._sum_up()
+        self.scaler.unscale_(self.optimizer)
         if self.clip_grad_norm is not None:
             nn.utils.clip_grad_norm_(self.module.parameters(), self.clip_grad_norm)
-        self.optimizer.step()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
         self.optimizer.zero_grad()
@@ -70,7 +76,7 @@ class PlainLoop:
         """In eval mode; whoever was in eval mode before stays so."""
         modes = {module: module.training for module in self.module.modules()}
         self.module.eval()
-        with torch.no_grad():
+        with torch.no_grad(), self._autocast():
             for layer in self.layers:
                 x = layer(x)
         for module, mode in modes.items():
@@ -78,7 +84,9 @@ class PlainLoop:
         return x
 
     def evaluate(self, batch: tuple[Any, Any]) -> float:
-        return float(self._loss(self.output(batch[0]), batch[1]))
+        output = self.output(batch[0])
+        with self._autocast():
+            return float(self._loss(output, batch[1]))
 
     def state_dict(self) -> dict[str, Tensor]:
         return dict(self.module.state_dict())
@@ -101,6 +109,10 @@ class PlainLoop:
                 first = first + other
             self.module.get_parameter(name).grad = first
         self.sums.clear()
+
+    def _autocast(self) -> Any:
+        dtype = torch.float16 if self.precision == "fp16" else torch.bfloat16
+        return torch.autocast("cpu", dtype, enabled=self.precision != "fp32", cache_enabled=False)
 
     def _forward(self, x: Any, microbatch: int) -> Any:
         for i, layer in enumerate(self.layers):

@@ -21,7 +21,6 @@ from lp_pipe.pipeline.schedule.registry import schedules as schedules
 from lp_pipe.pipeline.schedule.replicas import replicated as replicated
 from lp_pipe.pipeline.schedule.replicas import share as share
 from lp_pipe.pipeline.schedule.search import search_schedule as search_schedule
-from lp_pipe.pipeline.schedule.simulate import Costs as Costs
 from lp_pipe.pipeline.schedule.simulate import Span as Span
 from lp_pipe.pipeline.schedule.simulate import Timeline as Timeline
 from lp_pipe.pipeline.schedule.simulate import simulate as simulate

@@ -1,0 +1,191 @@
+"""What stages hold for their backwards, beside what the schedule predicts: GPipe's table of recompute, on this machine.
+
+    python -m benchmarks.memory [--stages 2,4] [--blocks 8] [--quick] [--json FILE]
+
+A stack of equal blocks (Linear, GELU, Linear, added to their input), cut evenly. For every schedule and recompute the
+table has the worker with the most activations: the measured peak of `profile_memory`, and the prediction
+
+    peak_activations(schedule) x bytes that the layers of one micro-batch leave + bytes of the segment that runs again
+
+with a block's bytes counted by hand from what autograd saves of it. Source: GPipe (Huang et al., 2019), table 1.
+"""
+
+import argparse
+import pathlib
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import lp_pipe as lp
+import lp_pipe.pipeline as pp
+from benchmarks.report import machine, show_table, write_json
+
+SCHEDULES = ("gpipe", "1f1b")
+RECOMPUTES: dict[str, Any] = {"none": "none", "every 2": ("every", 2), "full": "full"}
+_FACTOR = 4  # a block's inner width to its outer one
+
+
+class Size(NamedTuple):
+    """Of the stack, and of what it trains on. rows: samples of a micro-batch."""
+
+    blocks: int
+    width: int
+    rows: int
+    microbatches: int
+
+    @property
+    def activation_bytes(self) -> int:
+        """One micro-batch between two blocks."""
+        return self.rows * self.width * 4
+
+    @property
+    def block_bytes(self) -> int:
+        """What autograd saves of a block: its input, GELU's input and GELU's output."""
+        return self.activation_bytes * (1 + 2 * _FACTOR)
+
+
+class Block(nn.Module):
+    """[B, D] -> [B, D]."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, _FACTOR * width)
+        self.down = nn.Linear(_FACTOR * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.down(nn.functional.gelu(self.up(x)))
+        return y
+
+
+def mean(output: Tensor, target: Tensor) -> Tensor:
+    return output.mean()
+
+
+def sgd(parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-3)
+
+
+class Feeder:
+    """The same batch in every step."""
+
+    def __init__(self, size: Size) -> None:
+        rows = size.rows * size.microbatches
+        self._batch = (torch.ones(rows, size.width), torch.ones(rows, 1))
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        return self._batch
+
+
+def measured(size: Size, stages: int, schedule: str, recompute: Any) -> list[pp.StageMemory]:
+    program = lp.Program("bench_memory")
+    feeder = program.add_node(lp.CourierNode(Feeder, size), label="feeder")
+    each = size.blocks // stages
+    pipeline = pp.add_pipeline(
+        program,
+        pp.Model([pp.Layer(Block, size.width) for _ in range(size.blocks)], mean, sgd),
+        stages=list(range(each, size.blocks, each)),
+        schedule=schedule,
+        microbatches=size.microbatches,
+        recompute=recompute,
+        inputs=feeder,
+    )
+    with lp.launch(program, "thread") as run:
+        client = run.client(pipeline)
+        client.step()  # the first one copies what it need not
+        return client.profile_memory(1)
+
+
+def predicted(size: Size, stages: int, schedule: str, recompute: str) -> list[int]:
+    """For each worker. The first one's inputs are slices of the batch, which are no activations."""
+    each = size.blocks // stages
+    group = {"none": 0, "every 2": min(2, each), "full": each}[recompute]  # blocks of a segment
+    peaks = pp.peak_activations(pp.make_schedule(schedule, stages, size.microbatches))
+    found = []
+    for worker, peak in enumerate(peaks):
+        batch = size.activation_bytes if worker == 0 else 0
+        if not group:
+            found.append(peak * (each * size.block_bytes - batch))
+        else:
+            kept = -(-each // group) * size.activation_bytes - batch
+            again = group * size.block_bytes - size.activation_bytes  # its input is kept already
+            found.append(peak * kept + again)
+    return found
+
+
+def figures_of(size: Size, stages: int, schedule: str, recompute: str) -> dict[str, Any]:
+    memory = measured(size, stages, schedule, RECOMPUTES[recompute])
+    prediction = predicted(size, stages, schedule, recompute)
+    largest = max(range(stages), key=lambda worker: memory[worker].activation_bytes)
+    return {
+        "parameter_bytes": [stage.parameter_bytes for stage in memory],
+        "activation_bytes": [stage.activation_bytes for stage in memory],
+        "stash_bytes": [stage.stash_bytes for stage in memory],
+        "predicted_bytes": prediction,
+        "measured_to_predicted": [
+            stage.activation_bytes / bytes_ for stage, bytes_ in zip(memory, prediction, strict=True)
+        ],
+        "largest": largest,
+    }
+
+
+def show(parties: dict[str, dict[str, Any]], size: Size) -> None:
+    rows = []
+    for name, party in parties.items():
+        worker = party["largest"]
+        ratios = party["measured_to_predicted"]
+        rows.append(
+            [
+                name,
+                f"{party['parameter_bytes'][worker] / 2**20:.2f}",
+                f"{party['activation_bytes'][worker] / 2**20:.2f}",
+                f"{party['predicted_bytes'][worker] / 2**20:.2f}",
+                f"{min(ratios):.3f}–{max(ratios):.3f}",
+            ]
+        )
+    title = f"{size.blocks} blocks of width {size.width}, {size.microbatches} micro-batches of {size.rows}; MiB"
+    columns = [
+        "stages, schedule, recompute",
+        "parameters",
+        "activations",
+        "predicted",
+        "measured / predicted, all stages",
+    ]
+    show_table(title, columns, rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stages", default="2,4", help="numbers, with commas: %(default)s")
+    parser.add_argument("--blocks", type=int, default=16, help="a multiple of all numbers of stages")
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--rows", type=int, default=64, help="samples of a micro-batch")
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--quick", action="store_true", help="a small stack in two stages: only to see that it works")
+    parser.add_argument("--json", type=pathlib.Path, help="write the figures to this file instead of stdout")
+    options = parser.parse_args()
+    size = Size(options.blocks, options.width, options.rows, options.microbatches)
+    stages = [int(number) for number in options.stages.split(",")]
+    if options.quick:
+        size, stages = Size(4, 16, 4, 4), [2]
+    for number in stages:
+        if size.blocks % number:
+            parser.error(f"{size.blocks} blocks do not divide into {number} stages")
+    parties = {
+        f"{number} {schedule} {recompute}": figures_of(size, number, schedule, recompute)
+        for number in stages
+        for schedule in SCHEDULES
+        for recompute in RECOMPUTES
+    }
+    show(parties, size)
+    figures = {
+        "benchmark": "memory",
+        "machine": {**machine(), "torch": torch.__version__},
+        "settings": {**size._asdict(), "stages": stages, "mode": "thread"},
+        "parties": parties,
+    }
+    write_json(figures, options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""The buffers of modules (BatchNorm's statistics), as they were before something ran."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+Place = tuple[nn.Module, str]
+
+
+@dataclass(frozen=True)
+class _Before:
+    buffer: Tensor
+    version: int
+    copy: Tensor | None
+
+    @property
+    def was_written_in_place(self) -> bool:
+        if self.buffer._version != self.version:
+            return True
+        # Kernels of batch norm write to the running statistics without counting that as a version.
+        return self.copy is not None and not torch.equal(self.copy, self.buffer)
+
+    @property
+    def value(self) -> Tensor | None:
+        """What it held; None where only a copy could tell."""
+        if self.copy is not None:
+            return self.copy
+        return None if self.was_written_in_place else self.buffer
+
+
+class BufferSnapshot:
+    """All buffers of some modules. copied: the only places, beside BatchNorms, of which a copy is made; None: all."""
+
+    def __init__(self, modules: Iterable[nn.Module], copied: frozenset[Place] | None = None) -> None:
+        self._before: dict[Place, _Before] = {}
+        for module in modules:
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    is_copied = copied is None or (module, name) in copied or isinstance(module, _NormBase)
+                    copy = buffer.detach().clone() if is_copied else None
+                    self._before[module, name] = _Before(buffer, buffer._version, copy)
+
+    def written(self) -> frozenset[Place]:
+        """Where something has changed since, in place or by another tensor."""
+        return frozenset(
+            place
+            for place, before in self._before.items()
+            if _at(place) is not before.buffer or before.was_written_in_place
+        )
+
+    def without_copy(self) -> list[str]:
+        """The names of those whose value is lost."""
+        return [name for (_, name), before in self._before.items() if before.value is None]
+
+    def restore(self) -> None:
+        """Put the values back, in the same tensors; nobody who has saved one for a backward notices."""
+        for (module, name), before in self._before.items():
+            if before.was_written_in_place and before.copy is not None:
+                before.buffer.data.copy_(before.copy)
+            module._buffers[name] = before.buffer
+
+    def only(self, places: frozenset[Place]) -> "BufferSnapshot":
+        """This, without what has not changed and needs no memory therefore."""
+        smaller = BufferSnapshot(())
+        smaller._before = {place: before for place, before in self._before.items() if place in places}
+        return smaller
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """In the body the modules have the old values, in other tensors; afterwards theirs again, untouched."""
+        present = {place: _at(place) for place in self._before}
+        for (module, name), before in self._before.items():
+            module._buffers[name] = before.value
+        try:
+            yield
+        finally:
+            for (module, name), buffer in present.items():
+                module._buffers[name] = buffer
+
+
+def _at(place: Place) -> Tensor | None:
+    module, name = place
+    return module._buffers.get(name)

@@ -1,0 +1,181 @@
+"""Actions of a schedule, done on a worker's stages: what comes from where, what is computed, and where it goes."""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline.config import PipelineConfig
+from lp_pipe.pipeline.links import Links
+from lp_pipe.pipeline.loss_scale import scaled
+from lp_pipe.pipeline.message import Message, to_message
+from lp_pipe.pipeline.precision import autocast
+from lp_pipe.pipeline.schedule import Action
+from lp_pipe.pipeline.side_channels import SideChannels
+from lp_pipe.pipeline.stage import Stage
+
+_WORDS = {"F": "forward", "B": "backward", "I": "backward for inputs", "W": "backward for weights"}
+
+
+@dataclass
+class Report:
+    """What a worker tells after its share of an operation. Times are time.monotonic() of its host."""
+
+    busy_s: float = 0.0
+    loss: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+    gradient_norms: dict[int, list[Tensor]] = field(default_factory=dict)
+    overflowed: bool = False
+    outputs: dict[int, Any] = field(default_factory=dict)  # by micro-batch
+    spans: list[tuple[str, float, float]] = field(default_factory=list)
+
+
+@dataclass
+class Operation:
+    """The state of the operation that is running."""
+
+    tag: int
+    step: int
+    inputs: Sequence[Any] | Mapping[int, Any]
+    targets: list[Any]
+    weights: list[float]
+    report: Report
+    scale: float | None = None
+    losses: dict[int, Tensor] = field(default_factory=dict)
+
+
+Run = Callable[[Action, Operation], None]
+
+
+class Execution:
+    """Runs actions on `stages`, which a worker named `name` has; the channels are those of `links`."""
+
+    def __init__(self, config: PipelineConfig, stages: Mapping[int, Stage], links: Links, name: str) -> None:
+        self._config = config
+        self._channels = config.channels
+        self._stages = stages
+        self._links = links
+        self._side = SideChannels(self._channels, links, stages)
+        self._name = name
+        self.training: Mapping[str, Run] = {
+            "F": self._forward,
+            "B": self._backward,
+            "I": self._backward,
+            "W": self._backward_weights,
+        }
+        self.inference: Mapping[str, Run] = {"F": self._infer}
+
+    def run(self, actions: Iterable[Action], operation: Operation, doing: Mapping[str, Run]) -> None:
+        """Do one action after another. doing: `training` or `inference`, perhaps with something around it.
+
+        Raises:
+            Exception: a layer's own, with a note that says where; ChannelClosed.
+        """
+        for action in actions:
+            try:
+                doing[action.op](action, operation)
+            except Exception as error:
+                error.add_note(f"in {self._name}, {self._describe(action)}, step {operation.step}")
+                raise
+
+    def _forward(self, action: Action, operation: Operation) -> None:
+        message = self._input_of(action, operation)
+        skips = self._side.values(action, operation.tag)
+        start = time.monotonic()
+        value = self._stages[action.stage].forward(message, operation.step, action.microbatch, skips)
+        if action.stage == self._config.last_stage:
+            loss = self._loss(value, action.microbatch, operation)
+            operation.losses[action.microbatch] = loss
+        self._note(action, operation, start)
+        self._hand_on(action, operation, value, skips)
+
+    def _backward(self, action: Action, operation: Operation) -> None:
+        stage = self._stages[action.stage]
+        defer_weights = action.op == "I"
+        if action.stage == self._config.last_stage:
+            start = time.monotonic()
+            loss = operation.losses.pop(action.microbatch)
+            gradients = stage.backward_from_loss(action.microbatch, loss, defer_weights=defer_weights)
+        else:
+            channel = self._channels.receives(action)
+            assert channel is not None, "only the last stage has nobody to wait for"
+            received = self._links.receive(channel, operation.tag, action.microbatch)
+            more = self._side.roots(action, operation.tag)
+            start = time.monotonic()
+            gradients = stage.backward(action.microbatch, received, more, defer_weights=defer_weights)
+        self._note(action, operation, start)
+        channel = self._channels.sends(action)
+        if channel is not None:
+            self._links.send(channel, operation.tag, action.microbatch, gradients)
+        self._side.send_gradients(action, operation.tag)
+
+    def _backward_weights(self, action: Action, operation: Operation) -> None:
+        more = self._side.roots(action, operation.tag)
+        start = time.monotonic()
+        self._stages[action.stage].backward_weights(action.microbatch, more)
+        self._note(action, operation, start)
+        self._side.send_gradients(action, operation.tag)
+
+    def _infer(self, action: Action, operation: Operation) -> None:
+        message = self._input_of(action, operation)
+        skips = self._side.values(action, operation.tag)
+        start = time.monotonic()
+        value = self._stages[action.stage].infer(message, action.microbatch, skips)
+        if action.stage == self._config.last_stage:
+            if operation.targets:
+                self._loss(value, action.microbatch, operation)
+            else:
+                operation.report.outputs[action.microbatch] = value
+        self._note(action, operation, start)
+        self._hand_on(action, operation, value, skips)
+
+    def _input_of(self, action: Action, operation: Operation) -> Message:
+        channel = self._channels.receives(action)
+        if channel is None:
+            return Message(operation.inputs[action.microbatch], ())
+        value, wants_gradient = self._links.receive(channel, operation.tag, action.microbatch)
+        return Message(value, wants_gradient)
+
+    def _hand_on(self, action: Action, operation: Operation, value: Any, skips: Mapping[str, Any]) -> None:
+        channel = self._channels.sends(action)
+        if channel is not None:
+            message = to_message(value)
+            self._links.send(channel, operation.tag, action.microbatch, (message.value, message.wants_gradient))
+        self._side.send_values(action, operation.tag, skips)
+
+    def _loss(self, output: Any, microbatch: int, operation: Operation) -> Tensor:
+        """The weighted loss of one micro-batch, added to the report."""
+        with autocast(self._config.precision):
+            result = self._config.loss(output, operation.targets[microbatch])
+        loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            what = f"one of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise PipelineError(f"the loss function must return a scalar tensor, or (scalar, metrics), not {what}")
+        weight = operation.weights[microbatch]
+        report = operation.report
+        report.loss += loss.item() * weight
+        for name, value in metrics.items():
+            report.metrics[name] = report.metrics.get(name, 0.0) + _number(value) * weight
+        weighted = loss * weight
+        return weighted if operation.scale is None else scaled(weighted, operation.scale)
+
+    def _note(self, action: Action, operation: Operation, start: float) -> None:
+        end = time.monotonic()
+        operation.report.busy_s += end - start
+        operation.report.spans.append((str(action), start, end))
+
+    def _describe(self, action: Action) -> str:
+        stage = self._stages[action.stage]
+        layers = f"layers {stage.first_layer} to {stage.first_layer + len(stage.layers) - 1}"
+        return f"{_WORDS[action.op]} of micro-batch {action.microbatch}, stage {action.stage} ({layers})"
+
+    def share_weights(self, tag: int) -> None:
+        """Exchange the tied parameters that a step has changed with the other workers."""
+        self._side.share_weights(tag)
+
+
+def _number(value: Any) -> float:
+    return float(value.detach() if isinstance(value, Tensor) else value)

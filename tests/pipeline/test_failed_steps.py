@@ -1,0 +1,126 @@
+"""A step that fails leaves parameters and buffers as they were, or says that it could not."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lp_pipe as lp
+import lp_pipe.pipeline as pp
+from tests.pipeline.plain_loop import D, PlainLoop, T, assert_same_state, launched, random_batches, sgd, squared_error
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+BATCHES = random_batches([8, 8, 8])
+
+
+class FailsOn(nn.Module):
+    """Raises in forward or backward where the input holds a number that is not one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.isnan().any():
+            raise ValueError("not a number")
+        return x
+
+
+class Counts(nn.Module):
+    """Puts another tensor in the buffer's place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = self.count + 1
+        return x
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_buffers_are_as_before(recompute: str) -> None:
+    layers = [nn.Linear(D, D), nn.BatchNorm1d(T), Counts(), nn.Linear(D, D), nn.BatchNorm1d(T), FailsOn()]
+    model = pp.Model(layers, squared_error, sgd)
+    plain = PlainLoop(model, 4)
+    bad = (BATCHES[1][0].clone(), BATCHES[1][1])
+    bad[0][5] = float("nan")  # in the third micro-batch
+    with launched("thread", model, stages=[3], microbatches=4, recompute=recompute) as pipeline:
+        for batch in BATCHES[:2]:
+            before = pipeline.state_dict()
+            with pytest.raises(ValueError, match="not a number"):
+                pipeline.step(bad)
+            assert_same_state(pipeline.state_dict(), before)
+            assert pipeline.step(batch).loss == plain.step(batch)
+        pipeline.evaluate(BATCHES)
+        assert_same_state(pipeline.state_dict(), plain.state_dict())
+
+
+class _RaisesOnce(torch.optim.lr_scheduler.LRScheduler):
+    def get_lr(self) -> list[Any]:
+        if self.last_epoch == 2 and any(
+            p.numel() == D for group in self.optimizer.param_groups for p in group["params"]
+        ):
+            raise RuntimeError("no rate for step 2")
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+
+def test_an_update_that_fails_halfway_is_mended_by_a_checkpoint_only(tmp_path: Path) -> None:
+    """The scheduler of the stage with biases fails; the other stage has done its update."""
+    model = pp.Model([nn.Linear(D, D, bias=False), nn.Linear(D, D)], squared_error, sgd, lr_scheduler=_RaisesOnce)
+    with launched("thread", model, stages=2, microbatches=2) as pipeline:
+        pipeline.step(BATCHES[0])
+        pipeline.save(tmp_path)
+        before = pipeline.state_dict()
+        with pytest.raises(RuntimeError, match="no rate") as caught:
+            pipeline.step(BATCHES[1])
+        assert "in stages/1, update of stages 1" in str(caught.value)
+        for refused in (pipeline.state_dict, lambda: pipeline.step(BATCHES[1]), lambda: pipeline.evaluate(BATCHES)):
+            with pytest.raises(
+                pp.PipelineError, match=r"an update has failed .* \(step 1, .*no rate.*load\(\) a checkpoint"
+            ):
+                refused()
+        pipeline.load(tmp_path)
+        assert_same_state(pipeline.state_dict(), before)
+
+
+class NeedsAClosure(torch.optim.Optimizer):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        return closure()
+
+
+def test_any_optimizer_that_needs_a_closure_is_refused_and_its_node_named() -> None:
+    program = lp.Program("closure")
+    pp.add_pipeline(program, pp.Model([nn.Linear(D, D)], squared_error, NeedsAClosure), stages=1)
+    with pytest.raises(lp.NodeError, match="NeedsAClosure evaluates the loss several times a step") as caught:
+        lp.launch(program, "thread").wait(20)
+    assert caught.value.label == "stages"
+
+
+class LeavesOut(nn.Module):
+    """Has a parameter without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Parameter(torch.ones(D))
+        self.unused = nn.Parameter(torch.ones(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.used
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_clipping_leaves_parameters_without_gradients_alone(foreach: bool) -> None:
+    """And the groups of one parameter each have their own options."""
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        groups = [{"params": [p], "lr": 0.1 / (1 + len(name))} for name, p in parameters]
+        return torch.optim.AdamW(groups, foreach=foreach)
+
+    model = pp.Model([nn.Linear(D, D), LeavesOut(), nn.Linear(D, D), LeavesOut()], squared_error, optimizer)
+    plain = PlainLoop(model, 3, 1e-3)
+    with launched("thread", model, stages=2, microbatches=3, clip_grad_norm=1e-3) as pipeline:
+        assert [pipeline.step(batch).loss for batch in BATCHES] == plain.steps(BATCHES)
+        assert_same_state(pipeline.state_dict(), plain.state_dict())

@@ -1,0 +1,66 @@
+"""profile_memory: what stages hold, against what schedules and layers say that they must."""
+
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+import lp_pipe.pipeline as pp
+from tests.pipeline.plain_loop import PlainLoop, adam, assert_same_state, launched, random_batches
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+WIDTH = 64
+ROWS = 16  # of a micro-batch
+BATCHES = random_batches([4 * ROWS] * 3, WIDTH)
+ACTIVATION = ROWS * WIDTH * 4  # bytes of one layer's output for one micro-batch
+LAYERS = 4  # of each stage; each Sigmoid saves its output, which is also the next Linear's input
+
+
+def block() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sigmoid())
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    return output.sum()  # saves nothing
+
+
+def memory_of(schedule: str, recompute: Any) -> list[pp.StageMemory]:
+    model = pp.Model([pp.Layer(block) for _ in range(2 * LAYERS)], loss, adam)
+    options = {"stages": [LAYERS], "schedule": schedule, "microbatches": 4, "recompute": recompute}
+    with launched("thread", model, BATCHES, **options) as pipeline:
+        pipeline.step()
+        memory = pipeline.profile_memory(1)
+        pipeline.step()
+        plain = PlainLoop(model, 4)
+        plain.steps(BATCHES)
+        assert_same_state(pipeline.state_dict(), plain.state_dict())
+    return memory
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+def test_activations_are_as_many_as_the_schedule_says(schedule: str) -> None:
+    first, last = memory_of(schedule, "none")
+    peaks = pp.peak_activations(pp.make_schedule(schedule, 2, 4))
+    assert (first.worker, first.stages, last.worker, last.stages) == (0, (0,), 1, (1,))
+    assert first.stash_bytes == LAYERS * ACTIVATION
+    assert last.stash_bytes == (LAYERS + 1) * ACTIVATION  # and its input, which is no batch
+    assert first.activation_bytes == peaks[0] * first.stash_bytes
+    # I has used the last Sigmoid's output, which W does not need.
+    freed = ACTIVATION if schedule == "zb_h1" else 0
+    assert last.activation_bytes == peaks[1] * last.stash_bytes - freed
+
+
+def test_recompute_keeps_the_inputs_of_all_and_the_activations_of_one() -> None:
+    first, last = memory_of("gpipe", "full")
+    assert (first.stash_bytes, last.stash_bytes) == (0, ACTIVATION)  # the first stage's inputs are the batch
+    assert first.activation_bytes == LAYERS * ACTIVATION
+    # The last micro-batch runs again first; its input is one of the activations then.
+    assert last.activation_bytes == (4 + LAYERS) * ACTIVATION
+
+
+def test_parameters_gradients_and_state_are_counted() -> None:
+    for stage in memory_of("1f1b", "none"):
+        parameters = LAYERS * (WIDTH + 1) * WIDTH * 4
+        assert (stage.parameter_bytes, stage.gradient_bytes, stage.buffer_bytes) == (parameters, parameters, 0)
+        assert stage.optimizer_bytes == 2 * parameters + 2 * LAYERS * 4  # and Adam's step counters
