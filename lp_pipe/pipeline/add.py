@@ -15,6 +15,7 @@ from lp_pipe.pipeline.conductor import Conductor
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
 from lp_pipe.pipeline.cuts import balanced_cuts, check_cuts
 from lp_pipe.pipeline.model import Model, sources_of
+from lp_pipe.pipeline.names import outer_name, own_names
 from lp_pipe.pipeline.schedule import Schedule, default_chunks, forward_on, make_schedule, schedules, verify
 from lp_pipe.pipeline.schedule.channels import Edge
 from lp_pipe.pipeline.skips import seen_by_setup, skip_edges
@@ -79,6 +80,8 @@ def add_pipeline(
         credits=_sufficient_credits(made, edges),
         clip_grad_norm=clip_grad_norm,
         tied=tuple(tied),
+        tied_outside=tuple(tuple(outer_name(name, sources) for name in names) for names in tied),
+        own_names=own_names(sources),
         edges=tuple(edges),
     )
     with program.group(group, resources=resources):

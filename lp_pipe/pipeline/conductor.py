@@ -23,6 +23,7 @@ from lp_pipe.pipeline.batches import BatchSource
 from lp_pipe.pipeline.channel_handle import ChannelTarget
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
 from lp_pipe.pipeline.microbatches import aligned, check_pair, loss_weights, split
+from lp_pipe.pipeline.names import in_order
 from lp_pipe.pipeline.results import EvalResult, StepResult, StepTrace
 from lp_pipe.pipeline.stage import check_shapes
 from lp_pipe.pipeline.worker import Report, StageWorker
@@ -200,8 +201,7 @@ class Conductor:
     def _state_dict(self) -> dict[str, Tensor]:
         """In the order of the layers: virtual stages of one worker may lie apart."""
         parts = [self._worker.state_dict(), *(peer.state_dict() for peer in self._peers)]
-        merged = {name: value for part in parts for name, value in part.items()}
-        return dict(sorted(merged.items(), key=lambda item: int(item[0].split(".", 1)[0])))
+        return in_order({name: value for part in parts for name, value in part.items()}, self._config.own_names)
 
     def _copied_state(self) -> dict[str, Tensor]:
         """The next operation may change this worker's tensors before they have gone to the caller."""
@@ -215,7 +215,9 @@ class Conductor:
             raise PipelineError(f"state_dict of another model: missing {missing[:3]}, unknown {unknown[:3]}")
         check_shapes(state, known, "state_dict")
         # As where layers share it: the last value that is copied into a parameter stays.
-        tied = {name: state[names[-1]] for names in self._config.tied for name in names}
+        position = {name: index for index, name in enumerate(known)}
+        groups = [sorted(set(names), key=position.__getitem__) for names in self._config.tied_outside]
+        tied = {name: state[names[-1]] for names in groups for name in names}
         self._everywhere("load_state_dict", {**state, **tied})
 
     def _fingerprint(self) -> str:

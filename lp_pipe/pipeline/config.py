@@ -28,6 +28,10 @@ class PipelineConfig:
     credits: int
     clip_grad_norm: float | None
     tied: tuple[tuple[str, ...], ...] = ()  # all names of each parameter that has several
+    tied_outside: tuple[tuple[str, ...], ...] = ()  # the same, as users call them
+    own_names: Mapping[str, tuple[int, int]] = field(
+        default_factory=dict
+    )  # of modules that were split, with their place
     edges: tuple[Edge, ...] = ()
 
     @property

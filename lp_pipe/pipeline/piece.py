@@ -86,8 +86,6 @@ class Piece(Wrapper):
     order: all names of the whole module's state_dict. origin: the same for the pieces of one module.
     """
 
-    owns_names = True
-
     def __init__(self, tensors: nn.Module, parts: Mapping[bool, Part], order: tuple[str, ...], origin: str) -> None:
         super().__init__(tensors)
         self.parts = dict(parts)  # by `training`; out of sight of nn.Module, for they have no names of their own

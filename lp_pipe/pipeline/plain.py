@@ -9,6 +9,7 @@ from lp_pipe.pipeline.microbatches import loss_weights, split
 from lp_pipe.pipeline.model import Model, sources_of
 from lp_pipe.pipeline.rng import step_rng
 from lp_pipe.pipeline.skips import call, seen_by_setup
+from lp_pipe.pipeline.stage import Stage
 from lp_pipe.pipeline.tied import tie, tied_names
 
 
@@ -22,8 +23,9 @@ class PlainLoop:
         self._clip_grad_norm = clip_grad_norm
         self._layers = build_layers(sources, 0, model.seed)
         tie(self._layers, 0, tied_names(sources, model.tied), {}, model.seed)
-        self._module = nn.Sequential(*self._layers)
-        self._optimizer = model.optimizer(list(self._module.named_parameters()))
+        self._stage = Stage(0, 0, self._layers, model.seed)  # asked for names only
+        self._parameters = dict(self._stage.named_parameters())
+        self._optimizer = model.optimizer(list(self._parameters.items()))
         self._lr_scheduler = model.lr_scheduler(self._optimizer) if model.lr_scheduler is not None else None
         self._step = 0
 
@@ -38,7 +40,7 @@ class PlainLoop:
             total += loss.item() * weight
             (loss * weight).backward()
         if self._clip_grad_norm is not None:
-            nn.utils.clip_grad_norm_(self._module.parameters(), self._clip_grad_norm)
+            nn.utils.clip_grad_norm_(self._parameters.values(), self._clip_grad_norm)
         self._optimizer.step()
         if self._lr_scheduler is not None:
             self._lr_scheduler.step()
@@ -47,7 +49,7 @@ class PlainLoop:
         return total
 
     def state_dict(self) -> dict[str, Tensor]:
-        return dict(self._module.state_dict())
+        return self._stage.state_dict()
 
     def _forward(self, value: Any, microbatch: int) -> Any:
         stashed: dict[str, Any] = {}

@@ -39,8 +39,8 @@ def split(module: nn.Module, example_inputs: Any, split_points: SplitPoints = ()
     have the module's own parameters, which a pipeline copies. Train mode is the one that each submodule is in now; in
     evaluation all of them are in eval mode. Dropout draws under the `step_rng` of its piece.
 
-    example_inputs: a tensor, a tuple of positional arguments or a dict of keyword arguments; batches are given likewise.
-        At least two samples. Their number may be another in every batch; so may other sizes that the module leaves
+    example_inputs: a tensor, a tuple of positional arguments or a dict of keyword arguments, of at least two samples;
+        batches are given likewise. They may have any number of samples, and other sizes where the module leaves them
         open.
     split_points: names of submodules before which to cut; or {name: "beginning" | "end"}. Without any the module calls
         torch.distributed.pipelining.pipe_split() where it is to be cut.
@@ -74,9 +74,9 @@ def _checked(module: nn.Module, split_points: SplitPoints) -> dict[str, SplitPoi
             near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.0)
             hint = f"; the nearest is {near[0]!r}" if near else ""
             raise PipelineError(f"split point {name!r}: {type(module).__name__} has no submodule of this name{hint}")
-        if where not in (*_POINTS, *SplitPoint):
+        if where not in _POINTS:
             raise PipelineError(f"split point {name!r}: {where!r} is neither 'beginning' nor 'end'")
-    return {name: _POINTS.get(where, where) for name, where in given.items()}  # type: ignore[misc]
+    return {name: _POINTS[where] for name, where in given.items()}
 
 
 @contextmanager
@@ -116,7 +116,7 @@ def _trace(
             free = [torch.export.Dim.DYNAMIC, *[torch.export.Dim.AUTO] * (tensor.dim() - 1)]
             sizes[tensor] = dict(enumerate(free))
     try:
-        exported = torch.export.export(module, args, kwargs, dynamic_shapes=sizes)
+        exported = torch.export.export(module, args, kwargs, dynamic_shapes=sizes.dynamic_shapes(module, args, kwargs))
         # Its guards are for exactly the example's kind of call; `Inputs` checks what matters here.
         root: Any = exported.module(check_guards=False)
     except Exception as error:  # whatever the module's own forward raises comes through, too

@@ -9,12 +9,7 @@ from lp_pipe.pipeline.model import Layer
 
 
 class Wrapper(nn.Module):
-    """`layer` is a module, or a pp.Layer that its stage builds; it may be a Wrapper itself.
-
-    owns_names: the layer's parameters have the names of a whole module, which no layer's index comes before.
-    """
-
-    owns_names = False
+    """`layer` is a module, or a pp.Layer that its stage builds; it may be a Wrapper itself."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
