@@ -62,6 +62,7 @@ def add_pipeline(
     if microbatches < 1:
         raise PipelineError(f"microbatches={microbatches}: a step needs at least 1")
     sources = [seen_by_setup(source) for source in sources_of(model)]
+    names = own_names(sources)
     made, name = _made(schedule, stages, microbatches, chunks)
     cuts = _cuts(sources, stages, made.stages)
     tied = tied_names(sources, model.tied)
@@ -81,7 +82,7 @@ def add_pipeline(
         clip_grad_norm=clip_grad_norm,
         tied=tuple(tied),
         tied_outside=tuple(tuple(outer_name(name, sources) for name in names) for names in tied),
-        own_names=own_names(sources),
+        own_names=names,
         edges=tuple(edges),
     )
     with program.group(group, resources=resources):
