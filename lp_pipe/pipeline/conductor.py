@@ -18,7 +18,7 @@ from torch import Tensor
 from lp_pipe.address import Address
 from lp_pipe.context import context
 from lp_pipe.errors import EndOfData, PipelineError, Unavailable
-from lp_pipe.pipeline import manifest
+from lp_pipe.pipeline import manifest, safetensors_file
 from lp_pipe.pipeline.batches import BatchSource
 from lp_pipe.pipeline.channel_handle import ChannelTarget
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
@@ -69,7 +69,15 @@ class Conductor:
 
     def forward(self, value: Any) -> Any:
         """The model's output in eval mode."""
-        return self._in_turn(lambda: self._infer([value], []).outputs[0])
+        return self.forward_many([value])[0]
+
+    def forward_many(self, values: Sequence[Any]) -> list[Any]:
+        """The outputs for several inputs, which follow each other through the stages."""
+        return self._in_turn(lambda: self._infer(list(values), []).outputs)
+
+    def worker_count(self) -> int:
+        """How many inputs the stages can work on at a time."""
+        return self._config.workers
 
     def state_dict(self) -> dict[str, Tensor]:
         """The whole model's parameters and buffers."""
@@ -86,6 +94,10 @@ class Conductor:
     def load(self, path: str) -> None:
         """Go on from a checkpoint folder, whatever number of stages wrote it."""
         self._in_turn(lambda: self._load(Path(path)))
+
+    def export(self, path: str) -> None:
+        """Write the whole model as one .safetensors file."""
+        self._in_turn(lambda: safetensors_file.write(Path(path), self._state_dict(), self._step))
 
     def fingerprint(self) -> str:
         """sha256 over all parameters and buffers."""
