@@ -1,6 +1,7 @@
 """Any nn.Module as a list of layers: torch.export writes its forward down, split points cut what it wrote."""
 
 import difflib
+import operator
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -202,11 +203,49 @@ def _shared_out(module: nn.Module, used: Sequence[set[str]], changed: set[str]) 
 def _changed_state(traced: _Traced) -> Iterator[str]:
     """Names of the state that forward writes to, such as a BatchNorm's statistics."""
     for node in (node for nodes in traced.cuts for node in nodes):
+        yield from (str(written.target) for written in _written(node) if written.op == "get_attr")
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """What an operation writes to in place."""
+    schema = getattr(node.target, "_schema", None)
+    arguments = schema.arguments if schema is not None else ()
+    return [
+        given
+        for argument, given in zip(arguments, node.args, strict=False)
+        if isinstance(given, fx.Node)
+        and (argument.name in _CHANGED_BUFFERS or (argument.alias_info and argument.alias_info.is_write))
+    ]
+
+
+def _refuse_shared_memory(traced: _Traced, alive: Sequence[list[fx.Node]]) -> None:
+    """Two values that share memory arrive apart: a later piece that writes to one would not change the other."""
+    memory = _memory(traced)
+    for index in range(1, len(alive)):
+        later = [node for nodes in traced.cuts[index:] for node in nodes]
+        changed = {memory.get(written, written) for node in later for written in _written(node)}
+        seen: dict[fx.Node, fx.Node] = {}
+        for node in alive[index]:
+            first = seen.setdefault(memory[node], node)
+            if first is not node and memory[node] in changed:
+                raise PipelineError(
+                    f"between pieces {index - 1} and {index}, {first.name!r} and {node.name!r} share memory (one is a "
+                    "view of the other) that a later piece writes to in place: cut elsewhere, or do not write in place"
+                )
+
+
+def _memory(traced: _Traced) -> dict[fx.Node, fx.Node]:
+    """For every value the first one whose memory it shares, as the operations' schemas say."""
+    memory = {node: node for node in traced.placeholders}
+    for node in (node for nodes in traced.cuts for node in nodes):
         schema = getattr(node.target, "_schema", None)
-        for argument, given in zip(schema.arguments if schema is not None else (), node.args, strict=False):
-            is_written = argument.name in _CHANGED_BUFFERS or (argument.alias_info and argument.alias_info.is_write)
-            if is_written and isinstance(given, fx.Node) and given.op == "get_attr":
-                yield str(given.target)
+        arguments = schema.arguments if schema is not None else ()
+        sources = [given for argument, given in zip(arguments, node.args, strict=False) if argument.alias_info]
+        if node.target is operator.getitem:
+            sources = [node.args[0]]
+        source = next((given for given in sources if isinstance(given, fx.Node)), node)
+        memory[node] = memory.get(source, source)
+    return memory
 
 
 def _parts(module: nn.Module, traced: _Traced) -> list[Part]:
@@ -220,6 +259,7 @@ def _parts(module: nn.Module, traced: _Traced) -> list[Part]:
             last_use.update(dict.fromkeys(node.all_input_nodes, min(index, last)))
     values = [node for node in born if node in last_use and node.op != "get_attr"]
     alive = [[node for node in values if born[node] < index <= last_use[node]] for index in range(last + 1)]
+    _refuse_shared_memory(traced, alive)
     own = {
         name for names in (module.named_parameters, module.named_buffers) for name, _ in names(remove_duplicate=False)
     }

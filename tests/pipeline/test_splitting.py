@@ -259,6 +259,19 @@ class Skips(nn.Module):
         return x + self.linear(x.tanh())
 
 
+class WritesInPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        view = y[:, :2]
+        pipe_split()
+        y.add_(1.0)  # changes the view, too, unless the two have come in a message
+        return y.sum() + view.sum()
+
+
 class CountsSamples(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -277,6 +290,7 @@ class CountsSamples(nn.Module):
         (Language, "layers.0", "give a list of names"),
         (Branches, ["linear"], r"torch.export cannot take Branches in train mode: .*branches that depend on values"),
         (CountsSamples, ["linear"], r"torch.export cannot take CountsSamples .*a number of samples that forward has"),
+        (WritesInPlace, (), "'linear' and 'slice_[12]' share memory .* that a later piece writes to in place"),
         (nn.Sequential(nn.Linear(D, D)), ["0"], "piece 0 of 2 is empty"),
         (nn.Sequential(nn.Linear(D, D)), [], "Sequential has no split points"),
         (Skips, ["unused"], r"split points \['unused'\]: forward calls none of them"),
