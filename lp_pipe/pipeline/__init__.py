@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from lp_pipe.pipeline.skips import Pop as Pop
     from lp_pipe.pipeline.skips import Sequential as Sequential
     from lp_pipe.pipeline.skips import Stash as Stash
+    from lp_pipe.pipeline.splitting import split as split
 
 _NEEDS_TORCH = {
     "add_pipeline": "add",
@@ -49,6 +50,7 @@ _NEEDS_TORCH = {
     "Pop": "skips",
     "Sequential": "skips",
     "Stash": "skips",
+    "split": "splitting",
 }
 
 

@@ -15,6 +15,7 @@ from lp_pipe.pipeline.conductor import Conductor
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
 from lp_pipe.pipeline.cuts import balanced_cuts, check_cuts
 from lp_pipe.pipeline.model import Model, sources_of
+from lp_pipe.pipeline.names import outer_name, own_names
 from lp_pipe.pipeline.precision import check_precision
 from lp_pipe.pipeline.schedule import Schedule, default_chunks, forward_on, replicated, schedules, verify
 from lp_pipe.pipeline.schedule.channels import Edge
@@ -74,6 +75,7 @@ def add_pipeline(
     check_recompute(recompute)
     check_precision(precision)
     sources = [seen_by_setup(source) for source in sources_of(model)]
+    names = own_names(sources)
     made, name, counts = _made(schedule, stages, microbatches, chunks, replicas)
     cuts = _cuts(sources, stages, made.stages)
     tied = tied_names(sources, model.tied)
@@ -94,6 +96,8 @@ def add_pipeline(
         recompute=recompute,
         precision=precision,
         tied=tuple(tied),
+        tied_outside=tuple(tuple(outer_name(name, sources) for name in names) for names in tied),
+        own_names=names,
         edges=tuple(edges),
         replicas=counts,
     )

@@ -18,7 +18,7 @@ from lp_pipe.pipeline.model import Model
 from lp_pipe.pipeline.plain import PlainLoop
 from lp_pipe.pipeline.recompute import is_recomputing
 from lp_pipe.pipeline.rng import current_microbatch
-from lp_pipe.pipeline.skips import seen_by_setup
+from lp_pipe.pipeline.skips import Skip, seen_by_setup
 from lp_pipe.pipeline.wrapper import Wrapper
 from lp_pipe.program import Program
 from lp_pipe.resources import Resources
@@ -128,7 +128,7 @@ def _watched_function(function: Callable[[], Any], log: _Log) -> Callable[[], It
 
 
 def _watch(layer: Any, index: int, log: _Log) -> Any:
-    return layer.around(_watch(layer.layer, index, log)) if isinstance(layer, Wrapper) else _Watched(layer, index, log)
+    return layer.around(_watch(layer.layer, index, log)) if isinstance(layer, Skip) else _Watched(layer, index, log)
 
 
 def _outputs_differ(there: _Log, here: _Log) -> CheckReport | None:
@@ -157,9 +157,10 @@ def _results_differ(losses: tuple[float, float], got: dict[str, Any], wanted: di
     for name, value in wanted.items():
         difference = _difference(pytree.tree_leaves(got[name]), pytree.tree_leaves(value))
         if difference is not None:
-            layer = name.split(".", 1)[0]
+            index = name.split(".", 1)[0]
+            layer = f" (of layer {index})" if index.isdecimal() else ""
             reason = (
-                f"the outputs of all layers are equal, but after the step {name} (of layer {layer}) is the first "
+                f"the outputs of all layers are equal, but after the step {name}{layer} is the first "
                 f"parameter or buffer that differs, by up to {difference:.3g}: does a backward, or the optimizer, "
                 "depend on more than gradients and parameters?"
             )

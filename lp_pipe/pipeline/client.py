@@ -1,11 +1,12 @@
 """A pipeline as its users see it: a handle at setup, a client that looks like a model at execution."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lp_pipe.address import Address
-from lp_pipe.errors import EndOfData
+from lp_pipe.errors import EndOfData, PipelineError
 from lp_pipe.handles import CourierHandle, Handle
 from lp_pipe.pipeline.results import EvalResult, StageMemory, StepResult, StepTrace
 from lp_pipe.rpc import CourierClient
@@ -54,6 +55,26 @@ class PipelineClient:
         """The model's output for one input, in eval mode."""
         return self._conductor.forward(value)
 
+    def forward_stream(self, inputs: Iterable[Any], *, in_flight: int | None = None) -> Iterator[Any]:
+        """The model's outputs in eval mode, in the order of the inputs; several inputs are in the stages at a time.
+
+        In windows: takes up to `in_flight` inputs (default: twice the stage workers), runs them one behind the other,
+        and takes no more before you have asked for all of their outputs. So an input may depend on any output that is
+        `in_flight` or more before it, as when that many sequences generate their tokens in turn. The stages fill and
+        drain in each window, and are free for other operations between two; nothing is left behind when you stop early.
+
+        Raises:
+            PipelineError: `in_flight` is below 1.
+        """
+        if in_flight is not None and in_flight < 1:
+            raise PipelineError(f"in_flight={in_flight}: at least 1 input must be in the stages")
+        return self._windows(iter(inputs), in_flight)
+
+    def _windows(self, inputs: Iterator[Any], in_flight: int | None) -> Iterator[Any]:
+        size = in_flight or 2 * self._conductor.worker_count()
+        while window := list(islice(inputs, size)):
+            yield from self._conductor.forward_many(window)
+
     def state_dict(self) -> "dict[str, Tensor]":
         """The whole model under the names that nn.Sequential(*layers) gives; CPU tensors."""
         state: dict[str, Tensor] = self._conductor.state_dict()
@@ -79,6 +100,16 @@ class PipelineClient:
             PipelineError: it is of another model.
         """
         self._conductor.load(str(path))
+
+    def export(self, path: str | Path) -> None:
+        """Write the whole model as one .safetensors file, under the names of `state_dict`; relative paths as in `save`.
+
+        Its metadata are {"format": "pt", "step": finished steps}. `safetensors.torch.load_file` reads it.
+
+        Raises:
+            PipelineError: there is no such folder, or safetensors is not installed.
+        """
+        self._conductor.export(str(path))
 
     def fingerprint(self) -> str:
         """sha256 hex of all parameters and buffers in state_dict order (raw little-endian bytes)."""

@@ -18,13 +18,14 @@ from torch import Tensor
 from lp_pipe.address import Address
 from lp_pipe.context import context
 from lp_pipe.errors import EndOfData, PipelineError, Unavailable
-from lp_pipe.pipeline import manifest
+from lp_pipe.pipeline import manifest, safetensors_file
 from lp_pipe.pipeline.batches import BatchSource
 from lp_pipe.pipeline.channel_handle import ChannelTarget
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
 from lp_pipe.pipeline.execution import Report
 from lp_pipe.pipeline.loss_scale import LossScale
 from lp_pipe.pipeline.microbatches import aligned, check_pair, loss_weights, split
+from lp_pipe.pipeline.names import in_order
 from lp_pipe.pipeline.results import EvalResult, StageMemory, StepResult, StepTrace
 from lp_pipe.pipeline.stage import check_shapes
 from lp_pipe.pipeline.worker import StageWorker
@@ -79,7 +80,15 @@ class Conductor:
 
     def forward(self, value: Any) -> Any:
         """The model's output in eval mode."""
-        return self._in_turn(lambda: self._infer([value], [])[0].outputs[0])
+        return self.forward_many([value])[0]
+
+    def forward_many(self, values: Sequence[Any]) -> list[Any]:
+        """The outputs for several inputs, which follow each other through the stages."""
+        return self._in_turn(lambda: self._outputs(values))
+
+    def worker_count(self) -> int:
+        """How many inputs the stages can work on at a time."""
+        return self._config.ranks.world_size
 
     def state_dict(self) -> dict[str, Tensor]:
         """The whole model's parameters and buffers."""
@@ -96,6 +105,10 @@ class Conductor:
     def load(self, path: str) -> None:
         """Go on from a checkpoint folder, whatever number of stages wrote it."""
         self._in_turn(lambda: self._load(Path(path)), may_be_torn=True)
+
+    def export(self, path: str) -> None:
+        """Write the whole model as one .safetensors file."""
+        self._in_turn(lambda: safetensors_file.write(Path(path), self._state_dict(), self._step))
 
     def fingerprint(self) -> str:
         """sha256 over all parameters and buffers."""
@@ -210,6 +223,10 @@ class Conductor:
         )
         return [reports[rank] for rank in self._last]
 
+    def _outputs(self, values: Sequence[Any]) -> list[Any]:
+        found = {j: output for report in self._infer(list(values), []) for j, output in report.outputs.items()}
+        return [found[j] for j in range(len(values))]
+
     def _on_all(self, run: Callable[[Any, int, int], Any]) -> list[Report]:
         """Run one operation on every rank; when one fails, free the others from waiting for it.
 
@@ -253,8 +270,7 @@ class Conductor:
     def _state_dict(self) -> dict[str, Tensor]:
         """In the order of the layers: virtual stages of one worker may lie apart."""
         parts = [self._worker.state_dict(), *(peer.state_dict() for peer in self._first_replicas)]
-        merged = {name: value for part in parts for name, value in part.items()}
-        return dict(sorted(merged.items(), key=lambda item: int(item[0].split(".", 1)[0])))
+        return in_order({name: value for part in parts for name, value in part.items()}, self._config.own_names)
 
     def _copied_state(self) -> dict[str, Tensor]:
         """The next operation may change this worker's tensors before they have gone to the caller."""
@@ -268,7 +284,9 @@ class Conductor:
             raise PipelineError(f"state_dict of another model: missing {missing[:3]}, unknown {unknown[:3]}")
         check_shapes(state, known, "state_dict")
         # As where layers share it: the last value that is copied into a parameter stays.
-        tied = {name: state[names[-1]] for names in self._config.tied for name in names}
+        position = {name: index for index, name in enumerate(known)}
+        groups = [sorted(set(names), key=position.__getitem__) for names in self._config.tied_outside]
+        tied = {name: state[names[-1]] for names in groups for name in names}
         self._everywhere("load_state_dict", {**state, **tied})
 
     def _fingerprint(self) -> str:

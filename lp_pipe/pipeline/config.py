@@ -31,6 +31,10 @@ class PipelineConfig:
     recompute: Any = "none"
     precision: str = "fp32"
     tied: tuple[tuple[str, ...], ...] = ()  # all names of each parameter that has several
+    tied_outside: tuple[tuple[str, ...], ...] = ()  # the same, as users call them
+    own_names: Mapping[str, tuple[int, int]] = field(
+        default_factory=dict
+    )  # of modules that were split, with their place
     edges: tuple[Edge, ...] = ()
     replicas: tuple[int, ...] = ()  # of each worker
 

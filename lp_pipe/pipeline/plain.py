@@ -12,6 +12,7 @@ from lp_pipe.pipeline.model import Model, sources_of
 from lp_pipe.pipeline.precision import autocast
 from lp_pipe.pipeline.rng import step_rng
 from lp_pipe.pipeline.skips import call, seen_by_setup
+from lp_pipe.pipeline.stage import Stage
 from lp_pipe.pipeline.tied import tie, tied_names
 
 
@@ -37,13 +38,15 @@ class PlainLoop:
         self._scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
         self._layers = build_layers(sources, 0, model.seed)
         tie(self._layers, 0, tied_names(sources, model.tied), {}, model.seed)
-        self._module = nn.Sequential(*self._layers)
-        self._optimizer = model.optimizer(list(self._module.named_parameters()))
+        self._stage = Stage(0, 0, self._layers, model.seed)  # asked for names only
+        self._parameters = dict(self._stage.named_parameters())
+        self._optimizer = model.optimizer(list(self._parameters.items()))
         self._lr_scheduler = model.lr_scheduler(self._optimizer) if model.lr_scheduler is not None else None
         self._step = 0
-        self._replicas = {
-            name: replicas_by_layer[int(name.split(".", 1)[0])] for name, _ in self._module.named_parameters()
-        }
+        self._replicas: dict[int, int] = {}  # by the parameter's id: those of the first layer that has it
+        for layer, replicas in zip(self._layers, replicas_by_layer, strict=True):
+            for parameter in layer.parameters():
+                self._replicas.setdefault(id(parameter), replicas)
         self._parts: dict[str, dict[int, Tensor]] = {}
 
     def step(self, batch: tuple[Any, Any]) -> float:
@@ -61,7 +64,7 @@ class PlainLoop:
         self._sum_parts()
         self._scaler.unscale_(self._optimizer)
         if self._clip_grad_norm is not None:
-            nn.utils.clip_grad_norm_(self._module.parameters(), self._clip_grad_norm)
+            nn.utils.clip_grad_norm_(self._parameters.values(), self._clip_grad_norm)
         self._scaler.step(self._optimizer)
         self._scaler.update()
         if self._lr_scheduler is not None:
@@ -71,12 +74,12 @@ class PlainLoop:
         return total
 
     def state_dict(self) -> dict[str, Tensor]:
-        return dict(self._module.state_dict())
+        return self._stage.state_dict()
 
     def _set_aside(self, microbatch: int) -> None:
         """Begin the next micro-batch's gradients where its replica's sum is."""
-        for name, parameter in self._module.named_parameters():
-            replicas = self._replicas[name]
+        for name, parameter in self._parameters.items():
+            replicas = self._replicas[id(parameter)]
             if replicas > 1:
                 parts = self._parts.setdefault(name, {})
                 if parameter.grad is not None:
@@ -86,7 +89,7 @@ class PlainLoop:
     def _sum_parts(self) -> None:
         for name, parts in self._parts.items():
             in_order = [parts[replica] for replica in sorted(parts)]
-            self._module.get_parameter(name).grad = sum(in_order[1:], in_order[0]) if in_order else None
+            self._parameters[name].grad = sum(in_order[1:], in_order[0]) if in_order else None
         self._parts.clear()
 
     def _forward(self, value: Any, microbatch: int) -> Any:

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.entry import entered, phony
 from lp_pipe.pipeline.message import Message, tensors_of, with_repeats
+from lp_pipe.pipeline.names import name_prefix
 from lp_pipe.pipeline.precision import autocast
 from lp_pipe.pipeline.recompute import Segment
 from lp_pipe.pipeline.rng import step_rng
@@ -170,19 +171,20 @@ class Stage:
         return stash.input_gradients
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Own parameters under the names that nn.Sequential(*all_layers) gives them; a shared one once."""
+        """Own parameters under the names that users see; a shared one once."""
         seen = {id(parameter) for parameter in self._borrowed}
         for index, layer in enumerate(self.layers, start=self.first_layer):
-            for name, parameter in layer.named_parameters(prefix=str(index)):
+            prefix = name_prefix(index, layer)
+            for name, parameter in layer.named_parameters():
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
-                    yield name, parameter
+                    yield prefix + name, parameter
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Parameters and buffers under nn.Sequential's names; not copies."""
+        """Parameters and buffers under the names that users see; not copies."""
         state: dict[str, Tensor] = {}
         for index, layer in enumerate(self.layers, start=self.first_layer):
-            layer.state_dict(destination=state, prefix=f"{index}.")
+            layer.state_dict(destination=state, prefix=name_prefix(index, layer))
         return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -192,10 +194,9 @@ class Stage:
             RuntimeError: names are missing or shapes differ, as torch says it.
         """
         for index, layer in enumerate(self.layers, start=self.first_layer):
-            prefix = f"{index}."
-            layer.load_state_dict(
-                {name.removeprefix(prefix): v for name, v in state.items() if name.startswith(prefix)}
-            )
+            prefix = name_prefix(index, layer)
+            own = state if prefix else {name: state[name] for name in layer.state_dict()}  # of a piece, no more
+            layer.load_state_dict({name.removeprefix(prefix): v for name, v in own.items() if name.startswith(prefix)})
 
 
 def check_shapes(state: Mapping[str, Any], own: Mapping[str, Any], what: str) -> None:

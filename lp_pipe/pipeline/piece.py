@@ -1,0 +1,154 @@
+"""One piece of a module that was cut: the operations that torch.export found there, and the tensors they need."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline.wrapper import Wrapper
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the whole module takes, and what is fixed about every leaf.
+
+    template: (args, kwargs) with something in the place of every leaf (a TreeSpec itself is not meant to be pickled).
+    leaves: for a tensor its sizes, a number where the module fixes it and a name where it may change (equal names are
+        equal sizes); (value,) for anything else, which the export has made a constant.
+    """
+
+    template: tuple[tuple[Any, ...], dict[str, Any]]
+    leaves: tuple[tuple[str, tuple[Any, ...]], ...]
+
+    def flat(self, value: Any) -> list[Any]:
+        """The leaves of a batch's input: a tensor, a tuple of positional arguments, or a dict of keyword arguments.
+
+        Raises:
+            PipelineError: it is not what the module was split for.
+        """
+        wanted = pytree.tree_structure(self.template)
+        candidates: list[tuple[tuple[Any, ...], dict[str, Any]]] = [((value,), {})]
+        if isinstance(value, (tuple, list)):
+            candidates.insert(0, (tuple(value), {}))
+        if isinstance(value, dict):
+            candidates.insert(0, ((), {name: value[name] for name in [*self.template[1], *value] if name in value}))
+        for candidate in candidates:
+            leaves, spec = pytree.tree_flatten(candidate)
+            if spec == wanted:
+                self._check(leaves)
+                return leaves
+        args, kwargs = self.template
+        raise PipelineError(
+            f"the module was split for inputs such as {args or kwargs}, but this batch's are {_short(value)}: "
+            "give them as in example_inputs"
+        )
+
+    def _check(self, leaves: list[Any]) -> None:
+        seen: dict[str, int] = {}
+        for leaf, (kind, wanted) in zip(leaves, self.leaves, strict=True):
+            if kind == "constant":
+                if isinstance(leaf, Tensor) or leaf != wanted[0]:
+                    raise PipelineError(f"the module was split for the constant {wanted[0]!r}, not {_short(leaf)}")
+                continue
+            sizes = tuple(leaf.shape) if isinstance(leaf, Tensor) else None
+            if sizes is None or len(sizes) != len(wanted):
+                raise PipelineError(f"the module was split for a tensor of {len(wanted)} dimensions: {_short(leaf)}")
+            for size, fixed in zip(sizes, wanted, strict=True):
+                if size != (seen.setdefault(fixed, size) if isinstance(fixed, str) else fixed):
+                    raise PipelineError(
+                        f"the module was split for inputs of shape {list(wanted)}, not {list(sizes)}: torch.export "
+                        "found the numbers fixed (split with another example), and equal names to be equal"
+                    )
+
+
+class Part(NamedTuple):
+    """A piece in one mode: `graph(*state, *constants, *values)` returns the values that later pieces need.
+
+    state: names of parameters and buffers. inputs: on the first piece. outputs: on the last one, a template as there.
+    """
+
+    graph: fx.GraphModule
+    state: tuple[str, ...]
+    constants: tuple[Tensor, ...]
+    values: int
+    inputs: Inputs | None = None
+    outputs: Any = None
+
+
+class Piece(Wrapper):
+    """A layer made by `split`: takes a tuple with every value that it or a later piece needs, and returns the next.
+
+    Around a bare tree of modules that holds the parameters and buffers, under their names in the whole module.
+    order: all names of the whole module's state_dict. origin: the same for the pieces of one module.
+    """
+
+    def __init__(self, tensors: nn.Module, parts: Mapping[bool, Part], order: tuple[str, ...], origin: str) -> None:
+        super().__init__(tensors)
+        self.parts = dict(parts)  # by `training`; out of sight of nn.Module, for they have no names of their own
+        self.order = order
+        self.origin = origin
+
+    def around(self, layer: Any) -> Self:
+        return type(self)(layer, self.parts, self.order, self.origin)
+
+    def forward(self, value: Any) -> Any:
+        part = self.parts[self.training]
+        values = part.inputs.flat(value) if part.inputs is not None else value
+        if not isinstance(values, (tuple, list)) or len(values) != part.values:
+            raise PipelineError(
+                f"this piece of a split module takes {part.values} values of the piece before it, not {_short(value)}: "
+                "keep the pieces in order, next to each other, and all in one mode"
+            )
+        made = part.graph(*(tensor_at(self.layer, name) for name in part.state), *part.constants, *values)
+        return made if part.outputs is None else pytree.tree_unflatten(made, pytree.tree_structure(part.outputs))
+
+
+def tensor_at(root: nn.Module, name: str) -> Any:
+    """What a dotted name stands for below a module."""
+    inner, _, attribute = name.rpartition(".")
+    return getattr(root.get_submodule(inner), attribute)
+
+
+def holder(tensors: Mapping[str, tuple[Tensor, bool]]) -> nn.Module:
+    """A tree of bare modules with (tensor, persistent) under their names."""
+    root = nn.Module()
+    for name, (tensor, persistent) in tensors.items():
+        *path, attribute = name.split(".")
+        module = root
+        for child in path:
+            if child not in module._modules:
+                module.add_module(child, nn.Module())
+            module = module.get_submodule(child)
+        if isinstance(tensor, nn.Parameter):
+            module.register_parameter(attribute, tensor)
+        else:
+            module.register_buffer(attribute, tensor, persistent=persistent)
+    return root
+
+
+def inputs_of(example: tuple[tuple[Any, ...], dict[str, Any]], placeholders: list[fx.Node]) -> Inputs:
+    """What an exported graph fixes about its inputs."""
+    examples, spec = pytree.tree_flatten(example)
+    leaves: list[tuple[str, tuple[Any, ...]]] = []
+    for node, example in zip(placeholders, examples, strict=True):
+        if isinstance(example, Tensor):
+            sizes = node.meta["val"].shape
+            leaves.append(("tensor", tuple(str(size) if isinstance(size, torch.SymInt) else size for size in sizes)))
+        else:
+            leaves.append(("constant", (example,)))
+    return Inputs(template_of(spec), tuple(leaves))
+
+
+def template_of(spec: pytree.TreeSpec) -> Any:
+    """The containers of a pytree, with names for its leaves."""
+    return pytree.tree_unflatten([f"leaf {index}" for index in range(spec.num_leaves)], spec)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    return f"{type(value).__name__} of {len(value)}" if isinstance(value, (tuple, list, dict)) else repr(value)[:80]

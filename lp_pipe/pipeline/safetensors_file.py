@@ -1,0 +1,39 @@
+"""A whole model as one .safetensors file, which torch, transformers and others read without lp_pipe."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lp_pipe.errors import PipelineError
+
+
+def write(path: Path, state: Mapping[str, Any], step: int) -> None:
+    """Write a state_dict aside, then rename. A tied parameter is there under each of its names.
+
+    Raises:
+        PipelineError: safetensors is not installed, the folder is missing, or a value is no tensor.
+    """
+    try:
+        from safetensors.torch import save_file
+    except ImportError as error:
+        raise PipelineError("export() needs safetensors: pip install 'lp_pipe[torch]'") from error
+    if not path.parent.is_dir():
+        raise PipelineError(f"export({str(path)!r}): there is no folder {path.parent}")
+    tensors: dict[str, Tensor] = {}
+    memory: set[int] = set()
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise PipelineError(f"export: {name} is a {type(value).__name__}, and safetensors holds tensors only")
+        tensor = value.detach().contiguous()
+        address = tensor.untyped_storage().data_ptr()
+        tensors[name] = tensor.clone() if address in memory else tensor  # the format has no two names for one memory
+        memory.add(address)
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        save_file(tensors, aside, metadata={"format": "pt", "step": str(step)})
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
