@@ -81,9 +81,10 @@ protos-check: setup
 	  || { echo 'lp_pipe/protos does not match protos/*.proto: run make protos' >&2; exit 1; }; \
 	echo 'protos: fresh'
 
-bench: setup  ## pipelines beside a plain loop and torch's pipelining; schedules beside theory
+bench: setup  ## pipelines beside a plain loop and torch's pipelining; schedules and memory beside theory
 	$(BIN)/python -m benchmarks.pipeline
 	$(BIN)/python -m benchmarks.schedules
+	$(BIN)/python -m benchmarks.memory
 
 bench-rpc: setup  ## calls, arrays, TCP and a minute of a hundred clients, beside grpc and memcpy
 	$(BIN)/python -m benchmarks.calls

@@ -88,3 +88,10 @@ def test_engine_tells_the_cost_of_an_action() -> None:
         assert_is_spread(party["step_us"]["few"])
         assert_is_spread(party["step_us"]["many"])
         assert "best" in party["action_us"]
+
+
+def test_memory_compares_activations_with_the_prediction() -> None:
+    parties = figures("memory")["parties"]
+    assert set(parties) == {f"2 {schedule} {how}" for schedule in SCHEDULES for how in ("none", "every 2", "full")}
+    for party in parties.values():
+        assert all(0.9 < ratio < 1.1 for ratio in party["measured_to_predicted"])
