@@ -18,7 +18,7 @@ PROTOS := $(sort $(wildcard protos/*.proto))
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Ilp_pipe/protos=protos $(PROTOS:%=lp_pipe/%)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-all lint ruff-check ruff-format mypy layers protos protos-check bench bench-rpc bench-launch clean
+.PHONY: help setup demo test test-slow test-all lint ruff-check ruff-format mypy layers protos protos-check bench bench-pipeline bench-rpc bench-launch clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -81,9 +81,14 @@ protos-check: setup
 	  || { echo 'lp_pipe/protos does not match protos/*.proto: run make protos' >&2; exit 1; }; \
 	echo 'protos: fresh'
 
-bench: setup  ## pipelines beside a plain loop and torch's pipelining; schedules beside theory; the simulator
+bench: bench-pipeline bench-rpc bench-launch  ## all benchmarks
+
+bench-pipeline: setup  ## pipelines beside a plain loop and torch's; schedules and memory beside theory; channels; the engine
 	$(BIN)/python -m benchmarks.pipeline
 	$(BIN)/python -m benchmarks.schedules
+	$(BIN)/python -m benchmarks.channel
+	$(BIN)/python -m benchmarks.engine
+	$(BIN)/python -m benchmarks.memory
 	$(BIN)/python -m benchmarks.simulator
 
 bench-rpc: setup  ## calls, arrays, TCP and a minute of a hundred clients, beside grpc and memcpy

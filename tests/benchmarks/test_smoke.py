@@ -96,3 +96,10 @@ def test_simulator_measures_every_part_in_a_process_of_its_own() -> None:
     assert 0 < party["made_bytes"] <= party["simulated_bytes"]
     for part in ("make_s", "simulate_s", "simulate_cpu_s"):
         assert_is_spread(party[part])
+
+
+def test_memory_compares_activations_with_the_prediction() -> None:
+    parties = figures("memory")["parties"]
+    assert set(parties) == {f"2 {schedule} {how}" for schedule in SCHEDULES for how in ("none", "every 2", "full")}
+    for party in parties.values():
+        assert all(0.9 < ratio < 1.1 for ratio in party["measured_to_predicted"])
