@@ -24,8 +24,6 @@ from lp_pipe.channels.transport import Inlet, Outlet
 
 _MIN_SLOT_BYTES = 1 << 16
 
-is_supported = hasattr(os, "memfd_create")
-
 
 class RingOutlet(Outlet):
     """Tokens number the slots of all segments that there ever were: those of segment k are k·credits and on."""

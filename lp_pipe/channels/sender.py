@@ -6,8 +6,9 @@ from typing import Any
 from torch import Tensor
 
 from lp_pipe import connections
-from lp_pipe.channels import kinds, packing
+from lp_pipe.channels import kinds, packing, transports
 from lp_pipe.channels.messages import Abort, Opening, data_frame
+from lp_pipe.channels.posting import Posting
 from lp_pipe.channels.pulling import Pulling
 from lp_pipe.channels.transport import Outlet
 from lp_pipe.connections import Connection, Frame, PulledConnection, frames
@@ -35,7 +36,7 @@ class Sender:
         self._closed_reason: str | None = None
 
     def send(self, tag: int, value: Any) -> None:
-        """Send a pytree of CPU tensors and picklable leaves; blocks while no credit is left.
+        """Send a pytree of CPU tensors and picklable leaves; blocks while no credit is left, not until it is there.
 
         tag: the number of the operation (step) it belongs to. requires_grad does not travel.
         The tensors are free again on return.
@@ -120,7 +121,8 @@ class Sender:
 def open_sender(endpoint: str, channel: str, *, kind: str = "auto", name: str = "", peer: str = "") -> Sender:
     """Connect to the hub at `endpoint`; its receiver may be made before or after.
 
-    kind: "auto", "inproc" (by reference), "shm" (one host) or "stream".
+    kind: "auto", "inproc" (by reference), "shm" (one host), "grpc" (the hub listens at such an endpoint) or "stream"
+    (through the connection, whatever it is).
     name, peer: labels of this node and of the hub's ("stages/1"), for messages at both ends.
 
     Raises:
@@ -128,10 +130,13 @@ def open_sender(endpoint: str, channel: str, *, kind: str = "auto", name: str = 
         Unavailable: nobody listens there.
     """
     kind = kinds.choose(kind, endpoint)
-    label = f"channel {channel!r} to {peer or endpoint}"
+    where = endpoint.partition("#")[0]  # without the token
+    label = f"channel {channel!r} to {peer or where}"
     try:
         connection = connections.connect(endpoint)
-        sender = Sender(connection, kinds.make_outlet(kind), label, waits.Target(endpoint, peer=peer))
+        if kinds.is_posted(kind):
+            connection = Posting(connection)
+        sender = Sender(connection, transports.make_outlet(kind), label, waits.Target(where, peer=peer))
         sender._begin(kind)
         connection.send(Opening(channel, kind, name).frame())
     except Unavailable as error:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from lp_pipe.address import Address
+from lp_pipe.channels import kinds
 from lp_pipe.errors import PipelineError, ScheduleError
 from lp_pipe.handles import CourierHandle, Handle
 from lp_pipe.nodes import CourierNode
@@ -23,7 +24,6 @@ from lp_pipe.pipeline.worker import StageWorker
 from lp_pipe.program import Program
 from lp_pipe.resources import Resources
 
-CHANNELS = ("auto", "inproc", "shm")
 _CREDITS = 4
 
 
@@ -47,7 +47,8 @@ def add_pipeline(
     chunks: virtual stages per worker; default: what the schedule needs.
     schedule: a name in `schedules()`, a Schedule, or a path to CSV.
     microbatches: slices of a batch per step; small batches may give fewer.
-    channel: how tensors travel between workers: "auto", "inproc" (threads), "shm" (processes of one host).
+    channel: how tensors travel between workers: "auto" takes what is fastest, "inproc" in thread mode and "shm" between
+    processes of one host; "grpc"; "gloo" (torch.distributed). One that does not fit the mode fails the workers' start.
     inputs: handle of a feeder, a CourierNode with `batch(step) -> (input, target) | None`, a pure function of the step.
 
     Raises:
@@ -56,8 +57,8 @@ def add_pipeline(
     """
     if not isinstance(model, Model):
         raise PipelineError(f"add_pipeline takes a pp.Model(layers, loss, optimizer), not {type(model).__name__}")
-    if channel not in CHANNELS:
-        raise PipelineError(f"channel={channel!r}: known are {', '.join(CHANNELS)}")
+    if channel not in kinds.KINDS:
+        raise PipelineError(f"channel={channel!r}: {kinds.why_not(channel)}")
     if microbatches < 1:
         raise PipelineError(f"microbatches={microbatches}: a step needs at least 1")
     sources = [seen_by_setup(source) for source in sources_of(model)]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lp_pipe.address import Address
 from lp_pipe.channels import ChannelHub
+from lp_pipe.channels.kinds import hub_endpoint
 from lp_pipe.context import context
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.batches import BatchSource
@@ -70,7 +71,8 @@ class StageWorker:
         feeder: Any = None,
     ) -> None:
         node = context()
-        self._hub = ChannelHub(node.services.endpoint_for(channels.id), node.name)
+        usual = node.services.endpoint_for(channels.id)
+        self._hub = ChannelHub(hub_endpoint(pipeline.channel, usual), node.name)
         node.exit_stack.callback(self._hub.close, f"{node.name} has ended")
         node.services.register(channels.id, self._hub.endpoint)
         self._config = pipeline

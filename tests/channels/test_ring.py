@@ -11,14 +11,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lp_pipe.channels import ChannelHub, open_sender
+from lp_pipe.channels import ChannelHub, kinds, open_sender
 from lp_pipe.channels.packing import TensorSpec
 from lp_pipe.channels.receiver import Receiver
 from lp_pipe.channels.recycler import Recycler
-from lp_pipe.channels.ring import RingOutlet, _Segment, is_supported
+from lp_pipe.channels.ring import RingOutlet, _Segment
 from lp_pipe.channels.sender import Sender
 
-pytestmark = pytest.mark.skipif(not is_supported, reason="no memfd_create")
+pytestmark = pytest.mark.skipif(not kinds.is_shm_supported, reason="no memfd_create")
 
 PATIENCE_S = 10.0
 MEBI = 1 << 20
