@@ -132,6 +132,9 @@ class _Incoming:
             self._hub._opened(self)
             return
         assert self._receiver is not None, "a sender sends only when it has credits"
+        if frame.kind == frames.CHANNEL_NOTE:
+            self._receiver._on_note(bytes(frame.body))
+            return
         try:
             self._receiver._on_data(frame)
         except OSError as error:

@@ -42,7 +42,7 @@ class RingOutlet(Outlet):
         segment.is_announced = True
         return token, announcement
 
-    def release(self, token: int) -> None:
+    def release(self, token: int, freed: bytes) -> None:
         self._busy.pop(token).free.append(token)
 
     def _fitting_segment(self, size: int, credits: int) -> "_Segment":

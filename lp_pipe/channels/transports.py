@@ -1,6 +1,7 @@
 """The table of all transports."""
 
 from lp_pipe.channels.by_reference import ReferenceInlet, ReferenceOutlet
+from lp_pipe.channels.gloo import GlooInlet, GlooOutlet
 from lp_pipe.channels.ring import RingInlet, RingOutlet
 from lp_pipe.channels.stream import StreamInlet, StreamOutlet
 from lp_pipe.channels.transport import Inlet, Outlet
@@ -9,6 +10,7 @@ _TRANSPORTS: dict[str, tuple[type[Outlet], type[Inlet]]] = {
     "inproc": (ReferenceOutlet, ReferenceInlet),
     "shm": (RingOutlet, RingInlet),
     "stream": (StreamOutlet, StreamInlet),
+    "gloo": (GlooOutlet, GlooInlet),
     "grpc": (StreamOutlet, StreamInlet),
 }
 

@@ -28,7 +28,7 @@ def assert_trains_like_the_plain_loop(pipeline: pp.PipelineClient) -> None:
     assert_same_state(pipeline.state_dict(), plain.state_dict())
 
 
-@pytest.mark.parametrize("kind", ["auto", "inproc", "grpc"])
+@pytest.mark.parametrize("kind", ["auto", "inproc", "grpc", "gloo"])
 def test_every_kind_of_channel_trains_to_the_same_bits(kind: str) -> None:
     with launched("thread", model_with_everything(), BATCHES, channel=kind, **OPTIONS) as pipeline:
         assert_trains_like_the_plain_loop(pipeline)
@@ -36,8 +36,7 @@ def test_every_kind_of_channel_trains_to_the_same_bits(kind: str) -> None:
 
 def test_every_kind_of_channel_between_processes_trains_to_the_same_bits() -> None:
     """With "auto" the tests of exactness do it."""
-    kinds = ["grpc"]
-    pipelines = [(model_with_everything(), BATCHES, {"channel": kind, **OPTIONS}) for kind in kinds]
+    pipelines = [(model_with_everything(), BATCHES, {"channel": kind, **OPTIONS}) for kind in ("grpc", "gloo")]
     with launched_many("process", pipelines) as clients:
         for client in clients:
             assert_trains_like_the_plain_loop(client)
