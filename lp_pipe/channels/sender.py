@@ -15,6 +15,8 @@ from lp_pipe.connections import Connection, Frame, PulledConnection, frames
 from lp_pipe.errors import ChannelClosed, Unavailable
 from lp_pipe.telemetry import waits
 
+_LARGE_BYTES = 1 << 18
+
 
 class Sender:
     """Made by `open_sender`; any thread may use it."""
@@ -78,6 +80,8 @@ class Sender:
 
     def _send(self, tag: int, header: bytes, tensors: list[Tensor]) -> None:
         assert self._layout is not None
+        if self._layout.offsets[-1] >= _LARGE_BYTES:
+            self._pulling.look()  # credits that have arrived bring back memory that is warm
         try:
             token, buffers = self._outlet.write(self._layout, tensors, self._total_credits)
             self._connection.send(data_frame(tag, header, token, buffers))
