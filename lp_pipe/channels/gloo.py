@@ -156,7 +156,10 @@ class GlooOutlet(_Pair, Outlet):
             _wait(sending[0], _CLOSE_PATIENCE)  # it has arrived, so this is a matter of microseconds
 
     def finish(self) -> None:
-        all(_wait(work, _CLOSE_PATIENCE) for work, _ in list(self._sending.values()))
+        for token in list(self._sending):
+            sending = self._sending.pop(token, None)  # a work can be waited for once
+            if sending is not None and not _wait(sending[0], _CLOSE_PATIENCE):
+                return
 
     def close(self, reason: str) -> None:
         super().close(reason)
