@@ -179,7 +179,7 @@ def _add_nodes(
     addresses = [Address("channels") for _ in nodes]
     for address, node in zip(addresses, nodes, strict=True):
         address.assign(node)
-    hubs = [ChannelHandle(address, node.name) for address, node in zip(addresses, nodes, strict=True)]
+    hubs = [ChannelHandle(address, node.name, config.channel) for address, node in zip(addresses, nodes, strict=True)]
     channels = config.channels
     crossing = [channel for channel in range(channels.count) if channels.crosses(channel)]
     for worker, node in zip(workers, nodes, strict=True):
