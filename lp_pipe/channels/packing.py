@@ -132,7 +132,7 @@ def separate_tensors(memory: Tensor, layout: Layout) -> list[Tensor]:
 
     In one storage they would look as if they shared memory; whoever saves one of them would save all.
     """
-    buffer = memoryview(memory.numpy())
+    buffer = memoryview(memory.numpy())  # type: ignore[arg-type]  # numpy's stubs have no Buffer in 3.11
     places = zip(layout.offsets, layout.tensor_specs, strict=False)
     return [_tensor_in(buffer[offset : offset + spec.size_bytes], spec) for offset, spec in places]
 
