@@ -1,9 +1,10 @@
-"""How long tensors take from one process to another: a channel, torch's gloo and a memcpy, side by side.
+"""How long tensors take from one process to another: channels of each kind, torch's gloo alone and a memcpy.
 
     python -m benchmarks.channel [--json FILE] [--repeats N] [--pin]
 
-One way = half a round trip: both processes send the same tensor back and forth, and each ends with a tensor of its own.
-The rounds of all methods alternate, so that a busy machine slows all of them.
+One way = half a round trip: each process sends back what it has received, so every byte is written and read once per
+way, by whichever means. The rounds of all methods alternate, so that a busy machine slows all of them.
+"torch gloo" is torch.distributed's send and recv; "gloo" is a channel over it.
 """
 
 import argparse
@@ -24,10 +25,11 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 
-from lp_pipe.channels import ChannelHub, Receiver, Sender, open_sender
+from lp_pipe.channels import ChannelHub, Receiver, Sender, kinds, open_sender
 
 SIZES = {"64 KiB": 1 << 16, "1 MiB": 1 << 20, "64 MiB": 1 << 26}
-METHODS = ("memcpy", "shm", "stream", "gloo")
+CHANNELS = ("shm", "gloo", "grpc")
+METHODS = ("memcpy", *CHANNELS, "torch gloo")
 _TIMEOUT_S = 60.0
 _ROUND_TRIPS = {1 << 16: 200, 1 << 20: 100, 1 << 26: 4}
 
@@ -38,19 +40,23 @@ class Peer:
     def __init__(self, directory: str, rank: int) -> None:
         self.rank = rank
         self._directory = directory
-        self._hub = ChannelHub(self._endpoint(rank), f"peer/{rank}")
-        self._receivers = {kind: self._hub.receiver(kind) for kind in ("shm", "stream")}
+        usual = f"unix:{directory}/{rank}"
+        self._hubs = {
+            kind: ChannelHub(kinds.hub_endpoint(kind, f"{usual}-{kind}"), f"peer/{rank}") for kind in CHANNELS
+        }
+        self._receivers = {kind: hub.receiver(kind) for kind, hub in self._hubs.items()}
         self._senders: dict[str, Sender] = {}
 
     def connect(self) -> None:
         """Both hubs listen once gloo's rendezvous is over."""
         dist.init_process_group("gloo", f"file://{self._directory}/store", rank=self.rank, world_size=2)
-        for kind in self._receivers:
-            peer = 1 - self.rank
-            self._senders[kind] = open_sender(self._endpoint(peer), kind, kind=kind, name=f"peer/{self.rank}")
+        endpoints: list[dict[str, str]] = [{}, {}]
+        dist.all_gather_object(endpoints, {kind: hub.endpoint for kind, hub in self._hubs.items()})
+        for kind, endpoint in endpoints[1 - self.rank].items():
+            self._senders[kind] = open_sender(endpoint, kind, kind=kind, name=f"peer/{self.rank}")
 
     def trip(self, method: str, tensor: torch.Tensor) -> Callable[[], None]:
-        if method == "gloo":
+        if method == "torch gloo":
             return lambda: self._gloo_trip(tensor)
         sender, receiver = self._senders[method], self._receivers[method]
         return lambda: self._channel_trip(sender, receiver, tensor)
@@ -63,18 +69,18 @@ class Peer:
                 dist.recv(tensor, 1 - self.rank)
 
     def _channel_trip(self, sender: Sender, receiver: Receiver, tensor: torch.Tensor) -> None:
+        value = tensor
         for turn in (0, 1):
             if turn == self.rank:
-                sender.send(0, tensor)
+                sender.send(0, value)
             else:
-                receiver.receive(0, _TIMEOUT_S)
-
-    def _endpoint(self, rank: int) -> str:
-        return f"unix:{self._directory}/{rank}"
+                value = receiver.receive(0, _TIMEOUT_S)
 
     def close(self) -> None:
+        dist.barrier()  # whoever closes first ends the other's channels
         dist.destroy_process_group()
-        self._hub.close("the benchmark is over")
+        for hub in self._hubs.values():
+            hub.close("the benchmark is over")
 
 
 def memcpy(tensor: torch.Tensor) -> Callable[[], None]:

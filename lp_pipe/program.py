@@ -33,10 +33,14 @@ class GroupOptions:
 
 @dataclass(frozen=True)
 class Edge:
-    """`user` holds a handle of `server`; both are `label/index`."""
+    """`user` holds a handle of `server`; both are `label/index`.
+
+    channel: the kind of channel by which `user` also sends tensors to `server`, if it does.
+    """
 
     user: str
     server: str
+    channel: str = ""
 
 
 class Program:
@@ -137,12 +141,12 @@ class Program:
             ValueError: a node holds a handle of a node that is not in this program.
         """
         owners = {address.id: node.name for node in self.get_all_nodes() for address in node.addresses}
-        found: dict[Edge, None] = {}
+        found: dict[tuple[str, str], str] = {}
         for node in self.get_all_nodes():
             for handle in node.input_handles():
                 for server in _owners_of(handle, owners, node.name, self._name):
-                    found[Edge(node.name, server)] = None
-        return list(found)
+                    found[node.name, server] = handle.channel or found.get((node.name, server), "")
+        return [Edge(user, server, channel) for (user, server), channel in found.items()]
 
     def __repr__(self) -> str:
         groups = ", ".join(f"{label} x {len(nodes)}" for label, nodes in self._groups.items())

@@ -3,7 +3,7 @@
 import threading
 
 from lp_pipe import connections
-from lp_pipe.channels import kinds, ring
+from lp_pipe.channels import kinds, transports
 from lp_pipe.channels.messages import Opening
 from lp_pipe.channels.receiver import Receiver
 from lp_pipe.connections import Connection, Frame, PulledConnection, frames
@@ -101,7 +101,7 @@ class _Incoming:
         return self.connection.closed_reason is None
 
     def start(self) -> None:
-        if not isinstance(self.connection, PulledConnection) or not ring.is_supported:
+        if not isinstance(self.connection, PulledConnection) or not kinds.is_shm_supported:
             self.connection.start(self._on_frame, self._on_close)
             return
         self.connection.make_interruptible()
@@ -112,7 +112,7 @@ class _Incoming:
 
     def attach(self, receiver: Receiver) -> None:
         self._receiver = receiver
-        inlet = kinds.make_inlet(self.opening.kind)
+        inlet = transports.make_inlet(self.opening.kind)
         receiver._attach(self.connection, inlet, self.opening.sender or self.connection.peer)
         if self.connection.closed_reason is not None:
             receiver._on_close(self.connection.closed_reason)  # it closed while nobody was attached
@@ -132,6 +132,9 @@ class _Incoming:
             self._hub._opened(self)
             return
         assert self._receiver is not None, "a sender sends only when it has credits"
+        if frame.kind == frames.CHANNEL_NOTE:
+            self._receiver._on_note(bytes(frame.body))
+            return
         try:
             self._receiver._on_data(frame)
         except OSError as error:

@@ -1,19 +1,33 @@
-"""Which transport a channel uses: the choice, and the table of all."""
+"""Which kind of channel joins two nodes: by what they are to each other, or as the program says. Needs no torch."""
 
-from lp_pipe.channels.by_reference import ReferenceInlet, ReferenceOutlet
-from lp_pipe.channels.ring import RingInlet, RingOutlet
-from lp_pipe.channels.ring import is_supported as is_ring_supported
-from lp_pipe.channels.stream import StreamInlet, StreamOutlet
-from lp_pipe.channels.transport import Inlet, Outlet
+import os
+import secrets
+
 from lp_pipe.connections import local
 
-_TRANSPORTS: dict[str, tuple[type[Outlet], type[Inlet]]] = {
-    "inproc": (ReferenceOutlet, ReferenceInlet),
-    "shm": (RingOutlet, RingInlet),
-    "stream": (StreamOutlet, StreamInlet),
-}
+KINDS = ("auto", "inproc", "shm", "grpc", "gloo")
+
 # What fits the carrier that an endpoint's scheme names, the best first.
-_FITTING = {"inproc": ("inproc", "stream"), "unix": ("shm", "stream"), "local": ("shm", "stream")}
+_FITTING = {
+    "inproc": ("inproc", "gloo", "stream"),
+    "unix": ("shm", "gloo", "stream"),
+    "local": ("shm", "gloo", "stream"),
+    "grpc": ("grpc",),
+    "grpcs": ("grpc",),
+}
+_ADVICE = {
+    "nccl": "channels carry CPU tensors, and NCCL only those of GPUs",
+    "gloo": "gloo's connections are plain, for one host only",
+    "grpc": "the receiving end listens at no grpc endpoint",
+}
+
+is_shm_supported = hasattr(os, "memfd_create")  # macOS: a named segment would outlive a killed process
+
+
+def why_not(kind: str) -> str:
+    """What to say of a kind that a pipeline cannot have."""
+    about = f"{_ADVICE[kind]}; " if kind in _ADVICE else ""
+    return f"{about}known are {', '.join(KINDS)}"
 
 
 def choose(kind: str, endpoint: str) -> str:
@@ -27,11 +41,25 @@ def choose(kind: str, endpoint: str) -> str:
     if kind == "auto":
         kind = fitting[0]
     if kind not in fitting:
-        known = "" if kind in _TRANSPORTS else "is unknown and "
+        known = "" if kind in KINDS or kind in _ADVICE else "is unknown and "
+        why = f" ({_ADVICE[kind]})" if kind in _ADVICE else ""
         usable = ", ".join(repr(name) for name in ("auto", *fitting))
-        raise ValueError(f"channel kind {kind!r} {known}does not fit {endpoint}: use one of {usable}")
-    # macOS has no memfd_create; a named segment would outlive a killed process.
-    return "stream" if kind == "shm" and not is_ring_supported else kind
+        where = endpoint.partition("#")[0]  # without the token
+        raise ValueError(f"channel kind {kind!r} {known}does not fit {where}{why}: use one of {usable}")
+    return "stream" if kind == "shm" and not is_shm_supported else kind
+
+
+def choice(kind: str, *, same_process: bool) -> str:
+    """What `kind` will be between two nodes of one host; for pictures, before there is an endpoint."""
+    return choose(kind, "inproc:" if same_process else "unix:") if kind == "auto" else kind
+
+
+def hub_endpoint(kind: str, usual: str) -> str:
+    """Where a hub whose senders will ask for `kind` listens; `usual` is the launcher's choice.
+
+    A hub over gRPC makes a token of its own, which only those learn who are told its endpoint.
+    """
+    return f"grpc:127.0.0.1:0#{secrets.token_hex(32)}" if kind == "grpc" else usual
 
 
 def is_pulled(kind: str) -> bool:
@@ -42,9 +70,6 @@ def is_pulled(kind: str) -> bool:
     return kind == "shm"
 
 
-def make_outlet(kind: str) -> Outlet:
-    return _TRANSPORTS[kind][0]()
-
-
-def make_inlet(kind: str) -> Inlet:
-    return _TRANSPORTS[kind][1]()
+def is_posted(kind: str) -> bool:
+    """Whether a thread of the channel's own sends, because sending takes as long as the bytes take to travel."""
+    return kind in ("stream", "grpc")

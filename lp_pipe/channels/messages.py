@@ -5,7 +5,8 @@
                                           ◄──  open: number of credits
       data: tag, layout if it is new, token,
             the transport's buffers       ──►
-                                          ◄──  credit: token
+                                          ◄──  credit: token, what the transport gives back
+      note: the transport's own          ◄──►  note: the transport's own
 
 Either end closes the connection with its reason; the connection's end is also how it learns that the other died.
 """

@@ -127,6 +127,23 @@ def tensor_over(memory: Tensor, offset_bytes: int, spec: TensorSpec) -> Tensor:
     )
 
 
+def separate_tensors(memory: Tensor, layout: Layout) -> list[Tensor]:
+    """The tensors that lie in `memory` (uint8, kept as long as any of them is used), each with a storage of its own.
+
+    In one storage they would look as if they shared memory; whoever saves one of them would save all.
+    """
+    buffer = memoryview(memory.numpy())  # type: ignore[arg-type]  # numpy's stubs have no Buffer in 3.11
+    places = zip(layout.offsets, layout.tensor_specs, strict=False)
+    return [_tensor_in(buffer[offset : offset + spec.size_bytes], spec) for offset, spec in places]
+
+
+def _tensor_in(buffer: memoryview, spec: TensorSpec) -> Tensor:
+    if not spec.size_bytes:
+        return empty_tensor(spec)
+    with torch.inference_mode(False):
+        return tensor_over(torch.frombuffer(buffer, dtype=torch.uint8), 0, spec)
+
+
 def empty_tensor(spec: TensorSpec) -> Tensor:
     return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="cpu")
 

@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 from lp_pipe.channels import packing
 from lp_pipe.channels.messages import Abort, tag_and_layout
 from lp_pipe.channels.pulling import Pulling
-from lp_pipe.channels.transport import Inlet
+from lp_pipe.channels.transport import Inlet, TransferError
 from lp_pipe.connections import Connection, Frame, frames
 from lp_pipe.errors import ChannelClosed, Unavailable
 from lp_pipe.telemetry import waits
+
+_PEER_PATIENCE_S = 1.0
 
 
 class Receiver:
@@ -45,11 +47,13 @@ class Receiver:
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while (message := self._next(tag, deadline, timeout_s)).tag < tag:
-            self._return_credit(message)
+            self._drop(message)
         assert self._inlet is not None
         try:
             layout = message.layout.value
             return packing.unpack(layout, self._inlet.read(layout, message.parcel))
+        except TransferError as error:
+            raise ChannelClosed(f"{self._label}: {self._broken(str(error))}") from error
         finally:
             self._return_credit(message)
 
@@ -62,7 +66,7 @@ class Receiver:
             self._arrived = deque(message for message in self._arrived if message.tag > tag)
             self._pulling.wake()
         for message in dropped:
-            self._return_credit(message)
+            self._drop(message)
 
     def look(self) -> None:
         """Take in what has arrived, without waiting: what belongs to an aborted operation gives its credits back."""
@@ -75,9 +79,10 @@ class Receiver:
             self._closed_reason = self._closed_reason or reason
             self._arrived.clear()
             self._pulling.wake()
-            connection = self._connection
-        if connection is not None:
+            connection, inlet = self._connection, self._inlet
+        if connection is not None and inlet is not None:
             connection.close(reason)
+            inlet.close(reason)
 
     @property
     def is_open(self) -> bool:
@@ -114,10 +119,24 @@ class Receiver:
         peer = self._waits_for.peer or "its sender, which has not connected yet"
         return f"channel {self.channel!r} from {peer}"
 
+    def _drop(self, message: "_Message") -> None:
+        assert self._inlet is not None
+        self._inlet.drop(message.parcel)
+        self._return_credit(message)
+
     def _return_credit(self, message: "_Message") -> None:
-        assert self._connection is not None
+        assert self._connection is not None and self._inlet is not None
         with contextlib.suppress(Unavailable):  # the sender has gone and needs no credit
-            self._connection.send(Frame(frames.CHANNEL_CREDIT, message.token))
+            self._connection.send(Frame(frames.CHANNEL_CREDIT, message.token, body=self._inlet.freed()))
+
+    def _broken(self, error: str) -> str:
+        """Why a transfer failed; the connection knows better, a moment later."""
+        with self._state:
+            self._state.wait_for(lambda: self._closed_reason is not None, _PEER_PATIENCE_S)
+            reason = self._closed_reason
+        if reason is None:
+            self.close(error)
+        return reason or error
 
     def _attach(self, connection: Connection, inlet: Inlet, peer: str) -> None:
         """Called by the hub when both ends are there; only the credits let the sender begin."""
@@ -129,6 +148,7 @@ class Receiver:
         if reason is not None:
             connection.close(reason)
             return
+        inlet.begin(lambda note: connection.send(Frame(frames.CHANNEL_NOTE, body=note)))
         with contextlib.suppress(Unavailable):  # then _on_close follows
             connection.send(Frame(frames.CHANNEL_OPEN, self.credits))
 
@@ -150,12 +170,18 @@ class Receiver:
                 self._arrived.append(message)
                 self._state.notify_all()
         if not is_wanted:
-            self._return_credit(message)
+            self._drop(message)
+
+    def _on_note(self, note: bytes) -> None:
+        assert self._inlet is not None
+        self._inlet.on_note(note)
 
     def _on_close(self, reason: str) -> None:
         with self._state:
             self._closed_reason = self._closed_reason or reason
             self._state.notify_all()
+        if self._inlet is not None:
+            self._inlet.end(reason)
 
 
 class _PackedLayout:

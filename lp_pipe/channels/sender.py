@@ -6,13 +6,16 @@ from typing import Any
 from torch import Tensor
 
 from lp_pipe import connections
-from lp_pipe.channels import kinds, packing
+from lp_pipe.channels import kinds, packing, transports
 from lp_pipe.channels.messages import Abort, Opening, data_frame
+from lp_pipe.channels.posting import Posting
 from lp_pipe.channels.pulling import Pulling
-from lp_pipe.channels.transport import Outlet
+from lp_pipe.channels.transport import Outlet, TransferError
 from lp_pipe.connections import Connection, Frame, PulledConnection, frames
 from lp_pipe.errors import ChannelClosed, Unavailable
 from lp_pipe.telemetry import waits
+
+_LARGE_BYTES = 1 << 18
 
 
 class Sender:
@@ -35,7 +38,7 @@ class Sender:
         self._closed_reason: str | None = None
 
     def send(self, tag: int, value: Any) -> None:
-        """Send a pytree of CPU tensors and picklable leaves; blocks while no credit is left.
+        """Send a pytree of CPU tensors and picklable leaves; blocks while no credit is left, not until it is there.
 
         tag: the number of the operation (step) it belongs to. requires_grad does not travel.
         The tensors are free again on return.
@@ -60,8 +63,12 @@ class Sender:
 
     def close(self, reason: str = "closed") -> None:
         """Close the channel; the receiver still gets what was sent, and then the reason."""
-        self._on_close(reason)  # first, or the peer's answer to the closing is taken for its death
+        with self._state:  # before closing, or the peer's answer to that is taken for its death
+            self._closed_reason = self._closed_reason or reason
+            self._pulling.wake()
+        self._outlet.finish()
         self._connection.close(reason)
+        self._outlet.close(reason)
 
     def _begin(self, kind: str) -> None:
         if kinds.is_pulled(kind) and isinstance(self._connection, PulledConnection):
@@ -73,10 +80,12 @@ class Sender:
 
     def _send(self, tag: int, header: bytes, tensors: list[Tensor]) -> None:
         assert self._layout is not None
+        if self._layout.offsets[-1] >= _LARGE_BYTES:
+            self._pulling.look()  # credits that have arrived bring back memory that is warm
         try:
             token, buffers = self._outlet.write(self._layout, tensors, self._total_credits)
             self._connection.send(data_frame(tag, header, token, buffers))
-        except Unavailable as error:
+        except (Unavailable, TransferError) as error:
             self._pulling.look()  # the peer may have said why
             raise self._closed(self._closed_reason or str(error)) from error
         except BaseException as error:  # no memory, Ctrl-C: the receiver cannot make sense of what would come next
@@ -102,9 +111,14 @@ class Sender:
         return ChannelClosed(f"{self._label}: {reason}")
 
     def _on_frame(self, frame: Frame) -> None:
+        if frame.kind == frames.CHANNEL_NOTE:
+            self._outlet.on_note(bytes(frame.body))
+            return
         is_grant = frame.kind == frames.CHANNEL_OPEN
-        if not is_grant:
-            self._outlet.release(frame.id)
+        if is_grant:
+            self._outlet.begin(lambda note: self._connection.send(Frame(frames.CHANNEL_NOTE, body=note)))
+        else:
+            self._outlet.release(frame.id, bytes(frame.body))
         with self._state:
             if is_grant:
                 self._total_credits = frame.id
@@ -115,12 +129,14 @@ class Sender:
         with self._state:
             self._closed_reason = self._closed_reason or reason
             self._pulling.wake()
+        self._outlet.close(reason)
 
 
 def open_sender(endpoint: str, channel: str, *, kind: str = "auto", name: str = "", peer: str = "") -> Sender:
     """Connect to the hub at `endpoint`; its receiver may be made before or after.
 
-    kind: "auto", "inproc" (by reference), "shm" (one host) or "stream".
+    kind: "auto", "inproc" (by reference), "shm" (one host), "gloo", "grpc" (the hub listens at such an endpoint) or
+    "stream" (through the connection, whatever it is).
     name, peer: labels of this node and of the hub's ("stages/1"), for messages at both ends.
 
     Raises:
@@ -128,10 +144,13 @@ def open_sender(endpoint: str, channel: str, *, kind: str = "auto", name: str = 
         Unavailable: nobody listens there.
     """
     kind = kinds.choose(kind, endpoint)
-    label = f"channel {channel!r} to {peer or endpoint}"
+    where = endpoint.partition("#")[0]  # without the token
+    label = f"channel {channel!r} to {peer or where}"
     try:
         connection = connections.connect(endpoint)
-        sender = Sender(connection, kinds.make_outlet(kind), label, waits.Target(endpoint, peer=peer))
+        if kinds.is_posted(kind):
+            connection = Posting(connection)
+        sender = Sender(connection, transports.make_outlet(kind), label, waits.Target(where, peer=peer))
         sender._begin(kind)
         connection.send(Opening(channel, kind, name).frame())
     except Unavailable as error:

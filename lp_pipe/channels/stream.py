@@ -7,13 +7,19 @@ import torch
 from torch import Tensor
 
 from lp_pipe.channels.packing import Layout, TensorSpec, empty_tensor, tensor_over
+from lp_pipe.channels.recycler import Recycler
 from lp_pipe.channels.transport import Inlet, Outlet
 
 
 class StreamOutlet(Outlet):
+    """The buffers are copies: they are sent later, when the tensors may have changed (see posting.py)."""
+
+    def __init__(self) -> None:
+        self._memory = Recycler()
+
     def write(self, layout: Layout, tensors: list[Tensor], credits: int) -> tuple[int, Sequence[Any]]:
         pairs = zip(layout.tensor_specs, tensors, strict=True)
-        return 0, [_bytes_of(spec, tensor) for spec, tensor in pairs if spec.size_bytes]
+        return 0, [_bytes_of(self._memory.empty(spec).copy_(tensor)) for spec, tensor in pairs if spec.size_bytes]
 
 
 class StreamInlet(Inlet):
@@ -25,9 +31,7 @@ class StreamInlet(Inlet):
         return [_tensor_of(spec, next(buffers) if spec.size_bytes else b"") for spec in layout.tensor_specs]
 
 
-def _bytes_of(spec: TensorSpec, tensor: Tensor) -> memoryview:
-    if tensor.stride() != spec.stride or tensor.is_conj() or tensor.is_neg():
-        tensor = empty_tensor(spec).copy_(tensor)
+def _bytes_of(tensor: Tensor) -> memoryview:
     flat = tensor.as_strided((tensor.numel(),), (1,))
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy's stubs have no Buffer in 3.11
 

@@ -1,15 +1,41 @@
 """The way of the tensors' bytes from a sender to its receiver: the only part of a channel that has several forms."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from lp_pipe.channels.packing import Layout
+from lp_pipe.errors import LpPipeError
+
+Notify = Callable[[bytes], None]
 
 
-class Outlet(ABC):
+class TransferError(LpPipeError):
+    """The bytes will not come, or cannot go: the other end is gone, or this one is closing."""
+
+
+class Half:
+    """What a transport's two halves have in common: they may exchange notes over the channel's connection.
+
+    All are called by the connection's thread, or by whoever closes, and must not block for long.
+    """
+
+    def begin(self, notify: Notify) -> None:
+        """Both ends are there; `notify` sends a note to the other half, which may come before its own `begin`.
+
+        `notify` raises Unavailable once the connection is closed.
+        """
+
+    def on_note(self, note: bytes) -> None:
+        """What the other half has said."""
+
+    def close(self, reason: str) -> None:
+        """This end is closed: whoever waits in here raises TransferError, and nothing is kept. Idempotent."""
+
+
+class Outlet(Half, ABC):
     """The sender's half. `write` is called by one thread at a time, `release` by the connection's thread."""
 
     @abstractmethod
@@ -18,13 +44,19 @@ class Outlet(ABC):
 
         layout: the same object as the last time when nothing has changed.
         credits: at most so many tokens are out at a time.
+
+        Raises:
+            TransferError: the channel was closed meanwhile.
         """
 
-    def release(self, token: int) -> None:  # noqa: B027 (most have nothing to release)
-        """The receiver does not need the token's bytes any more."""
+    def release(self, token: int, freed: bytes) -> None:
+        """The message was received, or dropped. freed: what the inlet's `freed` has given since."""
+
+    def finish(self) -> None:
+        """Before an orderly closing: what was written still goes, unless the receiver takes too long."""
 
 
-class Inlet(ABC):
+class Inlet(Half, ABC):
     """The receiver's half."""
 
     @abstractmethod
@@ -36,4 +68,18 @@ class Inlet(ABC):
 
     @abstractmethod
     def read(self, layout: Layout, parcel: Any) -> list[Tensor]:
-        """The tensors, owned by the caller; the token's bytes are not needed any more."""
+        """The tensors, owned by the caller.
+
+        Raises:
+            TransferError: their bytes do not come.
+        """
+
+    def end(self, reason: str) -> None:
+        """The sender is gone: no more notes will come; what it has sent may still be read."""
+
+    def drop(self, parcel: Any) -> None:
+        """Nobody will read it."""
+
+    def freed(self) -> bytes:
+        """What travels back with the next credit."""
+        return b""

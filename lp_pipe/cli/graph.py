@@ -25,12 +25,18 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         description="Show which nodes a program has, and which holds handles of which. Nothing is started.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="lp_pipe graph TARGET [-o FILE] [-- program flags]",
+        usage="lp_pipe graph TARGET [-o FILE] [--mode MODE] [-- program flags]",
         allow_abbrev=False,
     )
     parser.add_argument("target", metavar="TARGET", help="path/file.py[:name] or package.module[:name]")
     parser.add_argument(
         "-o", "--output", type=_output, metavar="FILE", help=f"ends in {', '.join(WRITERS)}; without: text on stdout"
+    )
+    parser.add_argument(
+        "--mode",
+        choices=("process", "thread"),
+        default="process",
+        help='decides what "auto" channels are; default: process',
     )
     parser.set_defaults(run=run_command)
 
@@ -43,7 +49,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
     """
     program = load_program(arguments.target, program_flags)
     try:
-        view = GraphView.of(program)
+        view = GraphView.of(program, arguments.mode)
     except ValueError as error:
         raise NotLaunched(f"{arguments.target}: {error}") from error
     output: Path | None = arguments.output

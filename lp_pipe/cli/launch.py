@@ -78,7 +78,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
         run_dir = arguments.run_dir or new_run_dir(Path("runs"), program.name)
         ours = run_dir if arguments.run_dir is None else None
         with _explained(arguments.target, ours):
-            view = GraphView.of(program)
+            view = GraphView.of(program, arguments.mode)
         with _make_display(arguments.json) as display:
             display.starting(Start(view, arguments.mode, run_dir))
             with display.output():

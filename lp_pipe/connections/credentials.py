@@ -78,6 +78,11 @@ def generate_credentials() -> Credentials:
     )
 
 
+def only_token(token: str) -> Credentials:
+    """For a plain listener that has a token of its own, and its clients."""
+    return Credentials(token, b"", b"", b"")
+
+
 def use_credentials(credentials: Credentials | None) -> None:
     """From now on this process listens and connects with these; None: it can do neither over TCP."""
     global _current

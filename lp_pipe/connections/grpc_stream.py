@@ -1,8 +1,9 @@
 """Two processes anywhere: frames over a gRPC bidirectional stream (protos/connection.proto), plain or with mTLS.
 
-    endpoint            who may connect
-    grpc:HOST:PORT      whoever shows the run's token; on this host only
-    grpcs:HOST:PORT     whoever has a certificate of the run, and shows its token
+    endpoint                who may connect
+    grpc:HOST:PORT          whoever shows the run's token; on this host only
+    grpc:HOST:PORT#TOKEN    whoever shows this token; on this host only
+    grpcs:HOST:PORT         whoever has a certificate of the run, and shows its token
 
 A connection has a channel, and so a TCP connection, of its own: gRPC's flow control is per TCP connection too, and a
 peer that does not read one connection must not stop the others.
@@ -18,7 +19,7 @@ import grpc
 from lp_pipe.connections import frames, tcp_endpoint
 from lp_pipe.connections.base import Connection, Listener, OnClose, OnConnection, OnFrame
 from lp_pipe.connections.chunks import CHUNK_BYTES, ChunkReader, Outbox, cut
-from lp_pipe.connections.credentials import RUN_NAME, Credentials, current_credentials
+from lp_pipe.connections.credentials import RUN_NAME, Credentials, current_credentials, only_token
 from lp_pipe.connections.frames import Frame, FrameError
 from lp_pipe.connections.silence import SilenceWatch
 from lp_pipe.connections.tcp_endpoint import TcpEndpoint
@@ -190,7 +191,8 @@ def connect(endpoint: str, idle_timeout_s: float | None = None) -> Connection:
         Unauthenticated: whoever listens is not of this run, or does not take this process for one of it.
     """
     where = _parse(endpoint)
-    credentials = current_credentials()
+    endpoint = str(where)  # messages do not show the token
+    credentials = _credentials_for(where)
     channel = _channel(where, credentials)
     outbox = Outbox()
     call = channel.stream_stream(f"/{_SERVICE}/{_METHOD}")(outbox, metadata=[(_TOKEN, credentials.token)])
@@ -212,7 +214,8 @@ def listen(endpoint: str, on_connection: OnConnection) -> Listener:
         Unauthenticated: this process has no credentials.
         OSError: the address cannot be bound.
     """
-    return GrpcListener(tcp_endpoint.parse(endpoint), current_credentials(), on_connection)
+    where = tcp_endpoint.parse(endpoint)
+    return GrpcListener(where, _credentials_for(where), on_connection)
 
 
 class GrpcListener(Listener):
@@ -222,7 +225,9 @@ class GrpcListener(Listener):
         self._server = grpc.server(_ThreadPerCall(), options=_SERVER_OPTIONS)
         handlers = {_METHOD: grpc.stream_stream_rpc_method_handler(self._accept)}
         self._server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(_SERVICE, handlers)])
-        self.endpoint = str(where._replace(port=self._bind(where), bind=""))
+        bound = where._replace(port=self._bind(where), bind="")
+        self.endpoint = bound.with_token
+        self._label = str(bound)
         self._server.start()
 
     def close(self) -> None:
@@ -248,7 +253,7 @@ class GrpcListener(Listener):
             context.abort(grpc.StatusCode.UNAUTHENTICATED, f"the peer showed {text}")
         outbox = Outbox()
         context.send_initial_metadata([(_WELCOME, "1")])
-        peer = f"client of {self.endpoint} ({context.peer()})"
+        peer = f"client of {self._label} ({context.peer()})"
         self._on_connection(GrpcConnection(peer, requests, outbox, context, lambda: None))
         return outbox
 
@@ -267,6 +272,10 @@ class _ThreadPerCall(concurrent.futures.Executor):
 
         threading.Thread(target=run, name="grpc stream", daemon=True).start()
         return future
+
+
+def _credentials_for(where: TcpEndpoint) -> Credentials:
+    return only_token(where.token) if where.token else current_credentials()
 
 
 def _parse(endpoint: str) -> TcpEndpoint:

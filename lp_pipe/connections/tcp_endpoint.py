@@ -1,4 +1,7 @@
-"""Endpoints over TCP: `grpc:HOST:PORT`, plain and on this host only, or `grpcs:HOST:PORT`, mTLS."""
+"""Endpoints over TCP: `grpc:HOST:PORT`, plain and on this host only, or `grpcs:HOST:PORT`, mTLS.
+
+`grpc:HOST:PORT#TOKEN` is a listener with a token of its own, in place of the run's: whoever is told it may connect.
+"""
 
 import ipaddress
 from typing import NamedTuple
@@ -8,12 +11,16 @@ SCHEMES = (PLAIN, SECURE)
 
 
 class TcpEndpoint(NamedTuple):
-    """scheme: PLAIN or SECURE. bind: where a listener binds, when that is not the host by which others reach it."""
+    """scheme: PLAIN or SECURE. bind: where a listener binds, when that is not the host by which others reach it.
+
+    `str` leaves the token out, for messages and logs.
+    """
 
     scheme: str
     host: str
     port: int
     bind: str = ""
+    token: str = ""
 
     @property
     def is_secure(self) -> bool:
@@ -29,6 +36,11 @@ class TcpEndpoint(NamedTuple):
         """What a listener binds."""
         return f"{_bracketed(self.bind or self.host)}:{self.port}"
 
+    @property
+    def with_token(self) -> str:
+        """What a client is given."""
+        return f"{self}#{self.token}" if self.token else str(self)
+
     def __str__(self) -> str:
         return f"{self.scheme}{self.target}"
 
@@ -36,15 +48,20 @@ class TcpEndpoint(NamedTuple):
 def parse(endpoint: str) -> TcpEndpoint:
     """Read `grpc[s]:HOST:PORT`, or `grpcs:HOST@BIND:PORT`, for a listener that others reach as HOST.
 
+    Only a plain endpoint may have a token: with mTLS the run's credentials decide.
+
     Raises:
         ValueError: it is no such endpoint, or a plain one that others on the network could read.
     """
+    endpoint, _, token = endpoint.partition("#")
     scheme = endpoint[: endpoint.find(":") + 1]
     hosts, _, port = endpoint.removeprefix(scheme).rpartition(":")
     host, _, bind = hosts.partition("@")
     if scheme not in SCHEMES or not host or not port.isdigit() or int(port) > 65535:
         raise ValueError(f"{endpoint!r} is not grpc:HOST:PORT or grpcs:HOST:PORT")
-    found = TcpEndpoint(scheme, host.strip("[]"), int(port), bind.strip("[]"))
+    found = TcpEndpoint(scheme, host.strip("[]"), int(port), bind.strip("[]"), token)
+    if found.is_secure and token:
+        raise ValueError(f"{endpoint}: an endpoint with mTLS has no token of its own")
     if not found.is_secure and not (_is_loopback(found.host) and _is_loopback(found.bind or found.host)):
         raise ValueError(f"{endpoint}: without encryption only on this host (127.0.0.1); use {SECURE}{hosts}:{port}")
     if _is_wildcard(found.host):

@@ -24,6 +24,11 @@ class Arrow:
     edges: tuple[Edge, ...]
     is_mutual: bool = False
 
+    @property
+    def channels(self) -> str:
+        """The kinds of the channels among its edges: "shm"."""
+        return ", ".join(dict.fromkeys(edge.channel for edge in self.edges if edge.channel))
+
 
 _Bundles = dict[tuple[End, End], list[Edge]]
 

@@ -13,8 +13,12 @@ def to_dot(view: GraphView) -> str:
         lines += [f"  subgraph cluster_{number} {{", f"    label={_quoted(label)};"]
         lines += [f"    {_quoted(node.name)} [label={_quoted(node.name, node.runs)}];" for node in nodes]
         lines.append("  }")
-    lines += [f"  {_quoted(edge.user)} -> {_quoted(edge.server)};" for edge in view.edges]
+    lines += [f"  {_quoted(edge.user)} -> {_quoted(edge.server)}{_label(edge.channel)};" for edge in view.edges]
     return "\n".join([*lines, "}"]) + "\n"
+
+
+def _label(channel: str) -> str:
+    return f' [label={_quoted(channel)}, fontname="Helvetica", fontsize=10]' if channel else ""
 
 
 def _quoted(*lines: str) -> str:

@@ -3,9 +3,11 @@
 from typing import Any, NamedTuple
 from xml.etree import ElementTree as ET
 
+from lp_pipe.graph.arrows import Arrow
 from lp_pipe.graph.layout import Rect
 from lp_pipe.graph.scene import Box, Curve, Scene, make_scene
 from lp_pipe.graph.view import GraphView, NodeView, count
+from lp_pipe.program import Edge
 
 _FONT = "Inter, 'Segoe UI', 'Helvetica Neue', Helvetica, Arial, 'DejaVu Sans', sans-serif"
 _INK, _FAINT_INK = "#1f2733", "#6b7685"
@@ -38,7 +40,7 @@ def to_svg(view: GraphView) -> str:
     """Groups as boxes, users above their servers; an arrow points from the user to the server that it calls.
 
     A large group is one stack of cards; an arrow to or from a box stands for all of its members; hover over an arrow
-    to see which handles it stands for.
+    to see which handles it stands for. Where tensors travel, the kind of channel is written along it.
     """
     scene = make_scene(view)
     colors = {label: PALETTE[number % len(PALETTE)] for number, label in enumerate(view.groups)}
@@ -125,7 +127,22 @@ def _add_curve(stage: ET.Element, curve: Curve, color: Colors) -> None:
     path.attrib.update({"class": "edge", "marker-end": marker})
     if curve.arrow.is_mutual:
         path.attrib["marker-start"] = marker
-    _add(path, "title", "\n".join(f"{edge.user} → {edge.server}" for edge in curve.arrow.edges))
+    _add(path, "title", "\n".join(_edge_text(edge) for edge in curve.arrow.edges))
+    if curve.arrow.channels:
+        _add_channels(stage, path, curve.arrow, color)
+
+
+def _add_channels(stage: ET.Element, path: ET.Element, arrow: Arrow, color: Colors) -> None:
+    """The kinds of channels along the arrow, in the middle of it."""
+    path.attrib["id"] = f"edge-{len(stage)}"
+    text = _add(stage, "text", dy=-5, font_size=10, fill=color.ink, text_anchor="middle")
+    text.attrib["class"] = "channel"
+    along = _add(text, "textPath", arrow.channels, href=f"#{path.attrib['id']}", startOffset="50%")
+    along.attrib["data-edges"] = " ".join(f"{edge.user}>{edge.server}" for edge in arrow.edges if edge.channel)
+
+
+def _edge_text(edge: Edge) -> str:
+    return f"{edge.user} → {edge.server}" + (f" (tensors: {edge.channel})" if edge.channel else "")
 
 
 def _add_rect(parent: ET.Element, rect: Rect, **attributes: Any) -> ET.Element:

@@ -12,7 +12,8 @@ _Row = tuple[list[str], str]
 
 
 def to_text(view: GraphView) -> str:
-    """A tree of groups and nodes; `→` names the nodes whose handles a node holds.
+    """A tree of groups and nodes; `→` names the nodes whose handles a node holds, and by the kind
+    of channel those that it sends tensors to (`; shm: stages/1`).
 
     char_gpt: 4 nodes in 3 groups (→ holds a handle of)
       feeder   CourierNode  Feeder
@@ -60,6 +61,8 @@ def _row(view: GraphView, name: str, nodes: list[NodeView]) -> _Row:
     resources = " ".join(f"{key}={value}" for key, value in first.resources.items())
     sizes = {label: len(members) for label, members in view.groups.items()}
     servers = short_names(view.servers_of(nodes), sizes)
+    for kind, names in view.channels_of(nodes).items():
+        servers += f"; {kind}: {short_names(names, sizes)}"
     return [name, first.kind, f"{first.runs}  {resources}".rstrip()], servers
 
 

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from lp_pipe.channels import kinds
 from lp_pipe.nodes import Colocation, Node
 from lp_pipe.program import Edge, Program
 from lp_pipe.resources import Resources
@@ -36,8 +37,8 @@ class GraphView:
     edges: tuple[Edge, ...]
 
     @classmethod
-    def of(cls, program: Program) -> "GraphView":
-        """The graph of `program` as it is now.
+    def of(cls, program: Program, mode: str = "process") -> "GraphView":
+        """The graph of `program` as it is now; `mode`, in which it will run, decides what "auto" channels are.
 
         Raises:
             ValueError: a node holds a handle of a node that is not in the program.
@@ -47,7 +48,7 @@ class GraphView:
             for label, members in program.groups.items()
             for node in members
         )
-        return cls(program.name, nodes, tuple(program.edges()))
+        return cls(program.name, nodes, tuple(_chosen(edge, mode) for edge in program.edges()))
 
     @functools.cached_property
     def groups(self) -> dict[str, list[NodeView]]:
@@ -63,8 +64,21 @@ class GraphView:
         called = {edge.server for edge in self.edges if edge.user in names}
         return [node.name for node in self.nodes if node.name in called]
 
+    def channels_of(self, users: Iterable[NodeView]) -> dict[str, list[str]]:
+        """By kind of channel, the names of the nodes that any of `users` sends tensors to, in the program's order."""
+        names = {user.name for user in users}
+        table: dict[str, list[str]] = {}
+        for node in self.nodes:
+            for kind in {edge.channel for edge in self.edges if edge.user in names and edge.server == node.name}:
+                if kind:
+                    table.setdefault(kind, []).append(node.name)
+        return table
+
     def to_dict(self) -> dict[str, Any]:
-        """`{"program", "groups": {label: [node names]}, "nodes": [...], "edges": [{"user", "server"}]}`."""
+        """`{"program", "groups": {label: [node names]}, "nodes": [...], "edges": [{"user", "server"}]}`.
+
+        An edge that tensors travel along has a "channel", too.
+        """
         return {
             "program": self.program,
             "groups": {label: [node.name for node in members] for label, members in self.groups.items()},
@@ -72,11 +86,19 @@ class GraphView:
                 {"name": node.name, **dataclasses.asdict(node), "resources": dict(node.resources)}
                 for node in self.nodes
             ],
-            "edges": [dataclasses.asdict(edge) for edge in self.edges],
+            "edges": [
+                {name: value for name, value in dataclasses.asdict(edge).items() if value} for edge in self.edges
+            ],
         }
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2) + "\n"
+
+
+def _chosen(edge: Edge, mode: str) -> Edge:
+    if not edge.channel:
+        return edge
+    return dataclasses.replace(edge, channel=kinds.choice(edge.channel, same_process=mode == "thread"))
 
 
 def count(number: int, noun: str) -> str:

@@ -12,6 +12,8 @@ ClientT = TypeVar("ClientT")
 class Handle(ABC, Generic[ClientT]):
     """What `program.add_node` returns: pass it to other nodes' constructors, which get a client in its place."""
 
+    channel = ""  # of a handle that tensors go to, and no calls: the kind of channel that was asked for
+
     def __init__(self) -> None:
         self.node_name = "a node that was not added to a program"
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from lp_pipe.address import Address
+from lp_pipe.channels import kinds
 from lp_pipe.errors import PipelineError, ScheduleError
 from lp_pipe.handles import CourierHandle, Handle
 from lp_pipe.nodes import CourierNode
@@ -26,7 +27,6 @@ from lp_pipe.pipeline.worker import StageWorker
 from lp_pipe.program import Program
 from lp_pipe.resources import Resources
 
-CHANNELS = ("auto", "inproc", "shm")
 _CREDITS = 4
 
 
@@ -55,7 +55,9 @@ def add_pipeline(
     microbatches: slices of a batch per step, over all replicas; small batches may give fewer.
     replicas: processes that share a worker's micro-batches (j runs on replica j mod r) and sum their gradients in rank
         order; one number, or one per worker. BatchNorm statistics are those of replica 0's micro-batches.
-    channel: how tensors travel between workers: "auto", "inproc" (threads), "shm" (processes of one host).
+    channel: how tensors travel between workers: "auto" takes what is fastest, "inproc" in thread mode and "shm" between
+        processes of one host; "grpc"; "gloo" (torch.distributed). One that does not fit the mode fails the workers'
+        start.
     recompute: layers that keep only their inputs until their backward, where they run again: "none", "full" (each stage
         as a whole), ("every", k) (each k layers of a stage), or (layer_index, layer) -> bool (each such layer alone).
     precision: of what layers and loss compute under torch.autocast; parameters stay as they are: "fp32", "bf16", or
@@ -68,8 +70,8 @@ def add_pipeline(
     """
     if not isinstance(model, Model):
         raise PipelineError(f"add_pipeline takes a pp.Model(layers, loss, optimizer), not {type(model).__name__}")
-    if channel not in CHANNELS:
-        raise PipelineError(f"channel={channel!r}: known are {', '.join(CHANNELS)}")
+    if channel not in kinds.KINDS:
+        raise PipelineError(f"channel={channel!r}: {kinds.why_not(channel)}")
     if microbatches < 1:
         raise PipelineError(f"microbatches={microbatches}: a step needs at least 1")
     check_recompute(recompute)
@@ -221,7 +223,7 @@ def _add_nodes(
     addresses = [Address("channels") for _ in nodes]
     for address, node in zip(addresses, nodes, strict=True):
         address.assign(node)
-    hubs = [ChannelHandle(address, node.name) for address, node in zip(addresses, nodes, strict=True)]
+    hubs = [ChannelHandle(address, node.name, config.channel) for address, node in zip(addresses, nodes, strict=True)]
     for worker, node, address in zip(workers, nodes, addresses, strict=True):
         neighbours = {receiver: hubs[receiver] for receiver in _receivers(config, worker.rank)}
         owner, _ = config.ranks.places[worker.rank]

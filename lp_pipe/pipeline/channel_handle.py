@@ -30,10 +30,11 @@ class ChannelTarget:
 class ChannelHandle(Handle[ChannelTarget]):
     """A handle of the hub of channels that a stage worker owns beside its server."""
 
-    def __init__(self, address: Address, node_name: str) -> None:
+    def __init__(self, address: Address, node_name: str, kind: str) -> None:
         super().__init__()
         self._address = address
         self.node_name = node_name
+        self.channel = kind
 
     @property
     def addresses(self) -> list[Address]:

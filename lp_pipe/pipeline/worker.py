@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from lp_pipe.address import Address
 from lp_pipe.channels import ChannelHub
+from lp_pipe.channels.kinds import hub_endpoint
 from lp_pipe.context import context
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.activation_meter import ActivationMeter
@@ -42,7 +43,8 @@ class StageWorker:
         feeder: Any = None,
     ) -> None:
         node = context()
-        self._hub = ChannelHub(node.services.endpoint_for(channels.id), node.name)
+        usual = node.services.endpoint_for(channels.id)
+        self._hub = ChannelHub(hub_endpoint(pipeline.channel, usual), node.name)
         node.exit_stack.callback(self._hub.close, f"{node.name} has ended")
         node.services.register(channels.id, self._hub.endpoint)
         self._config = pipeline

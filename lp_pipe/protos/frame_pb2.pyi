@@ -24,6 +24,7 @@ class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     KIND_STREAM_END: _ClassVar[Kind]
     KIND_STREAM_CREDIT: _ClassVar[Kind]
     KIND_LOAN_RETURN: _ClassVar[Kind]
+    KIND_CHANNEL_NOTE: _ClassVar[Kind]
 KIND_UNSPECIFIED: Kind
 KIND_CALL: Kind
 KIND_RESULT: Kind
@@ -39,6 +40,7 @@ KIND_STREAM_ITEM: Kind
 KIND_STREAM_END: Kind
 KIND_STREAM_CREDIT: Kind
 KIND_LOAN_RETURN: Kind
+KIND_CHANNEL_NOTE: Kind
 
 class StreamCredit(_message.Message):
     __slots__ = ("items",)

@@ -17,7 +17,7 @@ def directory() -> Iterator[str]:
     shutil.rmtree(path)
 
 
-@pytest.fixture(params=["inproc", "shm", "stream"])
+@pytest.fixture(params=["inproc", "shm", "stream", "grpc", "gloo"])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lp_pipe.channels import ChannelHub, Receiver, Sender, open_sender
+from lp_pipe.channels import ChannelHub, Receiver, Sender, kinds, open_sender
 
 PATIENCE_S = 10.0
 _A_MOMENT_S = 0.05  # long enough for a thread that is not blocked to go on
@@ -20,7 +20,8 @@ class Edge:
     """Stage 0's sender and stage 1's receiver, in one process."""
 
     def __init__(self, kind: str, directory: str) -> None:
-        endpoint = f"inproc:hub{next(_numbers)}" if kind == "inproc" else f"unix:{directory}/s"
+        usual = f"inproc:hub{next(_numbers)}" if kind == "inproc" else f"unix:{directory}/s"
+        endpoint = kinds.hub_endpoint(kind, usual)
         self.kind = kind
         self.hub = ChannelHub(endpoint, "stages/1")
 

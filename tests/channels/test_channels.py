@@ -6,7 +6,8 @@ import sys
 import pytest
 import torch
 
-from lp_pipe.channels import ChannelHub, open_sender
+from lp_pipe.channels import ChannelHub, kinds, open_sender
+from lp_pipe.errors import Unavailable
 from tests.channels.edges import PATIENCE_S, Edge, assert_same, in_thread, is_blocked
 
 
@@ -91,3 +92,12 @@ def test_auto_and_stream_work_over_every_connection(directory: str, scheme: str)
 def test_importing_channels_does_not_import_torch() -> None:
     code = "import sys, lp_pipe.channels; assert 'torch' not in sys.modules; lp_pipe.channels.ChannelHub"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_only_who_is_told_the_endpoint_reaches_a_hub_over_grpc() -> None:
+    hub = ChannelHub(kinds.hub_endpoint("grpc", "unix:/nowhere"), "stages/1")
+    where, _, token = hub.endpoint.partition("#")
+    with pytest.raises(Unavailable, match="wrong token") as raised:
+        open_sender(f"{where}#{'0' * len(token)}", "activations", kind="grpc")
+    assert token not in str(raised.value)
+    hub.close("done")

@@ -83,3 +83,25 @@ def test_a_channel_may_be_made_again_after_it_closed(edge: Edge) -> None:
         sender.send(0, number)
         assert receiver.receive(0, PATIENCE_S) == number
         receiver.close(f"round {number}")
+
+
+def test_closing_the_sender_frees_its_own_blocked_send(edge: Edge) -> None:
+    edge.receiver(credits=1)
+    sender = edge.sender()
+    sender.send(0, None)
+    blocked = in_thread(sender.send, 0, None)
+    assert is_blocked(blocked)
+    sender.close("enough")
+    with pytest.raises(ChannelClosed, match=r"channel 'activations' to stages/1: enough"):
+        blocked.result(PATIENCE_S)
+
+
+def test_all_that_was_sent_arrives_also_large_values_before_the_reason(edge: Edge) -> None:
+    receiver, sender = edge.receiver(), edge.sender()
+    for number in range(4):
+        sender.send(0, torch.full((1_000_000,), float(number)))
+    sender.close("no more data")
+    for number in range(4):
+        assert_same(receiver.receive(0, PATIENCE_S), torch.full((1_000_000,), float(number)))
+    with pytest.raises(ChannelClosed, match="no more data"):
+        receiver.receive(0, PATIENCE_S)

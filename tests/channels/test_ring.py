@@ -11,14 +11,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lp_pipe.channels import ChannelHub, open_sender
+from lp_pipe.channels import ChannelHub, kinds, open_sender
 from lp_pipe.channels.packing import TensorSpec
 from lp_pipe.channels.receiver import Receiver
 from lp_pipe.channels.recycler import Recycler
-from lp_pipe.channels.ring import RingOutlet, _Segment, is_supported
+from lp_pipe.channels.ring import RingOutlet
+from lp_pipe.channels.segments import Segment
 from lp_pipe.channels.sender import Sender
 
-pytestmark = pytest.mark.skipif(not is_supported, reason="no memfd_create")
+pytestmark = pytest.mark.skipif(not kinds.is_shm_supported, reason="no memfd_create")
 
 PATIENCE_S = 10.0
 MEBI = 1 << 20
@@ -52,8 +53,7 @@ def edge() -> Iterator[Edge]:
     shutil.rmtree(directory)
 
 
-def inode_of(segment: _Segment | None) -> int:
-    assert segment is not None
+def inode_of(segment: Segment) -> int:
     return os.fstat(segment._fd).st_ino
 
 
@@ -65,21 +65,21 @@ def mappings_of(inode: int) -> int:
 
 def test_slots_are_used_again(edge: Edge) -> None:
     edge.pass_on(1000)
-    segment = edge.outlet._segment
+    (segment,) = edge.outlet._small
     for size in (0, 1, 5000, 1000, 1 << 16):
         edge.pass_on(size)
-    assert edge.outlet._segment is segment
+    assert edge.outlet._small == [segment]
 
 
 def test_slots_grow_and_the_old_segment_goes_with_its_last_message(edge: Edge) -> None:
     edge.sender.send(0, torch.ones(10))
-    old = inode_of(edge.outlet._segment)
-    edge.sender.send(0, torch.ones(MEBI))
-    segment = edge.outlet._segment
-    assert segment is not None and segment.slot_bytes == 4 * MEBI
+    old = inode_of(edge.outlet._small[0])
+    edge.sender.send(0, torch.ones(30_000))
+    (segment,) = edge.outlet._small
+    assert segment.slot_bytes == 1 << 17
     assert mappings_of(old) >= 1, "its message has not been received"
     assert torch.equal(edge.receiver.receive(0, PATIENCE_S), torch.ones(10))
-    assert torch.equal(edge.receiver.receive(0, PATIENCE_S), torch.ones(MEBI))
+    assert torch.equal(edge.receiver.receive(0, PATIENCE_S), torch.ones(30_000))
     for _ in range(edge.receiver.credits):  # needs all credits, so the first message's has come back
         edge.sender.send(0, None)
     assert mappings_of(old) == 0
@@ -90,7 +90,7 @@ def test_nothing_is_mapped_after_closing() -> None:
     directory = tempfile.mkdtemp(prefix="lp")
     edge = Edge(directory)
     edge.pass_on(MEBI)
-    inode = inode_of(edge.outlet._segment)
+    inode = inode_of(edge.outlet._large[0])
     edge.hub.close("done")
     del edge
     for thread in threading.enumerate():
@@ -102,13 +102,51 @@ def test_nothing_is_mapped_after_closing() -> None:
 
 
 def test_large_received_tensors_use_the_memory_of_those_that_are_gone(edge: Edge) -> None:
-    first = edge.pass_on(2 * MEBI)
-    address, view = first.data_ptr(), first[5:]
-    del first
-    second = edge.pass_on(2 * MEBI)
-    assert second.data_ptr() != address, "a view still uses it"
-    del view
-    assert edge.pass_on(2 * MEBI).data_ptr() == address
+    addresses = {edge.pass_on(2 * MEBI).data_ptr() for _ in range(20)}
+    assert len(addresses) == 2, "that one has gone is said with the next one's credit"
+
+
+def test_large_received_tensors_stay_as_long_as_any_part_of_them_is_used(edge: Edge) -> None:
+    view = edge.pass_on(2 * MEBI)[5:8]
+    address = view.data_ptr()
+    for _ in range(10):
+        assert edge.pass_on(2 * MEBI).data_ptr() != address - 5
+    assert view.tolist() == [7, 7, 7]
+
+
+def test_holding_large_values_does_not_hold_up_the_sender(edge: Edge) -> None:
+    """Activations wait for their backward; credits do not wait for them."""
+    held = []
+    for number in range(12):
+        edge.sender.send(0, torch.full((MEBI,), float(number)))
+        held.append(edge.receiver.receive(0, PATIENCE_S))
+    assert len(edge.outlet._large) == 3
+    assert [tensor.unique().tolist() for tensor in held] == [[float(number)] for number in range(12)]
+    held.clear()
+    for _ in range(30):
+        edge.pass_on(MEBI)
+    assert len(edge.outlet._large) <= 4, "their slots are used again, once the next credit has brought them back"
+
+
+@pytest.mark.parametrize("closing", ["sender", "receiver"])
+def test_large_received_tensors_outlive_the_channel_and_may_be_written(edge: Edge, closing: str) -> None:
+    edge.sender.send(0, {"a": torch.ones(MEBI), "b": torch.zeros(5)})
+    value = edge.receiver.receive(0, PATIENCE_S)
+    (edge.sender if closing == "sender" else edge.receiver).close("enough")
+    gc.collect()
+    value["a"] += 1
+    value["b"].fill_(3)
+    assert value["a"].sum().item() == 2 * MEBI and value["b"].tolist() == [3] * 5
+    assert value["a"].data_ptr() % 64 == 0 and value["b"].data_ptr() % 64 == 0
+    assert value["a"].untyped_storage().nbytes() == 4 * MEBI, "they look as apart as they were"
+
+
+def test_dropped_large_values_give_their_memory_back(edge: Edge) -> None:
+    for tag in range(20):
+        edge.sender.send(tag, torch.ones(MEBI))
+        edge.receiver.abort(tag, "not wanted")
+        edge.receiver.look()
+    assert len(edge.outlet._large) == 1
 
 
 def test_memory_of_shapes_that_come_no_more_is_given_back() -> None:
@@ -130,7 +168,7 @@ def test_a_sender_that_fails_to_send_closes_the_channel(edge: Edge, monkeypatch:
     def no_memory(count: int) -> int:
         raise MemoryError(f"no {count} bytes")
 
-    monkeypatch.setattr(RingOutlet, "_fitting_segment", lambda self, size, credits: no_memory(size))
+    monkeypatch.setattr(RingOutlet, "_free_segment", lambda self, size, credits: no_memory(size))
     with pytest.raises(MemoryError):
         edge.sender.send(0, torch.ones(4))
     with pytest.raises(Exception, match="the sender failed to send: MemoryError: no 64 bytes"):

@@ -14,10 +14,10 @@ from concurrent.futures import Future
 import pytest
 import torch
 
-from lp_pipe.channels import ChannelHub, open_sender
+from lp_pipe.channels import ChannelHub, Receiver, kinds, open_sender
 from lp_pipe.errors import ChannelClosed
 
-KINDS = ["shm", "stream"]
+KINDS = ["shm", "grpc", "gloo"]
 PATIENCE_S = 20.0
 PROMPT_S = 2.0
 
@@ -27,6 +27,7 @@ from lp_pipe.channels import open_sender
 sender = open_sender(sys.argv[1], "activations", kind=sys.argv[2], name="stages/0")
 for number in range(2):
     sender.send(0, torch.full((300_000,), float(number)))
+sender._outlet.finish()
 print("sent", flush=True)
 sys.stdin.read()
 """
@@ -36,7 +37,7 @@ import sys, torch
 from lp_pipe.channels import ChannelHub
 hub = ChannelHub(sys.argv[1], "stages/1")
 receiver = hub.receiver("activations", credits=2)
-print("ready", flush=True)
+print(hub.endpoint, flush=True)
 print(receiver.receive(0).sum().item(), flush=True)
 sys.stdin.read()
 """
@@ -48,9 +49,9 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def endpoint() -> Iterator[str]:
+def endpoint(kind: str) -> Iterator[str]:
     directory = tempfile.mkdtemp(prefix="lp")
-    yield f"unix:{directory}/s"
+    yield kinds.hub_endpoint(kind, f"unix:{directory}/s")
     shutil.rmtree(directory)
 
 
@@ -84,12 +85,19 @@ class Peer:
         self._process.communicate()
 
 
+def wait_for_the_next(receiver: Receiver) -> None:
+    """Until it is here: a sender that is killed takes along what it is still sending."""
+    with receiver._state:
+        assert receiver._pulling.wait_for(lambda: bool(receiver._arrived), PATIENCE_S)
+
+
 def test_a_killed_sender_ends_a_blocked_receive(endpoint: str, kind: str) -> None:
     hub = ChannelHub(endpoint, "stages/1")
     receiver = hub.receiver("activations")
-    with Peer(SENDING, endpoint, kind) as peer:
+    with Peer(SENDING, hub.endpoint, kind) as peer:
         assert peer.line() == "sent"
         assert torch.equal(receiver.receive(0, PATIENCE_S), torch.zeros(300_000))
+        wait_for_the_next(receiver)
         peer.kill()
         began = time.monotonic()
         assert torch.equal(receiver.receive(0, PATIENCE_S), torch.ones(300_000)), "it had arrived"
@@ -101,8 +109,7 @@ def test_a_killed_sender_ends_a_blocked_receive(endpoint: str, kind: str) -> Non
 
 def test_a_killed_receiver_ends_a_blocked_send(endpoint: str, kind: str) -> None:
     with Peer(RECEIVING, endpoint) as peer:
-        assert peer.line() == "ready"
-        sender = open_sender(endpoint, "activations", kind=kind, name="stages/0", peer="stages/1")
+        sender = open_sender(peer.line(), "activations", kind=kind, name="stages/0", peer="stages/1")
         for _ in range(3):
             sender.send(0, torch.ones(300_000))
         assert peer.line() == "300000.0"

@@ -41,3 +41,15 @@ def test_a_listener_must_say_how_others_reach_it(endpoint: str) -> None:
 def test_anything_else_is_refused(endpoint: str) -> None:
     with pytest.raises(ValueError, match="is not grpc:HOST:PORT"):
         parse(endpoint)
+
+
+def test_a_token_of_its_own_is_for_clients_and_not_for_messages() -> None:
+    found = parse("grpc:127.0.0.1:5000#secret")
+    assert (str(found), found.with_token, found.token) == (
+        "grpc:127.0.0.1:5000",
+        "grpc:127.0.0.1:5000#secret",
+        "secret",
+    )
+    with pytest.raises(ValueError, match="mTLS has no token of its own") as raised:
+        parse("grpcs:node17:5000#secret")
+    assert "secret" not in str(raised.value)

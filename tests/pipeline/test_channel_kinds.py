@@ -1,0 +1,59 @@
+"""A pipeline trains to the same bits whichever way its tensors travel."""
+
+import pytest
+
+import lp_pipe as lp
+import lp_pipe.pipeline as pp
+from lp_pipe.errors import PipelineError
+from tests.pipeline.plain_loop import (
+    PlainLoop,
+    assert_same_state,
+    launched,
+    launched_many,
+    model_with_everything,
+    random_batches,
+)
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+BATCHES = random_batches([10, 3, 12])
+
+
+OPTIONS = {"stages": 3, "microbatches": 4, "clip_grad_norm": 0.1}
+
+
+def assert_trains_like_the_plain_loop(pipeline: pp.PipelineClient) -> None:
+    plain = PlainLoop(model_with_everything(), 4, 0.1)
+    assert [result.loss for result in pipeline.steps()] == plain.steps(BATCHES)
+    assert_same_state(pipeline.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("kind", ["auto", "inproc", "grpc", "gloo"])
+def test_every_kind_of_channel_trains_to_the_same_bits(kind: str) -> None:
+    with launched("thread", model_with_everything(), BATCHES, channel=kind, **OPTIONS) as pipeline:
+        assert_trains_like_the_plain_loop(pipeline)
+
+
+def test_every_kind_of_channel_between_processes_trains_to_the_same_bits() -> None:
+    """With "auto" the tests of exactness do it."""
+    pipelines = [(model_with_everything(), BATCHES, {"channel": kind, **OPTIONS}) for kind in ("grpc", "gloo")]
+    with launched_many("process", pipelines) as clients:
+        for client in clients:
+            assert_trains_like_the_plain_loop(client)
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [("pigeon", "known are auto, inproc, shm, grpc, gloo"), ("nccl", "NCCL only those of GPUs")],
+)
+def test_a_kind_that_does_not_exist_is_refused_at_setup(kind: str, what: str) -> None:
+    with pytest.raises(PipelineError, match=f"channel={kind!r}: .*{what}"):
+        pp.add_pipeline(lp.Program("train"), model_with_everything(), channel=kind)
+
+
+def test_a_kind_that_does_not_fit_the_mode_fails_the_start() -> None:
+    with (
+        pytest.raises(Exception, match=r"channel kind 'shm' does not fit inproc:.*use one of 'auto', 'inproc'"),
+        launched("thread", model_with_everything(), BATCHES, stages=2, microbatches=2, channel="shm") as pipeline,
+    ):
+        list(pipeline.steps())
