@@ -15,6 +15,7 @@ from lp_pipe.pipeline.client import PipelineHandle
 from lp_pipe.pipeline.conductor import Conductor
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
 from lp_pipe.pipeline.cuts import balanced_cuts, check_cuts
+from lp_pipe.pipeline.device import check_devices
 from lp_pipe.pipeline.model import Model, sources_of
 from lp_pipe.pipeline.names import outer_name, own_names
 from lp_pipe.pipeline.precision import check_precision
@@ -40,6 +41,7 @@ def add_pipeline(
     microbatches: int = 8,
     replicas: int | Sequence[int] = 1,
     channel: str = "auto",
+    device: str | Sequence[str] = "auto",
     recompute: Recompute = "none",
     precision: str = "fp32",
     clip_grad_norm: float | None = None,
@@ -58,6 +60,7 @@ def add_pipeline(
     channel: how tensors travel between workers: "auto" takes what is fastest, "inproc" in thread mode and "shm" between
         processes of one host; "grpc"; "gloo" (torch.distributed). One that does not fit the mode fails the workers'
         start.
+    device: where stages compute: "cpu", "cuda", "cuda:1", or one per worker; "auto": a GPU where the node sees one.
     recompute: layers that keep only their inputs until their backward, where they run again: "none", "full" (each stage
         as a whole), ("every", k) (each k layers of a stage), or (layer_index, layer) -> bool (each such layer alone).
     precision: of what layers and loss compute under torch.autocast; parameters stay as they are: "fp32", "bf16", or
@@ -102,6 +105,7 @@ def add_pipeline(
         own_names=names,
         edges=tuple(edges),
         replicas=counts,
+        devices=check_devices(device, len(made.workers)),
     )
     with program.group(group, resources=resources):
         conductor = _add_nodes(program, config, _workers(config, sources, cuts, _owners(model, tied)), inputs, group)

@@ -1,14 +1,11 @@
 """The first worker's second job: it starts every operation on all workers, and makes each a whole or nothing."""
 
 import contextlib
-import hashlib
 import logging
-import secrets
-import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,17 +15,17 @@ from torch import Tensor
 from lp_pipe.address import Address
 from lp_pipe.context import context
 from lp_pipe.errors import EndOfData, PipelineError, Unavailable
-from lp_pipe.pipeline import manifest, safetensors_file
+from lp_pipe.pipeline import safetensors_file
 from lp_pipe.pipeline.batches import BatchSource
 from lp_pipe.pipeline.channel_handle import ChannelTarget
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
 from lp_pipe.pipeline.execution import Report
 from lp_pipe.pipeline.loss_scale import LossScale
 from lp_pipe.pipeline.microbatches import aligned, check_pair, loss_weights, split
-from lp_pipe.pipeline.names import in_order
 from lp_pipe.pipeline.results import EvalResult, StageMemory, StepResult, StepTrace
-from lp_pipe.pipeline.stage import check_shapes
+from lp_pipe.pipeline.whole_model import WholeModel
 from lp_pipe.pipeline.worker import StageWorker
+from lp_pipe.pipeline.workers import Workers
 from lp_pipe.rpc.pool import DaemonPool
 
 T = TypeVar("T")
@@ -48,15 +45,13 @@ class Conductor:
         peers: Sequence[Any],
         feeder: Any = None,
     ) -> None:
-        self._worker = StageWorker(pipeline, worker, channels, neighbours, feeder)
+        self._workers = Workers(StageWorker(pipeline, worker, channels, neighbours, feeder), peers)
+        self._model = WholeModel(pipeline, self._workers)
         self._config = pipeline
-        self._peers = list(peers)
         ranks, placement = pipeline.ranks, pipeline.placement
         self._first, self._last = ranks.of(placement[0]), ranks.of(placement[-1])
-        self._first_replicas = [self._peers[rank - 1] for rank in ranks.firsts if rank]
         self._batches = BatchSource(feeder)
         self._step = 0
-        self._tag = 0
         self._scale = LossScale() if pipeline.precision == "fp16" else None
         self._torn: str | None = None
         self._queue = DaemonPool(1, "pipeline operations")
@@ -92,15 +87,15 @@ class Conductor:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The whole model's parameters and buffers."""
-        return self._in_turn(self._copied_state)
+        return self._in_turn(self._model.copied_state)
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Replace the whole model's parameters and buffers."""
-        self._in_turn(lambda: self._load_state_dict(state))
+        self._in_turn(lambda: self._model.load_state_dict(state))
 
     def save(self, path: str) -> None:
         """Write a checkpoint folder; the manifest, written last, makes it one."""
-        self._in_turn(lambda: self._save(Path(path)))
+        self._in_turn(lambda: self._model.save(Path(path), self._step, self._scale))
 
     def load(self, path: str) -> None:
         """Go on from a checkpoint folder, whatever number of stages wrote it."""
@@ -108,11 +103,11 @@ class Conductor:
 
     def export(self, path: str) -> None:
         """Write the whole model as one .safetensors file."""
-        self._in_turn(lambda: safetensors_file.write(Path(path), self._state_dict(), self._step))
+        self._in_turn(lambda: safetensors_file.write(Path(path), self._model.state_dict(), self._step))
 
     def fingerprint(self) -> str:
         """sha256 over all parameters and buffers."""
-        return self._in_turn(self._fingerprint)
+        return self._in_turn(self._model.fingerprint)
 
     def current_step(self) -> int:
         """The number of finished steps, which is the index of the next one."""
@@ -146,7 +141,7 @@ class Conductor:
         microbatches = len(split(value, self._config.microbatches))
         scale = self._scale
         began = time.monotonic()
-        reports = self._on_all(
+        reports = self._workers.run(
             lambda worker, tag, rank: worker.train(
                 tag,
                 self._step,
@@ -158,14 +153,15 @@ class Conductor:
         )
         pipe_s = time.monotonic() - began
         by_stage = {stage: norms for report in reports for stage, norms in report.gradient_norms.items()}
-        norms = [norm for stage in sorted(by_stage) for norm in by_stage[stage]]
-        total = torch.linalg.vector_norm(torch.stack(norms)) if norms else None
+        # Where the stages compute, as their plain loop does.
+        norms = [self._workers.own.on_device(norm) for stage in sorted(by_stage) for norm in by_stage[stage]]
+        total = torch.linalg.vector_norm(torch.stack(norms)).cpu() if norms else None
         overflowed = any(report.overflowed for report in reports)
         self._apply(total, overflowed)
         if scale is not None:
             self._scale = scale.after(overflowed=overflowed)
         if self._config.shares_weights:
-            self._on_all(lambda worker, tag, _: worker.share_weights(tag))
+            self._workers.run(lambda worker, tag, _: worker.share_weights(tag))
         loss, metrics = _summed([reports[rank] for rank in self._last])
         result = StepResult(
             step=self._step,
@@ -181,22 +177,29 @@ class Conductor:
 
     def _apply(self, total_norm: Tensor | None, skip: bool) -> None:
         try:
-            self._everywhere("apply", total_norm, skip)
+            self._workers.all("apply", total_norm, skip)
         except Exception as error:
             with contextlib.suppress(Unavailable):  # a worker that has died ends the program
-                if any([worker.has_updated() for worker in (self._worker, *self._peers)]):
+                if any(self._workers.all("has_updated")):
                     self._torn = f"step {self._step}, {traceback.format_exception_only(error)[0].splitlines()[0]}"
                 else:
-                    self._everywhere("discard")
+                    self._workers.all("discard")
             raise
 
+    def _load(self, path: Path) -> None:
+        found = self._model.load(path)
+        self._step = found.step
+        self._torn = None
+        if self._scale is not None:
+            self._scale = LossScale(*found.loss_scale) if found.loss_scale is not None else LossScale()
+
     def _profile_memory(self, steps: int) -> list[StageMemory]:
-        self._everywhere("start_metering")
+        self._workers.all("start_metering")
         try:
             for _ in range(steps):
                 self._train(None)
         finally:
-            found = [worker.stop_metering() for worker in (self._worker, *self._peers)]
+            found: list[StageMemory] = self._workers.all("stop_metering")
         return found
 
     def _evaluate(self, batches: Sequence[tuple[Any, Any]]) -> EvalResult:
@@ -211,7 +214,7 @@ class Conductor:
     def _infer(self, inputs: list[Any], targets: list[Any]) -> list[Report]:
         """Run forwards; the reports of the last stage's replicas."""
         count = len(self._first)
-        reports = self._on_all(
+        reports = self._workers.run(
             lambda worker, tag, rank: worker.infer(
                 tag,
                 len(inputs),
@@ -226,136 +229,6 @@ class Conductor:
     def _outputs(self, values: Sequence[Any]) -> list[Any]:
         found = {j: output for report in self._infer(list(values), []) for j, output in report.outputs.items()}
         return [found[j] for j in range(len(values))]
-
-    def _on_all(self, run: Callable[[Any, int, int], Any]) -> list[Report]:
-        """Run one operation on every rank; when one fails, free the others from waiting for it.
-
-        Raises:
-            Exception: the failure that came first; a worker that only lost its neighbour does not count as first.
-        """
-        self._tag += 1
-        attempt = _Attempt(self._tag, [self._worker, *self._peers])
-        futures: list[Future[Report]] = []
-        for rank, peer in enumerate(self._peers, start=1):
-            future: Future[Report] = run(peer.futures, self._tag, rank)
-            future.add_done_callback(attempt.watch)
-            futures.append(future)
-        reports: list[Report] = []
-        try:
-            reports.append(run(self._worker, self._tag, 0))
-        except BaseException as error:  # kept as the reason of the whole operation, raised below
-            attempt.fail(error)
-        for future in futures:
-            error_there = future.exception()
-            if error_there is None:
-                reports.append(future.result())
-            else:  # the future wakes this thread before it calls `watch`
-                attempt.fail(error_there)
-        if attempt.errors:
-            with contextlib.suppress(Unavailable):  # a worker that has died is the cause, or comes after it
-                self._everywhere("discard")
-            raise attempt.cause()
-        return reports
-
-    def _everywhere(self, method: str, *args: Any) -> None:
-        """Call a method of every worker; returns or raises when all of them have ended it."""
-        futures = [getattr(peer.futures, method)(*args) for peer in self._peers]
-        try:
-            getattr(self._worker, method)(*args)
-        finally:
-            wait(futures)
-        for future in futures:
-            future.result()
-
-    def _state_dict(self) -> dict[str, Tensor]:
-        """In the order of the layers: virtual stages of one worker may lie apart."""
-        parts = [self._worker.state_dict(), *(peer.state_dict() for peer in self._first_replicas)]
-        return in_order({name: value for part in parts for name, value in part.items()}, self._config.own_names)
-
-    def _copied_state(self) -> dict[str, Tensor]:
-        """The next operation may change this worker's tensors before they have gone to the caller."""
-        state = self._state_dict()
-        return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
-
-    def _load_state_dict(self, state: dict[str, Tensor]) -> None:
-        known = self._state_dict()
-        missing, unknown = sorted(known.keys() - state.keys()), sorted(state.keys() - known.keys())
-        if missing or unknown:
-            raise PipelineError(f"state_dict of another model: missing {missing[:3]}, unknown {unknown[:3]}")
-        check_shapes(state, known, "state_dict")
-        # As where layers share it: the last value that is copied into a parameter stays.
-        position = {name: index for index, name in enumerate(known)}
-        groups = [sorted(set(names), key=position.__getitem__) for names in self._config.tied_outside]
-        tied = {name: state[names[-1]] for names in groups for name in names}
-        self._everywhere("load_state_dict", {**state, **tied})
-
-    def _fingerprint(self) -> str:
-        digest = hashlib.sha256()
-        for value in self._state_dict().values():
-            if not isinstance(value, Tensor):
-                continue  # a module's get_extra_state() may be anything
-            # Not reshape(-1): one element may have any stride and counts as contiguous, but has no bytes to view then.
-            flat = value.detach().contiguous().as_strided((value.numel(),), (1,))
-            digest.update(flat.view(torch.uint8).numpy().data)
-        return digest.hexdigest()
-
-    def _save(self, path: Path) -> None:
-        path.mkdir(parents=True, exist_ok=True)
-        # New names: until the new manifest replaces the old one, the checkpoint that was there before stays whole.
-        version = f"step-{self._step}-{secrets.token_hex(4)}"
-        futures = [peer.futures.save(str(path), version) for peer in self._first_replicas]
-        files = [self._worker.save(str(path), version), *(future.result() for future in futures)]
-        names, scale = tuple(self._state_dict()), self._scale
-        kept = (scale.factor, scale.good_steps) if scale is not None else None
-        manifest.write(path, manifest.Manifest(self._step, self._config.seed, tuple(files), names, kept))
-        manifest.remove_older_shares(path, files)
-
-    def _load(self, path: Path) -> None:
-        found = manifest.read(path)
-        if set(found.names) != set(self._state_dict()):
-            raise PipelineError(f"{path} is a checkpoint of another model: its parameters have other names")
-        if found.seed != self._config.seed:
-            seeds = (found.seed, self._config.seed)
-            _log.warning("%s was trained with seed %d, this model has %d: dropout will differ", path, *seeds)
-        self._everywhere("read", str(path), list(found.files))
-        self._everywhere("adopt")
-        self._step = found.step
-        self._torn = None
-        if self._scale is not None:
-            self._scale = LossScale(*found.loss_scale) if found.loss_scale is not None else LossScale()
-
-
-class _Attempt:
-    """The failures of one operation; the first one frees all workers."""
-
-    def __init__(self, tag: int, workers: list[Any]) -> None:
-        self._tag = tag
-        self._workers = workers
-        self._lock = threading.Lock()
-        self.errors: list[BaseException] = []
-
-    def watch(self, future: "Future[Report]") -> None:
-        error = future.exception()
-        if error is not None:
-            self.fail(error)
-
-    def fail(self, error: BaseException) -> None:
-        with self._lock:
-            if any(error is known for known in self.errors):
-                return
-            self.errors.append(error)
-            is_first = len(self.errors) == 1
-        if is_first:
-            # Not str(error): it may be empty, or the user's own and raise.
-            first_line = traceback.format_exception_only(error)[0].splitlines()[0]
-            reason = f"the operation failed on another stage: {first_line}"
-            own, *peers = self._workers
-            own.abort(self._tag, reason)
-            for peer in peers:
-                peer.futures.abort(self._tag, reason)
-
-    def cause(self) -> BaseException:
-        return next((error for error in self.errors if not isinstance(error, Unavailable)), self.errors[0])
 
 
 def _summed(reports: Sequence[Report]) -> tuple[float, dict[str, float]]:

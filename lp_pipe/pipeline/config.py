@@ -37,6 +37,7 @@ class PipelineConfig:
     )  # of modules that were split, with their place
     edges: tuple[Edge, ...] = ()
     replicas: tuple[int, ...] = ()  # of each worker
+    devices: tuple[str, ...] = ()  # of each worker, as the user names them
 
     @property
     def channels(self) -> Channels:

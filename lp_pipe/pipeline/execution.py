@@ -5,10 +5,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.config import PipelineConfig
+from lp_pipe.pipeline.device import to_host
 from lp_pipe.pipeline.links import Links
 from lp_pipe.pipeline.loss_scale import scaled
 from lp_pipe.pipeline.message import Message, to_message
@@ -53,7 +55,10 @@ Run = Callable[[Action, Operation], None]
 class Execution:
     """Runs actions on `stages`, which a worker named `name` has; the channels are those of `links`."""
 
-    def __init__(self, config: PipelineConfig, stages: Mapping[int, Stage], links: Links, name: str) -> None:
+    def __init__(
+        self, config: PipelineConfig, stages: Mapping[int, Stage], links: Links, name: str, device: torch.device
+    ) -> None:
+        self._device = device
         self._config = config
         self._channels = config.channels
         self._stages = stages
@@ -128,7 +133,7 @@ class Execution:
             if operation.targets:
                 self._loss(value, action.microbatch, operation)
             else:
-                operation.report.outputs[action.microbatch] = value
+                operation.report.outputs[action.microbatch] = to_host(value, self._device)
         self._note(action, operation, start)
         self._hand_on(action, operation, value, skips)
 
@@ -148,7 +153,7 @@ class Execution:
 
     def _loss(self, output: Any, microbatch: int, operation: Operation) -> Tensor:
         """The weighted loss of one micro-batch, added to the report."""
-        with autocast(self._config.precision):
+        with autocast(self._config.precision, self._device.type):
             result = self._config.loss(output, operation.targets[microbatch])
         loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
         if not isinstance(loss, Tensor) or loss.numel() != 1:

@@ -3,9 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from lp_pipe.channels import ChannelHub, Receiver, Sender
-from lp_pipe.channels.packing import copied
 from lp_pipe.pipeline.channel_handle import ChannelTarget
+from lp_pipe.pipeline.device import CPU, copied_on, to_device, to_host
 from lp_pipe.pipeline.ranks import Ranks
 from lp_pipe.pipeline.schedule.channels import Channels
 
@@ -28,8 +30,10 @@ class Links:
         kind: str,
         credits: int,
         name: str,
+        device: torch.device = CPU,
     ) -> None:
         self._channels = channels
+        self._device = device
         self._ranks = ranks
         worker, self._replica = ranks.places[rank]
         self._local: dict[int, dict[int, Any]] = {}
@@ -61,7 +65,8 @@ class Links:
         if channel in self._local:
             return self._local[channel].pop(microbatch)
         senders = self._ranks.of(self._channels.sender(channel))
-        return self._receivers[channel, senders[microbatch % len(senders)]].receive(tag)
+        value = self._receivers[channel, senders[microbatch % len(senders)]].receive(tag)
+        return to_device(value, self._device)
 
     def send(self, channel: int, tag: int, microbatch: int, value: Any) -> None:
         """Put a micro-batch's value on a channel; waits for a credit.
@@ -71,10 +76,10 @@ class Links:
         """
         if channel in self._local:
             # As between workers: the next stage's first layer may write in place to what this stage has saved.
-            self._local[channel][microbatch] = copied(value)
+            self._local[channel][microbatch] = copied_on(value, self._device)
         else:
             receivers = self._ranks.of(self._channels.receiver(channel))
-            self._senders[channel, receivers[microbatch % len(receivers)]].send(tag, value)
+            self._senders[channel, receivers[microbatch % len(receivers)]].send(tag, to_host(value, self._device))
 
     def receive_for_step(self, channel: int, tag: int) -> Any:
         """What a channel carries once a step."""
@@ -83,10 +88,10 @@ class Links:
     def send_for_step(self, channel: int, tag: int, value: Any) -> None:
         """Put something that a channel carries once a step on all its routes that begin here."""
         if channel in self._local:
-            self._local[channel][self._replica] = copied(value)
+            self._local[channel][self._replica] = copied_on(value, self._device)
         for (number, _), sender in self._senders.items():
             if number == channel:
-                sender.send(tag, value)
+                sender.send(tag, to_host(value, self._device))
 
     def abort(self, tag: int, reason: str) -> None:
         """End operation `tag` (and earlier ones) on every channel, also where somebody waits right now."""

@@ -21,8 +21,8 @@ def check_precision(precision: Any) -> None:
         raise PipelineError(f"precision={precision!r}: known are {', '.join(PRECISIONS)}")
 
 
-def autocast(precision: str) -> AbstractContextManager[Any]:
+def autocast(precision: str, device_type: str = "cpu") -> AbstractContextManager[Any]:
     """torch's, around layers and loss. Without its cache, which would outlive a stage's share of the loop."""
     if precision == "fp32":
         return nullcontext()
-    return torch.autocast("cpu", _DTYPES[precision], cache_enabled=False)
+    return torch.autocast(device_type, _DTYPES[precision], cache_enabled=False)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lp_pipe.channels import ChannelHub, Receiver, Sender
 from lp_pipe.pipeline.channel_handle import ChannelTarget
+from lp_pipe.pipeline.device import CPU, to_device, to_host
 from lp_pipe.pipeline.ranks import Ranks
 
 _CREDITS = 2  # shards, and sums
@@ -21,8 +22,17 @@ class Reduction:
     """One replica's part. `reduce` is called once a step, by all replicas of the worker."""
 
     def __init__(
-        self, ranks: Ranks, rank: int, hub: ChannelHub, targets: Mapping[int, ChannelTarget], *, kind: str, name: str
+        self,
+        ranks: Ranks,
+        rank: int,
+        hub: ChannelHub,
+        targets: Mapping[int, ChannelTarget],
+        *,
+        kind: str,
+        name: str,
+        device: torch.device = CPU,
     ) -> None:
+        self._device = device
         worker, self._replica = ranks.places[rank]
         self._count = ranks.replicas[worker]
         others = [(replica, other) for replica, other in enumerate(ranks.of(worker)) if other != rank]
@@ -48,16 +58,18 @@ class Reduction:
             return
         own = [_flat(parameter.grad) for parameter in parameters]
         for replica, sender in self._senders.items():
-            sender.send(tag, [self._shard(flat, replica) for flat in own])
-        shards = {replica: receiver.receive(tag) for replica, receiver in self._receivers.items()}
+            sender.send(tag, to_host([self._shard(flat, replica) for flat in own], self._device))
+        shards = {
+            replica: to_device(receiver.receive(tag), self._device) for replica, receiver in self._receivers.items()
+        }
         shards[self._replica] = [self._shard(flat, self._replica) for flat in own]
         by_rank = [shards[replica] for replica in range(self._count)]
         sums = {self._replica: [_sum(parts) for parts in zip(*by_rank, strict=True)]}
         changed = self._changed(buffers) if self._replica == 0 else {}
         for sender in self._senders.values():
-            sender.send(tag, (sums[self._replica], changed))
+            sender.send(tag, to_host((sums[self._replica], changed), self._device))
         for replica, receiver in self._receivers.items():
-            sums[replica], changed_there = receiver.receive(tag)
+            sums[replica], changed_there = to_device(receiver.receive(tag), self._device)
             changed = changed_there if replica == 0 else changed
         self._take(parameters, sums)
         for index, value in changed.items():

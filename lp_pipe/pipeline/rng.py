@@ -46,11 +46,21 @@ def current_microbatch() -> int:
 @contextmanager
 def _seeded(purpose: bytes, *numbers: int) -> Iterator[None]:
     digest = hashlib.blake2b(purpose + struct.pack(f"<{len(numbers)}q", *numbers), digest_size=8).digest()
-    generator = torch.default_generator
+    seed = int.from_bytes(digest, "little")
     with _generator_lock:
-        before = generator.get_state()
-        generator.manual_seed(int.from_bytes(digest, "little"))
+        generators = _generators()
+        before = [generator.get_state() for generator in generators]
+        for generator in generators:
+            generator.manual_seed(seed)
         try:
             yield
         finally:
-            generator.set_state(before)
+            for generator, state in zip(generators, before, strict=True):
+                generator.set_state(state)
+
+
+def _generators() -> list[torch.Generator]:
+    """torch's own that a layer may draw from here: the host's, and the current GPU's if one is in use."""
+    if not torch.cuda.is_initialized():
+        return [torch.default_generator]
+    return [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()]]

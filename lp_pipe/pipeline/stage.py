@@ -6,11 +6,13 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline.device import CPU
 from lp_pipe.pipeline.entry import entered, phony
 from lp_pipe.pipeline.message import Message, tensors_of, with_repeats
 from lp_pipe.pipeline.names import name_prefix
@@ -44,7 +46,7 @@ class Stage:
     """Consecutive layers of the model, called one after another.
 
     tied: parameters that other stages have, too, by the first of their names; those of earlier stages are borrowed.
-    recompute: which layers keep only their inputs until the backward.
+    recompute: which layers keep only their inputs until the backward. device: where they are, and compute.
     """
 
     def __init__(
@@ -56,12 +58,16 @@ class Stage:
         tied: Mapping[str, nn.Parameter] = MappingProxyType({}),
         recompute: Recompute = "none",
         precision: str = "fp32",
+        device: torch.device = CPU,
     ) -> None:
         self.index = index
         self.first_layer = first_layer
         self.layers = layers
         self._seed = seed
         self._precision = precision
+        self._device_type = device.type
+        for layer in layers:
+            layer.to(device)
         self._tied = tied
         self._runs = [
             (run, Segment(self._between(run), f"layers {run.first} to {run.end - 1}") if run.is_recomputed else None)
@@ -150,7 +156,7 @@ class Stage:
 
     def _call(self, run: Run, step: int, microbatch: int, value: Any, skips: dict[str, Any]) -> Any:
         for index, layer in enumerate(self._between(run), start=run.first):
-            with step_rng(self._seed, index, step, microbatch), autocast(self._precision):
+            with step_rng(self._seed, index, step, microbatch), autocast(self._precision, self._device_type):
                 value = call(layer, (value,), skips)
         return value
 

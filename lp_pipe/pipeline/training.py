@@ -46,7 +46,10 @@ class Training:
         return [parameter for _, parameter in self._parameters]
 
     def gradient_norms(self) -> dict[int, list[Tensor]]:
-        """For each stage the 2-norms of its parameters' gradients, in order, without those that have none."""
+        """For each stage the 2-norms of its parameters' gradients, in order, without those that have none.
+
+        On the host, to be sent.
+        """
         return {stage: _norms(parameter.grad for _, parameter in items) for stage, items in self._by_stage.items()}
 
     def unscale_gradients(self, factor: float) -> bool:
@@ -155,7 +158,7 @@ class Training:
             for parameter in group["params"]:
                 name = names[id(parameter)]
                 if name in saved:
-                    self._optimizer.state[parameter] = saved[name]["state"]
+                    self._optimizer.state[parameter] = _beside(parameter, saved[name]["state"])
                     group.update(saved[name]["options"])
 
 
@@ -174,8 +177,16 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 def _norms(gradients: Iterable[Tensor | None]) -> list[Tensor]:
     present = [gradient for gradient in gradients if gradient is not None]
-    return list(torch._foreach_norm(present)) if present else []
+    return [norm.cpu() for norm in torch._foreach_norm(present)] if present else []
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _beside(parameter: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
+    """State that was read on the host, where the parameter is; scalars such as Adam's step stay, as torch has them."""
+    return {
+        key: value.to(parameter.device) if isinstance(value, Tensor) and value.dim() else value
+        for key, value in state.items()
+    }

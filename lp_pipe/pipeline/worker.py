@@ -19,6 +19,7 @@ from lp_pipe.pipeline.buffers import BufferSnapshot
 from lp_pipe.pipeline.build import build_layers
 from lp_pipe.pipeline.channel_handle import ChannelTarget
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
+from lp_pipe.pipeline.device import chosen_device, current, to_device, to_host
 from lp_pipe.pipeline.execution import Execution, Operation, Report, Run
 from lp_pipe.pipeline.links import Links
 from lp_pipe.pipeline.manifest import SHARE
@@ -50,10 +51,11 @@ class StageWorker:
         self._config = pipeline
         self._rank = worker.rank
         self._worker, self._replica = pipeline.ranks.places[worker.rank]
+        self._device = chosen_device(pipeline.devices[self._worker], worker.rank)
         self._batches = BatchSource(feeder)
         self._name = node.name
         self._stages = {
-            stage: _stage(stage, first, sources, pipeline, worker)
+            stage: _stage(stage, first, sources, pipeline, worker, self._device)
             for stage, (first, sources) in sorted(worker.sources.items())
         }
         self.training = Training(list(self._stages.values()), pipeline.optimizer, pipeline.lr_scheduler)
@@ -62,10 +64,11 @@ class StageWorker:
         self._buffers_before: BufferSnapshot | None = None
         self._meter: ActivationMeter | None = None
         self._gradient_bytes = 0
-        ends = pipeline.ranks, worker.rank, self._hub, neighbours
-        self._links = Links(pipeline.channels, *ends, kind=pipeline.channel, credits=pipeline.credits, name=node.name)
-        self._reduction = Reduction(*ends, kind=pipeline.channel, name=node.name)
-        self._execution = Execution(pipeline, self._stages, self._links, node.name)
+        ends: Any = pipeline.ranks, worker.rank, self._hub, neighbours
+        options: Any = {"kind": pipeline.channel, "name": node.name, "device": self._device}
+        self._links = Links(pipeline.channels, *ends, credits=pipeline.credits, **options)
+        self._reduction = Reduction(*ends, **options)
+        self._execution = Execution(pipeline, self._stages, self._links, node.name, self._device)
 
     def train(
         self,
@@ -88,7 +91,7 @@ class StageWorker:
         operation = self._operation(tag, step, inputs, targets)
         operation.scale = scale
         self._buffers_before = BufferSnapshot(self._modules)
-        with self._metered(operation) as actions:
+        with current(self._device), self._metered(operation) as actions:
             self._execution.run(self._share_of(schedule), operation, actions)
         self._reduction.reduce(tag, self.training.parameters, self._buffers())
         if scale is not None:
@@ -105,7 +108,7 @@ class StageWorker:
         schedule = forward_on(self._config.placement, microbatches)
         self._buffers_before = None  # what a step has changed stays
         operation = self._operation(tag, 0, aligned(inputs), aligned(targets))
-        with torch.no_grad(), self._eval_mode():
+        with torch.no_grad(), current(self._device), self._eval_mode():
             self._execution.run(self._share_of(schedule), operation, self._execution.inference)
         return operation.report
 
@@ -126,6 +129,10 @@ class StageWorker:
     def has_updated(self) -> bool:
         """Whether the last `apply`, which may have failed, has changed something."""
         return self.training.has_updated
+
+    def on_device(self, tensor: Tensor) -> Tensor:
+        """Where this worker's stages compute."""
+        return tensor.to(self._device)
 
     def share_weights(self, tag: int) -> None:
         """Exchange the tied parameters that a step has changed with the other workers."""
@@ -163,7 +170,8 @@ class StageWorker:
 
     def state_dict(self) -> dict[str, Tensor]:
         """This worker's part of the model."""
-        return {name: value for stage in self._stages.values() for name, value in stage.state_dict().items()}
+        state = {name: value for stage in self._stages.values() for name, value in stage.state_dict().items()}
+        return dict(to_host(state, self._device))
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         for stage in self._stages.values():
@@ -218,6 +226,7 @@ class StageWorker:
 
     def _operation(self, tag: int, step: int, inputs: list[Any], targets: list[Any]) -> Operation:
         weights = loss_weights(targets, self._config.loss_weight) if targets else []
+        inputs, targets = to_device(inputs, self._device), to_device(targets, self._device)
         return Operation(tag, step, inputs, targets, weights, Report())
 
     def _batch(
@@ -269,7 +278,14 @@ class StageWorker:
             buffers.restore()
 
 
-def _stage(index: int, first: int, sources: Sequence[Any], pipeline: PipelineConfig, worker: WorkerConfig) -> Stage:
+def _stage(
+    index: int,
+    first: int,
+    sources: Sequence[Any],
+    pipeline: PipelineConfig,
+    worker: WorkerConfig,
+    device: torch.device,
+) -> Stage:
     layers = build_layers(sources, first, pipeline.seed)
     tied = tie(layers, first, pipeline.tied, worker.owners, pipeline.seed)
-    return Stage(index, first, layers, pipeline.seed, tied, pipeline.recompute, pipeline.precision)
+    return Stage(index, first, layers, pipeline.seed, tied, pipeline.recompute, pipeline.precision, device)

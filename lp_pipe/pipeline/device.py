@@ -1,0 +1,72 @@
+"""Where a stage computes. Between stages tensors travel through the host's memory, whatever the device."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lp_pipe.channels.packing import copied
+from lp_pipe.errors import PipelineError
+
+CPU = torch.device("cpu")
+
+
+def check_devices(device: str | Sequence[str], workers: int) -> tuple[str, ...]:
+    """One name for each worker, from the option of `add_pipeline`.
+
+    Raises:
+        PipelineError: a name is wrong, or their number.
+    """
+    names = (device,) * workers if isinstance(device, str) else tuple(device)
+    if len(names) != workers:
+        raise PipelineError(f"device={device!r}: give one name, or {workers} of them, one per worker")
+    for name in names:
+        kind, _, number = name.partition(":") if isinstance(name, str) else ("", "", "")
+        if not (name in ("auto", "cpu") or (kind == "cuda" and (number.isdecimal() or name == "cuda"))):
+            raise PipelineError(f"device={device!r}: {name!r} is none of 'auto', 'cpu', 'cuda', 'cuda:0', …")
+    return names
+
+
+def chosen_device(name: str, rank: int) -> torch.device:
+    """The device of a rank's stages, in its own process. "auto": a GPU where there is one; ranks take turns.
+
+    A node that asks for GPUs (`Resources(gpus=1)`) sees no others.
+
+    Raises:
+        PipelineError: there is no such GPU.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "cpu" or (name == "auto" and not count):
+        return CPU
+    wanted = int(name.partition(":")[2]) if ":" in name else rank % max(count, 1)
+    if wanted >= count:
+        raise PipelineError(
+            f"device={name!r}: this process sees {count} GPU(s): ask for some with Resources(gpus=…), or use "
+            "device='cpu'"
+        )
+    return torch.device("cuda", wanted)
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """In the body new CUDA tensors, and `step_rng`, are of this device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """A value with its tensors on a device; itself where that changes nothing."""
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), value) if device.type != "cpu" else value
+
+
+def to_host(value: Any, device: torch.device) -> Any:
+    """A value that a stage on `device` has made, with its tensors in the host's memory."""
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.cpu(), value) if device.type != "cpu" else value
+
+
+def copied_on(value: Any, device: torch.device) -> Any:
+    """What a stage of the same process would receive: the same tensors in memory of their own."""
+    if device.type == "cpu":
+        return copied(value)
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), value)

@@ -1,0 +1,89 @@
+"""The whole model, which the workers have in parts: its state, its fingerprint, and its checkpoints."""
+
+import hashlib
+import logging
+import secrets
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline import manifest
+from lp_pipe.pipeline.config import PipelineConfig
+from lp_pipe.pipeline.loss_scale import LossScale
+from lp_pipe.pipeline.manifest import Manifest
+from lp_pipe.pipeline.names import in_order
+from lp_pipe.pipeline.stage import check_shapes
+from lp_pipe.pipeline.workers import Workers
+
+_log = logging.getLogger(__name__)
+
+
+class WholeModel:
+    """Called by one thread, between operations. Of replicas the first one speaks for all."""
+
+    def __init__(self, config: PipelineConfig, workers: Workers) -> None:
+        self._config = config
+        self._workers = workers
+        self._ranks = config.ranks.firsts
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """In the order of the layers: virtual stages of one worker may lie apart."""
+        parts = self._workers.some(self._ranks, "state_dict")
+        return in_order({name: value for part in parts for name, value in part.items()}, self._config.own_names)
+
+    def copied_state(self) -> dict[str, Tensor]:
+        """The next operation may change this worker's tensors before they have gone to the caller."""
+        state = self.state_dict()
+        return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Replace all parameters and buffers.
+
+        Raises:
+            PipelineError: names are missing or unknown, or a shape differs.
+        """
+        known = self.state_dict()
+        missing, unknown = sorted(known.keys() - state.keys()), sorted(state.keys() - known.keys())
+        if missing or unknown:
+            raise PipelineError(f"state_dict of another model: missing {missing[:3]}, unknown {unknown[:3]}")
+        check_shapes(state, known, "state_dict")
+        # As where layers share it: the last value that is copied into a parameter stays.
+        position = {name: index for index, name in enumerate(known)}
+        groups = [sorted(set(names), key=position.__getitem__) for names in self._config.tied_outside]
+        tied = {name: state[names[-1]] for names in groups for name in names}
+        self._workers.all("load_state_dict", {**state, **tied})
+
+    def fingerprint(self) -> str:
+        """sha256 over all parameters and buffers."""
+        digest = hashlib.sha256()
+        for value in self.state_dict().values():
+            if not isinstance(value, Tensor):
+                continue  # a module's get_extra_state() may be anything
+            # Not reshape(-1): one element may have any stride and counts as contiguous, but has no bytes to view then.
+            flat = value.detach().contiguous().as_strided((value.numel(),), (1,))
+            digest.update(flat.view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+    def save(self, path: Path, step: int, scale: LossScale | None) -> None:
+        """Write a checkpoint folder; the manifest, written last, makes it one."""
+        path.mkdir(parents=True, exist_ok=True)
+        # New names: until the new manifest replaces the old one, the checkpoint that was there before stays whole.
+        version = f"step-{step}-{secrets.token_hex(4)}"
+        files = self._workers.some(self._ranks, "save", str(path), version)
+        kept = (scale.factor, scale.good_steps) if scale is not None else None
+        manifest.write(path, Manifest(step, self._config.seed, tuple(files), tuple(self.state_dict()), kept))
+        manifest.remove_older_shares(path, files)
+
+    def load(self, path: Path) -> Manifest:
+        """Take what a checkpoint folder holds; every worker reads all of it before one of them changes anything."""
+        found = manifest.read(path)
+        if set(found.names) != set(self.state_dict()):
+            raise PipelineError(f"{path} is a checkpoint of another model: its parameters have other names")
+        if found.seed != self._config.seed:
+            seeds = (found.seed, self._config.seed)
+            _log.warning("%s was trained with seed %d, this model has %d: dropout will differ", path, *seeds)
+        self._workers.all("read", str(path), list(found.files))
+        self._workers.all("adopt")
+        return found
