@@ -18,7 +18,7 @@ PROTOS := $(sort $(wildcard protos/*.proto))
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Ilp_pipe/protos=protos $(PROTOS:%=lp_pipe/%)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-all lint ruff-check ruff-format mypy layers protos protos-check bench bench-pipeline bench-rpc bench-launch clean
+.PHONY: help setup demo test test-slow test-all lint ruff-check ruff-format mypy layers protos protos-check bench bench-pipeline gpu-check bench-rpc bench-launch clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -90,6 +90,11 @@ bench-pipeline: setup  ## pipelines beside a plain loop and torch's; schedules a
 	$(BIN)/python -m benchmarks.engine
 	$(BIN)/python -m benchmarks.memory
 	$(BIN)/python -m benchmarks.simulator
+
+gpu-check: setup  ## on a machine with a GPU: exactness on CUDA, then bandwidth and throughput there
+	@$(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("gpu-check: torch sees no GPU here")'
+	$(BIN)/python -m pytest tests/gpu $(ARGS)
+	$(BIN)/python -m benchmarks.gpu
 
 bench-rpc: setup  ## calls, arrays, TCP and a minute of a hundred clients, beside grpc and memcpy
 	$(BIN)/python -m benchmarks.calls

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 import lp_pipe as lp
 import lp_pipe.pipeline as pp
@@ -31,6 +32,7 @@ class PlainLoop:
         clip_grad_norm: float | None = None,
         precision: str = "fp32",
         replicas: Sequence[int] | None = None,
+        device: str = "cpu",
     ) -> None:
         """replicas: of each layer's stage; None: 1."""
         torch.set_num_threads(1)  # as a stage has by default
@@ -39,16 +41,17 @@ class PlainLoop:
         self.clip_grad_norm = clip_grad_norm
         self.replicas = replicas
         self.precision = precision
-        self.scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
+        self.device = torch.device(device)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
         self.layers = layers_of(model)
-        self.module = nn.Sequential(*self.layers)
+        self.module = nn.Sequential(*self.layers).to(self.device)
         self.optimizer = model.optimizer(list(self.module.named_parameters()))
         self.lr_scheduler = model.lr_scheduler(self.optimizer) if model.lr_scheduler else None
         self.steps_done = 0
         self.sums: dict[str, dict[int, Tensor]] = {}
 
     def step(self, batch: tuple[Any, Any]) -> float:
-        xs, ys = chunk(batch[0], self.microbatches), chunk(batch[1], self.microbatches)
+        xs, ys = (chunk(self._on_device(part), self.microbatches) for part in batch)
         weights = [self._weight(y, ys) for y in ys]
         total = 0.0
         for j, (x, y, weight) in enumerate(zip(xs, ys, weights, strict=True)):
@@ -76,6 +79,7 @@ class PlainLoop:
         """In eval mode; whoever was in eval mode before stays so."""
         modes = {module: module.training for module in self.module.modules()}
         self.module.eval()
+        x = self._on_device(x)
         with torch.no_grad(), self._autocast():
             for layer in self.layers:
                 x = layer(x)
@@ -86,10 +90,13 @@ class PlainLoop:
     def evaluate(self, batch: tuple[Any, Any]) -> float:
         output = self.output(batch[0])
         with self._autocast():
-            return float(self._loss(output, batch[1]))
+            return float(self._loss(output, self._on_device(batch[1])))
 
     def state_dict(self) -> dict[str, Tensor]:
-        return dict(self.module.state_dict())
+        return {name: value.cpu() for name, value in self.module.state_dict().items()}
+
+    def _on_device(self, value: Any) -> Any:
+        return tree_map_only(Tensor, lambda tensor: tensor.to(self.device), value)
 
     def _set_aside(self, microbatch: int) -> None:
         """With replicas: keep what each one has summed up so far apart."""
@@ -112,7 +119,7 @@ class PlainLoop:
 
     def _autocast(self) -> Any:
         dtype = torch.float16 if self.precision == "fp16" else torch.bfloat16
-        return torch.autocast("cpu", dtype, enabled=self.precision != "fp32", cache_enabled=False)
+        return torch.autocast(self.device.type, dtype, enabled=self.precision != "fp32", cache_enabled=False)
 
     def _forward(self, x: Any, microbatch: int) -> Any:
         for i, layer in enumerate(self.layers):

@@ -1,0 +1,138 @@
+"""Two stages on one GPU: how fast CUDA tensors get from one to the other, and what a GPT trains at.
+
+    python -m benchmarks.gpu [--repeats 7] [--quick] [--json FILE]
+
+`make gpu-check` runs it after the exactness tests. Between stages tensors travel through the host's memory: to the
+host, shared memory, to the device. The table of throughput compares a pipeline of two stages, which share the GPU, with
+plain torch in one process, in bfloat16; the pipeline computes the same micro-batches, so that 1.0 would be the limit.
+"""
+
+import argparse
+import contextlib
+import pathlib
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+import lp_pipe as lp
+import lp_pipe.pipeline as pp
+from benchmarks.pipeline import Feeder
+from benchmarks.report import machine, show_table, spread, write_json
+from benchmarks.workloads import Workload, gpt, loss
+
+MODEL = gpt(width=1024, batch_size=64, context=512, depth=12)
+QUICK_MODEL = gpt(width=128, batch_size=8, context=64, depth=2)
+MICROBATCHES = 8
+SIZES = {"64 KiB": 1 << 16, "1 MiB": 1 << 20, "64 MiB": 1 << 26}
+
+
+class Pass(nn.Module):
+    """Hands on what it gets; a parameter, so that there is something to train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def mean(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return output.flatten()[0]
+
+
+def sgd(parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-3)
+
+
+@contextlib.contextmanager
+def launched(model: pp.Model, workload: Workload | None, run_dir: str, **options: Any) -> Iterator[pp.PipelineClient]:
+    program = lp.Program("bench_gpu")
+    feeder = program.add_node(lp.CourierNode(Feeder, workload), label="feeder") if workload else None
+    handle = pp.add_pipeline(program, model, stages=2, device="cuda:0", inputs=feeder, **options)
+    with lp.launch(program, "process", run_dir=run_dir) as run:
+        yield run.client(handle)
+
+
+def one_way_s(size: int, repeats: int, run_dir: str) -> list[float]:
+    """Seconds from one stage's GPU memory to the other's: what an evaluation of two stages takes more than of one."""
+    x = torch.zeros(8, size // 32)  # 8 micro-batches' worth in one input
+    found = []
+    with launched(pp.Model([Pass(), Pass()], mean, sgd), None, run_dir) as two:
+        for _ in range(repeats + 1):
+            start = time.perf_counter()
+            two.evaluate([(x, torch.zeros(8))])
+            found.append(time.perf_counter() - start)
+    return found[1:]
+
+
+def pipeline_step_s(workload: Workload, schedule: str, repeats: int, run_dir: str) -> list[float]:
+    options: dict[str, Any] = {"schedule": schedule, "microbatches": MICROBATCHES, "precision": "bf16"}
+    with launched(workload.model(), workload, run_dir, **options) as pipeline:
+        list(pipeline.steps(2))
+        return [result.seconds for result in pipeline.steps(repeats)]
+
+
+def torch_step_s(workload: Workload, repeats: int) -> list[float]:
+    """The plain loop over the same micro-batches, in this process."""
+    model = workload.layers().cuda()
+    optimizer = workload.optimizer(list(model.named_parameters()))
+    found = []
+    for step in range(repeats + 2):
+        start = time.perf_counter()
+        inputs, targets = (part.cuda().chunk(MICROBATCHES) for part in workload.batch(step))
+        for x, y in zip(inputs, targets, strict=True):
+            with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+                value = loss(model(x), y)
+            (value / MICROBATCHES).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.cuda.synchronize()
+        found.append(time.perf_counter() - start)
+    return found[2:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--quick", action="store_true", help="small sizes")
+    parser.add_argument("--json", type=pathlib.Path)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("benchmarks.gpu: torch sees no GPU here")
+    workload = QUICK_MODEL if options.quick else MODEL
+    with tempfile.TemporaryDirectory() as run_dir:
+        one_way = {name: spread(one_way_s(size, options.repeats, run_dir)) for name, size in SIZES.items()}
+        steps = {"torch, one process": spread(torch_step_s(workload, options.repeats))}
+        for schedule in ("gpipe", "1f1b", "zb_h1"):
+            steps[schedule] = spread(pipeline_step_s(workload, schedule, options.repeats, run_dir))
+    show_table(
+        "An evaluation of two empty stages on one GPU, with a tensor of this size",
+        ["size", "median ms", "GB/s"],
+        [
+            [name, f"{found['median'] * 1e3:.2f}", f"{SIZES[name] / found['median'] / 1e9:.2f}"]
+            for name, found in one_way.items()
+        ],
+    )
+    tokens = workload.batch(0)[0].numel()
+    base = statistics.median(steps["torch, one process"]["values"])
+    show_table(
+        f"GPT, bf16, {tokens} tokens a step",
+        ["party", "median ms", "tokens/s", "of torch"],
+        [
+            [name, f"{found['median'] * 1e3:.1f}", f"{tokens / found['median']:.0f}", f"{base / found['median']:.2f}"]
+            for name, found in steps.items()
+        ],
+    )
+    device = torch.cuda.get_device_name(0)
+    write_json({"machine": machine(), "device": device, "one_way_s": one_way, "step_s": steps}, options.json)
+
+
+if __name__ == "__main__":
+    main()

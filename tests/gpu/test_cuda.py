@@ -1,0 +1,98 @@
+"""Stages on GPUs train to the bits of the plain loop on the same GPU. `make gpu-check` runs this; it needs one GPU."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lp_pipe.pipeline as pp
+from tests.pipeline.plain_loop import (
+    D,
+    PlainLoop,
+    adam,
+    assert_same_state,
+    launched,
+    layers_with_everything,
+    model_with_everything,
+    random_batches,
+    squared_error,
+)
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+BATCHES = random_batches([10, 3, 2, 12])
+STAGES: dict[str, Any] = {"stages": 2, "device": "cuda:0", "microbatches": 4}  # both on one GPU
+
+
+@pytest.fixture(autouse=True)
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """cuBLAS splits sums otherwise, in the plain loop too."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "zbv", "dualpipev"])
+def test_every_schedule_trains_to_the_same_bits(mode: str, schedule: str) -> None:
+    model = model_with_everything()
+    plain = PlainLoop(model, 4, 0.1, device="cuda:0")
+    with launched(mode, model, BATCHES, schedule=schedule, clip_grad_norm=0.1, **STAGES) as pipeline:
+        assert [result.loss for result in pipeline.steps()] == plain.steps(BATCHES)
+        assert_same_state(pipeline.state_dict(), plain.state_dict())
+        assert pipeline.evaluate([BATCHES[0]]).loss == plain.evaluate(BATCHES[0])
+        assert torch.equal(pipeline.forward(BATCHES[0][0]), plain.output(BATCHES[0][0]).cpu())
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", ("every", 2)])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_recompute_and_precision(precision: str, recompute: Any) -> None:
+    model = model_with_everything()
+    plain = PlainLoop(model, 4, precision=precision, device="cuda:0")
+    with launched("process", model, BATCHES, precision=precision, recompute=recompute, **STAGES) as pipeline:
+        assert [result.loss for result in pipeline.steps()] == plain.steps(BATCHES)
+        assert_same_state(pipeline.state_dict(), plain.state_dict())
+
+
+def test_replicas_on_one_gpu() -> None:
+    layers = [layer for layer in layers_with_everything() if layer.name != "BatchNorm1d"]
+    model = model_with_everything(layers=layers)
+    plain = PlainLoop(model, 4, replicas=[2] * 8, device="cuda:0")
+    with launched("process", model, BATCHES, replicas=2, **STAGES) as pipeline:
+        list(pipeline.steps())
+        plain.steps(BATCHES)
+        assert_same_state(pipeline.state_dict(), plain.state_dict())
+
+
+def test_a_checkpoint_goes_from_the_gpu_to_the_host_and_back(tmp_path: Path) -> None:
+    model = pp.Model([nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D)], squared_error, adam)
+    with launched("thread", model, BATCHES, **STAGES) as pipeline:
+        pipeline.step()
+        pipeline.save(tmp_path)
+        expected = pipeline.state_dict()
+    for device in ("cpu", "cuda"):
+        with launched("thread", model, BATCHES, stages=2, microbatches=4, device=device) as pipeline:
+            pipeline.load(tmp_path)
+            assert_same_state(pipeline.state_dict(), expected)
+            pipeline.step()
+
+
+def test_what_is_sent_to_the_caller_is_on_the_host() -> None:
+    model = pp.Model([nn.Linear(D, D), nn.Linear(D, D)], squared_error, adam)
+    with launched("thread", model, **STAGES) as pipeline:
+        assert pipeline.forward(BATCHES[0][0]).device.type == "cpu"
+        assert {value.device.type for value in pipeline.state_dict().values()} == {"cpu"}
+
+
+def test_a_gpu_that_is_not_there_is_refused() -> None:
+    model = pp.Model([nn.Linear(D, D), nn.Linear(D, D)], squared_error, adam)
+    wanted = f"cuda:{torch.cuda.device_count()}"
+    with (
+        pytest.raises(Exception, match=r"sees \d+ GPU"),
+        launched("thread", model, stages=2, device=wanted) as pipeline,
+    ):
+        pipeline.step(BATCHES[0])
