@@ -4,10 +4,8 @@
     lp_pipe launch examples/big_mlp.py --mode=process -- --recompute=none      # "can't allocate memory"
 
 Each stage's process limits itself (RLIMIT_DATA, on Linux) to what it has when its weights are there, and BUDGET more.
-Of each micro-batch autograd saves 160 MiB on a stage; GPipe lets all four wait for their backwards. With recompute 3 MiB
-of each wait, and only the one whose backward runs has all 160. Where nodes are threads there is no limit.
-
-Shapes: B rows, D width.
+Of each micro-batch autograd saves 160 MiB on a stage; GPipe lets all four wait for their backwards. With recompute 3
+MiB of each wait, and only the one whose backward runs has all 160. Where nodes are threads there is no limit.
 """
 
 import resource

@@ -47,6 +47,13 @@ def test_the_ported_launchpad_program_runs(mode: str, tmp_path: Path) -> None:
     run("ported.py", cwd=tmp_path)
 
 
+def test_the_page_on_pipelines_runs(tmp_path: Path) -> None:
+    train, check, own_schedule = blocks_of("docs/pipeline.md")
+    (tmp_path / "page.py").write_text("\n".join([train.replace("range(100)", "range(2)"), check, own_schedule]))
+    assert "equal: the pipeline and the plain loop" in run("page.py", cwd=tmp_path)
+    assert (tmp_path / "checkpoint" / "manifest.json").exists()
+
+
 def test_every_relative_link_leads_somewhere() -> None:
     for page in [ROOT / "README.md", ROOT / "BUILD.md", *(ROOT / "docs").glob("*.md")]:
         for link in re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8")):
