@@ -140,7 +140,7 @@ def _replicas(replicas: int | Sequence[int], workers: int, microbatches: int) ->
         raise PipelineError(
             f"replicas={replicas!r}: give a whole number of at least 1, or {workers} of them, one per worker"
         )
-    if max(counts) > microbatches:
+    if max(counts, default=0) > microbatches:
         raise PipelineError(
             f"replicas={replicas!r} with microbatches={microbatches}: some replicas would never have any: use "
             f"microbatches={max(counts)} or more"

@@ -47,18 +47,19 @@ class PlainLoop:
         for layer, replicas in zip(self._layers, replicas_by_layer, strict=True):
             for parameter in layer.parameters():
                 self._replicas.setdefault(id(parameter), replicas)
+        self._last_replicas = replicas_by_layer[-1]
         self._parts: dict[str, dict[int, Tensor]] = {}
 
     def step(self, batch: tuple[Any, Any]) -> float:
         """One optimizer step; the weighted sum of the micro-batches' losses."""
         inputs, targets = (split(part, self._microbatches) for part in batch)
-        total = 0.0
+        losses = [0.0] * self._last_replicas
         pairs = zip(inputs, targets, loss_weights(targets, self._model.loss_weight), strict=True)
         for microbatch, (value, target, weight) in enumerate(pairs):
             with autocast(self._precision):
                 result = self._model.loss(self._forward(value, microbatch), target)
             loss = result[0] if isinstance(result, tuple) else result
-            total += loss.item() * weight
+            losses[microbatch % self._last_replicas] += loss.item() * weight
             self._scaler.scale(loss * weight).backward()
             self._set_aside(microbatch)
         self._sum_parts()
@@ -71,7 +72,7 @@ class PlainLoop:
             self._lr_scheduler.step()
         self._optimizer.zero_grad()
         self._step += 1
-        return total
+        return sum(losses[1:], losses[0])
 
     def state_dict(self) -> dict[str, Tensor]:
         return self._stage.state_dict()

@@ -58,10 +58,10 @@ def test_the_graph_shows_who_talks_to_whom() -> None:
     assert set(program.edges()) == {
         # The first stage and the last one ask the feeder, and the first one conducts.
         *(Edge(user, "feeder/0") for user in ("stages/0", "stages/2")),
-        *(Edge("stages/0", server) for server in ("stages/1", "stages/2")),
-        # Activations and gradients.
-        *(Edge("stages/1", server) for server in ("stages/0", "stages/2")),
-        Edge("stages/2", "stages/1"),
+        Edge("stages/0", "stages/2"),
+        # Activations and gradients; stage 0 also calls stage 1.
+        *(Edge("stages/1", server, "auto") for server in ("stages/0", "stages/2")),
+        *(Edge(user, "stages/1", "auto") for user in ("stages/0", "stages/2")),
         Edge("trainer/0", "stages/0"),
     }
 

@@ -127,7 +127,7 @@ def test_a_target_that_splits_otherwise_is_refused(source: str, target_size: int
             call()
             return
         count = {2: 2, 9: 5}[target_size]
-        with pytest.raises(pp.PipelineError, match=f"input splits into 4 micro-batches, the target into {count}"):
+        with pytest.raises(pp.PipelineError, match=f"into 4 micro-batches, the target that stages/1 got into {count}"):
             call()
         assert pipeline.current_step() == 0
 

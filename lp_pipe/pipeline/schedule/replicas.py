@@ -24,8 +24,8 @@ def replicated(name: str, replicas: Sequence[int], microbatches: int, chunks: in
     Raises:
         ScheduleError: there is no such schedule for these numbers.
     """
-    stages, most = len(replicas), max(replicas)
-    if len(set(replicas)) == 1:
+    stages, most = len(replicas), max(replicas, default=1)
+    if len(set(replicas)) <= 1:
         return _side_by_side(make_schedule(name, stages, -(-microbatches // most), chunks), most, microbatches)
     made = make_schedule(name, stages, microbatches, chunks)
     return _round_robin(replicas, microbatches) if name == "1f1b" else made
