@@ -30,7 +30,7 @@ class ChannelTarget:
 class ChannelHandle(Handle[ChannelTarget]):
     """A handle of the hub of channels that a stage worker owns beside its server."""
 
-    def __init__(self, address: Address, node_name: str, kind: str) -> None:
+    def __init__(self, address: Address, node_name: str, kind: str = "auto") -> None:
         super().__init__()
         self._address = address
         self.node_name = node_name

@@ -33,8 +33,14 @@ def large_error(output: Tensor, target: Tensor) -> Tensor:
     return squared_error(output, target) * 50.0
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize(("precision", "schedule"), [("bf16", "1f1b"), ("fp16", "zb_h1"), ("fp16", "gpipe")])
+@pytest.mark.parametrize(
+    ("precision", "schedule", "recompute"),
+    [
+        ("bf16", "1f1b", "full"),
+        ("fp16", "zb_h1", "none"),
+        *(pytest.param("fp16", *rest, marks=pytest.mark.slow) for rest in (("zb_h1", "full"), ("gpipe", "full"))),
+    ],
+)
 def test_twenty_steps_are_those_of_the_plain_loop(precision: str, schedule: str, recompute: str) -> None:
     model = model_with_everything(loss=large_error)
     plain = PlainLoop(model, 4, 0.1, precision)

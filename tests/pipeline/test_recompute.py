@@ -1,5 +1,6 @@
 """Recompute: less memory until the backward, one more forward in it, the same bits."""
 
+import itertools
 import weakref
 from typing import Any
 
@@ -35,8 +36,16 @@ OPTIONS: dict[str, Any] = {
 SCHEDULES = {"gpipe": 3, "1f1b": 3, "zb_h1": 3, "zbv": 2, "dualpipev": 2}
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("recompute", OPTIONS)
+FAST = {("full", "zb_h1"), ("full", "dualpipev"), ("every 2", "1f1b"), ("linears", "zbv"), ("all but norms", "gpipe")}
+
+
+@pytest.mark.parametrize(
+    ("recompute", "schedule"),
+    [
+        pytest.param(*both, marks=[] if both in FAST else pytest.mark.slow)
+        for both in itertools.product(OPTIONS, SCHEDULES)
+    ],
+)
 def test_recompute_trains_to_the_bits_of_the_plain_loop(recompute: str, schedule: str) -> None:
     """With dropout, a BatchNorm and an in-place layer."""
     model = model_with_everything()
@@ -48,6 +57,7 @@ def test_recompute_trains_to_the_bits_of_the_plain_loop(recompute: str, schedule
         assert pipeline.evaluate(BATCHES[:1]).loss == plain.evaluate(BATCHES[0])
 
 
+@pytest.mark.slow
 def test_processes_recompute_to_the_same_bits() -> None:
     model = model_with_everything()
     chosen: list[dict[str, Any]] = [
