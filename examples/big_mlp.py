@@ -1,11 +1,11 @@
 """An MLP whose activations do not fit into its stages' memory, and that trains there with recompute.
 
-    lp_pipe launch examples/big_mlp.py --mode=process                          # recompute="full"
-    lp_pipe launch examples/big_mlp.py --mode=process -- --recompute=none      # "can't allocate memory"
+    lp_pipe launch examples/big_mlp.py --mode=process
+    lp_pipe launch examples/big_mlp.py:without_recompute --mode=process      # "can't allocate memory"
 
 Each stage's process limits itself (RLIMIT_DATA, on Linux) to what it has when its weights are there, and BUDGET more.
-Of each micro-batch autograd saves 160 MiB on a stage; GPipe lets all four wait for their backwards. With recompute 3
-MiB of each wait, and only the one whose backward runs has all 160. Where nodes are threads there is no limit.
+Of each micro-batch autograd saves 81 MiB on a stage; GPipe lets all eight wait for their backwards. With recompute 1.5
+MiB of each wait, and only the one whose backward runs has all 81. Where nodes are threads there is no limit.
 """
 
 import resource
@@ -18,12 +18,12 @@ from torch import Tensor, nn
 import lp_pipe as lp
 import lp_pipe.pipeline as pp
 
-BUDGET = 480 * 2**20  # bytes beside the weights: for activations, gradients, what kernels need, threads' stacks
+BUDGET = 800 * 2**20  # bytes: for activations, gradients, what kernels need, the stacks of threads
 FEATURES = 8
 WIDTH = 16
 BLOCKS = 12
-MICROBATCHES = 4
-ROWS = 48 * 1024 * MICROBATCHES
+MICROBATCHES = 8
+ROWS = 24 * 1024 * MICROBATCHES
 
 
 class Block(nn.Module):
@@ -85,3 +85,8 @@ def make_program(recompute: str = "full", steps: int = 20) -> lp.Program:
     pipeline = pp.add_pipeline(program, big_mlp(), recompute=recompute, inputs=feeder, **options)
     program.add_node(lp.PyNode(train, pipeline, steps), label="trainer")
     return program
+
+
+def without_recompute() -> lp.Program:
+    """The same, which fails."""
+    return make_program(recompute="none")
