@@ -7,7 +7,7 @@ import pytest
 import lp_pipe as lp
 from examples import split_transformer
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.slow]
 
 WITHIN_S = 90.0
 

@@ -372,6 +372,8 @@ def pipelines(draw: st.DrawFn) -> tuple[list[pp.Layer], dict[str, Any]]:
     options: dict[str, Any] = {"schedule": schedule, "chunks": chunks, "microbatches": fewest + draw(st.integers(0, 5))}
     options["stages"] = cuts or workers
     options["clip_grad_norm"] = draw(st.sampled_from([None, 0.05]))
+    options["recompute"] = draw(st.sampled_from(["none", "none", "full", ("every", 2)]))
+    options["precision"] = draw(st.sampled_from(["fp32", "fp32", "bf16"]))
     return layers, options
 
 
@@ -387,7 +389,7 @@ def test_any_model_cut_anywhere_trains_to_the_same_bits(
     layers, options = pipeline
     model = pp.Model(layers, squared_error, optimizer, seed=3)
     batches = random_batches(sizes)
-    plain = PlainLoop(model, options["microbatches"], options["clip_grad_norm"])
+    plain = PlainLoop(model, options["microbatches"], options["clip_grad_norm"], options["precision"])
     with launched("thread", model, batches, **options) as client:
         assert [result.loss for result in client.steps()] == plain.steps(batches)
         assert_same_state(client.state_dict(), plain.state_dict())
