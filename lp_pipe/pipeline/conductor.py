@@ -152,12 +152,8 @@ class Conductor:
             )
         )
         pipe_s = time.monotonic() - began
-        by_stage = {stage: norms for report in reports for stage, norms in report.gradient_norms.items()}
-        # Where the stages compute, as their plain loop does.
-        norms = [self._workers.own.on_device(norm) for stage in sorted(by_stage) for norm in by_stage[stage]]
-        total = torch.linalg.vector_norm(torch.stack(norms)).cpu() if norms else None
         overflowed = any(report.overflowed for report in reports)
-        self._apply(total, overflowed)
+        self._apply(self._total_norm(reports), overflowed)
         if scale is not None:
             self._scale = scale.after(overflowed=overflowed)
         if self._config.shares_weights:
@@ -174,6 +170,13 @@ class Conductor:
         )
         self._step += 1
         return result, StepTrace(result.step, began, tuple(tuple(report.spans) for report in reports))
+
+    def _total_norm(self, reports: Sequence[Report]) -> Tensor | None:
+        """Of all gradients, from those of the parameters in their order, as one process has them."""
+        by_stage = {stage: norms for report in reports for stage, norms in report.gradient_norms.items()}
+        # Where the stages compute, as their plain loop does.
+        norms = [self._workers.own.on_device(norm) for stage in sorted(by_stage) for norm in by_stage[stage]]
+        return torch.linalg.vector_norm(torch.stack(norms)).cpu() if norms else None
 
     def _apply(self, total_norm: Tensor | None, skip: bool) -> None:
         try:
