@@ -5,14 +5,15 @@ from typing import Any
 
 import torch
 
-from lp_pipe.channels import ChannelHub, Receiver, Sender
+from lp_pipe.channels import ChannelHub
+from lp_pipe.pipeline.channel_ends import ChannelEnds
 from lp_pipe.pipeline.channel_handle import ChannelTarget
 from lp_pipe.pipeline.device import CPU, copied_on, to_device, to_host
 from lp_pipe.pipeline.ranks import Ranks
 from lp_pipe.pipeline.schedule.channels import Channels
 
 
-class Links:
+class Links(ChannelEnds[tuple[int, int]]):
     """The channels that begin or end at `rank`, by the numbers that `Channels` gives them.
 
     Between workers with replicas a channel is one connection for each pair of ranks in `Ranks.routes`; a micro-batch
@@ -32,13 +33,12 @@ class Links:
         name: str,
         device: torch.device = CPU,
     ) -> None:
+        super().__init__()  # receivers by channel and sending rank, senders by channel and receiving rank
         self._channels = channels
         self._device = device
         self._ranks = ranks
         worker, self._replica = ranks.places[rank]
         self._local: dict[int, dict[int, Any]] = {}
-        self._receivers: dict[tuple[int, int], Receiver] = {}  # by channel and sending rank
-        self._senders: dict[tuple[int, int], Sender] = {}  # by channel and receiving rank
         own = [channel for channel in channels.between_stages() if worker in self._ends(channel)]
         routes = {channel: ranks.routes(channels, channel) for channel in own}
         for channel in own:
@@ -93,19 +93,11 @@ class Links:
             if number == channel:
                 sender.send(tag, to_host(value, self._device))
 
-    def abort(self, tag: int, reason: str) -> None:
-        """End operation `tag` (and earlier ones) on every channel, also where somebody waits right now."""
-        for receiver in self._receivers.values():
-            receiver.abort(tag, reason)
-        for sender in self._senders.values():
-            sender.abort(tag, reason)
-
     def discard(self) -> None:
-        """Forget what an aborted operation, which all workers have ended, has left behind; its credits go back."""
+        """As on all channels, and in the boxes."""
         for box in self._local.values():
             box.clear()
-        for receiver in self._receivers.values():
-            receiver.look()
+        super().discard()
 
     def _ends(self, channel: int) -> tuple[int, int]:
         return self._channels.sender(channel), self._channels.receiver(channel)

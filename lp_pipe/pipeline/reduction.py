@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from lp_pipe.channels import ChannelHub, Receiver, Sender
+from lp_pipe.channels import ChannelHub
+from lp_pipe.pipeline.channel_ends import ChannelEnds
 from lp_pipe.pipeline.channel_handle import ChannelTarget
 from lp_pipe.pipeline.device import CPU, to_device, to_host
 from lp_pipe.pipeline.ranks import Ranks
@@ -18,7 +19,7 @@ from lp_pipe.pipeline.ranks import Ranks
 _CREDITS = 2  # shards, and sums
 
 
-class Reduction:
+class Reduction(ChannelEnds[int]):
     """One replica's part. `reduce` is called once a step, by all replicas of the worker."""
 
     def __init__(
@@ -32,15 +33,16 @@ class Reduction:
         name: str,
         device: torch.device = CPU,
     ) -> None:
+        super().__init__()  # by the other replica
         self._device = device
         worker, self._replica = ranks.places[rank]
         self._count = ranks.replicas[worker]
         others = [(replica, other) for replica, other in enumerate(ranks.of(worker)) if other != rank]
-        self._receivers: dict[int, Receiver] = {
+        self._receivers = {
             replica: hub.receiver(f"gradients of rank {other} for {rank}", credits=_CREDITS)
             for replica, other in others
         }
-        self._senders: dict[int, Sender] = {
+        self._senders = {
             replica: targets[other].open(f"gradients of rank {rank} for {other}", kind=kind, name=name)
             for replica, other in others
         }
@@ -75,18 +77,6 @@ class Reduction:
         for index, value in changed.items():
             if self._replica:
                 buffers[index].copy_(value)
-
-    def abort(self, tag: int, reason: str) -> None:
-        """End operation `tag`, also where somebody waits right now."""
-        for receiver in self._receivers.values():
-            receiver.abort(tag, reason)
-        for sender in self._senders.values():
-            sender.abort(tag, reason)
-
-    def discard(self) -> None:
-        """Forget what an aborted operation has left behind."""
-        for receiver in self._receivers.values():
-            receiver.look()
 
     def _shard(self, flat: Tensor | None, replica: int) -> Tensor | None:
         if flat is None:
