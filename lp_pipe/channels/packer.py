@@ -6,10 +6,7 @@ import torch
 from torch import Tensor
 
 from lp_pipe.channels import packing
-from lp_pipe.channels.packing import Layout
-
-# Equal ones are the same on the wire, which 0.0 and -0.0 are not.
-_CONSTANTS = frozenset({bool, int, str, type(None)})
+from lp_pipe.channels.packing import CONSTANTS, Layout
 
 
 class Packer:
@@ -52,4 +49,4 @@ def _pattern_of(value: Any, tensors: list[Tensor]) -> tuple[Any, ...] | None:
     if kind is tuple or kind is list:
         parts = [_pattern_of(part, tensors) for part in value]
         return None if None in parts else (kind, *parts)
-    return (kind, value) if kind in _CONSTANTS else None
+    return (kind, value) if kind in CONSTANTS else None

@@ -75,6 +75,9 @@ class UnixConnection(PulledConnection):
             os.eventfd_read(self._interruption)
         return self._socket.fileno() in descriptors
 
+    def is_ready(self) -> bool:
+        return bool(self._poll.poll(0))
+
     def make_interruptible(self) -> None:
         self._interruption = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poll.register(self._interruption, select.POLLIN)
