@@ -39,7 +39,7 @@ class Packer:
 
 
 def _pattern_of(value: Any, tensors: list[Tensor]) -> tuple[Any, ...] | None:
-    """All of a value that its layout depends on; its tensors are added to the list. None: something unusual is in it."""
+    """All that a value's layout depends on; its tensors are added to the list. None: something unusual is in it."""
     kind = type(value)
     if kind is Tensor:
         if not value.is_cpu or value.layout is not torch.strided or value.is_quantized:

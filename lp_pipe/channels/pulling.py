@@ -85,8 +85,8 @@ class _Looking:
             return
         self._skipped = 0
         end = time.monotonic() + _LOOKING_S
-        while time.monotonic() < end:
-            if connection.is_ready():
-                self._misses = 0
+        while not connection.is_ready():
+            if time.monotonic() >= end:
+                self._misses += 1
                 return
-        self._misses += 1
+        self._misses = 0

@@ -126,10 +126,8 @@ class Receiver:
 
     def _return_credit(self, message: "_Message") -> None:
         assert self._connection is not None and self._inlet is not None
-        try:
+        with contextlib.suppress(Unavailable):  # the sender has gone and needs no credit
             self._connection.send(Frame(frames.CHANNEL_CREDIT, message.token, body=self._inlet.freed()))
-        except Unavailable:
-            pass  # the sender has gone and needs no credit
 
     def _broken(self, error: str) -> str:
         """Why a transfer failed; the connection knows better, a moment later."""
