@@ -5,13 +5,16 @@
 A stack of equal blocks (Linear, GELU, Linear, added to their input), cut evenly. For every schedule and recompute the
 table has the worker with the most activations: the measured peak of `profile_memory`, and the prediction
 
-    peak_activations(schedule) x bytes that the layers of one micro-batch leave + bytes of the segment that runs again
+    the most that a worker's actions hold at a time (a forward adds, a backward, or its W, takes away) of
+    bytes that the layers of one micro-batch leave, + bytes of the segment that runs again
 
-with a block's bytes counted by hand from what autograd saves of it. Source: GPipe (Huang et al., 2019), table 1.
+with a block's bytes counted by hand from what autograd saves of it. Only GPipe and 1F1B are run with recompute.
+Source: GPipe (Huang et al., 2019), table 1.
 """
 
 import argparse
 import pathlib
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +24,8 @@ import lp_pipe as lp
 import lp_pipe.pipeline as pp
 from benchmarks.report import machine, show_table, write_json
 
-SCHEDULES = ("gpipe", "1f1b")
+SCHEDULES = tuple(name for name in pp.schedules() if name != "forward")  # which keeps nothing
+RECOMPUTED = ("gpipe", "1f1b")
 RECOMPUTES: dict[str, Any] = {"none": "none", "every 2": ("every", 2), "full": "full"}
 _FACTOR = 4  # a block's inner width to its outer one
 
@@ -80,7 +84,7 @@ class Feeder:
 def measured(size: Size, stages: int, schedule: str, recompute: Any) -> list[pp.StageMemory]:
     program = lp.Program("bench_memory")
     feeder = program.add_node(lp.CourierNode(Feeder, size), label="feeder")
-    each = size.blocks // stages
+    each = size.blocks // pp.make_schedule(schedule, stages, size.microbatches).stages
     pipeline = pp.add_pipeline(
         program,
         pp.Model([pp.Layer(Block, size.width) for _ in range(size.blocks)], mean, sgd),
@@ -98,19 +102,22 @@ def measured(size: Size, stages: int, schedule: str, recompute: Any) -> list[pp.
 
 def predicted(size: Size, stages: int, schedule: str, recompute: str) -> list[int]:
     """For each worker. The first one's inputs are slices of the batch, which are no activations."""
-    each = size.blocks // stages
+    order = pp.make_schedule(schedule, stages, size.microbatches)
+    each = size.blocks // order.stages
     group = {"none": 0, "every 2": min(2, each), "full": each}[recompute]  # blocks of a segment
-    peaks = pp.peak_activations(pp.make_schedule(schedule, stages, size.microbatches))
-    found = []
-    for worker, peak in enumerate(peaks):
-        batch = size.activation_bytes if worker == 0 else 0
-        if not group:
-            found.append(peak * (each * size.block_bytes - batch))
-        else:
-            kept = -(-each // group) * size.activation_bytes - batch
-            again = group * size.block_bytes - size.activation_bytes  # its input is kept already
-            found.append(peak * kept + again)
-    return found
+    kept = -(-each // group) * size.activation_bytes if group else each * size.block_bytes
+    again = group * size.block_bytes - size.activation_bytes if group else 0  # its input is kept already
+    return [again + _most_held(actions, kept, size.activation_bytes) for actions in order.workers]
+
+
+def _most_held(actions: Sequence[pp.Action], kept: int, batch: int) -> int:
+    """Bytes. kept: what a forward leaves, on stage 0 without the batch."""
+    held = most = 0
+    for action in actions:
+        change = kept - (batch if action.stage == 0 else 0)
+        held += {"F": change, "I": 0, "B": -change, "W": -change}[action.op]
+        most = max(most, held)
+    return most
 
 
 def figures_of(size: Size, stages: int, schedule: str, recompute: str) -> dict[str, Any]:
@@ -157,7 +164,7 @@ def show(parties: dict[str, dict[str, Any]], size: Size) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", default="2,4", help="numbers, with commas: %(default)s")
-    parser.add_argument("--blocks", type=int, default=16, help="a multiple of all numbers of stages")
+    parser.add_argument("--blocks", type=int, default=16, help="a multiple of twice every number of stages")
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--rows", type=int, default=64, help="samples of a micro-batch")
     parser.add_argument("--microbatches", type=int, default=8)
@@ -169,13 +176,13 @@ def main() -> None:
     if options.quick:
         size, stages = Size(4, 16, 4, 4), [2]
     for number in stages:
-        if size.blocks % number:
-            parser.error(f"{size.blocks} blocks do not divide into {number} stages")
+        if size.blocks % (2 * number):
+            parser.error(f"{size.blocks} blocks do not divide into two stages for each of {number} workers")
     parties = {
         f"{number} {schedule} {recompute}": figures_of(size, number, schedule, recompute)
         for number in stages
         for schedule in SCHEDULES
-        for recompute in RECOMPUTES
+        for recompute in (RECOMPUTES if schedule in RECOMPUTED else ["none"])
     }
     show(parties, size)
     figures = {

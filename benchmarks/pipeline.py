@@ -14,6 +14,7 @@ halves are equal), then the optimizers.
 import argparse
 import contextlib
 import functools
+import itertools
 import pathlib
 import statistics
 import tempfile
@@ -155,9 +156,13 @@ class Comparison:
             self._losses.setdefault(name, []).extend(turn.losses)
 
     def _explain(self, client: pp.PipelineClient) -> dict[str, float]:
-        """Where a step's time goes: medians over a few more steps, in ms."""
-        parts = [_parts(trace) for trace in client.trace(self._steps)]
-        return {name: statistics.median(part[name] for part in parts) for name in parts[0]}
+        """Where a step's time goes: medians over a few more steps, in ms. update: behind the last action."""
+        traces = client.trace(max(2, self._steps))
+        parts = [_parts(trace) for trace in traces]
+        found = {name: statistics.median(part[name] for part in parts) for name in parts[0]}
+        whole = [later.began - earlier.began for earlier, later in itertools.pairwise(traces)]
+        rest = [seconds * 1e3 - part["start"] - part["pipe"] for seconds, part in zip(whole, parts[:-1], strict=True)]
+        return {**found, "update": statistics.median(rest)}
 
     def _figures(self) -> dict[str, Any]:
         self._check_losses()
@@ -220,15 +225,22 @@ def _ratio(theirs: list[list[float]], ours: list[list[float]]) -> dict[str, Any]
 
 
 def _parts(trace: pp.StepTrace) -> dict[str, float]:
-    """One step's ms: until the first action; then, on the busiest worker, computing or waiting (also the bubble)."""
+    """One step's ms: until the first action; then what the busiest worker does until the last one.
+
+    It computes; is before its first action or behind its last one (the bubble's ends); or between two actions, where it
+    sends, receives and waits.
+    """
     spans = max(trace.workers, key=lambda worker: sum(end - start for _, start, end in worker))
     begin = min(worker[0][1] for worker in trace.workers)
     finish = max(worker[-1][2] for worker in trace.workers)
     busy = sum(end - start for _, start, end in spans)
+    between = spans[-1][2] - spans[0][1] - busy
     return {
         "start": (begin - trace.began) * 1e3,
         "compute": busy * 1e3,
-        "waiting": (finish - begin - busy) * 1e3,
+        "ends": (finish - begin - busy - between) * 1e3,
+        "between": between * 1e3,
+        "between_us_an_action": between / (len(spans) - 1) * 1e6,
         "pipe": (finish - begin) * 1e3,
     }
 
@@ -244,18 +256,19 @@ def show(name: str, figures: dict[str, Any]) -> None:
 
     ratios = figures["ratios"]
     rows = [
-        [f"{engine}/{schedule}", *(_cell(ratios[schedule].get(f"{engine}_to_{other}")) for other in _OTHERS)]
+        [f"{engine}/{schedule}", *(_cell(ratios[schedule].get(f"{engine}_to_{other}"), ".3f") for other in _OTHERS)]
         for schedule in ratios
         for engine in ("lp_pipe", "torch")
     ]
     show_table(f"{name}: throughput as a multiple of …", ["", *(f"… {other}" for other in _OTHERS)], rows)
 
     parts = figures["lp_pipe_step_parts_ms"]
-    names = ["start", "compute", "waiting", "pipe"]
+    names = ["start", "compute", "ends", "between", "between_us_an_action", "pipe", "update"]
     rows = [[f"lp_pipe/{schedule}", *(f"{parts[schedule][part]:.2f}" for part in names)] for schedule in parts]
     halves = ", ".join(_cell(half, ".1f") for half in figures["halves_compute_ms"])
-    rows.append(["each half alone", "", halves, "", ""])
-    show_table(f"{name}: where a step goes, ms, on its busiest worker", ["median", *names], rows)
+    rows.append(["each half alone", "", halves, *[""] * (len(names) - 2)])
+    columns = ["median", "start", "compute", "bubble's ends", "between actions", "µs an action", "pipe", "update"]
+    show_table(f"{name}: where a step goes, ms, on its busiest worker (pipe: its parts' sum)", columns, rows)
 
 
 def _cell(values: dict[str, Any] | None, form: str = ".2f") -> str:

@@ -1,174 +1,220 @@
-"""What schedules promise and what they keep: 4 stages that sleep instead of computing, real tensors between processes.
+"""What schedules promise and what they keep: stages that sleep instead of computing, real tensors between processes.
 
-    python -m benchmarks.schedules [--schedules 1f1b,zb_h1,zbv,dualpipev] [--repeats 7] [--quick] [--json FILE]
+    python -m benchmarks.schedules [--schedules 1f1b,zbv] [--workers 2,4] [--microbatches 1,4,32] [--full] [--json FILE]
 
 Forward, backward for inputs and backward for weights of a stage sleep equally long, so stages need no cores and a
 step's makespan (from the first action's start to the last one's end) can be compared with theory: `pp.simulate` of the
-same schedule with the same costs and free communication. Every schedule runs the same 8 layers: two for each worker, as
-one stage or as two. On a busy machine longer sleeps (--action-ms) come closer to theory.
+same schedule with free communication. A sleep ends late, on a busy machine by milliseconds, which is no matter of the
+engine: the simulation's costs are what the sleeps of each stage have really taken, on average, in these very steps.
+Every schedule runs the same layers: two for each worker, as one stage or as two.
+
+Beside it torch.distributed.pipelining over gloo, where it has the schedule, with the same layers and sleeps compared
+with the same theory; its makespan is that of its `step`, from a barrier to the last rank's return.
 """
 
 import argparse
 import pathlib
+import sys
 import tempfile
-import time
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import lp_pipe as lp
 import lp_pipe.pipeline as pp
+from benchmarks import torch_schedules
 from benchmarks.report import machine, show_table, spread, write_json
+from benchmarks.sleeping import Sleeper, Start, batch, mean, sgd
+from lp_pipe.errors import ScheduleError
 
-SCHEDULES = ("1f1b", "zb_h1", "zbv", "dualpipev")
-WORKERS = 4
-_LAYERS_EACH = 2
-_WIDTH = 4096  # 16 KiB a micro-batch
-
-
-class _Sleep(torch.autograd.Function):
-    """Passes its input on: after `forward_s` there, after `backward_s` back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, forward_s: float, backward_s: float) -> Tensor:
-        ctx.backward_s = backward_s
-        time.sleep(forward_s)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        time.sleep(ctx.backward_s)
-        return gradients[0], None, None
+_LAYERS_EACH = 2  # of a worker
+_ALL = [name for name in pp.schedules() if name != "forward"]  # which has no backwards
 
 
-class Sleeper(nn.Module):
-    """Takes `seconds` for each of its forward, its input's gradient and its weight's gradient."""
+class Case(NamedTuple):
+    """One pipeline. `sleep_s`: of each layer, for each of F, I and W."""
 
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self.seconds = seconds
-        self.scale = nn.Parameter(torch.ones(()))
+    name: str
+    workers: int
+    microbatches: int
+    sleep_s: float
 
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = _Sleep.apply(x, self.seconds, self.seconds)  # type: ignore[no-untyped-call]
-        scale: Tensor = _Sleep.apply(self.scale, 0.0, self.seconds)  # type: ignore[no-untyped-call]
-        return y * scale
+    @property
+    def label(self) -> str:
+        return f"{self.name} K={self.workers} M={self.microbatches}"
 
+    def schedule(self) -> pp.Schedule:
+        """Raises: ScheduleError: there is none for these numbers."""
+        return pp.make_schedule(self.name, self.workers, self.microbatches)
 
-class Start(nn.Module):
-    """Makes the first sleeper's input want a gradient, as an embedding would."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shift = nn.Parameter(torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.shift
+    @property
+    def layers_of_stage(self) -> int:
+        return self.workers * _LAYERS_EACH // self.schedule().stages
 
 
-def mean(output: Tensor, target: Tensor) -> Tensor:
-    return output.mean()
+class Outcome(NamedTuple):
+    """Seconds of each step, and by virtual stage for each layer: what F, I and W slept in all steps, and how many."""
 
-
-def sgd(parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=1e-9)
+    makespans_s: list[float]
+    slept: Mapping[int, Sequence[Sequence[float]]]
 
 
 class Feeder:
-    """One row for each micro-batch."""
+    """The same batch in every step."""
 
     def __init__(self, microbatches: int) -> None:
-        self._batch = (torch.ones(microbatches, _WIDTH), torch.ones(microbatches, 1))
+        self._batch = batch(microbatches)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         return self._batch
 
 
-def measured(name: str, microbatches: int, action_s: float, repeats: int, folder: str) -> list[pp.StepTrace]:
+def measured(case: Case, repeats: int, folder: str) -> Outcome:
     """Steps of a pipeline in processes, after one to warm up."""
-    schedule = pp.make_schedule(name, WORKERS, microbatches)
-    layers = WORKERS * _LAYERS_EACH
-    sleepers = [pp.Layer(Sleeper, action_s / _LAYERS_EACH) for _ in range(layers)]
-    program = lp.Program(f"bench_{name}")
-    feeder = program.add_node(lp.CourierNode(Feeder, microbatches), label="feeder")
+    layers = case.workers * _LAYERS_EACH
+    each = case.layers_of_stage
+    program = lp.Program(f"bench_{case.name}")
+    feeder = program.add_node(lp.CourierNode(Feeder, case.microbatches), label="feeder")
     pipeline = pp.add_pipeline(
         program,
-        pp.Model([pp.Layer(Start), *sleepers], mean, sgd),
-        stages=[1 + cut for cut in range(layers // schedule.stages, layers, layers // schedule.stages)],
-        schedule=name,
-        microbatches=microbatches,
+        pp.Model([pp.Layer(Start), *(pp.Layer(Sleeper, case.sleep_s) for _ in range(layers))], mean, sgd),
+        stages=[1 + cut for cut in range(each, layers, each)],
+        schedule=case.name,
+        microbatches=case.microbatches,
         inputs=feeder,
     )
-    with lp.launch(program, "process", run_dir=f"{folder}/{name}") as run:
-        return run.client(pipeline).trace(1 + repeats)[1:]
+    with lp.launch(program, "process", run_dir=f"{folder}/{case.label.replace(' ', '-')}") as run:
+        client = run.client(pipeline)
+        client.step()
+        before = _slept(client, layers)
+        traces = client.trace(repeats)
+        after = _slept(client, layers)
+    slept: dict[int, list[list[float]]] = {}
+    for layer, (late, early) in enumerate(zip(after, before, strict=True)):
+        slept.setdefault(layer // each, []).append([b - a for a, b in zip(early, late, strict=True)])
+    return Outcome([makespan_s(trace) for trace in traces], slept)
+
+
+def _slept(client: pp.PipelineClient, layers: int) -> list[list[float]]:
+    state = client.state_dict()
+    return [state[f"{1 + layer}.slept"].tolist() for layer in range(layers)]
 
 
 def makespan_s(trace: pp.StepTrace) -> float:
     return max(spans[-1][2] for spans in trace.workers) - min(spans[0][1] for spans in trace.workers)
 
 
-def figures_of(name: str, traces: list[pp.StepTrace], microbatches: int, action_s: float) -> dict[str, Any]:
-    schedule = pp.make_schedule(name, WORKERS, microbatches)
-    each = action_s * WORKERS / schedule.stages
-    theory = pp.simulate(schedule, pp.Costs(forward=each, backward_input=each, backward_weight=each))
-    seconds = [makespan_s(trace) for trace in traces]
-    work_s = 3 * microbatches * action_s  # of each worker
+def measured_of_torch(case: Case, repeats: int, folder: str) -> Outcome:
+    """The same with torch's own schedule."""
+    placement = case.schedule().placement
+    store = f"{folder}/torch-{case.label.replace(' ', '-')}"
+    arguments = (case.name, placement, case.layers_of_stage, case.sleep_s, case.microbatches, repeats, store)
+    ranks = torch_schedules.run(*arguments)
+    steps = zip(*(rank.steps for rank in ranks), strict=True)
+    makespans = [max(end for _, end in step) - min(start for start, _ in step) for step in steps]
+    return Outcome(makespans, {stage: layers for rank in ranks for stage, layers in rank.slept.items()})
+
+
+def simulated(case: Case, outcome: Outcome) -> pp.Timeline:
+    """The schedule with stages that take what they slept."""
+    costs = [
+        [sum(layer[part] / layer[3] for layer in outcome.slept[stage]) for stage in sorted(outcome.slept)]
+        for part in range(3)
+    ]
+    return pp.simulate(case.schedule(), pp.Costs(forward=costs[0], backward_input=costs[1], backward_weight=costs[2]))
+
+
+def compared(case: Case, outcome: Outcome) -> dict[str, Any]:
+    theory = simulated(case, outcome)
     return {
         "theory_ms": theory.makespan * 1e3,
-        "measured_ms": spread(value * 1e3 for value in seconds),
-        "measured_to_theory": spread(value / theory.makespan for value in seconds),
         "theory_bubble": theory.bubble,
-        "measured_bubble": spread(1 - work_s / value for value in seconds),
-        "peak_activations": [peak * WORKERS / schedule.stages for peak in theory.peak_activations],
+        "measured_ms": spread(value * 1e3 for value in outcome.makespans_s),
+        "measured_to_theory": spread(value / theory.makespan for value in outcome.makespans_s),
     }
 
 
-def show(parties: dict[str, dict[str, Any]], microbatches: int, action_s: float) -> None:
+def figures_of(case: Case, repeats: int, folder: str, *, with_torch: bool) -> dict[str, Any]:
+    schedule = case.schedule()
+    figures = compared(case, measured(case, repeats, folder))
+    peaks = [peak * case.workers / schedule.stages for peak in pp.peak_activations(schedule)]
+    figures |= {"schedule": case.name, "workers": case.workers, "microbatches": case.microbatches}
+    figures |= {"peak_activations": peaks, "torch": None}
+    if with_torch and case.name in torch_schedules.SCHEDULES:
+        try:
+            figures["torch"] = compared(case, measured_of_torch(case, repeats, folder))
+        except RuntimeError as error:
+            sys.stderr.write(f"{case.label}: {error}\n")
+    return figures
+
+
+def show(parties: dict[str, dict[str, Any]], action_s: float) -> None:
     rows = [
         [
             name,
             f"{party['theory_ms']:.1f}",
+            f"{party['theory_bubble']:.1%}",
             _cell(party["measured_ms"], ".1f"),
             _cell(party["measured_to_theory"], ".3f"),
-            f"{party['theory_bubble']:.1%}",
-            f"{party['measured_bubble']['median']:.1%}",
+            _cell(party["torch"] and party["torch"]["measured_to_theory"], ".3f"),
             f"{max(party['peak_activations']):g}",
         ]
         for name, party in parties.items()
     ]
-    title = f"{WORKERS} workers, {microbatches} micro-batches, F = I = W = {action_s * 1e3:g} ms; median (min–max)"
-    columns = ["", "theory ms", "measured ms", "measured / theory", "bubble, theory", "measured", "stash, in stages"]
+    title = f"F = I = W = {action_s * 1e3:g} ms of a worker; median (min–max)"
+    columns = ["", "theory ms", "bubble", "measured ms", "measured / theory", "torch / theory", "stash, in stages"]
     show_table(title, columns, rows)
 
 
-def _cell(values: dict[str, Any], form: str) -> str:
+def _cell(values: dict[str, Any] | None, form: str) -> str:
+    if values is None:
+        return ""
     return f"{values['median']:{form}} ({values['min']:{form}}–{values['max']:{form}})"
+
+
+def cases(names: list[str], workers: list[int], microbatches: list[int], action_s: float) -> list[Case]:
+    """Those that exist; what does not is said on stderr."""
+    found = []
+    for name in names:
+        for count in workers:
+            for m in microbatches:
+                case = Case(name, count, m, action_s / _LAYERS_EACH)
+                try:
+                    case.schedule()
+                except ScheduleError as error:
+                    sys.stderr.write(f"left out: {error}\n")
+                else:
+                    found.append(case)
+    return found
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--schedules", default=",".join(SCHEDULES), help="names, with commas: %(default)s")
-    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--schedules", default=",".join(_ALL), help="names, with commas: %(default)s")
+    parser.add_argument("--workers", type=_numbers, default=[4], help="numbers, with commas: 4")
+    parser.add_argument("--microbatches", type=_numbers, default=[8], help="numbers, with commas: 8")
+    parser.add_argument("--full", action="store_true", help="2, 4 and 8 workers, 1, 4 and 32 micro-batches")
     parser.add_argument("--action-ms", type=float, default=40.0, help="what F, I and W of a worker sleep")
-    parser.add_argument("--repeats", type=int, default=7, help="steps of each schedule")
+    parser.add_argument("--repeats", type=int, default=5, help="steps of each schedule")
+    parser.add_argument("--no-torch", action="store_true", help="without torch.distributed.pipelining")
     parser.add_argument("--quick", action="store_true", help="short sleeps, few steps: only to see that it works")
     parser.add_argument("--json", type=pathlib.Path, help="write the figures to this file instead of stdout")
     options = parser.parse_args()
     action_s, repeats = (0.002, 2) if options.quick else (options.action_ms / 1e3, options.repeats)
-    parties = {}
+    workers, microbatches = ([2, 4, 8], [1, 4, 32]) if options.full else (options.workers, options.microbatches)
     with tempfile.TemporaryDirectory(prefix="lp-bench-") as folder:
-        for name in options.schedules.split(","):
-            traces = measured(name, options.microbatches, action_s, repeats, folder)
-            parties[name] = figures_of(name, traces, options.microbatches, action_s)
-    show(parties, options.microbatches, action_s)
-    settings = {
-        "workers": WORKERS,
-        "microbatches": options.microbatches,
-        "action_ms": action_s * 1e3,
-        "repeats": repeats,
-        "mode": "process",
-    }
+        parties = {
+            case.label: figures_of(case, repeats, folder, with_torch=not options.no_torch)
+            for case in cases(options.schedules.split(","), workers, microbatches, action_s)
+        }
+    show(parties, action_s)
+    settings = {"action_ms": action_s * 1e3, "repeats": repeats, "mode": "process"}
     figures = {
         "benchmark": "schedules",
         "machine": {**machine(), "torch": torch.__version__},

@@ -2,10 +2,10 @@
 
 import math
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,10 @@ from lp_pipe.rpc import codec
 from lp_pipe.rpc import layout as layout_of_memory
 
 _ALIGNMENT_BYTES = 64  # a cache line, and what torch's own allocator gives
+
+# Leaves that no two values can tell apart: the same objects do for all. Equal ones are the same on the wire, too, which
+# 0.0 and -0.0 are not.
+CONSTANTS = frozenset({bool, int, str, type(None)})
 
 
 class TensorSpec(NamedTuple):
@@ -63,6 +67,17 @@ class Layout:
         sizes = (-(-spec.size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for spec in self.tensor_specs)
         return list(accumulate(sizes, initial=0))
 
+    @cached_property
+    def constants(self) -> list[Any] | None:
+        """The leaves that are no tensors, if they are the same objects for every value."""
+        others = codec.loads(self.others) if self.others else []
+        return others if all(type(leaf) in CONSTANTS for leaf in others) else None
+
+    @cached_property
+    def assemble(self) -> Callable[[Iterator[Any]], Any]:
+        """Make a value of its leaves."""
+        return _assembler(self.treedef)
+
     def encode(self) -> bytes:
         return _dumps((_portable(self.treedef), self.specs, self.geometries, self.others))
 
@@ -102,10 +117,10 @@ def unpack(layout: Layout, tensors: Sequence[Tensor]) -> Any:
     if any(layout.geometries):
         tensors = [_restored(tensor, geometry) for tensor, geometry in zip(tensors, layout.geometries, strict=True)]
     if not layout.others:
-        return pytree.tree_unflatten(tensors, layout.treedef)
-    remaining, others = iter(tensors), iter(codec.loads(layout.others))
-    leaves = [next(others if spec is None else remaining) for spec in layout.specs]
-    return pytree.tree_unflatten(leaves, layout.treedef)
+        return layout.assemble(iter(tensors))
+    remaining = iter(tensors)
+    others = iter(layout.constants if layout.constants is not None else codec.loads(layout.others))
+    return layout.assemble(iter([next(others if spec is None else remaining) for spec in layout.specs]))
 
 
 def copied(value: Any) -> Any:
@@ -174,6 +189,17 @@ def _check_is_plain(tensor: Tensor) -> None:
         raise ValueError(f"a channel carries dense tensors, not {type(tensor).__name__} of layout {tensor.layout}")
     if not tensor.is_cpu:
         raise ValueError(f"a channel carries CPU tensors, not one on {tensor.device}: send tensor.cpu()")
+
+
+def _assembler(treedef: pytree.TreeSpec) -> Callable[[Iterator[Any]], Any]:
+    """pytree.tree_unflatten, which would look every container up again for every message."""
+    if treedef.is_leaf():
+        return next
+    kind = treedef.type
+    if kind is tuple or kind is list:
+        parts = [_assembler(child) for child in treedef.children()]
+        return lambda leaves: kind([part(leaves) for part in parts])
+    return lambda leaves: pytree.tree_unflatten(list(islice(leaves, treedef.num_leaves)), treedef)
 
 
 def _portable(treedef: pytree.TreeSpec) -> Any:

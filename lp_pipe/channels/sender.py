@@ -6,8 +6,10 @@ from typing import Any
 from torch import Tensor
 
 from lp_pipe import connections
-from lp_pipe.channels import kinds, packing, transports
+from lp_pipe.channels import kinds, transports
 from lp_pipe.channels.messages import Abort, Opening, data_frame
+from lp_pipe.channels.packer import Packer
+from lp_pipe.channels.packing import Layout
 from lp_pipe.channels.posting import Posting
 from lp_pipe.channels.pulling import Pulling
 from lp_pipe.channels.transport import Outlet, TransferError
@@ -26,7 +28,8 @@ class Sender:
         self._outlet = outlet
         self._label = label
         self._waits_for = waits_for
-        self._layout: packing.Layout | None = None
+        self._packer = Packer()
+        self._layout: Layout | None = None  # the receiver has it
         # Held for a whole send, so that messages go out in the order in which they took their layouts. The state's
         # lock is never held while sending: in one process the receiver's thread may be on its way to it.
         self._send_lock = threading.Lock()
@@ -47,12 +50,11 @@ class Sender:
             ChannelClosed: the peer closed or died, or this operation was aborted.
         """
         with self._send_lock:
-            layout, tensors = packing.pack(value)
-            header = b"" if layout == self._layout else layout.encode()
+            layout, tensors = self._packer.pack(value)
+            header = b"" if layout is self._layout else layout.encode()
             self._take_credit(tag)
-            if header:
-                self._layout = layout
-            self._send(tag, header, tensors)
+            self._layout = layout
+            self._send(tag, layout, header, tensors)
 
     def abort(self, tag: int, reason: str) -> None:
         """Let sends with this tag and lower ones raise ChannelClosed, also one that waits for a credit now."""
@@ -78,12 +80,11 @@ class Sender:
         else:
             self._connection.start(self._on_frame, self._on_close)
 
-    def _send(self, tag: int, header: bytes, tensors: list[Tensor]) -> None:
-        assert self._layout is not None
-        if self._layout.offsets[-1] >= _LARGE_BYTES:
+    def _send(self, tag: int, layout: Layout, header: bytes, tensors: list[Tensor]) -> None:
+        if layout.offsets[-1] >= _LARGE_BYTES:
             self._pulling.look()  # credits that have arrived bring back memory that is warm
         try:
-            token, buffers = self._outlet.write(self._layout, tensors, self._total_credits)
+            token, buffers = self._outlet.write(layout, tensors, self._total_credits)
             self._connection.send(data_frame(tag, header, token, buffers))
         except (Unavailable, TransferError) as error:
             self._pulling.look()  # the peer may have said why

@@ -110,6 +110,10 @@ class PulledConnection(Connection):
         """Wait until there is something to read (or the end); False when `timeout_s` has passed, or on `interrupt`."""
 
     @abstractmethod
+    def is_ready(self) -> bool:
+        """Whether a `wait` would return at once."""
+
+    @abstractmethod
     def make_interruptible(self) -> None:
         """Before the first `wait`: `interrupt` will work."""
 

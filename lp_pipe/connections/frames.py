@@ -122,12 +122,15 @@ def decode_header(data: bytes | bytearray | memoryview) -> Header:
         raise FrameError(f"a frame header does not parse (version {version}, kind {kind}): no lp_pipe of this version")
     end = _FIXED.size + name_bytes
     try:
-        name = str(data[_FIXED.size : end], "utf-8")
+        name = str(data[_FIXED.size : end], "utf-8") if name_bytes else ""
     except UnicodeDecodeError as error:
         raise FrameError(f"a frame header does not parse: {error}") from error
-    marked = struct.unpack_from(f"<{sizes_bytes // 8}Q", data, end) if sizes_bytes else ()
-    loans = [index for index, size in enumerate(marked) if size & _LOAN]
-    sizes = [size & ~_LOAN for size in marked] if loans else marked
+    sizes: Sequence[int] = ()
+    loans: Sequence[int] = ()
+    if sizes_bytes:
+        sizes = struct.unpack_from(f"<{sizes_bytes // 8}Q", data, end)
+        loans = [index for index, size in enumerate(sizes) if size & _LOAN]
+        sizes = [size & ~_LOAN for size in sizes] if loans else sizes
     total = body_bytes + sum(sizes)
     if total > MAX_MESSAGE_BYTES:
         raise FrameError(f"a frame of {total} bytes is over the limit of {MAX_MESSAGE_BYTES}")

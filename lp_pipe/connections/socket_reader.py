@@ -92,9 +92,10 @@ class SocketReader:
         self._start = body_start
         header = frames.decode_header(self._take(length))
         # Memory of their own: what is built on them stays writable.
-        body, *buffers = (self._piece(size) for size in (header.body_bytes, *header.buffer_bytes))
+        body = self._piece(header.body_bytes)
+        buffers = [self._piece(size) for size in header.buffer_bytes]
         self._loans = header.loans
-        if not self._may_borrow and loans.is_supported and max(header.buffer_bytes, default=0) >= loans.LEAST_BYTES:
+        if buffers and not self._may_borrow and loans.is_supported and max(header.buffer_bytes) >= loans.LEAST_BYTES:
             self._may_borrow = True
             self._borrower.welcome()
         self._frame = Frame(header.kind, header.id, header.name, body, buffers)

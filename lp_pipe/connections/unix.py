@@ -21,6 +21,7 @@ from lp_pipe.errors import Unavailable
 SCHEME = "unix:"
 
 _MAX_PIECES = 512  # below every system's IOV_MAX
+_JOINED_BYTES = 1 << 12  # up to here one copy costs less than keeping track of the pieces
 _CLOSE_PATIENCE_S = 0.2
 _ACCEPT_PAUSE_S = 0.1
 _ENDED = "the peer's process closed the connection without a word (it ended or was killed)"
@@ -73,6 +74,9 @@ class UnixConnection(PulledConnection):
         if self._interruption in descriptors:
             os.eventfd_read(self._interruption)
         return self._socket.fileno() in descriptors
+
+    def is_ready(self) -> bool:
+        return bool(self._poll.poll(0))
 
     def make_interruptible(self) -> None:
         self._interruption = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -272,6 +276,9 @@ def _send_all(
     sock: socket.socket, pieces: list[bytes | bytearray | memoryview], descriptors: Sequence[int] = ()
 ) -> None:
     """The descriptors go with the first byte."""
+    if not descriptors and sum(map(len, pieces)) <= _JOINED_BYTES:
+        sock.sendall(b"".join(pieces))
+        return
     pieces = [piece for piece in pieces if len(piece)]
     control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))] if descriptors else []
     while pieces:

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 
 def entered(phony: Tensor, gradients: list[Tensor | None], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -38,7 +37,6 @@ class _Entry(torch.autograd.Function):
         return tensors
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
         ctx.gradients[:] = gradients
         return (None, None, *(None for _ in gradients))

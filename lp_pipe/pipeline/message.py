@@ -33,6 +33,8 @@ def to_message(value: Any) -> Message:
     Raises:
         PipelineError: an object that is no container hides tensors that want a gradient.
     """
+    if type(value) is Tensor:  # nearly always, and pytree takes its time
+        return Message(value.detach(), (value.requires_grad,))
     leaves, spec = pytree.tree_flatten(value)
     wanted = tuple(tensor.requires_grad for tensor in tensors_of(value))
     positions: dict[int, int] = {}
@@ -56,6 +58,8 @@ def with_repeats(leaves: list[Any]) -> list[Any]:
 
 def tensors_of(value: Any) -> list[Tensor]:
     """Each tensor of a value once, in pytree order."""
+    if type(value) is Tensor:
+        return [value]
     return list({id(leaf): leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)}.values())
 
 

@@ -5,58 +5,86 @@ import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import TracebackType
 
 import torch
 
 # torch's default generator belongs to the process: two stages in threads would draw from each other's stream.
 _generator_lock = threading.RLock()
 
-_inside = threading.local()  # .microbatch: that of the step_rng body in which this thread is
+_STEP = struct.Struct("<4q")
+
+
+class _Inside(threading.local):
+    microbatch: int | None = None  # that of the step_rng body in which this thread is
+
+
+_inside = _Inside()
 
 
 @contextmanager
 def layer_rng(seed: int, index: int) -> Iterator[None]:
     """Draw the initial weights of layer `index` in the body; afterwards torch's generator is as it was before."""
-    with _seeded(b"layer", seed, index):
+    with _Seeded(b"layer" + struct.pack("<2q", seed, index)):
         yield
 
 
-@contextmanager
-def step_rng(seed: int, layer: int, step: int, microbatch: int) -> Iterator[None]:
+class step_rng:  # contextlib's way to make one costs as much as all that it does
     """Draw layer `layer`'s dropout for one micro-batch of one step in the body; restores torch's generator.
 
     Use it in a plain loop too, around the call of each layer, to get the very masks that a pipeline draws.
     Stages that are threads take turns in such bodies.
     """
-    outer = getattr(_inside, "microbatch", None)
-    _inside.microbatch = microbatch
-    try:
-        with _seeded(b"step", seed, layer, step, microbatch):
-            yield
-    finally:
-        _inside.microbatch = outer
+
+    __slots__ = ("_microbatch", "_outer", "_seeded")
+
+    def __init__(self, seed: int, layer: int, step: int, microbatch: int) -> None:
+        self._microbatch = microbatch
+        self._seeded = _Seeded(b"step" + _STEP.pack(seed, layer, step, microbatch))
+
+    def __enter__(self) -> None:
+        self._seeded.__enter__()
+        self._outer = _inside.microbatch
+        _inside.microbatch = self._microbatch
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _inside.microbatch = self._outer
+        self._seeded.__exit__(kind, error, trace)
 
 
 def current_microbatch() -> int:
     """The micro-batch of the `step_rng` body that this thread is in."""
-    microbatch: int = _inside.microbatch
+    microbatch = _inside.microbatch
+    assert microbatch is not None, "only layers ask, and they are called in such a body"
     return microbatch
 
 
-@contextmanager
-def _seeded(purpose: bytes, *numbers: int) -> Iterator[None]:
-    digest = hashlib.blake2b(purpose + struct.pack(f"<{len(numbers)}q", *numbers), digest_size=8).digest()
-    seed = int.from_bytes(digest, "little")
-    with _generator_lock:
-        generators = _generators()
-        before = [generator.get_state() for generator in generators]
-        for generator in generators:
-            generator.manual_seed(seed)
+class _Seeded:
+    """In the body torch's generators begin where the hash of `purpose` says; afterwards they are as before."""
+
+    __slots__ = ("_before", "_seed")
+
+    def __init__(self, purpose: bytes) -> None:
+        self._seed = int.from_bytes(hashlib.blake2b(purpose, digest_size=8).digest(), "little")
+
+    def __enter__(self) -> None:
+        _generator_lock.acquire()
         try:
-            yield
-        finally:
-            for generator, state in zip(generators, before, strict=True):
-                generator.set_state(state)
+            self._before = [(generator, generator.get_state()) for generator in _generators()]
+            for generator, _ in self._before:
+                generator.manual_seed(self._seed)
+        except BaseException:
+            _generator_lock.release()
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for generator, state in self._before:
+            generator.set_state(state)
+        _generator_lock.release()
 
 
 def _generators() -> list[torch.Generator]:

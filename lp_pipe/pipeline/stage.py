@@ -24,6 +24,7 @@ from lp_pipe.pipeline.skips import call
 from lp_pipe.pipeline.split_backward import Roots, SplitBackward, backward
 
 _EVALUATION = -1  # in place of a step
+_Layers = list[tuple[int, nn.Module]]  # with their indices in the model
 
 
 @dataclass
@@ -69,10 +70,7 @@ class Stage:
         for layer in layers:
             layer.to(device)
         self._tied = tied
-        self._runs = [
-            (run, Segment(self._between(run), f"layers {run.first} to {run.end - 1}") if run.is_recomputed else None)
-            for run in runs_of(recompute, first_layer, layers)
-        ]
+        self._runs = [self._prepared(run) for run in runs_of(recompute, first_layer, layers)]
         self._borrowed = [tied[name] for name in tied if int(name.split(".", 1)[0]) < first_layer]
         self.activation_stash: dict[int, Stash] = {}
         self._weight_stash: dict[int, Callable[[Roots], None]] = {}  # the second parts of backwards
@@ -144,24 +142,27 @@ class Stage:
         value = _enter(message, stash, stash.input_gradients)
         for name in skips:
             skips[name] = _enter(skips[name], stash, stash.popped_gradients.setdefault(name, []))
-        for run, segment in self._runs:
-            call_layers = partial(self._call, run, step, microbatch)
+        for layers, segment in self._runs:
             if segment is None or step == _EVALUATION:
-                value = call_layers(value, skips)
+                value = self._call(layers, step, microbatch, value, skips)
             else:
-                value = segment.forward(call_layers, value, skips)
+                value = segment.forward(partial(self._call, layers, step, microbatch), value, skips)
         stash.outputs = _edges(value)
-        stash.stashed = {name: _edges(skip) for name, skip in skips.items()}
+        if skips:
+            stash.stashed = {name: _edges(skip) for name, skip in skips.items()}
         return value
 
-    def _call(self, run: Run, step: int, microbatch: int, value: Any, skips: dict[str, Any]) -> Any:
-        for index, layer in enumerate(self._between(run), start=run.first):
+    def _call(self, layers: _Layers, step: int, microbatch: int, value: Any, skips: dict[str, Any]) -> Any:
+        for index, layer in layers:
             with step_rng(self._seed, index, step, microbatch), autocast(self._precision, self._device_type):
                 value = call(layer, (value,), skips)
         return value
 
-    def _between(self, run: Run) -> list[nn.Module]:
-        return self.layers[run.first - self.first_layer : run.end - self.first_layer]
+    def _prepared(self, run: Run) -> tuple[_Layers, Segment | None]:
+        layers = [(index, self.layers[index - self.first_layer]) for index in range(run.first, run.end)]
+        if not run.is_recomputed:
+            return layers, None
+        return layers, Segment([layer for _, layer in layers], f"layers {run.first} to {run.end - 1}")
 
     def _backward(self, microbatch: int, roots: Roots, defer_weights: bool) -> list[Tensor | None]:
         stash = self.activation_stash.pop(microbatch)
@@ -219,7 +220,9 @@ def check_shapes(state: Mapping[str, Any], own: Mapping[str, Any], what: str) ->
 
 def _enter(message: Message, stash: Stash, gradients: list[Tensor | None]) -> Any:
     """The message's value, with the tensors that want a gradient attached to the stage's graph."""
-    leaves, spec = pytree.tree_flatten(message.value)
+    if not any(message.wants_gradient) and type(message.value) is Tensor:
+        return message.value
+    leaves, spec = ([message.value], None) if type(message.value) is Tensor else pytree.tree_flatten(message.value)
     if any(message.wants_gradient):
         tensors = iter(message.wants_gradient)
         wanted = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and next(tensors)]
@@ -229,7 +232,7 @@ def _enter(message: Message, stash: Stash, gradients: list[Tensor | None]) -> An
         results = entered(stash.entry, gradients, [leaves[index] for index in wanted])
         for index, tensor in zip(wanted, results, strict=True):
             leaves[index] = tensor
-    return pytree.tree_unflatten(with_repeats(leaves), spec)
+    return leaves[0] if spec is None else pytree.tree_unflatten(with_repeats(leaves), spec)
 
 
 def _edges(value: Any) -> list[GradientEdge]:

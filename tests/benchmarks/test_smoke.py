@@ -72,12 +72,13 @@ def test_tcp_compares_lp_pipe_with_grpcio() -> None:
 
 
 def test_schedules_compares_makespans_with_theory() -> None:
-    parties = figures("schedules")["parties"]
-    assert set(parties) == {"1f1b", "zb_h1", "zbv", "dualpipev"}
+    parties = figures("schedules", "--schedules=1f1b,zb_h1,zbv", "--workers=2")["parties"]
+    assert set(parties) == {"1f1b K=2 M=8", "zb_h1 K=2 M=8", "zbv K=2 M=8"}
     for party in parties.values():
         assert_is_spread(party["measured_ms"])
-        assert party["measured_to_theory"]["min"] > 1
-    assert parties["1f1b"]["theory_ms"] > parties["zb_h1"]["theory_ms"] > parties["zbv"]["theory_ms"]
+        assert party["measured_to_theory"]["median"] > 0.98  # the costs are means, which a step may beat
+    assert_is_spread(parties["1f1b K=2 M=8"]["torch"]["measured_to_theory"])
+    assert parties["zb_h1 K=2 M=8"]["torch"] is None  # it has none
 
 
 def test_engine_tells_the_cost_of_an_action() -> None:
@@ -100,6 +101,7 @@ def test_simulator_measures_every_part_in_a_process_of_its_own() -> None:
 
 def test_memory_compares_activations_with_the_prediction() -> None:
     parties = figures("memory")["parties"]
-    assert set(parties) == {f"2 {schedule} {how}" for schedule in SCHEDULES for how in ("none", "every 2", "full")}
+    assert {f"2 {schedule} {how}" for schedule in SCHEDULES for how in ("none", "every 2", "full")} < set(parties)
+    assert {"2 interleaved none", "2 zbv none"} < set(parties)
     for party in parties.values():
         assert all(0.9 < ratio < 1.1 for ratio in party["measured_to_predicted"])

@@ -78,6 +78,8 @@ class Channels:
 
     def edges_of(self, action: Action, end: Literal["sender", "receiver"]) -> list[tuple[int, Edge]]:
         """The edges that an action uses at this end of theirs."""
+        if not self.edges:
+            return []  # nearly always, and asked for before and after every action
         return [
             (channel, edge)
             for channel, edge in self.numbered_edges()

@@ -1,0 +1,52 @@
+"""Packing one message after another: most are like the one before, and need no new layout."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lp_pipe.channels import packing
+from lp_pipe.channels.packing import CONSTANTS, Layout
+
+
+class Packer:
+    """`packing.pack` for the values of one channel; a value like the one before gets the very same Layout.
+
+    Alike: the same tuples and lists, with the same constants and tensors of the same strides in the same places.
+    """
+
+    def __init__(self) -> None:
+        self._pattern: tuple[Any, ...] | None = None
+        self._layout: Layout | None = None
+
+    def pack(self, value: Any) -> tuple[Layout, list[Tensor]]:
+        """As `packing.pack`.
+
+        Raises:
+            ValueError: a tensor that a channel cannot carry.
+        """
+        tensors: list[Tensor] = []
+        pattern = _pattern_of(value, tensors)
+        if pattern is not None and pattern == self._pattern and self._layout is not None:
+            return self._layout, tensors
+        layout, tensors = packing.pack(value)
+        if layout != self._layout:
+            self._layout = layout
+        # With a geometry the tensors that travel are not those of the value.
+        self._pattern = None if any(layout.geometries) else pattern
+        assert self._layout is not None
+        return self._layout, tensors
+
+
+def _pattern_of(value: Any, tensors: list[Tensor]) -> tuple[Any, ...] | None:
+    """All that a value's layout depends on; its tensors are added to the list. None: something unusual is in it."""
+    kind = type(value)
+    if kind is Tensor:
+        if not value.is_cpu or value.layout is not torch.strided or value.is_quantized:
+            return None
+        tensors.append(value.detach())
+        return value.dtype, value.shape, value.stride()
+    if kind is tuple or kind is list:
+        parts = [_pattern_of(part, tensors) for part in value]
+        return None if None in parts else (kind, *parts)
+    return (kind, value) if kind in CONSTANTS else None

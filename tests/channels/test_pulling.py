@@ -1,0 +1,96 @@
+"""An end that waits looks for a moment whether something comes, before it sleeps, as long as that is of use."""
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from lp_pipe.channels.pulling import Pulling
+from lp_pipe.connections import frames
+from lp_pipe.connections.frames import Frame
+from lp_pipe.connections.unix import UnixConnection
+from tests.channels.edges import PATIENCE_S, in_thread
+
+
+class Looked(UnixConnection):
+    """Counts how often somebody looked instead of sleeping."""
+
+    looks = 0
+
+    def is_ready(self) -> bool:
+        self.looks += 1
+        return super().is_ready()
+
+
+class End:
+    """A connection's end with what has arrived at it."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.arrived: list[Frame] = []
+        self.state = threading.Condition(threading.Lock())
+        self.pulling = Pulling(self.state)
+        self.connection = Looked(sock, "peer")
+        self.connection.make_interruptible()
+        self.connection.attach(self.arrived.append, lambda reason: None)
+        self.pulling.attach(self.connection)
+
+    def wait(self, count: int, timeout_s: float) -> bool:
+        with self.state:
+            return self.pulling.wait_for(lambda: len(self.arrived) >= count, timeout_s)
+
+    def looks_in_a_wait(self) -> int:
+        """A wait for what does not come."""
+        before = self.connection.looks
+        assert not self.wait(len(self.arrived) + 1, 0.001)
+        return self.connection.looks - before
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[End, UnixConnection]]:
+    near, far = socket.socketpair()
+    end, peer = End(near), UnixConnection(far, "end")
+    end.pulling._looking._is_possible = True  # also where a test has one core
+    yield end, peer
+    peer.close()
+    end.connection.close()
+
+
+def test_looking_in_vain_becomes_rare(ends: tuple[End, UnixConnection]) -> None:
+    end, _ = ends
+    waits = [end.looks_in_a_wait() for _ in range(150)]
+    assert waits[0] > 0
+    assert sum(looks > 0 for looks in waits) < 15
+
+
+def test_looking_is_worth_it_again_once_something_was_there(ends: tuple[End, UnixConnection]) -> None:
+    end, peer = ends
+    end.looks_in_a_wait()
+    assert end.looks_in_a_wait() == 0, "one wait is left out after one in vain"
+    peer.send(Frame(frames.CHANNEL_NOTE))
+    assert end.wait(1, PATIENCE_S)
+    assert end.looks_in_a_wait() > 0
+
+
+def test_nobody_looks_where_there_is_one_core(ends: tuple[End, UnixConnection]) -> None:
+    end, _ = ends
+    end.pulling._looking._is_possible = False
+    assert [end.looks_in_a_wait() for _ in range(3)] == [0, 0, 0]
+
+
+def test_being_woken_while_looking_is_not_lost(ends: tuple[End, UnixConnection]) -> None:
+    end, _ = ends
+    is_over = False
+
+    def wait() -> bool:
+        with end.state:
+            return end.pulling.wait_for(lambda: is_over, PATIENCE_S)
+
+    for _ in range(20):
+        is_over = False
+        end.pulling._looking._misses = end.pulling._looking._skipped = 0
+        waiting = in_thread(wait)
+        with end.state:
+            is_over = True
+            end.pulling.wake()
+        assert waiting.result(PATIENCE_S)
