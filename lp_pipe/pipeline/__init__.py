@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from lp_pipe.pipeline.partitioning import Profile as Profile
     from lp_pipe.pipeline.partitioning import Topology as Topology
     from lp_pipe.pipeline.partitioning import partition as partition
+    from lp_pipe.pipeline.profiling import profile as profile
     from lp_pipe.pipeline.rng import layer_rng as layer_rng
     from lp_pipe.pipeline.rng import step_rng as step_rng
     from lp_pipe.pipeline.skips import Pop as Pop
@@ -62,6 +63,7 @@ _ON_FIRST_USE = {  # for these torch is needed, or numpy
     "Profile": "partitioning",
     "Topology": "partitioning",
     "partition": "partitioning",
+    "profile": "profiling",
     "Pop": "skips",
     "Sequential": "skips",
     "Stash": "skips",
