@@ -151,12 +151,10 @@ class _Planner:
     def _others(self) -> list[Plan]:
         """Plans of simpler kinds that keep to the limits."""
         ends = self._states.only([0, self._states.count - 1])
-        kinds: list[tuple[str, States, int]] = [
-            ("all layers in one stage, data parallel", ends, self._max_replicas),
-            ("one device", ends, 1),
-        ]
+        kinds: list[tuple[str, States, int]] = [("one device", ends, 1)]
         if self._max_replicas > 1:
             states = thinned(self._states, self._prefixes, self._topology.levels, None)
+            kinds.append(("all layers in one stage, data parallel", ends, self._max_replicas))
             kinds.append(("a straight pipeline, without replicas", states, 1))
         found = [(text, states, self._searched(states, replicas, None)) for text, states, replicas in kinds]
         return [

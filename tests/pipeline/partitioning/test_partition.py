@@ -1,4 +1,6 @@
 import random
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -218,3 +220,8 @@ def test_with_an_upper_bound_the_search_finds_the_same(monkeypatch: pytest.Monke
     whole = pp.partition(profile, topology)
     monkeypatch.setattr(planner, "_WINDOWED", 20)
     assert pp.partition(profile, topology).slowest_seconds == pytest.approx(whole.slowest_seconds)
+
+
+def test_plans_are_made_without_torch() -> None:
+    code = "import sys, lp_pipe.pipeline as pp; pp.partition, pp.Profile, pp.Plan; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
