@@ -1,5 +1,7 @@
 """Where a search of all cuts would take too long: fewer of them, and how fast the best plan can be at most."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from lp_pipe.pipeline.partitioning.cost import CostModel, Memory
@@ -7,7 +9,7 @@ from lp_pipe.pipeline.partitioning.profile import Profile
 from lp_pipe.pipeline.partitioning.states import Floats, States
 from lp_pipe.pipeline.partitioning.topology import Level
 
-_MOST_WORK = 4e8  # numbers compared, a few seconds
+_MOST_WORK = 2e8  # numbers compared, a second or two
 
 
 def work(states: int, levels: tuple[Level, ...], memory: Memory | None) -> float:
@@ -30,14 +32,21 @@ def work(states: int, levels: tuple[Level, ...], memory: Memory | None) -> float
     return total
 
 
-def thinned(states: States, order: States, levels: tuple[Level, ...], memory: Memory | None) -> States:
-    """The states, or as many of `order`, each within the next, as can be searched in seconds."""
-    if work(states.count, levels, memory) <= _MOST_WORK:
-        return states
-    count = order.count
+def affordable(states: int, most: int, levels: tuple[Level, ...], memory: Memory | None) -> int | None:
+    """How many states, of `most` that are each within the next, can be searched in seconds; None: all `states` can."""
+    if work(states, levels, memory) <= _MOST_WORK:
+        return None
+    count = most
     while count > 2 and work(count, levels, memory) > _MOST_WORK:
-        count = max(2, int(count * 0.9))
-    return order.only(evenly(order.count, count))
+        count = max(2, int(count * 0.95))
+    return count
+
+
+def near(cuts: Sequence[int], count: int, kept: int) -> list[int]:
+    """Of the first `count` numbers so many that are nearest to one of the cuts, with the first and the last."""
+    distances = np.abs(np.arange(count)[:, None] - np.array(cuts)[None, :]).min(axis=1)
+    distances[[0, -1]] = 0
+    return sorted(int(number) for number in np.argsort(distances, kind="stable")[:kept])
 
 
 def evenly(count: int, kept: int) -> list[int]:

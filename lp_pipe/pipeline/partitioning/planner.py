@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from lp_pipe.errors import PartitionError
-from lp_pipe.pipeline.partitioning.bounds import evenly, flat, lower_bound, thinned
+from lp_pipe.pipeline.partitioning.bounds import affordable, evenly, flat, lower_bound, near
 from lp_pipe.pipeline.partitioning.cost import RECOMPUTES, CostModel, Memory, checked_model
 from lp_pipe.pipeline.partitioning.fields import checked_count, checked_number
 from lp_pipe.pipeline.partitioning.plan import Plan
@@ -20,6 +20,7 @@ from lp_pipe.pipeline.partitioning.topology import Level, Topology
 SCHEDULES = ("1f1b", "gpipe")
 _MOST_STATES = 2500  # tables grow with their square
 _WINDOWED = 200  # states from which on it pays to know a plan before the search
+_REFINEMENTS = 1  # searches of the cuts near the best ones, where not all can be searched
 _ROUNDING = 1 + 1e-9
 
 
@@ -109,10 +110,20 @@ class _Planner:
 
     def _best(self, max_replicas: int, memory: Memory | None) -> tuple[list[Priced], States]:
         """The best stages, and the states they are between: fewer than there are, where all would take too long."""
-        states = thinned(self._states, self._prefixes, self._topology.levels, memory)
-        stages = self._searched(states, max_replicas, memory)
+        states, order = self._states, self._prefixes
+        count = affordable(states.count, order.count, self._topology.levels, memory)
+        stages = None
+        if count is None:
+            stages = self._searched(states, max_replicas, memory)
+        else:
+            kept = evenly(order.count, count)
+            for _ in range(_REFINEMENTS + 1):
+                states = order.only(kept)
+                stages = self._searched(states, max_replicas, memory)
+                if stages is None:
+                    break
+                kept = near([kept[stage.end] for stage in stages], order.count, count)
         if stages is None:
-            assert memory is not None, "without a limit one stage on one device is a plan"
             raise PartitionError(
                 "memory: no plan was found that fits, among fewer cuts than there are, since to try all would take too "
                 "long; use more memory or a topology of one level"
@@ -153,10 +164,11 @@ class _Planner:
         ends = self._states.only([0, self._states.count - 1])
         kinds: list[tuple[str, States, int]] = [("one device", ends, 1)]
         if self._max_replicas > 1:
-            states = thinned(self._states, self._prefixes, self._topology.levels, None)
             kinds.append(("all layers in one stage, data parallel", ends, self._max_replicas))
-            kinds.append(("a straight pipeline, without replicas", states, 1))
         found = [(text, states, self._searched(states, replicas, None)) for text, states, replicas in kinds]
+        if self._max_replicas > 1:
+            straight, states = self._best(1, None)
+            found.append(("a straight pipeline, without replicas", states, straight))
         return [
             self._as_plan(stages, states, text)
             for text, states, stages in found
