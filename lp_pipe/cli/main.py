@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from lp_pipe.cli import clean, doctor, graph, launch, logs, partition, ps, schedule, stacks, status, stop
+from lp_pipe.cli import clean, doctor, graph, launch, logs, partition, profile, ps, schedule, stacks, status, stop
 from lp_pipe.cli.errors import INTERRUPTED, CommandError, UsageError, nearest
 from lp_pipe.launch.signals import Terminated
 
@@ -17,6 +17,7 @@ _COMMANDS = {
     "launch": launch,
     "graph": graph,
     "schedule": schedule,
+    "profile": profile,
     "partition": partition,
     "status": status,
     "logs": logs,

@@ -16,11 +16,11 @@ from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.build import build_layers
 from lp_pipe.pipeline.layer_names import layer_names
 from lp_pipe.pipeline.message import Message, tensors_of, to_message
-from lp_pipe.pipeline.model import Model, sources_of
+from lp_pipe.pipeline.model import Loss, Model, sources_of
 from lp_pipe.pipeline.partitioning import LayerProfile, Profile
 from lp_pipe.pipeline.skips import popped_by, seen_by_setup
 from lp_pipe.pipeline.stage import Stage
-from lp_pipe.pipeline.tied import tie, tied_names
+from lp_pipe.pipeline.tied import Names, tie, tied_names
 
 _WARMUPS = 2
 _LEAST_ROUNDS = 5
@@ -42,12 +42,20 @@ def profile(model: Model, sample_input: Any, sample_target: Any, *, device: str 
     if not isinstance(model, Model):
         raise PipelineError(f"profile takes a pp.Model(layers, loss, optimizer), not {type(model).__name__}")
     sources = [seen_by_setup(source) for source in sources_of(model)]
-    layers = build_layers(sources, 0, model.seed)
-    tie(layers, 0, tied_names(sources, model.tied), {}, model.seed)
+    tied = tied_names(sources, model.tied)
+    return profile_layers(sources, tied, model.loss, model.seed, (sample_input, sample_target), device)
+
+
+def profile_layers(
+    sources: Sequence[Any], tied: Sequence[Names], loss: Loss, seed: int, batch: tuple[Any, Any], device: str
+) -> Profile:
+    """As `profile`, of the layers that setup has seen."""
+    layers = build_layers(sources, 0, seed)
+    tie(layers, 0, tied, {}, seed)
     place = torch.device(device)
-    batch = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(place), (sample_input, sample_target))
+    batch = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(place), batch)
     with _one_thread():
-        rounds = _Rounds(model, layers, batch, place)
+        rounds = _Rounds(layers, loss, seed, batch, place)
         for _ in range(_WARMUPS):
             rounds.run(split=False)
             rounds.run(split=True)
@@ -81,11 +89,11 @@ class _Measured:
 class _Rounds:
     """Forwards and backwards of one micro-batch through stages of one layer each."""
 
-    def __init__(self, model: Model, layers: Sequence[nn.Module], batch: Any, device: torch.device) -> None:
-        self._loss = model.loss
+    def __init__(self, layers: Sequence[nn.Module], loss: Loss, seed: int, batch: Any, device: torch.device) -> None:
+        self._loss = loss
         self._input, self._target = batch
         self._device = device
-        self._stages = [Stage(i, i, [layer], model.seed, device=device) for i, layer in enumerate(layers)]
+        self._stages = [Stage(i, i, [layer], seed, device=device) for i, layer in enumerate(layers)]
         self._step = 0
         self._stashed_by: dict[str, int] = {}
         self.skips: list[tuple[int, int]] = []  # from the layer of a Stash to that of its Pop
