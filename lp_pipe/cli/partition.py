@@ -90,13 +90,15 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
 
 
 def _as_table(plan: "Plan") -> str:
+    from lp_pipe.pipeline.partitioning.reasons import seconds
+
     rows = [
         [
             str(index),
             str(stage.replicas),
             f"{len(stage.layers)}: {_ends(stage.layers)}",
-            f"{stage.predicted_seconds:.4g} s",
-            f"{stage.boundary_seconds:.4g} s",
+            seconds(stage.predicted_seconds),
+            seconds(stage.boundary_seconds),
         ]
         for index, stage in enumerate(plan.stages)
     ]

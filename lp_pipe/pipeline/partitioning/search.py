@@ -71,7 +71,8 @@ class Search:
         self._devices = [int(np.prod([level.count for level in levels[:depth]])) for depth in range(len(levels) + 1)]
         self._tables: dict[_Place, dict[int, _Table]] = {}
         self._bottom: dict[int, dict[int, Floats]] = {}
-        of_group = upper * self._devices[-2]  # what a group computes in the time that a plan is known for
+        # What a group computes in the time that a plan is known for; 0 where no layer takes any.
+        of_group = max(upper * self._devices[-2], np.finfo(np.float64).tiny)
         self._least_groups = np.ceil((states.compute[-1] - states.compute) / of_group - _ROUNDING).astype(int)
         self._least_groups_before = np.ceil(states.compute / of_group - _ROUNDING).astype(int)
         self._top = self._place(len(levels), max_replicas, 0)

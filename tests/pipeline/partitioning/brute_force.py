@@ -85,10 +85,15 @@ def _seconds(plan: Sequence[Stage], profile: Profile, levels: Sequence[Level], c
         if stage.inside:
             compute = _seconds(stage.inside, profile, levels[:-1], cost_model)
         exchange = 4 * (r - 1) * sum(layer.parameter_bytes for layer in own) / (r * level.bandwidth)
+        exchange += 2 * (r - 1) * level.latency
         took = (compute + exchange if cost_model == "pipedream" else max(compute, exchange)) / r
         sides = [stage.start] * (place > 0) + [stage.end] * (place < len(plan) - 1)
-        slowest = max(slowest, took, *(2 * _crossing(s, profile) / (level.bandwidth * r) for s in sides), 0.0)
+        slowest = max(slowest, took, *(_side(_crossing(s, profile), level, r) for s in sides), 0.0)
     return slowest
+
+
+def _side(crossing: float, level: Level, replicas: int) -> float:
+    return (2 * crossing / level.bandwidth + (2 * level.latency if crossing else 0)) / replicas
 
 
 def _crossing(done: Layers, profile: Profile) -> float:

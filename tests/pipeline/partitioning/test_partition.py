@@ -46,7 +46,8 @@ def profiles(draw: st.DrawFn, *, most: int, is_dag: bool) -> pp.Profile:
 
 def levels(counts: list[int]) -> st.SearchStrategy[tuple[pp.Level, ...]]:
     bandwidth = st.sampled_from([0.5, 3.0, 40.0])
-    level = [st.builds(pp.Level, st.just("x"), st.integers(1, count), bandwidth) for count in counts]
+    latency = st.sampled_from([0.0, 0.5])
+    level = [st.builds(pp.Level, st.just("x"), st.integers(1, count), bandwidth, latency) for count in counts]
     return st.tuples(*level)
 
 
@@ -210,6 +211,12 @@ def test_a_dag_of_the_size_of_resnet_50_takes_seconds() -> None:
     )
     assert time.process_time() - started < 3
     assert plan.proven_gap == 0
+
+
+def test_layers_that_take_no_time_are_planned_too() -> None:
+    assert pp.partition(chain([0.0] * 25), pp.Topology(ONE_LEVEL)).slowest_seconds == 0
+    layers = tuple(pp.LayerProfile(f"l{i}", 0.0, 0.0, 0.0, 1.0) for i in range(300))
+    assert pp.partition(pp.Profile(layers), pp.Topology(ONE_LEVEL)).slowest_seconds == 0
 
 
 def test_with_an_upper_bound_the_search_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
