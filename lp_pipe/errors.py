@@ -82,3 +82,7 @@ class EndOfData(LpPipeError, EOFError):
 
 class CheckpointError(LpPipeError, RuntimeError):
     """A checkpoint is missing, incomplete, or belongs to another model."""
+
+
+class PartitionError(LpPipeError, ValueError):
+    """A profile, topology or plan is wrong, or no plan can keep to the limits; the message says which and where."""

@@ -47,6 +47,16 @@ def test_the_ported_launchpad_program_runs(mode: str, tmp_path: Path) -> None:
     run("ported.py", cwd=tmp_path)
 
 
+def test_the_page_on_partitioning_runs_and_its_numbers_are_right(tmp_path: Path) -> None:
+    page = "docs/partitioning.md"
+    (block,) = blocks_of(page)
+    (tmp_path / "partitioned.py").write_text(block)
+    printed = run("partitioned.py", cwd=tmp_path)
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for number in ("3.1 ms", "3.87 times as fast as one device", "6.15 ms", "6 ms"):
+        assert number in printed and number in text
+
+
 def test_the_page_on_pipelines_runs(tmp_path: Path) -> None:
     train, check, own_schedule = blocks_of("docs/pipeline.md")
     (tmp_path / "page.py").write_text("\n".join([train.replace("range(100)", "range(2)"), check, own_schedule]))

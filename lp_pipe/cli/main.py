@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from lp_pipe.cli import clean, doctor, graph, launch, logs, ps, schedule, stacks, status, stop
+from lp_pipe.cli import clean, doctor, graph, launch, logs, partition, profile, ps, schedule, stacks, status, stop
 from lp_pipe.cli.errors import INTERRUPTED, CommandError, UsageError, nearest
 from lp_pipe.launch.signals import Terminated
 
@@ -17,6 +17,8 @@ _COMMANDS = {
     "launch": launch,
     "graph": graph,
     "schedule": schedule,
+    "profile": profile,
+    "partition": partition,
     "status": status,
     "logs": logs,
     "stacks": stacks,
@@ -31,6 +33,7 @@ examples:
   lp_pipe launch examples/char_gpt.py -- --stages=3      with flags of its own
   lp_pipe graph examples/char_gpt.py -o graph.svg        draw its graph
   lp_pipe schedule 1f1b --stages=4 --microbatches=8      draw a pipeline's schedule
+  lp_pipe partition profile.json topology.toml           decide where to cut a model
   lp_pipe status                                         how it is, from another terminal
 
 `lp_pipe COMMAND --help` says more.

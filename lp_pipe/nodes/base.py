@@ -80,6 +80,16 @@ class Node(ABC, Generic[HandleT]):
         named += [(f"argument {name}", value) for name, value in self._kwargs.items()]
         return [*named, ("the function" if not isinstance(self._function, type) else "the class", self._function)]
 
+    def construct_apart(self) -> Any:
+        """The object that it would run or serve, built in this process and outside of any run, for tools to look at.
+
+        Raises:
+            ValueError: it holds handles of other nodes, whose clients work within a run only.
+        """
+        for handle in self.input_handles():
+            raise ValueError(f"node {self.name} needs a client of {handle.node_name}, which there is in a run only")
+        return self._construct()
+
     @abstractmethod
     def execute(self) -> None:
         """Run the node, inside its own thread or process; returns when it is done."""

@@ -1,10 +1,11 @@
-"""A model as a pipeline of stages. Schedules and their tools work without torch, which is loaded on first need."""
+"""A model as a pipeline of stages. Schedules and plans work without torch, which is loaded on first need."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lp_pipe.errors import CheckpointError as CheckpointError
 from lp_pipe.errors import EndOfData as EndOfData
+from lp_pipe.errors import PartitionError as PartitionError
 from lp_pipe.errors import PipelineError as PipelineError
 from lp_pipe.errors import ScheduleError as ScheduleError
 from lp_pipe.pipeline.model import Layer as Layer
@@ -32,6 +33,14 @@ if TYPE_CHECKING:
     from lp_pipe.pipeline.both_ways import check as check
     from lp_pipe.pipeline.client import PipelineClient as PipelineClient
     from lp_pipe.pipeline.client import PipelineHandle as PipelineHandle
+    from lp_pipe.pipeline.partitioning import LayerProfile as LayerProfile
+    from lp_pipe.pipeline.partitioning import Level as Level
+    from lp_pipe.pipeline.partitioning import Plan as Plan
+    from lp_pipe.pipeline.partitioning import PlannedStage as PlannedStage
+    from lp_pipe.pipeline.partitioning import Profile as Profile
+    from lp_pipe.pipeline.partitioning import Topology as Topology
+    from lp_pipe.pipeline.partitioning import partition as partition
+    from lp_pipe.pipeline.profiling import profile as profile
     from lp_pipe.pipeline.rng import layer_rng as layer_rng
     from lp_pipe.pipeline.rng import step_rng as step_rng
     from lp_pipe.pipeline.skips import Pop as Pop
@@ -39,7 +48,7 @@ if TYPE_CHECKING:
     from lp_pipe.pipeline.skips import Stash as Stash
     from lp_pipe.pipeline.splitting import split as split
 
-_NEEDS_TORCH = {
+_ON_FIRST_USE = {  # for these torch is needed, or numpy
     "add_pipeline": "add",
     "check": "both_ways",
     "CheckReport": "both_ways",
@@ -47,6 +56,14 @@ _NEEDS_TORCH = {
     "PipelineHandle": "client",
     "layer_rng": "rng",
     "step_rng": "rng",
+    "LayerProfile": "partitioning",
+    "Level": "partitioning",
+    "Plan": "partitioning",
+    "PlannedStage": "partitioning",
+    "Profile": "partitioning",
+    "Topology": "partitioning",
+    "partition": "partitioning",
+    "profile": "profiling",
     "Pop": "skips",
     "Sequential": "skips",
     "Stash": "skips",
@@ -55,6 +72,6 @@ _NEEDS_TORCH = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _NEEDS_TORCH:
+    if name not in _ON_FIRST_USE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_NEEDS_TORCH[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_ON_FIRST_USE[name]}"), name)

@@ -16,8 +16,10 @@ from lp_pipe.pipeline.conductor import Conductor
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
 from lp_pipe.pipeline.cuts import balanced_cuts, check_cuts
 from lp_pipe.pipeline.device import check_devices
+from lp_pipe.pipeline.layer_names import layer_names
 from lp_pipe.pipeline.model import Model, sources_of
 from lp_pipe.pipeline.names import outer_name, own_names
+from lp_pipe.pipeline.partitioning.plan import Plan
 from lp_pipe.pipeline.precision import check_precision
 from lp_pipe.pipeline.schedule import Schedule, default_chunks, forward_on, replicated, schedules, verify
 from lp_pipe.pipeline.schedule.channels import Edge
@@ -35,7 +37,7 @@ def add_pipeline(
     program: Program,
     model: Model,
     *,
-    stages: int | Sequence[int] = 2,
+    stages: int | Sequence[int] | Plan = 2,
     chunks: int | None = None,
     schedule: str | Path | Schedule = "1f1b",
     microbatches: int = 8,
@@ -51,7 +53,8 @@ def add_pipeline(
 ) -> PipelineHandle:
     """Cut `model` into stages, add a node for each stage worker, and return the handle of the whole.
 
-    stages: number of stage workers (cuts balanced by parameters), or the cut points (index of each later first layer).
+    stages: number of stage workers (cuts balanced by parameters), or the cut points (index of each later first layer),
+        or a plan of `pp.partition`, with its replicas.
     chunks: virtual stages per worker; default: what the schedule needs.
     schedule: a name in `schedules()`, a Schedule, or a path to CSV.
     microbatches: slices of a batch per step, over all replicas; small batches may give fewer.
@@ -69,6 +72,7 @@ def add_pipeline(
 
     Raises:
         PipelineError: the model cannot be cut so.
+        PartitionError: the plan is for another model.
         ScheduleError: the schedule does not exist for these numbers, or is not correct.
     """
     if not isinstance(model, Model):
@@ -81,6 +85,8 @@ def add_pipeline(
     check_precision(precision)
     sources = [seen_by_setup(source) for source in sources_of(model)]
     names = own_names(sources)
+    if isinstance(stages, Plan):
+        stages, replicas = _planned(stages, replicas, sources)
     made, name, counts = _made(schedule, stages, microbatches, chunks, replicas)
     cuts = _cuts(sources, stages, made.stages)
     tied = tied_names(sources, model.tied)
@@ -111,6 +117,13 @@ def add_pipeline(
         conductor = _add_nodes(program, config, _workers(config, sources, cuts, _owners(model, tied)), inputs, group)
     stage_of_layer = [sum(cut <= layer for cut in cuts) for layer in range(len(sources))]
     return PipelineHandle(conductor, [counts[made.placement[stage]] for stage in stage_of_layer])
+
+
+def _planned(plan: Plan, replicas: int | Sequence[int], sources: Sequence[Any]) -> tuple[list[int], list[int]]:
+    """Its cuts and replicas."""
+    if replicas != 1:
+        raise PipelineError(f"replicas={replicas!r}: the plan of stages= says how many there are; leave them out")
+    return plan.cuts(layer_names(sources)), [stage.replicas for stage in plan.stages]
 
 
 def _made(

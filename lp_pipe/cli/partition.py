@@ -1,0 +1,109 @@
+"""`lp_pipe partition`: from a profile and a topology to a plan: cuts, replicas, and why."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lp_pipe.cli.errors import UsageError
+from lp_pipe.cli.table import table
+from lp_pipe.errors import PartitionError
+
+if TYPE_CHECKING:
+    from lp_pipe.pipeline.partitioning import Plan
+
+_EXAMPLES = """\
+examples:
+  lp_pipe partition profile.json topology.toml -o plan.toml
+  lp_pipe partition graph.txt topology.toml --straight      PipeDream's own format; no replicas
+
+topology.toml, from the innermost level outwards, in bytes and bytes/s:
+  memory = 16e9
+  [[levels]]
+  name = "device"
+  count = 4
+  bandwidth = 1.6e10
+  [[levels]]
+  name = "host"
+  count = 2
+  bandwidth = 1.25e9
+"""
+
+
+def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Describe the command and its options."""
+    parser = commands.add_parser(
+        "partition",
+        help="decide where to cut a profiled model, and how many replicas each stage gets",
+        description="Find the plan whose slowest stage, or boundary between stages, is as fast as can be.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="lp_pipe partition PROFILE TOPOLOGY [-o plan.toml] [options]",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("profile", metavar="PROFILE", help="profile.json, or a graph.txt of PipeDream's profiler")
+    add("topology", metavar="TOPOLOGY", help="topology.toml")
+    add("-o", "--output", metavar="FILE", help="write the plan, as TOML, for add_pipeline(stages=pp.Plan.load(FILE))")
+    add("--straight", action="store_true", help="no replicas")
+    add("--max-replicas", type=int, metavar="R", help="of a stage; without: as many as there are devices")
+    add("--cost-model", default="pipedream", metavar="NAME", help="pipedream (default), or overlap")
+    add("--schedule", default="1f1b", metavar="NAME", help="whose stashed activations must fit: 1f1b (default), gpipe")
+    add("--recompute", default="none", metavar="WHAT", help="none (default), or full")
+    add("--json", action="store_true", help="print the plan as JSON")
+    parser.set_defaults(run=run_command)
+
+
+def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
+    """Print the plan, and write it.
+
+    Raises:
+        UsageError: a file is wrong or cannot be read or written, or no plan fits.
+    """
+    from lp_pipe.pipeline.partitioning import Profile, Topology, partition  # numpy is slow to load
+
+    read = Profile.from_pipedream if arguments.profile.endswith(".txt") else Profile.load
+    try:
+        plan = partition(
+            read(arguments.profile),
+            Topology.load(arguments.topology),
+            max_replicas=arguments.max_replicas,
+            straight=arguments.straight,
+            cost_model=arguments.cost_model,
+            schedule=arguments.schedule,
+            recompute=arguments.recompute,
+        )
+        if arguments.output:
+            plan.save(Path(arguments.output))
+    except PartitionError as error:
+        raise UsageError(str(error)) from error
+    if arguments.json:
+        print(json.dumps(asdict(plan)))
+        return 0
+    print(_as_table(plan))
+    print(f"\n{plan.reason}")
+    if arguments.output:
+        print(f"wrote {arguments.output}")
+    return 0
+
+
+def _as_table(plan: "Plan") -> str:
+    from lp_pipe.pipeline.partitioning.reasons import seconds
+
+    rows = [
+        [
+            str(index),
+            str(stage.replicas),
+            f"{len(stage.layers)}: {_ends(stage.layers)}",
+            seconds(stage.predicted_seconds),
+            seconds(stage.boundary_seconds),
+        ]
+        for index, stage in enumerate(plan.stages)
+    ]
+    return table(["STAGE", "REPLICAS", "LAYERS", "COMPUTE + ALL-REDUCE", "BOUNDARY"], rows)
+
+
+def _ends(layers: Sequence[str]) -> str:
+    return layers[0] if len(layers) == 1 else f"{layers[0]} … {layers[-1]}"

@@ -1,0 +1,78 @@
+"""`lp_pipe profile`: measure the layers of a program's pipeline."""
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from lp_pipe.cli.errors import NotLaunched, UsageError
+from lp_pipe.cli.table import table
+from lp_pipe.cli.targets import load_program
+from lp_pipe.errors import PartitionError, PipelineError
+
+if TYPE_CHECKING:
+    from lp_pipe.pipeline.partitioning import Profile
+
+_EXAMPLES = """\
+examples:
+  lp_pipe profile examples/char_gpt.py -o profile.json
+  lp_pipe profile examples/char_gpt.py -o profile.json -- --layers=12      with flags of its own
+  lp_pipe partition profile.json topology.toml -o plan.toml                 what it is for
+"""
+
+
+def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Describe the command and its options."""
+    parser = commands.add_parser(
+        "profile",
+        help="measure what the layers of a program's pipeline take",
+        description="Train copies of a pipeline's layers for some seconds in this process, on the first micro-batch of "
+        "its feeder; the program itself is not launched.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="lp_pipe profile TARGET [-o profile.json] [options] [-- program flags]",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("target", metavar="TARGET", help="path/file.py[:name] or package.module[:name]")
+    add("-o", "--output", metavar="FILE", help="write the profile, as JSON")
+    add("--group", metavar="LABEL", help="of which pipeline, if the program has several")
+    add("--device", default="cpu", help="cpu (default), cuda, cuda:1")
+    parser.set_defaults(run=run_command)
+
+
+def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
+    """Measure, print and write.
+
+    Raises:
+        UsageError: there is no such target or pipeline, or the file cannot be written.
+        NotLaunched: torch is missing, or the target's own code raised.
+    """
+    program = load_program(arguments.target, program_flags)
+    try:
+        from lp_pipe.pipeline.program_profile import profile_program
+    except ModuleNotFoundError as error:
+        raise NotLaunched(f"{error}; a profile needs torch: pip install 'lp_pipe[torch]'") from error
+    try:
+        profile = profile_program(program, group=arguments.group, device=arguments.device)
+        if arguments.output:
+            profile.save(arguments.output)
+    except (PipelineError, PartitionError) as error:
+        raise UsageError(str(error)) from error
+    print(_as_table(profile))
+    if arguments.output:
+        print(f"wrote {arguments.output}")
+    return 0
+
+
+def _as_table(profile: "Profile") -> str:
+    rows = [
+        [
+            layer.name,
+            f"{layer.forward_s * 1000:.3f} ms",
+            f"{layer.backward_s * 1000:.3f} ms",
+            f"{layer.activation_bytes:,}",
+            f"{layer.parameter_bytes:,}",
+        ]
+        for layer in profile.layers
+    ]
+    return table(["LAYER", "FORWARD", "BACKWARD", "OUTPUT BYTES", "PARAMETER BYTES"], rows)

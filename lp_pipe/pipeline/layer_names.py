@@ -1,0 +1,16 @@
+"""What the layers of a model are called in profiles and plans. Needs no torch."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from lp_pipe.pipeline.model import FromFunction, Layer
+
+
+def layer_names(sources: Sequence[Any]) -> list[str]:
+    """The place of each layer and its name or its module's class: "0.Embedding", "1.hidden"."""
+    return [f"{index}.{_name(source)}" for index, source in enumerate(sources)]
+
+
+def _name(source: Any) -> str:
+    module = source.module if isinstance(source, FromFunction) else source
+    return str(module.name) if isinstance(module, Layer) else type(module).__name__

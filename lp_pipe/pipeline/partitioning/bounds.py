@@ -1,0 +1,77 @@
+"""Where a search of all cuts would take too long: fewer of them, and how fast the best plan can be at most."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from lp_pipe.pipeline.partitioning.cost import CostModel, Memory
+from lp_pipe.pipeline.partitioning.profile import Profile
+from lp_pipe.pipeline.partitioning.states import Floats, States
+from lp_pipe.pipeline.partitioning.topology import Level
+
+_MOST_WORK = 2e8  # numbers compared, a second or two
+
+
+def work(states: int, levels: tuple[Level, ...], memory: Memory | None) -> float:
+    """About how many numbers a search compares."""
+    total = 0.0
+    devices = 1
+    for depth, level in enumerate(levels, start=1):
+        is_top = depth == len(levels)
+        inner, devices = devices, devices * level.count
+        pairs = states**2 / 2 if is_top else states**3 / 6
+        tables = 1.0
+        if memory is not None:
+            all_devices = int(np.prod([level.count for level in levels]))
+            behind = 1 if is_top else min(all_devices, states)
+            tables = behind * min(devices, states) * min(inner, states)
+        # Each call of numpy costs as much as some thousand numbers.
+        total += tables * (pairs * level.count**2 / 2 + 2000 * states * level.count)
+        if is_top and memory is None and depth == 1:
+            total -= pairs * level.count**2 / 2  # of which a window is enough
+    return total
+
+
+def affordable(states: int, most: int, levels: tuple[Level, ...], memory: Memory | None) -> int | None:
+    """How many states, of `most` that are each within the next, can be searched in seconds; None: all `states` can."""
+    if work(states, levels, memory) <= _MOST_WORK:
+        return None
+    count = most
+    while count > 2 and work(count, levels, memory) > _MOST_WORK:
+        count = max(2, int(count * 0.95))
+    return count
+
+
+def near(cuts: Sequence[int], count: int, kept: int) -> list[int]:
+    """Of the first `count` numbers so many that are nearest to one of the cuts, with the first and the last."""
+    distances = np.abs(np.arange(count)[:, None] - np.array(cuts)[None, :]).min(axis=1)
+    distances[[0, -1]] = 0
+    return sorted(int(number) for number in np.argsort(distances, kind="stable")[:kept])
+
+
+def evenly(count: int, kept: int) -> list[int]:
+    """So many of the first `count` numbers, with the first and the last."""
+    return [int(number) for number in np.linspace(0, count - 1, kept).astype(int)]
+
+
+def flat(levels: tuple[Level, ...]) -> Level:
+    """One level of all devices with the fastest links and no latency, which is never slower than the nested levels.
+
+    For replicas r1 within r2, (r1-1)/(r1² r2) + (r2-1)/r2² >= (r-1)/r² with r = r1·r2, and the outer all-reduce has no
+    fewer bytes than the inner one.
+    """
+    devices = int(np.prod([level.count for level in levels]))
+    return Level("all", devices, max(level.bandwidth for level in levels))
+
+
+def lower_bound(
+    states: States, levels: tuple[Level, ...], model: CostModel, max_replicas: int, profile: Profile
+) -> float:
+    """Seconds that no plan beats, known without a search."""
+    level = flat(levels)
+    bound = float(states.compute[-1]) / level.count
+    replicas: Floats = np.arange(1, max_replicas + 1, dtype=np.float64)
+    for layer in profile.layers:  # its stage has at least its compute and its parameters
+        compute = layer.forward_s + layer.backward_s
+        bound = max(bound, float(model.stage(compute, layer.parameter_bytes, replicas, level).min()))
+    return bound

@@ -1,0 +1,70 @@
+"""What a stage and a boundary between stages take: the cost model that plans minimise.
+
+Legend: C seconds of compute, W bytes of parameters, A bytes that cross a boundary, r replicas, B bytes per second.
+
+    stage     (C + 4(r-1)W/(rB)) / r     replicas share the micro-batches, and all-reduce W bytes of gradients
+    boundary  2A/(B·r)                   an activation one way and its gradient the other; on both sides
+
+Source: PipeDream (Narayanan et al., SOSP 2019), section 3.1, as its published optimizer computes it.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lp_pipe.errors import PartitionError
+from lp_pipe.pipeline.partitioning.topology import Level
+
+COST_MODELS = ("pipedream", "overlap")
+RECOMPUTES = ("none", "full")
+Values = Any  # a number or an array of float64; with arrays each operation works on all pairs of cuts at once
+
+
+class CostModel(NamedTuple):
+    """name: "pipedream" adds a stage's compute and its all-reduce, "overlap" takes the longer of the two."""
+
+    name: str
+
+    def stage(self, compute: Values, parameters: Values, replicas: Values, level: Level) -> Values:
+        """Seconds per micro-batch of a stage whose replicas are linked by `level`."""
+        others = replicas - 1
+        exchange = 4 * others * parameters / (replicas * level.bandwidth) + 2 * others * level.latency
+        return (np.maximum(compute, exchange) if self.name == "overlap" else compute + exchange) / replicas
+
+    def boundary(self, crossing: Values, replicas: Values, level: Level) -> Values:
+        """Seconds per micro-batch on a side of the boundary that has so many replicas."""
+        return (2 * crossing / level.bandwidth + 2 * level.latency * (crossing > 0)) / replicas
+
+
+class Memory(NamedTuple):
+    """What a stage holds on each device, and how much it may.
+
+    A stage's weights with what the optimizer keeps for them, and the activations of the micro-batches that wait for
+    their backward: with 1F1B as many as there are stages from this one to the last, with GPipe all. A recomputed stage
+    keeps only its input of each, and all activations of one while that runs again.
+    """
+
+    limit: float
+    optimizer_bytes_per_parameter_byte: float
+    schedule: str
+    recompute: str
+    microbatches: int
+
+    def needed(self, parameters: Values, activations: Values, entering: Values, stages_from_here: int) -> Values:
+        """Bytes of a stage's device. entering: bytes that cross the boundary before the stage."""
+        waiting = self.microbatches if self.schedule == "gpipe" else min(stages_from_here, self.microbatches)
+        weights = parameters * (1 + self.optimizer_bytes_per_parameter_byte)
+        if self.recompute == "full":
+            return weights + waiting * entering + activations
+        return weights + waiting * activations
+
+
+def checked_model(cost_model: str) -> CostModel:
+    """The cost model of that name.
+
+    Raises:
+        PartitionError: there is none.
+    """
+    if cost_model not in COST_MODELS:
+        raise PartitionError(f"cost_model={cost_model!r}: use one of {', '.join(map(repr, COST_MODELS))}")
+    return CostModel(cost_model)

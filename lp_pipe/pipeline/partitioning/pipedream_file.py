@@ -1,0 +1,109 @@
+"""PipeDream's graph.txt, as its profiler writes and its optimizer reads it (msr-fiddle/pipedream, graph/graph.py).
+
+    node2 -- Conv2d(3, 64, …) -- forward_compute_time=3.7, backward_compute_time=4.1, activation_size=8.2e8, …
+    <tab>node1 -- node2
+
+Times are milliseconds; the size of several tensors is a list, [1.0; 2.0]; where a node has a stage, its line ends in
+` -- stage_id=0`.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from lp_pipe.errors import PartitionError
+from lp_pipe.pipeline.partitioning.fields import checked_number, read_text, write_text
+
+_FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
+
+
+class Node(NamedTuple):
+    """sizes: bytes of the output and of the parameters."""
+
+    name: str
+    description: str
+    forward_s: float
+    backward_s: float
+    sizes: tuple[float, float]
+
+
+def read(path: str | Path) -> tuple[list[Node], list[tuple[str, str]]]:
+    """The nodes, by number, and the edges, without what PipeDream's optimizer drops.
+
+    Raises:
+        PartitionError: names the file and the line.
+    """
+    nodes: dict[str, Node] = {}
+    edges: list[tuple[str, str]] = []
+    for number, line in enumerate(read_text(path).splitlines(), start=1):
+        where = f"{path}, line {number}"
+        parts = line.strip().split(" -- ")
+        if line.startswith("\t"):
+            if len(parts) != 2:
+                raise PartitionError(f"{where}: an edge is written <tab>node1 -- node2, not {line.strip()!r}")
+            edges.append((parts[0], parts[1]))
+        elif line.strip():
+            node = _node(parts, where)
+            if node.name in nodes:
+                raise PartitionError(f"{where}: there is already a node {node.name!r}")
+            nodes[node.name] = node
+    for edge in edges:
+        for name in edge:
+            if name not in nodes:
+                raise PartitionError(f"{path}: edge {' -- '.join(edge)}: there is no node {name!r}")
+    kept = _without_inputs_and_unused(nodes, edges)
+    return sorted(kept, key=_by_number), [edge for edge in edges if {*edge} <= {node.name for node in kept}]
+
+
+def write(path: str | Path, nodes: Sequence[Node], edges: Sequence[tuple[str, str]]) -> None:
+    """Write such a file.
+
+    Raises:
+        PartitionError: the file cannot be written.
+    """
+    lines = []
+    for node in nodes:
+        values = (node.forward_s * 1000, node.backward_s * 1000, *node.sizes)
+        fields = ", ".join(f"{name}={value!r}" for name, value in zip(_FIELDS, map(float, values), strict=True))
+        lines.append(f"{node.name} -- {node.description} -- {fields}")
+    lines += [f"\t{source} -- {reader}" for source, reader in edges]
+    write_text(path, "\n".join(lines) + "\n")
+
+
+def _node(parts: Sequence[str], where: str) -> Node:
+    if not 3 <= len(parts) <= 4:
+        raise PartitionError(
+            f"{where}: a node is written name -- description -- fields, with fields {', '.join(_FIELDS)}"
+        )
+    found = dict(field.split("=", 1) for field in parts[2].split(", ") if "=" in field)
+    values = []
+    for field in _FIELDS:
+        if field not in found:
+            raise PartitionError(f"{where}: {field} is missing")
+        values.append(_number(found[field], f"{where}: {field}"))
+    forward_ms, backward_ms, activation_bytes, parameter_bytes = values
+    return Node(parts[0], parts[1], forward_ms / 1000, backward_ms / 1000, (activation_bytes, parameter_bytes))
+
+
+def _number(text: str, where: str) -> float:
+    terms = text[1:-1].split(";") if text.startswith("[") and text.endswith("]") else [text]
+    try:
+        numbers = [float(term) for term in terms if term.strip()]
+    except ValueError as error:
+        raise PartitionError(f"{where}: {text!r} is no number") from error
+    return sum(checked_number(number, where) for number in numbers)
+
+
+def _without_inputs_and_unused(nodes: dict[str, Node], edges: Sequence[tuple[str, str]]) -> list[Node]:
+    """As the optimizer does: first the sources that load data, then, once, the sinks that nobody uses."""
+    read = {reader for _, reader in edges}
+    kept = [node for node in nodes.values() if node.name in read or not node.description.startswith("Input")]
+    names = {node.name for node in kept}
+    used = {source for source, reader in edges if reader in names}
+    return [node for node in kept if node.name in used or not node.description.startswith("__getitem__")]
+
+
+def _by_number(node: Node) -> tuple[int, str]:
+    digits = re.search(r"\d+$", node.name)
+    return (int(digits.group()) if digits else 0, node.name)

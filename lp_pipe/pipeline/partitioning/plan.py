@@ -1,0 +1,157 @@
+"""What `partition` decides: stages, layers by name, replicas, and what they are predicted to take. Needs no torch."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Self
+
+from lp_pipe.errors import PartitionError
+from lp_pipe.pipeline.partitioning.fields import (
+    check_keys,
+    checked_count,
+    checked_number,
+    read_toml,
+    toml_string,
+    write_text,
+)
+
+_SECONDS = ("predicted_seconds", "boundary_seconds")
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """predicted_seconds: compute and all-reduce per micro-batch. boundary_seconds: of the busier of its two sides."""
+
+    layers: tuple[str, ...]
+    replicas: int
+    predicted_seconds: float
+    boundary_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Stages in order. slowest_seconds: of the slowest stage or side of a boundary, which a micro-batch takes at least.
+
+    proven_gap: by what share the best plan may be faster at most; 0 where this is the best.
+    reason: why this plan, in words. runners_up: what else was considered, the fastest first.
+    """
+
+    stages: tuple[PlannedStage, ...]
+    slowest_seconds: float
+    proven_gap: float = 0.0
+    reason: str = ""
+    runners_up: "tuple[Plan, ...]" = ()
+
+    @property
+    def devices(self) -> int:
+        """How many it uses."""
+        return sum(stage.replicas for stage in self.stages)
+
+    def cuts(self, layer_names: Sequence[str]) -> list[int]:
+        """Where a model with these layers, in this order, is cut: the index of each later stage's first layer.
+
+        Raises:
+            PartitionError: the plan is for another model, or its stages are not consecutive layers of this one.
+        """
+        planned = [name for stage in self.stages for name in stage.layers]
+        missing = [name for name in layer_names if name not in {*planned}]
+        unknown = [name for name in planned if name not in {*layer_names}]
+        if missing or unknown:
+            raise PartitionError(
+                f"the plan is for another model: {_difference(planned, layer_names, missing, unknown)}"
+            )
+        ends = list(accumulate(len(stage.layers) for stage in self.stages))
+        for stage, (planned_stage, end) in enumerate(zip(self.stages, ends, strict=True)):
+            expected = layer_names[end - len(planned_stage.layers) : end]
+            stray = [name for name in planned_stage.layers if name not in expected]
+            if stray:
+                raise PartitionError(
+                    f"stage {stage} of the plan has {stray[0]!r}, which in the model does not come there: stages must "
+                    "be consecutive layers of the model"
+                )
+        return ends[:-1]
+
+    def save(self, path: str | Path) -> None:
+        """Write it as TOML, for people to read and to edit."""
+        write_text(path, "\n".join(_lines(self, "")))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read such a file; of what a person has written only `[[stages]]` with layers and replicas is needed.
+
+        Raises:
+            PartitionError: it is not such a file; names the file and the field.
+        """
+        return cls._read(read_toml(path), str(path))
+
+    @classmethod
+    def _read(cls, table: Any, where: str) -> Self:
+        optional = ("slowest_seconds", "proven_gap", "reason", "runners_up")
+        check_keys(table, required=("stages",), optional=optional, where=where)
+        stages = [_stage(stage, f"{where}: stages[{i}]") for i, stage in enumerate(_tables(table, "stages", where))]
+        if not stages:
+            raise PartitionError(f"{where}: stages: there are none")
+        names = [name for stage in stages for name in stage.layers]
+        twice = next((name for place, name in enumerate(names) if name in names[:place]), None)
+        if twice is not None:
+            raise PartitionError(f"{where}: stages: layer {twice!r} is there twice")
+        if not isinstance(table.get("reason", ""), str):
+            raise PartitionError(f"{where}: reason: {table['reason']!r} is no text")
+        slowest = max(max(stage.predicted_seconds, stage.boundary_seconds) for stage in stages)
+        others = [
+            cls._read(other, f"{where}: runners_up[{i}]") for i, other in enumerate(_tables(table, "runners_up", where))
+        ]
+        return cls(
+            tuple(stages),
+            checked_number(table.get("slowest_seconds", slowest), f"{where}: slowest_seconds"),
+            checked_number(table.get("proven_gap", 0.0), f"{where}: proven_gap"),
+            table.get("reason", ""),
+            tuple(others),
+        )
+
+
+def _lines(plan: Plan, prefix: str) -> Iterator[str]:
+    yield f"slowest_seconds = {plan.slowest_seconds!r}  # of a stage or a boundary, per micro-batch"
+    yield f"proven_gap = {plan.proven_gap!r}  # the best plan is faster by this share at most"
+    yield f"reason = {toml_string(plan.reason)}"
+    for index, stage in enumerate(plan.stages):
+        yield ""
+        yield f"[[{prefix}stages]]  # stage {index}"
+        yield f"replicas = {stage.replicas}"
+        yield f"predicted_seconds = {stage.predicted_seconds!r}"
+        yield f"boundary_seconds = {stage.boundary_seconds!r}"
+        yield "layers = ["
+        yield from (f"    {toml_string(name)}," for name in stage.layers)
+        yield "]"
+    for other in plan.runners_up:
+        yield ""
+        yield f"[[{prefix}runners_up]]"
+        yield from _lines(other, f"{prefix}runners_up.")
+    if not prefix:
+        yield ""
+
+
+def _stage(table: Any, where: str) -> PlannedStage:
+    check_keys(table, required=("layers", "replicas"), optional=_SECONDS, where=where)
+    layers = table["layers"]
+    if not isinstance(layers, list) or not layers or not all(isinstance(name, str) for name in layers):
+        raise PartitionError(f"{where}: layers: a list with the names of at least one layer is needed, not {layers!r}")
+    seconds = {key: checked_number(table.get(key, 0.0), f"{where}: {key}") for key in _SECONDS}
+    return PlannedStage(tuple(layers), checked_count(table["replicas"], f"{where}: replicas"), **seconds)
+
+
+def _tables(table: dict[str, Any], key: str, where: str) -> list[Any]:
+    tables = table.get(key, [])
+    if not isinstance(tables, list):
+        raise PartitionError(f"{where}: {key}: write each as [[{key}]]")
+    return tables
+
+
+def _difference(planned: Sequence[str], names: Sequence[str], missing: Sequence[str], unknown: Sequence[str]) -> str:
+    parts = [f"it has {len(planned)} layers, the model {len(names)}"]
+    if unknown:
+        parts.append(f"the model has no layer {unknown[0]!r}")
+    if missing:
+        parts.append(f"the plan has no layer {missing[0]!r}")
+    return "; ".join(parts)

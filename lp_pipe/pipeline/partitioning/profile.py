@@ -1,0 +1,195 @@
+"""What a model's layers cost: seconds, bytes, and who reads whose output. Needs no torch."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Self
+
+from lp_pipe.errors import PartitionError
+from lp_pipe.pipeline.partitioning import pipedream_file
+from lp_pipe.pipeline.partitioning.fields import check_keys, checked_number, read_json, write_json
+
+_TIMES = ("forward_s", "backward_s")
+_SIZES = ("activation_bytes", "parameter_bytes")
+_KEYS = ("name", *_TIMES, *_SIZES)
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """One layer, for one micro-batch.
+
+    activation_bytes: of its output. backward_weight_s: the part of backward_s that is for its parameters' gradients;
+    None where it was not measured apart.
+    """
+
+    name: str
+    forward_s: float
+    backward_s: float
+    activation_bytes: float
+    parameter_bytes: float
+    backward_weight_s: float | None = None
+
+    @property
+    def backward_input_s(self) -> float | None:
+        """The part of backward_s that is for the layer's inputs, as far as that is known."""
+        return None if self.backward_weight_s is None else self.backward_s - self.backward_weight_s
+
+
+@dataclass(frozen=True)
+class Profile:
+    """All layers of a model. edges: (name, name of a layer that reads its output); without: a chain in this order.
+
+    Raises:
+        PartitionError: a time or size is missing, negative or no number; names repeat; edges name unknown layers or go
+            in a circle.
+    """
+
+    layers: tuple[LayerProfile, ...]
+    edges: tuple[tuple[str, str], ...] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(self.layers))
+        if self.edges is not None:
+            object.__setattr__(self, "edges", tuple((str(source), str(reader)) for source, reader in self.edges))
+        _check_layers(self.layers, "profile")
+        _check_edges(self.edges or (), [layer.name for layer in self.layers], "profile")
+        self.order()
+
+    @property
+    def links(self) -> list[tuple[int, int]]:
+        """The edges by index, each once; those of a chain, too."""
+        if self.edges is None:
+            return list(pairwise(range(len(self.layers))))
+        index = {layer.name: place for place, layer in enumerate(self.layers)}
+        return sorted({(index[source], index[reader]) for source, reader in self.edges})
+
+    def order(self) -> list[int]:
+        """The layers by index, each behind what it reads; those that are free as they are listed."""
+        readers: list[list[int]] = [[] for _ in self.layers]
+        waits = [0] * len(self.layers)
+        for source, reader in self.links:
+            readers[source].append(reader)
+            waits[reader] += 1
+        free = [layer for layer, count in enumerate(waits) if not count]
+        heapify(free)
+        order: list[int] = []
+        while free:
+            order.append(heappop(free))
+            for reader in readers[order[-1]]:
+                waits[reader] -= 1
+                if not waits[reader]:
+                    heappush(free, reader)
+        if len(order) < len(self.layers):
+            circle = [layer.name for layer, count in zip(self.layers, waits, strict=True) if count]
+            raise PartitionError(
+                f"profile: edges: {_some(circle)} wait for each other: the edges must not go in a circle"
+            )
+        return order
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON."""
+        layers = [{key: value for key, value in vars(layer).items() if value is not None} for layer in self.layers]
+        text: dict[str, Any] = {"layers": layers}
+        if self.edges is not None:
+            text["edges"] = [list(edge) for edge in self.edges]
+        write_json(path, text)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read what `save` has written.
+
+        Raises:
+            PartitionError: it is not such a file; names the file and the field.
+        """
+        text = read_json(path)
+        check_keys(text, required=("layers",), optional=("edges",), where=str(path))
+        if not isinstance(text["layers"], list):
+            raise PartitionError(f"{path}: layers: a list of layers is needed, not {text['layers']!r}")
+        layers = [_layer(layer, f"{path}: layers[{place}]") for place, layer in enumerate(text["layers"])]
+        edges = text.get("edges")
+        return cls._from(path, layers, None if edges is None else _pairs(edges, str(path)))
+
+    @classmethod
+    def from_pipedream(cls, path: str | Path) -> Self:
+        """Read a graph.txt of PipeDream's profiler, without its `Input*` sources and unused `__getitem__` sinks.
+
+        Raises:
+            PartitionError: it is not such a file; names the file and the line.
+        """
+        nodes, edges = pipedream_file.read(path)
+        layers = [LayerProfile(node.name, node.forward_s, node.backward_s, *node.sizes) for node in nodes]
+        return cls._from(path, layers, edges)
+
+    @classmethod
+    def _from(cls, path: str | Path, layers: list[LayerProfile], edges: list[tuple[str, str]] | None) -> Self:
+        """Make it; what is wrong is in that file."""
+        try:
+            return cls(tuple(layers), None if edges is None else tuple(edges))
+        except PartitionError as error:
+            raise PartitionError(f"{path}: {str(error).removeprefix('profile: ')}") from error
+
+    def to_pipedream(self, path: str | Path) -> None:
+        """Write a graph.txt; of a backward pass it holds only the whole time."""
+        nodes = [
+            pipedream_file.Node(
+                layer.name,
+                layer.name,
+                layer.forward_s,
+                layer.backward_s,
+                (layer.activation_bytes, layer.parameter_bytes),
+            )
+            for layer in self.layers
+        ]
+        names = [layer.name for layer in self.layers]
+        pipedream_file.write(path, nodes, [(names[source], names[reader]) for source, reader in self.links])
+
+
+def _layer(text: Any, where: str) -> LayerProfile:
+    if not isinstance(text, dict):
+        raise PartitionError(f"{where}: an object with {', '.join(_KEYS)} is needed, not {text!r}")
+    check_keys(text, required=_KEYS, optional=("backward_weight_s",), where=where)
+    return LayerProfile(**text)
+
+
+def _pairs(edges: Any, where: str) -> list[tuple[str, str]]:
+    if not isinstance(edges, list) or not all(isinstance(edge, list) and len(edge) == 2 for edge in edges):
+        raise PartitionError(f'{where}: edges: a list of ["layer", "layer that reads it"] is needed')
+    return [(edge[0], edge[1]) for edge in edges]
+
+
+def _check_layers(layers: Sequence[LayerProfile], where: str) -> None:
+    if not layers:
+        raise PartitionError(f"{where}: layers: there are none")
+    seen: set[str] = set()
+    for place, layer in enumerate(layers):
+        at = f"{where}: layers[{place}]"
+        if not isinstance(layer.name, str) or not layer.name:
+            raise PartitionError(f"{at}.name: {layer.name!r} is no name")
+        if layer.name in seen:
+            raise PartitionError(f"{at}.name: {layer.name!r} is taken by an earlier layer: names must differ")
+        seen.add(layer.name)
+        for key in (*_TIMES, *_SIZES):
+            checked_number(getattr(layer, key), f"{at}.{key} (layer {layer.name!r})")
+        weight_s = layer.backward_weight_s
+        if weight_s is not None and checked_number(weight_s, f"{at}.backward_weight_s") > layer.backward_s:
+            raise PartitionError(f"{at}.backward_weight_s: {weight_s} is more than backward_s, of which it is a part")
+
+
+def _check_edges(edges: Sequence[tuple[str, str]], names: Sequence[str], where: str) -> None:
+    known = set(names)
+    for place, edge in enumerate(edges):
+        for name in edge:
+            if name not in known:
+                raise PartitionError(f"{where}: edges[{place}]: there is no layer {name!r}")
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def total_seconds(profile: Profile) -> float:
+    """Forward and backward of all layers, one after another on one device."""
+    return math.fsum(layer.forward_s + layer.backward_s for layer in profile.layers)

@@ -1,0 +1,51 @@
+"""Why a plan is the one, in words."""
+
+from lp_pipe.pipeline.partitioning.plan import Plan
+from lp_pipe.pipeline.partitioning.profile import Profile, total_seconds
+
+
+def reason(plan: Plan, profile: Profile, devices: int) -> str:
+    """What limits the plan, how much it gains over one device, and by how much it beats the others."""
+    parts = [f"{_counted(len(plan.stages), 'stage')} on {plan.devices} of {_counted(devices, 'device')}", _limit(plan)]
+    one_device = total_seconds(profile)
+    if plan.slowest_seconds > 0:
+        parts.append(f"{one_device / plan.slowest_seconds:.2f} times as fast as one device ({seconds(one_device)})")
+    if plan.runners_up:
+        parts.append("; ".join(f"{other.reason}: {_against(other, plan)}" for other in plan.runners_up))
+    if plan.devices < devices:
+        parts.append(f"{_counted(devices - plan.devices, 'device')} idle, since more would make the slowest no faster")
+    if plan.proven_gap:
+        parts.append(
+            "this model has too many places to cut to search them all; among those that were, this is the best, and no "
+            f"plan takes less than {seconds(plan.slowest_seconds / (1 + plan.proven_gap))} ({plan.proven_gap:.1%} gap)"
+        )
+    return ". ".join(part[:1].upper() + part[1:] for part in parts) + "."
+
+
+def seconds(value: float) -> str:
+    """With a unit: 1.2 s, 35 ms, 8 µs."""
+    for unit, factor in (("s", 1), ("ms", 1e3), ("µs", 1e6)):
+        if value * factor >= 1:
+            return f"{value * factor:.4g} {unit}"
+    return f"{value * 1e9:.4g} ns" if value else "0 s"
+
+
+def _limit(plan: Plan) -> str:
+    index, stage = max(
+        enumerate(plan.stages), key=lambda item: max(item[1].predicted_seconds, item[1].boundary_seconds)
+    )
+    first, last = stage.layers[0], stage.layers[-1]
+    where = f"stage {index} ({first}{f' to {last}' if last != first else ''}, {_counted(stage.replicas, 'replica')})"
+    if stage.boundary_seconds > stage.predicted_seconds:
+        return f"what limits it are the tensors that enter or leave {where}, {seconds(stage.boundary_seconds)}"
+    return f"the slowest is {where}, {seconds(stage.predicted_seconds)} per micro-batch"
+
+
+def _against(other: Plan, plan: Plan) -> str:
+    if not plan.slowest_seconds:
+        return seconds(other.slowest_seconds)
+    return f"{seconds(other.slowest_seconds)} ({other.slowest_seconds / plan.slowest_seconds - 1:+.0%})"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

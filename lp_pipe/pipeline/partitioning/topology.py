@@ -1,0 +1,87 @@
+"""The devices that a plan is for, and the links between them. Needs no torch."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from lp_pipe.errors import PartitionError
+from lp_pipe.pipeline.partitioning.fields import (
+    check_keys,
+    checked_count,
+    checked_number,
+    read_toml,
+    toml_string,
+    write_text,
+)
+
+
+@dataclass(frozen=True)
+class Level:
+    """`count` things of the level below (devices, on the first) that are linked to each other.
+
+    bandwidth: bytes per second of each one's link. latency: seconds a message takes besides.
+    """
+
+    name: str
+    count: int
+    bandwidth: float
+    latency: float = 0.0
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Levels from the innermost outwards: devices of a host, hosts of a rack. memory: bytes of each device.
+
+    Raises:
+        PartitionError: a level has no devices, or no bandwidth; names the field.
+    """
+
+    levels: tuple[Level, ...]
+    memory: float | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "levels", tuple(self.levels))
+        if not self.levels:
+            raise PartitionError("topology: levels: there are none; give at least one Level")
+        for place, level in enumerate(self.levels):
+            at = f"topology: levels[{place}]"
+            if not isinstance(level.name, str) or not level.name:
+                raise PartitionError(f"{at}.name: {level.name!r} is no name")
+            checked_count(level.count, f"{at}.count (level {level.name!r})")
+            checked_number(level.bandwidth, f"{at}.bandwidth (level {level.name!r})", above_zero=True)
+            checked_number(level.latency, f"{at}.latency (level {level.name!r})")
+        if self.memory is not None:
+            checked_number(self.memory, "topology: memory", above_zero=True)
+
+    @property
+    def devices(self) -> int:
+        """All devices of all levels."""
+        return math.prod(level.count for level in self.levels)
+
+    def save(self, path: str | Path) -> None:
+        """Write it as TOML."""
+        lines = [] if self.memory is None else [f"memory = {self.memory!r}  # bytes of each device", ""]
+        for level in self.levels:
+            lines += ["[[levels]]", f"name = {toml_string(level.name)}", f"count = {level.count}"]
+            lines += [f"bandwidth = {level.bandwidth!r}  # bytes/s", f"latency = {level.latency!r}  # seconds", ""]
+        write_text(path, "\n".join(lines))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read `memory = …` and, innermost first, `[[levels]]` with name, count, bandwidth and latency.
+
+        Raises:
+            PartitionError: it is not such a file; names the file and the field.
+        """
+        table = read_toml(path)
+        check_keys(table, required=("levels",), optional=("memory",), where=str(path))
+        if not isinstance(table["levels"], list):
+            raise PartitionError(f"{path}: levels: write each level as [[levels]]")
+        for place, level in enumerate(table["levels"]):
+            keys = ("name", "count", "bandwidth")
+            check_keys(level, required=keys, optional=("latency",), where=f"{path}: levels[{place}]")
+        try:
+            return cls(tuple(Level(**level) for level in table["levels"]), table.get("memory"))
+        except PartitionError as error:
+            raise PartitionError(f"{path}: {str(error).removeprefix('topology: ')}") from error

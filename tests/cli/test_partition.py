@@ -1,0 +1,60 @@
+"""`lp_pipe partition`: called in this process; no torch is needed."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import lp_pipe.pipeline as pp
+from lp_pipe.cli.main import main
+
+VGG16 = str(Path(__file__).parents[1] / "data" / "vgg16_graph.txt")
+
+
+@pytest.fixture
+def files(folder: Path) -> list[str]:
+    layers = tuple(
+        pp.LayerProfile(name, 1.0, time - 1.0, 0.0, 0.0) for name, time in zip("abc", (6, 2, 4), strict=True)
+    )
+    pp.Profile(layers).save("profile.json")
+    pp.Topology([pp.Level("device", 2, bandwidth=1e9)]).save("topology.toml")
+    return ["profile.json", "topology.toml"]
+
+
+def test_a_plan_is_printed_with_its_reason_and_written(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["partition", *files, "--straight", "-o", "plan.toml"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[:3] == [
+        "STAGE  REPLICAS  LAYERS    COMPUTE + ALL-REDUCE  BOUNDARY",
+        "0      1         1: a      6 s                   0 s",
+        "1      1         2: b … c  6 s                   0 s",
+    ]
+    assert "2 times as fast as one device" in printed.replace("2.00", "2") and printed.endswith("wrote plan.toml\n")
+    assert [stage.layers for stage in pp.Plan.load("plan.toml").stages] == [("a",), ("b", "c")]
+
+
+def test_a_plan_is_printed_as_json(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["partition", *files, "--json", "--max-replicas=1"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["slowest_seconds"] == 6 and plan["stages"][1]["layers"] == ["b", "c"]
+
+
+def test_pipedreams_own_profile_is_read(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["partition", VGG16, "topology.toml"]) == 0
+    assert "node41" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["absent.json", "topology.toml"], "cannot read absent.json"),
+        (["topology.toml", "topology.toml"], "topology.toml: not JSON"),
+        (["profile.json", "topology.toml", "--cost-model=guess"], "cost_model='guess'"),
+        (["profile.json", "topology.toml", "-o", "no/such/folder"], "cannot write no/such/folder"),
+    ],
+)
+def test_wrong_usage_is_one_line(
+    arguments: list[str], said: str, files: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["partition", *arguments]) == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,115 @@
+"""Plans by trying everything: written apart from lp_pipe's search, for small profiles."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from lp_pipe.pipeline import Level, Profile, Topology
+
+Layers = frozenset[int]
+
+
+class Stage(NamedTuple):
+    """Layers start..end (sets that are done before and after it), and its stages inside of the level."""
+
+    start: Layers
+    end: Layers
+    replicas: int
+    inside: "tuple[Stage, ...]"
+
+
+def best(
+    profile: Profile,
+    topology: Topology,
+    *,
+    max_replicas: int = 10**9,
+    cost_model: str = "pipedream",
+    schedule: str = "1f1b",
+    optimizer: float = 2.0,
+    microbatches: int = 8,
+) -> float:
+    """The slowest stage or side of the best plan; inf if none fits the memory."""
+    everything = frozenset(range(len(profile.layers)))
+    costs = [
+        _seconds(plan, profile, topology.levels, cost_model)
+        for plan in _plans(frozenset(), everything, profile, topology.levels, max_replicas)
+        if topology.memory is None
+        or all(need <= topology.memory for need in _bytes(_flat(plan), profile, schedule, optimizer, microbatches))
+    ]
+    return min(costs, default=float("inf"))
+
+
+def closed_sets(profile: Profile) -> list[Layers]:
+    """All sets of layers that have, with a layer, what it reads."""
+    count = len(profile.layers)
+    subsets = [frozenset(i for i in range(count) if bits >> i & 1) for bits in range(2**count)]
+    return [s for s in subsets if all(source in s for source, reader in profile.links if reader in s)]
+
+
+def _plans(
+    start: Layers, end: Layers, profile: Profile, levels: Sequence[Level], most: int
+) -> Iterator[tuple[Stage, ...]]:
+    if not levels:
+        yield ()
+        return
+    yield from _sequences(start, end, levels[-1].count, profile, levels, most, closed_sets(profile))
+
+
+def _sequences(
+    start: Layers,
+    end: Layers,
+    devices: int,
+    profile: Profile,
+    levels: Sequence[Level],
+    most: int,
+    sets: Sequence[Layers],
+) -> Iterator[tuple[Stage, ...]]:
+    if start == end:
+        yield ()
+        return
+    for cut in sets:
+        if start < cut <= end:
+            for replicas in range(1, min(devices, most) + 1):
+                rests = list(_sequences(cut, end, devices - replicas, profile, levels, most, sets))
+                for inside in _plans(start, cut, profile, levels[:-1], most // replicas) if rests else ():
+                    for rest in rests:
+                        yield (Stage(start, cut, replicas, inside), *rest)
+
+
+def _seconds(plan: Sequence[Stage], profile: Profile, levels: Sequence[Level], cost_model: str) -> float:
+    level = levels[-1]
+    slowest = 0.0
+    for place, stage in enumerate(plan):
+        own = [profile.layers[i] for i in stage.end - stage.start]
+        r = stage.replicas
+        compute = sum(layer.forward_s + layer.backward_s for layer in own)
+        if stage.inside:
+            compute = _seconds(stage.inside, profile, levels[:-1], cost_model)
+        exchange = 4 * (r - 1) * sum(layer.parameter_bytes for layer in own) / (r * level.bandwidth)
+        exchange += 2 * (r - 1) * level.latency
+        took = (compute + exchange if cost_model == "pipedream" else max(compute, exchange)) / r
+        sides = [stage.start] * (place > 0) + [stage.end] * (place < len(plan) - 1)
+        slowest = max(slowest, took, *(_side(_crossing(s, profile), level, r) for s in sides), 0.0)
+    return slowest
+
+
+def _side(crossing: float, level: Level, replicas: int) -> float:
+    return (2 * crossing / level.bandwidth + (2 * level.latency if crossing else 0)) / replicas
+
+
+def _crossing(done: Layers, profile: Profile) -> float:
+    awaited = {source for source, reader in profile.links if source in done and reader not in done}
+    return sum(profile.layers[i].activation_bytes for i in awaited)
+
+
+def _flat(plan: Sequence[Stage]) -> list[Stage]:
+    return [flat for stage in plan for flat in (_flat(stage.inside) if stage.inside else [stage])]
+
+
+def _bytes(
+    stages: Sequence[Stage], profile: Profile, schedule: str, optimizer: float, microbatches: int
+) -> Iterator[float]:
+    for place, stage in enumerate(stages):
+        own = [profile.layers[i] for i in stage.end - stage.start]
+        waiting = microbatches if schedule == "gpipe" else min(len(stages) - place, microbatches)
+        weights = sum(layer.parameter_bytes for layer in own)
+        yield weights * (1 + optimizer) + waiting * sum(layer.activation_bytes for layer in own)

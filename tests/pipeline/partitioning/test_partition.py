@@ -1,0 +1,234 @@
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import lp_pipe.pipeline as pp
+from tests.pipeline.partitioning.brute_force import best
+
+VGG16 = Path(__file__).parents[2] / "data" / "vgg16_graph.txt"
+ONE_LEVEL = (pp.Level("device", 4, 10.0),)
+quick = settings(max_examples=25, deadline=None, derandomize=True)
+
+numbers = st.integers(0, 8).map(float)
+
+
+def chain(times: list[float], *, activations: float = 0.0, parameters: float = 0.0) -> pp.Profile:
+    """Layers a, b, c, … of which a third is forward and two thirds are backward."""
+    return pp.Profile(
+        tuple(
+            pp.LayerProfile(chr(ord("a") + place), t / 3, t * 2 / 3, activations, parameters)
+            for place, t in enumerate(times)
+        )
+    )
+
+
+def random_chain(layers: int, seed: int = 0) -> pp.Profile:
+    draw = random.Random(seed).random
+    return pp.Profile(tuple(pp.LayerProfile(f"l{i}", draw(), draw(), draw(), draw()) for i in range(layers)))
+
+
+@st.composite
+def profiles(draw: st.DrawFn, *, most: int, is_dag: bool) -> pp.Profile:
+    count = draw(st.integers(1, most))
+    layers = tuple(pp.LayerProfile(f"l{i}", *(draw(numbers) for _ in range(4))) for i in range(count))
+    if not is_dag:
+        return pp.Profile(layers)
+    pairs = [(i, j) for j in range(count) for i in range(j)]
+    edges = draw(st.lists(st.sampled_from(pairs), unique=True)) if pairs else []
+    return pp.Profile(layers, tuple((f"l{i}", f"l{j}") for i, j in edges))
+
+
+def levels(counts: list[int]) -> st.SearchStrategy[tuple[pp.Level, ...]]:
+    bandwidth = st.sampled_from([0.5, 3.0, 40.0])
+    latency = st.sampled_from([0.0, 0.5])
+    level = [st.builds(pp.Level, st.just("x"), st.integers(1, count), bandwidth, latency) for count in counts]
+    return st.tuples(*level)
+
+
+def test_equal_layers_are_shared_out_evenly() -> None:
+    plan = pp.partition(chain([3, 1, 1, 1]), pp.Topology([pp.Level("device", 2, bandwidth=1e9)]))
+    assert [stage.layers for stage in plan.stages] == [("a",), ("b", "c", "d")]
+    assert [stage.predicted_seconds for stage in plan.stages] == pytest.approx([3, 3])
+    assert plan.slowest_seconds == pytest.approx(3)
+    assert plan.proven_gap == 0
+
+
+def test_a_heavy_layer_gets_replicas_unless_they_are_forbidden() -> None:
+    profile = chain([9, 3])
+    plan = pp.partition(profile, pp.Topology(ONE_LEVEL))
+    assert [(stage.layers, stage.replicas) for stage in plan.stages] == [(("a",), 3), (("b",), 1)] or plan.devices == 4
+    assert plan.slowest_seconds == pytest.approx(3)
+    assert pp.partition(profile, pp.Topology(ONE_LEVEL), straight=True).slowest_seconds == pytest.approx(9)
+    assert pp.partition(profile, pp.Topology(ONE_LEVEL), max_replicas=2).slowest_seconds == pytest.approx(4.5)
+
+
+def test_weights_make_replicas_dear_and_activations_make_cuts_dear() -> None:
+    heavy_weights = pp.partition(chain([4, 4], parameters=1000), pp.Topology(ONE_LEVEL))
+    assert [stage.replicas for stage in heavy_weights.stages] == [1, 1]
+    heavy_activations = pp.partition(chain([4, 4], activations=1000), pp.Topology(ONE_LEVEL))
+    assert [stage.replicas for stage in heavy_activations.stages] == [4]
+
+
+def test_devices_stay_idle_where_more_would_be_slower() -> None:
+    plan = pp.partition(chain([4], parameters=1000), pp.Topology(ONE_LEVEL))
+    assert plan.devices == 1
+    assert "3 devices idle" in plan.reason
+
+
+def test_the_reason_says_what_limits_the_plan_and_what_else_there_was() -> None:
+    plan = pp.partition(pp.Profile.from_pipedream(VGG16), pp.Topology([pp.Level("gpu", 4, 1e10)]))
+    assert "2 stages on 4 of 4 devices" in plan.reason and "3 replicas" in plan.reason
+    others = [other.slowest_seconds for other in plan.runners_up]
+    assert others == sorted(others) and others[0] > plan.slowest_seconds
+    assert {other.reason for other in plan.runners_up} >= {"a straight pipeline, without replicas", "one device"}
+
+
+@quick
+@given(
+    profiles(most=6, is_dag=False), levels([5]), st.sampled_from([1, 2, 9]), st.sampled_from(["pipedream", "overlap"])
+)
+def test_chains_on_one_level_equal_brute_force(
+    profile: pp.Profile, levels: tuple[pp.Level, ...], most: int, cost_model: str
+) -> None:
+    plan = pp.partition(profile, pp.Topology(levels), max_replicas=most, cost_model=cost_model)
+    expected = best(profile, pp.Topology(levels), max_replicas=most, cost_model=cost_model)
+    assert plan.slowest_seconds == pytest.approx(expected)
+
+
+@quick
+@given(profiles(most=5, is_dag=True), levels([4]), st.sampled_from([1, 9]))
+def test_dags_on_one_level_equal_brute_force(profile: pp.Profile, levels: tuple[pp.Level, ...], most: int) -> None:
+    plan = pp.partition(profile, pp.Topology(levels), max_replicas=most)
+    assert plan.slowest_seconds == pytest.approx(best(profile, pp.Topology(levels), max_replicas=most))
+
+
+@quick
+@given(
+    profiles(most=4, is_dag=True), levels([3, 2]), st.sampled_from([1, 3, 9]), st.sampled_from(["pipedream", "overlap"])
+)
+def test_nested_levels_equal_brute_force(
+    profile: pp.Profile, levels: tuple[pp.Level, ...], most: int, cost_model: str
+) -> None:
+    plan = pp.partition(profile, pp.Topology(levels), max_replicas=most, cost_model=cost_model)
+    expected = best(profile, pp.Topology(levels), max_replicas=most, cost_model=cost_model)
+    assert plan.slowest_seconds == pytest.approx(expected)
+
+
+@quick
+@given(
+    profiles(most=4, is_dag=True),
+    st.one_of(levels([4]), levels([2, 2])),
+    st.integers(1, 150),
+    st.sampled_from(["1f1b", "gpipe"]),
+)
+def test_plans_within_a_memory_limit_equal_brute_force(
+    profile: pp.Profile, levels: tuple[pp.Level, ...], memory: int, schedule: str
+) -> None:
+    topology = pp.Topology(levels, memory=memory)
+    expected = best(profile, topology, schedule=schedule, microbatches=3)
+    if expected == float("inf"):
+        with pytest.raises(pp.PartitionError, match="memory"):
+            pp.partition(profile, topology, schedule=schedule, microbatches=3)
+    else:
+        plan = pp.partition(profile, topology, schedule=schedule, microbatches=3)
+        assert plan.slowest_seconds == pytest.approx(expected)
+
+
+def test_a_memory_limit_that_no_plan_keeps_says_by_how_much() -> None:
+    profile = chain([1, 1], parameters=100)
+    assert len(pp.partition(profile, pp.Topology(ONE_LEVEL, memory=300)).stages) == 2
+    with pytest.raises(pp.PartitionError, match="needs at least 300 bytes, 1 more than the topology's memory of 299"):
+        pp.partition(profile, pp.Topology(ONE_LEVEL, memory=299))
+
+
+def test_recomputing_stages_keep_less_and_compute_more() -> None:
+    profile = chain([3, 3, 3, 3], activations=10)
+    topology = pp.Topology((pp.Level("device", 1, 1e9),), memory=45)
+    with pytest.raises(pp.PartitionError, match="memory"):
+        pp.partition(profile, topology, schedule="gpipe")
+    plan = pp.partition(profile, topology, schedule="gpipe", recompute="full")
+    assert plan.slowest_seconds == pytest.approx(4 * (1 + 1 + 2))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"cost_model": "roofline"}, "cost_model='roofline'"),
+        ({"schedule": "zbv"}, "schedule='zbv'"),
+        ({"recompute": "all"}, "recompute='all'"),
+        ({"max_replicas": 0}, "max_replicas"),
+        ({"optimizer_bytes_per_parameter_byte": -1}, "optimizer_bytes_per_parameter_byte"),
+    ],
+)
+def test_wrong_options_are_named(options: dict[str, object], said: str) -> None:
+    with pytest.raises(pp.PartitionError, match=said):
+        pp.partition(chain([1]), pp.Topology(ONE_LEVEL), **options)  # type: ignore[arg-type]
+
+
+def test_a_tensor_with_many_readers_crosses_once() -> None:
+    layers = tuple(pp.LayerProfile(name, 1.0, 1.0, 10.0 if name == "a" else 0.0, 0.0) for name in "abcd")
+    profile = pp.Profile(layers, (("a", "b"), ("a", "c"), ("a", "d")))
+    plan = pp.partition(profile, pp.Topology([pp.Level("device", 2, bandwidth=20.0)]), straight=True)
+    assert max(stage.boundary_seconds for stage in plan.stages) == pytest.approx(1)  # 2 * 10 / 20, not three times that
+
+
+def test_where_the_states_explode_the_plan_says_how_far_from_the_best_it_may_be() -> None:
+    # 15 branches of 3 layers: 4 ** 15 sets of layers that may be done.
+    names = [f"b{branch}.{depth}" for branch in range(15) for depth in range(3)]
+    edges = [(f"b{b}.{d}", f"b{b}.{d + 1}") for b in range(15) for d in range(2)]
+    profile = pp.Profile(tuple(pp.LayerProfile(name, 1.0, 2.0, 1.0, 1.0) for name in names), tuple(edges))
+    plan = pp.partition(profile, pp.Topology([pp.Level("device", 4, bandwidth=100.0)]))
+    assert 45 * 3 / 4 <= plan.slowest_seconds <= (1 + plan.proven_gap) * 45 * 3 / 4 * 1.000001
+    assert 0 < plan.proven_gap < 0.1
+    assert "too many places to cut" in plan.reason
+
+
+def test_a_thousand_layers_on_64_devices_take_seconds() -> None:
+    started = time.process_time()
+    plan = pp.partition(random_chain(1000), pp.Topology([pp.Level("device", 64, bandwidth=10.0)]))
+    assert time.process_time() - started < 5
+    assert plan.proven_gap == 0
+
+
+def test_a_dag_of_the_size_of_resnet_50_takes_seconds() -> None:
+    layers, edges, last = [], [], None
+    for block in range(44):  # two branches of one and two layers, then their sum
+        names = [f"{block}.{part}" for part in ("left", "right1", "right2", "sum")]
+        edges += [(last, names[0]), (last, names[1])] if last else []
+        edges += [(names[0], names[3]), (names[1], names[2]), (names[2], names[3])]
+        layers += [pp.LayerProfile(name, 0.1 + block % 3, 0.2, 1.0 + block % 5, 1.0) for name in names]
+        last = names[3]
+    started = time.process_time()
+    plan = pp.partition(
+        pp.Profile(tuple(layers), tuple(edges)),
+        pp.Topology([pp.Level("device", 4, bandwidth=10.0), pp.Level("host", 4, bandwidth=1.0)]),
+    )
+    assert time.process_time() - started < 3
+    assert plan.proven_gap == 0
+
+
+def test_layers_that_take_no_time_are_planned_too() -> None:
+    assert pp.partition(chain([0.0] * 25), pp.Topology(ONE_LEVEL)).slowest_seconds == 0
+    layers = tuple(pp.LayerProfile(f"l{i}", 0.0, 0.0, 0.0, 1.0) for i in range(300))
+    assert pp.partition(pp.Profile(layers), pp.Topology(ONE_LEVEL)).slowest_seconds == 0
+
+
+def test_with_an_upper_bound_the_search_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lp_pipe.pipeline.partitioning import planner
+
+    profile = random_chain(150, seed=3)
+    topology = pp.Topology([pp.Level("device", 12, bandwidth=1.0)])
+    whole = pp.partition(profile, topology)
+    monkeypatch.setattr(planner, "_WINDOWED", 20)
+    assert pp.partition(profile, topology).slowest_seconds == pytest.approx(whole.slowest_seconds)
+
+
+def test_plans_are_made_without_torch() -> None:
+    code = "import sys, lp_pipe.pipeline as pp; pp.partition, pp.Profile, pp.Plan; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

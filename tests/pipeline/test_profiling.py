@@ -1,0 +1,75 @@
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import lp_pipe.pipeline as pp
+
+
+def sgd(parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def make_model(*layers: object) -> pp.Model:
+    return pp.Model(list(layers), functional.mse_loss, sgd)
+
+
+class Sleep(nn.Module):
+    """Takes its time in the forward, and twice that in the backward."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.seconds)
+        y = x * 1
+        if y.requires_grad:
+            y.register_hook(lambda gradient: time.sleep(2 * self.seconds))
+        return y
+
+
+def test_layers_are_measured_by_name() -> None:
+    layers = pp.Layer(nn.Linear, 8, 16, name="wide"), nn.ReLU(), Sleep(0.01), nn.Linear(16, 4)
+    profile = pp.profile(make_model(*layers), torch.randn(32, 8), torch.randn(32, 4))
+    assert [layer.name for layer in profile.layers] == ["0.wide", "1.ReLU", "2.Sleep", "3.Linear"]
+    assert [layer.parameter_bytes for layer in profile.layers] == [4 * (8 * 16 + 16), 0, 0, 4 * (16 * 4 + 4)]
+    assert [layer.activation_bytes for layer in profile.layers] == [4 * 32 * width for width in (16, 16, 16, 4)]
+    assert profile.edges is None
+    sleep = profile.layers[2]
+    assert 0.01 <= sleep.forward_s < 0.1 and 0.02 <= sleep.backward_s < 0.2
+    assert sleep.backward_weight_s == pytest.approx(0, abs=0.005)
+    assert profile.layers[0].backward_input_s == pytest.approx(0, abs=1e-3)  # nobody wants the input's gradient
+
+
+def test_the_models_own_modules_and_the_threads_stay_as_they_are() -> None:
+    linear, threads = nn.Linear(2, 2), torch.get_num_threads()
+    before = linear.weight.clone()
+    pp.profile(make_model(linear), torch.randn(4, 2), torch.randn(4, 2))
+    assert torch.equal(linear.weight, before) and linear.weight.grad is None
+    assert torch.get_num_threads() == threads
+
+
+class Fork(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x * 2, x * 3
+
+
+class Add(nn.Module):
+    def forward(self, x: torch.Tensor, skipped: torch.Tensor) -> torch.Tensor:
+        return x + skipped
+
+
+def test_a_skip_is_an_edge_from_its_stash_to_its_pop() -> None:
+    layers = nn.Linear(4, 4), pp.Stash("skip", Fork()), nn.Linear(4, 4), pp.Pop("skip", Add()), nn.Linear(4, 4)
+    profile = pp.profile(make_model(*layers), torch.randn(8, 4), torch.randn(8, 4))
+    assert profile.edges is not None and ("1.Stash", "3.Pop") in profile.edges
+    assert profile.layers[1].activation_bytes == 2 * 4 * 8 * 4
+    assert profile.order() == [0, 1, 2, 3, 4]
+
+
+def test_only_models_are_profiled() -> None:
+    with pytest.raises(pp.PipelineError, match="not Linear"):
+        pp.profile(nn.Linear(1, 1), torch.ones(1, 1), torch.ones(1, 1))  # type: ignore[arg-type]
