@@ -51,7 +51,12 @@ def chosen_device(name: str, rank: int) -> torch.device:
 
 
 def current(device: torch.device) -> AbstractContextManager[Any]:
-    """In the body new CUDA tensors, and `step_rng`, are of this device."""
+    """In the body new CUDA tensors, and `step_rng`, are of this device.
+
+    The thread that asks computes with as many threads as the node was given, from now on.
+    """
+    # oneDNN's convolutions ask OpenMP, whose number is one for each thread: torch sets it when it is first asked there.
+    torch.get_num_threads()
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 

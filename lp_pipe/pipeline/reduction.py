@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lp_pipe.channels import ChannelHub
+from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline.buffers import BufferSnapshot
 from lp_pipe.pipeline.channel_ends import ChannelEnds
 from lp_pipe.pipeline.channel_handle import ChannelTarget
 from lp_pipe.pipeline.device import CPU, to_device, to_host
@@ -46,14 +48,18 @@ class Reduction(ChannelEnds[int]):
             replica: targets[other].open(f"gradients of rank {rank} for {other}", kind=kind, name=name)
             for replica, other in others
         }
-        self._sent_buffers: list[Tensor] = []
 
-    def reduce(self, tag: int, parameters: Sequence[nn.Parameter], buffers: Sequence[Tensor]) -> None:
+    def reduce(
+        self, tag: int, parameters: Sequence[nn.Parameter], modules: Sequence[nn.Module], before: BufferSnapshot
+    ) -> None:
         """Add up the gradients of all replicas, in rank order; replica 0's buffers become everybody's.
 
         A parameter without a gradient on some replicas (too few micro-batches) is the sum of the others; on all: None.
 
+        modules: all of the stages. before: their buffers before the step, when all replicas had the same.
+
         Raises:
+            PipelineError: a gradient is sparse.
             ChannelClosed: another replica has ended, or operation `tag` was aborted.
         """
         if self._count == 1:
@@ -67,16 +73,17 @@ class Reduction(ChannelEnds[int]):
         shards[self._replica] = [self._shard(flat, self._replica) for flat in own]
         by_rank = [shards[replica] for replica in range(self._count)]
         sums = {self._replica: [_sum(parts) for parts in zip(*by_rank, strict=True)]}
-        changed = self._changed(buffers) if self._replica == 0 else {}
+        changed = _changed(modules, before) if self._replica == 0 else {}
         for sender in self._senders.values():
             sender.send(tag, to_host((sums[self._replica], changed), self._device))
         for replica, receiver in self._receivers.items():
             sums[replica], changed_there = to_device(receiver.receive(tag), self._device)
             changed = changed_there if replica == 0 else changed
         self._take(parameters, sums)
-        for index, value in changed.items():
-            if self._replica:
-                buffers[index].copy_(value)
+        if self._replica:
+            before.restore()  # what only this replica's micro-batches have changed
+            for (index, name), value in changed.items():
+                _set_buffer(modules[index]._buffers, name, value)
 
     def _shard(self, flat: Tensor | None, replica: int) -> Tensor | None:
         if flat is None:
@@ -96,19 +103,36 @@ class Reduction(ChannelEnds[int]):
                 assert shard is not None and total is not None, "a sum has all its shards or none"
                 shard.copy_(total)
 
-    def _changed(self, buffers: Sequence[Tensor]) -> dict[int, Tensor]:
-        """What is not as it was last time: constant masks may be large."""
-        before: list[Tensor | None] = [*self._sent_buffers] or [None] * len(buffers)
-        self._sent_buffers = [
-            old if old is not None and torch.equal(old, new) else new.detach().clone()
-            for old, new in zip(before, buffers, strict=True)
-        ]
-        return {i: new for i, new in enumerate(self._sent_buffers) if new is not before[i]}
+
+def _changed(modules: Sequence[nn.Module], before: BufferSnapshot) -> dict[tuple[int, str], Tensor]:
+    """By the module's index and the buffer's name; not all of them, for constant masks may be large."""
+    written = before.written()
+    return {
+        (index, name): buffer
+        for index, module in enumerate(modules)
+        for name, buffer in module._buffers.items()
+        if buffer is not None and (module, name) in written
+    }
+
+
+def _set_buffer(buffers: dict[str, Tensor | None], name: str, value: Tensor) -> None:
+    present = buffers[name]
+    if present is not None and (present.shape, present.dtype) == (value.shape, value.dtype):
+        present.copy_(value)
+    else:  # a mask that is made anew for longer sequences
+        buffers[name] = value
 
 
 def _flat(gradient: Tensor | None) -> Tensor | None:
     """As it lies in memory: autograd gives gradients their parameter's strides, and these are dense."""
-    return None if gradient is None else gradient.as_strided((gradient.numel(),), (1,))
+    if gradient is None:
+        return None
+    if gradient.layout is not torch.strided:
+        raise PipelineError(
+            "replicas cannot add up sparse gradients, such as those of nn.Embedding(…, sparse=True): leave sparse=True "
+            "out, or give this stage one replica"
+        )
+    return gradient.as_strided((gradient.numel(),), (1,))
 
 
 def _sum(parts: Sequence[Tensor | None]) -> Tensor | None:

@@ -93,7 +93,7 @@ class StageWorker:
         self._buffers_before = BufferSnapshot(self._modules)
         with current(self._device), self._metered(operation) as actions:
             self._execution.run(self._share_of(schedule), operation, actions)
-        self._reduction.reduce(tag, self.training.parameters, self._buffers())
+        self._reduction.reduce(tag, self.training.parameters, self._modules, self._buffers_before)
         if scale is not None:
             operation.report.overflowed = self.training.unscale_gradients(scale)
         if self._config.clip_grad_norm is not None:
@@ -256,9 +256,6 @@ class StageWorker:
                 "batch(step) must be a pure function of the step"
             )
         return batch
-
-    def _buffers(self) -> list[Tensor]:
-        return [buffer for stage in self._stages.values() for layer in stage.layers for buffer in layer.buffers()]
 
     @contextlib.contextmanager
     def _eval_mode(self) -> Iterator[None]:

@@ -1,5 +1,8 @@
 """A pipeline trains the same parameters and buffers, to the bit, as the plain loop in one process."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -393,3 +396,24 @@ def test_any_model_cut_anywhere_trains_to_the_same_bits(
     with launched("thread", model, batches, **options) as client:
         assert [result.loss for result in client.steps()] == plain.steps(batches)
         assert_same_state(client.state_dict(), plain.state_dict())
+
+
+def test_convolutions_compute_with_the_nodes_number_of_threads() -> None:
+    # In a process of its own: the tests' has been told to have one thread before torch was loaded.
+    script = """
+import torch
+from torch import nn
+import lp_pipe.pipeline as pp
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+batch = torch.randn(8, 3, 6, 6), torch.randn(8, 4, 6, 6)
+model = pp.Model([nn.Conv2d(3, 4, 3, padding=1)], nn.functional.mse_loss, sgd)
+print(pp.check(model, [batch], stages=1, microbatches=2))
+"""
+    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.startswith("equal"), done.stdout

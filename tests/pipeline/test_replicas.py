@@ -148,6 +148,60 @@ def test_buffers_are_those_of_replica_0_on_every_replica() -> None:
     assert trained["1.num_batches_tracked"] == 2
 
 
+class Watches(nn.Module):
+    """Evaluates to what it has seen in training; a buffer is written to, replaced, or replaced by one of its size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("positive", torch.zeros(()))
+        self.register_buffer("total", torch.zeros(()))
+        self.register_buffer("last", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x + self.positive + self.total + self.last.sum()
+        if bool(x.flatten()[0] > 0):
+            self.positive += 1
+        self.total = self.total + x.sum()
+        self.last = x[:, 0, 0].detach().clone()
+        return x
+
+
+def assert_replicas_evaluate_alike(pipeline: pp.PipelineClient, replicas: int) -> None:
+    first, *others = pipeline.forward_stream([torch.ones(2, T, D)] * replicas)
+    assert all(torch.equal(first, other) for other in others)
+
+
+def test_replicas_have_the_same_buffers_when_a_step_is_repeated_after_a_load(tmp_path: Any) -> None:
+    model = pp.Model([nn.Linear(D, D), Watches(), nn.BatchNorm1d(T)], squared_error, sgd)
+    (batch,) = random_batches([9])
+    with launched("thread", model, stages=1, replicas=3, microbatches=3) as pipeline:
+        pipeline.save(tmp_path)
+        for _ in range(2):
+            pipeline.step(batch)
+            assert_replicas_evaluate_alike(pipeline, 3)
+            pipeline.load(tmp_path)
+
+
+def test_a_buffer_that_only_replica_1_has_changed_is_as_before() -> None:
+    model = pp.Model([Watches(), nn.Linear(D, D)], squared_error, sgd)
+    ((x, y),) = random_batches([4])
+    with launched("thread", model, stages=1, replicas=2, microbatches=2) as pipeline:
+        pipeline.step((torch.cat([-x[:2].abs(), x[2:].abs()]), y))  # only micro-batch 1 is positive
+        assert pipeline.state_dict()["0.positive"] == 0
+        assert_replicas_evaluate_alike(pipeline, 2)
+
+
+def test_sparse_gradients_are_refused_where_they_would_be_added_up() -> None:
+    model = pp.Model([nn.Embedding(4, D, sparse=True), nn.Linear(D, D)], squared_error, sgd)
+    batch = torch.zeros(4, T, dtype=torch.long), torch.zeros(4, T, D)
+    with (
+        launched("thread", model, stages=2, replicas=2, microbatches=2) as pipeline,
+        pytest.raises(pp.PipelineError, match="sparse"),
+    ):
+        pipeline.step(batch)
+
+
 def test_a_checkpoint_of_replicas_is_loaded_by_any_number_of_them(tmp_path: Any) -> None:
     model = without_batch_norm()
     with launched("thread", model, BATCHES, stages=2, replicas=2, microbatches=4) as pipeline:
