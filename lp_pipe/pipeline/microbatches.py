@@ -29,7 +29,8 @@ def split(value: Any, microbatches: int) -> list[Any]:
         PipelineError: no tensor to split, or tensors that give different numbers of slices.
     """
     leaves, spec = pytree.tree_flatten(value)
-    chunked = [_aligned(leaf).chunk(microbatches) for leaf in leaves if _is_batched(leaf)]
+    # .data: a layer that writes in place to one slice has not changed the others, which autograd may have saved.
+    chunked = [[part.data for part in _aligned(leaf).chunk(microbatches)] for leaf in leaves if _is_batched(leaf)]
     if not chunked:
         raise PipelineError(f"a batch must hold at least one tensor with a batch dimension, not {type(value).__name__}")
     counts = {len(chunks) for chunks in chunked}
