@@ -1,10 +1,12 @@
 """Cut a batch into micro-batches exactly as the plain loop does: torch.chunk along the first dimension."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from lp_pipe.channels.packing import copied
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.model import LossWeight
 
@@ -29,7 +31,8 @@ def split(value: Any, microbatches: int) -> list[Any]:
         PipelineError: no tensor to split, or tensors that give different numbers of slices.
     """
     leaves, spec = pytree.tree_flatten(value)
-    chunked = [_aligned(leaf).chunk(microbatches) for leaf in leaves if _is_batched(leaf)]
+    # .data: a layer that writes in place to one slice has not changed the others, which autograd may have saved.
+    chunked = [[part.data for part in _aligned(leaf).chunk(microbatches)] for leaf in leaves if _is_batched(leaf)]
     if not chunked:
         raise PipelineError(f"a batch must hold at least one tensor with a batch dimension, not {type(value).__name__}")
     counts = {len(chunks) for chunks in chunked}
@@ -61,6 +64,18 @@ def loss_weights(targets: list[Any], loss_weight: LossWeight) -> list[float]:
 def aligned(value: Any) -> Any:
     """A tensor, or nested containers of tensors, at addresses such as torch gives to new tensors."""
     return pytree.tree_map(lambda leaf: _aligned(leaf) if isinstance(leaf, Tensor) else leaf, value)
+
+
+def apart(values: Mapping[int, Any]) -> dict[int, Any]:
+    """`aligned`, and none shares memory with one before it, to which a layer may have written by then."""
+    used: set[int] = set()
+    found: dict[int, Any] = {}
+    for index, value in values.items():
+        leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+        storages = {leaf.untyped_storage().data_ptr() for leaf in leaves}
+        found[index] = aligned(value) if used.isdisjoint(storages) else copied(value)
+        used |= storages
+    return found
 
 
 def _described(value: Any) -> str:

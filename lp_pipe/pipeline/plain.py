@@ -1,6 +1,7 @@
 """The loop in one process that every synchronous pipeline equals to the bit."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ class PlainLoop:
     """Trains copies of a model's layers; knows no stages, schedules or channels.
 
     replicas_by_layer: gradients are summed in so many parts, micro-batch j in part j mod r; then the parts, in order.
+        So are buffers written in a step, each part's to its own; afterwards part 0's are everybody's.
     """
 
     def __init__(
@@ -47,6 +49,12 @@ class PlainLoop:
         for layer, replicas in zip(self._layers, replicas_by_layer, strict=True):
             for parameter in layer.parameters():
                 self._replicas.setdefault(id(parameter), replicas)
+        self._modules: dict[nn.Module, int] = {}  # those with buffers, and their replicas
+        for layer, replicas in zip(self._layers, replicas_by_layer, strict=True):
+            for module in layer.modules():
+                if module._buffers:
+                    self._modules.setdefault(module, replicas)
+        self._buffers: dict[tuple[nn.Module, int], dict[str, Tensor | None]] = {}  # of replicas after the first
         self._last_replicas = replicas_by_layer[-1]
         self._parts: dict[str, dict[int, Tensor]] = {}
 
@@ -54,9 +62,10 @@ class PlainLoop:
         """One optimizer step; the weighted sum of the micro-batches' losses."""
         inputs, targets = (split(part, self._microbatches) for part in batch)
         losses = [0.0] * self._last_replicas
+        self._copy_buffers()
         pairs = zip(inputs, targets, loss_weights(targets, self._model.loss_weight), strict=True)
         for microbatch, (value, target, weight) in enumerate(pairs):
-            with autocast(self._precision):
+            with self._buffers_for(microbatch), autocast(self._precision):
                 result = self._model.loss(self._forward(value, microbatch), target)
             loss = result[0] if isinstance(result, tuple) else result
             losses[microbatch % self._last_replicas] += loss.item() * weight
@@ -76,6 +85,27 @@ class PlainLoop:
 
     def state_dict(self) -> dict[str, Tensor]:
         return self._stage.state_dict()
+
+    def _copy_buffers(self) -> None:
+        """All replicas begin a step with the same."""
+        self._buffers = {
+            (module, replica): {name: b.clone() if b is not None else None for name, b in module._buffers.items()}
+            for module, replicas in self._modules.items()
+            for replica in range(1, replicas)
+        }
+
+    @contextmanager
+    def _buffers_for(self, microbatch: int) -> Iterator[None]:
+        """In the body modules have the buffers of the replica that runs the micro-batch."""
+        turns = {module: microbatch % replicas for module, replicas in self._modules.items()}
+        places = [(module, replica) for module, replica in turns.items() if replica]
+        firsts = [dict(module._buffers) for module, _ in places]
+        for module, replica in places:
+            module._buffers.update(self._buffers[module, replica])
+        yield
+        for (module, replica), first in zip(places, firsts, strict=True):
+            self._buffers[module, replica] = dict(module._buffers)
+            module._buffers.update(first)
 
     def _set_aside(self, microbatch: int) -> None:
         """Begin the next micro-batch's gradients where its replica's sum is."""

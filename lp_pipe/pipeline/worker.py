@@ -23,7 +23,7 @@ from lp_pipe.pipeline.device import chosen_device, current, to_device, to_host
 from lp_pipe.pipeline.execution import Execution, Operation, Report, Run
 from lp_pipe.pipeline.links import Links
 from lp_pipe.pipeline.manifest import SHARE
-from lp_pipe.pipeline.microbatches import aligned, loss_weights, split
+from lp_pipe.pipeline.microbatches import aligned, apart, loss_weights, split
 from lp_pipe.pipeline.reduction import Reduction
 from lp_pipe.pipeline.results import StageMemory
 from lp_pipe.pipeline.schedule import Action, Schedule, forward_on, share
@@ -107,7 +107,7 @@ class StageWorker:
         """
         schedule = forward_on(self._config.placement, microbatches)
         self._buffers_before = None  # what a step has changed stays
-        operation = self._operation(tag, 0, aligned(inputs), aligned(targets))
+        operation = self._operation(tag, 0, apart(inputs), aligned(targets))
         with torch.no_grad(), current(self._device), self._eval_mode():
             self._execution.run(self._share_of(schedule), operation, self._execution.inference)
         return operation.report
@@ -224,7 +224,7 @@ class StageWorker:
     def _share_of(self, schedule: Schedule) -> tuple[Action, ...]:
         return share(schedule.workers[self._worker], self._config.replicas[self._worker], self._replica)
 
-    def _operation(self, tag: int, step: int, inputs: list[Any], targets: list[Any]) -> Operation:
+    def _operation(self, tag: int, step: int, inputs: list[Any] | dict[int, Any], targets: list[Any]) -> Operation:
         weights = loss_weights(targets, self._config.loss_weight) if targets else []
         inputs, targets = to_device(inputs, self._device), to_device(targets, self._device)
         return Operation(tag, step, inputs, targets, weights, Report())

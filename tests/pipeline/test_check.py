@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import lp_pipe.pipeline as pp
 from tests.pipeline.plain_loop import (
     D,
+    T,
     adam,
     assert_same_state,
     model_with_everything,
@@ -126,6 +127,26 @@ MODELS: dict[str, Any] = {
 def test_every_form_of_a_model_can_be_checked(name: str) -> None:
     report = pp.check(pp.Model(MODELS[name], squared_error, adam), BATCHES, stages=3, microbatches=3, schedule="gpipe")
     assert report.equal, report
+
+
+class RunningMean(nn.Module):
+    """Takes off what its buffer says that the inputs' mean is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean = 0.5 * self.mean + 0.5 * x.detach().mean()
+        return x - self.mean
+
+
+def test_buffers_of_replicas_can_be_checked() -> None:
+    model = pp.Model([nn.Linear(D, D), nn.BatchNorm1d(T), RunningMean(), nn.Linear(D, D)], squared_error, adam)
+    batches = random_batches([12, 3, 12])
+    assert pp.check(model, batches, stages=2, replicas=(2, 3), microbatches=6).equal
+    assert pp.check(model, batches, stages=1, replicas=2, microbatches=6, recompute="full").equal
 
 
 def test_tied_parameters_can_be_checked() -> None:

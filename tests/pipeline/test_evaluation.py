@@ -85,3 +85,18 @@ def test_a_module_in_eval_mode_stays_so() -> None:
         assert_same_state(state, plain.state_dict())
     assert state["1.running_mean"].tolist() == [1.0] * T
     assert state["1.num_batches_tracked"] == 0 and state["3.num_batches_tracked"] == 8
+
+
+class Doubles(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(2)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_an_input_that_comes_several_times_is_the_same_each_time(replicas: int) -> None:
+    model = pp.Model([Doubles(), nn.Linear(D, D)], squared_error, sgd)
+    ((x, y),) = random_batches([4])
+    with launched("thread", model, stages=1, replicas=replicas, microbatches=2) as pipeline:
+        first, *others = pipeline.forward_stream([x] * 4)
+        assert all(torch.equal(first, other) for other in others)
+        assert pipeline.evaluate([(x, y)] * 4).loss == pipeline.evaluate([(x, y)]).loss

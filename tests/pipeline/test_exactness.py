@@ -417,3 +417,17 @@ print(pp.check(model, [batch], stages=1, microbatches=2))
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.startswith("equal"), done.stdout
+
+
+@pytest.mark.parametrize("options", [{"stages": 2}, {"stages": 1, "schedule": "gpipe", "recompute": "full"}], ids=str)
+def test_the_first_layer_may_write_to_its_input(options: dict[str, Any]) -> None:
+    # While earlier micro-batches, which are slices of the same batch, wait for their backwards.
+    model = pp.Model([apply(lambda x: x.mul_(2)), LINEAR, LINEAR], _sum_of_squares, sgd)
+    ((x, y),) = random_batches([B_], T_, D_)
+    plain = PlainLoop(model, 4)
+    plain.step((x.clone(), y))
+    with launched("thread", model, microbatches=4, **options) as pipeline:
+        before = x.clone()
+        pipeline.step((x, y))
+        assert_same_state(pipeline.state_dict(), plain.state_dict())
+        assert torch.equal(x, before)
