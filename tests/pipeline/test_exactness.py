@@ -239,6 +239,7 @@ def test_views_at_a_cut_keep_their_bits(name: str) -> None:
         assert_same_state(pipeline.state_dict(), plain.state_dict())
 
 
+@pytest.mark.slow
 def test_views_at_a_cut_keep_their_bits_between_processes() -> None:
     names = [
         "transposed, then summed",

@@ -136,6 +136,7 @@ def test_a_unet_in_every_schedule_and_cut(options: dict[str, Any]) -> None:
         )
 
 
+@pytest.mark.slow
 def test_a_unet_of_stages_in_processes() -> None:
     model = pp.Model(unet(), squared_error, adam)
     chosen = [CUTS[1], CUTS[3], CUTS[5]]

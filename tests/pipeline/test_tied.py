@@ -101,6 +101,7 @@ def test_tied_parameters_in_every_schedule_and_cut(options: dict[str, Any], clip
         assert_trains_alike(pipeline, PlainTied(model, 4, clip), batches)
 
 
+@pytest.mark.slow
 def test_tied_parameters_of_stages_in_processes() -> None:
     model, batches = language_model(), _tokens(3)
     chosen = [CUTS[1], CUTS[3], CUTS[5]]
