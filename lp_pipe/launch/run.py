@@ -19,7 +19,7 @@ from lp_pipe.launch.hangs import HangWatch
 from lp_pipe.launch.host import Host
 from lp_pipe.launch.report import described_failure, save_failure
 from lp_pipe.launch.services import EndedServices, LauncherServices
-from lp_pipe.launch.signals import Interrupts
+from lp_pipe.launch.signals import Interrupts, wait_awake
 from lp_pipe.program import Program
 from lp_pipe.telemetry.metrics import MetricsLog
 
@@ -87,7 +87,7 @@ class Run:
             KeyboardInterrupt: Ctrl+C or SIGTERM; raised once the nodes are down.
         """
         try:
-            is_over = self._is_over.wait(timeout)
+            is_over = wait_awake(self._is_over, timeout)
         except KeyboardInterrupt:
             self.stop()
             raise
@@ -104,7 +104,7 @@ class Run:
         """Stop the program in order, and return when nothing of it is left. Idempotent, any thread but a node's."""
         with self._interrupts.deferred():
             self._coordinator.request_stop(hurry=self._interrupts.is_impatient)
-            self._is_over.wait()
+            wait_awake(self._is_over)
             self._interrupts.uninstall()
 
     def request_stop(self) -> None:
