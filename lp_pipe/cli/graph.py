@@ -2,9 +2,11 @@
 
 import argparse
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
-from lp_pipe.cli.errors import NotLaunched, UsageError
+from lp_pipe.cli.errors import NotLaunched
+from lp_pipe.cli.files import output_path, write_file
 from lp_pipe.cli.targets import load_program
 from lp_pipe.graph import GraphView, to_dot, to_svg, to_text
 
@@ -30,7 +32,11 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     )
     parser.add_argument("target", metavar="TARGET", help="path/file.py[:name] or package.module[:name]")
     parser.add_argument(
-        "-o", "--output", type=_output, metavar="FILE", help=f"ends in {', '.join(WRITERS)}; without: text on stdout"
+        "-o",
+        "--output",
+        type=partial(output_path, suffixes=WRITERS),
+        metavar="FILE",
+        help=f"ends in {', '.join(WRITERS)}; without: text on stdout",
     )
     parser.add_argument(
         "--mode",
@@ -56,15 +62,6 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
     if output is None:
         print(to_text(view), end="")
         return 0
-    try:
-        output.write_text(WRITERS[output.suffix](view), encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot write {output}: {error.strerror}") from error
+    write_file(output, WRITERS[output.suffix](view))
     print(f"wrote {output}")
     return 0
-
-
-def _output(text: str) -> Path:
-    if Path(text).suffix not in WRITERS:
-        raise UsageError(f"-o {text}: the file's name must end in one of {', '.join(WRITERS)}")
-    return Path(text)

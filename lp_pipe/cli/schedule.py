@@ -2,10 +2,12 @@
 
 import argparse
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from lp_pipe.cli.comparison import comparison_json, comparison_text, comparison_trace
 from lp_pipe.cli.errors import UsageError, nearest
+from lp_pipe.cli.files import output_path, write_file
 from lp_pipe.errors import ScheduleError
 from lp_pipe.pipeline.schedule import (
     Costs,
@@ -65,9 +67,14 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     add("--compare", action="store_true", help="rank all schedules that exist for these numbers")
     add("--json", action="store_true", help="with --compare: print the table as JSON")
     add(
-        "-o", "--output", type=_output, metavar="FILE", action="append", default=[],
+        "-o",
+        "--output",
+        type=partial(output_path, suffixes=_WRITERS),
+        metavar="FILE",
+        action="append",
+        default=[],
         help=f"ends in {', '.join(_WRITERS)} (.json: trace events, for Perfetto); may be repeated",
-    )  # fmt: skip
+    )
     parser.set_defaults(run=run_command)
 
 
@@ -94,7 +101,7 @@ def _draw(arguments: argparse.Namespace, costs: Costs, schedule: Schedule) -> No
     verify(schedule, memory=arguments.memory)
     timeline = simulate(schedule, costs, arguments.links)
     for path in arguments.output:
-        _write(path, _WRITERS[path.suffix](schedule, timeline))
+        write_file(path, _WRITERS[path.suffix](schedule, timeline))
     print(to_text(timeline), end="")
     _say_wrote(arguments.output)
 
@@ -120,7 +127,7 @@ def _compare(arguments: argparse.Namespace, costs: Costs, given: Schedule | None
     )
     text = comparison_text(comparison)
     for path in arguments.output:
-        _write(path, text if path.suffix == ".txt" else comparison_trace(comparison))
+        write_file(path, text if path.suffix == ".txt" else comparison_trace(comparison))
     print(comparison_json(comparison) if arguments.json else text, end="")
     if not arguments.json:
         _say_wrote(arguments.output)
@@ -161,19 +168,6 @@ def _read(name: str) -> Schedule:
         raise UsageError(f"{name}: {error}") from error
 
 
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}") from error
-
-
 def _say_wrote(paths: Sequence[Path]) -> None:
     for path in paths:
         print(f"wrote {path}")
-
-
-def _output(text: str) -> Path:
-    if Path(text).suffix not in _WRITERS:
-        raise UsageError(f"-o {text}: the file's name must end in one of {', '.join(_WRITERS)}")
-    return Path(text)

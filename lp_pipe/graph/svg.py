@@ -5,12 +5,11 @@ from xml.etree import ElementTree as ET
 
 from lp_pipe.graph.arrows import Arrow
 from lp_pipe.graph.layout import Rect
+from lp_pipe.graph.picture import FAINT_INK, INK, add, add_heading, make_picture
 from lp_pipe.graph.scene import Box, Curve, Scene, make_scene
 from lp_pipe.graph.view import GraphView, NodeView, count
 from lp_pipe.program import Edge
 
-_FONT = "Inter, 'Segoe UI', 'Helvetica Neue', Helvetica, Arial, 'DejaVu Sans', sans-serif"
-_INK, _FAINT_INK = "#1f2733", "#6b7685"
 _MARGIN = 32.0
 _HEADER_HEIGHT = 52.0
 _MAX_LETTERS = 19  # that fit on a card
@@ -46,16 +45,12 @@ def to_svg(view: GraphView) -> str:
     colors = {label: PALETTE[number % len(PALETTE)] for number, label in enumerate(view.groups)}
     width = max(scene.width, 9.0 * len(view.program), 330.0) + 2 * _MARGIN
     height = scene.height + _HEADER_HEIGHT + 2 * _MARGIN
-    root = ET.Element("svg", xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {width:.0f} {height:.0f}")
-    root.attrib.update({"width": f"{width:.0f}", "height": f"{height:.0f}", "font-family": _FONT, "role": "img"})
-    _add(root, "title", f"Program {view.program}")
+    root = make_picture(f"Program {view.program}", width, height)
     _add_markers(root, colors)
-    _add(root, "rect", width="100%", height="100%", rx=16, fill="#ffffff")
-    _add(root, "text", view.program, x=_MARGIN, y=_MARGIN + 12, font_size=20, font_weight=700, fill=_INK)
     subtitle = f"{count(len(view.nodes), 'node')} · arrows point from user to server"
-    _add(root, "text", subtitle, x=_MARGIN, y=_MARGIN + 32, font_size=12, fill=_FAINT_INK)
+    add_heading(root, view.program, subtitle, _MARGIN)
     left = (width - scene.width) / 2
-    stage = _add(root, "g", transform=f"translate({left:.1f} {_MARGIN + _HEADER_HEIGHT:.1f})")
+    stage = add(root, "g", transform=f"translate({left:.1f} {_MARGIN + _HEADER_HEIGHT:.1f})")
     _draw(stage, scene, colors)
     ET.indent(root)
     return ET.tostring(root, encoding="unicode", xml_declaration=False) + "\n"
@@ -73,12 +68,12 @@ def _draw(stage: ET.Element, scene: Scene, colors: dict[str, Colors]) -> None:
 
 
 def _add_markers(root: ET.Element, colors: dict[str, Colors]) -> None:
-    definitions = _add(root, "defs")
+    definitions = add(root, "defs")
     for ink in dict.fromkeys(color.ink for color in colors.values()):
-        marker = _add(definitions, "marker", id=_marker(ink), viewBox="0 0 10 10", refX=9, refY=5)
+        marker = add(definitions, "marker", id=_marker(ink), viewBox="0 0 10 10", refX=9, refY=5)
         marker.attrib.update({"markerWidth": "10", "markerHeight": "10", "markerUnits": "userSpaceOnUse"})
         marker.attrib["orient"] = "auto-start-reverse"
-        _add(marker, "path", d="M 0 0.8 L 10 5 L 0 9.2 L 2.4 5 z", fill=ink)
+        add(marker, "path", d="M 0 0.8 L 10 5 L 0 9.2 L 2.4 5 z", fill=ink)
 
 
 def _add_box(stage: ET.Element, box: Box, color: Colors) -> None:
@@ -88,7 +83,7 @@ def _add_box(stage: ET.Element, box: Box, color: Colors) -> None:
 
 def _add_title(stage: ET.Element, box: Box, color: Colors) -> None:
     text = f"{box.label} × {len(box.nodes)}" if len(box.nodes) > 1 else box.label
-    title = _add(stage, "text", text, x=box.rect.x + 16, y=box.rect.y + 21, font_size=14, font_weight=700)
+    title = add(stage, "text", text, x=box.rect.x + 16, y=box.rect.y + 21, font_size=14, font_weight=700)
     # A rim in the box's colour keeps the title readable where an arrow passes below it.
     title.attrib.update({"fill": color.ink, "stroke": color.fill, "stroke-width": "5", "paint-order": "stroke"})
 
@@ -101,7 +96,7 @@ def _add_cards(stage: ET.Element, box: Box, color: Colors) -> None:
         shape = _add_card_shape(stage, card, color)
         names = [member.name for member in (box.nodes if box.is_stack else [node])]
         shape.attrib.update({"class": "node", "data-node": " ".join(names)})
-        _add(shape, "title", _tooltip(node, names))
+        add(shape, "title", _tooltip(node, names))
         index = None if len(box.nodes) == 1 or box.is_stack else number
         _add_card_text(stage, card, node, index, color)
 
@@ -112,22 +107,22 @@ def _add_card_shape(stage: ET.Element, card: Rect, color: Colors) -> ET.Element:
 
 def _add_card_text(stage: ET.Element, card: Rect, node: NodeView, index: int | None, color: Colors) -> None:
     name = node.runs if len(node.runs) <= _MAX_LETTERS else node.runs[: _MAX_LETTERS - 1] + "…"
-    _add(stage, "text", name, x=card.x + 12, y=card.y + 20, font_size=12.5, font_weight=600, fill=_INK)
+    add(stage, "text", name, x=card.x + 12, y=card.y + 20, font_size=12.5, font_weight=600, fill=INK)
     resources = "".join(f" · {key} {value}" for key, value in node.resources.items() if isinstance(value, (int, str)))
     kind = (node.kind + resources)[: _MAX_LETTERS + 4]
-    _add(stage, "text", kind, x=card.x + 12, y=card.y + 36, font_size=10.5, fill=_FAINT_INK)
+    add(stage, "text", kind, x=card.x + 12, y=card.y + 36, font_size=10.5, fill=FAINT_INK)
     if index is not None:
         place = {"x": card.x + card.width - 11, "y": card.y + 19}
-        _add(stage, "text", str(index), **place, font_size=12, font_weight=700, fill=color.ink, text_anchor="end")
+        add(stage, "text", str(index), **place, font_size=12, font_weight=700, fill=color.ink, text_anchor="end")
 
 
 def _add_curve(stage: ET.Element, curve: Curve, color: Colors) -> None:
     marker = f"url(#{_marker(color.ink)})"
-    path = _add(stage, "path", d=curve.path, fill="none", stroke=color.ink, stroke_width=1.6, stroke_opacity=0.85)
+    path = add(stage, "path", d=curve.path, fill="none", stroke=color.ink, stroke_width=1.6, stroke_opacity=0.85)
     path.attrib.update({"class": "edge", "marker-end": marker})
     if curve.arrow.is_mutual:
         path.attrib["marker-start"] = marker
-    _add(path, "title", "\n".join(_edge_text(edge) for edge in curve.arrow.edges))
+    add(path, "title", "\n".join(_edge_text(edge) for edge in curve.arrow.edges))
     if curve.arrow.channels:
         _add_channels(stage, path, curve.arrow, color)
 
@@ -135,9 +130,9 @@ def _add_curve(stage: ET.Element, curve: Curve, color: Colors) -> None:
 def _add_channels(stage: ET.Element, path: ET.Element, arrow: Arrow, color: Colors) -> None:
     """The kinds of channels along the arrow, in the middle of it."""
     path.attrib["id"] = f"edge-{len(stage)}"
-    text = _add(stage, "text", dy=-5, font_size=10, fill=color.ink, text_anchor="middle")
+    text = add(stage, "text", dy=-5, font_size=10, fill=color.ink, text_anchor="middle")
     text.attrib["class"] = "channel"
-    along = _add(text, "textPath", arrow.channels, href=f"#{path.attrib['id']}", startOffset="50%")
+    along = add(text, "textPath", arrow.channels, href=f"#{path.attrib['id']}", startOffset="50%")
     along.attrib["data-edges"] = " ".join(f"{edge.user}>{edge.server}" for edge in arrow.edges if edge.channel)
 
 
@@ -146,18 +141,7 @@ def _edge_text(edge: Edge) -> str:
 
 
 def _add_rect(parent: ET.Element, rect: Rect, **attributes: Any) -> ET.Element:
-    return _add(parent, "rect", x=rect.x, y=rect.y, width=rect.width, height=rect.height, **attributes)
-
-
-def _add(parent: ET.Element, tag: str, text: str | None = None, **attributes: Any) -> ET.Element:
-    """A new element; `font_size` becomes `font-size`, numbers get one decimal at most."""
-    written = {
-        name.replace("_", "-"): f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
-        for name, value in attributes.items()
-    }
-    element = ET.SubElement(parent, tag, written)
-    element.text = text
-    return element
+    return add(parent, "rect", x=rect.x, y=rect.y, width=rect.width, height=rect.height, **attributes)
 
 
 def _tooltip(node: NodeView, names: list[str]) -> str:

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -13,6 +12,7 @@ from torch.utils import _pytree as pytree
 from lp_pipe.errors import PipelineError
 from lp_pipe.launch import launch
 from lp_pipe.pipeline.add import add_pipeline
+from lp_pipe.pipeline.device import computing_with
 from lp_pipe.pipeline.message import tensors_of
 from lp_pipe.pipeline.model import Model
 from lp_pipe.pipeline.plain import PlainLoop
@@ -65,7 +65,7 @@ def check(model: Model, batches: Sequence[tuple[Any, Any]], **pipeline_options: 
     there, here = _Log(), _Log()
     program = Program("check")
     handle = add_pipeline(program, _watched(model, there), **pipeline_options)
-    with _threads(pipeline_options.get("resources")), launch(program, "thread") as run:
+    with computing_with((pipeline_options.get("resources") or Resources()).threads), launch(program, "thread") as run:
         pipeline = run.client(handle)
         options = (pipeline_options.get("clip_grad_norm"), pipeline_options.get("precision", "fp32"))
         plain = PlainLoop(_watched(model, here), microbatches, *options, handle.replicas_by_layer)
@@ -188,14 +188,3 @@ def _distance(one: Any, other: Any) -> float:
     if not isinstance(one, Tensor) or not isinstance(other, Tensor) or one.shape != other.shape:
         return float("inf")
     return float((one.detach().double() - other.detach().double()).abs().nan_to_num(float("inf")).max())
-
-
-@contextmanager
-def _threads(resources: Resources | None) -> Iterator[None]:
-    """As many as a stage has; kernels sum in another order with another number of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(resources.threads if resources is not None else Resources().threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -1,7 +1,6 @@
 """The first worker's second job: it starts every operation on all workers, and makes each a whole or nothing."""
 
 import contextlib
-import logging
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -29,8 +28,6 @@ from lp_pipe.pipeline.workers import Workers
 from lp_pipe.rpc.pool import DaemonPool
 
 T = TypeVar("T")
-
-_log = logging.getLogger(__name__)
 
 
 class Conductor:
@@ -216,14 +213,12 @@ class Conductor:
 
     def _infer(self, inputs: list[Any], targets: list[Any]) -> list[Report]:
         """Run forwards; the reports of the last stage's replicas."""
-        count = len(self._first)
+        ranks, worker_of_inputs = self._config.ranks, self._config.placement[0]
         reports = self._workers.run(
             lambda worker, tag, rank: worker.infer(
                 tag,
                 len(inputs),
-                {j: x for j, x in enumerate(inputs) if j % count == rank - self._first[0]}
-                if rank in self._first
-                else {},
+                {j: x for j, x in enumerate(inputs) if ranks.for_microbatch(worker_of_inputs, j) == rank},
                 targets if rank in self._last else [],
             )
         )

@@ -1,7 +1,7 @@
 """Where a stage computes. Between stages tensors travel through the host's memory, whatever the device."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -75,3 +75,14 @@ def copied_on(value: Any, device: torch.device) -> Any:
     if device.type == "cpu":
         return copied(value)
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), value)
+
+
+@contextmanager
+def computing_with(threads: int) -> Iterator[None]:
+    """In the body torch computes with so many threads, as a stage does: with others, kernels sum in another order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

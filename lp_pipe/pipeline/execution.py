@@ -16,10 +16,9 @@ from lp_pipe.pipeline.loss_scale import scaled
 from lp_pipe.pipeline.message import Message, to_message
 from lp_pipe.pipeline.precision import autocast
 from lp_pipe.pipeline.schedule import Action
+from lp_pipe.pipeline.schedule.ir import WORDS
 from lp_pipe.pipeline.side_channels import SideChannels
 from lp_pipe.pipeline.stage import Stage
-
-_WORDS = {"F": "forward", "B": "backward", "I": "backward for inputs", "W": "backward for weights"}
 
 
 @dataclass
@@ -53,17 +52,23 @@ Run = Callable[[Action, Operation], None]
 
 
 class Execution:
-    """Runs actions on `stages`, which a worker named `name` has; the channels are those of `links`."""
+    """Runs actions on `stages`, which a worker named `name` has; the channels are those of `links` and `side`."""
 
     def __init__(
-        self, config: PipelineConfig, stages: Mapping[int, Stage], links: Links, name: str, device: torch.device
+        self,
+        config: PipelineConfig,
+        stages: Mapping[int, Stage],
+        links: Links,
+        side: SideChannels,
+        name: str,
+        device: torch.device,
     ) -> None:
         self._device = device
         self._config = config
         self._channels = config.channels
         self._stages = stages
         self._links = links
-        self._side = SideChannels(self._channels, links, stages)
+        self._side = side
         self._name = name
         self.training: Mapping[str, Run] = {
             "F": self._forward,
@@ -175,11 +180,7 @@ class Execution:
     def _describe(self, action: Action) -> str:
         stage = self._stages[action.stage]
         layers = f"layers {stage.first_layer} to {stage.first_layer + len(stage.layers) - 1}"
-        return f"{_WORDS[action.op]} of micro-batch {action.microbatch}, stage {action.stage} ({layers})"
-
-    def share_weights(self, tag: int) -> None:
-        """Exchange the tied parameters that a step has changed with the other workers."""
-        self._side.share_weights(tag)
+        return f"{WORDS[action.op]} of micro-batch {action.microbatch}, stage {action.stage} ({layers})"
 
 
 def _number(value: Any) -> float:

@@ -64,9 +64,8 @@ class Links(ChannelEnds[tuple[int, int]]):
         """
         if channel in self._local:
             return self._local[channel].pop(microbatch)
-        senders = self._ranks.of(self._channels.sender(channel))
-        value = self._receivers[channel, senders[microbatch % len(senders)]].receive(tag)
-        return to_device(value, self._device)
+        sender = self._ranks.for_microbatch(self._channels.sender(channel), microbatch)
+        return to_device(self._receivers[channel, sender].receive(tag), self._device)
 
     def send(self, channel: int, tag: int, microbatch: int, value: Any) -> None:
         """Put a micro-batch's value on a channel; waits for a credit.
@@ -78,8 +77,8 @@ class Links(ChannelEnds[tuple[int, int]]):
             # As between workers: the next stage's first layer may write in place to what this stage has saved.
             self._local[channel][microbatch] = copied_on(value, self._device)
         else:
-            receivers = self._ranks.of(self._channels.receiver(channel))
-            self._senders[channel, receivers[microbatch % len(receivers)]].send(tag, to_host(value, self._device))
+            receiver = self._ranks.for_microbatch(self._channels.receiver(channel), microbatch)
+            self._senders[channel, receiver].send(tag, to_host(value, self._device))
 
     def receive_for_step(self, channel: int, tag: int) -> Any:
         """What a channel carries once a step."""

@@ -45,12 +45,12 @@ class PlainLoop:
         self._optimizer = model.optimizer(list(self._parameters.items()))
         self._lr_scheduler = model.lr_scheduler(self._optimizer) if model.lr_scheduler is not None else None
         self._step = 0
-        self._replicas: dict[int, int] = {}  # by the parameter's id: those of the first layer that has it
+        # Of what several layers share, those of the first one.
+        self._replicas: dict[int, int] = {}  # by the parameter's id
+        self._modules: dict[nn.Module, int] = {}  # those with buffers
         for layer, replicas in zip(self._layers, replicas_by_layer, strict=True):
             for parameter in layer.parameters():
                 self._replicas.setdefault(id(parameter), replicas)
-        self._modules: dict[nn.Module, int] = {}  # those with buffers, and their replicas
-        for layer, replicas in zip(self._layers, replicas_by_layer, strict=True):
             for module in layer.modules():
                 if module._buffers:
                     self._modules.setdefault(module, replicas)

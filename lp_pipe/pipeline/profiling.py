@@ -1,8 +1,7 @@
 """Measure what the layers of a model take, each as a stage of its own, on one device."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
@@ -10,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.build import build_layers
+from lp_pipe.pipeline.device import computing_with, copied_on, to_device
 from lp_pipe.pipeline.layer_names import layer_names
 from lp_pipe.pipeline.message import Message, tensors_of, to_message
 from lp_pipe.pipeline.model import Loss, Model, sources_of
@@ -21,6 +20,7 @@ from lp_pipe.pipeline.partitioning import LayerProfile, Profile
 from lp_pipe.pipeline.skips import popped_by, seen_by_setup
 from lp_pipe.pipeline.stage import Stage
 from lp_pipe.pipeline.tied import Names, tie, tied_names
+from lp_pipe.resources import Resources
 
 _WARMUPS = 2
 _LEAST_ROUNDS = 5
@@ -53,8 +53,8 @@ def profile_layers(
     layers = build_layers(sources, 0, seed)
     tie(layers, 0, tied, {}, seed)
     place = torch.device(device)
-    batch = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(place), batch)
-    with _one_thread():
+    batch = to_device(batch, place)
+    with computing_with(Resources().threads):
         rounds = _Rounds(layers, loss, seed, batch, place)
         for _ in range(_WARMUPS):
             rounds.run(split=False)
@@ -66,9 +66,9 @@ def profile_layers(
                 break
             rounds.run(split=False)
             rounds.run(split=True)
-    measured = zip(layer_names(sources), rounds.measured, layers, strict=True)
-    edges = [(index, index + 1) for index in range(len(layers) - 1)] + rounds.skips
     names = layer_names(sources)
+    measured = zip(names, rounds.measured, layers, strict=True)
+    edges = [(index, index + 1) for index in range(len(layers) - 1)] + rounds.skips
     return Profile(
         tuple(_layer_profile(name, taken, layer) for name, taken, layer in measured),
         tuple((names[source], names[reader]) for source, reader in edges) if rounds.skips else None,
@@ -112,7 +112,7 @@ class _Rounds:
         self._step += 1
 
     def _forwards(self) -> Any:
-        message = _apart(Message(self._input, (False,) * len(tensors_of(self._input))))
+        message = self._apart(Message(self._input, (False,) * len(tensors_of(self._input))))
         waiting: dict[str, Message] = {}
         output: Any = None
         for index, (stage, taken) in enumerate(zip(self._stages, self.measured, strict=True)):
@@ -123,8 +123,8 @@ class _Rounds:
             taken.forward.append(seconds)
             taken.activation_bytes = sum(_bytes(value) for value in (output, *skips.values()))
             self._stashed_by.update(dict.fromkeys(skips, index))
-            waiting.update({name: _apart(to_message(value)) for name, value in skips.items()})
-            message = _apart(to_message(output))
+            waiting.update({name: self._apart(to_message(value)) for name, value in skips.items()})
+            message = self._apart(to_message(output))
         return output
 
     def _backwards(self, loss: Tensor, split: bool) -> None:
@@ -152,6 +152,10 @@ class _Rounds:
         self._wait()
         return time.perf_counter() - started, made
 
+    def _apart(self, message: Message) -> Message:
+        """With memory of its own, as if it had been sent: a stage may write to its input."""
+        return Message(copied_on(message.value, self._device), message.wants_gradient)
+
     def _wait(self) -> None:
         """Until the device has done what it was asked to do."""
         if self._device.type == "cuda":
@@ -172,20 +176,5 @@ def _layer_profile(name: str, taken: _Measured, layer: nn.Module) -> LayerProfil
     )
 
 
-def _apart(message: Message) -> Message:
-    """With memory of its own, as if it had been sent: a stage may write to its input."""
-    return Message(pytree.tree_map_only(Tensor, torch.clone, message.value), message.wants_gradient)
-
-
 def _bytes(value: Any) -> int:
     return sum(tensor.nbytes for tensor in tensors_of(value))
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -31,6 +31,11 @@ class Ranks:
         first = sum(self.replicas[:worker])
         return range(first, first + self.replicas[worker])
 
+    def for_microbatch(self, worker: int, microbatch: int) -> int:
+        """The rank of the replica that runs a micro-batch."""
+        ranks = self.of(worker)
+        return ranks[microbatch % len(ranks)]
+
     @property
     def firsts(self) -> list[int]:
         """The rank of each worker's replica 0, which speaks for all of them."""
@@ -41,6 +46,7 @@ class Ranks:
 
         Those of micro-batch j from replica j mod r to replica j mod s. Weights go to every replica of the receiver.
         """
-        sender, receiver = self.of(channels.sender(channel)), self.of(channels.receiver(channel))
-        turns = range(len(receiver)) if channels.is_per_step(channel) else range(lcm(len(sender), len(receiver)))
-        return [(sender[turn % len(sender)], receiver[turn % len(receiver)]) for turn in turns]
+        ends = channels.sender(channel), channels.receiver(channel)
+        sending, receiving = (self.replicas[worker] for worker in ends)
+        turns = receiving if channels.is_per_step(channel) else lcm(sending, receiving)
+        return [(self.for_microbatch(ends[0], turn), self.for_microbatch(ends[1], turn)) for turn in range(turns)]

@@ -27,6 +27,7 @@ from lp_pipe.pipeline.microbatches import aligned, apart, loss_weights, split
 from lp_pipe.pipeline.reduction import Reduction
 from lp_pipe.pipeline.results import StageMemory
 from lp_pipe.pipeline.schedule import Action, Schedule, forward_on, share
+from lp_pipe.pipeline.side_channels import SideChannels
 from lp_pipe.pipeline.stage import Stage, check_shapes
 from lp_pipe.pipeline.tied import tie
 from lp_pipe.pipeline.training import Saved, Training
@@ -49,7 +50,6 @@ class StageWorker:
         node.exit_stack.callback(self._hub.close, f"{node.name} has ended")
         node.services.register(channels.id, self._hub.endpoint)
         self._config = pipeline
-        self._rank = worker.rank
         self._worker, self._replica = pipeline.ranks.places[worker.rank]
         self._device = chosen_device(pipeline.devices[self._worker], worker.rank)
         self._batches = BatchSource(feeder)
@@ -68,7 +68,8 @@ class StageWorker:
         options: Any = {"kind": pipeline.channel, "name": node.name, "device": self._device}
         self._links = Links(pipeline.channels, *ends, credits=pipeline.credits, **options)
         self._reduction = Reduction(*ends, **options)
-        self._execution = Execution(pipeline, self._stages, self._links, node.name, self._device)
+        self._side = SideChannels(pipeline.channels, self._links, self._stages)
+        self._execution = Execution(pipeline, self._stages, self._links, self._side, node.name, self._device)
 
     def train(
         self,
@@ -88,8 +89,7 @@ class StageWorker:
         schedule = self._config.schedule_for(microbatches)
         self._buffers_before = None
         inputs, targets = self._batch(step, microbatches, given, target)
-        operation = self._operation(tag, step, inputs, targets)
-        operation.scale = scale
+        operation = self._operation(tag, step, inputs, targets, scale)
         self._buffers_before = BufferSnapshot(self._modules)
         with current(self._device), self._metered(operation) as actions:
             self._execution.run(self._share_of(schedule), operation, actions)
@@ -137,7 +137,7 @@ class StageWorker:
     def share_weights(self, tag: int) -> None:
         """Exchange the tied parameters that a step has changed with the other workers."""
         self._buffers_before = None
-        self._execution.share_weights(tag)
+        self._side.share_weights(tag)
 
     def discard(self) -> None:
         """Forget what an aborted operation has left behind."""
@@ -224,10 +224,17 @@ class StageWorker:
     def _share_of(self, schedule: Schedule) -> tuple[Action, ...]:
         return share(schedule.workers[self._worker], self._config.replicas[self._worker], self._replica)
 
-    def _operation(self, tag: int, step: int, inputs: list[Any] | dict[int, Any], targets: list[Any]) -> Operation:
+    def _operation(
+        self,
+        tag: int,
+        step: int,
+        inputs: list[Any] | dict[int, Any],
+        targets: list[Any],
+        scale: float | None = None,
+    ) -> Operation:
         weights = loss_weights(targets, self._config.loss_weight) if targets else []
         inputs, targets = to_device(inputs, self._device), to_device(targets, self._device)
-        return Operation(tag, step, inputs, targets, weights, Report())
+        return Operation(tag, step, inputs, targets, weights, Report(), scale)
 
     def _batch(
         self, step: int, microbatches: int, given: tuple[Any] | None, target: tuple[Any] | None

@@ -3,7 +3,8 @@
 import json
 import math
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,19 @@ def read_text(path: str | Path) -> str:
         raise PartitionError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise PartitionError(f"cannot read {path}: it is no text ({error})") from error
+
+
+@contextmanager
+def in_file(path: str | Path, what: str) -> Iterator[None]:
+    """What is wrong with the `what` that is made in the body is wrong in that file.
+
+    Raises:
+        PartitionError: that of the body, with the file's name in the place of "what: ".
+    """
+    try:
+        yield
+    except PartitionError as error:
+        raise PartitionError(f"{path}: {str(error).removeprefix(f'{what}: ')}") from error
 
 
 def check_keys(table: Any, *, required: Sequence[str], optional: Sequence[str] = (), where: str) -> None:

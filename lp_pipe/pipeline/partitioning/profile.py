@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from lp_pipe.errors import PartitionError
 from lp_pipe.pipeline.partitioning import pipedream_file
-from lp_pipe.pipeline.partitioning.fields import check_keys, checked_number, read_json, write_json
+from lp_pipe.pipeline.partitioning.fields import check_keys, checked_number, in_file, read_json, write_json
 
 _TIMES = ("forward_s", "backward_s")
 _SIZES = ("activation_bytes", "parameter_bytes")
@@ -109,8 +109,9 @@ class Profile:
         if not isinstance(text["layers"], list):
             raise PartitionError(f"{path}: layers: a list of layers is needed, not {text['layers']!r}")
         layers = [_layer(layer, f"{path}: layers[{place}]") for place, layer in enumerate(text["layers"])]
-        edges = text.get("edges")
-        return cls._from(path, layers, None if edges is None else _pairs(edges, str(path)))
+        edges = None if text.get("edges") is None else _pairs(text["edges"], str(path))
+        with in_file(path, "profile"):
+            return cls(tuple(layers), edges)
 
     @classmethod
     def from_pipedream(cls, path: str | Path) -> Self:
@@ -121,15 +122,8 @@ class Profile:
         """
         nodes, edges = pipedream_file.read(path)
         layers = [LayerProfile(node.name, node.forward_s, node.backward_s, *node.sizes) for node in nodes]
-        return cls._from(path, layers, edges)
-
-    @classmethod
-    def _from(cls, path: str | Path, layers: list[LayerProfile], edges: list[tuple[str, str]] | None) -> Self:
-        """Make it; what is wrong is in that file."""
-        try:
-            return cls(tuple(layers), None if edges is None else tuple(edges))
-        except PartitionError as error:
-            raise PartitionError(f"{path}: {str(error).removeprefix('profile: ')}") from error
+        with in_file(path, "profile"):
+            return cls(tuple(layers), tuple(edges))
 
     def to_pipedream(self, path: str | Path) -> None:
         """Write a graph.txt; of a backward pass it holds only the whole time."""
@@ -154,10 +148,10 @@ def _layer(text: Any, where: str) -> LayerProfile:
     return LayerProfile(**text)
 
 
-def _pairs(edges: Any, where: str) -> list[tuple[str, str]]:
+def _pairs(edges: Any, where: str) -> tuple[tuple[str, str], ...]:
     if not isinstance(edges, list) or not all(isinstance(edge, list) and len(edge) == 2 for edge in edges):
         raise PartitionError(f'{where}: edges: a list of ["layer", "layer that reads it"] is needed')
-    return [(edge[0], edge[1]) for edge in edges]
+    return tuple((edge[0], edge[1]) for edge in edges)
 
 
 def _check_layers(layers: Sequence[LayerProfile], where: str) -> None:

@@ -10,6 +10,7 @@ from lp_pipe.pipeline.partitioning.fields import (
     check_keys,
     checked_count,
     checked_number,
+    in_file,
     read_toml,
     toml_string,
     write_text,
@@ -81,7 +82,5 @@ class Topology:
         for place, level in enumerate(table["levels"]):
             keys = ("name", "count", "bandwidth")
             check_keys(level, required=keys, optional=("latency",), where=f"{path}: levels[{place}]")
-        try:
+        with in_file(path, "topology"):
             return cls(tuple(Level(**level) for level in table["levels"]), table.get("memory"))
-        except PartitionError as error:
-            raise PartitionError(f"{path}: {str(error).removeprefix('topology: ')}") from error

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple, Self, cast
 from lp_pipe.errors import ScheduleError
 
 Op = Literal["F", "B", "I", "W"]
+WORDS: dict[Op, str] = {"F": "forward", "B": "backward", "I": "backward for inputs", "W": "backward for weights"}
 
 # The cells of torch.distributed.pipelining (2.13): `_Action.__repr__`.
 _COMPUTE = re.compile(r"(\d+)([FBIW])(\d+)")

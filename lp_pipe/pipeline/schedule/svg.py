@@ -3,20 +3,21 @@
 from typing import Any
 from xml.etree import ElementTree as ET
 
+from lp_pipe.graph.picture import FAINT_INK, INK, add, add_heading, make_picture, written
+from lp_pipe.pipeline.schedule.ir import WORDS, Op
 from lp_pipe.pipeline.schedule.simulate import Span, Timeline
 
-_FONT = "Inter, 'Segoe UI', 'Helvetica Neue', Helvetica, Arial, 'DejaVu Sans', sans-serif"
-_INK, _FAINT_INK, _LINE = "#1f2733", "#6b7685", "#e3e8ee"
+_LINE = "#e3e8ee"
 _MARGIN, _HEADER_HEIGHT, _NAMES_WIDTH, _AXIS_HEIGHT = 24, 50, 68, 38
 _ROW_HEIGHT, _BOX_HEIGHT = 32, 26
 _LETTER_WIDTH, _PADDING = 6.8, 4.4  # pixels
 _MAX_WIDTH = 1400
-# For each op a worker's first stage, its second one (the third looks like the first), and what the legend says.
-_OPS = {
-    "F": ("#b9d2fb", "#8ab2f5", "forward"),
-    "B": ("#fbbdb6", "#f29b91", "backward"),
-    "I": ("#f9c89b", "#f2a765", "backward for inputs"),
-    "W": ("#bfe5cb", "#8fd0a4", "backward for weights"),
+# For each op a worker's first stage, and its second one (the third looks like the first).
+_SHADES: dict[Op, tuple[str, str]] = {
+    "F": ("#b9d2fb", "#8ab2f5"),
+    "B": ("#fbbdb6", "#f29b91"),
+    "I": ("#f9c89b", "#f2a765"),
+    "W": ("#bfe5cb", "#8fd0a4"),
 }
 
 
@@ -30,13 +31,9 @@ def to_svg(timeline: Timeline, name: str) -> str:
     chart = timeline.makespan * pixels_per_s
     width = max(chart + _NAMES_WIDTH, 560) + 2 * _MARGIN
     height = _HEADER_HEIGHT + _ROW_HEIGHT * len(timeline.spans) + _AXIS_HEIGHT + 2 * _MARGIN
-    root = ET.Element("svg", xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {width:.0f} {height}")
-    root.attrib.update({"width": f"{width:.0f}", "height": str(height), "font-family": _FONT, "role": "img"})
-    _add(root, "title", f"Schedule {name}")
+    root = make_picture(f"Schedule {name}", width, height)
     _add(root, "style", _style())
-    _add(root, "rect", width="100%", height="100%", rx=16, fill="#ffffff")
-    _add(root, "text", name, x=_MARGIN, y=_MARGIN + 12, font_size=20, font_weight=700, fill=_INK)
-    _add(root, "text", _summary(timeline), x=_MARGIN, y=_MARGIN + 32, font_size=12, fill=_FAINT_INK)
+    add_heading(root, name, _summary(timeline), _MARGIN)
     _add_legend(root, timeline, width - _MARGIN)
     chart_at = f"translate({_MARGIN + _NAMES_WIDTH} {_MARGIN + _HEADER_HEIGHT})"
     _add_chart(_add(root, "g", transform=chart_at), timeline, pixels_per_s, with_stage)
@@ -50,8 +47,8 @@ def _summary(timeline: Timeline) -> str:
 
 
 def _style() -> str:
-    colors = (f".{op}{odd}{{fill:{shades[odd]}}}" for op, shades in _OPS.items() for odd in (0, 1))
-    return f"{''.join(colors)}.t{{font-size:10.5px;text-anchor:middle;fill:{_INK}}}"
+    colors = (f".{op}{odd}{{fill:{shades[odd]}}}" for op, shades in _SHADES.items() for odd in (0, 1))
+    return f"{''.join(colors)}.t{{font-size:10.5px;text-anchor:middle;fill:{INK}}}"
 
 
 def _pixels_per_s(timeline: Timeline, with_stage: bool) -> float:
@@ -69,12 +66,12 @@ def _add_chart(chart: ET.Element, timeline: Timeline, pixels_per_s: float, with_
     step = _tick_step(timeline.makespan, pixels_per_s)
     for tick in range(int(timeline.makespan / step * (1 + 1e-9)) + 1 if step else 0):
         x = tick * step * pixels_per_s
-        _add(chart, "path", d=f"M{_number(x)} -4V{bottom + 4}", stroke=_LINE)
+        _add(chart, "path", d=f"M{written(x, 1)} -4V{bottom + 4}", stroke=_LINE)
         _add(chart, "text", f"{tick * step:g}", x=x, y=bottom + 18, **{"class": "t"})
-    _add(chart, "text", "seconds", x=0, y=bottom + 34, font_size=10.5, fill=_FAINT_INK)
+    _add(chart, "text", "seconds", x=0, y=bottom + 34, font_size=10.5, fill=FAINT_INK)
     for worker, spans in enumerate(timeline.spans):
         row = _add(chart, "g", transform=f"translate(0 {worker * _ROW_HEIGHT})")
-        _add(row, "text", f"worker {worker}", x=-_NAMES_WIDTH, y=_BOX_HEIGHT - 8, font_size=12, fill=_INK)
+        _add(row, "text", f"worker {worker}", x=-_NAMES_WIDTH, y=_BOX_HEIGHT - 8, font_size=12, fill=INK)
         chunk_of = {stage: chunk for chunk, stage in enumerate(sorted({span.action.stage for span in spans}))}
         for span in spans:
             _add_box(row, span, chunk_of[span.action.stage], pixels_per_s, with_stage)
@@ -101,10 +98,10 @@ def _label_width(label: str) -> float:
 
 def _add_legend(root: ET.Element, timeline: Timeline, right: float) -> None:
     used = {span.action.op for spans in timeline.spans for span in spans}
-    for op in reversed([op for op in _OPS if op in used]):
-        text = f"{op} {_OPS[op][2]}"
+    for op in reversed([op for op in _SHADES if op in used]):
+        text = f"{op} {WORDS[op]}"
         right -= 6.2 * len(text)
-        _add(root, "text", text, x=right, y=_MARGIN + 12, font_size=11, fill=_FAINT_INK)
+        _add(root, "text", text, x=right, y=_MARGIN + 12, font_size=11, fill=FAINT_INK)
         _add(root, "rect", x=right - 16, y=_MARGIN + 3, width=11, height=11, rx=3, **{"class": f"{op}0"})
         right -= 30
 
@@ -120,13 +117,5 @@ def _tick_step(makespan: float, pixels_per_s: float) -> float:
 
 
 def _add(parent: ET.Element, tag: str, text: str | None = None, **attributes: Any) -> ET.Element:
-    """A new element; `font_size` becomes `font-size`."""
-    written = {name.replace("_", "-"): _number(value) for name, value in attributes.items()}
-    element = ET.SubElement(parent, tag, written)
-    element.text = text
-    return element
-
-
-def _number(value: Any) -> str:
-    """Numbers with one decimal at most."""
-    return f"{value:.1f}".removesuffix(".0") if isinstance(value, float) else str(value)
+    """With one decimal at most: a schedule has many boxes."""
+    return add(parent, tag, text, **{name: written(value, 1) for name, value in attributes.items()})

@@ -4,9 +4,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from lp_pipe.pipeline.schedule.ir import WORDS
 from lp_pipe.pipeline.schedule.simulate import Timeline
-
-_NAMES = {"F": "forward", "B": "backward", "I": "backward for inputs", "W": "backward for weights"}
 
 
 def to_trace_events(timelines: Mapping[str, Timeline]) -> str:
@@ -40,7 +39,7 @@ def _actions(process: int, timeline: Timeline) -> Iterator[dict[str, Any]]:
         for action, start_s, end_s in spans:
             yield {
                 "name": str(action),
-                "cat": _NAMES.get(action.op, action.op),
+                "cat": WORDS[action.op],
                 "ph": "X",
                 "pid": process,
                 "tid": worker,

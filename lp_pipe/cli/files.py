@@ -1,0 +1,29 @@
+"""The files that commands write."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from lp_pipe.cli.errors import UsageError
+
+
+def output_path(text: str, suffixes: Iterable[str]) -> Path:
+    """The value of -o, for a file whose name says what is written.
+
+    Raises:
+        UsageError: the name has another ending.
+    """
+    if Path(text).suffix not in suffixes:
+        raise UsageError(f"-o {text}: the file's name must end in one of {', '.join(suffixes)}")
+    return Path(text)
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write it.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from error
