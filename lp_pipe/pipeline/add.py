@@ -119,7 +119,8 @@ def add_pipeline(
     with program.group(group, resources=resources):
         conductor = _add_nodes(program, config, _workers(config, sources, cuts, _owners(model, tied)), inputs, group)
     stage_of_layer = [sum(cut <= layer for cut in cuts) for layer in range(len(sources))]
-    return PipelineHandle(conductor, [counts[made.placement[stage]] for stage in stage_of_layer])
+    replicas_by_layer = [counts[made.placement[stage]] for stage in stage_of_layer]
+    return PipelineHandle(conductor, replicas_by_layer, is_asynchronous=made.updates is not None)
 
 
 def _check_asynchronous(config: PipelineConfig) -> None:

@@ -146,8 +146,11 @@ class PipelineClient:
 class PipelineHandle(Handle[PipelineClient]):
     """Pass it to the nodes that drive or evaluate the pipeline; they get a PipelineClient."""
 
-    def __init__(self, conductor: CourierHandle, replicas_by_layer: Sequence[int]) -> None:
+    def __init__(
+        self, conductor: CourierHandle, replicas_by_layer: Sequence[int], *, is_asynchronous: bool = False
+    ) -> None:
         super().__init__()
+        self.is_asynchronous = is_asynchronous
         self._conductor = conductor
         self.node_name = conductor.node_name
         self.replicas_by_layer = tuple(replicas_by_layer)

@@ -242,3 +242,9 @@ def test_what_needs_all_stages_at_once_is_refused(options: dict[str, Any], messa
         launched("thread", model, stages=2, schedule="pipedream", **options),
     ):
         pass
+
+
+def test_check_is_for_synchronous_schedules() -> None:
+    model = pp.Model(layers(), squared_error, sgd)
+    with pytest.raises(pp.PipelineError, match="check the model with '1f1b'"):
+        pp.check(model, BATCHES, stages=2, schedule="pipedream")
