@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from lp_pipe.cli import ending
+from lp_pipe.cli.clean import left_of
 from lp_pipe.cli.display import Display, PlainDisplay, Start
 from lp_pipe.cli.errors import NotLaunched, UsageError, nearest
 from lp_pipe.cli.events import JsonDisplay
@@ -22,6 +23,7 @@ from lp_pipe.errors import LpPipeError, NodeError
 from lp_pipe.graph import GraphView, to_svg
 from lp_pipe.launch import Run, launch, new_run_dir
 from lp_pipe.launch.launcher import MODES
+from lp_pipe.launch.proctree import kill_all
 from lp_pipe.launch.signals import Terminated
 
 _REFRESH_S = 0.1
@@ -113,6 +115,7 @@ def _run_dir(arguments: argparse.Namespace, name: str) -> Path:
     record = find_ended_run(arguments.resume)
     if record.program != name:
         raise UsageError(f"run {record.name} was of the program {record.program!r}, and this one is {name!r}")
+    kill_all(left_of(record))  # of a launcher that was killed a moment ago: two runs must not write in one folder
     return Path(record.run_dir)
 
 
