@@ -53,8 +53,14 @@ class Pulling:
 
     def look(self) -> None:
         """Read what is there, without waiting; called without the lock."""
-        if self._connection is not None:
-            self._connection.read_alone(0)
+        connection = self._connection
+        if connection is None or not connection.try_reading():
+            return
+        try:
+            if connection.is_ready() and connection.wait(0):
+                connection.read()
+        finally:
+            connection.done_reading()
 
     def wake(self) -> None:
         """Let everybody who waits look again; called with the lock held."""
