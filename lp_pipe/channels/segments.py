@@ -11,7 +11,6 @@ import mmap
 import os
 import weakref
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -50,8 +49,12 @@ class Slot:
     def lent(self) -> Any:
         """A buffer over the slot, which is free again once neither the buffer nor a view of it is used."""
         loan = (ctypes.c_char * self._size).from_buffer(self._mapping, self._offset)
-        weakref.finalize(loan, partial(self._mapping.__setitem__, self._index, 0)).atexit = False
+        weakref.finalize(loan, self._give_back, os.getpid()).atexit = False
         return loan
+
+    def _give_back(self, borrower: int) -> None:
+        if os.getpid() == borrower:  # a forked child (a data loader) drops its view of memory that its parent uses
+            self.free()
 
 
 class Segment:

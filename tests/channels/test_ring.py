@@ -114,6 +114,21 @@ def test_large_received_tensors_stay_as_long_as_any_part_of_them_is_used(edge: E
     assert view.tolist() == [7, 7, 7]
 
 
+def test_a_forked_child_gives_nothing_back(edge: Edge) -> None:
+    """Data loaders fork; what the child drops is still the parent's."""
+    held = edge.pass_on(2 * MEBI)
+    child = os.fork()
+    if not child:
+        del held
+        gc.collect()
+        os._exit(0)
+    os.waitpid(child, 0)
+    (segment,) = edge.outlet._large
+    assert segment.is_used
+    del held
+    assert not segment.is_used
+
+
 def test_holding_large_values_does_not_hold_up_the_sender(edge: Edge) -> None:
     """Activations wait for their backward; credits do not wait for them."""
     held = []
