@@ -36,10 +36,10 @@ class Links(ChannelEnds[tuple[int, int]]):
         super().__init__()  # receivers by channel and sending rank, senders by channel and receiving rank
         self._channels = channels
         self._device = device
-        self._ranks = ranks
         worker, self._replica = ranks.places[rank]
         self._local: dict[int, dict[int, Any]] = {}
         own = [channel for channel in channels.between_stages() if worker in self._ends(channel)]
+        self._peers = {channel: [ranks.of(end) for end in self._ends(channel)] for channel in own}  # sending, receiving
         routes = {channel: ranks.routes(channels, channel) for channel in own}
         for channel in own:
             if self._ends(channel) == (worker, worker):
@@ -64,8 +64,9 @@ class Links(ChannelEnds[tuple[int, int]]):
         """
         if channel in self._local:
             return self._local[channel].pop(microbatch)
-        sender = self._ranks.for_microbatch(self._channels.sender(channel), microbatch)
-        return to_device(self._receivers[channel, sender].receive(tag), self._device)
+        senders, _ = self._peers[channel]
+        receiver = self._receivers[channel, senders[microbatch % len(senders)]]
+        return to_device(receiver.receive(tag), self._device)
 
     def send(self, channel: int, tag: int, microbatch: int, value: Any) -> None:
         """Put a micro-batch's value on a channel; waits for a credit.
@@ -77,8 +78,9 @@ class Links(ChannelEnds[tuple[int, int]]):
             # As between workers: the next stage's first layer may write in place to what this stage has saved.
             self._local[channel][microbatch] = copied_on(value, self._device)
         else:
-            receiver = self._ranks.for_microbatch(self._channels.receiver(channel), microbatch)
-            self._senders[channel, receiver].send(tag, to_host(value, self._device))
+            _, receivers = self._peers[channel]
+            sender = self._senders[channel, receivers[microbatch % len(receivers)]]
+            sender.send(tag, to_host(value, self._device))
 
     def receive_for_step(self, channel: int, tag: int) -> Any:
         """What a channel carries once a step."""
