@@ -16,7 +16,7 @@ from lp_pipe.cli.display import Display, PlainDisplay, Start
 from lp_pipe.cli.errors import NotLaunched, UsageError, nearest
 from lp_pipe.cli.events import JsonDisplay
 from lp_pipe.cli.live import LiveDisplay
-from lp_pipe.cli.targets import load_program
+from lp_pipe.cli.plan_option import add_plan_options, load_planned
 from lp_pipe.errors import LpPipeError, NodeError
 from lp_pipe.graph import GraphView, to_svg
 from lp_pipe.launch import Run, launch, new_run_dir
@@ -30,6 +30,7 @@ examples:
   lp_pipe launch examples/char_gpt.py
   lp_pipe launch examples/char_gpt.py --mode=thread -- --stages=3 --steps=100
   lp_pipe launch examples/char_gpt.py -- --help          the program's own flags
+  lp_pipe launch examples/char_gpt.py --plan=plan.toml   with the stages that lp_pipe partition has planned
   lp_pipe launch my_package.train:make_program --json | jq 'select(.event == "metrics")'
 
 Ctrl+C once stops the nodes in order, twice kills them. Exit status: 0 done, 1 a node failed, 2 wrong usage,
@@ -63,6 +64,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         metavar="S",
         help="report waits of nodes for each other from so many seconds on, or 'never' (default: 60)",
     )
+    add_plan_options(parser)
     parser.add_argument("--json", action="store_true", help="print events, one JSON object a line, on stdout")
     parser.set_defaults(run=run_command)
 
@@ -74,7 +76,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
         UsageError, NotLaunched: nothing was started.
     """
     with _sigterm_like_ctrl_c():
-        program = load_program(arguments.target, program_flags)
+        program = load_planned(arguments, program_flags)
         run_dir = arguments.run_dir or new_run_dir(Path("runs"), program.name)
         ours = run_dir if arguments.run_dir is None else None
         with _explained(arguments.target, ours):
