@@ -50,8 +50,16 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     add("--straight", action="store_true", help="no replicas")
     add("--max-replicas", type=int, metavar="R", help="of a stage; without: as many as there are devices")
     add("--cost-model", default="pipedream", metavar="NAME", help="pipedream (default), or overlap")
-    add("--schedule", default="1f1b", metavar="NAME", help="whose stashed activations must fit: 1f1b (default), gpipe")
-    add("--recompute", default="none", metavar="WHAT", help="none (default), or full")
+    add(
+        "--schedule",
+        default="1f1b",
+        metavar="NAME",
+        help="1f1b (default), gpipe, or auto: the one with the faster step",
+    )
+    add("--recompute", default="none", metavar="WHAT", help="none (default), full, or auto: the stages that have to")
+    add(
+        "--microbatches", type=int, default=8, metavar="M", help="of a step, which the schedule depends on (default: 8)"
+    )
     add("--json", action="store_true", help="print the plan as JSON")
     parser.set_defaults(run=run_command)
 
@@ -74,6 +82,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
             cost_model=arguments.cost_model,
             schedule=arguments.schedule,
             recompute=arguments.recompute,
+            microbatches=arguments.microbatches,
         )
         if arguments.output:
             plan.save(Path(arguments.output))

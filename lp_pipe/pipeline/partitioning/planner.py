@@ -10,14 +10,23 @@ from lp_pipe.pipeline.partitioning.bounds import affordable, evenly, flat, lower
 from lp_pipe.pipeline.partitioning.cost import RECOMPUTES, CostModel, Memory, checked_model
 from lp_pipe.pipeline.partitioning.fields import checked_count, checked_number
 from lp_pipe.pipeline.partitioning.plan import Plan
-from lp_pipe.pipeline.partitioning.pricing import Priced, as_plan, fits, priced, slowest, with_runners_up
+from lp_pipe.pipeline.partitioning.pricing import (
+    Priced,
+    as_plan,
+    fits,
+    priced,
+    recomputed,
+    slowest,
+    with_runners_up,
+)
 from lp_pipe.pipeline.partitioning.profile import Profile
-from lp_pipe.pipeline.partitioning.reasons import reason
+from lp_pipe.pipeline.partitioning.reasons import reason, with_schedule_chosen
 from lp_pipe.pipeline.partitioning.search import Search, smallest_memory
 from lp_pipe.pipeline.partitioning.states import States, states_of
+from lp_pipe.pipeline.partitioning.step_time import step_seconds
 from lp_pipe.pipeline.partitioning.topology import Level, Topology
 
-SCHEDULES = ("1f1b", "gpipe")
+SCHEDULES = ("1f1b", "gpipe")  # of equal ones "auto" takes the first
 _MOST_STATES = 2500  # tables grow with their square
 _WINDOWED = 200  # states from which on it pays to know a plan before the search
 _REFINEMENTS = 1  # searches of the cuts near the best ones, where not all can be searched
@@ -41,15 +50,16 @@ def partition(
     max_replicas: of a stage, over all levels. straight: no replicas at all. cost_model: "pipedream" adds compute and
     all-reduce, "overlap" takes the longer. Where the topology has a memory limit, a device's stage must fit: its
     weights, `optimizer_bytes_per_parameter_byte` times as much besides, and the activations that `schedule`, "1f1b" or
-    "gpipe" with so many microbatches, stashes there. recompute: "full" keeps the stages' inputs only, for one more
-    forward (which counts as compute), or "none".
+    "gpipe" with so many microbatches, stashes there; "auto": the one with the shorter step, its bubble included.
+    recompute: "full" keeps the stages' inputs only, for one more forward (which counts as compute); "none"; "auto":
+    "full" for those stages that would not fit otherwise.
     Exact where the plan's proven_gap is 0; where a model has too many places to cut, the reason says so.
 
     Raises:
         PartitionError: an option is wrong, or no plan fits the memory; says by how much.
     """
-    if schedule not in SCHEDULES:
-        raise PartitionError(f"schedule={schedule!r}: plans are made for {', '.join(map(repr, SCHEDULES))}")
+    if schedule not in (*SCHEDULES, "auto"):
+        raise PartitionError(f"schedule={schedule!r}: plans are made for {', '.join(map(repr, SCHEDULES))}, or 'auto'")
     if recompute not in RECOMPUTES:
         raise PartitionError(f"recompute={recompute!r}: plans are made for {', '.join(map(repr, RECOMPUTES))}")
     checked_number(optimizer_bytes_per_parameter_byte, "optimizer_bytes_per_parameter_byte")
@@ -57,55 +67,68 @@ def partition(
     most = 1 if straight else topology.devices
     if max_replicas is not None:
         most = min(most, checked_count(max_replicas, "max_replicas"))
-    memory = None
+    wanted = SCHEDULES if schedule == "auto" else (schedule,)
+    memories: list[Memory | None] = [None]
     if topology.memory is not None:
-        memory = Memory(topology.memory, optimizer_bytes_per_parameter_byte, schedule, recompute, microbatches)
-    return _Planner(profile, topology, checked_model(cost_model), most, memory, recompute).plan()
+        limit, bytes_ = topology.memory, optimizer_bytes_per_parameter_byte
+        memories = [Memory(limit, bytes_, name, recompute, microbatches) for name in wanted]
+    planner = _Planner(profile, topology, checked_model(cost_model), most, recompute)
+    found: list[Plan] = []
+    problem: PartitionError | None = None
+    for memory in memories:
+        try:
+            found += planner.plans(memory, wanted if memory is None else (memory.schedule,), microbatches)
+        except PartitionError as error:
+            problem = problem or error
+    if problem is not None and not found:
+        raise problem
+    return with_schedule_chosen(found)
 
 
 class _Planner:
     """One call of `partition`."""
 
     def __init__(
-        self,
-        profile: Profile,
-        topology: Topology,
-        model: CostModel,
-        max_replicas: int,
-        memory: Memory | None,
-        recompute: str,
+        self, profile: Profile, topology: Topology, model: CostModel, max_replicas: int, recompute: str
     ) -> None:
         self._profile = profile
         self._topology = topology
         self._model = model
         self._max_replicas = max_replicas
-        self._memory = memory
+        self._recompute = recompute
         self._states = states_of(profile, recompute, _MOST_STATES)
         self._prefixes = self._states if self._states.is_chain else states_of(profile, recompute, 0)
 
-    def plan(self) -> Plan:
-        self._check_memory()
+    def plans(self, memory: Memory | None, schedules: Sequence[str], microbatches: int) -> list[Plan]:
+        """The plan with the best stages, for each of the schedules, which the memory is for."""
+        self._check_memory(memory)
         stages, states = self._best(self._max_replicas, None)
         bound = slowest(stages) if states.is_complete else None
-        if self._memory is not None and not fits(stages, states, self._memory):
-            stages, states = self._best(self._max_replicas, self._memory)
+        if memory is not None and not fits(stages, states, memory):
+            stages, states = self._best(self._max_replicas, memory)
             bound = slowest(stages) if states.is_complete else bound
         if bound is None:
             bound = self._lower_bound()
         plan = self._as_plan(stages, states, "")
         gap = max(0.0, plan.slowest_seconds / bound - 1) if bound else 0.0
-        plan = with_runners_up(replace(plan, proven_gap=gap), self._others())
-        return replace(plan, reason=reason(plan, self._profile, self._topology.devices))
+        plan = with_runners_up(replace(plan, proven_gap=gap), self._others(memory))
+        text = reason(plan, self._profile, self._topology.devices, self._recompute)
+        plan = replace(plan, reason=text, microbatches=microbatches)
+        timings = [stage.timing for stage in stages]
+        return [
+            replace(plan, schedule=name, step_seconds=step_seconds(name, timings, microbatches)) for name in schedules
+        ]
 
-    def _check_memory(self) -> None:
-        if self._memory is None:
+    def _check_memory(self, memory: Memory | None) -> None:
+        if memory is None:
             return
-        needed = smallest_memory(self._states, self._memory, self._topology.devices)
-        if needed > self._memory.limit:
+        needed = smallest_memory(self._states, memory, self._topology.devices)
+        if needed > memory.limit:
+            again = ", recompute='auto'" if memory.recompute == "none" else ""
             raise PartitionError(
                 f"memory: no plan fits: on {self._topology.devices} devices the fullest needs at least {needed:,.0f} "
-                f"bytes, {needed - self._memory.limit:,.0f} more than the topology's memory of "
-                f"{self._memory.limit:,.0f}; use more devices, recompute='full', or smaller micro-batches"
+                f"bytes, {needed - memory.limit:,.0f} more than the topology's memory of "
+                f"{memory.limit:,.0f}; use more devices{again}, or smaller micro-batches"
             )
 
     def _best(self, max_replicas: int, memory: Memory | None) -> tuple[list[Priced], States]:
@@ -136,7 +159,8 @@ class _Planner:
         search = Search(states, levels, self._model, max_replicas, memory, upper)
         if not np.isfinite(search.seconds()[-1]):
             return None
-        return priced(search.parts(levels[-1].count), states, levels, self._model)
+        parts = search.parts(levels[-1].count)
+        return priced(parts, states, levels, self._model, recomputed(parts, states, memory, self._recompute))
 
     def _lower_bound(self) -> float:
         """Seconds that no plan beats, where not all cuts could be searched."""
@@ -159,7 +183,7 @@ class _Planner:
         few = states.only(evenly(states.count, _WINDOWED))
         return min(straight, Search(few, levels, self._model, max_replicas, upper=straight).seconds()[-1] * _ROUNDING)
 
-    def _others(self) -> list[Plan]:
+    def _others(self, memory: Memory | None) -> list[Plan]:
         """Plans of simpler kinds that keep to the limits."""
         ends = self._states.only([0, self._states.count - 1])
         kinds: list[tuple[str, States, int]] = [("one device", ends, 1)]
@@ -172,7 +196,7 @@ class _Planner:
         return [
             self._as_plan(stages, states, text)
             for text, states, stages in found
-            if stages is not None and (self._memory is None or fits(stages, states, self._memory))
+            if stages is not None and (memory is None or fits(stages, states, memory))
         ]
 
     def _as_plan(self, stages: Sequence[Priced], states: States, text: str) -> Plan:

@@ -137,6 +137,10 @@ class Search:
             seconds = np.where(states.within, _differences(states.compute), np.inf)
             if self._memory is None:
                 return self._bottom.setdefault(behind, {_ANY: seconds})
+            if self._memory.recompute == "auto":
+                seconds = seconds + np.where(
+                    _kept(states, self._memory, behind + 1) <= self._memory.limit, 0.0, _differences(states.forward)
+                )
             needed = memory_needed(states, self._memory, behind + 1)
             self._bottom[behind] = {1: np.where(needed <= self._memory.limit, seconds, np.inf)}
         return self._bottom[behind]
@@ -240,6 +244,12 @@ def memory_needed(states: States, memory: Memory, stages_from_here: int) -> Floa
     parameters, activations = _differences(states.parameters), _differences(states.activations)
     needed: Floats = memory.needed(parameters, activations, states.crossing[:, None], stages_from_here)
     return needed
+
+
+def _kept(states: States, memory: Memory, stages_from_here: int) -> Floats:
+    """Bytes of a device by [start, end] of its stage, if nothing is recomputed."""
+    kept: Floats = memory.kept(_differences(states.parameters), _differences(states.activations), stages_from_here)
+    return kept
 
 
 def smallest_memory(states: States, memory: Memory, devices: int) -> float:
