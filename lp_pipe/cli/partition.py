@@ -24,7 +24,7 @@ topology.toml, from the innermost level outwards, in bytes and bytes/s:
   [[levels]]
   name = "device"
   count = 4
-  bandwidth = 1.6e10
+  bandwidth = 1.6e10        on one level only, also: speeds = [1.0, 1.0, 0.5, 0.5]
   [[levels]]
   name = "host"
   count = 2
@@ -60,6 +60,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     add(
         "--microbatches", type=int, default=8, metavar="M", help="of a step, which the schedule depends on (default: 8)"
     )
+    add("--device-order", default="any", metavar="WHAT", help="where devices have speeds: any (default), or as given")
     add("--json", action="store_true", help="print the plan as JSON")
     parser.set_defaults(run=run_command)
 
@@ -83,6 +84,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
             schedule=arguments.schedule,
             recompute=arguments.recompute,
             microbatches=arguments.microbatches,
+            device_order=arguments.device_order,
         )
         if arguments.output:
             plan.save(Path(arguments.output))
@@ -104,8 +106,8 @@ def _as_table(plan: "Plan") -> str:
     rows = [
         [
             str(index),
-            str(stage.replicas),
-            f"{len(stage.layers)}: {_ends(stage.layers)}",
+            str(stage.replicas) + (f" on {', '.join(map(str, stage.devices))}" if stage.devices else ""),
+            f"{len(stage.layers)}: {_ends(stage.layers)}" + (" (recomputed)" if stage.recompute == "full" else ""),
             seconds(stage.predicted_seconds),
             seconds(stage.boundary_seconds),
         ]

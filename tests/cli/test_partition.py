@@ -48,6 +48,12 @@ def test_schedule_and_recompute_are_chosen_when_asked(files: list[str], capsys: 
     assert [stage.recompute for stage in plan.stages] == ["none", "none"]
 
 
+def test_devices_of_different_speeds_are_named(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    pp.Topology([pp.Level("device", 2, bandwidth=1e9, speeds=(0.5, 1.0))]).save("topology.toml")
+    assert main(["partition", *files, "--straight", "--recompute=full", "--device-order=given"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].startswith("0      1 on 0    1: a (recomputed)      14 s")
+
+
 def test_pipedreams_own_profile_is_read(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["partition", VGG16, "topology.toml"]) == 0
     assert "node41" in capsys.readouterr().out

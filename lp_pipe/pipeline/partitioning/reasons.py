@@ -7,7 +7,7 @@ from lp_pipe.pipeline.partitioning.plan import Plan
 from lp_pipe.pipeline.partitioning.profile import Profile, total_seconds
 
 
-def reason(plan: Plan, profile: Profile, devices: int, recompute: str) -> str:
+def reason(plan: Plan, profile: Profile, devices: int, recompute: str, inexact: str) -> str:
     """What limits the plan, how much it gains over one device, and by how much it beats the others."""
     parts = [f"{_counted(len(plan.stages), 'stage')} on {plan.devices} of {_counted(devices, 'device')}", _limit(plan)]
     one_device = total_seconds(profile)
@@ -22,8 +22,8 @@ def reason(plan: Plan, profile: Profile, devices: int, recompute: str) -> str:
         parts.append(f"{_counted(devices - plan.devices, 'device')} idle, since more would make the slowest no faster")
     if plan.proven_gap:
         parts.append(
-            "this model has too many places to cut to search them all; among those that were, this is the best, and no "
-            f"plan takes less than {seconds(plan.slowest_seconds / (1 + plan.proven_gap))} ({plan.proven_gap:.1%} gap)"
+            f"{inexact}; of what was searched this is the best, and no plan takes less than "
+            f"{seconds(plan.slowest_seconds / (1 + plan.proven_gap))} ({plan.proven_gap:.1%} gap)"
         )
     return ". ".join(part[:1].upper() + part[1:] for part in parts) + "."
 

@@ -133,16 +133,8 @@ class Search:
 
     def _on_a_device(self, behind: int) -> dict[int, Floats]:
         if behind not in self._bottom:
-            states = self._states
-            seconds = np.where(states.within, _differences(states.compute), np.inf)
-            if self._memory is None:
-                return self._bottom.setdefault(behind, {_ANY: seconds})
-            if self._memory.recompute == "auto":
-                seconds = seconds + np.where(
-                    _kept(states, self._memory, behind + 1) <= self._memory.limit, 0.0, _differences(states.forward)
-                )
-            needed = memory_needed(states, self._memory, behind + 1)
-            self._bottom[behind] = {1: np.where(needed <= self._memory.limit, seconds, np.inf)}
+            stages = _ANY if self._memory is None else 1
+            self._bottom[behind] = {stages: device_seconds(self._states, self._memory, behind)}
         return self._bottom[behind]
 
     def _fill(self, place: _Place, stages: int, start: int, first: int, replicas: int, inside: Floats) -> None:
@@ -237,6 +229,17 @@ class Search:
                 if len(cuts):
                     return first, replicas, start + 1 + int(cuts[-1])
         raise AssertionError("the table holds a number that none of its choices makes")
+
+
+def device_seconds(states: States, memory: Memory | None, behind: int) -> Floats:
+    """By [start, end] of a stage what it takes on a device, with so many stages behind it; inf: it does not fit."""
+    seconds: Floats = np.where(states.within, _differences(states.compute), np.inf)
+    if memory is None:
+        return seconds
+    if memory.recompute == "auto":
+        does_fit = _kept(states, memory, behind + 1) <= memory.limit
+        seconds = seconds + np.where(does_fit, 0.0, _differences(states.forward))
+    return np.where(memory_needed(states, memory, behind + 1) <= memory.limit, seconds, np.inf)
 
 
 def memory_needed(states: States, memory: Memory, stages_from_here: int) -> Floats:
