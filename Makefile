@@ -18,7 +18,7 @@ PROTOS := $(sort $(wildcard protos/*.proto))
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Ilp_pipe/protos=protos $(PROTOS:%=lp_pipe/%)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-all lint ruff-check ruff-format mypy layers protos protos-check bench bench-pipeline gpu-check bench-rpc bench-launch clean
+.PHONY: help setup demo test test-slow test-all lint ruff-check ruff-format mypy layers protos protos-check bench bench-pipeline gpu-check bench-rpc bench-launch bench-pipedream clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -104,6 +104,9 @@ bench-rpc: setup  ## calls, arrays, TCP and a minute of a hundred clients, besid
 
 bench-launch: setup  ## starting nodes, beside bare interpreters and threads
 	$(BIN)/python -m benchmarks.launch
+
+bench-pipedream: setup  ## plans: how fast they are found, what they bring, and over a slow link (as root)
+	$(BIN)/python -m benchmarks.pipedream
 
 clean:  ## remove caches and built packages (keeps .venv and runs)
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,4 +1,4 @@
-"""How long plans take to find, on models of the sizes that the published optimizer is slow at; and whether they are best.
+"""How long plans take to find, on models that the published optimizer is slow at, and whether they are the best.
 
 Times are of this process's CPU. PipeDream's optimizer takes 26 to 49 s for a DAG of ResNet-50's size on 4 x 4 devices;
 it is not run here.
