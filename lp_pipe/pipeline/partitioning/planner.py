@@ -5,7 +5,14 @@ from dataclasses import replace
 
 from lp_pipe.errors import PartitionError
 from lp_pipe.pipeline.partitioning.bounds import evenly, near
-from lp_pipe.pipeline.partitioning.cost import RECOMPUTES, CostModel, Memory, checked_model
+from lp_pipe.pipeline.partitioning.cost import (
+    ASYNCHRONOUS,
+    RECOMPUTES,
+    SCHEDULES,
+    CostModel,
+    Memory,
+    checked_model,
+)
 from lp_pipe.pipeline.partitioning.equal import EqualDevices
 from lp_pipe.pipeline.partitioning.fields import checked_count, checked_number
 from lp_pipe.pipeline.partitioning.plan import Plan
@@ -18,7 +25,6 @@ from lp_pipe.pipeline.partitioning.step_time import step_seconds
 from lp_pipe.pipeline.partitioning.topology import Topology
 from lp_pipe.pipeline.partitioning.unequal import ORDERS, UnequalDevices
 
-SCHEDULES = ("1f1b", "gpipe")  # of equal ones "auto" takes the first
 _MOST_STATES = 2500  # tables grow with their square
 _MANY_CUTS = "this model has too many places to cut to search them all"
 _REFINEMENTS = 1  # searches of the cuts near the best ones, where not all can be searched
@@ -41,8 +47,9 @@ def partition(
 
     max_replicas: of a stage, over all levels. straight: no replicas at all. cost_model: "pipedream" adds compute and
     all-reduce, "overlap" takes the longer. Where the topology has a memory limit, a device's stage must fit: its
-    weights, `optimizer_bytes_per_parameter_byte` times as much besides, and the activations that `schedule`, "1f1b" or
-    "gpipe" with so many microbatches, stashes there; "auto": the one with the shorter step, its bubble included.
+    weights in all versions that are in use, `optimizer_bytes_per_parameter_byte` times as much besides, and the
+    activations that `schedule` stashes there with so many microbatches: "1f1b", "gpipe", "pipedream", "pipedream_2bw",
+    or "auto": "1f1b" or "gpipe", whichever has the shorter step, its bubble included.
     recompute: "full" keeps the stages' inputs only, for one more forward (which counts as compute); "none"; "auto":
     "full" for those stages that would not fit otherwise.
     device_order: of devices with different speeds along the pipeline: "any", or as "given" in the topology.
@@ -51,8 +58,11 @@ def partition(
     Raises:
         PartitionError: an option is wrong, or no plan fits the memory; says by how much.
     """
-    if schedule not in (*SCHEDULES, "auto"):
-        raise PartitionError(f"schedule={schedule!r}: plans are made for {', '.join(map(repr, SCHEDULES))}, or 'auto'")
+    if schedule not in (*SCHEDULES, *ASYNCHRONOUS, "auto"):
+        known = ", ".join(map(repr, (*SCHEDULES, *ASYNCHRONOUS)))
+        raise PartitionError(
+            f"schedule={schedule!r}: plans are made for {known}, or 'auto', which takes '1f1b' or 'gpipe'"
+        )
     if recompute not in RECOMPUTES:
         raise PartitionError(f"recompute={recompute!r}: plans are made for {', '.join(map(repr, RECOMPUTES))}")
     checked_number(optimizer_bytes_per_parameter_byte, "optimizer_bytes_per_parameter_byte")
@@ -130,8 +140,14 @@ class _Planner:
         text = reason(plan, self._profile, self._topology.devices, self._recompute, inexact or self._devices.inexact)
         plan = replace(plan, reason=text, microbatches=microbatches)
         timings = [stage.timing for stage in stages]
+        full_s = microbatches * plan.slowest_seconds  # of schedules that keep the pipeline full between steps
         return [
-            replace(plan, schedule=name, step_seconds=step_seconds(name, timings, microbatches)) for name in schedules
+            replace(
+                plan,
+                schedule=name,
+                step_seconds=full_s if name in ASYNCHRONOUS else step_seconds(name, timings, microbatches),
+            )
+            for name in schedules
         ]
 
     def _check_memory(self, memory: Memory | None) -> None:

@@ -130,8 +130,10 @@ def _bytes(
 ) -> Iterator[float]:
     for place, stage in enumerate(stages):
         own = [profile.layers[i] for i in stage.end - stage.start]
-        waiting = microbatches if schedule == "gpipe" else min(len(stages) - place, microbatches)
-        weights = sum(layer.parameter_bytes for layer in own) * (1 + optimizer)
+        behind = len(stages) - place
+        waiting = {"gpipe": microbatches, "1f1b": min(behind, microbatches)}.get(schedule, behind)
+        versions = {"pipedream": behind, "pipedream_2bw": 2}.get(schedule, 1)
+        weights = sum(layer.parameter_bytes for layer in own) * (versions + optimizer)
         activations = sum(layer.activation_bytes for layer in own)
         if stage in again:
             yield weights + waiting * _crossing(stage.start, profile) + activations

@@ -125,7 +125,7 @@ def test_nested_levels_equal_brute_force(
     profiles(most=4, is_dag=True),
     st.one_of(levels([4]), levels([2, 2])),
     st.integers(1, 150),
-    st.sampled_from(["1f1b", "gpipe"]),
+    st.sampled_from(["1f1b", "gpipe", "pipedream", "pipedream_2bw"]),
     st.sampled_from(["none", "full", "auto"]),
 )
 def test_plans_within_a_memory_limit_equal_brute_force(
@@ -184,6 +184,18 @@ def test_gpipe_is_chosen_where_slow_links_would_make_1f1b_wait_and_memory_allows
     assert plan.step_seconds < other.step_seconds
     little = pp.partition(profile, pp.Topology((level,), memory=45), straight=True, schedule="auto")
     assert little.schedule == "1f1b"
+
+
+def test_asynchronous_schedules_count_their_weight_versions_and_have_no_bubble() -> None:
+    profile = chain([3, 3, 3], parameters=10)
+    levels = (pp.Level("device", 3, 1e9),)
+    needed = {"1f1b": 10 + 20, "pipedream_2bw": 20 + 20, "pipedream": 30 + 20}
+    for schedule, limit in needed.items():
+        plan = pp.partition(profile, pp.Topology(levels, memory=limit), straight=True, schedule=schedule)
+        assert [len(stage.layers) for stage in plan.stages] == [1, 1, 1]
+        assert plan.step_seconds == pytest.approx(3 * (8 + 2 * (schedule == "1f1b")))
+        with pytest.raises(pp.PartitionError, match=f"needs at least {limit} bytes"):
+            pp.partition(profile, pp.Topology(levels, memory=limit - 1), straight=True, schedule=schedule)
 
 
 def test_a_schedule_whose_activations_do_not_fit_is_not_chosen_and_the_error_is_that_of_the_thriftiest() -> None:
