@@ -67,12 +67,12 @@ class Block(nn.Module):
 def cases(*, is_quick: bool) -> dict[str, Case]:
     """A few layers take most of the time, so that equal numbers of layers are far from equal stages."""
     unit_s = 0.001 if is_quick else 0.003
-    sleeps = [1, 1, 3] if is_quick else [1, 1, 1, 4, 4]
+    sleeps, stages = ([1, 3], 2) if is_quick else ([1, 1, 1, 4, 4], 3)
     inner = [256, 64, 64] if is_quick else [1536, 768, 768, 128, 128, 128]
     rows = 64 if is_quick else 2048
     sleeping = (pp.Layer(Start), *(pp.Layer(Sleeper, unit_s * units) for units in sleeps))
     return {
-        "sleeping": Case(sleeping, 3, 8, 256, 8),
+        "sleeping": Case(sleeping, stages, 8, 256, 8),
         "computing": Case(tuple(pp.Layer(Block, 256, size) for size in inner), 2, rows, 256, 8),
     }
 

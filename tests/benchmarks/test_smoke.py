@@ -116,4 +116,4 @@ def test_pipedream_finds_plans_measures_cuts_and_emulates_links() -> None:
         for ratio in ("planned_to_best", "planned_to_equal", "measured_to_predicted"):
             assert_is_spread(case[ratio])
     links = result["links"]
-    assert "skipped" in links or all(len(links[name]["sent_bytes"]["pipeline"]) == 2 for name in ("fast", "slow"))
+    assert "skipped" in links or len(links["slow"]["sent_bytes"]["pipeline"]) == 2
