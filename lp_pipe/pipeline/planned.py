@@ -61,7 +61,8 @@ def _times(stage: PlannedStage) -> list[str]:
     if not stage.predicted_seconds:
         return []
     boundary = f", boundary {seconds(stage.boundary_seconds)}" if stage.boundary_seconds else ""
-    return [f"{seconds(stage.predicted_seconds)}{boundary}"]
+    again = ", recomputed" if stage.recompute == "full" else ""
+    return [f"{seconds(stage.predicted_seconds)}{boundary}{again}"]
 
 
 def _recompute(plan: Plan, cuts: Sequence[int]) -> Recompute:
