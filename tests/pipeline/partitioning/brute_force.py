@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 from typing import NamedTuple
 
-from lp_pipe.pipeline import Level, Profile, Topology
+from lp_pipe.pipeline import Level, Plan, Profile, Topology
 
 Layers = frozenset[int]
 
@@ -48,6 +48,19 @@ def _choices(stages: Sequence[Stage], recompute: str) -> Iterator[tuple[Stage, .
     counts = {"none": [0], "full": [len(stages)], "auto": range(len(stages) + 1)}[recompute]
     for count in counts:
         yield from combinations(stages, count)
+
+
+def fullest(plan: Plan, profile: Profile, schedule: str, optimizer: float, microbatches: int) -> float:
+    """Bytes of the fullest device of a plan, with what it says of recompute."""
+    index = {layer.name: place for place, layer in enumerate(profile.layers)}
+    stages: list[Stage] = []
+    done: Layers = frozenset()
+    for stage in plan.stages:
+        after = done | {index[name] for name in stage.layers}
+        stages.append(Stage(done, after, stage.replicas, ()))
+        done = after
+    again = [stage for stage, planned in zip(stages, plan.stages, strict=True) if planned.recompute == "full"]
+    return max(_bytes(stages, profile, schedule, optimizer, microbatches, again))
 
 
 def closed_sets(profile: Profile) -> list[Layers]:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lp_pipe.pipeline as pp
-from tests.pipeline.partitioning.brute_force import best
+from tests.pipeline.partitioning.brute_force import best, fullest
 
 VGG16 = Path(__file__).parents[2] / "data" / "vgg16_graph.txt"
 ONE_LEVEL = (pp.Level("device", 4, 10.0),)
@@ -140,6 +140,7 @@ def test_plans_within_a_memory_limit_equal_brute_force(
     else:
         plan = pp.partition(profile, topology, **options)  # type: ignore[arg-type]
         assert plan.slowest_seconds == pytest.approx(expected)
+        assert fullest(plan, profile, schedule, 2.0, 3) <= memory
 
 
 def test_a_memory_limit_that_no_plan_keeps_says_by_how_much() -> None:
