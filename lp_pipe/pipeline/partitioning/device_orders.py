@@ -9,11 +9,10 @@ devices of at least some speed. A place says what is taken so far; places are nu
 """
 
 from collections.abc import Sequence
-from itertools import accumulate, product
-from math import prod
+from itertools import accumulate
 from typing import NamedTuple
 
-_MOST_PLACES = 20_000  # 40 devices of three speeds
+_MOST_PLACES = 20_000  # some 50 devices of three speeds, nine of nine
 
 
 class Taking(NamedTuple):
@@ -42,12 +41,7 @@ def in_given_order(speeds: Sequence[float], max_replicas: int) -> Takings:
 def in_any_order(speeds: Sequence[float], max_replicas: int) -> Takings:
     """A place for each way to ask for devices that there are enough of."""
     kinds, enough = sorted(set(speeds), reverse=True), _enough(speeds)
-    asked = [
-        counts
-        for counts in product(*(range(most + 1) for most in enough))
-        if all(taken <= most for taken, most in zip(accumulate(counts), enough, strict=True))
-    ]
-    asked.sort(key=sum)
+    asked = sorted(_asked(enough), key=sum)
     places = {counts: place for place, counts in enumerate(asked)}
     takings: Takings = []
     for counts in asked:
@@ -61,10 +55,9 @@ def in_any_order(speeds: Sequence[float], max_replicas: int) -> Takings:
 
 
 def kinds_searched(speeds: Sequence[float]) -> int:
-    """Of how many different speeds all orders can be searched: three, but for many devices."""
-    for kinds in (3, 2):
-        below = rounded(speeds, kinds)[0]
-        if prod(most + 1 for most in _enough(below)) <= _MOST_PLACES:
+    """Of how many different speeds all orders can be searched: of all there are, but for many devices."""
+    for kinds in range(len(set(speeds)), 1, -1):
+        if _count(_enough(rounded(speeds, kinds)[0])) <= _MOST_PLACES:
             return kinds
     return 1
 
@@ -121,6 +114,22 @@ def rounded(speeds: Sequence[float], kinds: int) -> tuple[list[float], list[floa
 def _enough(speeds: Sequence[float]) -> list[int]:
     """By number of the fastest speeds how many devices have one of them."""
     return list(accumulate(list(speeds).count(kind) for kind in sorted(set(speeds), reverse=True)))
+
+
+def _asked(enough: Sequence[int]) -> list[tuple[int, ...]]:
+    """All counts by kind, of which the first k together are never more than there are."""
+    found: list[tuple[int, ...]] = [()]
+    for most in enough:
+        found = [(*counts, more) for counts in found for more in range(most - sum(counts) + 1)]
+    return found
+
+
+def _count(enough: Sequence[int]) -> int:
+    """How many `_asked` would find."""
+    ways = [1]  # by how many devices are taken
+    for most in enough:
+        ways = [sum(ways[: taken + 1]) for taken in range(most + 1)]
+    return sum(ways)
 
 
 def _windows(speeds: Sequence[float], place: int, replicas: int) -> list[tuple[float, int]]:

@@ -24,7 +24,7 @@ from lp_pipe.pipeline.partitioning.device_orders import (
     served_in_any_order,
     served_in_given_order,
 )
-from lp_pipe.pipeline.partitioning.pricing import Priced, recomputed
+from lp_pipe.pipeline.partitioning.pricing import Priced, recomputed, slowest
 from lp_pipe.pipeline.partitioning.profile import Profile
 from lp_pipe.pipeline.partitioning.search import Part, device_seconds
 from lp_pipe.pipeline.partitioning.states import Floats, States
@@ -70,14 +70,30 @@ class UnequalDevices:
 
     def searched(self, states: States, max_replicas: int, memory: Memory | None) -> list[Priced] | None:
         """The best stages between these states; None: none fit the memory."""
-        takings = self._takings(self._speeds_below, max_replicas)
+        found = [self._found(way, states, max_replicas, memory) for way in self._ways()]
+        return min((stages for stages in found if stages is not None), key=slowest, default=None)
+
+    def _ways(self) -> "list[_Way]":
+        """How to search: one way is enough where that is exact."""
+        places = range(len(self._speeds))
+        if self._is_given:
+            return [_Way(self._speeds, places, is_given=True)]
+        ways = [_Way(self._speeds_below, places, is_given=False)]
+        if self.inexact:
+            slowest_first = sorted(places, key=lambda place: self._speeds[place])
+            for order in (slowest_first, slowest_first[::-1]):
+                ways.append(_Way([self._speeds[place] for place in order], order, is_given=True))
+        return ways
+
+    def _found(self, way: "_Way", states: States, max_replicas: int, memory: Memory | None) -> list[Priced] | None:
+        takings = (in_given_order if way.is_given else in_any_order)(way.speeds, max_replicas)
         steps = _Tables(states, takings, self._level, self._model, memory).best()
         if steps is None:
             return None
-        taken = [step.taking for step in steps]
-        serve = served_in_given_order if self._is_given else served_in_any_order
-        speeds = self._speeds if self._is_given else self._speeds_below
-        return self._priced(steps, serve(speeds, taken), states, memory)
+        serve = served_in_given_order if way.is_given else served_in_any_order
+        served = serve(way.speeds, [step.taking for step in steps])
+        devices = [tuple(sorted(way.devices[place] for place in places)) for places in served]
+        return self._priced(steps, devices, states, memory)
 
     def lower_bound(self, states: States, profile: Profile, max_replicas: int) -> float:
         """Seconds that no plan beats, where not all could be searched."""
@@ -128,6 +144,14 @@ class UnequalDevices:
             is_recomputed,
             devices,
         )
+
+
+class _Way(NamedTuple):
+    """speeds: as they count; devices: whose they are. is_given: they are taken in this order."""
+
+    speeds: Sequence[float]
+    devices: Sequence[int]
+    is_given: bool
 
 
 class _Step(NamedTuple):
