@@ -9,7 +9,21 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from lp_pipe.cli import clean, doctor, graph, launch, logs, partition, profile, ps, schedule, stacks, status, stop
+from lp_pipe.cli import (
+    checkpoint,
+    clean,
+    doctor,
+    graph,
+    launch,
+    logs,
+    partition,
+    profile,
+    ps,
+    schedule,
+    stacks,
+    status,
+    stop,
+)
 from lp_pipe.cli.errors import INTERRUPTED, CommandError, UsageError, nearest
 from lp_pipe.launch.signals import Terminated
 
@@ -19,6 +33,7 @@ _COMMANDS = {
     "schedule": schedule,
     "profile": profile,
     "partition": partition,
+    "checkpoint": checkpoint,
     "status": status,
     "logs": logs,
     "stacks": stacks,
