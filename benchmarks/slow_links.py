@@ -71,6 +71,7 @@ def _on_link(
     ratio = predicted["data parallel"] / predicted["pipeline"]
     pairs = zip(measured["data parallel"]["seconds"], measured["pipeline"]["seconds"], strict=True)
     ratios = spread(parallel / pipeline for parallel, pipeline in pairs)
+    fastest = min(measured["data parallel"]["seconds"]) / min(measured["pipeline"]["seconds"])  # nobody disturbed them
     return {
         "bytes_per_s": rate,
         "plan": [{"layers": list(stage.layers), "replicas": stage.replicas} for stage in plan.stages],
@@ -83,7 +84,7 @@ def _on_link(
         },
         "predicted_ratio": ratio,
         "measured_ratio": ratios,
-        "measured_to_predicted_ratio": ratios["median"] / ratio,
+        "measured_to_predicted_ratio": {"median": ratios["median"] / ratio, "best": fastest / ratio},
     }
 
 
@@ -172,7 +173,8 @@ def show(figures: dict[str, Any]) -> None:
                     sent,
                 ]
             )
-        ratio = f"{link['measured_ratio']['median']:.2f} ({link['measured_to_predicted_ratio']:.3f} of predicted)"
+        share = link["measured_to_predicted_ratio"]
+        ratio = f"{link['measured_ratio']['median']:.2f}; of predicted {share['median']:.3f}, best {share['best']:.3f}"
         rows.append([f"{name}: pipeline is faster by", f"{link['predicted_ratio']:.2f}", ratio, "", f"plan: {stages}"])
     columns = ["link", "predicted ms", "measured ms", "predicted bytes", "bytes sent by each host"]
     show_table(f"A micro-batch over links between two hosts; goal: ratio within {GOAL:.0%} of predicted", columns, rows)
