@@ -98,7 +98,8 @@ gpu-check: setup  ## on a machine with a GPU: exactness on CUDA, then bandwidth 
 	$(BIN)/python -m pytest tests/gpu $(ARGS)
 	$(BIN)/python -m benchmarks.gpu
 
-bench-pipedream: setup  ## asynchronous 1F1B: throughput of a full pipeline, and updates until the same loss
+bench-pipedream: setup  ## plans: how fast they are found, what they bring, over slow links (as root); asynchronous 1F1B
+	$(BIN)/python -m benchmarks.pipedream
 	$(BIN)/python -m benchmarks.asynchronous
 
 chaos: setup  ## kill and stop random processes of a training run; its end must have the same bits (ROUNDS=5)

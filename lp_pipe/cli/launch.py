@@ -17,8 +17,8 @@ from lp_pipe.cli.display import Display, PlainDisplay, Start
 from lp_pipe.cli.errors import NotLaunched, UsageError, nearest
 from lp_pipe.cli.events import JsonDisplay
 from lp_pipe.cli.live import LiveDisplay
+from lp_pipe.cli.plan_option import add_plan_options, load_planned
 from lp_pipe.cli.runs import find_ended_run
-from lp_pipe.cli.targets import load_program
 from lp_pipe.errors import LpPipeError, NodeError
 from lp_pipe.graph import GraphView, to_svg
 from lp_pipe.launch import Run, launch, new_run_dir
@@ -33,6 +33,7 @@ examples:
   lp_pipe launch examples/char_gpt.py
   lp_pipe launch examples/char_gpt.py --mode=thread -- --stages=3 --steps=100
   lp_pipe launch examples/char_gpt.py -- --help          the program's own flags
+  lp_pipe launch examples/char_gpt.py --plan=plan.toml   with the stages that lp_pipe partition has planned
   lp_pipe launch examples/char_gpt.py --resume=runs/…    go on from the newest checkpoint of a run that has ended
   lp_pipe launch my_package.train:make_program --json | jq 'select(.event == "metrics")'
 
@@ -72,6 +73,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         metavar="S",
         help="report waits of nodes for each other from so many seconds on, or 'never' (default: 60)",
     )
+    add_plan_options(parser)
     parser.add_argument("--json", action="store_true", help="print events, one JSON object a line, on stdout")
     parser.set_defaults(run=run_command)
 
@@ -83,7 +85,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
         UsageError, NotLaunched: nothing was started.
     """
     with _sigterm_like_ctrl_c():
-        program = load_program(arguments.target, program_flags)
+        program = load_planned(arguments, program_flags)
         run_dir = _run_dir(arguments, program.name)
         ours = run_dir if arguments.run_dir is None and arguments.resume is None else None
         with _explained(arguments.target, ours):

@@ -68,11 +68,17 @@ def _as_table(profile: "Profile") -> str:
     rows = [
         [
             layer.name,
-            f"{layer.forward_s * 1000:.3f} ms",
-            f"{layer.backward_s * 1000:.3f} ms",
+            _time(layer.forward_s, layer.forward_spread_s),
+            _time(layer.backward_s, layer.backward_spread_s),
             f"{layer.activation_bytes:,}",
             f"{layer.parameter_bytes:,}",
+            f"{layer.peak_bytes:,}",
         ]
         for layer in profile.layers
     ]
-    return table(["LAYER", "FORWARD", "BACKWARD", "OUTPUT BYTES", "PARAMETER BYTES"], rows)
+    return table(["LAYER", "FORWARD", "BACKWARD", "OUTPUT BYTES", "PARAMETER BYTES", "PEAK BYTES"], rows)
+
+
+def _time(median: float, spread: float | None) -> str:
+    """With the spread: half of the rounds are within so much of each other."""
+    return f"{median * 1000:.3f} ms" + ("" if spread is None else f" ({spread * 1000:.3f})")
