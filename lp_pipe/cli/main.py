@@ -9,7 +9,21 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from lp_pipe.cli import clean, doctor, graph, launch, logs, partition, profile, ps, schedule, stacks, status, stop
+from lp_pipe.cli import (
+    agent,
+    clean,
+    doctor,
+    graph,
+    launch,
+    logs,
+    partition,
+    profile,
+    ps,
+    schedule,
+    stacks,
+    status,
+    stop,
+)
 from lp_pipe.cli.errors import INTERRUPTED, CommandError, UsageError, nearest
 from lp_pipe.launch.signals import Terminated
 
@@ -26,6 +40,7 @@ _COMMANDS = {
     "ps": ps,
     "clean": clean,
     "doctor": doctor,
+    "agent": agent,
 }
 _EXAMPLES = """\
 examples:
