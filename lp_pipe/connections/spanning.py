@@ -17,7 +17,7 @@ from lp_pipe.connections import unix
 from lp_pipe.connections.base import Connection, Listener, OnConnection
 from lp_pipe.connections.credentials import Credentials
 from lp_pipe.connections.tcp_endpoint import SECURE
-from lp_pipe.errors import Unavailable
+from lp_pipe.errors import Unauthenticated, Unavailable
 
 NAME, WAYS = "name:", "hosts:"
 SCHEMES = (NAME, WAYS)
@@ -151,7 +151,7 @@ def _found(member: Member, address: str) -> str:
 
 def _member(run: str) -> Member:
     if run not in _members:
-        raise Unavailable(f"this process does not belong to run {run}, or that has ended")
+        raise Unauthenticated(f"this process does not belong to run {run}, or that has ended: nobody answers it there")
     return _members[run]
 
 

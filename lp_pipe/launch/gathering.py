@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from lp_pipe.connections import Connection, Frame, frames, grpc_stream
+from lp_pipe.connections import Connection, Frame, frames
 from lp_pipe.connections.credentials import Credentials
 from lp_pipe.connections.silence import SilenceWatch
 from lp_pipe.connections.tcp_endpoint import SECURE
@@ -114,6 +114,8 @@ class Gathering:
         Raises:
             LaunchError: an agent could not be started, was refused, or has not joined in time; says which.
         """
+        from lp_pipe.connections import grpc_stream  # slow to import, and most programs do without
+
         self._needs_torch = needs_torch
         self._offers = {offer.name: offer for offer in self._engine.hosts()}
         where = self._where()

@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
@@ -287,14 +287,3 @@ def _text_of(answer: "Future[str]") -> str:
         return f"(no answer within {_STACKS_PATIENCE_S:g} s)"
     error = answer.exception()
     return f"({error})" if error is not None else answer.result()
-
-
-def show_places(places: Mapping[str, HostPlace]) -> Sequence[str]:
-    """One line for each process: where it will run, with which devices."""
-    width = max((len(node_id) for node_id in places), default=0)
-    return [f"{node_id:<{width}}  {place.host}{_devices(place)}" for node_id, place in places.items()]
-
-
-def _devices(place: HostPlace) -> str:
-    gpus = f"  GPUs {','.join(place.place.gpus)}" if place.place.gpus else ""
-    return gpus + (f"  cores {','.join(map(str, place.place.cpus))}" if place.place.cpus else "")

@@ -12,12 +12,12 @@ from lp_pipe.launch.engines.ssh import SshEngine
 
 ENTRY_POINTS = "lp_pipe.engines"
 
-_BUILT_IN: dict[str, type[Engine]] = {"local": LocalEngine, "ssh": SshEngine}
+BUILT_IN: dict[str, type[Engine]] = {"local": LocalEngine, "ssh": SshEngine}
 
 
 def engine_names() -> list[str]:
     """Ours, and those that installed packages bring."""
-    return [*_BUILT_IN, *sorted(_from_outside())]
+    return [*BUILT_IN, *sorted(_from_outside())]
 
 
 def engine_class(name: str) -> type[Engine]:
@@ -26,8 +26,8 @@ def engine_class(name: str) -> type[Engine]:
     Raises:
         ValueError: there is none; names those that there are.
     """
-    if name in _BUILT_IN:
-        return _BUILT_IN[name]
+    if name in BUILT_IN:
+        return BUILT_IN[name]
     outside = _from_outside()
     if name not in outside:
         raise ValueError(f"unknown engine {name!r}; known are {', '.join(engine_names())}")
