@@ -68,7 +68,9 @@ def join(member: Member) -> None:
 
 
 def leave(run: str) -> None:
-    _members.pop(run, None)
+    """The run has ended."""
+    if _members.pop(run, None) is not None:
+        _left.add(run)
 
 
 def name_of(run: str, address: str) -> str:
@@ -150,11 +152,14 @@ def _found(member: Member, address: str) -> str:
 
 
 def _member(run: str) -> Member:
+    if run in _left:
+        raise Unavailable(f"run {run} has ended")
     if run not in _members:
-        raise Unauthenticated(f"this process does not belong to run {run}, or that has ended: nobody answers it there")
+        raise Unauthenticated(f"this process does not belong to run {run}: nobody would answer it there")
     return _members[run]
 
 
 _members: dict[str, Member] = {}
+_left: set[str] = set()
 _listeners: dict[str, SpanningListener] = {}
 os.register_at_fork(after_in_child=_members.clear)  # a launcher's fork is no member; nodes join after their fork

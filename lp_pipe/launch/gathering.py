@@ -100,6 +100,7 @@ class Gathering:
         self._refusals: list[str] = []
         self._watched: Sequence[Watched] = ()
         self._changed = threading.Condition()
+        self._lost: set[str] = set()
         self._is_over = threading.Event()
         self._on_lost: OnLost | None = None
         self._early_losses: list[tuple[RemoteAgent, str]] = []
@@ -144,7 +145,8 @@ class Gathering:
         for agent in list(self._agents.values()):
             agent.link.close("the run has ended")
         deadline = time.monotonic() + patience_s
-        while any(one.how_it_ended() is None for one in self._watched) and time.monotonic() < deadline:
+        hoped_for = [one for one in self._watched if not self._lost.issuperset(one.hosts)]
+        while any(one.how_it_ended() is None for one in hoped_for) and time.monotonic() < deadline:
             time.sleep(_LOOK_EVERY_S / 10)
         threads = [threading.Thread(target=one.kill, name="kill agent", daemon=True) for one in self._watched]
         for thread in threads:
@@ -176,6 +178,7 @@ class Gathering:
     def lost(self, agent: RemoteAgent, reason: str) -> None:
         if self._is_over.is_set():
             return
+        self._lost.add(agent.name)
         why = self._explained(agent.name, reason)
         with self._changed:
             if self._on_lost is None:
@@ -200,15 +203,12 @@ class Gathering:
 
     def _wait(self) -> None:
         deadline = time.monotonic() + self._patience.join_s
-        while missing := [name for name in self._offers if name not in self._agents or self._is_lost(name)]:
+        while missing := [name for name in self._offers if name not in self._agents or name in self._lost]:
             ended = [one for one in self._watched if not set(one.hosts).isdisjoint(missing) and one.how_it_ended()]
             if ended or self._refusals or time.monotonic() >= deadline:
                 raise LaunchError(self._who_is_missing(missing))
             with self._changed:
                 self._changed.wait(_LOOK_EVERY_S)
-
-    def _is_lost(self, name: str) -> bool:
-        return any(agent.name == name for agent, _ in self._early_losses)
 
     def _who_is_missing(self, missing: Sequence[str]) -> str:
         head = f"{len(missing)} of {len(self._offers)} hosts have not joined: {', '.join(missing)}"

@@ -14,7 +14,7 @@ from lp_pipe.launch.engines.base import Invitation, Watched
 
 _KEPT_LINES = 20
 _KEPT_LINE_BYTES = 4096
-_PATIENCE_S = 3.0
+_PATIENCE_S = 1.0
 
 
 class Subprocess(Watched):
@@ -59,7 +59,7 @@ class Subprocess(Watched):
         status = self._process.poll()
         if status is None:
             return None
-        self._reader.join(_PATIENCE_S / 10)  # its last lines say why
+        self._reader.join(_PATIENCE_S / 4)  # its last lines say why
         return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
 
     def last_lines(self) -> list[str]:
