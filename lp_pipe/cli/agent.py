@@ -12,7 +12,7 @@ from lp_pipe.cli.errors import DONE, NODE_FAILED, NotLaunched, UsageError
 from lp_pipe.connections.credentials import Credentials
 from lp_pipe.errors import LaunchError
 from lp_pipe.launch.agent import run_agent
-from lp_pipe.launch.network import address_of_interface
+from lp_pipe.launch.network import address_of_interface, with_ssh_client
 
 _DESCRIPTION = """\
 Join a run of `lp_pipe launch --mode=multi_host`, and run there what its launcher says, until the run ends. Engines
@@ -34,7 +34,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser.add_argument(
         "--interface", default="", metavar="NAME|ADDRESS", help="by which other hosts reach this one (default: found)"
     )
-    parser.add_argument("--patience", type=float, default=30.0, metavar="S", help="to reach the launcher (default: 30)")
+    parser.add_argument("--patience", type=float, default=10.0, metavar="S", help="to reach the launcher (default: 10)")
     parser.set_defaults(run=run_command)
 
 
@@ -50,7 +50,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C is the launcher's to handle
     try:
         interface = address_of_interface(arguments.interface) if arguments.interface else ""
-        addresses = [address for address in arguments.join.split(",") if address]
+        addresses = with_ssh_client([address for address in arguments.join.split(",") if address])
         end = run_agent(addresses, credentials, arguments.name, interface, arguments.patience)
     except (LaunchError, OSError) as error:
         raise NotLaunched(str(error)) from error

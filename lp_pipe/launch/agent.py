@@ -43,7 +43,7 @@ class End(NamedTuple):
 
 
 def run_agent(
-    addresses: Sequence[str], credentials: Credentials, name: str, interface: str = "", patience_s: float = 30.0
+    addresses: Sequence[str], credentials: Credentials, name: str, interface: str = "", patience_s: float = 10.0
 ) -> "End":
     """Join the launcher at one of `addresses` ("HOST:PORT"), run nodes for it until the end.
 

@@ -3,9 +3,10 @@
 import contextlib
 import fcntl
 import ipaddress
+import os
 import socket
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 _SIOCGIFADDR = 0x8915
 _ANYWHERE = "192.0.2.1"  # of no host (RFC 5737): the way to it is the default route
@@ -32,6 +33,20 @@ def addresses_for(hosts: Iterable[str]) -> list[str]:
     with contextlib.suppress(OSError):
         found.update(dict.fromkeys(str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None)))
     return [address for address in found if not ipaddress.ip_address(address.partition("%")[0]).is_loopback]
+
+
+def with_ssh_client(addresses: Sequence[str]) -> list[str]:
+    """`addresses` ("HOST:PORT") of a launcher and, where ssh has started this process, that from which ssh came.
+
+    It is the likeliest: the launcher knows its own addresses, but not which of them a host can reach.
+    """
+    client = os.environ.get("SSH_CONNECTION", "").partition(" ")[0]
+    if not client or not addresses:
+        return [*addresses]
+    port = addresses[0].rpartition(":")[2]
+    seen = f"[{client}]:{port}" if ":" in client else f"{client}:{port}"
+    # From a loopback, others could not reach this host in turn.
+    return [*addresses, seen] if ipaddress.ip_address(client).is_loopback else [seen, *addresses]
 
 
 def address_of_interface(name: str) -> str:
