@@ -46,10 +46,11 @@ _PASSED_ON = (
 
 @dataclass(frozen=True)
 class MultiHostOptions:
-    """listen: by which address the hosts reach the launcher; "": found out. patience: with hosts."""
+    """listen: by which address the hosts reach the launcher, interface: by which each other; "": found out."""
 
     engine: Engine
     listen: str = ""
+    interface: str = ""
     patience: Patience = field(default_factory=Patience)
 
 
@@ -68,7 +69,7 @@ def gather(plan: Plan, options: MultiHostOptions, credentials: Credentials) -> G
     Raises:
         LaunchError: a host has not joined. ValueError: the hosts do not have what the program wants.
     """
-    gathering = Gathering(options.engine, credentials, options.listen, options.patience)
+    gathering = Gathering(options.engine, credentials, options.listen, options.interface, options.patience)
     try:
         agents = gathering.gather(str(plan.run_dir / "logs"), needs_torch="torch" in sys.modules)
         offers = gathering.offers

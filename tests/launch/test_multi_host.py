@@ -319,7 +319,7 @@ def test_what_the_hosts_do_not_have_is_refused_before_any_node_starts(tmp_path: 
 
 
 def test_an_unknown_engine_is_an_error_that_names_those_that_there_are() -> None:
-    with pytest.raises(ValueError, match=r"unknown engine 'nomad'; known are local, ssh"):
+    with pytest.raises(ValueError, match=r"unknown engine 'nomad'; known are local, ssh, manual"):
         lp.launch(probes(), "multi_host", engine="nomad")
 
 
