@@ -149,6 +149,19 @@ def test_nothing_outlives_a_launcher_that_is_killed(script: "Callable[[str], sub
     assert not alive
 
 
+@pytest.mark.slow
+def test_a_launcher_that_stalls_for_five_seconds_goes_on(script: "Callable[[str], subprocess.Popen[str]]") -> None:
+    launcher = script(
+        SCRIPT.replace("run.wait()", "time.sleep(6)\n    print(run.client('echo', 1).echo('on'), flush=True)")
+    )
+    assert launcher.stdout is not None and launcher.stdout.readline() == "ready\n"
+    launcher.send_signal(signal.SIGSTOP)
+    time.sleep(5)
+    launcher.send_signal(signal.SIGCONT)
+    assert launcher.stdout.readline() == "on\n"
+    assert launcher.wait(WITHIN_S) == 0
+
+
 class _HalfEngine(LocalEngine):
     """One of its hosts never hears of the run."""
 
