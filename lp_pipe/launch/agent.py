@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lp_pipe.connections import Connection, Frame, frames, grpc_stream
+from lp_pipe.connections import Connection, Frame, frames
 from lp_pipe.connections.credentials import Credentials
 from lp_pipe.connections.tcp_endpoint import SECURE
 from lp_pipe.errors import LaunchError, Unauthenticated, Unavailable
@@ -191,6 +191,8 @@ class _Calls:
 
 def _connect(addresses: Sequence[str], credentials: Credentials, patience_s: float) -> tuple[Connection, str]:
     """To the first that answers: of several addresses of the launcher's host not all may be reachable from here."""
+    from lp_pipe.connections import grpc_stream  # slow to import, and other commands do without
+
     deadline = time.monotonic() + patience_s
     errors: dict[str, str] = {}
     while time.monotonic() < deadline:

@@ -80,6 +80,8 @@ def launch(
     if hang_after is not None and not 0 < hang_after < math.inf:
         raise ValueError(f"hang_after={hang_after}: seconds are needed, more than 0; None for no reports")
     options = None
+    if mode != "multi_host" and (hosts or engine_options or listen or interface or engine != "local"):
+        raise ValueError(f"mode={mode!r} has one host; engine, hosts, listen and interface are for mode='multi_host'")
     if mode == "multi_host":
         found = named_engine(engine, hosts, engine_options or {})
         options = MultiHostOptions(found, listen, interface, Patience(join_timeout, host_timeout))

@@ -108,6 +108,7 @@ def test_an_agent_that_is_killed_is_the_loss_of_its_host_and_the_end_of_its_node
     until(lambda: not any(psutil.pid_exists(pid) for pid in pids), within_s=7.0)
 
 
+@pytest.mark.slow
 def test_a_host_that_goes_silent_is_lost_after_a_while() -> None:
     run = launched(probes(), host_timeout=1.0)
     pids = [run.client("probe", index).ask(os.getpid) for index in range(2)]
@@ -139,6 +140,7 @@ with lp.launch(program, "multi_host") as run:
 """
 
 
+@pytest.mark.slow
 def test_nothing_outlives_a_launcher_that_is_killed(script: "Callable[[str], subprocess.Popen[str]]") -> None:
     launcher = script(SCRIPT)
     assert launcher.stdout is not None and launcher.stdout.readline() == "ready\n"
@@ -173,6 +175,7 @@ class _HalfEngine(LocalEngine):
         return list(super().start(invitation))
 
 
+@pytest.mark.slow
 def test_a_host_that_never_joins_is_named_after_the_deadline() -> None:
     with pytest.raises(lp.LaunchError, match="1 of 2 hosts have not joined: away"):
         lp.launch(probes(), "multi_host", engine=_HalfEngine(), join_timeout=1.5)
@@ -210,6 +213,7 @@ def test_strangers_without_a_certificate_or_token_of_the_run_are_refused() -> No
         assert run.client("probe").ask(abs, -1) == 1
 
 
+@pytest.mark.slow
 def test_the_secret_is_neither_in_arguments_nor_in_the_environment() -> None:
     def seen() -> str:
         text = ""
@@ -241,6 +245,7 @@ def token_free(invitation: Invitation) -> bool:
     return invitation.secret.decode() not in repr(invitation)
 
 
+@pytest.mark.slow
 def test_a_node_restarts_on_its_host_and_is_found_again() -> None:
     with launched(probes(on_failure="restart")) as run:
         client = run.client("probe", 1)
@@ -252,6 +257,7 @@ def test_a_node_restarts_on_its_host_and_is_found_again() -> None:
         assert run.client("probe", 0).ask(os.getpid) not in (first, second)
 
 
+@pytest.mark.slow
 def test_what_a_node_prints_without_end_stops_neither_the_others_nor_the_launcher() -> None:
     def shout() -> None:
         line = b"x" * 99 + b"\n"
@@ -288,6 +294,7 @@ def test_modules_of_the_user_travel_by_value(tmp_path: Path, monkeypatch: pytest
     del sys.modules["only_on_the_launcher"]
 
 
+@pytest.mark.slow
 def test_ports_of_users_own_servers_are_of_the_host_that_they_will_be_on() -> None:
     class Listener:
         def __init__(self, address: lp.Address) -> None:
@@ -323,6 +330,7 @@ def test_ports_of_users_own_servers_are_of_the_host_that_they_will_be_on() -> No
         run.wait(WITHIN_S)
 
 
+@pytest.mark.slow
 def test_what_the_hosts_do_not_have_is_refused_before_any_node_starts(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"wants 100000 cores .*only 0 of them fit"):
         launched(probes(resources=lp.Resources(cpus=100_000)), run_dir=tmp_path)
@@ -336,6 +344,7 @@ def test_an_unknown_engine_is_an_error_that_names_those_that_there_are() -> None
         lp.launch(probes(), "multi_host", engine="nomad")
 
 
+@pytest.mark.slow
 def test_stacks_of_all_hosts_are_in_one_text() -> None:
     with launched(probes()) as run:
         for index in range(2):
