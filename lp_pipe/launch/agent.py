@@ -88,6 +88,8 @@ class Agent:
             self._is_over.wait(_ALIVE_EVERY_S)
         while not self._is_over.wait(_ALIVE_EVERY_S):
             self._link.tell(ALIVE)
+            if self.coordinator is not None:
+                self.coordinator.report_calls()
         if not self._is_welcome:
             raise LaunchError(f"the launcher does not take this agent: {self._closed_reason}")
         return End(self._closed_reason, self._is_closed)

@@ -1,8 +1,11 @@
 """Several hosts: one agent on each. Here all are agents of this host, with real mTLS connections between them."""
 
+import contextlib
 import importlib
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -71,7 +74,6 @@ def test_an_unchanged_program_makes_calls_between_hosts(capfd: pytest.CaptureFix
 
         def run(self) -> None:
             print("sum", sum(server.ask(abs, -index) for index, server in enumerate(self._servers)))
-            lp.stop()
 
     program = probes(3)
     servers = [node.create_handle() for node in program.groups["probe"]]
@@ -79,7 +81,7 @@ def test_an_unchanged_program_makes_calls_between_hosts(capfd: pytest.CaptureFix
     with launched(program) as run:
         pids = [run.client("probe", index).ask(os.getpid) for index in range(3)]
         assert len({agent_above(pid) for pid in pids}) == 2
-        run.wait(WITHIN_S)
+        until(lambda: run.status()["probe"][1]["calls_per_s"])
     assert "[client/0] sum 3" in capfd.readouterr().out
     assert "sum 3" in (run.run_dir / "logs" / "client-0.log").read_text()
 
@@ -211,6 +213,27 @@ class _Attacked(LocalEngine):
 def test_strangers_without_a_certificate_or_token_of_the_run_are_refused() -> None:
     with lp.launch(probes(1), "multi_host", engine=_Attacked("1")) as run:
         assert run.client("probe").ask(abs, -1) == 1
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_while_strangers_talk_to_its_ports() -> None:
+    with launched(probes()) as run:
+        clients = [run.client("probe", index) for index in range(2)]
+        pids = [client.ask(os.getpid) for client in clients]
+        ports = [
+            connection.laddr.port
+            for pid in pids
+            for connection in psutil.Process(pid).net_connections("tcp")
+            if connection.status == psutil.CONN_LISTEN
+        ]
+        assert len(ports) == 2
+        silent = [socket.create_connection(("127.0.0.1", port)) for port in ports]  # slow-loris
+        for number in range(200):
+            with socket.create_connection(("127.0.0.1", ports[number % 2])) as stranger, contextlib.suppress(OSError):
+                stranger.sendall(random.Random(number).randbytes(number * 7))
+        assert [client.ask(os.getpid) for client in clients] == pids
+        for one in silent:
+            one.close()
 
 
 @pytest.mark.slow
