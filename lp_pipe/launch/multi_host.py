@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
@@ -126,6 +127,7 @@ class MultiHost(Host):
         self._views: dict[str, tuple[float, list[View]]] = {}
         self._log_dir = plan.run_dir / "logs"
         self._logs = ReceivedLogs(LogFiles(self._log_dir))
+        self._past_hits: Counter[str] = Counter()  # of faults, at hosts that are closed
         self._lock = threading.Lock()
 
     def start(self) -> None:
@@ -159,7 +161,9 @@ class MultiHost(Host):
 
     def close(self) -> None:
         closing = [agent.link.ask("close") for agent in self._up().values()]
-        wait_for(closing, _CLOSE_PATIENCE_S)
+        for answer in wait_for(closing, _CLOSE_PATIENCE_S).done:
+            with contextlib.suppress(Unavailable, LaunchError):  # it is gone, with all that it knew
+                self._past_hits.update(answer.result())
         self._gathered.gathering.close(patience_s=_CLOSE_PATIENCE_S / 2)
         self._logs.close()
         spanning.leave(self._run)
@@ -183,7 +187,10 @@ class MultiHost(Host):
 
     def inject(self, fault: wire.Fault) -> "Mapping[str, Future[int]]":
         message = fault.SerializeToString()
-        return {f"of host {name}": agent.link.ask("inject", message) for name, agent in self._up().items()}
+        past: Future[int] = Future()
+        past.set_result(self._past_hits[fault.rule])
+        asked = {name: _zero_if_gone(agent.link.ask("inject", message)) for name, agent in self._up().items()}
+        return {**{f"of host {name}": answer for name, answer in asked.items()}, "": past}
 
     def where(self, node_id: str) -> str:
         return self._gathered.places[node_id].host
@@ -287,6 +294,13 @@ class _FromAgent:
 
     def log(self, node_id: str, is_stderr: bool, text: bytes) -> None:
         self._logs.put(self._link, node_id, is_stderr, text)
+
+
+def _zero_if_gone(answer: "Future[int]") -> "Future[int]":
+    """As ProcessHost: what has ended is struck no more."""
+    found: Future[int] = Future()
+    answer.add_done_callback(lambda done: found.set_result(0 if done.exception() is not None else done.result()))
+    return found
 
 
 def _text_of(answer: "Future[str]") -> str:
