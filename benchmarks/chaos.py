@@ -17,6 +17,7 @@ import os
 import pathlib
 import random
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -28,18 +29,10 @@ from benchmarks.report import machine, show_table, spread, write_json
 from lp_pipe.launch.proctree import marked, tree_of
 
 _TARGET = pathlib.Path(__file__).parents[1] / "examples" / "char_gpt.py"
-_FLAGS = [
-    "--stages=3",
-    "--steps=40",
-    "--eval_every=4",
-    "--microbatches=4",
-    "--batch_size=8",
-    "--context=32",
-    "--width=32",
-    "--layers=3",
-    "--heads=2",
-    "--sample_length=20",
-]
+_FLAGS = shlex.split(
+    "--stages=3 --steps=40 --eval_every=4 --microbatches=4 --batch_size=8 --context=32 --width=32 --layers=3 --heads=2 "
+    "--sample_length=20"
+)
 _MARK = "LP_PIPE_CHAOS"  # in the environment of every process of a round
 _PATIENCE_S = 300.0
 

@@ -29,7 +29,7 @@ WRONG = {
     "": "the following arguments are required: COMMAND; see `lp_pipe --help`",
     "lanch demo.py": (
         "no command 'lanch'; did you mean 'launch'? "
-        "(commands: launch, graph, schedule, profile, partition, status, logs, stacks, stop, ps, clean, doctor)"
+        "(commands: launch, graph, schedule, profile, partition, checkpoint, status, logs, stacks, stop, ps, clean, doctor)"
     ),
     "launch": "the following arguments are required: TARGET; see `lp_pipe launch --help`",
     "launch dem.py": "no file 'dem.py'; did you mean 'demo.py'?",
