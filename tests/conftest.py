@@ -71,9 +71,12 @@ def no_leaks(without_torch: None) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=["thread", "process"])
+@pytest.fixture(params=os.environ.get("LP_PIPE_TEST_MODES", "thread,process").split(","))
 def mode(request: pytest.FixtureRequest, no_leaks: None) -> str:
-    """Every launch mode: one test body must hold in all of them."""
+    """Every launch mode: one test body must hold in all of them.
+
+    `make test-multihost` sets LP_PIPE_TEST_MODES=multi_host: an agent takes longer to start than most of these tests.
+    """
     return str(request.param)
 
 

@@ -3,7 +3,7 @@
 import os
 import secrets
 
-from lp_pipe.connections import local
+from lp_pipe.connections import local, spanning
 
 KINDS = ("auto", "inproc", "shm", "grpc", "gloo")
 
@@ -36,8 +36,7 @@ def choose(kind: str, endpoint: str) -> str:
     Raises:
         ValueError: the kind does not exist, or not for this endpoint.
     """
-    scheme = "inproc" if local.is_inside(endpoint) else endpoint.partition(":")[0]
-    fitting = _FITTING.get(scheme, ("stream",))
+    fitting = _fitting(endpoint)
     if kind == "auto":
         kind = fitting[0]
     if kind not in fitting:
@@ -47,6 +46,18 @@ def choose(kind: str, endpoint: str) -> str:
         where = endpoint.partition("#")[0]  # without the token
         raise ValueError(f"channel kind {kind!r} {known}does not fit {where}{why}: use one of {usable}")
     return "stream" if kind == "shm" and not is_shm_supported else kind
+
+
+def _fitting(endpoint: str) -> tuple[str, ...]:
+    if endpoint.startswith(spanning.WAYS):
+        return (*_FITTING["unix"], "grpc") if spanning.is_near(endpoint) else _FITTING["grpcs"]
+    scheme = "inproc" if local.is_inside(endpoint) else endpoint.partition(":")[0]
+    return _FITTING.get(scheme, ("stream",))
+
+
+def way(kind: str, endpoint: str) -> str:
+    """How a sender of the chosen kind reaches the hub: over the network if it asked for that, also on one host."""
+    return spanning.far_way(endpoint) if kind == "grpc" and endpoint.startswith(spanning.WAYS) else endpoint
 
 
 def choice(kind: str, *, same_process: bool) -> str:
@@ -59,7 +70,9 @@ def hub_endpoint(kind: str, usual: str) -> str:
 
     A hub over gRPC makes a token of its own, which only those learn who are told its endpoint.
     """
-    return f"grpc:127.0.0.1:0#{secrets.token_hex(32)}" if kind == "grpc" else usual
+    if kind != "grpc" or usual.startswith(spanning.NAME):  # that listens over gRPC in any case
+        return usual
+    return f"grpc:127.0.0.1:0#{secrets.token_hex(32)}"
 
 
 def is_pulled(kind: str) -> bool:

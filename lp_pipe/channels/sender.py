@@ -170,7 +170,7 @@ def open_sender(endpoint: str, channel: str, *, kind: str = "auto", name: str = 
     where = endpoint.partition("#")[0]  # without the token
     label = f"channel {channel!r} to {peer or where}"
     try:
-        connection = connections.connect(endpoint)
+        connection = connections.connect(kinds.way(kind, endpoint))
         if kinds.is_posted(kind):
             connection = Posting(connection)
         sender = Sender(connection, transports.make_outlet(kind), label, waits.Target(where, peer=peer))

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
-from lp_pipe.cli import ending
+from lp_pipe.cli import ending, hosts
 from lp_pipe.cli.clean import left_of
 from lp_pipe.cli.display import Display, PlainDisplay, Start
 from lp_pipe.cli.errors import NotLaunched, UsageError, nearest
@@ -32,6 +32,8 @@ _EXAMPLES = """\
 examples:
   lp_pipe launch examples/char_gpt.py
   lp_pipe launch examples/char_gpt.py --mode=thread -- --stages=3 --steps=100
+  lp_pipe launch examples/char_gpt.py --mode=multi_host --engine=ssh --hosts=h1,h2:gpus=4
+  lp_pipe launch examples/char_gpt.py --mode=multi_host --dry-run     which node where
   lp_pipe launch examples/char_gpt.py -- --help          the program's own flags
   lp_pipe launch examples/char_gpt.py --plan=plan.toml   with the stages that lp_pipe partition has planned
   lp_pipe launch examples/char_gpt.py --resume=runs/…    go on from the newest checkpoint of a run that has ended
@@ -54,7 +56,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         allow_abbrev=False,
     )
     parser.add_argument("target", metavar="TARGET", help="path/file.py[:name] or package.module[:name]")
-    parser.add_argument("--mode", type=_mode, default="process", help=f"{' or '.join(MODES)} (default: process)")
+    parser.add_argument("--mode", type=_mode, default="process", help=f"{', '.join(MODES)} (default: process)")
     parser.add_argument(
         "--run-dir", type=Path, metavar="DIR", help="logs, metrics, checkpoints (default: a new runs/…)"
     )
@@ -74,6 +76,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         help="report waits of nodes for each other from so many seconds on, or 'never' (default: 60)",
     )
     add_plan_options(parser)
+    hosts.add_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print events, one JSON object a line, on stdout")
     parser.set_defaults(run=run_command)
 
@@ -90,6 +93,9 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
         ours = run_dir if arguments.run_dir is None and arguments.resume is None else None
         with _explained(arguments.target, ours):
             view = GraphView.of(program, arguments.mode)
+            if arguments.dry_run:
+                return hosts.show_plan(program, arguments)
+            options = hosts.launch_options(arguments)
         with _make_display(arguments.json) as display:
             display.starting(Start(view, arguments.mode, run_dir))
             with display.output():
@@ -102,6 +108,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
                         metrics_sinks=(display.metrics,),
                         listed=True,
                         hang_after=arguments.hang_after,
+                        **options,
                     )
                 (run.run_dir / "graph.svg").write_text(to_svg(view), encoding="utf-8")
                 result = _wait(run, display)

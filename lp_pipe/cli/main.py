@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from lp_pipe.cli import (
+    agent,
     checkpoint,
     clean,
     doctor,
@@ -41,6 +42,7 @@ _COMMANDS = {
     "ps": ps,
     "clean": clean,
     "doctor": doctor,
+    "agent": agent,
 }
 _EXAMPLES = """\
 examples:

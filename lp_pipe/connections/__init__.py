@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from types import ModuleType
 
-from lp_pipe.connections import inproc, local, tcp_endpoint, unix
+from lp_pipe.connections import inproc, local, spanning, tcp_endpoint, unix
 from lp_pipe.connections.base import Connection as Connection
 from lp_pipe.connections.base import Listener as Listener
 from lp_pipe.connections.base import OnConnection
@@ -13,7 +13,12 @@ from lp_pipe.errors import Unavailable
 
 Connector = Callable[[str, float | None], Connection]
 
-_CARRIERS: dict[str, ModuleType] = {inproc.SCHEME: inproc, local.SCHEME: local, unix.SCHEME: unix}
+_CARRIERS: dict[str, ModuleType] = {
+    inproc.SCHEME: inproc,
+    local.SCHEME: local,
+    unix.SCHEME: unix,
+    **dict.fromkeys(spanning.SCHEMES, spanning),
+}
 
 
 def connect(endpoint: str, idle_timeout_s: float | None = None) -> Connection:

@@ -183,8 +183,10 @@ class GrpcConnection(Connection):
         self._release()
 
 
-def connect(endpoint: str, idle_timeout_s: float | None = None) -> Connection:
+def connect(endpoint: str, idle_timeout_s: float | None = None, credentials: Credentials | None = None) -> Connection:
     """Connect to a listener of a process of this run, on any host.
+
+    credentials: of the run; None: this process's (use_credentials).
 
     Raises:
         Unavailable: nobody listens there, or nobody answers within 5 s.
@@ -192,7 +194,7 @@ def connect(endpoint: str, idle_timeout_s: float | None = None) -> Connection:
     """
     where = _parse(endpoint)
     endpoint = str(where)  # messages do not show the token
-    credentials = _credentials_for(where)
+    credentials = credentials or _credentials_for(where)
     channel = _channel(where, credentials)
     outbox = Outbox()
     call = channel.stream_stream(f"/{_SERVICE}/{_METHOD}")(outbox, metadata=[(_TOKEN, credentials.token)])
@@ -206,8 +208,10 @@ def connect(endpoint: str, idle_timeout_s: float | None = None) -> Connection:
     return GrpcConnection(endpoint, call, outbox, call, channel.close, idle_timeout_s)
 
 
-def listen(endpoint: str, on_connection: OnConnection) -> Listener:
+def listen(endpoint: str, on_connection: OnConnection, credentials: Credentials | None = None) -> Listener:
     """Accept connections from processes of this run; with port 0 the listener's `endpoint` says which it got.
+
+    credentials: as for `connect`.
 
     Raises:
         ValueError: a plain listener that other hosts can reach, or no endpoint at all.
@@ -215,7 +219,7 @@ def listen(endpoint: str, on_connection: OnConnection) -> Listener:
         OSError: the address cannot be bound.
     """
     where = tcp_endpoint.parse(endpoint)
-    return GrpcListener(where, _credentials_for(where), on_connection)
+    return GrpcListener(where, credentials or _credentials_for(where), on_connection)
 
 
 class GrpcListener(Listener):

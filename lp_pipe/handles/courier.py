@@ -32,7 +32,7 @@ class CourierHandle(Handle[CourierClient]):
             raise RuntimeError(f"cannot dereference the handle of {self.node_name}: its program was not launched yet")
         if is_launcher_of(self._address.id):
             with waits.waiting(waits.RESOLVE, waits.Target("", self._address.id, self.node_name)):
-                return self._client(services.resolve(self._address.id).result())
+                services.resolve(self._address.id).result()
         return self._client(services.endpoint_for(self._address.id))
 
     def _client(self, endpoint: str) -> CourierClient:

@@ -22,10 +22,17 @@ _log = logging.getLogger(__name__)
 class Coordinator:
     """Thread-safe; every method returns at once, so that any thread of a connection may call it.
 
-    endpoint_of: where the owner of an address listens, by address id.
+    endpoint_of: where the owner of an address listens, by address id. reserve_port: where a user's own server may,
+        as "host:port", when not on this host.
     """
 
-    def __init__(self, plan: Plan, endpoint_of: Callable[[str], str], metrics: MetricsLog) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        endpoint_of: Callable[[str], str],
+        metrics: MetricsLog,
+        reserve_port: Callable[[str], str] | None = None,
+    ) -> None:
         self.plan = plan
         self._endpoint_of = endpoint_of
         self._metrics = metrics
@@ -33,7 +40,7 @@ class Coordinator:
         self._directory = Directory()
         self._inner_ended: list[tuple[str, Future[str]]] = []  # who waits for the inner nodes of a colocation
         self._settled: list[Settlement] = []
-        self._ports = Ports()
+        self._reserve_port = reserve_port or Ports().reserve
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._hurry = False
@@ -70,6 +77,14 @@ class Coordinator:
                 self._settled.append(Settlement(future, outcome))
         return future
 
+    def find(self, address: str) -> "Future[str]":
+        """As `resolve`, but Unavailable at once when nobody has registered it."""
+        future: Future[str] = Future()
+        with self._lock:
+            outcome = self._resolved(address)
+        Settlement(future, outcome or Unavailable(f"nobody listens yet at {address}")).carry_out()
+        return future
+
     def inner_nodes_ended(self, colocation: str) -> "Future[str]":
         """Done once all inner nodes of a MultiProcessingColocation are down."""
         future: Future[str] = Future()
@@ -86,7 +101,7 @@ class Coordinator:
         """A "host:port" that nobody uses, the same for every asker."""
         if address not in self.plan.owners:
             raise RuntimeError("this address belongs to no node of the program: address.assign(node) before launch")
-        return self._ports.reserve(address)
+        return self._reserve_port(address)
 
     def request_stop(self, hurry: bool = False) -> None:
         """Begin an ordered stop; `hurry` cuts its grace period short."""

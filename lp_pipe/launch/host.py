@@ -1,5 +1,6 @@
 """Where nodes run: the one interface between the run and a launch mode."""
 
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
@@ -66,6 +67,10 @@ class Host(ABC):
     @abstractmethod
     def inject(self, fault: wire.Fault) -> "Mapping[str, Future[int]]":
         """Tell every process of the nodes of a fault (lp_pipe.testing); by node, how often it has struck there."""
+
+    def where(self, node_id: str) -> str:
+        """The name of the host that the node is on."""
+        return socket.gethostname()
 
     def last_lines(self, node_id: str) -> list[str]:
         """The last lines that the node printed; empty where the launcher does not see them."""

@@ -3,23 +3,29 @@
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from lp_pipe.launch import mixed, process
+from lp_pipe.launch import mixed, multi_host, process
 from lp_pipe.launch.control import ControlPoint
 from lp_pipe.launch.coordinator import Coordinator
+from lp_pipe.launch.engines import Engine, make_engine
+from lp_pipe.launch.gathering import Patience
 from lp_pipe.launch.hangs import HangWatch
 from lp_pipe.launch.host import Host
+from lp_pipe.launch.multi_host import MultiHostOptions
 from lp_pipe.launch.plan import Plan, make_plan, serialize_nodes
 from lp_pipe.launch.run import Run
 from lp_pipe.launch.uncaught import print_reports
 from lp_pipe.program import Program
 from lp_pipe.telemetry.metrics import MetricsLog, Sink
 
-MODES: dict[str, Callable[[Plan, MetricsLog], tuple[Host, Coordinator]]] = {
-    "thread": mixed.make_host,
-    "process": process.make_host,
+_MakeHost = Callable[[Plan, MetricsLog, MultiHostOptions | None], tuple[Host, Coordinator]]
+
+MODES: dict[str, _MakeHost] = {
+    "thread": lambda plan, metrics, options: mixed.make_host(plan, metrics),
+    "process": lambda plan, metrics, options: process.make_host(plan, metrics),
+    "multi_host": lambda plan, metrics, options: multi_host.make_host(plan, metrics, _needed(options)),
 }
 
 
@@ -33,11 +39,18 @@ def launch(
     metrics_sinks: tuple[Sink, ...] = (),
     listed: bool | None = None,
     hang_after: float | None = 60.0,
+    engine: str | Engine = "local",
+    hosts: str | Sequence[str] = "",
+    engine_options: Mapping[str, str] | None = None,
+    listen: str = "",
+    interface: str = "",
+    join_timeout: float = 60.0,
+    host_timeout: float = 7.0,
 ) -> Run:
     """Start every node of `program` and return at once.
 
-    mode: "thread" (nodes are threads of this process: unit tests, pdb) or "process" (one process each on this host).
-        Inner nodes of a MultiProcessingColocation are processes in both.
+    mode: "thread" (nodes are threads of this process: unit tests, pdb), "process" (one process each on this host), or
+        "multi_host" (on the hosts of an engine). Inner nodes of a MultiProcessingColocation are processes in all.
     grace: seconds between the stop and SIGTERM.
     serialize_py_nodes: check that every node pickles, also in thread mode (process mode always does).
     run_dir: folder for logs, metrics, checkpoints; default: a new one under $LP_PIPE_RUNS or the user's state folder.
@@ -47,13 +60,18 @@ def launch(
     hang_after: seconds from which on a node's wait for another one (its server, a reply, a channel) is reported, in
         the log and in the run's hangs.log, with what that one does; deadlocks are named. None: never. The program
         goes on in any case.
+    engine, hosts, engine_options (multi_host, like all below): who starts an agent on each host, "local", "ssh" or one
+        that a package adds; which hosts, as "h1,h2:gpus=4", a list of such, or a file; and its own options.
+    listen: the address (or "NAME@ADDRESS") by which the hosts reach this one; default: found out.
+    interface: of every host, by name or address, by which the others reach it; default: that towards the launcher.
+    join_timeout: seconds for all hosts to join. host_timeout: a host that is silent for so long counts as lost.
 
     Raises:
         TypeError: not a Program.
-        ValueError: unknown mode, empty program, a handle of another program's node, more resources than the host has,
-            hang_after that is not positive.
+        ValueError: unknown mode or engine, empty program, a handle of another program's node, more resources than the
+            hosts have, hang_after that is not positive.
         SerializationError: a part of a node cannot be sent to its process; nothing was started.
-        LaunchError: a process could not be started; nothing is left running.
+        LaunchError: a host has not joined, or a process could not be started; nothing is left running.
     """
     if not isinstance(program, Program):
         raise TypeError(f"launch takes a Program, not {program!r} of type {type(program).__name__}")
@@ -61,11 +79,17 @@ def launch(
         raise ValueError(f"unknown launch mode {mode!r}; known modes: {', '.join(MODES)}")
     if hang_after is not None and not 0 < hang_after < math.inf:
         raise ValueError(f"hang_after={hang_after}: seconds are needed, more than 0; None for no reports")
+    options = None
+    if mode != "multi_host" and (hosts or engine_options or listen or interface or engine != "local"):
+        raise ValueError(f"mode={mode!r} has one host; engine, hosts, listen and interface are for mode='multi_host'")
+    if mode == "multi_host":
+        found = named_engine(engine, hosts, engine_options or {})
+        options = MultiHostOptions(found, listen, interface, Patience(join_timeout, host_timeout))
     plan = make_plan(program, _make_run_dir(program.name, run_dir), grace)
     metrics = MetricsLog(plan.run_dir / "metrics.jsonl", metrics_sinks)
     if serialize_py_nodes:
         serialize_nodes(plan)
-    host, coordinator = MODES[mode](plan, metrics)
+    host, coordinator = MODES[mode](plan, metrics, options)
     is_listed = mode != "thread" if listed is None else listed
     control = ControlPoint(coordinator, host, mode) if is_listed else None
     run = Run(program, coordinator, host, metrics, HangWatch(coordinator, host, hang_after), control)
@@ -74,11 +98,27 @@ def launch(
     return run
 
 
+def named_engine(engine: str | Engine, hosts: str | Sequence[str], options: Mapping[str, str]) -> Engine:
+    """The engine that a user means.
+
+    Raises:
+        ValueError: there is none of that name, or it cannot read its hosts or options.
+    """
+    if isinstance(engine, Engine):
+        return engine
+    return make_engine(engine, hosts if isinstance(hosts, str) else ",".join(hosts), options)
+
+
 def new_run_dir(parent: Path, name: str) -> Path:
     """A name for a run's folder that sorts by time and is new."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     safe = "".join(char if char.isalnum() or char in "-_" else "_" for char in name)
     return parent / f"{safe}-{stamp}-{os.getpid()}-{time.monotonic_ns() % 10**6:06d}"
+
+
+def _needed(options: MultiHostOptions | None) -> MultiHostOptions:
+    assert options is not None
+    return options
 
 
 def _make_run_dir(name: str, asked: str | os.PathLike[str] | None) -> Path:

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from lp_pipe import connections
-from lp_pipe.connections import Frame, faulty, frames
+from lp_pipe.connections import Frame, faulty, frames, spanning
+from lp_pipe.connections.credentials import Credentials
 from lp_pipe.context import NodeContext, StopSignal, enter_process
 from lp_pipe.errors import Unavailable
 from lp_pipe.launch import os_text
@@ -61,8 +62,17 @@ class Supervision:
         body = wire.Supervision(**message).SerializeToString()
         self._connection.send(Frame(frames.SUPERVISION, body=body))
 
-    def use_socket_dir(self, folder: str) -> None:
-        self._endpoint_prefix = f"unix:{folder}/"
+    def use_places_of(self, start: wire.Start) -> None:
+        """From now on it is known where the servers of the run listen."""
+        folder = os_text.unpack(start.socket_dir)
+        if not start.membership.run:
+            self._endpoint_prefix = f"unix:{folder}/"
+            return
+        run = start.membership.run
+        self._endpoint_prefix = spanning.name_of(run, "")
+        credentials = Credentials.from_bytes(start.membership.credentials)
+        host, reached_at = start.membership.host, start.membership.reached_at
+        spanning.join(spanning.Member(run, host, credentials, self.find, folder, reached_at))
 
     def end(self, failure: Failure | None) -> None:
         """Report how the node's code ended."""
@@ -86,7 +96,7 @@ class Supervision:
         return self._endpoint_prefix + address
 
     def register(self, address: str, endpoint: str) -> None:
-        self.send(register=wire.Register(address=address, endpoint=endpoint))
+        self.send(register=wire.Register(address=address, endpoint=spanning.registered(endpoint)))
 
     def withdraw(self, address: str) -> None:
         with contextlib.suppress(Unavailable):
@@ -94,6 +104,10 @@ class Supervision:
 
     def resolve(self, address: str) -> "Future[str]":
         return self._ask(lambda number: {"resolve": wire.Resolve(id=number, address=address)})
+
+    def find(self, address: str) -> "Future[str]":
+        """As `resolve`, but Unavailable at once when nobody has registered it."""
+        return self._ask(lambda number: {"resolve": wire.Resolve(id=number, address=address, now=True)})
 
     def reserve_port(self, address: str) -> str:
         return self._ask(lambda number: {"reserve_port": wire.ReservePort(id=number, address=address)}).result()
@@ -219,7 +233,7 @@ def all_stacks() -> str:
 
 def _run(start: wire.Start, payload: bytearray, supervision: Supervision) -> Failure | None:
     _set_up_process(start)
-    supervision.use_socket_dir(os_text.unpack(start.socket_dir))
+    supervision.use_places_of(start)
     node, resources = codec.loads(payload)
     context = NodeContext(
         label=start.label,

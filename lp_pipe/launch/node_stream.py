@@ -9,8 +9,8 @@ from typing import Any
 
 from lp_pipe.connections import Connection, Frame, frames
 from lp_pipe.errors import Unavailable
-from lp_pipe.launch.coordinator import Coordinator
 from lp_pipe.launch.record import Failure
+from lp_pipe.launch.supervisor import Supervisor
 from lp_pipe.launch.view import View, from_wire
 from lp_pipe.protos import supervision_pb2 as wire
 
@@ -20,7 +20,7 @@ OnHello = Callable[["NodeStream", wire.Hello], None]
 class NodeStream:
     """on_hello(stream, hello): the process has said which node it is."""
 
-    def __init__(self, connection: Connection, coordinator: Coordinator, on_hello: OnHello) -> None:
+    def __init__(self, connection: Connection, coordinator: Supervisor, on_hello: OnHello) -> None:
         self.connection = connection
         self.closed = threading.Event()
         self._say_hello = on_hello
@@ -98,7 +98,8 @@ class NodeStream:
             self._coordinator.withdraw(message.address)
 
     def _on_resolve(self, message: wire.Resolve) -> None:
-        future = self._coordinator.resolve(message.address)
+        ask = self._coordinator.find if message.now else self._coordinator.resolve
+        future = ask(message.address)
         future.add_done_callback(lambda done: self.send(resolved=_resolved(message.id, done)))
 
     def _on_reserve_port(self, message: wire.ReservePort) -> None:

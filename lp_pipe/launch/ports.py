@@ -6,9 +6,10 @@ from collections.abc import Iterable
 
 
 class Ports:
-    """Thread-safe."""
+    """Thread-safe. host: the address of this host that the ports are of."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        self._host = host
         self._reserved: dict[str, str] = {}
         self._lock = threading.Lock()
 
@@ -16,14 +17,15 @@ class Ports:
         """A "host:port" that nobody uses, the same for every asker."""
         with self._lock:
             if address not in self._reserved:
-                self._reserved[address] = f"127.0.0.1:{_free_port(self._reserved.values())}"
+                self._reserved[address] = _free_port(self._host, self._reserved.values())
             return self._reserved[address]
 
 
-def _free_port(taken: Iterable[str]) -> int:
+def _free_port(host: str, taken: Iterable[str]) -> str:
     while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.bind((host, 0))
             port = int(probe.getsockname()[1])
-        if f"127.0.0.1:{port}" not in taken:
-            return port
+        found = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        if found not in taken:
+            return found

@@ -6,11 +6,10 @@ import logging
 import os
 import shutil
 import signal
-import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -28,11 +27,14 @@ from lp_pipe.launch.plan import Plan, serialize_nodes
 from lp_pipe.launch.record import Failure
 from lp_pipe.launch.socket_dir import make_socket_dir
 from lp_pipe.launch.spec import NodeSpec
+from lp_pipe.launch.supervisor import Supervisor
+from lp_pipe.launch.surroundings import Surroundings
 from lp_pipe.launch.template import MARK, Template
 from lp_pipe.launch.threads import thread_environment
 from lp_pipe.launch.view import View
 from lp_pipe.launch.zygote import LAUNCHER_PATIENCE_S
 from lp_pipe.protos import supervision_pb2 as wire
+from lp_pipe.telemetry.log_files import LogFiles, LogOutput, log_path
 from lp_pipe.telemetry.logs import LogPump
 from lp_pipe.telemetry.metrics import MetricsLog
 
@@ -57,15 +59,24 @@ def make_host(plan: Plan, metrics: MetricsLog) -> tuple[Host, Coordinator]:
 
 
 class ProcessHost(Host):
-    """The agent of this host: starts the processes, and ties their streams to the coordinator."""
+    """The agent of this host: starts the processes, and ties their streams to the coordinator.
+
+    surroundings: of the nodes; None: this process's as they are now, whatever it does later. log_output: what takes
+        their lines; None: files in the run's folder, and this process's streams. membership: in a run on several hosts.
+    """
 
     def __init__(
         self,
         plan: Plan,
-        coordinator: Coordinator,
+        coordinator: Supervisor,
         payloads: dict[str, bytes],
         places: dict[str, Place],
         socket_dir: str,
+        *,
+        surroundings: Surroundings | None = None,
+        log_output: LogOutput | None = None,
+        membership: wire.Membership | None = None,
+        preload: Sequence[str] | None = None,
     ) -> None:
         self._plan = plan
         self._coordinator = coordinator
@@ -74,13 +85,14 @@ class ProcessHost(Host):
         self._socket_dir = self.socket_dir = socket_dir
         self._attempts = dict.fromkeys(payloads, 0)  # by node_id: which of its processes is the current one
         self._specs = {spec.node_id: spec for spec in plan.nodes}
-        self._environment = dict(os.environ)  # as it is at launch(), whatever the launcher does later
-        self._cwd = os.getcwd()
-        self._sys_path = list(sys.path)
+        self._surroundings = surroundings or Surroundings.here()
+        self._membership = membership
+        self._preload = preload
         self._streams: dict[str, NodeStream] = {}
         self._faults: dict[str, wire.Fault] = {}
-        self._past_hits: Counter[str] = Counter()  # of faults in processes that have ended
-        self._logs = LogPump(plan.run_dir / "logs")
+        self.past_hits: Counter[str] = Counter()  # of faults in processes that have ended
+        self._log_dir = plan.run_dir / "logs"
+        self._logs = LogPump(log_output or LogFiles(self._log_dir))
         self._is_over = threading.Event()
         self._exits = ExitQueue()
         self._template: Template | None = None
@@ -91,7 +103,9 @@ class ProcessHost(Host):
         try:
             self._listener = connections.listen(f"unix:{self._socket_dir}/coordinator", self._accept)
             self._exits.start()
-            self._template = Template(self._coordinator.node_started, self._on_exit, self._on_template_lost)
+            self._template = Template(
+                self._coordinator.node_started, self._on_exit, self._on_template_lost, self._preload
+            )
             self.mark = self._template.mark[MARK]
             threading.Thread(target=self._ping, args=(self._template,), name="launcher pings", daemon=True).start()
             for spec in self._plan.nodes:
@@ -142,7 +156,7 @@ class ProcessHost(Host):
         elif fault.action in (wire.Fault.DROP, wire.Fault.DELAY, wire.Fault.PARTITION):
             self._faults[fault.rule] = fault  # also for nodes that start later
         past: Future[int] = Future()
-        past.set_result(self._past_hits[fault.rule])
+        past.set_result(self.past_hits[fault.rule])
         asked = {node_id: stream.ask_fault(fault) for node_id, stream in list(self._streams.items())}
         return {**asked, "": past}
 
@@ -150,7 +164,7 @@ class ProcessHost(Host):
         return self._logs.last_lines(node_id)
 
     def log_path(self, node_id: str) -> Path | None:
-        return self._logs.path(node_id)
+        return log_path(self._log_dir, node_id)
 
     def _start_node(self, spec: NodeSpec) -> None:
         assert self._template is not None
@@ -172,7 +186,7 @@ class ProcessHost(Host):
     def _environment_of(self, spec: NodeSpec) -> dict[str, str]:
         assert self._template is not None
         return {
-            **self._environment,
+            **self._surroundings.environment,
             **self._template.mark,
             **thread_environment(spec.resources.threads),
             **self._places[spec.node_id].environment,
@@ -200,15 +214,16 @@ class ProcessHost(Host):
                 group_size=spec.group_size,
                 run_dir=os_text.pack(str(self._plan.run_dir)),
                 socket_dir=os_text.pack(self._socket_dir),
-                cwd=os_text.pack(self._cwd),
-                sys_path=os_text.pack_all(self._sys_path),
-                argv=os_text.pack_all(sys.argv),
+                cwd=os_text.pack(self._surroundings.cwd),
+                sys_path=os_text.pack_all(self._surroundings.sys_path),
+                argv=os_text.pack_all(self._surroundings.argv),
                 env=os_text.pack_map(self._environment_of(spec)),
                 threads=spec.resources.threads,
                 cpus=self._places[node_id].cpus,
                 devices=self._places[node_id].devices,
                 grace_s=self._plan.grace_s,
-                log_level=logging.getLogger().getEffectiveLevel(),
+                log_level=self._surroundings.log_level,
+                membership=self._membership,
             ),
             payload=self._payloads[node_id] if spec.may_start_again else self._payloads.pop(node_id),
         )
@@ -229,7 +244,7 @@ class ProcessHost(Host):
         if stream is not None and not stream.closed.wait(max(0.0, deadline - time.monotonic())):
             stream.connection.close("the process has ended")
         if stream is not None:
-            self._past_hits.update(stream.last_hits)
+            self.past_hits.update(stream.last_hits)
         for address in self._specs[node_id].addresses:  # or callers would wait for the grandchild to accept
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(f"{self._socket_dir}/{address}")

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -38,7 +37,7 @@ def described_failure(coordinator: Coordinator, host: Host) -> NodeError | None:
     log_path = host.log_path(part)
     text = failure_report(
         error,
-        host=socket.gethostname(),
+        host=host.where(part),
         later_failures=coordinator.later_failures,
         last_lines=host.last_lines(part),
         log_path=shown(log_path) if log_path is not None and log_path.exists() else None,

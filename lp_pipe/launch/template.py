@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lp_pipe.errors import LaunchError
@@ -33,9 +33,12 @@ class Template:
     """Starts processes by forking, and reports their starts and exits from a thread of its own.
 
     on_exit(node_id, wait_status); on_lost(reason): the template itself has died, and every node with it.
+    preload: modules that it imports; None: those of use that this process has imported.
     """
 
-    def __init__(self, on_start: OnStart, on_exit: OnExit, on_lost: OnLost) -> None:
+    def __init__(
+        self, on_start: OnStart, on_exit: OnExit, on_lost: OnLost, preload: Sequence[str] | None = None
+    ) -> None:
         self._on_start = on_start
         self._on_exit = on_exit
         self._on_lost = on_lost
@@ -43,7 +46,12 @@ class Template:
         self._send_lock = threading.Lock()
         self._is_closing = False
         self._control, theirs = socket.socketpair()
-        arguments = [json.dumps(sys.path), str(theirs.fileno()), str(os.getpid()), json.dumps(_preload())]
+        arguments = [
+            json.dumps(sys.path),
+            str(theirs.fileno()),
+            str(os.getpid()),
+            json.dumps(loaded_here() if preload is None else [*preload]),
+        ]
         # BLAS would start its threads when numpy is imported, and threads do not survive a fork.
         environment = {**os.environ, MARK: self._mark, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         try:
@@ -126,5 +134,6 @@ class Template:
             self._on_lost(f"the template process {self._process.pid} that had started it ended: {how}")
 
 
-def _preload() -> list[str]:
+def loaded_here() -> list[str]:
+    """What nodes will need, and this process has imported."""
     return [name for name in _WORTH_PRELOADING if name in sys.modules]

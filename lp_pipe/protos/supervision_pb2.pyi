@@ -18,7 +18,7 @@ class Hello(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., pid: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Start(_message.Message):
-    __slots__ = ("label", "index", "group_size", "run_dir", "socket_dir", "cwd", "sys_path", "env", "threads", "argv", "cpus", "grace_s", "log_level", "devices")
+    __slots__ = ("label", "index", "group_size", "run_dir", "socket_dir", "cwd", "sys_path", "env", "threads", "argv", "cpus", "grace_s", "log_level", "devices", "membership")
     class EnvEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +40,7 @@ class Start(_message.Message):
     GRACE_S_FIELD_NUMBER: _ClassVar[int]
     LOG_LEVEL_FIELD_NUMBER: _ClassVar[int]
     DEVICES_FIELD_NUMBER: _ClassVar[int]
+    MEMBERSHIP_FIELD_NUMBER: _ClassVar[int]
     label: str
     index: int
     group_size: int
@@ -54,7 +55,20 @@ class Start(_message.Message):
     grace_s: float
     log_level: int
     devices: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, label: _Optional[str] = ..., index: _Optional[int] = ..., group_size: _Optional[int] = ..., run_dir: _Optional[str] = ..., socket_dir: _Optional[str] = ..., cwd: _Optional[str] = ..., sys_path: _Optional[_Iterable[str]] = ..., env: _Optional[_Mapping[str, str]] = ..., threads: _Optional[int] = ..., argv: _Optional[_Iterable[str]] = ..., cpus: _Optional[_Iterable[int]] = ..., grace_s: _Optional[float] = ..., log_level: _Optional[int] = ..., devices: _Optional[_Iterable[int]] = ...) -> None: ...
+    membership: Membership
+    def __init__(self, label: _Optional[str] = ..., index: _Optional[int] = ..., group_size: _Optional[int] = ..., run_dir: _Optional[str] = ..., socket_dir: _Optional[str] = ..., cwd: _Optional[str] = ..., sys_path: _Optional[_Iterable[str]] = ..., env: _Optional[_Mapping[str, str]] = ..., threads: _Optional[int] = ..., argv: _Optional[_Iterable[str]] = ..., cpus: _Optional[_Iterable[int]] = ..., grace_s: _Optional[float] = ..., log_level: _Optional[int] = ..., devices: _Optional[_Iterable[int]] = ..., membership: _Optional[_Union[Membership, _Mapping]] = ...) -> None: ...
+
+class Membership(_message.Message):
+    __slots__ = ("run", "host", "reached_at", "credentials")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    REACHED_AT_FIELD_NUMBER: _ClassVar[int]
+    CREDENTIALS_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    host: str
+    reached_at: str
+    credentials: bytes
+    def __init__(self, run: _Optional[str] = ..., host: _Optional[str] = ..., reached_at: _Optional[str] = ..., credentials: _Optional[bytes] = ...) -> None: ...
 
 class Register(_message.Message):
     __slots__ = ("address", "endpoint")
@@ -65,12 +79,14 @@ class Register(_message.Message):
     def __init__(self, address: _Optional[str] = ..., endpoint: _Optional[str] = ...) -> None: ...
 
 class Resolve(_message.Message):
-    __slots__ = ("id", "address")
+    __slots__ = ("id", "address", "now")
     ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    NOW_FIELD_NUMBER: _ClassVar[int]
     id: int
     address: str
-    def __init__(self, id: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
+    now: bool
+    def __init__(self, id: _Optional[int] = ..., address: _Optional[str] = ..., now: _Optional[bool] = ...) -> None: ...
 
 class Resolved(_message.Message):
     __slots__ = ("id", "endpoint", "unavailable", "not_in_program")

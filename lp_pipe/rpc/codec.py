@@ -158,6 +158,21 @@ def _found_by_name(obj: Any) -> bool:
     return found is obj or obj in copyreg.dispatch_table or module_name == "builtins"
 
 
+def ship_by_value(modules: Sequence[types.ModuleType]) -> None:
+    """From now on what these define travels by value: some of the peers cannot import them."""
+    for module in modules:
+        cloudpickle.register_pickle_by_value(module)
+    _is_importable.cache_clear()
+
+
+def ship_by_name(modules: Sequence[types.ModuleType]) -> None:
+    """Undo `ship_by_value`."""
+    for module in modules:
+        with contextlib.suppress(ValueError):
+            cloudpickle.unregister_pickle_by_value(module)
+    _is_importable.cache_clear()
+
+
 @functools.cache
 def _is_importable(module_name: str) -> bool:
     """Whether another process with this sys.path finds the module; if not, its contents travel by value.

@@ -1,13 +1,11 @@
-"""The output of nodes: prefixed, in whole lines, to the launcher's own streams and to a file per node."""
+"""The output of nodes: read from their pipes, and passed on in whole lines."""
 
-import contextlib
 import os
 import selectors
-import sys
 import threading
 from collections import deque
-from io import FileIO
-from pathlib import Path
+
+from lp_pipe.telemetry.log_files import LogOutput
 
 _KEPT_LINES = 20
 _READ_BYTES = 1 << 16
@@ -24,16 +22,15 @@ class _Stream:
 
 
 class LogPump:
-    """Reads the nodes' pipes in one thread. A launcher that does not read its output makes the nodes wait."""
+    """Reads the nodes' pipes in one thread. While `output` takes no more, the nodes wait."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, output: LogOutput) -> None:
+        self._output = output
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         self._selector.register(self._wake_read, selectors.EVENT_READ)
         self._new: deque[tuple[int, _Stream]] = deque()
-        self._files: dict[str, FileIO] = {}
         self._last: dict[str, deque[str]] = {}
         self._open_pipes: dict[str, int] = {}
         self._changed = threading.Condition()
@@ -41,12 +38,7 @@ class LogPump:
         self._thread = threading.Thread(target=self._run, name="node logs", daemon=True)
 
     def start(self) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
         self._thread.start()
-
-    def path(self, node_id: str) -> Path:
-        """The file that holds all the node's output."""
-        return self._folder / (node_id.replace("/", "-") + ".log")
 
     def add_node(self, node_id: str) -> tuple[int, int]:
         """Descriptors for the node's stdout and stderr; the caller closes them once the node has its own."""
@@ -79,8 +71,7 @@ class LogPump:
             os.close(key.fd)
         self._selector.close()
         os.close(self._wake_write)
-        for file in self._files.values():
-            file.close()
+        self._output.close()
 
     def _run(self) -> None:
         while not self._is_closing:
@@ -92,9 +83,7 @@ class LogPump:
             while self._new:
                 fd, stream = self._new.popleft()
                 self._selector.register(fd, selectors.EVENT_READ, stream)
-            for target in (sys.stdout, sys.stderr):
-                with contextlib.suppress(ValueError, OSError):  # the launcher has closed it
-                    target.flush()
+            self._output.flush()
 
     def _read(self, fd: int, stream: _Stream) -> None:
         try:
@@ -105,22 +94,11 @@ class LogPump:
         if stream.partial and (not data or len(stream.partial) > _MAX_LINE_BYTES):
             lines, stream.partial = [*lines, stream.partial], b""
         if lines:
-            self._write(stream, lines)
+            self._last[stream.node_id].extend(line.decode(errors="replace") for line in lines[-_KEPT_LINES:])
+            self._output.write(stream.node_id, stream.is_stderr, lines)
         if not data:
             self._selector.unregister(fd)
             os.close(fd)
             with self._changed:
                 self._open_pipes[stream.node_id] -= 1
                 self._changed.notify_all()
-
-    def _write(self, stream: _Stream, lines: list[bytes]) -> None:
-        with contextlib.suppress(OSError):  # disk full, folder removed: a pump that ended would block every node
-            file = self._files.get(stream.node_id)
-            if file is None:
-                file = self._files[stream.node_id] = self.path(stream.node_id).open("ab", buffering=0)
-            file.write(b"".join(line + b"\n" for line in lines))
-        texts = [line.decode(errors="replace") for line in lines]
-        self._last[stream.node_id].extend(texts)
-        target = sys.stderr if stream.is_stderr else sys.stdout
-        with contextlib.suppress(ValueError, OSError):  # the launcher has closed it; the file has everything
-            target.write("".join(f"[{stream.node_id}] {text}\n" for text in texts))

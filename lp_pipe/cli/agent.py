@@ -1,0 +1,76 @@
+"""`lp_pipe agent`: run the part of a program that belongs on this host, for a launcher elsewhere."""
+
+import argparse
+import os
+import signal
+import socket
+import stat
+import sys
+from collections.abc import Sequence
+
+from lp_pipe.cli.errors import DONE, NODE_FAILED, NotLaunched, UsageError
+from lp_pipe.connections.credentials import Credentials
+from lp_pipe.errors import LaunchError
+from lp_pipe.launch.agent import run_agent
+from lp_pipe.launch.network import address_of_interface, with_ssh_client
+
+_DESCRIPTION = """\
+Join a run of `lp_pipe launch --mode=multi_host`, and run there what its launcher says, until the run ends. Engines
+start this on every host; on hosts that no engine reaches you start it by hand.
+"""
+_MAX_SECRET_BYTES = 1 << 16
+
+
+def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Describe the command and its options."""
+    parser = commands.add_parser(
+        "agent", help="run nodes on this host for a launcher elsewhere", description=_DESCRIPTION, allow_abbrev=False
+    )
+    parser.add_argument("--join", required=True, metavar="HOST:PORT[,…]", help="where the launcher listens")
+    parser.add_argument(
+        "--token-file", required=True, metavar="FILE", help="the run's secret, a file of mode 0600; - for stdin"
+    )
+    parser.add_argument("--name", default=socket.gethostname(), help="what the launcher calls this host")
+    parser.add_argument(
+        "--interface", default="", metavar="NAME|ADDRESS", help="by which other hosts reach this one (default: found)"
+    )
+    parser.add_argument("--patience", type=float, default=10.0, metavar="S", help="to reach the launcher (default: 10)")
+    parser.set_defaults(run=run_command)
+
+
+def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
+    """Serve until the run has ended; 0 when the launcher said so, 1 when it was lost.
+
+    Raises:
+        UsageError, NotLaunched: it could not join.
+    """
+    if program_flags:
+        raise UsageError("an agent takes no flags of a program: its launcher has them")
+    credentials = _read_credentials(arguments.token_file)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C is the launcher's to handle
+    try:
+        interface = address_of_interface(arguments.interface) if arguments.interface else ""
+        addresses = with_ssh_client([address for address in arguments.join.split(",") if address])
+        end = run_agent(addresses, credentials, arguments.name, interface, arguments.patience)
+    except (LaunchError, OSError) as error:
+        raise NotLaunched(str(error)) from error
+    print(f"lp_pipe agent of {arguments.name}: {end.reason}", flush=True)
+    return DONE if end.is_orderly else NODE_FAILED
+
+
+def _read_credentials(path: str) -> Credentials:
+    try:
+        return Credentials.from_bytes(sys.stdin.buffer.readline(_MAX_SECRET_BYTES) if path == "-" else _read(path))
+    except ValueError as error:
+        raise UsageError(f"--token-file={path}: {error}") from error
+
+
+def _read(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            if stat.S_ISREG(mode) and mode & (stat.S_IRWXG | stat.S_IRWXO):
+                raise UsageError(f"--token-file={path}: others may read it; chmod 600 {path}")
+            return file.read(_MAX_SECRET_BYTES)
+    except OSError as error:
+        raise UsageError(f"--token-file={path}: {error.strerror}") from error

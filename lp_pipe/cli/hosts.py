@@ -1,0 +1,90 @@
+"""The part of `lp_pipe launch` that is about several hosts: its options, and the plan that --dry-run prints."""
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from lp_pipe.cli.errors import DONE, UsageError
+from lp_pipe.launch.dry_run import planned
+from lp_pipe.launch.engines import BUILT_IN, engine_class
+from lp_pipe.program import Program
+
+_OPTION = "option_"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Describe them; also those of the engines that we bring."""
+    group = parser.add_argument_group("several hosts (--mode=multi_host)")
+    group.add_argument(
+        "--engine", metavar="NAME", help=f"who starts an agent on each host: {', '.join(BUILT_IN)} (default: local)"
+    )
+    group.add_argument("--hosts", metavar="H1,H2:gpus=4|FILE", help="which hosts; for engine local: how many")
+    group.add_argument("--listen", metavar="ADDRESS", help="by which the hosts reach this one (default: found out)")
+    group.add_argument("--interface", metavar="NAME", help="by which the hosts reach each other (default: found out)")
+    group.add_argument("--join-timeout", type=float, metavar="S", help="seconds for all hosts to join (default: 60)")
+    group.add_argument(
+        "--host-timeout", type=float, metavar="S", help="a host that is silent for so long is lost (default: 7)"
+    )
+    group.add_argument(
+        "--engine-option", action="append", default=[], metavar="NAME=VALUE", help="of an engine that is not ours"
+    )
+    for name, kind in BUILT_IN.items():
+        for option, text in kind.OPTIONS.items():
+            flag = f"--{option.replace('_', '-')}"
+            group.add_argument(flag, dest=_OPTION + option, metavar="…", help=f"engine {name}: {text}")
+    group.add_argument("--dry-run", action="store_true", help="start no node: print which would run where, and end")
+
+
+def launch_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What `launch` is to be given beside the rest.
+
+    Raises:
+        UsageError: options of several hosts in another mode, or an engine that does not exist.
+    """
+    given = {
+        "engine": arguments.engine,
+        "hosts": arguments.hosts,
+        "listen": arguments.listen,
+        "interface": arguments.interface,
+        "join_timeout": arguments.join_timeout,
+        "host_timeout": arguments.host_timeout,
+        "engine_options": _engine_options(arguments),
+    }
+    options = {name: value for name, value in given.items() if value}
+    if options and arguments.mode != "multi_host":
+        flag = f"--{next(iter(options)).replace('_', '-')}"
+        raise UsageError(f"{flag} is for several hosts: add --mode=multi_host")
+    if arguments.engine:
+        try:
+            engine_class(arguments.engine)
+        except ValueError as error:
+            raise UsageError(f"--engine={arguments.engine}: {error}") from error
+    return options
+
+
+def show_plan(program: Program, arguments: argparse.Namespace) -> int:
+    """Print which node would run where; returns the exit status.
+
+    Raises:
+        LaunchError, ValueError: the hosts do not join, or do not have what the program wants.
+    """
+    options = launch_options(arguments)
+    with tempfile.TemporaryDirectory(prefix="lp_pipe-plan-") as folder:
+        lines = planned(program, arguments.mode, Path(folder), **options)
+    print("\n".join(lines))
+    return DONE
+
+
+def _engine_options(arguments: argparse.Namespace) -> dict[str, str]:
+    found = {
+        name.removeprefix(_OPTION): value
+        for name, value in vars(arguments).items()
+        if name.startswith(_OPTION) and value is not None
+    }
+    for text in arguments.engine_option:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise UsageError(f"--engine-option={text}: write NAME=VALUE")
+        found[name] = value
+    return found

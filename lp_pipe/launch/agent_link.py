@@ -1,0 +1,133 @@
+"""What the launcher and an agent say to each other: calls, both ways, over the one connection that they have."""
+
+import contextlib
+import functools
+import itertools
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from lp_pipe.connections import Connection, Frame, frames
+from lp_pipe.errors import LaunchError, Unavailable
+from lp_pipe.rpc import codec
+
+_log = logging.getLogger(__name__)
+
+ALIVE = "alive"  # told by both sides every second: that it came is all there is to know
+_ERRORS: dict[str, type[Exception]] = {"Unavailable": Unavailable, "RuntimeError": RuntimeError}
+
+
+class AgentLink:
+    """Both sides make one of the (authenticated) connection, once they know that they are of the same version.
+
+    `target`'s public methods are what the other side may call, one after another, in the connection's thread: they
+    must not block. One that returns a Future answers once that is done.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._target: object = None
+        self._ids = itertools.count(1)
+        self._asked: dict[int, Future[Any]] = {}
+        self._lock = threading.Lock()
+        self._closed_reason: str | None = None
+
+    @property
+    def closed_reason(self) -> str | None:
+        return self._closed_reason
+
+    def serve(self, target: object) -> None:
+        """From now on the other side is answered; called before anything can arrive."""
+        self._target = target
+
+    def tell(self, method: str, *args: Any) -> None:
+        """Call a method there, without an answer; nothing happens when the other side is gone."""
+        with contextlib.suppress(Unavailable):
+            self._send(0, method, args)
+
+    def ask(self, method: str, *args: Any) -> "Future[Any]":
+        """The answer of a method there; Unavailable when the other side goes away before it answers."""
+        answer: Future[Any] = Future()
+        number = next(self._ids)
+        with self._lock:
+            if self._closed_reason is not None:
+                answer.set_exception(Unavailable(self._closed_reason))
+                return answer
+            self._asked[number] = answer
+        try:
+            self._send(number, method, args)
+        except Unavailable as error:
+            self._settle(number, error)
+        return answer
+
+    def on_frame(self, frame: Frame) -> None:
+        if frame.kind == frames.SUPERVISION:
+            self._on_call(frame)
+        elif frame.kind == frames.RESULT:
+            self._settle(frame.id, codec.decode(frame.body, frame.buffers))
+        elif frame.kind == frames.ERROR:
+            kind, text = codec.decode(frame.body, frame.buffers)
+            self._settle(frame.id, _ERRORS.get(kind, LaunchError)(text))
+
+    def on_close(self, reason: str) -> None:
+        """Everybody who waits for an answer hears of it."""
+        with self._lock:
+            self._closed_reason = reason
+            numbers = list(self._asked)
+        for number in numbers:
+            self._settle(number, Unavailable(reason))
+
+    def close(self, reason: str) -> None:
+        self._connection.close(reason)
+
+    def _on_call(self, frame: Frame) -> None:
+        if frame.name == ALIVE:
+            return
+        answer = functools.partial(self._answer, frame.id) if frame.id else _ignore
+        try:
+            if frame.name.startswith("_"):
+                raise LaunchError(f"{frame.name} is no method of {type(self._target).__name__}")
+            result = getattr(self._target, frame.name)(*codec.decode(frame.body, frame.buffers))
+        except Exception as error:
+            if not frame.id:
+                _log.exception("%s of %s failed", frame.name, type(self._target).__name__)
+            answer(None, error)
+            return
+        if isinstance(result, Future):
+            result.add_done_callback(lambda done: _pass_on(done, answer))
+        else:
+            answer(result, None)
+
+    def _answer(self, number: int, result: Any, error: BaseException | None) -> None:
+        with contextlib.suppress(Unavailable):
+            if error is None:
+                payload = codec.encode(result)
+                self._connection.send(Frame(frames.RESULT, number, "", payload.body, payload.buffers))
+            else:
+                body = codec.encode((type(error).__name__, str(error))).body
+                self._connection.send(Frame(frames.ERROR, number, "", body))
+
+    def _send(self, number: int, method: str, args: tuple[Any, ...]) -> None:
+        payload = codec.encode(args)
+        self._connection.send(Frame(frames.SUPERVISION, number, method, payload.body, payload.buffers))
+
+    def _settle(self, number: int, outcome: Any) -> None:
+        with self._lock:
+            answer = self._asked.pop(number, None)
+        if answer is None or not answer.set_running_or_notify_cancel():
+            return
+        if isinstance(outcome, Exception):
+            answer.set_exception(outcome)
+        else:
+            answer.set_result(outcome)
+
+
+def _ignore(result: Any, error: BaseException | None) -> None:
+    """Nobody asked for an answer."""
+
+
+def _pass_on(done: "Future[Any]", answer: Callable[[Any, BaseException | None], None]) -> None:
+    error = done.exception()
+    answer(None, error) if error is not None else answer(done.result(), None)

@@ -1,0 +1,78 @@
+"""Which node would run where, with what, and over which channel it would speak to whom: in words, without any node."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from lp_pipe.connections.credentials import generate_credentials
+from lp_pipe.launch.engines import Engine
+from lp_pipe.launch.gathering import Patience
+from lp_pipe.launch.hardware import this_host
+from lp_pipe.launch.host_placement import HostPlace
+from lp_pipe.launch.launcher import named_engine
+from lp_pipe.launch.multi_host import MultiHostOptions, gather
+from lp_pipe.launch.placement import place_all
+from lp_pipe.launch.plan import Plan, make_plan, serialize_nodes
+from lp_pipe.program import Program
+
+
+def planned(
+    program: Program,
+    mode: str,
+    folder: Path,
+    *,
+    engine: str | Engine = "local",
+    hosts: str | Sequence[str] = "",
+    engine_options: Mapping[str, str] | None = None,
+    listen: str = "",
+    interface: str = "",
+    join_timeout: float = 60.0,
+    host_timeout: float = 7.0,
+) -> list[str]:
+    """Lines for people. In multi_host mode agents join, so that it is known what the hosts have, and end again.
+
+    folder: for what the agents print.
+
+    Raises: as `launch`.
+    """
+    plan = make_plan(program, folder, 0.0)
+    if mode == "thread":
+        return [f"{len(plan.nodes)} nodes as threads of this process", *_edges(plan, {})]
+    serialize_nodes(plan)
+    if mode == "process":
+        places = {
+            node_id: HostPlace("this host", place) for node_id, place in place_all(plan.nodes, this_host()).items()
+        }
+        return [*_nodes(places), *_edges(plan, places)]
+    options = MultiHostOptions(
+        named_engine(engine, hosts, engine_options or {}), listen, interface, Patience(join_timeout, host_timeout)
+    )
+    gathered = gather(plan, options, generate_credentials())
+    gathered.gathering.close(patience_s=3.0)
+    return [*_nodes(gathered.places), *_edges(plan, gathered.places)]
+
+
+def _nodes(places: Mapping[str, HostPlace]) -> Iterator[str]:
+    width = max(map(len, places), default=0)
+    for node_id, found in places.items():
+        gpus = f"  GPUs {','.join(found.place.gpus)}" if found.place.gpus else ""
+        cpus = f"  cores {','.join(map(str, found.place.cpus))}" if found.place.cpus else ""
+        yield f"{node_id:<{width}}  {found.host}{gpus}{cpus}"
+
+
+def _edges(plan: Plan, places: Mapping[str, HostPlace]) -> Iterator[str]:
+    for edge in plan.edges:
+        what = f"channel {_channel(edge.channel, edge.user, edge.server, places)}" if edge.channel else "calls"
+        yield f"{edge.user} -> {edge.server}  {what}"
+
+
+def _channel(kind: str, source: str, target: str, places: Mapping[str, HostPlace]) -> str:
+    if kind != "auto":
+        return kind
+    if not places:
+        return "inproc"
+    return "shm" if _host_of(source, places) == _host_of(target, places) else "grpc"
+
+
+def _host_of(name: str, places: Mapping[str, HostPlace]) -> str:
+    """Of a node of the program, by `label/index`; all its processes are on one host."""
+    return next((found.host for node_id, found in places.items() if node_id.partition(".")[0] == name), "")

@@ -1,0 +1,56 @@
+"""Engines: whoever starts one agent on each host of a run; the table of those that there are."""
+
+import importlib.metadata
+from collections.abc import Callable, Mapping
+
+from lp_pipe.launch.engines.base import Engine as Engine
+from lp_pipe.launch.engines.base import HostOffer as HostOffer
+from lp_pipe.launch.engines.base import Invitation as Invitation
+from lp_pipe.launch.engines.base import Watched as Watched
+from lp_pipe.launch.engines.local import LocalEngine
+from lp_pipe.launch.engines.manual import ManualEngine
+from lp_pipe.launch.engines.ssh import SshEngine
+
+ENTRY_POINTS = "lp_pipe.engines"
+
+BUILT_IN: dict[str, type[Engine]] = {"local": LocalEngine, "ssh": SshEngine, "manual": ManualEngine}
+
+
+def engine_names() -> list[str]:
+    """Ours, and those that installed packages bring."""
+    return [*BUILT_IN, *sorted(_from_outside())]
+
+
+def engine_class(name: str) -> type[Engine]:
+    """The engine of that name; one from outside is imported now.
+
+    Raises:
+        ValueError: there is none; names those that there are.
+    """
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    outside = _from_outside()
+    if name not in outside:
+        raise ValueError(f"unknown engine {name!r}; known are {', '.join(engine_names())}")
+    found = outside[name]()
+    if not (isinstance(found, type) and issubclass(found, Engine)):
+        raise ValueError(f"engine {name!r}: the entry point in {ENTRY_POINTS!r} names {found!r}, which is no Engine")
+    return found
+
+
+def make_engine(name: str, hosts: str, options: Mapping[str, str]) -> Engine:
+    """An engine as the command line describes it; options that are not given are left out.
+
+    Raises:
+        ValueError: no such engine, an option that it does not have, or hosts that it cannot read.
+    """
+    kind = engine_class(name)
+    for option in options:
+        if option not in kind.OPTIONS:
+            known = ", ".join(kind.OPTIONS) or "none"
+            raise ValueError(f"engine {name!r} has no option {option!r}; its options: {known}")
+    return kind(hosts, **options)
+
+
+def _from_outside() -> dict[str, Callable[[], object]]:
+    return {point.name: point.load for point in importlib.metadata.entry_points(group=ENTRY_POINTS)}

@@ -1,0 +1,101 @@
+"""An agent, or the command that starts it elsewhere, as a process of this host."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from lp_pipe.errors import LaunchError
+from lp_pipe.launch.engines.base import Invitation, Watched
+
+_KEPT_LINES = 20
+_KEPT_LINE_BYTES = 4096
+_PATIENCE_S = 1.0
+
+
+class Subprocess(Watched):
+    """Runs `command` in a session of its own, gives it the secret by stdin, keeps what it prints in a file.
+
+    hosts: whose agents end with it. env: for the command; None: this process's.
+
+    Raises (constructor):
+        LaunchError: the command cannot be started.
+    """
+
+    def __init__(
+        self,
+        hosts: Sequence[str],
+        command: Sequence[str],
+        invitation: Invitation,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(hosts)
+        self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._log_path = Path(invitation.log_dir) / f"{hosts[0].replace('/', '-')}.log"
+        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=env,
+                start_new_session=True,  # Ctrl+C is the launcher's to handle
+            )
+        except OSError as error:
+            raise LaunchError(f"cannot start {command[0]} for host {hosts[0]}: {error}") from error
+        name = f"agent {hosts[0]}"
+        self._reader = threading.Thread(target=self._read, name=f"output of {name}", daemon=True)
+        self._reader.start()
+        # In a thread: who does not read its stdin (a password prompt, a hung host) must not stop the launcher.
+        secret = invitation.secret.rstrip(b"\n") + b"\n"
+        threading.Thread(target=self._tell, args=(secret,), name=f"secret for {name}", daemon=True).start()
+
+    def how_it_ended(self) -> str | None:
+        status = self._process.poll()
+        if status is None:
+            return None
+        self._reader.join(_PATIENCE_S / 4)  # its last lines say why
+        return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+
+    def last_lines(self) -> list[str]:
+        return list(self._lines)
+
+    def kill(self) -> None:
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGTERM)
+            try:
+                self._process.wait(_PATIENCE_S)
+            except subprocess.TimeoutExpired:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+        self._reader.join(_PATIENCE_S)
+
+    def _tell(self, secret: bytes) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # it has ended: its exit is seen
+            self._process.stdin.write(secret)
+            self._process.stdin.close()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as pipe, self._log_path.open("ab", buffering=0) as log:
+            while line := pipe.readline(_KEPT_LINE_BYTES):
+                self._lines.append(line.decode(errors="replace").rstrip())
+                with contextlib.suppress(OSError):  # disk full: the last lines are kept all the same
+                    log.write(line)
+
+
+def kill_all(started: Sequence[Watched]) -> None:
+    """All at a time: each may take seconds."""
+    threads = [threading.Thread(target=one.kill, name="kill agent", daemon=True) for one in started]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()

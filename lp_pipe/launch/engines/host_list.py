@@ -1,0 +1,56 @@
+"""Hosts as users write them: `h1,h2:gpus=4`, or a file with one a line."""
+
+from pathlib import Path
+
+from lp_pipe.launch.engines.base import HostOffer
+
+_LIMITS = ("cpus", "gpus", "memory_gib")
+
+
+def read_hosts(text: str) -> list[HostOffer]:
+    """`NAME[:LIMIT=N[:LIMIT=N]...]`, separated by commas; or the name of a file of such, one a line, `#` for remarks.
+
+    Limits: cpus, gpus, memory_gib. An IPv6 address is written in brackets.
+
+    Raises:
+        ValueError: it is neither, names a host twice, or no host at all.
+    """
+    found = [_read_host(part) for part in _parts(text)]
+    names = [offer.name for offer in found]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"hosts={text!r} names {', '.join(twice)} twice: a host has one agent")
+    if not found:
+        raise ValueError(f"hosts={text!r} names no host; write h1,h2:gpus=4 or the name of a file with one a line")
+    return found
+
+
+def _parts(text: str) -> list[str]:
+    path = Path(text)
+    if "/" in text or path.is_file():
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except OSError as error:
+            raise ValueError(f"hosts={text!r}: the file cannot be read: {error.strerror}") from error
+        return [line.partition("#")[0].strip() for line in lines if line.partition("#")[0].strip()]
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _read_host(part: str) -> HostOffer:
+    if part.startswith("["):
+        name, _, rest = part[1:].partition("]")
+        rest = rest.removeprefix(":")
+    else:
+        name, _, rest = part.partition(":")
+    limits = dict(_read_limit(part, limit) for limit in rest.split(":") if limit)
+    if not name or name.startswith("-"):
+        raise ValueError(f"{part!r} is no host: write NAME or NAME:gpus=4")
+    memory = limits.get("memory_gib")
+    return HostOffer(name, limits.get("cpus"), limits.get("gpus"), None if memory is None else memory << 30)
+
+
+def _read_limit(part: str, limit: str) -> tuple[str, int]:
+    name, _, number = limit.partition("=")
+    if name not in _LIMITS or not number.isdigit():
+        raise ValueError(f"{part!r}: {limit!r} is no limit of a host; write {', '.join(f'{one}=N' for one in _LIMITS)}")
+    return name, int(number)

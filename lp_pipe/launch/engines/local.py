@@ -1,0 +1,39 @@
+"""Agents on the launcher's own host, each of which counts as a host: to try a program out, and for tests."""
+
+import sys
+from collections.abc import Sequence
+from typing import ClassVar
+
+from lp_pipe.launch.engines.base import Engine, HostOffer, Invitation, Watched
+from lp_pipe.launch.engines.command import Subprocess, kill_all
+from lp_pipe.launch.engines.host_list import read_hosts
+
+
+class LocalEngine(Engine):
+    """hosts: how many ("3"), or their names with limits ("a,b:gpus=2"); two if nothing is said.
+
+    The cores, the memory and the GPUs are the same ones for all: give limits where that matters.
+    """
+
+    is_local: ClassVar[bool] = True
+
+    def __init__(self, hosts: str = "", **options: str) -> None:
+        text = hosts or "2"
+        if text.isdigit() and int(text) > 0:
+            self._hosts = [HostOffer(f"local{index}") for index in range(int(text))]
+        else:
+            self._hosts = read_hosts(text)
+
+    def hosts(self) -> Sequence[HostOffer]:
+        return self._hosts
+
+    def start(self, invitation: Invitation) -> Sequence[Watched]:
+        started: list[Watched] = []
+        try:
+            for offer in self._hosts:
+                command = [sys.executable, *invitation.arguments(offer.name)]
+                started.append(Subprocess([offer.name], command, invitation))
+        except BaseException:
+            kill_all(started)
+            raise
+        return started

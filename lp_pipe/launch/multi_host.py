@@ -1,0 +1,268 @@
+"""Multi-host mode: an agent on every host does there what process mode does here; one coordinator knows all of them."""
+
+import contextlib
+import sys
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from lp_pipe.connections import spanning
+from lp_pipe.connections.credentials import Credentials, generate_credentials
+from lp_pipe.errors import LaunchError, Unavailable
+from lp_pipe.launch.agent_link import AgentLink
+from lp_pipe.launch.assignment import Assignment, without_code
+from lp_pipe.launch.coordinator import Coordinator
+from lp_pipe.launch.engines import Engine
+from lp_pipe.launch.from_agent import FromAgent, PortsElsewhere
+from lp_pipe.launch.gathering import Gathering, Patience, RemoteAgent
+from lp_pipe.launch.host import Host
+from lp_pipe.launch.host_placement import HostPlace, offered, place_on_hosts
+from lp_pipe.launch.local_modules import ship_local_modules, stop_shipping
+from lp_pipe.launch.plan import Plan, serialize_nodes
+from lp_pipe.launch.record import Failure
+from lp_pipe.launch.shipped_logs import ReceivedLogs
+from lp_pipe.launch.surroundings import Surroundings
+from lp_pipe.launch.template import loaded_here
+from lp_pipe.launch.view import View
+from lp_pipe.protos import supervision_pb2 as wire
+from lp_pipe.telemetry.log_files import LogFiles, log_path
+from lp_pipe.telemetry.metrics import MetricsLog
+
+_START_PATIENCE_S = 60.0
+_STACKS_PATIENCE_S = 5.0
+_CLOSE_PATIENCE_S = 8.0
+
+
+@dataclass(frozen=True)
+class MultiHostOptions:
+    """listen: by which address the hosts reach the launcher, interface: by which each other; "": found out."""
+
+    engine: Engine
+    listen: str = ""
+    interface: str = ""
+    patience: Patience = field(default_factory=Patience)
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """The hosts of a run are there, and it is decided what goes where; nothing of the program runs."""
+
+    gathering: Gathering
+    agents: Mapping[str, RemoteAgent]
+    places: Mapping[str, HostPlace]
+
+
+def gather(plan: Plan, options: MultiHostOptions, credentials: Credentials) -> Gathered:
+    """Start the agents, and place the nodes on their hosts.
+
+    Raises:
+        LaunchError: a host has not joined. ValueError: the hosts do not have what the program wants.
+    """
+    gathering = Gathering(options.engine, credentials, options.listen, options.interface, options.patience)
+    try:
+        agents = gathering.gather(str(plan.run_dir / "agents"), needs_torch="torch" in sys.modules)
+        offers = gathering.offers
+        hardware = {name: offered(offers[name], agent.joining.hardware) for name, agent in agents.items()}
+        return Gathered(gathering, agents, place_on_hosts(plan.nodes, hardware))
+    except BaseException:  # also Ctrl+C
+        gathering.close(patience_s=1.0)
+        raise
+
+
+def make_host(plan: Plan, metrics: MetricsLog, options: MultiHostOptions) -> tuple[Host, Coordinator]:
+    """A host that runs each node of `plan` on one of the engine's hosts; these have joined when it returns.
+
+    Raises:
+        SerializationError: a node cannot be sent to its process.
+        LaunchError: a host has not joined.
+        ValueError: the hosts do not have what a group wants.
+    """
+    shipped = ship_local_modules()
+    try:
+        payloads = serialize_nodes(plan)
+        credentials = generate_credentials()
+        gathered = gather(plan, options, credentials)
+    except BaseException:
+        stop_shipping(shipped)
+        raise
+    run = uuid.uuid4().hex
+    ports = PortsElsewhere(plan, gathered.agents, gathered.places)
+    coordinator = Coordinator(plan, lambda address: spanning.name_of(run, address), metrics, ports.reserve)
+    spanning.join(spanning.Member(run, "the launcher", credentials, coordinator.find))
+    return MultiHost(run, plan, coordinator, payloads, gathered, ports, shipped), coordinator
+
+
+class MultiHost(Host):
+    """Hands everything to the agents of the nodes' hosts, and hears of their ends."""
+
+    def __init__(
+        self,
+        run: str,
+        plan: Plan,
+        coordinator: Coordinator,
+        payloads: Mapping[str, bytes],
+        gathered: Gathered,
+        ports: PortsElsewhere,
+        shipped: list[ModuleType],
+    ) -> None:
+        self._run = run
+        self._plan = plan
+        self._coordinator = coordinator
+        self._payloads = payloads
+        self._gathered = gathered
+        self._ports = ports
+        self._shipped = shipped
+        self._surroundings = Surroundings.here()
+        self._agents = dict(gathered.agents)
+        self._views: dict[str, tuple[float, list[View]]] = {}
+        self._log_dir = plan.run_dir / "logs"
+        self._logs = ReceivedLogs(LogFiles(self._log_dir))
+        self._past_hits: Counter[str] = Counter()  # of faults, at hosts that are closed
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        for agent in self._agents.values():
+            agent.link.serve(FromAgent(self._coordinator, self._logs, agent.link, self._ports))
+        self._gathered.gathering.tell_of_losses(self._on_lost)
+        try:
+            started = {name: agent.link.ask("start", self._assignment(name)) for name, agent in self._agents.items()}
+            wait_for(started.values(), _START_PATIENCE_S)
+            for name, done in started.items():
+                self._check_start(name, done)
+        except BaseException:
+            self._coordinator.request_stop()
+            for spec in self._plan.nodes:
+                self._coordinator.node_down(spec.node_id)
+            self.close()
+            raise
+        self._payloads = {}  # the agents have them
+
+    def restart(self, node_id: str) -> None:
+        self._link_of(node_id).ask("restart", node_id).result(_START_PATIENCE_S)
+
+    def stop_nodes(self, node_ids: Iterable[str]) -> None:
+        self._tell("stop_nodes", node_ids)
+
+    def terminate(self, node_ids: Iterable[str]) -> None:
+        self._tell("terminate", node_ids)
+
+    def kill(self, node_ids: Iterable[str]) -> None:
+        self._tell("kill", node_ids)
+
+    def close(self) -> None:
+        closing = [agent.link.ask("close") for agent in self._up().values()]
+        for answer in wait_for(closing, _CLOSE_PATIENCE_S).done:
+            with contextlib.suppress(Unavailable, LaunchError):  # it is gone, with all that it knew
+                self._past_hits.update(answer.result())
+        self._gathered.gathering.close(patience_s=_CLOSE_PATIENCE_S / 2)
+        self._logs.close()
+        spanning.leave(self._run)
+        stop_shipping(self._shipped)
+
+    def stacks(self) -> str:
+        asked = {name: agent.link.ask("stacks") for name, agent in self._up().items()}
+        wait_for(asked.values(), _STACKS_PATIENCE_S)
+        return "\n".join(f"host {name}\n{_text_of(answer)}" for name, answer in asked.items())
+
+    def look(self, old_s: float) -> list[View]:
+        for name, agent in self._up().items():
+            agent.link.ask("look", old_s).add_done_callback(lambda done, name=name: self._note_views(name, done))  # type: ignore[misc]
+        now = time.monotonic()
+        with self._lock:
+            return [
+                view._replace(silence_s=view.silence_s + now - when)
+                for when, views in self._views.values()
+                for view in views
+            ]
+
+    def inject(self, fault: wire.Fault) -> "Mapping[str, Future[int]]":
+        message = fault.SerializeToString()
+        past: Future[int] = Future()
+        past.set_result(self._past_hits[fault.rule])
+        asked = {name: _zero_if_gone(agent.link.ask("inject", message)) for name, agent in self._up().items()}
+        return {**{f"of host {name}": answer for name, answer in asked.items()}, "": past}
+
+    def where(self, node_id: str) -> str:
+        return self._gathered.places[node_id].host
+
+    def last_lines(self, node_id: str) -> list[str]:
+        return self._logs.last_lines(node_id)
+
+    def log_path(self, node_id: str) -> Path | None:
+        return log_path(self._log_dir, node_id)
+
+    def _assignment(self, host: str) -> Assignment:
+        nodes = [spec for spec in self._plan.nodes if self.where(spec.node_id) == host]
+        return Assignment(
+            run=self._run,
+            program=self._plan.program,
+            nodes=without_code(nodes),
+            payloads={spec.node_id: self._payloads[spec.node_id] for spec in nodes},
+            places={spec.node_id: self._gathered.places[spec.node_id].place for spec in nodes},
+            run_dir=str(self._plan.run_dir),
+            grace_s=self._plan.grace_s,
+            surroundings=self._surroundings,
+            preload=tuple(loaded_here()),
+        )
+
+    def _check_start(self, name: str, done: "Future[Any]") -> None:
+        if not done.done():
+            raise LaunchError(f"host {name!r} has not started its nodes for {_START_PATIENCE_S:g} s")
+        error = done.exception()
+        if error is not None and name in self._up():  # else its loss is the nodes' failure
+            raise LaunchError(f"host {name!r} cannot start its nodes: {error}") from error
+
+    def _on_lost(self, agent: RemoteAgent, why: str) -> None:
+        with self._lock:
+            self._agents.pop(agent.name, None)
+            self._views.pop(agent.name, None)
+        lost = [spec.node_id for spec in self._plan.nodes if self.where(spec.node_id) == agent.name]
+        for node_id in lost:
+            self._coordinator.node_ended(node_id, Failure("HostLost", why), can_restart=False)
+        for node_id in lost:
+            self._coordinator.node_down(node_id)
+
+    def _tell(self, method: str, node_ids: Iterable[str]) -> None:
+        by_host: dict[str, list[str]] = {}
+        for node_id in node_ids:
+            by_host.setdefault(self.where(node_id), []).append(node_id)
+        up = self._up()
+        for host, ids in by_host.items():
+            if host in up:
+                up[host].link.tell(method, ids)
+
+    def _link_of(self, node_id: str) -> AgentLink:
+        agent = self._up().get(self.where(node_id))
+        if agent is None:
+            raise Unavailable(f"host {self.where(node_id)!r} is lost")
+        return agent.link
+
+    def _up(self) -> dict[str, RemoteAgent]:
+        with self._lock:
+            return dict(self._agents)
+
+    def _note_views(self, name: str, done: "Future[list[View]]") -> None:
+        with self._lock, contextlib.suppress(Exception):  # lost, or not started yet
+            self._views[name] = time.monotonic(), done.result()
+
+
+def _zero_if_gone(answer: "Future[int]") -> "Future[int]":
+    """As ProcessHost: what has ended is struck no more."""
+    found: Future[int] = Future()
+    answer.add_done_callback(lambda done: found.set_result(0 if done.exception() is not None else done.result()))
+    return found
+
+
+def _text_of(answer: "Future[str]") -> str:
+    if not answer.done():
+        return f"(no answer within {_STACKS_PATIENCE_S:g} s)"
+    error = answer.exception()
+    return f"({error})" if error is not None else answer.result()

@@ -1,0 +1,55 @@
+"""Where the lines that nodes print go: to a file per node, and prefixed to the launcher's own streams."""
+
+import contextlib
+import sys
+from io import FileIO
+from pathlib import Path
+from typing import Protocol
+
+
+class LogOutput(Protocol):
+    """What takes the nodes' lines; `write` blocks while it cannot take more."""
+
+    def write(self, node_id: str, is_stderr: bool, lines: list[bytes]) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class LogFiles:
+    """One thread writes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, FileIO] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def path(self, node_id: str) -> Path:
+        """The file that holds all the node's output."""
+        return log_path(self._folder, node_id)
+
+    def write(self, node_id: str, is_stderr: bool, lines: list[bytes]) -> None:
+        with contextlib.suppress(OSError):  # disk full, folder removed: an end here would block every node
+            file = self._files.get(node_id)
+            if file is None:
+                file = self._files[node_id] = self.path(node_id).open("ab", buffering=0)
+            file.write(b"".join(line + b"\n" for line in lines))
+        texts = [line.decode(errors="replace") for line in lines]
+        target = sys.stderr if is_stderr else sys.stdout
+        with contextlib.suppress(ValueError, OSError):  # the launcher has closed it; the file has everything
+            target.write("".join(f"[{node_id}] {text}\n" for text in texts))
+
+    def flush(self) -> None:
+        for target in (sys.stdout, sys.stderr):
+            with contextlib.suppress(ValueError, OSError):  # the launcher has closed it
+                target.flush()
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+
+def log_path(folder: Path, node_id: str) -> Path:
+    """The file of a node in the folder of logs."""
+    return folder / (node_id.replace("/", "-") + ".log")

@@ -1,0 +1,187 @@
+"""Pretend hosts on one machine: namespaces joined by a bridge, each with its own address, processes, /tmp and sshd."""
+
+import contextlib
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+_PROGRAMS = ("ip", "nsenter", "unshare", "ssh", "ssh-keygen", "/usr/sbin/sshd")
+_SSHD = """\
+Port 22
+ListenAddress {address}
+HostKey {folder}/host_key
+AuthorizedKeysFile {folder}/id.pub
+PermitRootLogin prohibit-password
+PasswordAuthentication no
+UsePAM no
+StrictModes no
+UseDNS no
+PidFile none
+PrintMotd no
+MaxStartups 100
+"""
+_SSH = """\
+Host {name}
+  HostName {address}
+  User root
+  IdentityFile {folder}/id
+  IdentitiesOnly yes
+  StrictHostKeyChecking no
+  UserKnownHostsFile /dev/null
+  LogLevel ERROR
+"""
+# The first process of a host: it reaps what is left of others.
+_INIT = """\
+set -e
+mount -t proc proc /proc
+hostname {name}
+mount -t tmpfs tmpfs /tmp; mount -t tmpfs tmpfs /dev/shm; chmod 1777 /tmp /dev/shm
+mkdir -p /run/sshd
+cd /
+/usr/sbin/sshd -D -e -f {folder}/sshd_{name} & wait $!
+"""
+
+
+_numbers = itertools.count()
+
+
+def why_not() -> str:
+    """Why there can be no such hosts here; empty when there can."""
+    if os.geteuid() != 0:
+        return "pretend hosts need root"
+    missing = [name for name in _PROGRAMS if shutil.which(name) is None]
+    return f"not installed: {', '.join(missing)}" if missing else ""
+
+
+class Hosts:
+    """`h1`, `h2`, … from construction until `close`; the machine itself is the host beside them.
+
+    ssh_config: for `ssh -F`. python: this interpreter, with this checkout's lp_pipe, on every host.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="lp-hosts-", dir="/run"))  # not /tmp, of which each has its own
+        number = next(_numbers)
+        self._mark = f"lp{os.getpid() % 100_000}{'abcdefgh'[number]}"
+        self._net = f"10.{64 + os.getpid() % 128}.{(os.getpid() // 128 * 8 + number) % 256}"
+        self._inits: list[subprocess.Popen[bytes]] = []
+        self.names = [f"h{number}" for number in range(1, count + 1)]
+        self.ssh_config = str(self._folder / "ssh_config")
+        self.python = str(self._folder / "python")
+        try:
+            self._make()
+        except BaseException:
+            self.close()
+            raise
+
+    def address(self, name: str) -> str:
+        return f"{self._net}.{self.names.index(name) + 1}"
+
+    def cut(self, name: str) -> None:
+        """Silent loss: nobody gets a FIN or RST."""
+        _run("ip", "-n", self._netns(name), "link", "set", "eth0", "down")
+
+    def pids(self, name: str) -> list[int]:
+        """The processes of a host, without those that make it one."""
+        found = _run("ip", "netns", "pids", self._netns(name)).split()
+        return [int(pid) for pid in found if not _is_part_of_host(int(pid))]
+
+    def close(self) -> None:
+        """Remove everything that the constructor made."""
+        for init in self._inits:
+            init.kill()  # unshare --kill-child takes the host's first process, and so the host, with it
+            init.wait()
+        for name in self.names:
+            self._empty(name)
+            _run("ip", "netns", "del", self._netns(name), check=False)
+        _run("ip", "link", "del", f"{self._mark}br", check=False)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _make(self) -> None:
+        for key in ("host_key", "id"):
+            _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self._folder / key))
+        repository = Path(__file__).parents[3]
+        python = Path(self.python)
+        python.write_text(f'#!/bin/sh\nPYTHONPATH={repository} exec {sys.executable} "$@"\n')
+        python.chmod(0o755)
+        bridge = f"{self._mark}br"
+        _run("ip", "link", "add", bridge, "type", "bridge")
+        _run("ip", "addr", "add", f"{self._net}.254/24", "dev", bridge)
+        _run("ip", "link", "set", bridge, "up")
+        with open(self.ssh_config, "w", encoding="utf-8") as config:
+            for name in self.names:
+                config.write(_SSH.format(name=name, address=self.address(name), folder=self._folder))
+                self._start(name, bridge)
+        for name in self.names:
+            self._wait_for_sshd(name)
+
+    def _start(self, name: str, bridge: str) -> None:
+        netns, cable = self._netns(name), f"{self._mark}{name}"
+        _run("ip", "netns", "add", netns)
+        _run("ip", "-n", netns, "link", "set", "lo", "up")
+        _run("ip", "link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", netns)
+        _run("ip", "link", "set", cable, "master", bridge, "up")
+        _run("ip", "-n", netns, "addr", "add", f"{self.address(name)}/24", "dev", "eth0")
+        _run("ip", "-n", netns, "link", "set", "eth0", "up")
+        sshd = _SSHD.format(address=self.address(name), folder=self._folder)
+        (self._folder / f"sshd_{name}").write_text(sshd, encoding="utf-8")
+        unshare = [
+            "unshare",
+            "--mount",
+            "--uts",
+            "--ipc",
+            "--pid",
+            "--fork",
+            "--kill-child",
+            "--propagation",
+            "private",
+        ]
+        init = ["bash", "-c", _INIT.format(name=name, folder=self._folder)]
+        with (self._folder / f"{name}.log").open("wb") as log:
+            self._inits.append(
+                subprocess.Popen(
+                    ["nsenter", f"--net=/run/netns/{netns}", *unshare, *init],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+            )
+
+    def _wait_for_sshd(self, name: str) -> None:
+        deadline = time.monotonic() + 10
+        while subprocess.run(["ssh", "-F", self.ssh_config, name, "true"], capture_output=True, check=False).returncode:
+            assert time.monotonic() < deadline, (self._folder / f"{name}.log").read_text()
+            time.sleep(0.05)
+
+    def _empty(self, name: str) -> None:
+        deadline = time.monotonic() + 5
+        while pids := _run("ip", "netns", "pids", self._netns(name), check=False).split():
+            assert time.monotonic() < deadline, f"processes of {name} do not end: {pids}"
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            time.sleep(0.02)
+
+    def _netns(self, name: str) -> str:
+        return f"{self._mark}-{name}"
+
+
+def _is_part_of_host(pid: int) -> bool:
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return True  # it has just ended
+    return not command or command.startswith((b"bash\0-c\0set -e", b"sshd:", b"/usr/sbin/sshd", b"unshare"))
+
+
+def _run(*command: str, check: bool = True) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert not check or done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
+    return done.stdout
