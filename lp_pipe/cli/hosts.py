@@ -33,7 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         for option, text in kind.OPTIONS.items():
             flag = f"--{option.replace('_', '-')}"
             group.add_argument(flag, dest=_OPTION + option, metavar="…", help=f"engine {name}: {text}")
-    group.add_argument("--dry-run", action="store_true", help="start no node: print which would run where, and end")
+
+
+def add_dry_run(parser: argparse.ArgumentParser) -> None:
+    """The option that only a launch has."""
+    parser.add_argument("--dry-run", action="store_true", help="start no node: print which would run where, and end")
 
 
 def launch_options(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -77,6 +77,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     )
     add_plan_options(parser)
     hosts.add_arguments(parser)
+    hosts.add_dry_run(parser)
     parser.add_argument("--json", action="store_true", help="print events, one JSON object a line, on stdout")
     parser.set_defaults(run=run_command)
 
