@@ -28,10 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--engine-option", action="append", default=[], metavar="NAME=VALUE", help="of an engine that is not ours"
     )
+    helps: dict[str, list[str]] = {}
     for name, kind in BUILT_IN.items():
         for option, text in kind.OPTIONS.items():
-            flag = f"--{option.replace('_', '-')}"
-            group.add_argument(flag, dest=_OPTION + option, metavar="…", help=f"engine {name}: {text}")
+            helps.setdefault(option, []).append(f"engine {name}: {text}")
+    for option, texts in helps.items():
+        flag = f"--{option.replace('_', '-')}"
+        group.add_argument(flag, dest=_OPTION + option, metavar="…", help="; ".join(texts))
     group.add_argument("--dry-run", action="store_true", help="start no node: print which would run where, and end")
 
 
@@ -47,7 +50,7 @@ def launch_options(arguments: argparse.Namespace) -> dict[str, Any]:
         "listen": arguments.listen,
         "join_timeout": arguments.join_timeout,
         "host_timeout": arguments.host_timeout,
-        "engine_options": _engine_options(arguments),
+        "engine_options": engine_options(arguments),
     }
     options = {name: value for name, value in given.items() if value}
     if options and arguments.mode != "multi_host":
@@ -74,7 +77,7 @@ def show_plan(program: Program, arguments: argparse.Namespace) -> int:
     return DONE
 
 
-def _engine_options(arguments: argparse.Namespace) -> dict[str, str]:
+def engine_options(arguments: argparse.Namespace) -> dict[str, str]:
     found = {
         name.removeprefix(_OPTION): value
         for name, value in vars(arguments).items()

@@ -8,11 +8,12 @@ from lp_pipe.launch.engines.base import HostOffer as HostOffer
 from lp_pipe.launch.engines.base import Invitation as Invitation
 from lp_pipe.launch.engines.base import Watched as Watched
 from lp_pipe.launch.engines.local import LocalEngine
+from lp_pipe.launch.engines.slurm import SlurmEngine
 from lp_pipe.launch.engines.ssh import SshEngine
 
 ENTRY_POINTS = "lp_pipe.engines"
 
-BUILT_IN: dict[str, type[Engine]] = {"local": LocalEngine, "ssh": SshEngine}
+BUILT_IN: dict[str, type[Engine]] = {"local": LocalEngine, "ssh": SshEngine, "slurm": SlurmEngine}
 
 
 def engine_names() -> list[str]:
