@@ -18,7 +18,7 @@ PROTOS := $(sort $(wildcard protos/*.proto))
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Ilp_pipe/protos=protos $(PROTOS:%=lp_pipe/%)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-all lint ruff-check ruff-format mypy layers protos protos-check bench bench-pipeline gpu-check bench-rpc bench-launch clean
+.PHONY: help setup demo test test-slow test-all test-multihost lint ruff-check ruff-format mypy layers protos protos-check bench bench-pipeline gpu-check bench-rpc bench-launch clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -44,13 +44,22 @@ demo: setup  ## train a language model as a pipeline of processes
 	$(BIN)/lp_pipe launch examples/char_gpt.py --mode=process
 
 test: setup  ## run the tests, without the slow ones
-	$(BIN)/python -m pytest -n 2 -m 'not slow' $(ARGS)
+	$(BIN)/python -m pytest -n 2 -m 'not slow and not multihost' $(ARGS)
 
 test-slow: setup  ## run the slow tests only
-	$(BIN)/python -m pytest -n 2 -m slow $(ARGS)
+	$(BIN)/python -m pytest -n 2 -m 'slow and not multihost' $(ARGS)
 
 test-all: setup  ## run all tests
 	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+# The pretend hosts need root and these packages; a machine that has them is left as it is.
+MULTIHOST_PACKAGES := openssh-server openssh-client iproute2
+
+test-multihost: setup  ## programs on several hosts: pretend ones with their own sshd (root), and the contract with agents
+	@command -v sshd >/dev/null && command -v ssh >/dev/null && command -v ip >/dev/null \
+	  || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qqy --no-install-recommends $(MULTIHOST_PACKAGES); }
+	$(BIN)/python -m pytest tests/launch/engines tests/launch/test_multi_host.py $(ARGS)
+	LP_PIPE_TEST_MODES=multi_host $(BIN)/python -m pytest -n 2 tests/contract $(ARGS)
 
 lint: setup  ## ruff, mypy, layers, fresh protos; all of them, also after the first failure
 	@$(MAKE) --no-print-directory -k ruff-check ruff-format mypy layers protos-check

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from lp_pipe import connections
-from lp_pipe.connections import frames
+from lp_pipe.connections import frames, spanning
 from lp_pipe.connections.base import Connection, OnClose, OnFrame
 from lp_pipe.connections.frames import Frame
 from lp_pipe.context import current_context
@@ -210,13 +210,14 @@ class _Table:
     def connect(self, endpoint: str, idle_timeout_s: float | None = None) -> Connection:
         node = current_context()
         name = LAUNCHER if node is None else node.name
-        self._refuse(endpoint, name)  # first, so that the listener sees nothing of it
-        connection = FaultyConnection(connections.connect_directly(endpoint, idle_timeout_s), name, endpoint)
+        listener = spanning.known_as(endpoint)
+        self._refuse(listener, name)  # first, so that the listener sees nothing of it
+        connection = FaultyConnection(connections.connect_directly(endpoint, idle_timeout_s), name, listener)
         with self._lock:
             self._connections.add(connection)
             self._apply_to(connection)
         try:
-            self._refuse(endpoint, name)  # a partition may have come in between
+            self._refuse(listener, name)  # a partition may have come in between
         except Unavailable as error:
             connection.cut(str(error))
             raise

@@ -90,8 +90,15 @@ def is_near(endpoint: str) -> bool:
 
 def far_way(endpoint: str) -> str:
     """The same listener, to be reached over the network even from its own host."""
+    return str(Ways.of(endpoint)._replace(host=""))
+
+
+def known_as(endpoint: str) -> str:
+    """The name of what listens at a `hosts:` endpoint; another endpoint is its own."""
+    if not endpoint.startswith(WAYS):
+        return endpoint
     ways = Ways.of(endpoint)
-    return str(ways._replace(near=ways.far))
+    return name_of(ways.run, ways.near.rpartition("/")[2])
 
 
 class SpanningListener(Listener):
@@ -137,7 +144,7 @@ def connect(endpoint: str, idle_timeout_s: float | None = None) -> Connection:
         endpoint = _found(_member(run), address)
     ways = Ways.of(endpoint)
     member = _member(ways.run)
-    if ways.host == member.host and ways.near.startswith(unix.SCHEME):
+    if ways.host == member.host:
         return unix.connect(ways.near, idle_timeout_s)
     from lp_pipe.connections import grpc_stream
 

@@ -96,7 +96,7 @@ class GraphView:
 
 
 def _chosen(edge: Edge, mode: str) -> Edge:
-    if not edge.channel:
+    if not edge.channel or mode == "multi_host":  # there it depends on the hosts: `lp_pipe launch --dry-run` says
         return edge
     return dataclasses.replace(edge, channel=kinds.choice(edge.channel, same_process=mode == "thread"))
 

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lp_pipe.connections import Connection, Frame, frames, grpc_stream
+from lp_pipe.connections import Connection, Frame, frames
 from lp_pipe.connections.credentials import Credentials
 from lp_pipe.connections.tcp_endpoint import SECURE
 from lp_pipe.errors import LaunchError, Unauthenticated, Unavailable
@@ -88,6 +88,8 @@ class Agent:
             self._is_over.wait(_ALIVE_EVERY_S)
         while not self._is_over.wait(_ALIVE_EVERY_S):
             self._link.tell(ALIVE)
+            if self.coordinator is not None:
+                self.coordinator.report_calls()
         if not self._is_welcome:
             raise LaunchError(f"the launcher does not take this agent: {self._closed_reason}")
         return End(self._closed_reason, self._is_closed)
@@ -191,6 +193,8 @@ class _Calls:
 
 def _connect(addresses: Sequence[str], credentials: Credentials, patience_s: float) -> tuple[Connection, str]:
     """To the first that answers: of several addresses of the launcher's host not all may be reachable from here."""
+    from lp_pipe.connections import grpc_stream  # slow to import, and other commands do without
+
     deadline = time.monotonic() + patience_s
     errors: dict[str, str] = {}
     while time.monotonic() < deadline:

@@ -106,8 +106,7 @@ class AgentLink:
                 payload = codec.encode(result)
                 self._connection.send(Frame(frames.RESULT, number, "", payload.body, payload.buffers))
             else:
-                kind = "RuntimeError" if type(error) is RuntimeError else type(error).__name__
-                body = codec.encode((kind, str(error))).body
+                body = codec.encode((type(error).__name__, str(error))).body
                 self._connection.send(Frame(frames.ERROR, number, "", body))
 
     def _send(self, number: int, method: str, args: tuple[Any, ...]) -> None:

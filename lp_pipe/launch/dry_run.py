@@ -24,6 +24,7 @@ def planned(
     hosts: str | Sequence[str] = "",
     engine_options: Mapping[str, str] | None = None,
     listen: str = "",
+    interface: str = "",
     join_timeout: float = 60.0,
     host_timeout: float = 7.0,
 ) -> list[str]:
@@ -43,7 +44,7 @@ def planned(
         }
         return [*_nodes(places), *_edges(plan, places)]
     options = MultiHostOptions(
-        named_engine(engine, hosts, engine_options or {}), listen, Patience(join_timeout, host_timeout)
+        named_engine(engine, hosts, engine_options or {}), listen, interface, Patience(join_timeout, host_timeout)
     )
     gathered = gather(plan, options, generate_credentials())
     gathered.gathering.close(patience_s=3.0)

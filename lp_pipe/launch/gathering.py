@@ -87,12 +87,16 @@ class Gathering:
     """on_lost(agent, why): one that had joined is gone; called in its connection's thread.
 
     listen: the address or name by which the hosts reach the launcher, "NAME" or "NAME@BIND"; "": found out.
+    interface: see Invitation.
     """
 
-    def __init__(self, engine: Engine, credentials: Credentials, listen: str, patience: Patience) -> None:
+    def __init__(
+        self, engine: Engine, credentials: Credentials, listen: str, interface: str, patience: Patience
+    ) -> None:
         self._engine = engine
         self._credentials = credentials
         self._listen = listen
+        self._interface = interface
         self._patience = patience
         self._needs_torch = False
         self._agents: dict[str, RemoteAgent] = {}
@@ -124,7 +128,8 @@ class Gathering:
         try:
             port = listener.endpoint.rpartition(":")[2]
             addresses = [f"[{name}]:{port}" if ":" in name else f"{name}:{port}" for name in where[1]]
-            self._watched = self._engine.start(Invitation(addresses, self._credentials.to_bytes(), log_dir))
+            secret = self._credentials.to_bytes()
+            self._watched = self._engine.start(Invitation(addresses, secret, log_dir, self._interface))
             self._wait()
         finally:
             listener.close()  # nobody joins any more

@@ -116,7 +116,7 @@ def _places(
             if host_of[spec.name] == name
         ]
         found.update({node_id: HostPlace(name, place) for node_id, place in place_all(here, hardware).items()})
-    return found
+    return {spec.node_id: found[spec.node_id] for spec in nodes}
 
 
 def _what_is_missing(label: str, spec: NodeSpec, fitting: int, wanted: int, rooms: Mapping[str, _Room]) -> str:

@@ -43,6 +43,7 @@ def launch(
     hosts: str | Sequence[str] = "",
     engine_options: Mapping[str, str] | None = None,
     listen: str = "",
+    interface: str = "",
     join_timeout: float = 60.0,
     host_timeout: float = 7.0,
 ) -> Run:
@@ -62,6 +63,7 @@ def launch(
     engine, hosts, engine_options (multi_host, like all below): who starts an agent on each host, "local", "ssh" or one
         that a package adds; which hosts, as "h1,h2:gpus=4", a list of such, or a file; and its own options.
     listen: the address (or "NAME@ADDRESS") by which the hosts reach this one; default: found out.
+    interface: of every host, by name or address, by which the others reach it; default: that towards the launcher.
     join_timeout: seconds for all hosts to join. host_timeout: a host that is silent for so long counts as lost.
 
     Raises:
@@ -78,9 +80,11 @@ def launch(
     if hang_after is not None and not 0 < hang_after < math.inf:
         raise ValueError(f"hang_after={hang_after}: seconds are needed, more than 0; None for no reports")
     options = None
+    if mode != "multi_host" and (hosts or engine_options or listen or interface or engine != "local"):
+        raise ValueError(f"mode={mode!r} has one host; engine, hosts, listen and interface are for mode='multi_host'")
     if mode == "multi_host":
         found = named_engine(engine, hosts, engine_options or {})
-        options = MultiHostOptions(found, listen, Patience(join_timeout, host_timeout))
+        options = MultiHostOptions(found, listen, interface, Patience(join_timeout, host_timeout))
     plan = make_plan(program, _make_run_dir(program.name, run_dir), grace)
     metrics = MetricsLog(plan.run_dir / "metrics.jsonl", metrics_sinks)
     if serialize_py_nodes:

@@ -39,17 +39,18 @@ _STACKS_PATIENCE_S = 5.0
 _CLOSE_PATIENCE_S = 8.0
 _PORT_PATIENCE_S = 10.0
 _PASSED_ON = (
-    *("node_started", "node_calls", "node_ended", "node_down", "register", "withdraw", "find", "resolve"),
+    *("node_started", "node_ended", "node_down", "register", "withdraw", "find", "resolve"),
     *("inner_nodes_ended", "stop_inner_nodes", "request_stop", "log_metrics"),
 )
 
 
 @dataclass(frozen=True)
 class MultiHostOptions:
-    """listen: by which address the hosts reach the launcher; "": found out. patience: with hosts."""
+    """listen: by which address the hosts reach the launcher, interface: by which each other; "": found out."""
 
     engine: Engine
     listen: str = ""
+    interface: str = ""
     patience: Patience = field(default_factory=Patience)
 
 
@@ -68,9 +69,9 @@ def gather(plan: Plan, options: MultiHostOptions, credentials: Credentials) -> G
     Raises:
         LaunchError: a host has not joined. ValueError: the hosts do not have what the program wants.
     """
-    gathering = Gathering(options.engine, credentials, options.listen, options.patience)
+    gathering = Gathering(options.engine, credentials, options.listen, options.interface, options.patience)
     try:
-        agents = gathering.gather(str(plan.run_dir / "logs"), needs_torch="torch" in sys.modules)
+        agents = gathering.gather(str(plan.run_dir / "agents"), needs_torch="torch" in sys.modules)
         offers = gathering.offers
         hardware = {name: offered(offers[name], agent.joining.hardware) for name, agent in agents.items()}
         return Gathered(gathering, agents, place_on_hosts(plan.nodes, hardware))
@@ -274,9 +275,15 @@ class _FromAgent:
     ) -> None:
         for name in _PASSED_ON:
             setattr(self, name, getattr(coordinator, name))
+        self._coordinator = coordinator
         self._logs = logs
         self._link = link
         self.reserve_port = _PortsElsewhere(plan, gathered).ask
+
+    def calls(self, taken: Mapping[str, int]) -> None:
+        """How many calls the servers of its nodes have taken, by node_id."""
+        for node_id, calls in taken.items():
+            self._coordinator.node_calls(node_id, calls)
 
     def log(self, node_id: str, is_stderr: bool, text: bytes) -> None:
         self._logs.put(self._link, node_id, is_stderr, text)

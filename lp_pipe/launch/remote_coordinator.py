@@ -22,6 +22,7 @@ class RemoteCoordinator:
         self._lock = threading.Lock()
         self._running = set(node_ids)
         self._ending: set[str] = set()
+        self._calls: dict[str, int] = {}  # by node_id: of its servers, since the last report
 
     def told_to_end(self, node_ids: Iterable[str]) -> None:
         with self._lock:
@@ -36,7 +37,15 @@ class RemoteCoordinator:
         self._link.tell("node_started", node_id, pid)
 
     def node_calls(self, node_id: str, calls: int) -> None:
-        self._link.tell("node_calls", node_id, calls)
+        """Kept until `report_calls`: one message for the host, and not one for each node."""
+        with self._lock:
+            self._calls[node_id] = calls
+
+    def report_calls(self) -> None:
+        with self._lock:
+            calls, self._calls = self._calls, {}
+        if calls:
+            self._link.tell("calls", calls)
 
     def node_ended(self, node_id: str, failure: Failure | None, can_restart: bool = True) -> None:
         with self._lock:

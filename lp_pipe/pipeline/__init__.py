@@ -18,6 +18,7 @@ from lp_pipe.pipeline.schedule import Action as Action
 from lp_pipe.pipeline.schedule import Costs as Costs
 from lp_pipe.pipeline.schedule import Schedule as Schedule
 from lp_pipe.pipeline.schedule import Timeline as Timeline
+from lp_pipe.pipeline.schedule import Updates as Updates
 from lp_pipe.pipeline.schedule import make_schedule as make_schedule
 from lp_pipe.pipeline.schedule import peak_activations as peak_activations
 from lp_pipe.pipeline.schedule import register_schedule as register_schedule
@@ -26,6 +27,7 @@ from lp_pipe.pipeline.schedule import search_schedule as search_schedule
 from lp_pipe.pipeline.schedule import simulate as simulate
 from lp_pipe.pipeline.schedule import to_text as to_text
 from lp_pipe.pipeline.schedule import verify as verify
+from lp_pipe.pipeline.schedule import vertical_sync as vertical_sync
 
 if TYPE_CHECKING:
     from lp_pipe.pipeline.add import add_pipeline as add_pipeline

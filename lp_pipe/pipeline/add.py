@@ -112,11 +112,36 @@ def add_pipeline(
         edges=tuple(edges),
         replicas=counts,
         devices=check_devices(device, len(made.workers)),
+        updates=made.updates,
     )
+    if made.updates is not None:
+        _check_asynchronous(config)
     with program.group(group, resources=resources):
         conductor = _add_nodes(program, config, _workers(config, sources, cuts, _owners(model, tied)), inputs, group)
     stage_of_layer = [sum(cut <= layer for cut in cuts) for layer in range(len(sources))]
-    return PipelineHandle(conductor, [counts[made.placement[stage]] for stage in stage_of_layer])
+    replicas_by_layer = [counts[made.placement[stage]] for stage in stage_of_layer]
+    return PipelineHandle(conductor, replicas_by_layer, is_asynchronous=made.updates is not None)
+
+
+def _check_asynchronous(config: PipelineConfig) -> None:
+    """Refuse what needs all stages at once.
+
+    Raises:
+        PipelineError: says what it is, and what to do.
+        ScheduleError: vertical sync of stages with different numbers of replicas.
+    """
+    _ = config.timings
+    refused = {
+        "clip_grad_norm": (config.clip_grad_norm is not None, "the gradients of all stages have one norm"),
+        "precision='fp16'": (config.precision == "fp16", "all stages have one loss scale: take 'bf16'"),
+        "tied weights or skips between stages": (bool(config.edges), "the stages are at different versions"),
+    }
+    for what, (is_asked, why) in refused.items():
+        if is_asked:
+            raise PipelineError(
+                f"{what} with an asynchronous schedule, whose stages update at different times: {why}; or use a "
+                "synchronous schedule, such as '1f1b'"
+            )
 
 
 def _planned(plan: Plan, replicas: int | Sequence[int], sources: Sequence[Any]) -> tuple[list[int], list[int]]:

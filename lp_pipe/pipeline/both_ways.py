@@ -65,6 +65,11 @@ def check(model: Model, batches: Sequence[tuple[Any, Any]], **pipeline_options: 
     there, here = _Log(), _Log()
     program = Program("check")
     handle = add_pipeline(program, _watched(model, there), **pipeline_options)
+    if handle.is_asynchronous:
+        raise PipelineError(
+            "check() compares with a plain loop, from which an asynchronous schedule differs by design: check the "
+            "model with '1f1b'"
+        )
     with computing_with((pipeline_options.get("resources") or Resources()).threads), launch(program, "thread") as run:
         pipeline = run.client(handle)
         options = (pipeline_options.get("clip_grad_norm"), pipeline_options.get("precision", "fp32"))

@@ -1,7 +1,7 @@
 """A pipeline as its users see it: a handle at setup, a client that looks like a model at execution."""
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,9 @@ from lp_pipe.rpc import CourierClient
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+_NO_END = 1 << 30  # steps that are still to come
 
 
 class PipelineClient:
@@ -36,15 +39,17 @@ class PipelineClient:
         return result
 
     def steps(self, n: int | None = None) -> Iterator[StepResult]:
-        """Steps on the feeder's batches until there were `n`, or until the end of the data."""
-        done = 0
-        while n is None or done < n:
+        """Steps on the feeder's batches until there were `n`, or until the end of the data.
+
+        With an asynchronous schedule the pipeline stays full: while you have one step's result, the next one is on its
+        way. So what you do between two steps (evaluate, save) sees the weights after that next one, and if you leave
+        the loop early, it is done as well (`current_step`). At the end of the loop no step is on its way.
+        """
+        for more in itertools.count() if n is None else reversed(range(n)):
             try:
-                result = self.step()
+                yield self._conductor.step(None, _NO_END if n is None else more)
             except EndOfData:
                 return
-            yield result
-            done += 1
 
     def evaluate(self, batches: Sequence[tuple[Any, Any]]) -> EvalResult:
         """(mean loss, mean metrics) in eval mode; no parameter, buffer or random state changes."""
@@ -72,7 +77,7 @@ class PipelineClient:
 
     def _windows(self, inputs: Iterator[Any], in_flight: int | None) -> Iterator[Any]:
         size = in_flight or 2 * self._conductor.worker_count()
-        while window := list(islice(inputs, size)):
+        while window := list(itertools.islice(inputs, size)):
             yield from self._conductor.forward_many(window)
 
     def state_dict(self) -> "dict[str, Tensor]":
@@ -141,8 +146,11 @@ class PipelineClient:
 class PipelineHandle(Handle[PipelineClient]):
     """Pass it to the nodes that drive or evaluate the pipeline; they get a PipelineClient."""
 
-    def __init__(self, conductor: CourierHandle, replicas_by_layer: Sequence[int]) -> None:
+    def __init__(
+        self, conductor: CourierHandle, replicas_by_layer: Sequence[int], *, is_asynchronous: bool = False
+    ) -> None:
         super().__init__()
+        self.is_asynchronous = is_asynchronous
         self._conductor = conductor
         self.node_name = conductor.node_name
         self.replicas_by_layer = tuple(replicas_by_layer)

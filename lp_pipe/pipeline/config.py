@@ -10,6 +10,7 @@ from lp_pipe.pipeline.model import Loss, LossWeight, OptimizerFactory, Scheduler
 from lp_pipe.pipeline.ranks import Ranks
 from lp_pipe.pipeline.schedule import Schedule, replicated
 from lp_pipe.pipeline.schedule.channels import Channels, Edge
+from lp_pipe.pipeline.schedule.updates import Timing, Updates
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,12 @@ class PipelineConfig:
     edges: tuple[Edge, ...] = ()
     replicas: tuple[int, ...] = ()  # of each worker
     devices: tuple[str, ...] = ()  # of each worker, as the user names them
+    updates: Updates | None = None  # of an asynchronous schedule
+
+    @property
+    def timings(self) -> tuple[Timing, ...]:
+        """Of each stage of an asynchronous schedule."""
+        return self.updates.timings(self.replicas) if self.updates is not None else ()
 
     @property
     def channels(self) -> Channels:

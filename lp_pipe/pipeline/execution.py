@@ -32,11 +32,16 @@ class Report:
     overflowed: bool = False
     outputs: dict[int, Any] = field(default_factory=dict)  # by micro-batch
     spans: list[tuple[str, float, float]] = field(default_factory=list)
+    versions: list[tuple[str, int]] = field(default_factory=list)  # of the weights that actions of AsyncWorker used
 
 
 @dataclass
 class Operation:
-    """The state of the operation that is running."""
+    """The state of the operation that is running.
+
+    weights: of the micro-batches' losses in the report; gradient_weights: in the gradients, where these differ.
+    first_number: under which number its first micro-batch is stashed, where operations overlap.
+    """
 
     tag: int
     step: int
@@ -45,6 +50,8 @@ class Operation:
     weights: list[float]
     report: Report
     scale: float | None = None
+    gradient_weights: list[float] | None = None
+    first_number: int = 0
     losses: dict[int, Tensor] = field(default_factory=dict)
 
 
@@ -95,7 +102,8 @@ class Execution:
         message = self._input_of(action, operation)
         skips = self._side.values(action, operation.tag)
         start = time.monotonic()
-        value = self._stages[action.stage].forward(message, operation.step, action.microbatch, skips)
+        number = operation.first_number + action.microbatch
+        value = self._stages[action.stage].forward(message, operation.step, action.microbatch, skips, number)
         if action.stage == self._config.last_stage:
             loss = self._loss(value, action.microbatch, operation)
             operation.losses[action.microbatch] = loss
@@ -105,17 +113,18 @@ class Execution:
     def _backward(self, action: Action, operation: Operation) -> None:
         stage = self._stages[action.stage]
         defer_weights = action.op == "I"
+        number = operation.first_number + action.microbatch
         if action.stage == self._config.last_stage:
             start = time.monotonic()
             loss = operation.losses.pop(action.microbatch)
-            gradients = stage.backward_from_loss(action.microbatch, loss, defer_weights=defer_weights)
+            gradients = stage.backward_from_loss(number, loss, defer_weights=defer_weights)
         else:
             channel = self._channels.receives(action)
             assert channel is not None, "only the last stage has nobody to wait for"
             received = self._links.receive(channel, operation.tag, action.microbatch)
             more = self._side.roots(action, operation.tag)
             start = time.monotonic()
-            gradients = stage.backward(action.microbatch, received, more, defer_weights=defer_weights)
+            gradients = stage.backward(number, received, more, defer_weights=defer_weights)
         self._note(action, operation, start)
         channel = self._channels.sends(action)
         if channel is not None:
@@ -169,7 +178,8 @@ class Execution:
         report.loss += loss.item() * weight
         for name, value in metrics.items():
             report.metrics[name] = report.metrics.get(name, 0.0) + _number(value) * weight
-        weighted = loss * weight
+        weights = operation.gradient_weights
+        weighted = loss * (weight if weights is None else weights[microbatch])
         return weighted if operation.scale is None else scaled(weighted, operation.scale)
 
     def _note(self, action: Action, operation: Operation, start: float) -> None:

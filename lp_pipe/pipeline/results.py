@@ -61,8 +61,13 @@ class EvalResult(NamedTuple):
 
 
 class StepTrace(NamedTuple):
-    """One step's actions: for each worker (action, start, end) in time.monotonic() seconds of its host."""
+    """One step's actions: for each worker (action, start, end) in time.monotonic() seconds of its host.
+
+    versions: of an asynchronous schedule, for each worker (action, version of the weights that it used), where a
+        version is the number of updates that made it.
+    """
 
     step: int
     began: float
     workers: tuple[tuple[tuple[str, float, float], ...], ...]
+    versions: tuple[tuple[tuple[str, int], ...], ...] = ()

@@ -76,14 +76,23 @@ class Stage:
         self._weight_stash: dict[int, Callable[[Roots], None]] = {}  # the second parts of backwards
         self._popped_gradients: dict[tuple[int, str], list[Tensor | None]] = {}
 
-    def forward(self, message: Message, step: int, microbatch: int, skips: dict[str, Any] | None = None) -> Any:
+    def forward(
+        self,
+        message: Message,
+        step: int,
+        microbatch: int,
+        skips: dict[str, Any] | None = None,
+        number: int | None = None,
+    ) -> Any:
         """Train-mode forward of one micro-batch; its graph waits in the stash until `backward`.
+
+        number: by which backwards will call it; default: `microbatch`.
 
         skips: by name, the messages with the values that this stage's Pops take from other stages; afterwards the
         values that its Stashes have for other stages, with their graph.
         Returns the last layer's output with its graph, for the loss, or for `to_message`.
         """
-        stash = self.activation_stash[microbatch] = Stash()
+        stash = self.activation_stash[microbatch if number is None else number] = Stash()
         return self._run(message, step, microbatch, stash, {} if skips is None else skips)
 
     def infer(self, message: Message, microbatch: int, skips: dict[str, Any] | None = None) -> Any:

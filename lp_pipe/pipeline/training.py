@@ -17,11 +17,15 @@ from lp_pipe.pipeline.stage import Stage
 
 
 class Saved(NamedTuple):
-    """A checkpoint's contents: `optimizer` has state and options of every parameter, by name."""
+    """A checkpoint's contents: `optimizer` has state and options of every parameter, by name.
+
+    versions: what each worker of an asynchronous pipeline has added.
+    """
 
     weights: dict[str, Tensor]
     optimizer: dict[str, dict[str, Any]]
     lr_scheduler: dict[str, Any] | None
+    versions: list[dict[str, Any]]
 
 
 class Training:
@@ -45,6 +49,11 @@ class Training:
         """All that this worker's stages own, in order."""
         return [parameter for _, parameter in self._parameters]
 
+    @property
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """The same, by the names that users see."""
+        return dict(self._parameters)
+
     def gradient_norms(self) -> dict[int, list[Tensor]]:
         """For each stage the 2-norms of its parameters' gradients, in order, without those that have none.
 
@@ -63,15 +72,30 @@ class Training:
         try:
             if max_norm is not None and total_norm is not None:
                 nn.utils.clip_grads_with_norm_(self.parameters, max_norm, total_norm)
-            if self._optimizer is not None:
-                if not skip:
-                    self._optimizer.step()
-                if self._lr_scheduler is not None:
-                    self._lr_scheduler.step()
-                self.has_updated = True
+            if not skip and self._optimizer is not None:
+                self._optimizer.step()
+            self.step_scheduler()
+            self.has_updated = self._optimizer is not None
         finally:
             self.has_updated = self.has_updated or self._versions() != versions
             self.clear_gradients()  # else the next step would add to them
+
+    def update(self) -> None:
+        """One of an asynchronous step's updates."""
+        if self._optimizer is not None:
+            self._optimizer.step()
+        self.clear_gradients()
+
+    def step_scheduler(self) -> None:
+        """Once a step, whatever the number of its updates."""
+        if self._lr_scheduler is not None:
+            self._lr_scheduler.step()
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply all that are there."""
+        for _, parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
 
     def bytes(self) -> tuple[int, int, int]:
         """Those of the parameters, of the gradients that are there, and of the optimizer's state."""
@@ -85,12 +109,16 @@ class Training:
         for _, parameter in self._parameters:
             parameter.grad = None
 
-    def save(self, folder: str, name: str, weights: dict[str, Tensor]) -> None:
+    def save(self, folder: str, name: str, weights: dict[str, Tensor], versions: dict[str, Any] | None = None) -> None:
         """Write weights, optimizer and scheduler under the parameters' names, so that any cut can take them.
+
+        versions: an asynchronous worker's.
 
         The file is complete or not there: written aside, flushed to disk, then renamed.
         """
         share = {"weights": weights, "optimizer": self._optimizer_state(), "lr_scheduler": self._scheduler_state()}
+        if versions is not None:
+            share["versions"] = versions
         aside = Path(folder) / f".{name}.{os.getpid()}"
         with aside.open("wb") as file:
             torch.save(share, file)
@@ -107,6 +135,7 @@ class Training:
         weights: dict[str, Tensor] = {}
         per_parameter: dict[str, dict[str, Any]] = {}
         scheduler: dict[str, Any] | None = None
+        versions: list[dict[str, Any]] = []
         for name in files:
             path = Path(folder) / name
             try:
@@ -116,10 +145,11 @@ class Training:
             weights.update(share["weights"])
             per_parameter.update(share["optimizer"])
             scheduler = scheduler or share["lr_scheduler"]
+            versions += [share["versions"]] if "versions" in share else []
         for name in self._trained_names():
             if name not in per_parameter:
                 raise CheckpointError(f"the checkpoint has no optimizer state for {name}: it is of another model")
-        return Saved(weights, per_parameter, scheduler)
+        return Saved(weights, per_parameter, scheduler, versions)
 
     def restore(self, saved: Saved) -> None:
         """Set optimizer and scheduler to what was saved; the weights are the stages' own business."""

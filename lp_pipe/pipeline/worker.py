@@ -12,23 +12,24 @@ from lp_pipe.address import Address
 from lp_pipe.channels import ChannelHub
 from lp_pipe.channels.kinds import hub_endpoint
 from lp_pipe.context import context
-from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.activation_meter import ActivationMeter
-from lp_pipe.pipeline.batches import BatchSource
+from lp_pipe.pipeline.async_worker import AsyncWorker
 from lp_pipe.pipeline.buffers import BufferSnapshot
 from lp_pipe.pipeline.build import build_layers
 from lp_pipe.pipeline.channel_handle import ChannelTarget
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
-from lp_pipe.pipeline.device import chosen_device, current, to_device, to_host
+from lp_pipe.pipeline.device import chosen_device, current, to_host
 from lp_pipe.pipeline.execution import Execution, Operation, Report, Run
+from lp_pipe.pipeline.intake import Intake
 from lp_pipe.pipeline.links import Links
 from lp_pipe.pipeline.manifest import SHARE
-from lp_pipe.pipeline.microbatches import aligned, apart, loss_weights, split
+from lp_pipe.pipeline.microbatches import aligned, apart
 from lp_pipe.pipeline.reduction import Reduction
 from lp_pipe.pipeline.results import StageMemory
 from lp_pipe.pipeline.schedule import Action, Schedule, forward_on, share
 from lp_pipe.pipeline.side_channels import SideChannels
 from lp_pipe.pipeline.stage import Stage, check_shapes
+from lp_pipe.pipeline.tasks import Task
 from lp_pipe.pipeline.tied import tie
 from lp_pipe.pipeline.training import Saved, Training
 
@@ -52,7 +53,6 @@ class StageWorker:
         self._config = pipeline
         self._worker, self._replica = pipeline.ranks.places[worker.rank]
         self._device = chosen_device(pipeline.devices[self._worker], worker.rank)
-        self._batches = BatchSource(feeder)
         self._name = node.name
         self._stages = {
             stage: _stage(stage, first, sources, pipeline, worker, self._device)
@@ -70,35 +70,32 @@ class StageWorker:
         self._reduction = Reduction(*ends, **options)
         self._side = SideChannels(pipeline.channels, self._links, self._stages)
         self._execution = Execution(pipeline, self._stages, self._links, self._side, node.name, self._device)
+        self._intake = Intake(pipeline, self._stages, feeder, node.name, self._device)
+        self._async = self._async_worker() if pipeline.updates is not None else None
 
-    def train(
-        self,
-        tag: int,
-        step: int,
-        microbatches: int,
-        given: tuple[Any] | None,
-        target: tuple[Any] | None = None,
-        scale: float | None = None,
-    ) -> Report:
+    def train(self, task: Task, scale: float | None = None) -> Report:
         """Run the schedule's actions for one step; gradients stay until `apply` or `discard`.
 
-        given: the batch's input, for the first stage. target: for the last stage. None: ask the feeder. They are split
-        here, because memory that was split before it came here would lie at other addresses.
         scale: a factor of the losses, for the backwards; the gradients are without it afterwards.
         """
-        schedule = self._config.schedule_for(microbatches)
+        schedule = self._config.schedule_for(task.microbatches)
         self._buffers_before = None
-        inputs, targets = self._batch(step, microbatches, given, target)
-        operation = self._operation(tag, step, inputs, targets, scale)
+        operation = self._intake.operation(task, scale)
         self._buffers_before = BufferSnapshot(self._modules)
         with current(self._device), self._metered(operation) as actions:
             self._execution.run(self._share_of(schedule), operation, actions)
-        self._reduction.reduce(tag, self.training.parameters, self._modules, self._buffers_before)
+        self._reduction.reduce(task.tag, self.training.parameters, self._modules, self._buffers_before)
         if scale is not None:
             operation.report.overflowed = self.training.unscale_gradients(scale)
         if self._config.clip_grad_norm is not None:
             operation.report.gradient_norms = self.training.gradient_norms()
         return operation.report
+
+    def train_ahead(self, task: Task, ahead: Task | None, after: int) -> Report:
+        """One step of an asynchronous schedule, updates included; see AsyncWorker.run."""
+        assert self._async is not None, "only an asynchronous schedule has such steps"
+        with current(self._device):
+            return self._async.run(task, ahead, after)
 
     def infer(self, tag: int, microbatches: int, inputs: dict[int, Any], targets: list[Any]) -> Report:
         """Run forwards in eval mode; the last stage reports the loss, or the outputs where there are no targets.
@@ -106,8 +103,10 @@ class StageWorker:
         inputs: for the first stage, those of this replica, by micro-batch.
         """
         schedule = forward_on(self._config.placement, microbatches)
+        if self._async is not None:
+            self._async.discard()  # its messages are in the way of these
         self._buffers_before = None  # what a step has changed stays
-        operation = self._operation(tag, 0, apart(inputs), aligned(targets))
+        operation = self._intake.of(tag, 0, apart(inputs), aligned(targets))
         with torch.no_grad(), current(self._device), self._eval_mode():
             self._execution.run(self._share_of(schedule), operation, self._execution.inference)
         return operation.report
@@ -149,11 +148,15 @@ class StageWorker:
         self._reduction.discard()
         for stage in self._stages.values():
             stage.discard()
+        if self._async is not None:
+            self._async.discard()
 
     def abort(self, tag: int, reason: str) -> None:
         """Make operation `tag` fail wherever it waits; called while it runs."""
         self._links.abort(tag, reason)
         self._reduction.abort(tag, reason)
+        if self._async is not None:
+            self._async.abort(tag, reason)
 
     def start_metering(self) -> None:
         """Count what the next steps hold in memory; they take longer."""
@@ -170,17 +173,21 @@ class StageWorker:
 
     def state_dict(self) -> dict[str, Tensor]:
         """This worker's part of the model."""
-        state = {name: value for stage in self._stages.values() for name, value in stage.state_dict().items()}
-        return dict(to_host(state, self._device))
+        with self._async.between_steps() if self._async is not None else contextlib.nullcontext():
+            state = {name: value for stage in self._stages.values() for name, value in stage.state_dict().items()}
+            return dict(to_host(state, self._device))
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        if self._async is not None:
+            self._async.forget_versions()
         for stage in self._stages.values():
             stage.load_state_dict(state)
 
     def save(self, path: str, version: str) -> str:
         """Write this worker's share of a checkpoint into the folder; returns the file's name."""
         name = SHARE.format(version=version, worker=self._worker)
-        self.training.save(path, name, self.state_dict())
+        versions = self._async.state() if self._async is not None else None
+        self.training.save(path, name, self.state_dict(), versions)
         return name
 
     def read(self, path: str, files: list[str]) -> None:
@@ -200,6 +207,8 @@ class StageWorker:
         assert saved is not None, "adopt comes after read"
         self.load_state_dict(saved.weights)
         self.training.restore(saved)
+        if self._async is not None:
+            self._async.restore(saved.versions)
 
     @contextlib.contextmanager
     def _metered(self, operation: Operation) -> Iterator[Mapping[str, Run]]:
@@ -221,48 +230,13 @@ class StageWorker:
             yield {**self._execution.training, "F": forward}
         self._gradient_bytes = self.training.bytes()[1]
 
+    def _async_worker(self) -> AsyncWorker:
+        share = self._replica, self._config.replicas[self._worker]
+        parts = self._execution, self.training, self._reduction, self._intake
+        return AsyncWorker(self._stages[self._worker], self._config.timings, share, *parts)
+
     def _share_of(self, schedule: Schedule) -> tuple[Action, ...]:
         return share(schedule.workers[self._worker], self._config.replicas[self._worker], self._replica)
-
-    def _operation(
-        self,
-        tag: int,
-        step: int,
-        inputs: list[Any] | dict[int, Any],
-        targets: list[Any],
-        scale: float | None = None,
-    ) -> Operation:
-        weights = loss_weights(targets, self._config.loss_weight) if targets else []
-        inputs, targets = to_device(inputs, self._device), to_device(targets, self._device)
-        return Operation(tag, step, inputs, targets, weights, Report(), scale)
-
-    def _batch(
-        self, step: int, microbatches: int, given: tuple[Any] | None, target: tuple[Any] | None
-    ) -> tuple[list[Any], list[Any]]:
-        """The micro-batches' inputs and targets, as far as this worker's stages need them."""
-        needs_input, needs_target = 0 in self._stages, self._config.last_stage in self._stages
-        if (needs_input and given is None) or (needs_target and target is None):
-            value, label = self._from_feeder(step)
-            given, target = given or (value,), target or (label,)
-        inputs = split(given[0], self._config.microbatches) if needs_input and given else []
-        targets = split(target[0], self._config.microbatches) if needs_target and target else []
-        for part, pieces in (("input", inputs), ("target", targets)):
-            if pieces and len(pieces) != microbatches:
-                raise PipelineError(
-                    f"step {step}: the batch's input splits into {microbatches} micro-batches, the {part} that "
-                    f"{self._name} got into {len(pieces)}: give both the same first dimension, and let batch(step) be "
-                    "a pure function of the step"
-                )
-        return inputs, targets
-
-    def _from_feeder(self, step: int) -> tuple[Any, Any]:
-        batch = self._batches.get(step)
-        if batch is None:
-            raise PipelineError(
-                f"the feeder gave the first stage a batch for step {step}, and {self._name} None: "
-                "batch(step) must be a pure function of the step"
-            )
-        return batch
 
     @contextlib.contextmanager
     def _eval_mode(self) -> Iterator[None]:

@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
+from lp_pipe.context import context
 from lp_pipe.errors import Unavailable
 from lp_pipe.pipeline.execution import Report
 from lp_pipe.pipeline.worker import StageWorker
+from lp_pipe.rpc.pool import DaemonPool
 
 
 class Workers:
@@ -19,6 +21,13 @@ class Workers:
         self.own = own
         self._peers = list(peers)
         self._tag = 0
+        self._pool = DaemonPool(1, "steps ahead")
+        context().exit_stack.callback(self._pool.close)
+
+    def new_tag(self) -> int:
+        """The number of a new operation, higher than all before."""
+        self._tag += 1
+        return self._tag
 
     def some(self, ranks: Sequence[int], method: str, *args: Any) -> list[Any]:
         """What a method of these workers returns; rank 0 is among them, and all work at the same time."""
@@ -39,59 +48,99 @@ class Workers:
         Raises:
             Exception: the failure that came first; a worker that only lost its neighbour does not count as first.
         """
-        self._tag += 1
-        attempt = _Attempt(self._tag, [self.own, *self._peers])
-        futures: list[Future[Report]] = []
-        for rank, peer in enumerate(self._peers, start=1):
-            future: Future[Report] = run(peer.futures, self._tag, rank)
-            future.add_done_callback(attempt.watch)
-            futures.append(future)
-        reports: list[Report] = []
+        tag = self.new_tag()
+        attempt = self._attempt(tag, [run(peer.futures, tag, rank) for rank, peer in enumerate(self._peers, start=1)])
         try:
-            reports.append(run(self.own, self._tag, 0))
+            own = run(self.own, tag, 0)
         except BaseException as error:  # kept as the reason of the whole operation, raised below
             attempt.fail(error)
-        for future in futures:
-            error_there = future.exception()
-            if error_there is None:
-                reports.append(future.result())
-            else:  # the future wakes this thread before it calls `watch`
-                attempt.fail(error_there)
-        if attempt.errors:
-            with contextlib.suppress(Unavailable):  # a worker that has died is the cause, or comes after it
-                self.all("discard")
-            raise attempt.cause()
-        return reports
+        try:
+            others = attempt.reports()
+        except BaseException:
+            self.discard()
+            raise
+        return [own, *others]
+
+    def begin(self, tag: int, run: Callable[[Any, int], Any]) -> "Attempt":
+        """Begin an operation on every rank, perhaps before another has ended; after a failure call `discard`."""
+        own: Future[Report] = Future()
+        peers = [run(peer.futures, rank) for rank, peer in enumerate(self._peers, start=1)]
+        self._pool.submit(settle, own, lambda: run(self.own, 0))
+        return self._attempt(tag, [own, *peers])
+
+    def discard(self) -> None:
+        """Let all workers forget what a failed operation has left, once none works on it any more."""
+        with contextlib.suppress(Unavailable):  # a worker that has died is the cause, or comes after it
+            self.all("discard")
+
+    def _attempt(self, tag: int, futures: "Sequence[Future[Report]]") -> "Attempt":
+        def abort(reason: str) -> None:
+            self.own.abort(tag, reason)
+            for peer in self._peers:
+                peer.futures.abort(tag, reason)
+
+        return Attempt(abort, futures)
 
 
-class _Attempt:
-    """The failures of one operation; the first one frees all workers."""
+class Attempt:
+    """An operation's reports, or its failures; the first one frees all workers."""
 
-    def __init__(self, tag: int, workers: list[Any]) -> None:
-        self._tag = tag
-        self._workers = workers
+    def __init__(self, abort: Callable[[str], None], futures: "Sequence[Future[Report]]") -> None:
+        self._abort = abort
+        self._futures = futures
         self._lock = threading.Lock()
-        self.errors: list[BaseException] = []
+        self._errors: list[BaseException] = []
+        for future in futures:
+            future.add_done_callback(self._watch)
 
-    def watch(self, future: "Future[Report]") -> None:
+    def failure(self) -> BaseException | None:
+        """What `reports` raises, if it does."""
+        try:
+            self.reports()
+        except BaseException as error:
+            return error
+        return None
+
+    def reports(self) -> list[Report]:
+        """Wait for all of them.
+
+        Raises:
+            Exception: the failure that came first; a worker that only lost its neighbour does not count as first.
+        """
+        for future in self._futures:
+            self._watch(future)  # the future wakes this thread before it calls `_watch`
+        if self._errors:
+            raise first_cause(self._errors)
+        return [future.result() for future in self._futures]
+
+    def fail(self, error: BaseException) -> None:
+        """Take note of a failure, and end the operation on the other workers."""
+        with self._lock:
+            if any(error is known for known in self._errors):
+                return
+            self._errors.append(error)
+            is_first = len(self._errors) == 1
+        if is_first:
+            # Not str(error): it may be empty, or the user's own and raise.
+            first_line = traceback.format_exception_only(error)[0].splitlines()[0]
+            self._abort(f"the operation failed on another stage: {first_line}")
+
+    def _watch(self, future: "Future[Report]") -> None:
         error = future.exception()
         if error is not None:
             self.fail(error)
 
-    def fail(self, error: BaseException) -> None:
-        with self._lock:
-            if any(error is known for known in self.errors):
-                return
-            self.errors.append(error)
-            is_first = len(self.errors) == 1
-        if is_first:
-            # Not str(error): it may be empty, or the user's own and raise.
-            first_line = traceback.format_exception_only(error)[0].splitlines()[0]
-            reason = f"the operation failed on another stage: {first_line}"
-            own, *peers = self._workers
-            own.abort(self._tag, reason)
-            for peer in peers:
-                peer.futures.abort(self._tag, reason)
 
-    def cause(self) -> BaseException:
-        return next((error for error in self.errors if not isinstance(error, Unavailable)), self.errors[0])
+def first_cause(errors: Sequence[BaseException]) -> BaseException:
+    """The first one; a worker that only lost its neighbour does not count as first."""
+    return next((error for error in errors if not isinstance(error, Unavailable)), errors[0])
+
+
+def settle(future: "Future[Any]", operation: Callable[[], Any]) -> None:
+    """Run an operation for whoever waits for the future."""
+    try:
+        result = operation()
+    except BaseException as error:  # belongs to who waits, where it is raised
+        future.set_exception(error)
+    else:
+        future.set_result(result)

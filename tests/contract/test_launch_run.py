@@ -215,16 +215,17 @@ def test_thread_mode_shares_arguments_that_need_not_pickle(no_leaks: None) -> No
 
 
 def test_wait_returns_only_when_all_nodes_are_down_and_raises_again(mode: str, tmp_path: Path) -> None:
-    if mode == "multi_host":
-        pytest.skip("a node may fail before another host has started its own, which then never run")
-    late = tmp_path / "late"
+    begun, late = tmp_path / "begun", tmp_path / "late"
 
     def linger() -> None:
+        begun.touch()
         lp.wait_for_stop()
         time.sleep(0.5)
         late.touch()
 
     def fail() -> None:
+        while not begun.exists():
+            lp.wait_for_stop(0.01)
         raise ValueError("first")
 
     def fail_later() -> None:

@@ -1,8 +1,11 @@
 """Several hosts: one agent on each. Here all are agents of this host, with real mTLS connections between them."""
 
+import contextlib
 import importlib
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -71,7 +74,6 @@ def test_an_unchanged_program_makes_calls_between_hosts(capfd: pytest.CaptureFix
 
         def run(self) -> None:
             print("sum", sum(server.ask(abs, -index) for index, server in enumerate(self._servers)))
-            lp.stop()
 
     program = probes(3)
     servers = [node.create_handle() for node in program.groups["probe"]]
@@ -79,7 +81,7 @@ def test_an_unchanged_program_makes_calls_between_hosts(capfd: pytest.CaptureFix
     with launched(program) as run:
         pids = [run.client("probe", index).ask(os.getpid) for index in range(3)]
         assert len({agent_above(pid) for pid in pids}) == 2
-        run.wait(WITHIN_S)
+        until(lambda: run.status()["probe"][1]["calls_per_s"])
     assert "[client/0] sum 3" in capfd.readouterr().out
     assert "sum 3" in (run.run_dir / "logs" / "client-0.log").read_text()
 
@@ -108,6 +110,7 @@ def test_an_agent_that_is_killed_is_the_loss_of_its_host_and_the_end_of_its_node
     until(lambda: not any(psutil.pid_exists(pid) for pid in pids), within_s=7.0)
 
 
+@pytest.mark.slow
 def test_a_host_that_goes_silent_is_lost_after_a_while() -> None:
     run = launched(probes(), host_timeout=1.0)
     pids = [run.client("probe", index).ask(os.getpid) for index in range(2)]
@@ -139,6 +142,7 @@ with lp.launch(program, "multi_host") as run:
 """
 
 
+@pytest.mark.slow
 def test_nothing_outlives_a_launcher_that_is_killed(script: "Callable[[str], subprocess.Popen[str]]") -> None:
     launcher = script(SCRIPT)
     assert launcher.stdout is not None and launcher.stdout.readline() == "ready\n"
@@ -147,6 +151,19 @@ def test_nothing_outlives_a_launcher_that_is_killed(script: "Callable[[str], sub
     launcher.kill()
     _, alive = psutil.wait_procs(family, timeout=5.0)
     assert not alive
+
+
+@pytest.mark.slow
+def test_a_launcher_that_stalls_for_five_seconds_goes_on(script: "Callable[[str], subprocess.Popen[str]]") -> None:
+    launcher = script(
+        SCRIPT.replace("run.wait()", "time.sleep(6)\n    print(run.client('echo', 1).echo('on'), flush=True)")
+    )
+    assert launcher.stdout is not None and launcher.stdout.readline() == "ready\n"
+    launcher.send_signal(signal.SIGSTOP)
+    time.sleep(5)
+    launcher.send_signal(signal.SIGCONT)
+    assert launcher.stdout.readline() == "on\n"
+    assert launcher.wait(WITHIN_S) == 0
 
 
 class _HalfEngine(LocalEngine):
@@ -160,6 +177,7 @@ class _HalfEngine(LocalEngine):
         return list(super().start(invitation))
 
 
+@pytest.mark.slow
 def test_a_host_that_never_joins_is_named_after_the_deadline() -> None:
     with pytest.raises(lp.LaunchError, match="1 of 2 hosts have not joined: away"):
         lp.launch(probes(), "multi_host", engine=_HalfEngine(), join_timeout=1.5)
@@ -197,6 +215,28 @@ def test_strangers_without_a_certificate_or_token_of_the_run_are_refused() -> No
         assert run.client("probe").ask(abs, -1) == 1
 
 
+@pytest.mark.slow
+def test_a_run_goes_on_while_strangers_talk_to_its_ports() -> None:
+    with launched(probes()) as run:
+        clients = [run.client("probe", index) for index in range(2)]
+        pids = [client.ask(os.getpid) for client in clients]
+        ports = [
+            connection.laddr.port
+            for pid in pids
+            for connection in psutil.Process(pid).net_connections("tcp")
+            if connection.status == psutil.CONN_LISTEN
+        ]
+        assert len(ports) == 2
+        silent = [socket.create_connection(("127.0.0.1", port)) for port in ports]  # slow-loris
+        for number in range(200):
+            with socket.create_connection(("127.0.0.1", ports[number % 2])) as stranger, contextlib.suppress(OSError):
+                stranger.sendall(random.Random(number).randbytes(number * 7))
+        assert [client.ask(os.getpid) for client in clients] == pids
+        for one in silent:
+            one.close()
+
+
+@pytest.mark.slow
 def test_the_secret_is_neither_in_arguments_nor_in_the_environment() -> None:
     def seen() -> str:
         text = ""
@@ -228,6 +268,7 @@ def token_free(invitation: Invitation) -> bool:
     return invitation.secret.decode() not in repr(invitation)
 
 
+@pytest.mark.slow
 def test_a_node_restarts_on_its_host_and_is_found_again() -> None:
     with launched(probes(on_failure="restart")) as run:
         client = run.client("probe", 1)
@@ -239,6 +280,7 @@ def test_a_node_restarts_on_its_host_and_is_found_again() -> None:
         assert run.client("probe", 0).ask(os.getpid) not in (first, second)
 
 
+@pytest.mark.slow
 def test_what_a_node_prints_without_end_stops_neither_the_others_nor_the_launcher() -> None:
     def shout() -> None:
         line = b"x" * 99 + b"\n"
@@ -275,6 +317,7 @@ def test_modules_of_the_user_travel_by_value(tmp_path: Path, monkeypatch: pytest
     del sys.modules["only_on_the_launcher"]
 
 
+@pytest.mark.slow
 def test_ports_of_users_own_servers_are_of_the_host_that_they_will_be_on() -> None:
     class Listener:
         def __init__(self, address: lp.Address) -> None:
@@ -310,6 +353,7 @@ def test_ports_of_users_own_servers_are_of_the_host_that_they_will_be_on() -> No
         run.wait(WITHIN_S)
 
 
+@pytest.mark.slow
 def test_what_the_hosts_do_not_have_is_refused_before_any_node_starts(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"wants 100000 cores .*only 0 of them fit"):
         launched(probes(resources=lp.Resources(cpus=100_000)), run_dir=tmp_path)
@@ -319,10 +363,11 @@ def test_what_the_hosts_do_not_have_is_refused_before_any_node_starts(tmp_path: 
 
 
 def test_an_unknown_engine_is_an_error_that_names_those_that_there_are() -> None:
-    with pytest.raises(ValueError, match=r"unknown engine 'nomad'; known are local, ssh"):
+    with pytest.raises(ValueError, match=r"unknown engine 'nomad'; known are local, ssh, manual"):
         lp.launch(probes(), "multi_host", engine="nomad")
 
 
+@pytest.mark.slow
 def test_stacks_of_all_hosts_are_in_one_text() -> None:
     with launched(probes()) as run:
         for index in range(2):

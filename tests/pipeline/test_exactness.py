@@ -109,10 +109,10 @@ def test_dualpipev_trains_to_the_same_bits(stages: int, more: int) -> None:
         _assert_trains_like(PlainLoop(model, microbatches, 0.1), pipeline)
 
 
-def test_all_schedules_leave_the_same_fingerprint() -> None:
+def test_all_synchronous_schedules_leave_the_same_fingerprint() -> None:
     model = model_with_everything()
     fingerprints = set()
-    for schedule in set(pp.schedules()) - {"forward"}:
+    for schedule in set(pp.schedules()) - {"forward", "pipedream", "pipedream_2bw"}:
         with launched("thread", model, BATCHES, stages=3, schedule=schedule, microbatches=6) as pipeline:
             list(pipeline.steps())
             fingerprints.add(pipeline.fingerprint())

@@ -38,15 +38,19 @@ class Invitation:
         into a file of mode 0600 that the agent is told of by `--token-file`: never into arguments, the environment,
         or what others can read.
     log_dir: where `Subprocess` writes what the agents print.
+    interface: the network interface (or address) by which the hosts reach each other; "": that of the launcher.
     """
 
     addresses: Sequence[str]
     secret: bytes = field(repr=False)
     log_dir: str
+    interface: str = ""
 
-    def arguments(self, host: str) -> list[str]:
-        """What follows the interpreter on the command line of the agent of `host`; `secret` is for its stdin."""
-        return ["-m", "lp_pipe", "agent", "--join", ",".join(self.addresses), "--name", host, "--token-file", "-"]
+    def arguments(self, host: str, token_file: str = "-") -> list[str]:
+        """What follows the interpreter on the command line of the agent of `host`; "-": `secret` is for its stdin."""
+        interface = ["--interface", self.interface] if self.interface else []
+        join = ["--join", ",".join(self.addresses), "--name", host, *interface, "--token-file", token_file]
+        return ["-m", "lp_pipe", "agent", *join]
 
 
 class Watched(ABC):

@@ -35,7 +35,7 @@ class Subprocess(Watched):
     ) -> None:
         super().__init__(hosts)
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
-        self._log_path = Path(invitation.log_dir) / f"agent-{hosts[0].replace('/', '-')}.log"
+        self._log_path = Path(invitation.log_dir) / f"{hosts[0].replace('/', '-')}.log"
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         try:
             self._process = subprocess.Popen(

@@ -14,6 +14,8 @@ from lp_pipe.pipeline.schedule.ir import Action as Action
 from lp_pipe.pipeline.schedule.ir import Schedule as Schedule
 from lp_pipe.pipeline.schedule.looped_bfs import looped_bfs as looped_bfs
 from lp_pipe.pipeline.schedule.one_f_one_b import one_f_one_b as one_f_one_b
+from lp_pipe.pipeline.schedule.pipedream import pipedream as pipedream
+from lp_pipe.pipeline.schedule.pipedream import pipedream_2bw as pipedream_2bw
 from lp_pipe.pipeline.schedule.registry import default_chunks as default_chunks
 from lp_pipe.pipeline.schedule.registry import make_schedule as make_schedule
 from lp_pipe.pipeline.schedule.registry import register_schedule as register_schedule
@@ -27,6 +29,8 @@ from lp_pipe.pipeline.schedule.simulate import simulate as simulate
 from lp_pipe.pipeline.schedule.stash import peak_activations as peak_activations
 from lp_pipe.pipeline.schedule.svg import to_svg as to_svg
 from lp_pipe.pipeline.schedule.trace_events import to_trace_events as to_trace_events
+from lp_pipe.pipeline.schedule.updates import Updates as Updates
+from lp_pipe.pipeline.schedule.updates import vertical_sync as vertical_sync
 from lp_pipe.pipeline.schedule.verify import verify as verify
 from lp_pipe.pipeline.schedule.zb_h1 import zb_h1 as zb_h1
 from lp_pipe.pipeline.schedule.zbv import zbv as zbv

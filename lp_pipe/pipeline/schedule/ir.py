@@ -6,9 +6,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, NamedTuple, Self, cast
+from typing import TYPE_CHECKING, Literal, NamedTuple, Self, cast
 
 from lp_pipe.errors import ScheduleError
+
+if TYPE_CHECKING:
+    from lp_pipe.pipeline.schedule.updates import Updates
 
 Op = Literal["F", "B", "I", "W"]
 WORDS: dict[Op, str] = {"F": "forward", "B": "backward", "I": "backward for inputs", "W": "backward for weights"}
@@ -38,11 +41,13 @@ class Action(NamedTuple):
 class Schedule:
     """The order in which each worker runs its actions; sends, receives and the step follow from it.
 
+    updates: when an asynchronous schedule updates weights; None: once, when a step's gradients are all there.
     Construction checks nothing; `verify` does.
     """
 
     name: str
     workers: tuple[tuple[Action, ...], ...]
+    updates: "Updates | None" = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "workers", tuple(tuple(actions) for actions in self.workers))

@@ -95,7 +95,7 @@ def test_a_schedule_exists_or_the_error_names_numbers_for_which_it_does(name: st
             assert works, error
             for what, number in works.items():
                 _assert_is_nearer(name, {**sizes, what: int(number)})
-    assert bool(refused) == (name in {"gpipe", "1f1b", "zb_h1", "zbv", "dualpipev"})
+    assert bool(refused) == (name in {"gpipe", "1f1b", "zb_h1", "zbv", "dualpipev", "pipedream", "pipedream_2bw"})
 
 
 def _assert_is_nearer(name: str, sizes: dict[str, int]) -> None:

@@ -1,0 +1,27 @@
+"""PipeDream's asynchronous schedules: 1F1B without a flush, which updates weights while micro-batches are in flight."""
+
+from lp_pipe.pipeline.schedule.ir import Schedule
+from lp_pipe.pipeline.schedule.registry import register_schedule
+from lp_pipe.pipeline.schedule.updates import Updates, asynchronous
+
+
+@register_schedule("pipedream", fixed_chunks=True)
+def pipedream(stages: int, microbatches: int, chunks: int) -> Schedule:
+    """1F1B with weight stashing: an update after every micro-batch, with the weights that its forward had.
+
+    The actions are those of one step that begins and ends empty, which are 1F1B's; between steps that follow each other
+    (`PipelineClient.steps`) the pipeline stays full. Stage s of p uses weights that are p - 1 - s updates old, and
+    keeps p - s versions of them.
+    Source: PipeDream (Narayanan et al., SOSP 2019), section 3.3.
+    """
+    return asynchronous("pipedream", stages, microbatches, Updates())
+
+
+@register_schedule("pipedream_2bw", fixed_chunks=True)
+def pipedream_2bw(stages: int, microbatches: int, chunks: int) -> Schedule:
+    """1F1B with double-buffered weights: an update after every `stages` micro-batches, one update late on all stages.
+
+    A step's last group is smaller where `stages` does not divide its micro-batches.
+    Source: Memory-Efficient Pipeline-Parallel DNN Training (Narayanan et al., ICML 2021), section 3.1.
+    """
+    return asynchronous("pipedream_2bw", stages, microbatches, Updates(coalesced=True))

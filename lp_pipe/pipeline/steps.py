@@ -1,0 +1,167 @@
+"""Steps of training as the conductor runs them on all workers: each is a whole, or nothing."""
+
+import contextlib
+import time
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lp_pipe.errors import EndOfData, PipelineError, Unavailable
+from lp_pipe.pipeline.batches import BatchSource
+from lp_pipe.pipeline.config import PipelineConfig
+from lp_pipe.pipeline.execution import Report
+from lp_pipe.pipeline.loss_scale import LossScale
+from lp_pipe.pipeline.microbatches import aligned, check_pair, split
+from lp_pipe.pipeline.results import StepResult, StepTrace
+from lp_pipe.pipeline.tasks import Task
+from lp_pipe.pipeline.workers import Workers
+
+
+class Steps(ABC):
+    """Called by one thread.
+
+    done: finished steps, which is the index of the next one. torn: why the stages are not at the same step any more.
+    """
+
+    def __init__(self, config: PipelineConfig, workers: Workers, feeder: Any) -> None:
+        self._config = config
+        self._workers = workers
+        self._batches = BatchSource(feeder)
+        ranks, placement = config.ranks, config.placement
+        self._first, self._last = ranks.of(placement[0]), ranks.of(placement[-1])
+        self.done = 0
+        self.torn: str | None = None
+        self.scale = LossScale() if config.precision == "fp16" else None
+
+    @abstractmethod
+    def step(self, batch: tuple[Any, Any] | None, more: int = 0) -> tuple[StepResult, StepTrace]:
+        """The next step. more: further ones that will be asked for.
+
+        Raises:
+            EndOfData: the feeder has no more.
+        """
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Let what has begun come to its end, before another operation."""
+
+    @abstractmethod
+    def forget_ahead(self) -> None:
+        """The workers have dropped what they had done of a step that nobody has begun."""
+
+    def go_to(self, step: int, scale: LossScale | None = None) -> None:
+        """Go on from a checkpoint."""
+        self.done, self.torn = step, None
+        if self.scale is not None:
+            self.scale = scale or LossScale()
+
+    def check_whole(self) -> None:
+        """Refuse to go on after half a step.
+
+        Raises:
+            PipelineError: that is so; says why.
+        """
+        if self.torn is not None:
+            raise PipelineError(
+                f"an update has failed after it had changed some stages ({self.torn}), which are not at the same "
+                "step any more: load() a checkpoint to go on"
+            )
+
+    def _batch(self, step: int, batch: tuple[Any, Any] | None) -> tuple[Any, Any, int]:
+        """Input, target and number of micro-batches."""
+        given = self._batches.get(step) if batch is None else batch
+        if given is None:
+            raise EndOfData(f"the feeder has no batch for step {step}")
+        value, target = check_pair(given, "step()")
+        value = aligned(value)
+        return value, target, len(split(value, self._config.microbatches))
+
+    def _task(self, rank: int, task: Task, *, from_feeder: bool) -> Task:
+        """Without the tensors that this rank does not need, or gets from the feeder itself."""
+        sends = not from_feeder or rank == 0
+        return task._replace(
+            given=task.given if sends and rank in self._first else None,
+            target=task.target if sends and rank in self._last else None,
+        )
+
+    def _torn_by(self, step: int, error: BaseException) -> str:
+        return f"step {step}, {traceback.format_exception_only(error)[0].splitlines()[0]}"
+
+    def _outcome(
+        self, step: int, reports: Sequence[Report], began: float, pipe_s: float, **more: Any
+    ) -> tuple[StepResult, StepTrace]:
+        loss, metrics = summed([reports[rank] for rank in self._last])
+        utilization = tuple(report.busy_s / pipe_s for report in reports)
+        spans, versions = ([tuple(getattr(r, name)) for r in reports] for name in ("spans", "versions"))
+        return (
+            StepResult(step=step, loss=loss, metrics=metrics, utilization=utilization, **more),
+            StepTrace(step, began, tuple(spans), tuple(versions)),
+        )
+
+
+class SynchronousSteps(Steps):
+    """All gradients of a step, then one update."""
+
+    def step(self, batch: tuple[Any, Any] | None, more: int = 0) -> tuple[StepResult, StepTrace]:
+        """One after another, whatever more will come."""
+        start = time.monotonic()
+        value, target, microbatches = self._batch(self.done, batch)
+        task = Task(0, self.done, microbatches, (value,), (target,))
+        scale = self.scale
+        factor = scale.factor if scale is not None else None
+        began = time.monotonic()
+        reports = self._workers.run(
+            lambda worker, tag, rank: worker.train(
+                self._task(rank, task._replace(tag=tag), from_feeder=batch is None), factor
+            )
+        )
+        pipe_s = time.monotonic() - began
+        overflowed = any(report.overflowed for report in reports)
+        self._apply(self._total_norm(reports), overflowed)
+        if scale is not None:
+            self.scale = scale.after(overflowed=overflowed)
+        if self._config.shares_weights:
+            self._workers.run(lambda worker, tag, _: worker.share_weights(tag))
+        self.done += 1
+        seconds = time.monotonic() - start
+        options = {"seconds": seconds, "loss_scale": factor or 1.0, "skipped": overflowed}
+        return self._outcome(task.step, reports, began, pipe_s, **options)
+
+    def settle(self) -> None:
+        """Nothing runs on."""
+
+    def forget_ahead(self) -> None:
+        """Nothing is done ahead."""
+
+    def _total_norm(self, reports: Sequence[Report]) -> Tensor | None:
+        """Of all gradients, from those of the parameters in their order, as one process has them."""
+        by_stage = {stage: norms for report in reports for stage, norms in report.gradient_norms.items()}
+        # Where the stages compute, as their plain loop does.
+        norms = [self._workers.own.on_device(norm) for stage in sorted(by_stage) for norm in by_stage[stage]]
+        return torch.linalg.vector_norm(torch.stack(norms)).cpu() if norms else None
+
+    def _apply(self, total_norm: Tensor | None, skip: bool) -> None:
+        try:
+            self._workers.all("apply", total_norm, skip)
+        except Exception as error:
+            with contextlib.suppress(Unavailable):  # a worker that has died ends the program
+                if any(self._workers.all("has_updated")):
+                    self.torn = self._torn_by(self.done, error)
+                else:
+                    self._workers.all("discard")
+            raise
+
+
+def summed(reports: Sequence[Report]) -> tuple[float, dict[str, float]]:
+    """Loss and metrics of the last stage's replicas, added up in rank order."""
+    first, *others = reports
+    loss, metrics = first.loss, dict(first.metrics)
+    for report in others:
+        loss += report.loss
+        for name, value in report.metrics.items():
+            metrics[name] = metrics.get(name, 0.0) + value
+    return loss, metrics

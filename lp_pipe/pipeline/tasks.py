@@ -1,0 +1,17 @@
+"""What the conductor asks its workers for."""
+
+from typing import Any, NamedTuple
+
+
+class Task(NamedTuple):
+    """One step of training. Asynchronous steps are asked for before the one before has ended, in the order of tags.
+
+    given: the batch's input, for the first stage. target: for the last stage. None: ask the feeder. They are split by
+    the workers, because memory that was split before it came there would lie at other addresses.
+    """
+
+    tag: int
+    step: int
+    microbatches: int
+    given: tuple[Any] | None = None
+    target: tuple[Any] | None = None

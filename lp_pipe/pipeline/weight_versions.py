@@ -1,0 +1,96 @@
+"""Old weights of a stage, kept for forwards and backwards in flight (PipeDream's weight stashing)."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+class WeightVersions:
+    """Numbered by the updates that made them.
+
+    The optimizer changes the parameters in place. A forward uses, in their places in the modules, stand-ins of its
+    version, which share the newest weights' memory until an update has to leave these alone: then the parameters move
+    to a copy. So there are as many copies as versions in use, and of the last stage, whose weights nobody keeps, none.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], parameters: Mapping[str, nn.Parameter]) -> None:
+        self._names = [name for name, parameter in parameters.items() if parameter.requires_grad]
+        self._parameters = [parameters[name] for name in self._names]
+        index = {id(parameter): position for position, parameter in enumerate(self._parameters)}
+        self._places = [
+            (module, name, index[id(parameter)])
+            for module in modules
+            for name, parameter in module._parameters.items()
+            if id(parameter) in index
+        ]
+        self._kept: dict[int, list[nn.Parameter]] = {}
+        self.newest = 0
+        self.oldest = 0
+
+    def use(self, version: int) -> int:
+        """Let the modules have these weights, or the oldest ones where that is too old; says which."""
+        version = max(version, self.oldest)
+        if version not in self._kept:
+            assert version == self.newest, f"version {version} is gone; there are {sorted(self._kept)}"
+            self._kept[version] = [nn.Parameter(parameter.data) for parameter in self._parameters]
+        self._put(self._kept[version])
+        return version
+
+    def use_own(self) -> None:
+        """Let the modules have the parameters that the optimizer knows."""
+        self._put(self._parameters)
+
+    def take_gradients(self, version: int) -> None:
+        """Move what backwards with this version have left to the parameters."""
+        stand_ins = self._kept.get(max(version, self.oldest), [])
+        for parameter, stand_in in zip(self._parameters, stand_ins, strict=bool(stand_ins)):
+            parameter.grad, stand_in.grad = stand_in.grad, None
+
+    def begin_next(self, needed_from: int) -> None:
+        """The parameters are about to change: keep what is needed of the newest and older versions, drop the rest."""
+        if needed_from <= self.newest:
+            self.use(self.newest)
+            with torch.no_grad():
+                for parameter in self._parameters:
+                    parameter.data = parameter.data.clone()
+        self.newest += 1
+        self.oldest = max(self.oldest, min(needed_from, self.newest))
+        for version in [version for version in self._kept if version < self.oldest]:
+            del self._kept[version]
+
+    def forget(self) -> None:
+        """Begin anew with the present weights, as at the start of the training; the numbers go on."""
+        self.use_own()
+        self._kept.clear()
+        self.oldest = self.newest
+
+    def older(self) -> dict[int, dict[str, Tensor]]:
+        """The kept weights before the newest, by version and name."""
+        return {
+            version: {name: kept.data for name, kept in zip(self._names, stand_ins, strict=True)}
+            for version, stand_ins in self._kept.items()
+            if version < self.newest
+        }
+
+    def restore(self, newest: int, older: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Go on from version `newest`, which the parameters have; of `older` what follows without a gap is kept."""
+        self.forget()
+        self.newest = self.oldest = newest
+        while self._names and set(self._names) <= older.get(self.oldest - 1, {}).keys():
+            self.oldest -= 1
+            values = [older[self.oldest][name] for name in self._names]
+            self._kept[self.oldest] = [
+                nn.Parameter(_like(parameter, value)) for parameter, value in zip(self._parameters, values, strict=True)
+            ]
+
+    def _put(self, parameters: Sequence[nn.Parameter]) -> None:
+        for module, name, index in self._places:
+            if type(module).__setattr__ is nn.Module.__setattr__:
+                module._parameters[name] = parameters[index]
+            else:  # nn.LSTM keeps a list of its own
+                setattr(module, name, parameters[index])
+
+
+def _like(parameter: nn.Parameter, value: Tensor) -> Tensor:
+    return torch.empty_like(parameter.data).copy_(value)

@@ -1,0 +1,86 @@
+"""`lp_pipe launch` for several hosts: what it prints, plans and refuses."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.cli.commands import Command, Start
+
+PROGRAM = """
+import os
+import lp_pipe as lp
+
+class Server:
+    def pid(self):
+        return os.getpid()
+
+def ask(servers):
+    print("asked", len({server.pid() for server in servers}))
+    lp.stop()
+
+program = lp.Program("asking")
+with program.group("server"):
+    servers = [program.add_node(lp.CourierNode(Server)) for _ in range(2)]
+with program.group("asking"):
+    program.add_node(lp.PyNode(ask, servers))
+"""
+
+
+@pytest.fixture
+def target(folder: Path) -> str:
+    (folder / "asking.py").write_text(PROGRAM)
+    return "asking.py"
+
+
+def test_a_dry_run_says_which_node_would_run_where_and_starts_none(target: str, command: Command) -> None:
+    done = command("launch", target, "--mode=multi_host", "--hosts=a,b", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "server/0  a",
+        "server/1  b",
+        "asking/0  a",
+        "asking/0 -> server/0  calls",
+        "asking/0 -> server/1  calls",
+    ]
+    assert not Path("runs").exists()
+
+
+@pytest.mark.slow
+def test_a_program_on_several_hosts_prints_and_ends_as_on_one(target: str, command: Command) -> None:
+    done = command("launch", target, "--mode=multi_host", "--engine=local", "--hosts=2")
+    assert done.returncode == 0, done.stderr
+    assert "[asking/0] asked 2" in done.stdout
+
+
+@pytest.mark.slow
+def test_another_terminal_sees_and_stops_a_run_on_several_hosts(target: str, command: Command, start: Start) -> None:
+    Path(target).write_text(PROGRAM.replace("    lp.stop()\n", "    lp.wait_for_stop()\n"))
+    run = start("launch", target, "--mode=multi_host", "--run-dir=here")
+    run.wait_for("asked 2")
+    status = command("status", "here")
+    assert "multi_host mode" in status.stdout and len(re.findall("running", status.stdout)) == 3, status.stdout
+    stacks = command("stacks", "here").stdout
+    assert "host local0" in stacks and "node server/1" in stacks
+    assert "asked 2" in command("logs", "here", "asking").stdout
+    assert command("stop", "here").returncode == 0
+    assert run.finish()[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--hosts=a,b"], "--hosts is for several hosts: add --mode=multi_host"),
+        (["--mode=multi_host", "--engine=nomad"], "unknown engine 'nomad'; known are local, ssh, manual"),
+        (["--mode=multi_host", "--engine-option=x"], "--engine-option=x: write NAME=VALUE"),
+    ],
+)
+def test_options_that_make_no_sense_are_wrong_usage(flags: list[str], said: str, target: str, command: Command) -> None:
+    done = command("launch", target, *flags)
+    assert done.returncode == 2 and said in done.stderr
+
+
+def test_what_no_host_has_is_said_before_anything_starts(target: str, command: Command) -> None:
+    done = command("launch", target, "--mode=multi_host", "--hosts=a:gpus=99")
+    assert done.returncode == 3
+    assert "host 'a' is said to have 99 GPUs, but its agent has found" in done.stderr

@@ -1,0 +1,112 @@
+"""Servers of a run on several hosts: a name for clients, a unix socket for the own host, mTLS for the others."""
+
+import dataclasses
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+
+import lp_pipe as lp
+from lp_pipe import connections
+from lp_pipe.channels import kinds
+from lp_pipe.connections import Connection, spanning
+from lp_pipe.connections.credentials import generate_credentials
+from lp_pipe.connections.unix import UnixConnection
+from lp_pipe.errors import Unauthenticated
+
+NAME = "name:some-run/server"
+
+
+class Directory:
+    """Where servers are, as the launcher knows it."""
+
+    def __init__(self) -> None:
+        self.endpoints: dict[str, str] = {}
+
+    def find(self, address: str) -> "Future[str]":
+        found: Future[str] = Future()
+        if address in self.endpoints:
+            found.set_result(self.endpoints[address])
+        else:
+            found.set_exception(lp.Unavailable(f"nobody listens yet at {address}"))
+        return found
+
+
+@pytest.fixture
+def directory() -> Directory:
+    return Directory()
+
+
+@pytest.fixture
+def member(directory: Directory, socket_home: Path) -> Iterator[spanning.Member]:
+    """This process serves in the run, on host a."""
+    made = spanning.Member("some-run", "a", generate_credentials(), directory.find, str(socket_home), "127.0.0.1")
+    spanning.join(made)
+    yield made
+    spanning.leave("some-run")
+    spanning._left.discard("some-run")
+
+
+def listening(accepted: list[Connection], directory: Directory) -> connections.Listener:
+    listener = connections.listen(NAME, accepted.append)
+    directory.endpoints["server"] = spanning.registered(listener.endpoint)
+    return listener
+
+
+def test_a_server_is_found_by_its_name_and_reached_as_fits_the_host(
+    member: spanning.Member, directory: Directory
+) -> None:
+    with pytest.raises(lp.Unavailable, match="nobody listens yet at server"):
+        connections.connect(NAME)
+    accepted: list[Connection] = []
+    listener = listening(accepted, directory)
+    assert listener.endpoint == NAME
+    near = connections.connect(NAME)
+    spanning.join(dataclasses.replace(member, host="b"))  # as on another host
+    far = connections.connect(NAME)
+    assert isinstance(near, UnixConnection) and not isinstance(far, UnixConnection)
+    for connection in (near, far):
+        connection.close()
+    listener.close()
+
+
+def test_one_that_has_started_again_is_found_at_its_new_port(member: spanning.Member, directory: Directory) -> None:
+    accepted: list[Connection] = []
+    listening(accepted, directory).close()
+    first = directory.endpoints["server"]
+    with pytest.raises(lp.Unavailable):
+        connections.connect(NAME)
+    again = listening(accepted, directory)
+    assert directory.endpoints["server"] != first
+    connections.connect(NAME).close()
+    again.close()
+
+
+def test_channels_take_the_way_that_fits_both_hosts(member: spanning.Member, directory: Directory) -> None:
+    listener = listening([], directory)
+    endpoint = directory.endpoints["server"]
+    assert kinds.choose("auto", endpoint) == "shm"
+    assert kinds.way("shm", endpoint) == endpoint
+    assert kinds.hub_endpoint("grpc", NAME) == NAME
+    over_the_network = connections.connect(kinds.way("grpc", endpoint))  # asked for, so also on one host
+    assert not isinstance(over_the_network, UnixConnection)
+    over_the_network.close()
+    spanning.join(dataclasses.replace(member, host="b"))
+    assert kinds.choose("auto", endpoint) == kinds.choose("grpc", endpoint) == "grpc"
+    with pytest.raises(ValueError, match="'shm' does not fit"):
+        kinds.choose("shm", endpoint)
+    listener.close()
+
+
+def test_a_process_of_another_run_is_told_so_and_does_not_wait(member: spanning.Member) -> None:
+    with pytest.raises(Unauthenticated, match="does not belong to run other"):
+        lp.CourierClient("name:other/server").anything()
+
+
+def test_after_the_end_nobody_is_reached(member: spanning.Member, directory: Directory) -> None:
+    listener = listening([], directory)
+    spanning.leave("some-run")
+    with pytest.raises(lp.Unavailable, match="run some-run has ended"):
+        connections.connect(NAME)
+    listener.close()

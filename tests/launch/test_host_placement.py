@@ -1,0 +1,94 @@
+"""Which host each node gets: groups go over all hosts in blocks, and what does not fit is refused in words."""
+
+from typing import Any
+
+import pytest
+
+import lp_pipe as lp
+from lp_pipe.launch.engines import HostOffer
+from lp_pipe.launch.hardware import Hardware
+from lp_pipe.launch.host_placement import offered, place_on_hosts
+from lp_pipe.launch.spec import NodeSpec
+
+GIB = 1 << 30
+
+
+def host(name: str, cpus: int = 8, gpus: int = 0, memory: int = 64 * GIB) -> Hardware:
+    return Hardware(frozenset({name}), tuple(range(cpus)), memory, tuple(map(str, range(gpus))))
+
+
+def hosts(*found: Hardware) -> dict[str, Hardware]:
+    return {next(iter(one.names)): one for one in found}
+
+
+def group(label: str, count: int, **resources: Any) -> list[NodeSpec]:
+    node: lp.PyNode = lp.PyNode(print)
+    asked = lp.Resources(**resources)
+    return [NodeSpec(f"{label}/{index}", label, index, count, node, asked) for index in range(count)]
+
+
+def names(nodes: list[NodeSpec], on: dict[str, Hardware]) -> list[str]:
+    places = place_on_hosts(nodes, on)
+    return [places[spec.node_id].host for spec in nodes]
+
+
+def test_a_group_goes_over_the_hosts_in_blocks_so_that_neighbours_share_one() -> None:
+    assert names(group("stages", 4), hosts(host("a"), host("b"))) == ["a", "a", "b", "b"]
+    assert names(group("stages", 5), hosts(host("a"), host("b"))) == ["a", "a", "a", "b", "b"]
+    assert names(group("stages", 2), hosts(host("a"), host("b"), host("c"))) == ["a", "b"]
+
+
+def test_single_nodes_go_where_the_fewest_others_are() -> None:
+    nodes = [*group("feeder", 1), *group("stages", 3), *group("trainer", 1)]
+    assert names(nodes, hosts(host("a"), host("b"))) == ["a", "a", "a", "b", "b"]
+
+
+def test_what_one_host_has_no_room_for_goes_to_the_next() -> None:
+    both = hosts(host("a", gpus=1), host("b", gpus=4))
+    assert names(group("stages", 5, gpus=1), both) == ["a", "b", "b", "b", "b"]
+    places = place_on_hosts(group("stages", 5, gpus=1), both)
+    assert [place.place.gpus for place in places.values()] == [("0",), ("0",), ("1",), ("2",), ("3",)]
+    large = hosts(host("a", memory=10 * GIB), host("b", memory=30 * GIB))
+    assert names(group("tables", 4, memory=8 * GIB), large) == ["a", "b", "b", "b"]
+
+
+def test_cores_are_counted_on_each_host() -> None:
+    places = place_on_hosts(group("workers", 4, cpus=2), hosts(host("a", cpus=4), host("b", cpus=4)))
+    assert [(place.host, place.place.cpus) for place in places.values()] == [
+        ("a", (0, 1)),
+        ("a", (2, 3)),
+        ("b", (0, 1)),
+        ("b", (2, 3)),
+    ]
+
+
+def test_a_group_may_name_its_host() -> None:
+    nodes = [*group("stages", 2, host="b"), *group("other", 1)]
+    assert names(nodes, hosts(host("a"), host("b"))) == ["b", "b", "a"]
+    with pytest.raises(ValueError, match="group 'stages' must run on host 'c', which is not one of a, b"):
+        names(group("stages", 2, host="c"), hosts(host("a"), host("b")))
+
+
+def test_what_all_hosts_together_lack_is_said_with_what_they_have_left() -> None:
+    both = hosts(host("a", gpus=2), host("b", gpus=1))
+    nodes = [*group("first", 1, gpus=1), *group("stages", 3, gpus=1)]
+    with pytest.raises(
+        ValueError,
+        match=r"group 'stages' wants 1 GPUs for each of its 3 nodes, but only 2 of them fit beside the groups before "
+        r"it. What the hosts have left: a: 1 of 2 GPUs, 64.0 GiB, 8 cores; b: 1 of 1 GPUs",
+    ):
+        place_on_hosts(nodes, both)
+
+
+def test_an_offer_limits_what_is_used_of_a_host_but_cannot_add_to_it() -> None:
+    found = host("its-own-name", cpus=8, gpus=4)
+    limited = offered(HostOffer("h1", cpus=2, gpus=1, memory=GIB), found)
+    assert limited == Hardware(frozenset({"h1", "its-own-name"}), (0, 1), GIB, ("0",))
+    with pytest.raises(ValueError, match="host 'h1' is said to have 5 GPUs, but its agent has found 4"):
+        offered(HostOffer("h1", gpus=5), found)
+
+
+def test_parts_of_one_node_share_its_host() -> None:
+    node: lp.PyNode = lp.PyNode(print)
+    inner = [NodeSpec(f"both/0.{place}", "both", 0, 1, node, lp.Resources()) for place in range(2)]
+    assert names([*group("first", 1), *inner], hosts(host("a"), host("b"))) == ["a", "b", "b"]
