@@ -9,6 +9,7 @@ from lp_pipe.launch.engines.base import Invitation as Invitation
 from lp_pipe.launch.engines.base import Watched as Watched
 from lp_pipe.launch.engines.local import LocalEngine
 from lp_pipe.launch.engines.manual import ManualEngine
+from lp_pipe.launch.engines.ray import RayEngine
 from lp_pipe.launch.engines.slurm import SlurmEngine
 from lp_pipe.launch.engines.ssh import SshEngine
 
@@ -18,6 +19,7 @@ BUILT_IN: dict[str, type[Engine]] = {
     "local": LocalEngine,
     "ssh": SshEngine,
     "slurm": SlurmEngine,
+    "ray": RayEngine,
     "manual": ManualEngine,
 }
 
