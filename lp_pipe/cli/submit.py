@@ -9,7 +9,7 @@ from pathlib import Path
 from lp_pipe.cli.errors import DONE, NODE_FAILED, NotLaunched, UsageError
 from lp_pipe.cli.hosts import engine_options
 from lp_pipe.errors import LaunchError
-from lp_pipe.launch.engines import slurm, slurm_job
+from lp_pipe.launch.engines import make_engine, slurm, slurm_job
 from lp_pipe.launch.engines.slurm_job import JobState
 
 _READ_EVERY_S = 0.25
@@ -32,11 +32,18 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if not arguments.hosts:
         raise UsageError("--engine=slurm outside an allocation submits a job: say how many hosts, such as --hosts=4")
+    _check_target(arguments.target)
+    given = [*arguments.given]
+    if arguments.dry_run:
+        given.remove("--dry-run")
     name = f"lp_pipe-{Path(arguments.target).stem}"
-    options = slurm_job.sbatch_arguments(
-        name, arguments.hosts, str(Path.cwd() / "slurm-%j.out"), engine_options(arguments)
-    )
-    text = slurm_job.script([sys.executable, "-u", "-m", "lp_pipe", *arguments.given])
+    engine = engine_options(arguments)
+    try:
+        make_engine("slurm", arguments.hosts, engine)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    options = slurm_job.sbatch_arguments(name, arguments.hosts, str(Path.cwd() / "slurm-%j.out"), engine)
+    text = slurm_job.script([sys.executable, "-u", "-m", "lp_pipe", *given])
     if arguments.dry_run:
         print(f"sbatch {shlex.join(options)} <<'END'\n{text}END")
         return DONE
@@ -45,6 +52,13 @@ def run(arguments: argparse.Namespace) -> int:
     except LaunchError as error:
         raise NotLaunched(f"cannot submit {arguments.target}: {error}") from error
     return _Following(job, Path.cwd() / f"slurm-{job}.out").to_the_end()
+
+
+def _check_target(target: str) -> None:
+    """It would be a pity to learn that from a job that has waited for hours."""
+    path = Path(target.partition(":")[0])
+    if path.suffix == ".py" and not path.is_file():
+        raise UsageError(f"{target}: there is no file {path}")
 
 
 class _Following:

@@ -18,9 +18,9 @@ ENTRY_POINTS = "lp_pipe.engines"
 BUILT_IN: dict[str, type[Engine]] = {
     "local": LocalEngine,
     "ssh": SshEngine,
+    "manual": ManualEngine,
     "slurm": SlurmEngine,
     "ray": RayEngine,
-    "manual": ManualEngine,
 }
 
 

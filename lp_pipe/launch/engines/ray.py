@@ -2,7 +2,9 @@
 
 import dataclasses
 import importlib
+import os
 import signal
+import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +18,7 @@ from lp_pipe.launch.engines.ray_agent import RayAgent, first_words
 
 _STRATEGIES = {"spread": "STRICT_SPREAD", "pack": "PACK"}
 _ACTORS_PATIENCE_S = 60.0
+_LISTENS_PATIENCE_S = 10.0
 
 
 class RayEngine(Engine):
@@ -107,6 +110,7 @@ class RayEngine(Engine):
     def _connect(self) -> None:
         if self._ray.is_initialized():
             return
+        _check_listens(self._address or os.environ.get("RAY_ADDRESS", ""))
         self._is_connection_ours = True
         with _sigterm_as_it_is():
             self._ray.init(address=self._address or None, log_to_driver=False, logging_level="ERROR")
@@ -140,6 +144,8 @@ class RayEngine(Engine):
     def _errors_of_ray(self) -> Iterator[None]:
         try:
             yield
+        except LaunchError:
+            raise
         except (self._ray.exceptions.RayError, ConnectionError, RuntimeError) as error:
             raise LaunchError(f"engine 'ray': {first_words(error)}") from error
 
@@ -181,6 +187,17 @@ def distinct(names: Sequence[str]) -> list[str]:
         seen[name] += 1
         found.append(name if counts[name] == 1 else f"{name}-{seen[name]}")
     return found
+
+
+def _check_listens(address: str) -> None:
+    """Ray itself takes minutes to find out."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or "://" in address:
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _LISTENS_PATIENCE_S).close()
+    except OSError as error:
+        raise LaunchError(f"engine 'ray': no cluster can be reached at {address}: {error}") from error
 
 
 def _in_words(bundle: Mapping[str, int]) -> str:

@@ -43,6 +43,8 @@ class SlurmEngine(Engine):
     }
 
     def __init__(self, hosts: str = "", *, python: str = "", srun: str = "", **for_sbatch: str) -> None:
+        if "=" in hosts:
+            raise ValueError(f"engine 'slurm': hosts={hosts!r}: limits are for Slurm: gpus_per_host, cpus_per_host")
         self._asked = hosts
         self._python = python or sys.executable
         self._srun = [*_SRUN, *shlex.split(srun)]
