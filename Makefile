@@ -11,6 +11,8 @@ install = $(PIP) -qq $(1) || $(PIP) $(1)
 STAMP := $(VENV)/.installed
 # Extra arguments for pytest: make test ARGS="-k schedule -x"
 ARGS ?=
+# Of make chaos
+ROUNDS ?= 5
 comma := ,
 
 PROTOS := $(sort $(wildcard protos/*.proto))
@@ -18,7 +20,7 @@ PROTOS := $(sort $(wildcard protos/*.proto))
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Ilp_pipe/protos=protos $(PROTOS:%=lp_pipe/%)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-all test-multihost lint ruff-check ruff-format mypy layers protos protos-check bench bench-pipeline gpu-check bench-rpc bench-launch clean
+.PHONY: help setup demo test test-slow test-all test-multihost lint ruff-check ruff-format mypy layers protos protos-check bench bench-pipeline gpu-check bench-rpc bench-launch bench-pipedream chaos clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -94,7 +96,7 @@ protos-check: setup
 	  || { echo 'lp_pipe/protos does not match protos/*.proto: run make protos' >&2; exit 1; }; \
 	echo 'protos: fresh'
 
-bench: bench-pipeline bench-rpc bench-launch  ## all benchmarks
+bench: bench-pipeline bench-pipedream bench-rpc bench-launch  ## all benchmarks
 
 bench-pipeline: setup  ## pipelines beside a plain loop and torch's; schedules and memory beside theory; channels; the engine
 	$(BIN)/python -m benchmarks.pipeline
@@ -108,6 +110,12 @@ gpu-check: setup  ## on a machine with a GPU: exactness on CUDA, then bandwidth 
 	@$(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("gpu-check: torch sees no GPU here")'
 	$(BIN)/python -m pytest tests/gpu $(ARGS)
 	$(BIN)/python -m benchmarks.gpu
+
+bench-pipedream: setup  ## asynchronous 1F1B: throughput of a full pipeline, and updates until the same loss
+	$(BIN)/python -m benchmarks.asynchronous
+
+chaos: setup  ## kill and stop random processes of a training run; its end must have the same bits (ROUNDS=5)
+	$(BIN)/python -m benchmarks.chaos --rounds $(ROUNDS)
 
 bench-rpc: setup  ## calls, arrays, TCP and a minute of a hundred clients, beside grpc and memcpy
 	$(BIN)/python -m benchmarks.calls

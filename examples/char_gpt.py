@@ -32,6 +32,7 @@ from torch.nn import functional as F
 
 import lp_pipe as lp
 import lp_pipe.pipeline as pp
+from lp_pipe.checkpoint import Checkpoints
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -362,9 +363,13 @@ class Trainer:
         self._evaluator = evaluator
         self._feeder = feeder
         self._config = config
-        self._step = 0
+        self._checkpoints = Checkpoints({"pipeline": pipeline})
 
     def run(self) -> None:
+        resumed = self._checkpoints.restore()  # after `lp_pipe launch … --resume=RUN`
+        self._step = self._pipeline.current_step()
+        if resumed is not None:
+            say(f"going on from step {self._step}, as {resumed.path} has it")
         # Rounds of steps, not one long iteration: an evaluation must find no step under way that was begun ahead.
         while self._step < self._config.steps and not lp.stop_event().is_set():
             self._train(min(self._config.eval_every, self._config.steps - self._step))
@@ -393,8 +398,8 @@ class Trainer:
         )
 
     def _save(self) -> None:
-        """Keep the newest weights, so that whoever stops the run loses one round at most."""
-        self._pipeline.save(pathlib.Path(lp.context().run_dir) / "checkpoint")
+        """So that whoever stops the run loses one round at most; written while the next one computes."""
+        self._checkpoints.save(self._step, wait=self._step == self._config.steps)
 
     def _show_results(self) -> None:
         text = generate(

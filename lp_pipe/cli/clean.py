@@ -43,7 +43,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
 
 def _clean(path: Path, record: RunRecord, is_dry: bool) -> Iterator[str]:
     """Do it (or not), and say what; the entry goes last, so that an interrupted cleaning can be done again."""
-    pids = _processes(record)
+    pids = left_of(record)
     if pids:
         if not is_dry:
             kill_all(pids)
@@ -58,8 +58,11 @@ def _clean(path: Path, record: RunRecord, is_dry: bool) -> Iterator[str]:
     yield f"{verb} its entry"
 
 
-def _processes(record: RunRecord) -> list[int]:
-    """With the mark, of this user (root can read the environment of all), and not this very command."""
+def left_of(record: RunRecord) -> list[int]:
+    """A dead run's processes that still live: with its mark, of this user, and not this very command.
+
+    root can read the environment of all.
+    """
     found = marked(MARK, record.mark) if record.mark else []
     return [pid for pid in found if pid != os.getpid() and _owner(f"/proc/{pid}") == os.getuid()]
 

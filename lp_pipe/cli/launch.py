@@ -12,15 +12,18 @@ from pathlib import Path
 from types import FrameType
 
 from lp_pipe.cli import ending, hosts, submit
+from lp_pipe.cli.clean import left_of
 from lp_pipe.cli.display import Display, PlainDisplay, Start
 from lp_pipe.cli.errors import NotLaunched, UsageError, nearest
 from lp_pipe.cli.events import JsonDisplay
 from lp_pipe.cli.live import LiveDisplay
+from lp_pipe.cli.runs import find_ended_run
 from lp_pipe.cli.targets import load_program
 from lp_pipe.errors import LpPipeError, NodeError
 from lp_pipe.graph import GraphView, to_svg
 from lp_pipe.launch import Run, launch, new_run_dir
 from lp_pipe.launch.launcher import MODES
+from lp_pipe.launch.proctree import kill_all
 from lp_pipe.launch.signals import Terminated
 
 _REFRESH_S = 0.1
@@ -33,6 +36,7 @@ examples:
   lp_pipe launch examples/char_gpt.py --mode=multi_host --engine=slurm --hosts=4 --time=1:00:00
   lp_pipe launch examples/char_gpt.py --mode=multi_host --dry-run     which node where
   lp_pipe launch examples/char_gpt.py -- --help          the program's own flags
+  lp_pipe launch examples/char_gpt.py --resume=runs/…    go on from the newest checkpoint of a run that has ended
   lp_pipe launch my_package.train:make_program --json | jq 'select(.event == "metrics")'
 
 Ctrl+C once stops the nodes in order, twice kills them. Exit status: 0 done, 1 a node failed, 2 wrong usage,
@@ -55,6 +59,11 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser.add_argument("--mode", type=_mode, default="process", help=f"{', '.join(MODES)} (default: process)")
     parser.add_argument(
         "--run-dir", type=Path, metavar="DIR", help="logs, metrics, checkpoints (default: a new runs/…)"
+    )
+    parser.add_argument(
+        "--resume",
+        metavar="RUN",
+        help="go on in the folder of a run that has ended, from its newest checkpoint (lp_pipe.checkpoint)",
     )
     parser.add_argument(
         "--grace", type=_grace, default=5.0, metavar="S", help="seconds from the stop to SIGTERM (default: 5)"
@@ -81,8 +90,8 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
         if submit.is_wanted(arguments):
             return submit.run(arguments)
         program = load_program(arguments.target, program_flags)
-        run_dir = arguments.run_dir or new_run_dir(Path("runs"), program.name)
-        ours = run_dir if arguments.run_dir is None else None
+        run_dir = _run_dir(arguments, program.name)
+        ours = run_dir if arguments.run_dir is None and arguments.resume is None else None
         with _explained(arguments.target, ours):
             view = GraphView.of(program, arguments.mode)
             if arguments.dry_run:
@@ -106,6 +115,18 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
                 result = _wait(run, display)
             display.ended(result, run.status())
             return result.exit_status
+
+
+def _run_dir(arguments: argparse.Namespace, name: str) -> Path:
+    if arguments.resume is None:
+        return arguments.run_dir or new_run_dir(Path("runs"), name)
+    if arguments.run_dir is not None:
+        raise UsageError("--resume goes on in that run's own folder: leave --run-dir out")
+    record = find_ended_run(arguments.resume)
+    if record.program != name:
+        raise UsageError(f"run {record.name} was of the program {record.program!r}, and this one is {name!r}")
+    kill_all(left_of(record))  # of a launcher that was killed a moment ago: two runs must not write in one folder
+    return Path(record.run_dir)
 
 
 @contextlib.contextmanager

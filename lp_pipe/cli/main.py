@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from lp_pipe.cli import (
     agent,
+    checkpoint,
     clean,
     doctor,
     graph,
@@ -33,6 +34,7 @@ _COMMANDS = {
     "schedule": schedule,
     "profile": profile,
     "partition": partition,
+    "checkpoint": checkpoint,
     "status": status,
     "logs": logs,
     "stacks": stacks,

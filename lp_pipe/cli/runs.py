@@ -56,6 +56,22 @@ def find_live_run(text: str | None) -> RunRecord:
     return record
 
 
+def find_ended_run(text: str) -> RunRecord:
+    """The run in this folder, or of this name below ./runs, which nothing of may be left running.
+
+    Raises:
+        UsageError: no such run, or it has not ended.
+    """
+    found = next(
+        (record for path in (Path(text), Path("runs", text)) if (record := read_record(path / RUN_FILE))), None
+    )
+    if found is None:
+        raise UsageError(f"no run {text!r}: neither that folder nor runs/{text} has a {RUN_FILE}")
+    if found.is_live:
+        raise UsageError(f"run {found.name} is live: `lp_pipe stop {found.name}` ends it")
+    return found
+
+
 @contextlib.contextmanager
 def asking(record: RunRecord, *, may_take_long: bool = False) -> Iterator[CourierClient]:
     """A client of the run's Control; one whose calls may take long has no deadline once the run has answered at all.

@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
@@ -20,6 +21,7 @@ from lp_pipe.launch.agent_link import AgentLink
 from lp_pipe.launch.assignment import Assignment, without_code
 from lp_pipe.launch.coordinator import Coordinator
 from lp_pipe.launch.engines import Engine
+from lp_pipe.launch.from_agent import FromAgent, PortsElsewhere
 from lp_pipe.launch.gathering import Gathering, Patience, RemoteAgent
 from lp_pipe.launch.host import Host
 from lp_pipe.launch.host_placement import HostPlace, offered, place_on_hosts
@@ -37,11 +39,6 @@ from lp_pipe.telemetry.metrics import MetricsLog
 _START_PATIENCE_S = 60.0
 _STACKS_PATIENCE_S = 5.0
 _CLOSE_PATIENCE_S = 8.0
-_PORT_PATIENCE_S = 10.0
-_PASSED_ON = (
-    *("node_started", "node_ended", "node_down", "register", "withdraw", "find", "resolve"),
-    *("inner_nodes_ended", "stop_inner_nodes", "request_stop", "log_metrics"),
-)
 
 
 @dataclass(frozen=True)
@@ -97,10 +94,10 @@ def make_host(plan: Plan, metrics: MetricsLog, options: MultiHostOptions) -> tup
         stop_shipping(shipped)
         raise
     run = uuid.uuid4().hex
-    ports = _PortsElsewhere(plan, gathered)
+    ports = PortsElsewhere(plan, gathered.agents, gathered.places)
     coordinator = Coordinator(plan, lambda address: spanning.name_of(run, address), metrics, ports.reserve)
     spanning.join(spanning.Member(run, "the launcher", credentials, coordinator.find))
-    return MultiHost(run, plan, coordinator, payloads, gathered, shipped), coordinator
+    return MultiHost(run, plan, coordinator, payloads, gathered, ports, shipped), coordinator
 
 
 class MultiHost(Host):
@@ -113,6 +110,7 @@ class MultiHost(Host):
         coordinator: Coordinator,
         payloads: Mapping[str, bytes],
         gathered: Gathered,
+        ports: PortsElsewhere,
         shipped: list[ModuleType],
     ) -> None:
         self._run = run
@@ -120,17 +118,19 @@ class MultiHost(Host):
         self._coordinator = coordinator
         self._payloads = payloads
         self._gathered = gathered
+        self._ports = ports
         self._shipped = shipped
         self._surroundings = Surroundings.here()
         self._agents = dict(gathered.agents)
         self._views: dict[str, tuple[float, list[View]]] = {}
         self._log_dir = plan.run_dir / "logs"
         self._logs = ReceivedLogs(LogFiles(self._log_dir))
+        self._past_hits: Counter[str] = Counter()  # of faults, at hosts that are closed
         self._lock = threading.Lock()
 
     def start(self) -> None:
         for agent in self._agents.values():
-            agent.link.serve(_FromAgent(self._coordinator, self._logs, agent.link, self._gathered, self._plan))
+            agent.link.serve(FromAgent(self._coordinator, self._logs, agent.link, self._ports))
         self._gathered.gathering.tell_of_losses(self._on_lost)
         try:
             started = {name: agent.link.ask("start", self._assignment(name)) for name, agent in self._agents.items()}
@@ -159,7 +159,9 @@ class MultiHost(Host):
 
     def close(self) -> None:
         closing = [agent.link.ask("close") for agent in self._up().values()]
-        wait_for(closing, _CLOSE_PATIENCE_S)
+        for answer in wait_for(closing, _CLOSE_PATIENCE_S).done:
+            with contextlib.suppress(Unavailable, LaunchError):  # it is gone, with all that it knew
+                self._past_hits.update(answer.result())
         self._gathered.gathering.close(patience_s=_CLOSE_PATIENCE_S / 2)
         self._logs.close()
         spanning.leave(self._run)
@@ -183,7 +185,10 @@ class MultiHost(Host):
 
     def inject(self, fault: wire.Fault) -> "Mapping[str, Future[int]]":
         message = fault.SerializeToString()
-        return {f"of host {name}": agent.link.ask("inject", message) for name, agent in self._up().items()}
+        past: Future[int] = Future()
+        past.set_result(self._past_hits[fault.rule])
+        asked = {name: _zero_if_gone(agent.link.ask("inject", message)) for name, agent in self._up().items()}
+        return {**{f"of host {name}": answer for name, answer in asked.items()}, "": past}
 
     def where(self, node_id: str) -> str:
         return self._gathered.places[node_id].host
@@ -249,44 +254,11 @@ class MultiHost(Host):
             self._views[name] = time.monotonic(), done.result()
 
 
-class _PortsElsewhere:
-    """Ports are of the host of the node that will listen there, so its agent is asked."""
-
-    def __init__(self, plan: Plan, gathered: Gathered) -> None:
-        self._plan = plan
-        self._gathered = gathered
-
-    def ask(self, address: str) -> "Future[str]":
-        if address not in self._plan.owners:
-            raise RuntimeError("this address belongs to no node of the program: address.assign(node) before launch")
-        host = self._gathered.places[self._plan.owners[address]].host
-        return self._gathered.agents[host].link.ask("reserve", address)
-
-    def reserve(self, address: str) -> str:
-        """For the launcher itself: waits for the answer."""
-        return self.ask(address).result(_PORT_PATIENCE_S)
-
-
-class _FromAgent:
-    """What an agent may ask of its launcher: the coordinator, ports, and what to do with the lines of its nodes."""
-
-    def __init__(
-        self, coordinator: Coordinator, logs: ReceivedLogs, link: AgentLink, gathered: Gathered, plan: Plan
-    ) -> None:
-        for name in _PASSED_ON:
-            setattr(self, name, getattr(coordinator, name))
-        self._coordinator = coordinator
-        self._logs = logs
-        self._link = link
-        self.reserve_port = _PortsElsewhere(plan, gathered).ask
-
-    def calls(self, taken: Mapping[str, int]) -> None:
-        """How many calls the servers of its nodes have taken, by node_id."""
-        for node_id, calls in taken.items():
-            self._coordinator.node_calls(node_id, calls)
-
-    def log(self, node_id: str, is_stderr: bool, text: bytes) -> None:
-        self._logs.put(self._link, node_id, is_stderr, text)
+def _zero_if_gone(answer: "Future[int]") -> "Future[int]":
+    """As ProcessHost: what has ended is struck no more."""
+    found: Future[int] = Future()
+    answer.add_done_callback(lambda done: found.set_result(0 if done.exception() is not None else done.result()))
+    return found
 
 
 def _text_of(answer: "Future[str]") -> str:

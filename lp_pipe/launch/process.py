@@ -90,7 +90,7 @@ class ProcessHost(Host):
         self._preload = preload
         self._streams: dict[str, NodeStream] = {}
         self._faults: dict[str, wire.Fault] = {}
-        self._past_hits: Counter[str] = Counter()  # of faults in processes that have ended
+        self.past_hits: Counter[str] = Counter()  # of faults in processes that have ended
         self._log_dir = plan.run_dir / "logs"
         self._logs = LogPump(log_output or LogFiles(self._log_dir))
         self._is_over = threading.Event()
@@ -156,7 +156,7 @@ class ProcessHost(Host):
         elif fault.action in (wire.Fault.DROP, wire.Fault.DELAY, wire.Fault.PARTITION):
             self._faults[fault.rule] = fault  # also for nodes that start later
         past: Future[int] = Future()
-        past.set_result(self._past_hits[fault.rule])
+        past.set_result(self.past_hits[fault.rule])
         asked = {node_id: stream.ask_fault(fault) for node_id, stream in list(self._streams.items())}
         return {**asked, "": past}
 
@@ -244,7 +244,7 @@ class ProcessHost(Host):
         if stream is not None and not stream.closed.wait(max(0.0, deadline - time.monotonic())):
             stream.connection.close("the process has ended")
         if stream is not None:
-            self._past_hits.update(stream.last_hits)
+            self.past_hits.update(stream.last_hits)
         for address in self._specs[node_id].addresses:  # or callers would wait for the grandchild to accept
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(f"{self._socket_dir}/{address}")

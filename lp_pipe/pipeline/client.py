@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +97,15 @@ class PipelineClient:
     def save(self, path: str | Path) -> None:
         """Write a checkpoint: weights, optimizer, scheduler and step. Relative paths are the launcher's."""
         self._conductor.save(str(path))
+
+    def save_async(self, path: str | Path) -> "Future[None]":
+        """As `save`, but return once every stage has copied its share in memory; the future is done when it is written.
+
+        So training pauses for the copy only.
+        """
+        copy = self._conductor.copy()
+        written: Future[None] = self._conductor.futures.write_copy(str(path), copy)
+        return written
 
     def load(self, path: str | Path) -> None:
         """Go on from a checkpoint that any number of stages wrote.

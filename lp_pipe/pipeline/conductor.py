@@ -20,7 +20,7 @@ from lp_pipe.pipeline.loss_scale import LossScale
 from lp_pipe.pipeline.microbatches import check_pair, loss_weights
 from lp_pipe.pipeline.results import EvalResult, StageMemory, StepResult, StepTrace
 from lp_pipe.pipeline.steps import Steps, SynchronousSteps, summed
-from lp_pipe.pipeline.whole_model import WholeModel
+from lp_pipe.pipeline.whole_model import Copy, WholeModel
 from lp_pipe.pipeline.worker import StageWorker
 from lp_pipe.pipeline.workers import Workers, settle
 from lp_pipe.rpc.pool import DaemonPool
@@ -88,6 +88,14 @@ class Conductor:
     def save(self, path: str) -> None:
         """Write a checkpoint folder; the manifest, written last, makes it one."""
         self._in_turn(lambda: self._model.save(Path(path), self._steps.done, self._steps.scale))
+
+    def copy(self) -> Copy:
+        """Copy what `save` would write, in memory."""
+        return self._in_turn(lambda: self._model.copy(self._steps.done, self._steps.scale))
+
+    def write_copy(self, path: str, copy: Copy) -> None:
+        """Write it, while operations go on."""
+        self._model.write_copy(Path(path), copy)
 
     def load(self, path: str) -> None:
         """Go on from a checkpoint folder, whatever number of stages wrote it."""

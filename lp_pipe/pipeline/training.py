@@ -109,22 +109,13 @@ class Training:
         for _, parameter in self._parameters:
             parameter.grad = None
 
-    def save(self, folder: str, name: str, weights: dict[str, Tensor], versions: dict[str, Any] | None = None) -> None:
-        """Write weights, optimizer and scheduler under the parameters' names, so that any cut can take them.
+    def share(self, weights: dict[str, Tensor], versions: dict[str, Any] | None = None) -> dict[str, Any]:
+        """What a checkpoint keeps, under the parameters' names, so that any cut can take it. Not copied.
 
         versions: an asynchronous worker's.
-
-        The file is complete or not there: written aside, flushed to disk, then renamed.
         """
         share = {"weights": weights, "optimizer": self._optimizer_state(), "lr_scheduler": self._scheduler_state()}
-        if versions is not None:
-            share["versions"] = versions
-        aside = Path(folder) / f".{name}.{os.getpid()}"
-        with aside.open("wb") as file:
-            torch.save(share, file)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.rename(Path(folder) / name)
+        return share if versions is None else {**share, "versions": versions}
 
     def read(self, folder: str, files: list[str]) -> Saved:
         """What all shares hold together.
@@ -137,11 +128,7 @@ class Training:
         scheduler: dict[str, Any] | None = None
         versions: list[dict[str, Any]] = []
         for name in files:
-            path = Path(folder) / name
-            try:
-                share = torch.load(path, weights_only=True, map_location="cpu")
-            except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-                raise CheckpointError(f"cannot read {path}, which the manifest names: {error}") from error
+            share = read_share(Path(folder) / name)
             weights.update(share["weights"])
             per_parameter.update(share["optimizer"])
             scheduler = scheduler or share["lr_scheduler"]
@@ -190,6 +177,29 @@ class Training:
                 if name in saved:
                     self._optimizer.state[parameter] = _beside(parameter, saved[name]["state"])
                     group.update(saved[name]["options"])
+
+
+def write_share(folder: str, name: str, share: dict[str, Any]) -> None:
+    """Write a file that is complete or not there: written aside, flushed to disk, then renamed."""
+    aside = Path(folder) / f".{name}.{os.getpid()}"
+    with aside.open("wb") as file:
+        torch.save(share, file)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.rename(Path(folder) / name)
+
+
+def read_share(path: Path) -> dict[str, Any]:
+    """What `write_share` wrote.
+
+    Raises:
+        CheckpointError: it is missing or damaged.
+    """
+    try:
+        share: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"cannot read {path}, which the manifest names: {error}") from error
+    return share
 
 
 def _refuse_closures(optimizer: torch.optim.Optimizer) -> None:

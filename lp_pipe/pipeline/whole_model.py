@@ -3,7 +3,9 @@
 import hashlib
 import logging
 import secrets
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +20,13 @@ from lp_pipe.pipeline.stage import check_shapes
 from lp_pipe.pipeline.workers import Workers
 
 _log = logging.getLogger(__name__)
+
+
+class Copy(NamedTuple):
+    """A checkpoint that is not written yet; the manifest lacks its files."""
+
+    version: str
+    manifest: Manifest
 
 
 class WholeModel:
@@ -68,12 +77,28 @@ class WholeModel:
 
     def save(self, path: Path, step: int, scale: LossScale | None) -> None:
         """Write a checkpoint folder; the manifest, written last, makes it one."""
-        path.mkdir(parents=True, exist_ok=True)
+        self._write("save", path, self._unwritten(step, scale))
+
+    def copy(self, step: int, scale: LossScale | None) -> "Copy":
+        """Copy what a checkpoint holds, in each worker's memory."""
+        copy = self._unwritten(step, scale)
+        self._workers.some(self._ranks, "copy_share", copy.version)
+        return copy
+
+    def write_copy(self, path: Path, copy: "Copy") -> None:
+        """Write it; any thread may, while operations go on."""
+        self._write("write_copy", path, copy)
+
+    def _unwritten(self, step: int, scale: LossScale | None) -> "Copy":
         # New names: until the new manifest replaces the old one, the checkpoint that was there before stays whole.
         version = f"step-{step}-{secrets.token_hex(4)}"
-        files = self._workers.some(self._ranks, "save", str(path), version)
         kept = (scale.factor, scale.good_steps) if scale is not None else None
-        manifest.write(path, Manifest(step, self._config.seed, tuple(files), tuple(self.state_dict()), kept))
+        return Copy(version, Manifest(step, self._config.seed, (), tuple(self.state_dict()), kept))
+
+    def _write(self, method: str, path: Path, copy: "Copy") -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        files = self._workers.some(self._ranks, method, str(path), copy.version)
+        manifest.write(path, replace(copy.manifest, files=tuple(files)))
         manifest.remove_older_shares(path, files)
 
     def load(self, path: Path) -> Manifest:

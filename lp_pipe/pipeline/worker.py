@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from lp_pipe.address import Address
 from lp_pipe.channels import ChannelHub
 from lp_pipe.channels.kinds import hub_endpoint
+from lp_pipe.channels.packing import copied
 from lp_pipe.context import context
 from lp_pipe.pipeline.activation_meter import ActivationMeter
 from lp_pipe.pipeline.async_worker import AsyncWorker
@@ -31,7 +32,7 @@ from lp_pipe.pipeline.side_channels import SideChannels
 from lp_pipe.pipeline.stage import Stage, check_shapes
 from lp_pipe.pipeline.tasks import Task
 from lp_pipe.pipeline.tied import tie
-from lp_pipe.pipeline.training import Saved, Training
+from lp_pipe.pipeline.training import Saved, Training, write_share
 
 
 class StageWorker:
@@ -60,6 +61,7 @@ class StageWorker:
         }
         self.training = Training(list(self._stages.values()), pipeline.optimizer, pipeline.lr_scheduler)
         self._saved: Saved | None = None
+        self._copies: dict[str, dict[str, Any]] = {}  # of shares, by the checkpoint's version
         self._modules = [m for s in self._stages.values() for layer in s.layers for m in layer.modules()]
         self._buffers_before: BufferSnapshot | None = None
         self._meter: ActivationMeter | None = None
@@ -83,7 +85,7 @@ class StageWorker:
         operation = self._intake.operation(task, scale)
         self._buffers_before = BufferSnapshot(self._modules)
         with current(self._device), self._metered(operation) as actions:
-            self._execution.run(self._share_of(schedule), operation, actions)
+            self._execution.run(self._part_of(schedule), operation, actions)
         self._reduction.reduce(task.tag, self.training.parameters, self._modules, self._buffers_before)
         if scale is not None:
             operation.report.overflowed = self.training.unscale_gradients(scale)
@@ -108,7 +110,7 @@ class StageWorker:
         self._buffers_before = None  # what a step has changed stays
         operation = self._intake.of(tag, 0, apart(inputs), aligned(targets))
         with torch.no_grad(), current(self._device), self._eval_mode():
-            self._execution.run(self._share_of(schedule), operation, self._execution.inference)
+            self._execution.run(self._part_of(schedule), operation, self._execution.inference)
         return operation.report
 
     def apply(self, total_norm: Tensor | None, skip: bool = False) -> None:
@@ -185,10 +187,15 @@ class StageWorker:
 
     def save(self, path: str, version: str) -> str:
         """Write this worker's share of a checkpoint into the folder; returns the file's name."""
-        name = SHARE.format(version=version, worker=self._worker)
-        versions = self._async.state() if self._async is not None else None
-        self.training.save(path, name, self.state_dict(), versions)
-        return name
+        return self._write(path, version, self._share())
+
+    def copy_share(self, version: str) -> None:
+        """Copy this worker's share of a checkpoint in memory, for `write_copy`."""
+        self._copies[version] = copied(self._share())
+
+    def write_copy(self, path: str, version: str) -> str:
+        """As `save`, with the share as it was when it was copied; the next steps may go on meanwhile."""
+        return self._write(path, version, self._copies.pop(version))
 
     def read(self, path: str, files: list[str]) -> None:
         """Read the shares in the folder, and change nothing before `adopt`: the other workers may fail to.
@@ -209,6 +216,14 @@ class StageWorker:
         self.training.restore(saved)
         if self._async is not None:
             self._async.restore(saved.versions)
+
+    def _share(self) -> dict[str, Any]:
+        return self.training.share(self.state_dict(), self._async.state() if self._async is not None else None)
+
+    def _write(self, path: str, version: str, share: dict[str, Any]) -> str:
+        name = SHARE.format(version=version, worker=self._worker)
+        write_share(path, name, share)
+        return name
 
     @contextlib.contextmanager
     def _metered(self, operation: Operation) -> Iterator[Mapping[str, Run]]:
@@ -235,7 +250,7 @@ class StageWorker:
         parts = self._execution, self.training, self._reduction, self._intake
         return AsyncWorker(self._stages[self._worker], self._config.timings, share, *parts)
 
-    def _share_of(self, schedule: Schedule) -> tuple[Action, ...]:
+    def _part_of(self, schedule: Schedule) -> tuple[Action, ...]:
         return share(schedule.workers[self._worker], self._config.replicas[self._worker], self._replica)
 
     @contextlib.contextmanager

@@ -29,7 +29,8 @@ WRONG = {
     "": "the following arguments are required: COMMAND; see `lp_pipe --help`",
     "lanch demo.py": (
         "no command 'lanch'; did you mean 'launch'? "
-        "(commands: launch, graph, schedule, profile, partition, status, logs, stacks, stop, ps, clean, doctor)"
+        "(commands: launch, graph, schedule, profile, partition, checkpoint, status, logs, stacks, stop, ps, clean, "
+        "doctor, agent)"
     ),
     "launch": "the following arguments are required: TARGET; see `lp_pipe launch --help`",
     "launch dem.py": "no file 'dem.py'; did you mean 'demo.py'?",
@@ -42,7 +43,9 @@ WRONG = {
     "launch demo.py:number": "demo.py:number is of type int, not a Program or a function that returns one",
     "launch demo.py:work": "demo.py:work returned NoneType, but a Program is needed",
     "launch demo.py:with_arguments": "demo.py:with_arguments needs arguments; a target function is called without any",
-    "launch demo.py --mode=proces": "unknown mode 'proces'; did you mean 'process'? (modes: thread, process)",
+    "launch demo.py --mode=proces": (
+        "unknown mode 'proces'; did you mean 'process'? (modes: thread, process, multi_host)"
+    ),
     "launch demo.py --grace=soon": "--grace=soon: a number of seconds is needed, such as --grace=5",
     "launch demo.py --stages=3": (
         "unknown arguments: --stages=3; flags of the program itself come after `--`: -- --stages=3"

@@ -82,6 +82,7 @@ def test_an_unchanged_program_makes_calls_between_hosts(capfd: pytest.CaptureFix
         pids = [run.client("probe", index).ask(os.getpid) for index in range(3)]
         assert len({agent_above(pid) for pid in pids}) == 2
         until(lambda: run.status()["probe"][1]["calls_per_s"])
+        until(lambda: run.status()["client"][0]["state"] == "finished")
     assert "[client/0] sum 3" in capfd.readouterr().out
     assert "sum 3" in (run.run_dir / "logs" / "client-0.log").read_text()
 

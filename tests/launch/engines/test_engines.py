@@ -76,7 +76,7 @@ def test_a_package_adds_an_engine_by_an_entry_point(monkeypatch: pytest.MonkeyPa
     assert engines.make_engine("elsewhere", "far", {}).hosts() == [HostOffer("far")]
     with pytest.raises(ValueError, match="which is no Engine"):
         engines.engine_class("wrong")
-    with pytest.raises(ValueError, match="unknown engine 'other'; known are local, ssh, .*, elsewhere, wrong"):
+    with pytest.raises(ValueError, match=r"unknown engine 'other'; known are local, ssh, .*, elsewhere, wrong"):
         engines.engine_class("other")
 
 

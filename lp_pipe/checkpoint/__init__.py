@@ -1,0 +1,10 @@
+"""Consistent, verified checkpoints of a whole program: stages, trainer, and any node that has a state.
+
+A checkpoint is a folder `step-00000100`; its manifest, with every file's size and checksum, makes it one. Needs no
+torch.
+"""
+
+from lp_pipe.checkpoint.checkpoints import Checkpoints as Checkpoints
+from lp_pipe.checkpoint.folder import Checkpoint as Checkpoint
+from lp_pipe.checkpoint.folder import checkpoints_in as checkpoints_in
+from lp_pipe.checkpoint.folder import open_checkpoint as open_checkpoint

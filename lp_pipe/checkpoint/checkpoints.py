@@ -1,0 +1,180 @@
+"""Saving and restoring the parts of a program together."""
+
+import logging
+import shutil
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Protocol
+
+from lp_pipe.checkpoint import folder as folders
+from lp_pipe.checkpoint.folder import Checkpoint, checkpoints_in, open_checkpoint
+from lp_pipe.context import context
+from lp_pipe.errors import CheckpointError
+
+_log = logging.getLogger(__name__)
+
+
+class Stateful(Protocol):
+    """A part: an object of the node itself, or a client of a CourierNode with these methods."""
+
+    def state_dict(self) -> Any:
+        """Anything picklable."""
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on from there."""
+
+
+class SavesItself(Protocol):
+    """A part that writes a folder of its own, as pipelines do."""
+
+    def save_async(self, path: Path) -> "Future[None]":
+        """Copy the state in memory, then write it while others go on; done once it is written."""
+
+    def load(self, path: Path) -> None:
+        """Go on from there."""
+
+
+class Checkpoints:
+    """The checkpoints of a run, in `folder`.
+
+        checkpoints = Checkpoints({"pipeline": pipeline, "replay": replay, "trainer": self})
+        checkpoints.restore()          # after `lp_pipe launch … --resume=RUN`: go on from the newest good one
+        ...
+        checkpoints.save(step)         # between two steps: nothing else may change a part meanwhile
+
+    Made and used in the node that drives the others, so that a checkpoint is one consistent cut: whatever happens
+    before the call of `save` is in it on every part, whatever comes after it on none.
+
+    folder: default: `checkpoints` in the run's folder. keep: how many; older ones are deleted.
+    may_fail: a checkpoint that cannot be written (the disk is full) is a warning in the log, not an error.
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[str, Stateful | SavesItself],
+        folder: Path | str | None = None,
+        *,
+        keep: int = 3,
+        may_fail: bool = False,
+    ) -> None:
+        """Raises:
+        ValueError: `keep` is below 1, or a name is no file name.
+        RuntimeError: outside of a node there is no run's folder.
+        """
+        if keep < 1:
+            raise ValueError(f"keep={keep}: keep at least 1 checkpoint")
+        for name in parts:
+            if not name or "/" in name or name.startswith("."):
+                raise ValueError(f"part {name!r}: its name becomes a file name: no '/', no '.' in front")
+        self._parts: dict[str, Any] = dict(parts)
+        self.folder = Path(folder) if folder is not None else Path(context().run_dir) / "checkpoints"
+        self._keep = keep
+        self._may_fail = may_fail
+        self._writing: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def save(self, step: int, *, wait: bool = True) -> None:
+        """Save all parts as they are now.
+
+        wait: until it is on the disk. Else only until every part has been copied in memory: training goes on while it
+        is written, and `wait_until_written` or the next `save` says whether that went well.
+
+        Raises:
+            CheckpointError: this one or the one before cannot be written (unless `may_fail`); older ones stay good.
+        """
+        self.wait_until_written()
+        try:
+            aside = folders.begin(self.folder, step)
+            writes = [self._begin_part(name, part, aside) for name, part in self._parts.items()]
+        except OSError as error:
+            self._failed(step, error)
+            return
+        self._writing = threading.Thread(target=self._write, args=(step, aside, writes), name="checkpoint")
+        self._writing.start()
+        if wait:
+            self.wait_until_written()
+
+    def wait_until_written(self) -> None:
+        """Until no checkpoint is being written.
+
+        Raises:
+            CheckpointError: the last one cannot be written (unless `may_fail`).
+        """
+        if self._writing is not None:
+            self._writing.join()
+            self._writing = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def restore(self) -> Checkpoint | None:
+        """Bring all parts to the newest checkpoint without damage; None when there is none at all.
+
+        A damaged one is left out, with a warning that names its files.
+
+        Raises:
+            CheckpointError: all are damaged, or it has other parts.
+        """
+        paths = checkpoints_in(self.folder)
+        damaged = []
+        for path in reversed(paths):
+            try:
+                found = open_checkpoint(path)
+                wrong = found.damage()
+            except CheckpointError as error:
+                wrong = [str(error)]
+            if not wrong:
+                self._load(found)
+                return found
+            damaged.append(f"{path}: {'; '.join(wrong)}")
+            _log.warning("checkpoint %s is damaged and left out", damaged[-1])
+        if damaged:
+            raise CheckpointError("no checkpoint is without damage: " + "\n".join(damaged))
+        return None
+
+    def _begin_part(self, name: str, part: Any, aside: Path) -> "Future[None]":
+        if _saves_itself(part):
+            return part.save_async(aside / name)  # type: ignore[no-any-return]
+        folders.write_state(aside, name, part.state_dict())
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _write(self, step: int, aside: Path, writes: "list[Future[None]]") -> None:
+        try:
+            for write in writes:
+                write.result()
+            folders.finish(aside, step, tuple(self._parts))
+            for path in checkpoints_in(self.folder)[: -self._keep]:
+                folders.remove(path)
+        except Exception as error:  # whatever a part raises; it belongs to who waits
+            shutil.rmtree(aside, ignore_errors=True)
+            try:
+                self._failed(step, error)
+            except CheckpointError as failure:
+                self._error = failure
+
+    def _failed(self, step: int, error: Exception) -> None:
+        message = f"the checkpoint of step {step} could not be written to {self.folder}: {error}"
+        if not self._may_fail:
+            raise CheckpointError(f"{message}; older ones are as they were") from error
+        _log.warning("%s; going on without it", message)
+
+    def _load(self, checkpoint: Checkpoint) -> None:
+        if set(checkpoint.parts) != set(self._parts):
+            raise CheckpointError(
+                f"{checkpoint.path} has the parts {', '.join(sorted(checkpoint.parts))}; this program has "
+                f"{', '.join(sorted(self._parts))}"
+            )
+        for name, part in self._parts.items():
+            if _saves_itself(part):
+                part.load(checkpoint.path / name)
+            else:
+                part.load_state_dict(folders.read_state(checkpoint.path, name))
+
+
+def _saves_itself(part: Any) -> bool:
+    """Asked of the class: a client has any method that it is asked for."""
+    return callable(getattr(type(part), "save_async", None))

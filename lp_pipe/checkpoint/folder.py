@@ -1,0 +1,157 @@
+"""A checkpoint on disk: whole and checked, or none.
+
+    checkpoints/
+      step-00000100/          appears by a rename, once all of it is on the disk
+        manifest.json         names, sizes and sha256 of all files, and its own sha256
+        pipeline/…            a pipeline's own folder
+        trainer.state         pickle of what `state_dict()` gave
+      .step-00000200.4711     being written; what a killed process leaves is removed by the next one that saves
+
+Pickles are read back from it: load only what you trust as you trust code.
+"""
+
+import hashlib
+import json
+import os
+import pickle
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lp_pipe.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+_FORMAT = 1
+_PREFIX = "step-"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """path: its folder. parts: what was saved, by name. files: by path inside the folder, (bytes, sha256)."""
+
+    path: Path
+    step: int
+    saved: float
+    parts: tuple[str, ...]
+    files: Mapping[str, tuple[int, str]]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(size for size, _ in self.files.values())
+
+    def damage(self) -> list[str]:
+        """What is wrong, one line for each file that is missing, cut short, changed, or not of this checkpoint."""
+        found = []
+        for name, (size, digest) in self.files.items():
+            file = self.path / name
+            if not file.is_file():
+                found.append(f"{name}: is missing")
+            elif file.stat().st_size != size:
+                found.append(f"{name}: has {file.stat().st_size} bytes instead of {size}")
+            elif _sha256(file) != digest:
+                found.append(f"{name}: its contents have changed (sha256 differs)")
+        known = {*self.files, MANIFEST}
+        return found + [f"{name}: is no file of this checkpoint" for name in _files_of(self.path) if name not in known]
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Read its manifest; the other files are not looked at.
+
+    Raises:
+        CheckpointError: there is none, so that it was never finished; or it is damaged.
+    """
+    manifest = path / MANIFEST
+    try:
+        text = manifest.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is no checkpoint: without {MANIFEST} it was never finished") from None
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{manifest} is damaged: {error}") from error
+    head, _, digest = text.rstrip("\n").rpartition("\n")
+    if hashlib.sha256(head.encode()).hexdigest() != digest:
+        raise CheckpointError(f"{manifest} is damaged: its last line is not the sha256 of the others")
+    data = json.loads(head)
+    if data["format"] != _FORMAT:
+        raise CheckpointError(f"{manifest} has format {data['format']}; this version of lp_pipe reads {_FORMAT}")
+    files = {name: (size, sha256) for name, (size, sha256) in data["files"].items()}
+    return Checkpoint(path, data["step"], data["saved"], tuple(data["parts"]), files)
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The folders of finished checkpoints, oldest step first."""
+    return sorted(path for path in folder.glob(f"{_PREFIX}*") if path.is_dir()) if folder.is_dir() else []
+
+
+def begin(folder: Path, step: int) -> Path:
+    """A new folder to write into, out of sight.
+
+    Raises:
+        OSError: the disk is full, the folder is read-only, ….
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob(f".{_PREFIX}*"):  # by a process that was killed; only one saves here at a time
+        shutil.rmtree(left, ignore_errors=True)
+    aside = folder / f".{_PREFIX}{step:08}.{os.getpid()}"
+    aside.mkdir()
+    return aside
+
+
+def finish(aside: Path, step: int, parts: tuple[str, ...]) -> Checkpoint:
+    """Flush everything to the disk, write the manifest, and let it appear; one of the same step is replaced.
+
+    Raises:
+        OSError: as `begin`.
+    """
+    files = {name: (os.path.getsize(aside / name), _sha256(aside / name)) for name in _files_of(aside)}
+    head = json.dumps({"format": _FORMAT, "step": step, "saved": time.time(), "parts": parts, "files": files}, indent=1)
+    (aside / MANIFEST).write_text(f"{head}\n{hashlib.sha256(head.encode()).hexdigest()}\n", encoding="utf-8")
+    for name in (*files, MANIFEST):
+        _sync(aside / name)
+    for folder in {aside, *(aside / name for name in map(os.path.dirname, files))}:
+        _sync(folder)
+    path = aside.parent / f"{_PREFIX}{step:08}"
+    if path.exists():
+        remove(path)
+    aside.rename(path)
+    _sync(path.parent)
+    return open_checkpoint(path)
+
+
+def remove(path: Path) -> None:
+    """Out of sight at once, then gone: half of a checkpoint is never taken for one."""
+    hidden = path.with_name(f".{path.name}.old")
+    path.rename(hidden)
+    shutil.rmtree(hidden)
+
+
+def write_state(folder: Path, name: str, state: Any) -> None:
+    """A part's state, as it is now."""
+    (folder / f"{name}.state").write_bytes(pickle.dumps(state, protocol=5))
+
+
+def read_state(folder: Path, name: str) -> Any:
+    """What `write_state` wrote."""
+    return pickle.loads((folder / f"{name}.state").read_bytes())
+
+
+def _files_of(folder: Path) -> Iterator[str]:
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path != folder / MANIFEST:
+            yield path.relative_to(folder).as_posix()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

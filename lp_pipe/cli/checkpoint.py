@@ -1,0 +1,133 @@
+"""`lp_pipe checkpoint`: what a run has saved, whether it is whole, and its model as one file."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from lp_pipe.checkpoint import Checkpoint, checkpoints_in, open_checkpoint
+from lp_pipe.cli.errors import UNHEALTHY, UsageError, counted
+from lp_pipe.cli.files import output_path
+from lp_pipe.cli.table import table
+from lp_pipe.errors import CheckpointError, PipelineError
+
+_EXAMPLES = """\
+examples:
+  lp_pipe checkpoint ls runs/char_gpt-20260101-120000-4711-123456
+  lp_pipe checkpoint verify runs/…/checkpoints/step-00000100
+  lp_pipe checkpoint export runs/…/checkpoints/step-00000100 -o model.safetensors
+
+PATH is a checkpoint, a folder of checkpoints, or a run's folder; of several checkpoints, export takes the newest.
+verify ends with status 1 when something is damaged.
+"""
+
+
+def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Describe the command and its three parts."""
+    parser = commands.add_parser(
+        "checkpoint",
+        help="list, verify and export a run's checkpoints",
+        description="List, verify and export what a program has saved with lp_pipe.checkpoint.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="lp_pipe checkpoint ls|verify|export PATH [options]",
+        allow_abbrev=False,
+    )
+    parser.add_argument("what", metavar="ls|verify|export", choices=["ls", "verify", "export"])
+    parser.add_argument("path", metavar="PATH", type=Path, nargs="?", default=Path(), help="default: this folder")
+    parser.add_argument("-o", dest="output", metavar="FILE.safetensors", help="export: where to")
+    parser.add_argument("--part", help="export: which pipeline, where a checkpoint has several")
+    parser.add_argument("--json", action="store_true", help="ls, verify: print one JSON object a line")
+    parser.set_defaults(run=run_command)
+
+
+def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
+    """Do it.
+
+    Raises:
+        UsageError: there is no checkpoint, or nothing in it to export.
+    """
+    paths = _paths(arguments.path)
+    if arguments.what == "ls":
+        return _list(paths, as_json=arguments.json)
+    if arguments.what == "verify":
+        return _verify(paths, as_json=arguments.json)
+    return _export(paths[-1], arguments.output, arguments.part)
+
+
+def _paths(path: Path) -> list[Path]:
+    for folder in (path, path / "checkpoints"):
+        found = checkpoints_in(folder)
+        if found:
+            return found
+    if not path.exists():
+        raise UsageError(f"there is no {path}")
+    if path.name.startswith("step-"):
+        return [path]
+    raise UsageError(f"{path} has no finished checkpoint: give a checkpoint's folder, or that of a run that saved some")
+
+
+def _list(paths: Sequence[Path], *, as_json: bool) -> int:
+    rows = []
+    for path in paths:
+        try:
+            found = open_checkpoint(path)
+        except CheckpointError as error:
+            rows.append((path.name, "", "", "", f"damaged: {error}"))
+            continue
+        if as_json:
+            print(json.dumps(_as_json(found)))
+        rows.append((path.name, str(found.step), f"{found.size:,}", str(len(found.files)), ", ".join(found.parts)))
+    if not as_json:
+        print(table(("CHECKPOINT", "STEP", "BYTES", "FILES", "PARTS"), rows))
+    return 0
+
+
+def _verify(paths: Sequence[Path], *, as_json: bool) -> int:
+    damaged = 0
+    for path in paths:
+        try:
+            found = open_checkpoint(path)
+            wrong = found.damage()
+            good = f"{counted(len(found.files), 'file')}, {found.size:,} bytes: as they were written"
+        except CheckpointError as error:
+            wrong = [str(error)]
+        damaged += bool(wrong)
+        if as_json:
+            print(json.dumps({"path": str(path), "damage": wrong}))
+        else:
+            print("\n".join(f"{path}: {line}" for line in wrong or [good]))
+    return UNHEALTHY if damaged else 0
+
+
+def _export(path: Path, output: str | None, part: str | None) -> int:
+    if output is None:
+        raise UsageError("export needs -o FILE.safetensors")
+    target = output_path(output, [".safetensors"])
+    from lp_pipe.pipeline.saved_model import export, is_saved_model  # needs torch
+
+    pipelines = {folder.name: folder for folder in sorted(path.iterdir()) if is_saved_model(folder)}
+    if not pipelines:
+        raise UsageError(f"{path} has no pipeline, so there is no model to export")
+    if part is None and len(pipelines) > 1:
+        raise UsageError(f"{path} has the pipelines {', '.join(pipelines)}: say which with --part")
+    name = part or next(iter(pipelines))
+    if name not in pipelines:
+        raise UsageError(f"{path} has no pipeline {name!r}, only {', '.join(pipelines)}")
+    try:
+        count = export(pipelines[name], target)
+    except (CheckpointError, PipelineError) as error:
+        raise UsageError(str(error)) from error
+    print(f"wrote {target}: {counted(count, 'tensor')}")
+    return 0
+
+
+def _as_json(found: Checkpoint) -> dict[str, object]:
+    return {
+        "path": str(found.path),
+        "step": found.step,
+        "saved": found.saved,
+        "bytes": found.size,
+        "files": len(found.files),
+        "parts": found.parts,
+    }

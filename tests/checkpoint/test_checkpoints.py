@@ -1,0 +1,197 @@
+"""Parts of a program are saved together and restored together, from the newest checkpoint that is whole."""
+
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lp_pipe as lp
+from lp_pipe.checkpoint import Checkpoints, checkpoints_in, open_checkpoint
+from lp_pipe.errors import CheckpointError
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+class Counter:
+    """A part with a number as its state."""
+
+    def __init__(self, value: int = 0) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state["value"]
+
+
+class Slow:
+    """A part that writes a folder of its own, once it may."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.may_write = threading.Event()
+        self.value = "now"
+        self._error = error
+
+    def save_async(self, path: Path) -> "Future[None]":
+        written: Future[None] = Future()
+        value = self.value
+
+        def write() -> None:
+            self.may_write.wait(10)
+            if self._error is not None:
+                written.set_exception(self._error)
+                return
+            path.mkdir()
+            (path / "value").write_text(value)
+            written.set_result(None)
+
+        threading.Thread(target=write).start()
+        return written
+
+    def load(self, path: Path) -> None:
+        self.value = (path / "value").read_text()
+
+
+def saved(folder: Path, *steps: int, **options: Any) -> Checkpoints:
+    part = Counter()
+    checkpoints = Checkpoints({"counter": part}, folder, **options)
+    for step in steps:
+        part.value = 10 * step
+        checkpoints.save(step)
+    return checkpoints
+
+
+def restored(folder: Path) -> int:
+    part = Counter(-1)
+    Checkpoints({"counter": part}, folder).restore()
+    return part.value
+
+
+def test_restoring_brings_back_the_newest_checkpoint_and_only_some_are_kept(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2, 3, 10, keep=2)
+    assert [path.name for path in checkpoints_in(tmp_path)] == ["step-00000003", "step-00000010"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000010"]
+    assert restored(tmp_path) == 100
+
+
+def test_without_a_checkpoint_nothing_is_restored(tmp_path: Path) -> None:
+    part = Counter(7)
+    assert Checkpoints({"counter": part}, tmp_path / "none").restore() is None
+    assert part.value == 7
+
+
+def test_what_is_left_of_a_killed_process_is_no_checkpoint(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    (tmp_path / ".step-00000002.4711").mkdir()
+    (tmp_path / ".step-00000002.4711" / "counter.state").write_bytes(b"half of it")
+    assert restored(tmp_path) == 10
+    saved(tmp_path, 3)
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("file", ["counter.state", "manifest.json"])
+def test_every_flipped_bit_is_found_and_an_older_checkpoint_restored(
+    tmp_path: Path, file: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved(tmp_path, 1, 2)
+    path = tmp_path / "step-00000002" / file
+    data = path.read_bytes()
+    for position in range(0, 8 * len(data), 41):
+        changed = bytearray(data)
+        changed[position // 8] ^= 1 << position % 8
+        path.write_bytes(changed)
+        assert restored(tmp_path) == 10
+    assert file in caplog.text
+    path.write_bytes(data)
+    assert restored(tmp_path) == 20
+
+
+@pytest.mark.parametrize("damage", ["torn", "missing", "foreign"])
+def test_files_that_are_torn_or_missing_or_too_many_are_named(tmp_path: Path, damage: str) -> None:
+    saved(tmp_path, 1)
+    folder = tmp_path / "step-00000001"
+    if damage == "torn":
+        with (folder / "counter.state").open("r+b") as file:
+            file.truncate(5)
+    elif damage == "missing":
+        (folder / "counter.state").unlink()
+    else:
+        (folder / "other.state").write_bytes(b"")
+    found = open_checkpoint(folder).damage()
+    assert len(found) == 1
+    assert ("other.state" if damage == "foreign" else "counter.state") in found[0]
+    with pytest.raises(CheckpointError, match="no checkpoint is without damage"):
+        restored(tmp_path)
+
+
+def test_a_checkpoint_that_cannot_be_written_is_an_error_or_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved(tmp_path, 1)
+    part = Slow(OSError(28, "No space left on device"))
+    part.may_write.set()
+    with pytest.raises(CheckpointError, match=r"step 2 could not be written .*No space left on device"):
+        Checkpoints({"slow": part}, tmp_path).save(2)
+    Checkpoints({"slow": part}, tmp_path, may_fail=True).save(2)
+    assert "going on without it" in caplog.text
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_a_folder_that_is_a_file_is_an_error_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"step 1 could not be written"):
+        saved(tmp_path / "file" / "checkpoints", 1)
+
+
+def test_training_goes_on_while_a_copy_is_written(tmp_path: Path) -> None:
+    part, trainer = Slow(), Counter(1)
+    checkpoints = Checkpoints({"slow": part, "trainer": trainer}, tmp_path)
+    checkpoints.save(1, wait=False)
+    part.value, trainer.value = "later", 2
+    assert not checkpoints_in(tmp_path)
+    part.may_write.set()
+    checkpoints.wait_until_written()
+    checkpoints.restore()
+    assert (part.value, trainer.value) == ("now", 1)
+
+
+def test_an_error_in_the_background_is_raised_by_the_next_save(tmp_path: Path) -> None:
+    part = Slow(OSError(5, "Input/output error"))
+    part.may_write.set()
+    checkpoints = Checkpoints({"slow": part}, tmp_path)
+    checkpoints.save(1, wait=False)
+    with pytest.raises(CheckpointError, match=r"step 1 could not be written .*Input/output error"):
+        checkpoints.save(2)
+
+
+def test_a_checkpoint_of_another_program_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    with pytest.raises(CheckpointError, match="has the parts counter; this program has other"):
+        Checkpoints({"other": Counter()}, tmp_path).restore()
+
+
+def test_nodes_take_part_by_two_methods(tmp_path: Path) -> None:
+    """A client of a CourierNode is a part like any other; the run's folder is where checkpoints go by default."""
+
+    def train(counter: Any, add: int) -> None:
+        checkpoints = Checkpoints({"counter": counter})
+        checkpoints.restore()
+        counter.load_state_dict({"value": counter.state_dict()["value"] + add})
+        checkpoints.save(add)
+        lp.stop()
+
+    for add in (1, 5):
+        program = lp.Program("counting")
+        counter = program.add_node(lp.CourierNode(Counter), label="counter")
+        program.add_node(lp.PyNode(train, counter, add), label="trainer")
+        lp.launch(program, "thread", run_dir=tmp_path).wait(30)
+    assert restored(tmp_path / "checkpoints") == 6
+
+
+@pytest.mark.parametrize("options", [{"keep": 0}, {"parts": {"a/b": Counter()}}])
+def test_wrong_options_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"keep at least 1|becomes a file name"):
+        Checkpoints(**{"parts": {}, "folder": tmp_path, **options})

@@ -1,0 +1,112 @@
+"""`lp_pipe checkpoint` and `lp_pipe launch --resume`, as users run them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lp_pipe.cli.main import main
+from tests.cli.commands import Command
+
+TRAIN = """
+import sys
+import torch
+from torch import nn
+import lp_pipe as lp
+import lp_pipe.pipeline as pp
+from lp_pipe.checkpoint import Checkpoints
+
+
+class Feeder:
+    def batch(self, step):
+        generator = torch.Generator().manual_seed(step)
+        return torch.randn(4, 3, generator=generator), torch.randn(4, 2, generator=generator)
+
+
+def loss(output, target):
+    return ((output - target) ** 2).mean()
+
+
+def train(pipeline):
+    checkpoints = Checkpoints({"pipeline": pipeline})
+    restored = checkpoints.restore()
+    print("restored", restored and restored.step, flush=True)
+    for result in pipeline.steps(6 - pipeline.current_step()):
+        if result.step % 2 == 1:
+            checkpoints.save(result.step + 1, wait=False)
+        if result.step == 4 and restored is None:
+            raise RuntimeError("died on the way")
+    checkpoints.wait_until_written()
+    print("sha256", pipeline.fingerprint(), flush=True)
+    lp.stop()
+
+
+def make_program():
+    program = lp.Program("resumable")
+    feeder = program.add_node(lp.CourierNode(Feeder), label="feeder")
+    layers = [pp.Layer(nn.Linear, 3, 4), pp.Layer(nn.Dropout, 0.5), pp.Layer(nn.Linear, 4, 2)]
+    model = pp.Model(layers, loss, torch.optim.Adam)
+    pipeline = pp.add_pipeline(program, model, stages=2, microbatches=2, inputs=feeder)
+    program.add_node(lp.PyNode(train, pipeline), label="trainer")
+    return program
+"""
+
+
+def test_a_run_that_died_is_resumed_in_its_folder_and_ends_with_the_same_bits(
+    command: Command, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = TRAIN.replace("result.step == 4 and restored is None", "False")
+    (folder / "whole.py").write_text(whole)
+    (folder / "train.py").write_text(TRAIN)
+    undisturbed = command("launch", "whole.py", "--mode=thread", "--run-dir=undisturbed")
+    assert undisturbed.returncode == 0, undisturbed.stderr
+
+    died = command("launch", "train.py", "--mode=thread", "--run-dir=runs/mine")
+    assert died.returncode == 1
+    assert main(["checkpoint", "ls", "runs/mine"]) == 0
+    steps = [line.split()[:2] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert steps == [["step-00000002", "2"], ["step-00000004", "4"]]
+
+    resumed = command("launch", "train.py", "--mode=process", "--resume=mine")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "restored 4" in resumed.stdout
+    sha = next(line for line in undisturbed.stdout.splitlines() if "sha256" in line).split()[-1]
+    assert sha in resumed.stdout
+
+    assert main(["checkpoint", "verify", "runs/mine"]) == 0
+    assert capsys.readouterr().out.count("as they were written") == 3
+    share = next((folder / "runs/mine/checkpoints/step-00000006/pipeline").glob("*.pt"))
+    data = bytearray(share.read_bytes())
+    data[len(data) // 2] ^= 1
+    share.write_bytes(data)
+    assert main(["checkpoint", "verify", "runs/mine", "--json"]) == 1
+    reports = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [bool(report["damage"]) for report in reports] == [False, False, True]
+    assert share.name in reports[2]["damage"][0]
+
+    assert main(["checkpoint", "export", "runs/mine/checkpoints/step-00000004", "-o", "model.safetensors"]) == 0
+    assert (folder / "model.safetensors").stat().st_size > 100
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--resume=runs/gone", "--run-dir=other"], "leave --run-dir out"),
+        (["--resume=yours"], "no run 'yours'"),
+    ],
+)
+def test_a_run_that_cannot_be_resumed_is_named(
+    folder: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "empty.py").write_text("import lp_pipe as lp\nprogram = lp.Program('empty')\n")
+    assert main(["launch", "empty.py", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_where_there_is_no_checkpoint_the_command_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in ((["ls"], "has no finished checkpoint"), (["verify", "nowhere"], "there is no nowhere")):
+        assert main(["checkpoint", *arguments]) == 2
+        assert message in capsys.readouterr().err
+    (folder / "step-00000001").mkdir()
+    assert main(["checkpoint", "verify", "step-00000001"]) == 1
+    assert "is no checkpoint" in capsys.readouterr().out
