@@ -1,6 +1,9 @@
 """What the tests of all engines launch, and how they wait."""
 
 import os
+import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -60,6 +63,30 @@ def trained(mode: str, **options: Any) -> str:
             client.step((inputs, inputs.flip(0)))
         found: str = client.fingerprint()
     return found
+
+
+def char_gpt(folder: Path, mode: str, *flags: str) -> str:
+    """What the example says of its parameters after three steps, launched as users do."""
+    small = ("--seed=1", "--width=24", "--layers=2", "--heads=2", "--batch_size=8", "--context=32", "--sample_length=5")
+    command = [
+        sys.executable,
+        "-m",
+        "lp_pipe",
+        "launch",
+        str(REPOSITORY / "examples" / "char_gpt.py"),
+        f"--mode={mode}",
+    ]
+    done = subprocess.run(
+        [*command, *flags, "--", *small, "--steps=3", "--stages=2"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (found,) = re.findall(r"parameters sha256 ([0-9a-f]{64})", done.stdout)
+    return str(found)
 
 
 def until(condition: Callable[[], object], within_s: float = WITHIN_S) -> None:

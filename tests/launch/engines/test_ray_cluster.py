@@ -4,6 +4,7 @@ import importlib.util
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -18,6 +19,7 @@ from tests.launch.engines.programs import (
     agents,
     are_gone,
     asking,
+    char_gpt,
     probes,
     seen_by_others,
     trained,
@@ -81,6 +83,11 @@ def test_an_unchanged_program_runs_on_the_nodes_of_a_cluster(address: str) -> No
 
 def test_a_pipeline_has_the_parameters_of_thread_mode(address: str) -> None:
     assert trained("multi_host", **options(address)) == trained("thread")
+
+
+def test_the_example_has_the_parameters_of_thread_mode(address: str, tmp_path: Path) -> None:
+    inside = char_gpt(tmp_path, "multi_host", "--engine=ray", f"--ray-address={address}")
+    assert inside == char_gpt(tmp_path, "thread")
 
 
 @pytest.mark.usefixtures("without_torch")

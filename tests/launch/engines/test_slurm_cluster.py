@@ -20,6 +20,7 @@ from tests.launch.engines.programs import (
     agents,
     are_gone,
     asking,
+    char_gpt,
     probes,
     seen_by_others,
     trained,
@@ -69,6 +70,12 @@ def test_an_unchanged_program_runs_on_all_hosts_of_the_allocation() -> None:
 @pytest.mark.usefixtures("inside")
 def test_a_pipeline_on_some_of_the_hosts_has_the_parameters_of_thread_mode() -> None:
     assert trained("multi_host", engine="slurm", hosts="node2,node3") == trained("thread")
+
+
+@pytest.mark.usefixtures("inside")
+def test_the_example_has_the_parameters_of_thread_mode(tmp_path: Path) -> None:
+    inside = char_gpt(tmp_path, "multi_host", "--engine=slurm")
+    assert inside == char_gpt(tmp_path, "thread")
 
 
 @pytest.mark.usefixtures("inside", "without_torch")
