@@ -26,6 +26,25 @@ class Probe:
         return function(*args)
 
 
+SCRIPT = """
+import lp_pipe as lp
+
+class Echo:
+    def echo(self, value):
+        return value
+
+program = lp.Program("orphans")
+with program.group("echo"):
+    for _ in range(2):
+        program.add_node(lp.CourierNode(Echo))
+with lp.launch(program, "multi_host", **{options!r}) as run:
+    for index in range(2):
+        run.client("echo", index).echo(1)
+    print("ready", flush=True)
+    run.wait()
+"""
+
+
 def probes(count: int = 2) -> lp.Program:
     program = lp.Program("probes")
     with program.group("probe"):

@@ -2,8 +2,11 @@
 
 import importlib.util
 import os
+import shutil
 import signal
-from collections.abc import Iterator
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from lp_pipe.connections.credentials import Credentials
 from lp_pipe.launch.engines import Invitation, RayEngine, Watched
 from tests.launch.engines.programs import (
     REPOSITORY,
+    SCRIPT,
     WITHIN_S,
     agents,
     are_gone,
@@ -49,10 +53,15 @@ def cluster() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in _SETTINGS.items():
             patch.setenv(name, value)
-        made = Cluster(initialize_head=True, head_node_args={**_NODE, "include_dashboard": False})
-        made.add_node(**_NODE)
-        yield made
-        made.shutdown()
+        folder = tempfile.mkdtemp(prefix="lp-ray-", dir="/tmp")  # short: sockets are in it
+        head = {**_NODE, "include_dashboard": False, "temp_dir": folder}
+        made = Cluster(initialize_head=True, head_node_args=head)
+        try:
+            made.add_node(**_NODE)
+            yield made
+        finally:
+            made.shutdown()
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture
@@ -118,6 +127,18 @@ def test_a_node_that_is_killed_is_named(address: str) -> None:
     with pytest.raises(lp.NodeError, match="killed by SIGKILL") as caught:
         run.wait(WITHIN_S)
     assert f"probe/1 on {HOST}-2 failed" in caught.value.report
+
+
+def test_nothing_is_left_when_the_launcher_is_killed(
+    address: str, script: "Callable[[str], subprocess.Popen[str]]"
+) -> None:
+    launcher = script(SCRIPT.format(options=options(address)))
+    assert launcher.stdout is not None and launcher.stdout.readline() == "ready\n"
+    found = [agents()[f"{HOST}-{number}"] for number in (1, 2)]
+    family = [process.pid for agent in found for process in (agent, *agent.children(recursive=True))]
+    assert len(family) >= 6  # agents, templates, nodes
+    launcher.kill()
+    until(lambda: are_gone(family), within_s=7)
 
 
 @pytest.mark.usefixtures("without_torch")

@@ -5,7 +5,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from lp_pipe.launch.engines import Invitation, SlurmEngine, Watched
 from tests.launch.engines import slurm_cluster
 from tests.launch.engines.programs import (
     REPOSITORY,
+    SCRIPT,
     WITHIN_S,
     agents,
     are_gone,
@@ -98,6 +99,18 @@ def test_a_node_that_is_killed_is_named() -> None:
     assert "probe/2 on node3 failed" in caught.value.report
 
 
+@pytest.mark.usefixtures("inside")
+def test_nothing_is_left_on_any_host_when_the_launcher_is_killed(
+    cluster: slurm_cluster.SlurmCluster, script: "Callable[[str], subprocess.Popen[str]]"
+) -> None:
+    launcher = script(SCRIPT.format(options={"engine": "slurm", "hosts": "2"}))
+    assert launcher.stdout is not None and launcher.stdout.readline() == "ready\n"
+    assert cluster.tasks()
+    launcher.kill()
+    until(lambda: not cluster.tasks(), within_s=7)
+    until(lambda: len(cluster.command("squeue", "--noheader", "--steps").splitlines()) <= 1)  # the allocation's own
+
+
 @pytest.mark.usefixtures("inside", "without_torch")
 def test_an_agent_that_does_not_start_is_an_error_at_once_with_what_it_said() -> None:
     with pytest.raises(lp.LaunchError, match=r"(?s)node1: its agent ended \(srun: .*127\).*no/such/python"):
@@ -131,7 +144,7 @@ def test_the_secret_is_in_no_command_line_and_no_environment() -> None:
 
 
 PROGRAM = """
-import os
+import os, sys
 import lp_pipe as lp
 
 class Where:
@@ -142,14 +155,15 @@ def ask(handles, forever):
     print("hosts", [handle.host() for handle in handles], flush=True)
     if forever:
         lp.stop_event().wait()
+        print("stopped in order", flush=True)
     else:
         lp.stop()
 
-def make_program(forever: bool = False) -> lp.Program:
+def make_program():
     program = lp.Program("where")
     with program.group("where"):
         handles = [program.add_node(lp.CourierNode(Where)) for _ in range(2)]
-    program.add_node(lp.PyNode(ask, handles, forever), label="asking")
+    program.add_node(lp.PyNode(ask, handles, "--forever" in sys.argv), label="asking")
     return program
 """
 
@@ -186,7 +200,7 @@ def test_ctrl_c_stops_the_submitted_program_in_order(tmp_path: Path) -> None:
     following.send_signal(signal.SIGINT)
     out, err = following.communicate(timeout=60)
     assert following.returncode == 130, seen + out + err
-    assert "interrupted; 3 nodes stopped" in out  # the launcher in the job has done it, not scancel
+    assert "stopped in order" in out and "interrupted; 3 nodes stopped" in out
 
 
 @pytest.mark.usefixtures("outside")
