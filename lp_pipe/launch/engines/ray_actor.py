@@ -1,6 +1,7 @@
 """What runs inside of Ray for one host: an actor that starts the agent there, and passes on what it prints."""
 
 import ctypes
+import functools
 import os
 import signal
 import socket
@@ -31,7 +32,7 @@ class AgentActor:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            preexec_fn=_die_with_parent,
+            preexec_fn=functools.partial(_die_with, os.getpid()),
         )
         assert agent.stdin is not None and agent.stdout is not None
         with agent, agent.stdout as output:
@@ -52,6 +53,8 @@ class AgentActor:
                 os.sched_setaffinity(0, mine)
 
 
-def _die_with_parent() -> None:
+def _die_with(parent: int) -> None:
     if sys.platform == "linux":
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it ended before the line above: that signal will never come
+            os._exit(1)

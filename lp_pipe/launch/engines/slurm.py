@@ -13,8 +13,10 @@ from lp_pipe.launch.engines.base import Engine, HostOffer, Invitation, Watched
 from lp_pipe.launch.engines.command import Subprocess
 
 # An agent that dies, or a host, takes nothing else along: the launcher decides what becomes of the others' nodes, and
-# stops them in order. --overlap: also from inside another step, such as `srun --pty bash`.
-_SRUN = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=0", "--no-kill", "--wait=0", "--overlap", "--label"]
+# stops them in order. --overlap: also from inside another step, such as `srun --pty bash`; --cpu-bind=none: with all
+# cores of the allocation, whatever such a step, or a task's default, would be bound to.
+_SRUN = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=0", "--no-kill", "--wait=0", "--overlap"]
+_SRUN += ["--cpu-bind=none", "--label"]
 _NAME = "HOST"
 _TASKS_ENDED = re.compile(r"srun: error: [^ ]+: tasks? ([\d,-]+): (\w.*)")
 _LABELLED = re.compile(r" *(\d+): (.*)")
