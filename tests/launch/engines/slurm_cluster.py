@@ -29,6 +29,7 @@ JobCompType=jobcomp/none
 SchedulerType=sched/backfill
 SchedulerParameters=sched_interval=1,sched_min_interval=100000,bf_interval=1,batch_sched_delay=0
 SelectType=select/cons_tres
+GresTypes=gpu
 SelectTypeParameters=CR_Core
 ReturnToService=2
 InactiveLimit=0
@@ -47,7 +48,7 @@ PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 _NODE = (
     "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} "
-    "CPUs=4 Boards=1 SocketsPerBoard=1 CoresPerSocket=4 ThreadsPerCore=1 RealMemory=4000 State=UNKNOWN"
+    "CPUs=4 Boards=1 SocketsPerBoard=1 CoresPerSocket=4 ThreadsPerCore=1 RealMemory=4000 Gres=gpu:2 State=UNKNOWN"
 )
 
 
@@ -118,6 +119,9 @@ class SlurmCluster:
         nodes = [_NODE.format(name=name, host=host, port=port) for name, port in zip(self.names, ports, strict=True)]
         text = _CONF.format(host=host, port=first, folder=self._folder, nodes="\n".join(nodes))
         Path(self.conf).write_text(text, encoding="utf-8")
+        # Files that are there: nobody opens them, only the numbers of these GPUs are handed out.
+        gpus = f"NodeName={','.join(self.names)} Name=gpu File=/dev/null,/dev/zero\n"
+        (self._folder / "gres.conf").write_text(gpus, encoding="utf-8")
         (self._folder / "state").mkdir()
         self._start_munge(self._folder / "munge")
         self._start("slurmctld", "-D", "-c")
@@ -174,7 +178,8 @@ class Allocation:
     """A job that does nothing but hold hosts; `environment` is what its processes find."""
 
     def __init__(self, environment: dict[str, str], seen: Path) -> None:
-        command = ["salloc", "--quiet", "--nodes=3", "--exclusive", "sh", "-c", f"env -0 >{seen}; echo here; exec cat"]
+        salloc = ["salloc", "--quiet", "--nodes=3", "--exclusive", "--gpus-per-node=2"]
+        command = [*salloc, "sh", "-c", f"env -0 >{seen}; echo here; exec cat"]
         self._process = subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
         )

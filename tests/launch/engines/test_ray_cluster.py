@@ -43,7 +43,7 @@ _SETTINGS = {
     "RAY_health_check_failure_threshold": "3",
     "PYTHONPATH": str(REPOSITORY),
 }
-_NODE = {"num_cpus": 2, "object_store_memory": 80 << 20}
+_NODE = {"num_cpus": 2, "num_gpus": 1, "object_store_memory": 80 << 20}
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +94,17 @@ def test_a_pipeline_has_the_parameters_of_thread_mode(address: str) -> None:
     assert trained("multi_host", **options(address)) == trained("thread")
 
 
+@pytest.mark.usefixtures("without_torch")
+def test_nodes_get_the_gpus_that_ray_has_given_to_the_agents(address: str) -> None:
+    """Ray counts what it is told that there is, and this test starts nothing on a GPU."""
+    with lp.launch(probes(2, gpus=1), "multi_host", **options(address)) as run:
+        clients = [run.client("probe", index) for index in range(2)]
+        assert [client.ask(os.getenv, "CUDA_VISIBLE_DEVICES") for client in clients] == ["0", "0"]
+        assert len({client.ask(os.getenv, "RAY_RAYLET_PID") for client in clients}) == 2
+    with pytest.raises(ValueError, match="wants 1 GPUs for each of its 2 nodes"):
+        lp.launch(probes(2, gpus=1), "multi_host", **options(address, gpus_per_host="0"))
+
+
 def test_the_example_has_the_parameters_of_thread_mode(address: str, tmp_path: Path) -> None:
     inside = char_gpt(tmp_path, "multi_host", "--engine=ray", f"--ray-address={address}")
     assert inside == char_gpt(tmp_path, "thread")
@@ -101,7 +112,7 @@ def test_the_example_has_the_parameters_of_thread_mode(address: str, tmp_path: P
 
 @pytest.mark.usefixtures("without_torch")
 def test_agents_that_are_packed_share_a_node_and_have_cores_of_their_own(address: str) -> None:
-    packed = options(address, placement="pack", cpus_per_host="1")
+    packed = options(address, placement="pack", cpus_per_host="1", gpus_per_host="0")
     with lp.launch(probes(2), "multi_host", hosts="2", **packed) as run:
         clients = [run.client("probe", index) for index in range(2)]
         assert len({client.ask(os.getenv, "RAY_RAYLET_PID") for client in clients}) == 1
@@ -169,7 +180,7 @@ def test_the_secret_is_in_no_command_line_and_no_environment(address: str) -> No
 
 @pytest.mark.usefixtures("without_torch")
 def test_more_than_the_cluster_has_is_an_error_that_says_what_it_has(address: str) -> None:
-    wanting = options(address, cpus_per_host="3", ray_timeout="1")
+    wanting = options(address, cpus_per_host="3", gpus_per_host="0", ray_timeout="1")
     with pytest.raises(lp.LaunchError, match=r"no room for 2 hosts with 3 CPU each .* 4 of 4 CPU on 2 hosts"):
         lp.launch(probes(), "multi_host", **wanting)
 

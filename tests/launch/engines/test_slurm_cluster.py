@@ -12,7 +12,7 @@ import pytest
 
 import lp_pipe as lp
 from lp_pipe.connections.credentials import Credentials
-from lp_pipe.launch.engines import Invitation, SlurmEngine, Watched
+from lp_pipe.launch.engines import HostOffer, Invitation, SlurmEngine, Watched
 from tests.launch.engines import slurm_cluster
 from tests.launch.engines.programs import (
     REPOSITORY,
@@ -73,6 +73,17 @@ def test_a_pipeline_on_some_of_the_hosts_has_the_parameters_of_thread_mode() -> 
     assert trained("multi_host", engine="slurm", hosts="node2,node3") == trained("thread")
 
 
+@pytest.mark.usefixtures("inside", "without_torch")
+def test_nodes_get_the_gpus_that_slurm_has_given_to_the_job() -> None:
+    with lp.launch(probes(4, gpus=1), "multi_host", engine="slurm", hosts="2") as run:
+        clients = [run.client("probe", index) for index in range(4)]
+        found = [
+            (client.ask(os.getenv, "SLURMD_NODENAME"), client.ask(os.getenv, "CUDA_VISIBLE_DEVICES"))
+            for client in clients
+        ]
+    assert found == [("node1", "0"), ("node1", "1"), ("node2", "0"), ("node2", "1")]
+
+
 @pytest.mark.usefixtures("inside")
 def test_the_example_has_the_parameters_of_thread_mode(tmp_path: Path) -> None:
     inside = char_gpt(tmp_path, "multi_host", "--engine=slurm")
@@ -123,7 +134,7 @@ def test_more_or_other_hosts_than_the_allocation_has_are_refused() -> None:
         SlurmEngine("4").hosts()
     with pytest.raises(lp.LaunchError, match="the allocation has no node9"):
         SlurmEngine("node[2,9]").hosts()
-    assert [(offer.name, offer.cpus) for offer in SlurmEngine("2").hosts()] == [("node1", 4), ("node2", 4)]
+    assert SlurmEngine("2").hosts() == [HostOffer("node1", cpus=4, gpus=2), HostOffer("node2", cpus=4, gpus=2)]
 
 
 class _Recording(SlurmEngine):
