@@ -50,17 +50,16 @@ _NODE = {"num_cpus": 2, "num_gpus": 1, "object_store_memory": 80 << 20}
 def cluster() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
+    folder = tempfile.mkdtemp(prefix="lp-ray-", dir="/tmp")  # short: sockets are in it
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in _SETTINGS.items():
+        for name, value in {**_SETTINGS, "RAY_TMPDIR": folder}.items():
             patch.setenv(name, value)
-        folder = tempfile.mkdtemp(prefix="lp-ray-", dir="/tmp")  # short: sockets are in it
-        head = {**_NODE, "include_dashboard": False, "temp_dir": folder}
-        made = Cluster(initialize_head=True, head_node_args=head)
         try:
+            made = Cluster(initialize_head=True, head_node_args={**_NODE, "include_dashboard": False})
             made.add_node(**_NODE)
             yield made
-        finally:
             made.shutdown()
+        finally:
             shutil.rmtree(folder, ignore_errors=True)
 
 
