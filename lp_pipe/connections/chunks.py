@@ -9,6 +9,7 @@ from lp_pipe.connections.frames import Frame
 
 CHUNK_BYTES = 1 << 18  # measured with benchmarks/tcp.py: 512 KiB is alike, 128 KiB and 1 MiB are slower
 _MAX_WAITING_BYTES = 4 * CHUNK_BYTES
+_BELIEVED_BYTES = 1 << 26  # memory for so much is taken before it comes; for more, as it comes
 
 Piece = bytes | bytearray | memoryview
 
@@ -155,13 +156,13 @@ class ChunkReader:
         """Exactly `size` bytes, in memory of their own (what is built on them stays writable)."""
         if size <= len(self._rest):
             return bytearray(self._take(size))
-        data = bytearray(size)
+        data = bytearray(min(size, _BELIEVED_BYTES))
         done = 0
         while done < size:
             if not self._refill():
                 raise ConnectionError(f"the peer ended inside a frame ({done} of {size} bytes)")
             part = self._take(min(size - done, len(self._rest)))
-            data[done : done + len(part)] = part
+            data[done : done + len(part)] = part  # grows past what was believed
             done += len(part)
         return data
 

@@ -21,6 +21,7 @@ from lp_pipe.connections.base import Connection, Listener, OnClose, OnConnection
 from lp_pipe.connections.chunks import CHUNK_BYTES, ChunkReader, Outbox, cut
 from lp_pipe.connections.credentials import RUN_NAME, Credentials, current_credentials, only_token
 from lp_pipe.connections.frames import Frame, FrameError
+from lp_pipe.connections.refusals import Refusals
 from lp_pipe.connections.silence import SilenceWatch
 from lp_pipe.connections.tcp_endpoint import TcpEndpoint
 from lp_pipe.errors import Unauthenticated, Unavailable
@@ -30,6 +31,7 @@ _TOKEN, _WELCOME = "lp-pipe-token", "lp-pipe-welcome"
 _CLOSE_PATIENCE_S = 0.2
 _LINGER_S = 5.0  # for a peer that takes its time over what was sent before the close
 _SILENT_LOSS_MS = 10_000  # a ping after so long without a byte, and the answer within as much again
+_HANDSHAKE_MS = 10_000  # for TLS and HTTP/2's first words; gRPC's own limit is two minutes
 
 _OPTIONS = [
     ("grpc.max_receive_message_length", CHUNK_BYTES),
@@ -49,7 +51,11 @@ _CLIENT_OPTIONS = [
     ("grpc.enable_http_proxy", 0),
     ("grpc.ssl_target_name_override", RUN_NAME),
 ]
-_SERVER_OPTIONS = [*_OPTIONS, ("grpc.so_reuseport", 0)]  # else two listeners could share a port
+_SERVER_OPTIONS = [
+    *_OPTIONS,
+    ("grpc.so_reuseport", 0),  # else two listeners could share a port
+    ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
+]
 _ADVICE = "every process of a run must be given the same credentials, with use_credentials()"
 _GONE = "the connection ended without a word (the peer's process ended or was killed, or its host is out of reach)"
 
@@ -232,6 +238,7 @@ class GrpcListener(Listener):
         bound = where._replace(port=self._bind(where), bind="")
         self.endpoint = bound.with_token
         self._label = str(bound)
+        self.refusals = Refusals(self._label)
         self._server.start()
 
     def close(self) -> None:
@@ -254,6 +261,7 @@ class GrpcListener(Listener):
         shown = dict(context.invocation_metadata()).get(_TOKEN, b"")
         if not self._credentials.is_token(shown):
             text = "a wrong token" if shown else "no token"
+            self.refusals.note(context.peer(), f"it showed {text}")
             context.abort(grpc.StatusCode.UNAUTHENTICATED, f"the peer showed {text}")
         outbox = Outbox()
         context.send_initial_metadata([(_WELCOME, "1")])

@@ -15,6 +15,7 @@ from lp_pipe.connections import frames, loans
 from lp_pipe.connections.base import Connection, Listener, OnClose, OnConnection, OnFrame, PulledConnection
 from lp_pipe.connections.frames import Frame, FrameError, Ticket
 from lp_pipe.connections.loans import Borrower, Lender
+from lp_pipe.connections.refusals import Refusals
 from lp_pipe.connections.socket_reader import SocketReader
 from lp_pipe.errors import Unavailable
 
@@ -203,6 +204,7 @@ class UnixListener(Listener):
         self.endpoint = endpoint
         self._path = endpoint.removeprefix(SCHEME)
         self._on_connection = on_connection
+        self.refusals = Refusals(endpoint)
         self._is_closed = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with contextlib.suppress(FileNotFoundError):
@@ -235,6 +237,7 @@ class UnixListener(Listener):
             if _is_same_user(sock):
                 self._on_connection(UnixConnection(sock, f"client of {self.endpoint}"))
             else:
+                self.refusals.note("a process", "it is of another user")
                 sock.close()
 
 

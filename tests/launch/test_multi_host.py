@@ -1,9 +1,7 @@
 """Several hosts: one agent on each. Here all are agents of this host, with real mTLS connections between them."""
 
-import contextlib
 import importlib
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -17,8 +15,6 @@ import psutil
 import pytest
 
 import lp_pipe as lp
-from lp_pipe.connections import credentials, grpc_stream
-from lp_pipe.errors import Unauthenticated
 from lp_pipe.launch.engines import HostOffer, Invitation, LocalEngine, Watched
 
 WITHIN_S = 20.0
@@ -197,78 +193,6 @@ def test_an_agent_that_cannot_join_is_an_error_at_once_with_what_it_said() -> No
     assert time.monotonic() - began < 10
 
 
-class _Attacked(LocalEngine):
-    """Strangers come before the agents."""
-
-    def start(self, invitation: Invitation) -> list[Watched]:
-        endpoint = f"grpcs:{invitation.addresses[0]}"
-        ours = credentials.Credentials.from_bytes(invitation.secret)
-        stranger = credentials.generate_credentials()
-        wrong_token = credentials.Credentials("0" * 64, ours.authority, ours.certificate, ours.key)
-        for shown in (stranger, wrong_token):
-            with pytest.raises(Unauthenticated):
-                grpc_stream.connect(endpoint, None, shown)
-        return list(super().start(invitation))
-
-
-def test_strangers_without_a_certificate_or_token_of_the_run_are_refused() -> None:
-    with lp.launch(probes(1), "multi_host", engine=_Attacked("1")) as run:
-        assert run.client("probe").ask(abs, -1) == 1
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_while_strangers_talk_to_its_ports() -> None:
-    with launched(probes()) as run:
-        clients = [run.client("probe", index) for index in range(2)]
-        pids = [client.ask(os.getpid) for client in clients]
-        ports = [
-            connection.laddr.port
-            for pid in pids
-            for connection in psutil.Process(pid).net_connections("tcp")
-            if connection.status == psutil.CONN_LISTEN
-        ]
-        assert len(ports) == 2
-        silent = [socket.create_connection(("127.0.0.1", port)) for port in ports]  # slow-loris
-        for number in range(200):
-            with socket.create_connection(("127.0.0.1", ports[number % 2])) as stranger, contextlib.suppress(OSError):
-                stranger.sendall(random.Random(number).randbytes(number * 7))
-        assert [client.ask(os.getpid) for client in clients] == pids
-        for one in silent:
-            one.close()
-
-
-@pytest.mark.slow
-def test_the_secret_is_neither_in_arguments_nor_in_the_environment() -> None:
-    def seen() -> str:
-        text = ""
-        for pid in psutil.pids():
-            try:
-                process = psutil.Process(pid)
-                text += " ".join(process.cmdline()) + " ".join(process.environ().values())
-            except psutil.Error:
-                continue
-        return text
-
-    engine = _Recording("1")
-    with lp.launch(probes(1), "multi_host", engine=engine) as run:
-        run.client("probe").ask(abs, -1)
-        token = credentials.Credentials.from_bytes(engine.secret).token
-        assert token not in seen()
-
-
-class _Recording(LocalEngine):
-    secret = b""
-
-    def start(self, invitation: Invitation) -> list[Watched]:
-        self.secret = invitation.secret
-        assert token_free(invitation)
-        return list(super().start(invitation))
-
-
-def token_free(invitation: Invitation) -> bool:
-    return invitation.secret.decode() not in repr(invitation)
-
-
 @pytest.mark.slow
 def test_a_node_restarts_on_its_host_and_is_found_again() -> None:
     with launched(probes(on_failure="restart")) as run:
@@ -325,13 +249,11 @@ def test_ports_of_users_own_servers_are_of_the_host_that_they_will_be_on() -> No
             self._address = address
 
         def run(self) -> None:
-            import socket
 
             with socket.create_server(("", lp.get_port_from_address(self._address.resolve()))) as server:
                 server.accept()[0].sendall(b"hello")
 
     def talk(address: lp.Address) -> None:
-        import socket
 
         host, _, port = address.resolve().rpartition(":")
         deadline = time.monotonic() + WITHIN_S

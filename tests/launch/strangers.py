@@ -1,0 +1,192 @@
+"""What an attacker can send to a listening port: with and without TLS, the run's certificate, its token."""
+
+import contextlib
+import os
+import pickle
+import random
+import socket
+import ssl
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import grpc
+import psutil
+
+from lp_pipe.connections import Frame, frames, grpc_stream, tcp_endpoint
+from lp_pipe.connections.credentials import Credentials
+
+WITHIN_S = 20.0
+AT_A_TIME = 100
+
+
+class Bomb:
+    """Makes a file when it is unpickled, in whatever process."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return Path.touch, (self.path,)
+
+
+def call_with_bomb(path: Path, method: str) -> bytes:
+    """The frame of a call of a server's method, whose arguments explode when they are read."""
+    return b"".join(frames.encode(Frame(frames.CALL, 1, method, pickle.dumps(((Bomb(path),), {})))))
+
+
+def ports_of(pids: Iterable[int]) -> list[int]:
+    """Where these processes listen by TCP, at any address."""
+    return [
+        connection.laddr.port
+        for pid in pids
+        for connection in psutil.Process(pid).net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+
+
+def throw(port: int, strings: Iterable[bytes]) -> int:
+    """Connect, send one string, wait to be thrown out: for each; returns how many bytes were answered at most."""
+    longest, waiting = 0, iter(strings)
+    while batch := [data for data, _ in zip(waiting, range(AT_A_TIME), strict=False)]:
+        with contextlib.ExitStack() as stack:
+            socks = [stack.enter_context(socket.create_connection(("127.0.0.1", port), WITHIN_S)) for _ in batch]
+            for sock, data in zip(socks, batch, strict=True):
+                with contextlib.suppress(ConnectionError):
+                    sock.sendall(data)
+                    sock.shutdown(socket.SHUT_WR)
+            longest = max([longest, *map(_answered, socks)])
+    return longest
+
+
+def _answered(sock: socket.socket) -> int:
+    """Bytes until the other side ends the connection.
+
+    Raises:
+        TimeoutError: it does not.
+    """
+    total = 0
+    with contextlib.suppress(ConnectionError):
+        while data := sock.recv(1 << 16):
+            total += len(data)
+    return total
+
+
+def random_strings(count: int, seed: int) -> Iterator[bytes]:
+    """Of any length up to some thousand bytes; some begin like TLS, HTTP/2, or a frame."""
+    source = random.Random(seed)
+    beginnings = [
+        b"",
+        b"",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"\x14\0\0\0",
+    ]
+    for _ in range(count):
+        yield source.choice(beginnings) + source.randbytes(int(source.paretovariate(0.5)) % 5000)
+
+
+def tls_context(shown: Credentials | None) -> ssl.SSLContext:
+    """A client that trusts whatever server, and shows this certificate, or none."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    if shown is not None:
+        with tempfile.NamedTemporaryFile() as file:
+            file.write(shown.key + shown.certificate)
+            file.flush()
+            context.load_cert_chain(file.name)
+    return context
+
+
+def client_hello() -> bytes:
+    """The first bytes of a TLS handshake."""
+    outgoing = ssl.MemoryBIO()
+    tls = tls_context(None).wrap_bio(ssl.MemoryBIO(), outgoing)
+    with contextlib.suppress(ssl.SSLWantReadError):
+        tls.do_handshake()
+    return outgoing.read()
+
+
+@contextlib.contextmanager
+def held_open(port: int, count: int, beginning: bytes) -> Iterator[list[socket.socket]]:
+    """So many connections that send a beginning, and nothing more."""
+    with contextlib.ExitStack() as stack:
+        socks = []
+        for _ in range(count):
+            socks.append(stack.enter_context(socket.create_connection(("127.0.0.1", port), WITHIN_S)))
+            socks[-1].sendall(beginning)
+        yield socks
+
+
+def through_tls(port: int, shown: Credentials | None, data: bytes) -> bytes:
+    """Send bytes inside TLS; what came back first, b"" where the connection was refused."""
+    with (
+        contextlib.suppress(ConnectionError, ssl.SSLError),
+        socket.create_connection(("127.0.0.1", port), WITHIN_S) as sock,
+        tls_context(shown).wrap_socket(sock) as tls,
+    ):
+        tls.sendall(data)
+        return tls.recv(1 << 16)
+    return b""
+
+
+class Stream:
+    """The stream under a connection, opened with any credentials: sends `messages`, then stays open.
+
+    messages: each must fit one message of gRPC, or the stream ends.
+    """
+
+    def __init__(self, port: int, shown: Credentials, messages: Iterable[bytes], token: str | None = None) -> None:
+        self._messages = iter(messages)
+        self._is_over = threading.Event()
+        options = [*grpc_stream._CLIENT_OPTIONS, ("grpc.max_send_message_length", -1)]
+        tls = grpc.ssl_channel_credentials(shown.authority, shown.key, shown.certificate)
+        where = tcp_endpoint.parse(f"grpcs:127.0.0.1:{port}")
+        self._channel = grpc.secure_channel(where.target, tls, options)
+        stub = self._channel.stream_stream(f"/{grpc_stream._SERVICE}/{grpc_stream._METHOD}")
+        shown_token = shown.token if token is None else token
+        self._call = stub(self._send(), metadata=[(grpc_stream._TOKEN, shown_token)])
+
+    def _send(self) -> Iterator[bytes]:
+        yield from self._messages
+        self._is_over.wait(WITHIN_S * 3)
+
+    def is_welcome(self) -> bool:
+        """Wait for the first answer."""
+        return grpc_stream._WELCOME in dict(self._call.initial_metadata() or ())
+
+    def end(self) -> tuple[bytes, grpc.StatusCode]:
+        """Wait until the other side ends it: what it had sent, and how it ended."""
+        said = b""
+        with contextlib.suppress(grpc.RpcError):
+            for message in self._call:
+                said += message
+        return said, self._call.code()
+
+    def close(self) -> None:
+        self._is_over.set()
+        self._call.cancel()
+        self._channel.close()
+
+
+def secrets_in(text: bytes, ours: Credentials) -> bool:
+    """Whether the token, or a line of the key, is there in any of the forms in which they travel."""
+    import base64
+
+    key_lines = [line for line in ours.key.splitlines() if not line.startswith(b"-")]
+    parts = [ours.token.encode(), *key_lines, base64.b64encode(ours.key)[:60]]
+    return any(part in text for part in parts)
+
+
+def proc_texts(pids: Iterable[int]) -> Iterator[bytes]:
+    """Arguments and environment of processes, as every process of their user can read them."""
+    for pid in pids:
+        for name in ("cmdline", "environ"):
+            with contextlib.suppress(OSError):
+                yield Path(f"/proc/{pid}/{name}").read_bytes()
+
+
+def open_descriptors(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))

@@ -1,0 +1,298 @@
+"""Strangers at every port of a program on several hosts: they are thrown out, run nothing, and the program goes on."""
+
+import contextlib
+import os
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+
+import lp_pipe as lp
+from lp_pipe.connections import Frame, frames
+from lp_pipe.connections.credentials import generate_credentials
+from lp_pipe.launch import template
+from lp_pipe.testing import assert_no_leaks
+from tests.launch import strangers
+from tests.launch.attacked import Confiding, Target, lone_account, under_attack, until
+from tests.launch.strangers import WITHIN_S, Stream, call_with_bomb, random_strings, through_tls, throw
+
+HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0"
+REFUSED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.RESOURCE_EXHAUSTED)  # the latter: by gRPC, for its size
+HALF_A_FRAME = b"".join(frames.encode(Frame(frames.CALL, 1, "pay", b"x" * 100)))[:60]
+
+
+@pytest.fixture(scope="module")
+def shared_target() -> Iterator[Target]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(template, "_WORTH_PRELOADING", ())  # see `without_torch`
+        with assert_no_leaks(), under_attack(Confiding("2")) as target:
+            yield target
+
+
+@pytest.fixture
+def target(shared_target: Target) -> Iterator[Target]:
+    before = shared_target.paid()
+    yield shared_target
+    assert shared_target.answer_s() < 5.0
+    until(lambda: shared_target.paid() > before)
+
+
+@pytest.fixture
+def mark(tmp_path: Path) -> Path:
+    """What a bomb makes where it explodes."""
+    return tmp_path / "mark"
+
+
+# What there is to attack.
+
+
+def test_only_the_servers_of_nodes_listen_and_only_as_the_run_needs(target: Target) -> None:
+    assert len(target.ports) == 2
+    assert sorted(strangers.ports_of(target.processes)) == sorted(target.ports)  # no agent, and no launcher any more
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", target.engine.launcher_port), WITHIN_S)
+
+
+def test_who_has_certificate_and_token_can_run_code(target: Target, mark: Path) -> None:
+    stream = Stream(target.ports[0], target.ours, [call_with_bomb(mark, "ask")])
+    assert stream.is_welcome()
+    until(mark.exists)  # so the tests below would see it
+    stream.close()
+
+
+# Without credentials.
+
+
+def test_ten_thousand_random_strings_at_every_port_change_nothing(target: Target) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        answered = list(pool.map(lambda port: throw(port, random_strings(10_000, seed=port)), target.ports))
+    assert max(answered) < 100  # an alert of TLS at most
+    until(lambda: "Handshake failed" in target.log("account"))  # gRPC's word for it: the transport shows no more
+
+
+@pytest.mark.parametrize("shown", ["no certificate", "another authority's"])
+def test_without_the_runs_certificate_nobody_is_listened_to(target: Target, mark: Path, shown: str) -> None:
+    certificate = None if shown == "no certificate" else generate_credentials()
+    for port in target.ports:
+        assert through_tls(port, certificate, HTTP2_HELLO + call_with_bomb(mark, "ask")) == b""
+        assert throw(port, [call_with_bomb(mark, "ask")]) < 100  # nor without TLS
+    assert not mark.exists()
+
+
+def test_half_handshakes_by_the_hundred_keep_nobody_waiting(target: Target) -> None:
+    hello = strangers.client_hello()
+    with contextlib.ExitStack() as stack:
+        for port in target.ports:
+            for beginning in (b"", hello[:1], hello[:100]):
+                stack.enter_context(strangers.held_open(port, 100, beginning))
+        assert target.answer_s() < 5.0
+        late = Stream(target.ports[0], target.ours, [])
+        assert late.is_welcome()  # who belongs to the run still gets in
+        late.close()
+
+
+@pytest.mark.slow
+def test_half_handshakes_are_thrown_out_after_ten_seconds(target: Target) -> None:
+    before = strangers.open_descriptors(target.pids[0])
+    with strangers.held_open(target.ports[0], 500, strangers.client_hello()[:100]) as socks:
+        began = time.monotonic()
+        for sock in socks:
+            strangers._answered(sock)
+        assert 5.0 < time.monotonic() - began < WITHIN_S
+    assert strangers.open_descriptors(target.pids[0]) <= before + 10
+
+
+# With the certificate of the run, and nothing more.
+
+
+@pytest.mark.parametrize("token", ["0" * 64, "", "x" * 4000], ids=["wrong", "none", "long"])
+def test_without_the_token_nothing_that_is_sent_is_read(target: Target, mark: Path, token: str) -> None:
+    refused_before = target.log("account").count("has refused")
+    for message in (call_with_bomb(mark, "ask"), HALF_A_FRAME, b"x" * (1 << 20), os.urandom(1000)):
+        stream = Stream(target.ports[0], target.ours, [message], token)
+        said, code = stream.end()
+        assert said == b"" and code in REFUSED
+        stream.close()
+    assert not mark.exists()
+    if token == "0" * 64:
+        until(lambda: target.log("account").count("has refused") > refused_before)
+
+
+def test_random_strings_inside_tls_change_nothing(target: Target, mark: Path) -> None:
+    bomb = call_with_bomb(mark, "ask")
+    for data in [bomb, HTTP2_HELLO + bomb, *(HTTP2_HELLO + text for text in random_strings(30, seed=1) if text)]:
+        through_tls(target.ports[0], target.ours, data)
+    assert not mark.exists()
+
+
+def test_our_own_peers_speak_tls_1_3_and_the_server_has_the_runs_name(target: Target) -> None:
+    context = strangers.tls_context(target.ours)
+    context.load_verify_locations(cadata=target.ours.authority.decode())
+    context.verify_mode, context.check_hostname = strangers.ssl.CERT_REQUIRED, True
+    with (
+        socket.create_connection(("127.0.0.1", target.ports[0]), WITHIN_S) as sock,
+        context.wrap_socket(sock, server_hostname="lp-pipe.run") as tls,
+    ):
+        assert tls.version() == "TLSv1.3"
+
+
+# From inside: what a broken peer of the run may send.
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"\xff\xff\xff\x7f" + b"x" * 100, b"x" * (1 << 20), os.urandom(5000)],
+    ids=["a header of 2 GiB", "a message of 1 MiB", "random"],
+)
+def test_what_is_no_frame_ends_only_its_own_connection(target: Target, data: bytes) -> None:
+    stream = Stream(target.ports[0], target.ours, [data])
+    _, code = stream.end()
+    assert code != grpc.StatusCode.UNAUTHENTICATED
+    stream.close()
+
+
+def test_a_frame_that_announces_much_costs_only_what_has_come(target: Target) -> None:
+    # 8 GiB were taken, and filled with zeros, for each frame that announced them.
+    head = frames._HEAD.pack(frames._FIXED.size, frames._VERSION, frames.CALL, 0, 1, 8 << 30)
+    before = psutil.Process(target.pids[0]).memory_info().rss
+    streams = [Stream(target.ports[0], target.ours, [head, b"x" * 1000]) for _ in range(3)]
+    assert all(stream.is_welcome() for stream in streams)
+    assert target.answer_s() < 5.0
+    assert psutil.Process(target.pids[0]).memory_info().rss - before < 1 << 29
+    for stream in streams:
+        stream.close()
+
+
+def test_half_frames_by_the_hundred_keep_nobody_waiting(target: Target) -> None:
+    streams = [Stream(port, target.ours, [HALF_A_FRAME]) for port in target.ports for _ in range(50)]
+    assert all(stream.is_welcome() for stream in streams)
+    assert target.answer_s() < 5.0
+    for stream in streams:
+        stream.close()
+
+
+# The launcher's own port, and a run that has ended.
+
+
+class Besieged(Confiding):
+    """All of it at the launcher's port, before the first agent comes."""
+
+    mark: Path
+
+    def attack(self) -> None:
+        port, bomb = self.launcher_port, call_with_bomb(self.mark, "start")
+        assert throw(port, random_strings(10_000, seed=2)) < 100
+        for shown in (None, generate_credentials()):
+            assert through_tls(port, shown, HTTP2_HELLO + bomb) == b""
+        through_tls(port, self.ours, HTTP2_HELLO + os.urandom(1000))
+        for message in (bomb, HALF_A_FRAME, b"x" * (1 << 20)):
+            stream = Stream(port, self.ours, [message], token="0" * 64)
+            assert stream.end()[1] in REFUSED
+            stream.close()
+        self.held = contextlib.ExitStack()  # until the end of the run
+        for beginning in (b"", strangers.client_hello()[:100]):
+            self.held.enter_context(strangers.held_open(port, 150, beginning))
+        assert strangers.ports_of([os.getpid()]) == [port]
+
+
+def test_the_launchers_port_and_a_token_of_a_run_that_has_ended(
+    target: Target, mark: Path, no_leaks: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Besieged("1")
+    engine.mark = mark
+    with lp.launch(lone_account(), "multi_host", engine=engine) as run:
+        ended = run.client("account").ask(os.getpid)
+        ports = [engine.launcher_port, *strangers.ports_of([ended])]
+    engine.held.close()
+    assert not mark.exists()
+    assert "it showed a wrong token (refused so far: 2)" in caplog.text
+    for port in ports:  # where it listened nobody does
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), WITHIN_S)
+    for port in target.ports:  # and to another run its credentials are a stranger's
+        stream = Stream(port, engine.ours, [call_with_bomb(mark, "ask")])
+        assert stream.end() == (b"", grpc.StatusCode.UNAVAILABLE)
+        stream.close()
+        stream = Stream(port, target.ours, [call_with_bomb(mark, "ask")], token=engine.ours.token)
+        assert stream.end() == (b"", grpc.StatusCode.UNAUTHENTICATED)
+        stream.close()
+    assert not mark.exists()
+
+
+# Files, arguments, sockets.
+
+
+def test_the_secret_is_in_no_file_no_argument_and_no_environment(target: Target) -> None:
+    for text in strangers.proc_texts(psutil.pids()):
+        assert not strangers.secrets_in(text, target.ours)
+    for folder in (target.run.run_dir, Path(tempfile.gettempdir())):
+        for path in folder.rglob("*"):
+            if path.is_file() and not path.is_symlink():
+                assert not strangers.secrets_in(path.read_bytes(), target.ours), path
+
+
+def test_unix_sockets_are_in_folders_of_this_user_alone(target: Target) -> None:
+    found = listening_unix_sockets(target)
+    assert len(found) >= 4  # a supervisor for each host, a server for each account
+    for path in found:
+        status = os.stat(os.path.dirname(path))
+        assert (stat.S_IMODE(status.st_mode), status.st_uid) == (0o700, os.getuid())
+
+
+def listening_unix_sockets(target: Target) -> list[str]:
+    paths = {
+        connection.laddr
+        for pid in target.processes
+        for connection in psutil.Process(pid).net_connections("unix")
+        if connection.laddr and not connection.laddr.startswith("@")
+    }
+    return sorted(path for path in paths if os.path.exists(path))
+
+
+OTHER_USER = """
+import os, socket, sys
+os.setgid(65534), os.setuid(65534)  # only now: the interpreter's own folder may be closed to others
+for path in sys.argv[2:]:
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(20)
+        sock.connect(path)
+        try:
+            sock.sendall(bytes.fromhex(sys.argv[1]))
+            print(sock.recv(100))
+        except ConnectionError:
+            print(b"")
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_another_user_is_refused_even_where_the_folder_lets_him_in(target: Target, tmp_path: Path) -> None:
+    mark = Path(f"/tmp/lp-mark-{os.getpid()}")  # of the process's own rights: anybody may write there
+    paths = listening_unix_sockets(target)
+    bomb = call_with_bomb(mark, "ask").hex()
+    opened = {folder: stat.S_IMODE(os.stat(folder).st_mode) for path in paths for folder in _above(path)}
+    try:
+        for folder, mode in opened.items():
+            os.chmod(folder, mode | 0o011)
+        for path in paths:
+            os.chmod(path, 0o777)
+        command = [sys.executable, "-c", OTHER_USER, bomb, *paths]
+        said = subprocess.run(command, capture_output=True, text=True, timeout=WITHIN_S * 3)
+    finally:
+        for folder, mode in opened.items():
+            os.chmod(folder, mode)
+    assert said.stdout.split() == ["b''"] * len(paths), said.stderr
+    assert not mark.exists()
+    until(lambda: "it is of another user" in target.log("account"))
+
+
+def _above(path: str) -> list[str]:
+    return [str(folder) for folder in Path(path).parents if str(folder) not in ("/", "/tmp")]
