@@ -7,13 +7,19 @@ from lp_pipe.launch.engines.base import Engine as Engine
 from lp_pipe.launch.engines.base import HostOffer as HostOffer
 from lp_pipe.launch.engines.base import Invitation as Invitation
 from lp_pipe.launch.engines.base import Watched as Watched
+from lp_pipe.launch.engines.kubernetes import KubernetesEngine
 from lp_pipe.launch.engines.local import LocalEngine
 from lp_pipe.launch.engines.manual import ManualEngine
 from lp_pipe.launch.engines.ssh import SshEngine
 
 ENTRY_POINTS = "lp_pipe.engines"
 
-BUILT_IN: dict[str, type[Engine]] = {"local": LocalEngine, "ssh": SshEngine, "manual": ManualEngine}
+BUILT_IN: dict[str, type[Engine]] = {
+    "local": LocalEngine,
+    "ssh": SshEngine,
+    "manual": ManualEngine,
+    "kubernetes": KubernetesEngine,
+}
 
 
 def engine_names() -> list[str]:

@@ -1,0 +1,164 @@
+"""A namespace of a cluster through the official client: the only file that imports it."""
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import urllib3
+from kubernetes import client, config, watch
+
+from lp_pipe.errors import LaunchError
+from lp_pipe.launch.engines.kubernetes_errors import NoAnswer, explained, unreachable
+from lp_pipe.launch.engines.kubernetes_manifest import Object
+
+_ANSWER_PATIENCE_S = 20
+_WATCH_S = 60  # then it begins anew, so that a connection which is cut in silence is noticed
+_JOBSET = {"group": "jobset.x-k8s.io", "version": "v1alpha2", "plural": "jobsets"}
+
+
+class Cluster:
+    """All of its methods may be called in any thread, and raise LaunchError for whatever the API server says.
+
+    namespace: "" is that of the kubeconfig, or of the pod in which this runs. connections: how many at a time.
+
+    Raises (constructor):
+        LaunchError: it is not known where the API server is.
+    """
+
+    def __init__(self, namespace: str = "", kubeconfig: str = "", connections: int = 8) -> None:
+        settings, found = _settings(kubeconfig)
+        settings.connection_pool_maxsize = connections
+        self.namespace = namespace or found
+        self._server = settings.host
+        self._api = client.ApiClient(settings)
+        self._core, self._batch = client.CoreV1Api(self._api), client.BatchV1Api(self._api)
+        self._custom = client.CustomObjectsApi(self._api)
+        self._watches: set[watch.Watch] = set()
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def create(self, body: Object) -> str:
+        """Returns its uid."""
+        where, kind = self.namespace, body["kind"]
+        calls: dict[str, Callable[[], Any]] = {
+            "Secret": lambda: self._core.create_namespaced_secret(where, body, _request_timeout=_ANSWER_PATIENCE_S),
+            "Service": lambda: self._core.create_namespaced_service(where, body, _request_timeout=_ANSWER_PATIENCE_S),
+            "Job": lambda: self._batch.create_namespaced_job(where, body, _request_timeout=_ANSWER_PATIENCE_S),
+            "JobSet": lambda: self._custom.create_namespaced_custom_object(
+                **_JOBSET, namespace=where, body=body, _request_timeout=_ANSWER_PATIENCE_S
+            ),
+        }
+        made = self._ask(f"create {kind} {body['metadata']['name']}", calls[kind])
+        return str(made["metadata"]["uid"])
+
+    def change(self, body: Object, change: Object) -> None:
+        """Of a Secret or Service: merge `change` into it."""
+        kind, name = body["kind"], body["metadata"]["name"]
+        calls = {"Secret": self._core.patch_namespaced_secret, "Service": self._core.patch_namespaced_service}
+        self._ask(
+            f"patch {kind} {name}",
+            lambda: calls[kind](name, self.namespace, change, _request_timeout=_ANSWER_PATIENCE_S),
+        )
+
+    def delete(self, body: Object) -> None:
+        """With all that it owns; fine if it is gone."""
+        kind, name = body["kind"], body["metadata"]["name"]
+        how = {"propagation_policy": "Background", "_request_timeout": _ANSWER_PATIENCE_S}
+        calls: dict[str, Callable[[], Any]] = {
+            "Secret": lambda: self._core.delete_namespaced_secret(name, self.namespace, **how),
+            "Service": lambda: self._core.delete_namespaced_service(name, self.namespace, **how),
+            "Job": lambda: self._batch.delete_namespaced_job(name, self.namespace, **how),
+            "JobSet": lambda: self._custom.delete_namespaced_custom_object(
+                **_JOBSET, namespace=self.namespace, name=name, **how
+            ),
+        }
+        self._ask(f"delete {kind} {name}", calls[kind], is_gone_fine=True)
+
+    def pods(self, selector: str) -> tuple[list[Object], str]:
+        """Those that there are, and the version from which to watch them."""
+        found = self._ask(
+            "list pods",
+            lambda: self._core.list_namespaced_pod(
+                self.namespace, label_selector=selector, _request_timeout=_ANSWER_PATIENCE_S
+            ),
+        )
+        return found["items"], found["metadata"]["resourceVersion"]
+
+    def changes(self, selector: str, version: str) -> Iterator[tuple[str, Object]]:
+        """ADDED, MODIFIED or DELETED, and the pod; ends after a minute, or when this is closed."""
+        events = self._stream(
+            self._core.list_namespaced_pod,
+            namespace=self.namespace,
+            label_selector=selector,
+            resource_version=version,
+            timeout_seconds=_WATCH_S,
+            _request_timeout=(_ANSWER_PATIENCE_S, _WATCH_S + _ANSWER_PATIENCE_S),
+        )
+        for event in events:
+            if event["type"] in ("ADDED", "MODIFIED", "DELETED"):
+                yield event["type"], event["raw_object"]
+
+    def log_lines(self, pod: str, container: str) -> Iterator[str]:
+        """From the first one on, until the container has ended, or this is closed."""
+        return self._stream(self._core.read_namespaced_pod_log, name=pod, namespace=self.namespace, container=container)
+
+    def close(self) -> None:
+        """Whatever is being watched ends."""
+        with self._lock:
+            self._is_closed = True
+            watches = list(self._watches)
+        for one in watches:
+            one.stop()
+        self._api.rest_client.pool_manager.clear()
+
+    def _stream(self, function: Callable[..., Any], **arguments: Any) -> Iterator[Any]:
+        one = watch.Watch()
+        with self._lock:
+            if self._is_closed:
+                return
+            self._watches.add(one)
+        try:
+            with self._explained(f"watch {function.__name__.rpartition('namespaced_')[2]}"):
+                yield from one.stream(function, **arguments)
+        finally:
+            with self._lock:
+                self._watches.discard(one)
+
+    def _ask(self, what: str, call: Callable[[], Any], is_gone_fine: bool = False) -> Any:
+        with self._explained(what, is_gone_fine):
+            return self._api.sanitize_for_serialization(call())
+
+    @contextlib.contextmanager
+    def _explained(self, what: str, is_gone_fine: bool = False) -> Iterator[None]:
+        try:
+            yield
+        except client.ApiException as error:
+            if not (is_gone_fine and error.status == 404):
+                text = explained(what, self.namespace, error.status, error.body, error.reason)
+                raise LaunchError(text) from error
+        except (urllib3.exceptions.HTTPError, OSError) as error:
+            raise NoAnswer(unreachable(what, self._server, error)) from error
+
+
+def _settings(kubeconfig: str) -> tuple[Any, str]:
+    """What the client is to be made with, and the namespace that goes with it."""
+    settings = client.Configuration()
+    try:
+        if kubeconfig or not _is_in_cluster():
+            config.load_kube_config(kubeconfig or None, client_configuration=settings)
+            _, current = config.list_kube_config_contexts(kubeconfig or None)
+            return settings, current["context"].get("namespace") or "default"
+        config.load_incluster_config(client_configuration=settings)
+        with open("/var/run/secrets/kubernetes.io/serviceaccount/namespace", encoding="utf-8") as file:
+            return settings, file.read().strip()
+    except (config.ConfigException, OSError) as error:
+        raise LaunchError(
+            f"engine 'kubernetes': no cluster is known here: {error}; is there a kubeconfig that `kubectl` works with "
+            "(KUBECONFIG, --kubeconfig=FILE), or does the launcher's pod have a service account?"
+        ) from error
+
+
+def _is_in_cluster() -> bool:
+    return bool(os.environ.get("KUBERNETES_SERVICE_HOST")) and not os.environ.get("KUBECONFIG")
