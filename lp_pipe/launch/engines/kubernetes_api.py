@@ -1,16 +1,18 @@
 """A namespace of a cluster through the official client: the only file that imports it."""
 
 import contextlib
+import json
 import os
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import urllib3
 from kubernetes import client, config, watch
 
 from lp_pipe.errors import LaunchError
-from lp_pipe.launch.engines.kubernetes_errors import NoAnswer, explained, unreachable
+from lp_pipe.launch.engines.kubernetes_errors import NoAnswer, NotThere, explained, unreachable
 from lp_pipe.launch.engines.kubernetes_manifest import Object
 
 _ANSWER_PATIENCE_S = 20
@@ -41,49 +43,37 @@ class Cluster:
 
     def create(self, body: Object) -> str:
         """Returns its uid."""
-        where, kind = self.namespace, body["kind"]
-        calls: dict[str, Callable[[], Any]] = {
-            "Secret": lambda: self._core.create_namespaced_secret(where, body, _request_timeout=_ANSWER_PATIENCE_S),
-            "Service": lambda: self._core.create_namespaced_service(where, body, _request_timeout=_ANSWER_PATIENCE_S),
-            "Job": lambda: self._batch.create_namespaced_job(where, body, _request_timeout=_ANSWER_PATIENCE_S),
-            "JobSet": lambda: self._custom.create_namespaced_custom_object(
-                **_JOBSET, namespace=where, body=body, _request_timeout=_ANSWER_PATIENCE_S
-            ),
+        kind = body["kind"]
+        calls: dict[str, Callable[..., Any]] = {
+            "Secret": self._core.create_namespaced_secret,
+            "Service": self._core.create_namespaced_service,
+            "Job": self._batch.create_namespaced_job,
+            "JobSet": partial(self._custom.create_namespaced_custom_object, **_JOBSET),
         }
-        made = self._ask(f"create {kind} {body['metadata']['name']}", calls[kind])
+        made = self._ask(f"create {kind} {body['metadata']['name']}", calls[kind], body=body)
         return str(made["metadata"]["uid"])
 
     def change(self, body: Object, change: Object) -> None:
         """Of a Secret or Service: merge `change` into it."""
         kind, name = body["kind"], body["metadata"]["name"]
         calls = {"Secret": self._core.patch_namespaced_secret, "Service": self._core.patch_namespaced_service}
-        self._ask(
-            f"patch {kind} {name}",
-            lambda: calls[kind](name, self.namespace, change, _request_timeout=_ANSWER_PATIENCE_S),
-        )
+        self._ask(f"patch {kind} {name}", calls[kind], name=name, body=change)
 
     def delete(self, body: Object) -> None:
         """With all that it owns; fine if it is gone."""
         kind, name = body["kind"], body["metadata"]["name"]
-        how = {"propagation_policy": "Background", "_request_timeout": _ANSWER_PATIENCE_S}
-        calls: dict[str, Callable[[], Any]] = {
-            "Secret": lambda: self._core.delete_namespaced_secret(name, self.namespace, **how),
-            "Service": lambda: self._core.delete_namespaced_service(name, self.namespace, **how),
-            "Job": lambda: self._batch.delete_namespaced_job(name, self.namespace, **how),
-            "JobSet": lambda: self._custom.delete_namespaced_custom_object(
-                **_JOBSET, namespace=self.namespace, name=name, **how
-            ),
+        calls: dict[str, Callable[..., Any]] = {
+            "Secret": self._core.delete_namespaced_secret,
+            "Service": self._core.delete_namespaced_service,
+            "Job": self._batch.delete_namespaced_job,
+            "JobSet": partial(self._custom.delete_namespaced_custom_object, **_JOBSET),
         }
-        self._ask(f"delete {kind} {name}", calls[kind], is_gone_fine=True)
+        with contextlib.suppress(NotThere):
+            self._ask(f"delete {kind} {name}", calls[kind], name=name, propagation_policy="Background")
 
     def pods(self, selector: str) -> tuple[list[Object], str]:
         """Those that there are, and the version from which to watch them."""
-        found = self._ask(
-            "list pods",
-            lambda: self._core.list_namespaced_pod(
-                self.namespace, label_selector=selector, _request_timeout=_ANSWER_PATIENCE_S
-            ),
-        )
+        found = self._ask("list pods", self._core.list_namespaced_pod, label_selector=selector)
         return found["items"], found["metadata"]["resourceVersion"]
 
     def changes(self, selector: str, version: str) -> Iterator[tuple[str, Object]]:
@@ -114,7 +104,7 @@ class Cluster:
         self._api.rest_client.pool_manager.clear()
 
     def _stream(self, function: Callable[..., Any], **arguments: Any) -> Iterator[Any]:
-        one = watch.Watch()
+        one = watch.Watch("object")  # plain: models refuse what is newer than they are
         with self._lock:
             if self._is_closed:
                 return
@@ -126,20 +116,28 @@ class Cluster:
             with self._lock:
                 self._watches.discard(one)
 
-    def _ask(self, what: str, call: Callable[[], Any], is_gone_fine: bool = False) -> Any:
-        with self._explained(what, is_gone_fine):
-            return self._api.sanitize_for_serialization(call())
+    def _ask(self, what: str, call: Callable[..., Any], **arguments: Any) -> Object:
+        with self._explained(what):
+            response = call(
+                namespace=self.namespace, **arguments, _request_timeout=_ANSWER_PATIENCE_S, _preload_content=False
+            )
+            if not 200 <= response.status < 300:
+                raise self._refused(what, response.status, response.data, response.reason)
+            found: Object = json.loads(response.data)
+            return found
 
     @contextlib.contextmanager
-    def _explained(self, what: str, is_gone_fine: bool = False) -> Iterator[None]:
+    def _explained(self, what: str) -> Iterator[None]:
         try:
             yield
         except client.ApiException as error:
-            if not (is_gone_fine and error.status == 404):
-                text = explained(what, self.namespace, error.status, error.body, error.reason)
-                raise LaunchError(text) from error
+            raise self._refused(what, error.status, error.body, error.reason) from error
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise NoAnswer(unreachable(what, self._server, error)) from error
+
+    def _refused(self, what: str, status: int | None, body: str | bytes | None, reason: str | None) -> LaunchError:
+        kind = NotThere if status == 404 else LaunchError
+        return kind(explained(what, self.namespace, status, body, reason))
 
 
 def _settings(kubeconfig: str) -> tuple[Any, str]:
@@ -154,9 +152,10 @@ def _settings(kubeconfig: str) -> tuple[Any, str]:
         with open("/var/run/secrets/kubernetes.io/serviceaccount/namespace", encoding="utf-8") as file:
             return settings, file.read().strip()
     except (config.ConfigException, OSError) as error:
+        which = f"{kubeconfig}: " if kubeconfig else ""
         raise LaunchError(
-            f"engine 'kubernetes': no cluster is known here: {error}; is there a kubeconfig that `kubectl` works with "
-            "(KUBECONFIG, --kubeconfig=FILE), or does the launcher's pod have a service account?"
+            f"engine 'kubernetes': no cluster is known here: {which}{error}; is there a kubeconfig that `kubectl` works "
+            "with (KUBECONFIG, --kubeconfig=FILE), or does the launcher's pod have a service account?"
         ) from error
 
 

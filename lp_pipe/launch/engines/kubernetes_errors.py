@@ -12,6 +12,10 @@ class NoAnswer(LaunchError):
     """What was asked for may have been done, or not."""
 
 
+class NotThere(LaunchError):
+    """Nothing of that name, or no such namespace or kind."""
+
+
 def explained(what: str, namespace: str, status: int | None, body: str | bytes | None, reason: str | None) -> str:
     """For an answer with an HTTP `status` that is not 2xx."""
     said = _message(body) or reason or "no reason given"
