@@ -25,7 +25,7 @@ class KubernetesEngine(Engine):
     that of the launcher's own pod. kind: "jobset" (default), or "job", which every cluster has. kubeconfig: a file, in
     place of what `kubectl` would take.
 
-    The secret is a Secret, which is deleted with the run. docs/engines.md says what rights the launcher needs.
+    The secret is a Secret, which is deleted with the run. docs/multi_host.md says what rights the launcher needs.
     """
 
     OPTIONS: ClassVar[Mapping[str, str]] = {

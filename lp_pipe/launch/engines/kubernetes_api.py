@@ -154,8 +154,8 @@ def _settings(kubeconfig: str) -> tuple[Any, str]:
     except (config.ConfigException, OSError) as error:
         which = f"{kubeconfig}: " if kubeconfig else ""
         raise LaunchError(
-            f"engine 'kubernetes': no cluster is known here: {which}{error}; is there a kubeconfig that `kubectl` works "
-            "with (KUBECONFIG, --kubeconfig=FILE), or does the launcher's pod have a service account?"
+            f"engine 'kubernetes': no cluster is known: {which}{error}; is there a kubeconfig that `kubectl` takes "
+            "(KUBECONFIG, --kubeconfig=FILE), or does the launcher's pod have a service account?"
         ) from error
 
 

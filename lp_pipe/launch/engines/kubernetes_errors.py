@@ -5,7 +5,7 @@ import re
 
 from lp_pipe.errors import LaunchError
 
-_RIGHTS = "the rights that a launcher needs are in docs/engines.md"
+_RIGHTS = "the rights that a launcher needs are in docs/multi_host.md"
 
 
 class NoAnswer(LaunchError):

@@ -57,11 +57,12 @@ class PodHost(Watched):
 
     def note(self, pod: states.Pod) -> None:
         self._seen = pod
-        self._end = states.how_it_ended(pod)
         if states.has_started(pod) and self._reader is None:
             name = pod["metadata"]["name"]
-            self._reader = threading.Thread(target=self._read, args=(name,), name=f"output of {name}", daemon=True)
-            self._reader.start()
+            reader = threading.Thread(target=self._read, args=(name,), name=f"output of {name}", daemon=True)
+            reader.start()
+            self._reader = reader
+        self._end = states.how_it_ended(pod)
 
     def gone(self) -> None:
         if self._seen is not None and self._end is None:

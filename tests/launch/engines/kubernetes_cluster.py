@@ -32,7 +32,7 @@ class Refusal(Exception):
 
 
 class PretendCluster:
-    """kubeconfig: of it. refuse: what to answer to "VERB what", instead of doing it; a text alone is no JSON.
+    """kubeconfig: of it. refuse: what to answer to "VERB what", as roles call them, instead of doing it.
 
     objects: by (what, name). asked: every "VERB what" so far.
     """
@@ -48,6 +48,7 @@ class PretendCluster:
         self._numbers = itertools.count(1)
         self._is_over = False
         self._watches_ended = 0
+        self._is_watched = False
         self._kubelets: list[threading.Thread] = []
         self._processes: list[subprocess.Popen[str]] = []
         self._folder = folder
@@ -89,6 +90,8 @@ class PretendCluster:
     def end_watches(self) -> None:
         """As a real one does, now and then."""
         with self._changed:
+            assert self._changed.wait_for(lambda: self._is_watched, _WAIT_S), "nobody watches"
+            self._is_watched = False
             self._watches_ended += 1
             self._changed.notify_all()
 
@@ -148,7 +151,9 @@ class PretendCluster:
             return {"kind": "PodList", "apiVersion": "v1", "metadata": {"resourceVersion": version}, "items": items}
 
     def events(self, selector: str, since: int) -> Iterator[Object]:
-        position, ended_before = 0, self._watches_ended
+        with self._changed:
+            position, ended_before, self._is_watched = 0, self._watches_ended, True
+            self._changed.notify_all()
         while not self._is_over and self._watches_ended == ended_before:
             with self._changed:
                 while position == len(self._events) and not self._is_over and self._watches_ended == ended_before:
@@ -278,9 +283,10 @@ class _Handler(BaseHTTPRequestHandler):
                 raise Refusal(401, "Unauthorized")
             assert found is not None, url.path
             what, name = found["what"], found["name"] or ""
-            self.cluster.asked.append(f"{verb} {what}")
-            if f"{verb} {what}" in self.cluster.refuse:
-                raise self.cluster.refuse[f"{verb} {what}"]
+            asked = f"{_verb_of(verb, name, query)} {what}{'/log' if name.endswith('/log') else ''}"
+            self.cluster.asked.append(asked)
+            if asked in self.cluster.refuse:
+                raise self.cluster.refuse[asked]
             if verb == "create":
                 self._send(201, self.cluster.create(found["group"] or "", what, found["ns"], body))
             elif verb == "patch":
@@ -322,6 +328,13 @@ class _Handler(BaseHTTPRequestHandler):
                 data = line.encode()
                 self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
             self.wfile.write(b"0\r\n\r\n")
+
+
+def _verb_of(verb: str, name: str, query: dict[str, str]) -> str:
+    """As roles call it."""
+    if verb != "get" or name:
+        return verb
+    return "watch" if "watch" in query else "list"
 
 
 def _matches(pod: Object, selector: str) -> bool:

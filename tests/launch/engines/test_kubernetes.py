@@ -1,6 +1,7 @@
 """Programs on a pretend cluster, through the official client; no real API server is to be had here."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -8,7 +9,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
+import yaml
 
 import lp_pipe as lp
 from lp_pipe.launch.engines import Invitation, KubernetesEngine, make_engine
@@ -47,6 +50,22 @@ def failing(cluster: PretendCluster, tmp_path: Path, **options: str) -> str:
         failing.start(invitation(tmp_path))
     failing.close()
     return str(raised.value)
+
+
+def test_the_documented_role_is_what_a_launcher_asks_for(cluster: PretendCluster, tmp_path: Path) -> None:
+    page = Path(__file__).parents[3] / "docs" / "multi_host.md"
+    (block,) = re.findall(r"```yaml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    role = yaml.safe_load(block)
+    kubernetes_validate.validate(role, "1.31", strict=True)
+    allowed = {f"{verb} {what}" for rule in role["rules"] for what in rule["resources"] for verb in rule["verbs"]}
+    for kind in ("job", "jobset"):
+        running = engine(cluster, kind=kind)
+        (pod, _) = running.start(invitation(tmp_path))
+        cluster.set_status(0, "Running", {"running": {}})
+        cluster.log(0, "hello")
+        until(lambda pod=pod: pod.last_lines() == ["hello"])  # type: ignore[misc]
+        running.close()
+    assert set(cluster.asked) == allowed
 
 
 @pytest.mark.parametrize(
@@ -155,7 +174,7 @@ def test_a_cluster_without_jobsets(cluster: PretendCluster, tmp_path: Path) -> N
     assert not cluster.objects
 
 
-@pytest.mark.parametrize("what", ["create secrets", "create jobsets", "patch secrets", "get pods"])
+@pytest.mark.parametrize("what", ["create secrets", "create jobsets", "patch secrets", "list pods"])
 def test_what_is_not_allowed_is_named_and_nothing_is_left(what: str, cluster: PretendCluster, tmp_path: Path) -> None:
     cluster.refuse[what] = Refusal(403, f'User "me" cannot {what}')
     said = failing(cluster, tmp_path)
@@ -189,17 +208,17 @@ def test_an_api_server_that_does_not_answer(tmp_path: Path) -> None:
 
 def test_a_kubeconfig_that_is_not_there(cluster: PretendCluster, tmp_path: Path) -> None:
     said = failing(cluster, tmp_path, kubeconfig="/no/such/file")
-    assert "no cluster is known here" in said and "/no/such/file" in said
+    assert "no cluster is known" in said and "/no/such/file" in said
 
 
 def test_a_run_outlives_its_api_server(cluster: PretendCluster, tmp_path: Path) -> None:
     running = engine(cluster, hosts="1")
     (pod,) = running.start(invitation(tmp_path))
-    cluster.refuse["get pods"] = Refusal(503, "etcd is away")
+    cluster.refuse["list pods"] = Refusal(503, "etcd is away")
     cluster.end_watches()
     until(lambda: "etcd is away" in pod.last_lines()[0])
     assert pod.how_it_ended() is None
-    del cluster.refuse["get pods"]
+    del cluster.refuse["list pods"]
     cluster.set_status(0, "Succeeded", {"terminated": {"exitCode": 0}})
     until(lambda: pod.how_it_ended() == "exit status 0")
     running.close()
