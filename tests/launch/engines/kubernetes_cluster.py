@@ -11,13 +11,14 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 Object = dict[str, Any]
+Start = Callable[[Object, bytes, int], "subprocess.Popen[str]"]
 
 INDEX = "batch.kubernetes.io/job-completion-index"
 _PATH = re.compile(
@@ -101,8 +102,9 @@ class PretendCluster:
             self._logs[name] += lines
             self._changed.notify_all()
 
-    def run_pods(self, count: int) -> None:
-        """Have a kubelet for each."""
+    def run_pods(self, count: int, start: Start | None = None) -> None:
+        """Have a kubelet for each, which runs it by `start`: the process prints its log and ends with its status."""
+        self._start = start or self._start_process
         for index in range(count):
             self._kubelets.append(threading.Thread(target=self._run_pod, args=(index,), name=f"kubelet {index}"))
             self._kubelets[-1].start()
@@ -220,17 +222,9 @@ class PretendCluster:
     def _run_pod(self, index: int) -> None:
         with contextlib.suppress(AssertionError):  # closed before there was one
             pod = self.pod(index)
-            (container,) = pod["spec"]["containers"]
-            path = self._folder / f"secret-{index}"
             (volume,) = [one["secret"] for one in pod["spec"]["volumes"] if "secret" in one]
             secret = self.objects["secrets", volume["secretName"]]["stringData"]["secret"]
-            path.write_text(secret)
-            path.chmod(volume["defaultMode"])
-            replaced = {"$(JOB_COMPLETION_INDEX)": str(index), "/run/lp_pipe/secret": str(path)}
-            command = [_replace(part, replaced) for part in container["args"]]
-            process = subprocess.Popen(
-                [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-            )
+            process = self._start(pod, secret.encode(), index)
             self._processes.append(process)
             self.set_status(index, "Running", {"running": {}})
             assert process.stdout is not None
@@ -239,6 +233,15 @@ class PretendCluster:
             process.stdout.close()
             code = process.wait()
             self.set_status(index, "Failed" if code else "Succeeded", {"terminated": {"exitCode": code}})
+
+    def _start_process(self, pod: Object, secret: bytes, index: int) -> "subprocess.Popen[str]":
+        (container,) = pod["spec"]["containers"]
+        path = self._folder / f"secret-{index}"
+        path.write_bytes(secret)
+        path.chmod(0o400)
+        replaced = {"$(JOB_COMPLETION_INDEX)": str(index), "/run/lp_pipe/secret": str(path)}
+        command = [sys.executable, *(_replace(part, replaced) for part in container["args"])]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     def _write_kubeconfig(self, path: Path) -> str:
         found = {
