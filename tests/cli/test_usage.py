@@ -43,7 +43,9 @@ WRONG = {
     "launch demo.py:number": "demo.py:number is of type int, not a Program or a function that returns one",
     "launch demo.py:work": "demo.py:work returned NoneType, but a Program is needed",
     "launch demo.py:with_arguments": "demo.py:with_arguments needs arguments; a target function is called without any",
-    "launch demo.py --mode=proces": "unknown mode 'proces'; did you mean 'process'? (modes: thread, process, multi_host)",
+    "launch demo.py --mode=proces": (
+        "unknown mode 'proces'; did you mean 'process'? (modes: thread, process, multi_host)"
+    ),
     "launch demo.py --grace=soon": "--grace=soon: a number of seconds is needed, such as --grace=5",
     "launch demo.py --stages=3": (
         "unknown arguments: --stages=3; flags of the program itself come after `--`: -- --stages=3"
