@@ -55,10 +55,10 @@ test-all: setup  ## run all tests
 	$(BIN)/python -m pytest -n 2 $(ARGS)
 
 # The pretend hosts need root and these packages; a machine that has them is left as it is.
-MULTIHOST_PACKAGES := openssh-server openssh-client iproute2
+MULTIHOST_PACKAGES := openssh-server openssh-client iproute2 podman runc catatonit
 
 test-multihost: setup  ## programs on several hosts: pretend ones with their own sshd (root), and the contract with agents
-	@command -v sshd >/dev/null && command -v ssh >/dev/null && command -v ip >/dev/null \
+	@command -v sshd >/dev/null && command -v ssh >/dev/null && command -v ip >/dev/null && command -v podman >/dev/null \
 	  || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qqy --no-install-recommends $(MULTIHOST_PACKAGES); }
 	$(BIN)/python -m pytest tests/launch/engines tests/launch/test_multi_host.py $(ARGS)
 	LP_PIPE_TEST_MODES=multi_host $(BIN)/python -m pytest -n 2 tests/contract $(ARGS)
