@@ -48,7 +48,9 @@ def planned(
         }
         return [*_nodes(places), *_edges(plan, places)]
     known = named_engine(engine, hosts, engine_options or {})
-    preview = known.preview(Invitation([f"{listen or 'LAUNCHER'}:0"], b"", f"{program.name}/agents", interface))
+    preview = known.preview(
+        Invitation([f"{listen.partition('@')[0] or 'LAUNCHER'}:0"], b"", f"{program.name}/agents", interface)
+    )
     if preview is not None:
         promised = {offer.name: _promised(offer) for offer in known.hosts()}
         places = place_on_hosts(plan.nodes, promised)

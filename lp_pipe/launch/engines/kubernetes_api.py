@@ -9,13 +9,14 @@ from functools import partial
 from typing import Any
 
 import urllib3
+import yaml
 from kubernetes import client, config, watch
 
 from lp_pipe.errors import LaunchError
 from lp_pipe.launch.engines.kubernetes_errors import NoAnswer, NotThere, explained, unreachable
 from lp_pipe.launch.engines.kubernetes_manifest import Object
 
-_ANSWER_PATIENCE_S = 20
+_ANSWER_PATIENCE_S = 10
 _WATCH_S = 60  # then it begins anew, so that a connection which is cut in silence is noticed
 _JOBSET = {"group": "jobset.x-k8s.io", "version": "v1alpha2", "plural": "jobsets"}
 
@@ -32,6 +33,7 @@ class Cluster:
     def __init__(self, namespace: str = "", kubeconfig: str = "", connections: int = 8) -> None:
         settings, found = _settings(kubeconfig)
         settings.connection_pool_maxsize = connections
+        settings.retries = 1  # the default is 3, each with its own timeout
         self.namespace = namespace or found
         self._server = settings.host
         self._api = client.ApiClient(settings)
@@ -87,7 +89,7 @@ class Cluster:
             _request_timeout=(_ANSWER_PATIENCE_S, _WATCH_S + _ANSWER_PATIENCE_S),
         )
         for event in events:
-            if event["type"] in ("ADDED", "MODIFIED", "DELETED"):
+            if event and event["type"] in ("ADDED", "MODIFIED", "DELETED"):
                 yield event["type"], event["raw_object"]
 
     def log_lines(self, pod: str, container: str) -> Iterator[str]:
@@ -151,7 +153,7 @@ def _settings(kubeconfig: str) -> tuple[Any, str]:
         config.load_incluster_config(client_configuration=settings)
         with open("/var/run/secrets/kubernetes.io/serviceaccount/namespace", encoding="utf-8") as file:
             return settings, file.read().strip()
-    except (config.ConfigException, OSError) as error:
+    except (config.ConfigException, yaml.YAMLError, OSError, LookupError, TypeError, ValueError) as error:
         which = f"{kubeconfig}: " if kubeconfig else ""
         raise LaunchError(
             f"engine 'kubernetes': no cluster is known: {which}{error}; is there a kubeconfig that `kubectl` takes "

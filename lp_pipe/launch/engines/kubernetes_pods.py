@@ -48,7 +48,8 @@ class PodHost(Watched):
 
     def kill(self) -> None:
         """With all others: a Job whose first pod is gone has failed."""
-        self._pods.delete()
+        if not self._pods.delete():
+            return
         deadline = time.monotonic() + _GONE_PATIENCE_S
         while self._seen is not None and self._end is None and time.monotonic() < deadline:
             self._pods.wait_for_change(_AGAIN_S)
@@ -107,6 +108,7 @@ class Pods:
         self._is_over = threading.Event()
         self._changed = threading.Condition()
         self._deleting = threading.Lock()
+        self._is_deleted = True
         try:
             self._make(objects)
             version = self._list()
@@ -117,15 +119,22 @@ class Pods:
         self._thread = threading.Thread(target=self._watch, args=(version,), name=f"pods of {owner}", daemon=True)
         self._thread.start()
 
-    def delete(self) -> None:
-        """Ask the cluster to; once. What remains is named in the log."""
+    def delete(self) -> bool:
+        """Ask the cluster to; once. What it was not able to is named in the log, and makes this False."""
         with self._deleting:
             while self._made:
                 one = self._made.pop()
                 try:
                     self.cluster.delete(one)
                 except LaunchError as error:
-                    _log.warning("%s; please delete it yourself", error)
+                    left = [one]
+                    if isinstance(error, NoAnswer):  # to wait for each of the others would take minutes
+                        left += self._made
+                        self._made.clear()
+                    names = ", ".join(f"{one['kind']} {one['metadata']['name']}" for one in left)
+                    _log.warning("%s; please delete yourself: %s", error, names)
+                    self._is_deleted = False
+            return self._is_deleted
 
     def wait_for_change(self, timeout_s: float) -> None:
         with self._changed:

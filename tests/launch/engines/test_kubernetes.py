@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 import lp_pipe as lp
-from lp_pipe.launch.engines import Invitation, KubernetesEngine, make_engine
+from lp_pipe.launch.engines import Invitation, KubernetesEngine, kubernetes_pods, make_engine
 from lp_pipe.launch.network import addresses_for
 from tests.launch.engines.kubernetes_cluster import PretendCluster, Refusal
 
@@ -206,28 +206,40 @@ def test_an_api_server_that_does_not_answer(tmp_path: Path) -> None:
     assert f"the API server {cluster.url} does not answer" in said and "refused" in said
 
 
-def test_a_kubeconfig_that_is_not_there(cluster: PretendCluster, tmp_path: Path) -> None:
-    said = failing(cluster, tmp_path, kubeconfig="/no/such/file")
-    assert "no cluster is known" in said and "/no/such/file" in said
+@pytest.mark.parametrize("text", [None, "", "{", "[1]", "{apiVersion: v1, current-context: other}"])
+def test_a_kubeconfig_that_is_none_is_named(text: str | None, cluster: PretendCluster, tmp_path: Path) -> None:
+    file = tmp_path / "config"
+    if text is not None:
+        file.write_text(text)
+    said = failing(cluster, tmp_path, kubeconfig=str(file))
+    assert said.startswith(f"engine 'kubernetes': no cluster is known: {file}: ") and not cluster.asked
 
 
-def test_a_run_outlives_its_api_server(cluster: PretendCluster, tmp_path: Path) -> None:
-    running = engine(cluster, hosts="1")
-    (pod,) = running.start(invitation(tmp_path))
-    cluster.refuse["list pods"] = Refusal(503, "etcd is away")
-    cluster.end_watches()
-    until(lambda: "etcd is away" in pod.last_lines()[0])
-    assert pod.how_it_ended() is None
-    del cluster.refuse["list pods"]
-    cluster.set_status(0, "Succeeded", {"terminated": {"exitCode": 0}})
-    until(lambda: pod.how_it_ended() == "exit status 0")
+def test_what_cannot_be_deleted_is_named(
+    cluster: PretendCluster, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = engine(cluster, kind="job")
+    (pod, _) = running.start(invitation(tmp_path))
+    cluster.refuse["delete jobs"] = Refusal(403, "not you")
+    monkeypatch.setattr(kubernetes_pods, "_GONE_PATIENCE_S", 1000)
+    pod.kill()
     running.close()
+    (name,) = [name for what, name in cluster.objects if what != "pods"]
+    assert f"please delete yourself: Job {name}" in caplog.text
 
 
-def test_an_address_that_no_pod_can_reach_is_refused(cluster: PretendCluster, tmp_path: Path) -> None:
-    with pytest.raises(lp.LaunchError, match=r"no pod can reach the launcher at 127.0.0.1:29500: .*--listen"):
-        engine(cluster).start(Invitation(["127.0.0.1:29500"], b"", str(tmp_path)))
-    assert not cluster.asked
+def test_a_cluster_that_has_gone_is_not_waited_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = PretendCluster(tmp_path)
+    running = engine(cluster, kind="job")
+    (pod, _) = running.start(invitation(tmp_path))
+    (name,) = [name for what, name in cluster.objects if what == "jobs"]
+    cluster.close()
+    monkeypatch.setattr(kubernetes_pods, "_GONE_PATIENCE_S", 1000)
+    pod.kill()
+    running.close()
+    assert f"please delete yourself: Job {name}, Secret {name}, Service {name}" in caplog.text
 
 
 @pytest.mark.parametrize(
