@@ -4,15 +4,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from lp_pipe.connections.credentials import generate_credentials
-from lp_pipe.launch.engines import Engine
+from lp_pipe.launch.engines import Engine, HostOffer, Invitation
 from lp_pipe.launch.gathering import Patience
-from lp_pipe.launch.hardware import this_host
-from lp_pipe.launch.host_placement import HostPlace
+from lp_pipe.launch.hardware import Hardware, this_host
+from lp_pipe.launch.host_placement import HostPlace, place_on_hosts
 from lp_pipe.launch.launcher import named_engine
 from lp_pipe.launch.multi_host import MultiHostOptions, gather
 from lp_pipe.launch.placement import place_all
 from lp_pipe.launch.plan import Plan, make_plan, serialize_nodes
 from lp_pipe.program import Program
+
+_KNOWN_AT_THE_START = ["", "# Chosen when it is started: names, the launcher's address and port, the secret."]
 
 
 def planned(
@@ -30,6 +32,8 @@ def planned(
 ) -> list[str]:
     """Lines for people. In multi_host mode agents join, so that it is known what the hosts have, and end again.
 
+    An engine that can say what it would start (`Engine.preview`) starts nothing: its text comes below.
+
     folder: for what the agents print.
 
     Raises: as `launch`.
@@ -43,12 +47,26 @@ def planned(
             node_id: HostPlace("this host", place) for node_id, place in place_all(plan.nodes, this_host()).items()
         }
         return [*_nodes(places), *_edges(plan, places)]
-    options = MultiHostOptions(
-        named_engine(engine, hosts, engine_options or {}), listen, interface, Patience(join_timeout, host_timeout)
+    known = named_engine(engine, hosts, engine_options or {})
+    preview = known.preview(
+        Invitation([f"{listen.partition('@')[0] or 'LAUNCHER'}:0"], b"", f"{program.name}/agents", interface)
     )
+    if preview is not None:
+        promised = {offer.name: _promised(offer) for offer in known.hosts()}
+        places = place_on_hosts(plan.nodes, promised)
+        return [*_nodes(places), *_edges(plan, places), *_KNOWN_AT_THE_START, *preview.splitlines()]
+    options = MultiHostOptions(known, listen, interface, Patience(join_timeout, host_timeout))
     gathered = gather(plan, options, generate_credentials())
     gathered.gathering.close(patience_s=3.0)
     return [*_nodes(gathered.places), *_edges(plan, gathered.places)]
+
+
+def _promised(offer: HostOffer) -> Hardware:
+    """As if it were there; what the offer does not say is taken to be as on this host."""
+    here = this_host()
+    cpus = here.cpus if offer.cpus is None else tuple(range(offer.cpus))
+    memory = here.memory_bytes if offer.memory is None else offer.memory
+    return Hardware(frozenset({offer.name}), cpus, memory, tuple(map(str, range(offer.gpus or 0))))
 
 
 def _nodes(places: Mapping[str, HostPlace]) -> Iterator[str]:

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.cli.commands import Command, Start
 
@@ -44,6 +45,19 @@ def test_a_dry_run_says_which_node_would_run_where_and_starts_none(target: str, 
         "asking/0 -> server/1  calls",
     ]
     assert not Path("runs").exists()
+
+
+def test_a_dry_run_for_a_cluster_prints_the_manifest_below_the_places(target: str, command: Command) -> None:
+    flags = ["--mode=multi_host", "--engine=kubernetes", "--hosts=2:cpus=4", "--image=train:1", "--namespace=team"]
+    done = command("launch", target, *flags, "--kind=job", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    places, _, manifest = done.stdout.partition("\n\n")
+    assert places.splitlines()[:3] == ["server/0  host-0", "server/1  host-1", "asking/0  host-0"]
+    secret, service, job = yaml.safe_load_all(manifest)
+    assert [one["kind"] for one in (secret, service, job)] == ["Secret", "Service", "Job"]
+    assert secret["stringData"] == {"secret": "LEFT-OUT"} and job["spec"]["completions"] == 2
+    refused = command("launch", target, *flags[:2], "--hosts=2", "--dry-run")
+    assert refused.returncode == 3 and "engine 'kubernetes' needs image" in refused.stderr
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from lp_pipe.launch.engines.base import Engine as Engine
 from lp_pipe.launch.engines.base import HostOffer as HostOffer
 from lp_pipe.launch.engines.base import Invitation as Invitation
 from lp_pipe.launch.engines.base import Watched as Watched
+from lp_pipe.launch.engines.kubernetes import KubernetesEngine as KubernetesEngine
 from lp_pipe.launch.engines.local import LocalEngine
 from lp_pipe.launch.engines.manual import ManualEngine
 from lp_pipe.launch.engines.ray import RayEngine
@@ -21,6 +22,7 @@ BUILT_IN: dict[str, type[Engine]] = {
     "manual": ManualEngine,
     "slurm": SlurmEngine,
     "ray": RayEngine,
+    "kubernetes": KubernetesEngine,
 }
 
 

@@ -112,5 +112,15 @@ class Engine(ABC):
             LaunchError: one cannot be started; those that were are killed.
         """
 
+    def preview(self, invitation: Invitation) -> str | None:
+        """What `start` would hand to somebody else, without the secret, where its hosts are as they are offered.
+
+        None: what the hosts have is known only when agents have joined.
+
+        Raises:
+            LaunchError: it cannot be written.
+        """
+        return None
+
     def close(self) -> None:  # noqa: B027 - most have nothing left
         """The run is over, everything that was started is killed: free what is left."""

@@ -1,0 +1,165 @@
+"""A namespace of a cluster through the official client: the only file that imports it."""
+
+import contextlib
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import urllib3
+import yaml
+from kubernetes import client, config, watch
+
+from lp_pipe.errors import LaunchError
+from lp_pipe.launch.engines.kubernetes_errors import NoAnswer, NotThere, explained, unreachable
+from lp_pipe.launch.engines.kubernetes_manifest import Object
+
+_ANSWER_PATIENCE_S = 10
+_WATCH_S = 60  # then it begins anew, so that a connection which is cut in silence is noticed
+_JOBSET = {"group": "jobset.x-k8s.io", "version": "v1alpha2", "plural": "jobsets"}
+
+
+class Cluster:
+    """All of its methods may be called in any thread, and raise LaunchError for whatever the API server says.
+
+    namespace: "" is that of the kubeconfig, or of the pod in which this runs. connections: how many at a time.
+
+    Raises (constructor):
+        LaunchError: it is not known where the API server is.
+    """
+
+    def __init__(self, namespace: str = "", kubeconfig: str = "", connections: int = 8) -> None:
+        settings, found = _settings(kubeconfig)
+        settings.connection_pool_maxsize = connections
+        settings.retries = 1  # the default is 3, each with its own timeout
+        self.namespace = namespace or found
+        self._server = settings.host
+        self._api = client.ApiClient(settings)
+        self._core, self._batch = client.CoreV1Api(self._api), client.BatchV1Api(self._api)
+        self._custom = client.CustomObjectsApi(self._api)
+        self._watches: set[watch.Watch] = set()
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def create(self, body: Object) -> str:
+        """Returns its uid."""
+        kind = body["kind"]
+        calls: dict[str, Callable[..., Any]] = {
+            "Secret": self._core.create_namespaced_secret,
+            "Service": self._core.create_namespaced_service,
+            "Job": self._batch.create_namespaced_job,
+            "JobSet": partial(self._custom.create_namespaced_custom_object, **_JOBSET),
+        }
+        made = self._ask(f"create {kind} {body['metadata']['name']}", calls[kind], body=body)
+        return str(made["metadata"]["uid"])
+
+    def change(self, body: Object, change: Object) -> None:
+        """Of a Secret or Service: merge `change` into it."""
+        kind, name = body["kind"], body["metadata"]["name"]
+        calls = {"Secret": self._core.patch_namespaced_secret, "Service": self._core.patch_namespaced_service}
+        self._ask(f"patch {kind} {name}", calls[kind], name=name, body=change)
+
+    def delete(self, body: Object) -> None:
+        """With all that it owns; fine if it is gone."""
+        kind, name = body["kind"], body["metadata"]["name"]
+        calls: dict[str, Callable[..., Any]] = {
+            "Secret": self._core.delete_namespaced_secret,
+            "Service": self._core.delete_namespaced_service,
+            "Job": self._batch.delete_namespaced_job,
+            "JobSet": partial(self._custom.delete_namespaced_custom_object, **_JOBSET),
+        }
+        with contextlib.suppress(NotThere):
+            self._ask(f"delete {kind} {name}", calls[kind], name=name, propagation_policy="Background")
+
+    def pods(self, selector: str) -> tuple[list[Object], str]:
+        """Those that there are, and the version from which to watch them."""
+        found = self._ask("list pods", self._core.list_namespaced_pod, label_selector=selector)
+        return found["items"], found["metadata"]["resourceVersion"]
+
+    def changes(self, selector: str, version: str) -> Iterator[tuple[str, Object]]:
+        """ADDED, MODIFIED or DELETED, and the pod; ends after a minute, or when this is closed."""
+        events = self._stream(
+            self._core.list_namespaced_pod,
+            namespace=self.namespace,
+            label_selector=selector,
+            resource_version=version,
+            timeout_seconds=_WATCH_S,
+            _request_timeout=(_ANSWER_PATIENCE_S, _WATCH_S + _ANSWER_PATIENCE_S),
+        )
+        for event in events:
+            if event and event["type"] in ("ADDED", "MODIFIED", "DELETED"):
+                yield event["type"], event["raw_object"]
+
+    def log_lines(self, pod: str, container: str) -> Iterator[str]:
+        """From the first one on, until the container has ended, or this is closed."""
+        return self._stream(self._core.read_namespaced_pod_log, name=pod, namespace=self.namespace, container=container)
+
+    def close(self) -> None:
+        """Whatever is being watched ends."""
+        with self._lock:
+            self._is_closed = True
+            watches = list(self._watches)
+        for one in watches:
+            one.stop()
+        self._api.rest_client.pool_manager.clear()
+
+    def _stream(self, function: Callable[..., Any], **arguments: Any) -> Iterator[Any]:
+        one = watch.Watch("object")  # plain: models refuse what is newer than they are
+        with self._lock:
+            if self._is_closed:
+                return
+            self._watches.add(one)
+        try:
+            with self._explained(f"watch {function.__name__.rpartition('namespaced_')[2]}"):
+                yield from one.stream(function, **arguments)
+        finally:
+            with self._lock:
+                self._watches.discard(one)
+
+    def _ask(self, what: str, call: Callable[..., Any], **arguments: Any) -> Object:
+        with self._explained(what):
+            response = call(
+                namespace=self.namespace, **arguments, _request_timeout=_ANSWER_PATIENCE_S, _preload_content=False
+            )
+            if not 200 <= response.status < 300:
+                raise self._refused(what, response.status, response.data, response.reason)
+            found: Object = json.loads(response.data)
+            return found
+
+    @contextlib.contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except client.ApiException as error:
+            raise self._refused(what, error.status, error.body, error.reason) from error
+        except (urllib3.exceptions.HTTPError, OSError) as error:
+            raise NoAnswer(unreachable(what, self._server, error)) from error
+
+    def _refused(self, what: str, status: int | None, body: str | bytes | None, reason: str | None) -> LaunchError:
+        kind = NotThere if status == 404 else LaunchError
+        return kind(explained(what, self.namespace, status, body, reason))
+
+
+def _settings(kubeconfig: str) -> tuple[Any, str]:
+    """What the client is to be made with, and the namespace that goes with it."""
+    settings = client.Configuration()
+    try:
+        if kubeconfig or not _is_in_cluster():
+            config.load_kube_config(kubeconfig or None, client_configuration=settings)
+            _, current = config.list_kube_config_contexts(kubeconfig or None)
+            return settings, current["context"].get("namespace") or "default"
+        config.load_incluster_config(client_configuration=settings)
+        with open("/var/run/secrets/kubernetes.io/serviceaccount/namespace", encoding="utf-8") as file:
+            return settings, file.read().strip()
+    except (config.ConfigException, yaml.YAMLError, OSError, LookupError, TypeError, ValueError) as error:
+        which = f"{kubeconfig}: " if kubeconfig else ""
+        raise LaunchError(
+            f"engine 'kubernetes': no cluster is known: {which}{error}; is there a kubeconfig that `kubectl` takes "
+            "(KUBECONFIG, --kubeconfig=FILE), or does the launcher's pod have a service account?"
+        ) from error
+
+
+def _is_in_cluster() -> bool:
+    return bool(os.environ.get("KUBERNETES_SERVICE_HOST")) and not os.environ.get("KUBECONFIG")

@@ -1,0 +1,179 @@
+"""The objects that make a cluster start one agent in each of several equal pods. Pure: dicts in, dicts out.
+
+Secret (the run's)  ◄── owned by ──  JobSet, or Job + headless Service  ── makes ──►  N pods, one agent each
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lp_pipe.launch.engines.base import HostOffer
+
+Object = dict[str, Any]
+
+CONTAINER = "agent"
+SECRET_FILE = "/run/lp_pipe/secret"
+# The agent's name: Kubernetes puts the pod's number into arguments by itself, and agents are equal but for it.
+HOST = "host-$(JOB_COMPLETION_INDEX)"
+RUN_LABEL = "lp-pipe/run"
+INSTANCE_LABEL = "app.kubernetes.io/instance"
+
+_GPU = "nvidia.com/gpu"
+_OWNER_READS = 0o400
+# When nobody deletes the objects (a launcher that was killed), the cluster does, so long after the pods' end.
+_TTL_S = 300
+# An agent listens at nothing; it is well while it has a connection to the launcher, which drops one that is silent. So
+# one that hangs, and cannot end itself, is ended by the kubelet.
+_PROBE = """\
+import sys
+for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+    try:
+        lines = open(table).readlines()[1:]
+    except OSError:
+        continue
+    for _, _, remote, state in (line.split()[:4] for line in lines):
+        if state == "01" and remote.rpartition(":")[2] in sys.argv[1:]:
+            sys.exit(0)
+sys.exit("no connection to the launcher")
+"""
+
+
+@dataclass(frozen=True)
+class PodGroup:
+    """`count` equal pods.
+
+    name: of all objects. run: what people call the run; a label's value. limits: of each pod (its name is not used).
+    arguments: of the interpreter. ports: of the launcher.
+    """
+
+    name: str
+    run: str
+    namespace: str
+    image: str
+    count: int
+    limits: HostOffer
+    arguments: Sequence[str]
+    ports: Sequence[int]
+
+
+def jobset_objects(group: PodGroup, secret: str) -> list[Object]:
+    """What makes the pods is the last; a JobSet makes the headless service by itself."""
+    spec = {
+        "failurePolicy": {"maxRestarts": 0},
+        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+        "replicatedJobs": [
+            {"name": "host", "replicas": 1, "template": {"metadata": _labels(group), "spec": _job_spec(group, {})}}
+        ],
+        "ttlSecondsAfterFinished": _TTL_S,
+    }
+    return [_secret(group, secret), _object("jobset.x-k8s.io/v1alpha2", "JobSet", group, {"spec": spec})]
+
+
+def job_objects(group: PodGroup, secret: str) -> list[Object]:
+    """What makes the pods is the last; they are `NAME-INDEX.NAME` in the cluster's DNS."""
+    job = {**_job_spec(group, {"subdomain": group.name}), "ttlSecondsAfterFinished": _TTL_S}
+    service = {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": {INSTANCE_LABEL: group.name},
+    }
+    return [
+        _secret(group, secret),
+        _object("v1", "Service", group, {"spec": service}),
+        _object("batch/v1", "Job", group, {"spec": job}),
+    ]
+
+
+KINDS: Mapping[str, Callable[[PodGroup, str], list[Object]]] = {"jobset": jobset_objects, "job": job_objects}
+
+
+def ownership(owner: Object, uid: str) -> Object:
+    """What is to be changed in an object, for the cluster to delete it when `owner` goes."""
+    reference = {key: owner[key] for key in ("apiVersion", "kind")} | {"name": owner["metadata"]["name"], "uid": uid}
+    return {"metadata": {"ownerReferences": [reference]}}
+
+
+def _object(version: str, kind: str, group: PodGroup, rest: Object) -> Object:
+    metadata = {"name": group.name, "namespace": group.namespace, **_labels(group)}
+    return {"apiVersion": version, "kind": kind, "metadata": metadata, **rest}
+
+
+def _labels(group: PodGroup) -> Object:
+    ours = {"app.kubernetes.io/name": "lp-pipe", "app.kubernetes.io/managed-by": "lp-pipe"}
+    return {"labels": {**ours, INSTANCE_LABEL: group.name, RUN_LABEL: group.run}}
+
+
+def _secret(group: PodGroup, secret: str) -> Object:
+    return _object(
+        "v1", "Secret", group, {"type": "Opaque", "immutable": True, "stringData": {SECRET_FILE.split("/")[-1]: secret}}
+    )
+
+
+def _job_spec(group: PodGroup, more: Object) -> Object:
+    return {
+        "completionMode": "Indexed",
+        "completions": group.count,
+        "parallelism": group.count,
+        "backoffLimit": 0,  # a run that has lost a host has failed
+        "template": {"metadata": _labels(group), "spec": {**_pod_spec(group), **more}},
+    }
+
+
+def _pod_spec(group: PodGroup) -> Object:
+    secret = {"secretName": group.name, "defaultMode": _OWNER_READS}
+    spread = {
+        "maxSkew": 1,
+        "topologyKey": "kubernetes.io/hostname",
+        "whenUnsatisfiable": "ScheduleAnyway",
+        "labelSelector": {"matchLabels": {INSTANCE_LABEL: group.name}},
+    }
+    return {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": 10,  # nodes of an agent that ends are gone after 5
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        # Then the agent is not process 1, which would ignore SIGTERM and would have to reap what others leave.
+        "shareProcessNamespace": True,
+        "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
+        "topologySpreadConstraints": [spread],
+        "containers": [_container(group)],
+        "volumes": [
+            {"name": "secret", "secret": secret},
+            {"name": "shm", "emptyDir": {"medium": "Memory"}},  # 64 MiB otherwise: too small for channels
+        ],
+    }
+
+
+def _container(group: PodGroup) -> Object:
+    is_joined = {"exec": {"command": ["python", "-c", _PROBE, *(f"{port:04X}" for port in group.ports)]}}
+    return {
+        "name": CONTAINER,
+        "image": group.image,
+        "command": ["python"],
+        "args": [*group.arguments],
+        "resources": _resources(group.limits),
+        "startupProbe": {**is_joined, "periodSeconds": 2, "timeoutSeconds": 5, "failureThreshold": 30},
+        "livenessProbe": {**is_joined, "periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 3},
+        # Root inside, and without a single capability: a secret's file of mode 0400 is root's, whoever the pod runs as.
+        "securityContext": {
+            "runAsUser": 0,
+            "privileged": False,
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+        },
+        "volumeMounts": [
+            {"name": "secret", "mountPath": SECRET_FILE.rpartition("/")[0], "readOnly": True},
+            {"name": "shm", "mountPath": "/dev/shm"},
+        ],
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
+
+
+def _resources(limits: HostOffer) -> Object:
+    """Requests like limits: what a node was given is there for it alone. A GPU has no request of its own."""
+    asked = {
+        **({"cpu": str(limits.cpus)} if limits.cpus else {}),
+        **({"memory": f"{limits.memory >> 20}Mi"} if limits.memory else {}),
+    }
+    gpus = {_GPU: str(limits.gpus)} if limits.gpus else {}
+    return {"requests": asked, "limits": {**asked, **gpus}} if asked or gpus else {}

@@ -1,0 +1,192 @@
+"""The pods of a run: one thread watches them, one for each reads its log."""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lp_pipe.errors import LaunchError
+from lp_pipe.launch.engines import kubernetes_states as states
+from lp_pipe.launch.engines.base import Watched
+from lp_pipe.launch.engines.kubernetes_errors import NoAnswer
+from lp_pipe.launch.engines.kubernetes_manifest import CONTAINER, INSTANCE_LABEL, Object, ownership
+
+if TYPE_CHECKING:
+    from lp_pipe.launch.engines.kubernetes_api import Cluster
+
+_log = logging.getLogger(__name__)
+
+_KEPT_LINES = 20
+_KEPT_LINE_CHARS = 4096
+_AGAIN_S = 1.0
+_LAST_LINES_S = 0.25
+_GONE_PATIENCE_S = 15.0
+
+
+class PodHost(Watched):
+    """One pod, from before there is one."""
+
+    def __init__(self, host: str, log_file: Path, pods: "Pods") -> None:
+        super().__init__([host])
+        self._log_file = log_file
+        self._pods = pods
+        self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._reader: threading.Thread | None = None
+        self._seen: states.Pod | None = None
+        self._end: str | None = None
+
+    def how_it_ended(self) -> str | None:
+        if self._end is not None and self._reader is not None:
+            self._reader.join(_LAST_LINES_S)  # its last lines say why
+        return self._end
+
+    def last_lines(self) -> list[str]:
+        return list(self._lines) or [self._pods.trouble or self._state()]
+
+    def kill(self) -> None:
+        """With all others: a Job whose first pod is gone has failed."""
+        if not self._pods.delete():
+            return
+        deadline = time.monotonic() + _GONE_PATIENCE_S
+        while self._seen is not None and self._end is None and time.monotonic() < deadline:
+            self._pods.wait_for_change(_AGAIN_S)
+
+    # Called by the thread that watches.
+
+    def note(self, pod: states.Pod) -> None:
+        self._seen = pod
+        if states.has_started(pod) and self._reader is None:
+            name = pod["metadata"]["name"]
+            reader = threading.Thread(target=self._read, args=(name,), name=f"output of {name}", daemon=True)
+            reader.start()
+            self._reader = reader
+        self._end = states.how_it_ended(pod)
+
+    def gone(self) -> None:
+        if self._seen is not None and self._end is None:
+            self._end = states.DELETED
+
+    def finish(self) -> None:
+        if self._reader is not None:
+            self._reader.join(_AGAIN_S)
+
+    def _state(self) -> str:
+        if self._seen is None:
+            return f"no pod has been made for it; `{self._pods.describe}` says why"
+        return states.waits_for(self._seen)
+
+    def _read(self, pod: str) -> None:
+        try:
+            with self._log_file.open("a", encoding="utf-8") as log:
+                for line in self._pods.cluster.log_lines(pod, CONTAINER):
+                    self._lines.append(line[:_KEPT_LINE_CHARS])
+                    log.write(line + "\n")
+                    log.flush()
+        except (LaunchError, OSError) as error:
+            self._lines.append(f"(no more of its log: {error})")
+
+
+class Pods:
+    """All that was made for a run: `objects`, of which the last owns the others; hosts: by their number.
+
+    Raises (constructor):
+        LaunchError: something cannot be made; then nothing of it is left.
+    """
+
+    def __init__(self, cluster: "Cluster", objects: Sequence[Object], hosts: Sequence[str], log_dir: Path) -> None:
+        log_dir.mkdir(parents=True, exist_ok=True)
+        self.cluster = cluster
+        self.hosts = [PodHost(host, log_dir / f"{host}.log", self) for host in hosts]
+        self.trouble = ""
+        owner = objects[-1]["metadata"]["name"]
+        self.describe = f"kubectl -n {cluster.namespace} describe job -l {INSTANCE_LABEL}={owner}"
+        self._selector = f"{INSTANCE_LABEL}={owner}"
+        self._made: list[Object] = []
+        self._is_over = threading.Event()
+        self._changed = threading.Condition()
+        self._deleting = threading.Lock()
+        self._is_deleted = True
+        try:
+            self._make(objects)
+            version = self._list()
+        except BaseException:
+            self.delete()
+            cluster.close()
+            raise
+        self._thread = threading.Thread(target=self._watch, args=(version,), name=f"pods of {owner}", daemon=True)
+        self._thread.start()
+
+    def delete(self) -> bool:
+        """Ask the cluster to; once. What it was not able to is named in the log, and makes this False."""
+        with self._deleting:
+            while self._made:
+                one = self._made.pop()
+                try:
+                    self.cluster.delete(one)
+                except LaunchError as error:
+                    left = [one]
+                    if isinstance(error, NoAnswer):  # to wait for each of the others would take minutes
+                        left += self._made
+                        self._made.clear()
+                    names = ", ".join(f"{one['kind']} {one['metadata']['name']}" for one in left)
+                    _log.warning("%s; please delete yourself: %s", error, names)
+                    self._is_deleted = False
+            return self._is_deleted
+
+    def wait_for_change(self, timeout_s: float) -> None:
+        with self._changed:
+            self._changed.wait(timeout_s)
+
+    def close(self) -> None:
+        self._is_over.set()
+        self.delete()
+        self.cluster.close()
+        self._thread.join(_AGAIN_S)
+        for host in self.hosts:
+            host.finish()
+
+    def _make(self, objects: Sequence[Object]) -> None:
+        """What the pods need before what makes them; in the end they go when it does, also without a launcher."""
+        for one in objects:
+            try:
+                uid = self.cluster.create(one)
+            except NoAnswer:
+                self._made.append(one)  # it may be there
+                raise
+            self._made.append(one)
+        for child in objects[:-1]:
+            self.cluster.change(child, ownership(objects[-1], uid))
+
+    def _watch(self, version: str | None) -> None:
+        while not self._is_over.is_set():
+            try:
+                if version is None:
+                    version = self._list()
+                self.trouble = ""
+                for kind, pod in self.cluster.changes(self._selector, version):
+                    self._note(pod, is_gone=kind == "DELETED")
+            except LaunchError as error:  # the run does not need the API server: agents have connections of their own
+                self.trouble = str(error)
+                self._is_over.wait(_AGAIN_S)
+            version = None  # what has happened since is in a new list
+
+    def _list(self) -> str:
+        pods, version = self.cluster.pods(self._selector)
+        numbers = {states.index_of(pod) for pod in pods}
+        for number, host in enumerate(self.hosts):
+            if number not in numbers:
+                host.gone()
+        for pod in pods:
+            self._note(pod, is_gone=False)
+        return version
+
+    def _note(self, pod: states.Pod, is_gone: bool) -> None:
+        number = states.index_of(pod)
+        if number is None or number >= len(self.hosts):
+            return
+        self.hosts[number].gone() if is_gone else self.hosts[number].note(pod)
+        with self._changed:
+            self._changed.notify_all()
