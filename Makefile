@@ -54,12 +54,16 @@ test-slow: setup  ## run the slow tests only
 test-all: setup  ## run all tests
 	$(BIN)/python -m pytest -n 2 $(ARGS)
 
-# The pretend hosts need root and these packages; a machine that has them is left as it is.
-MULTIHOST_PACKAGES := openssh-server openssh-client iproute2 podman runc catatonit
+# The pretend hosts need root and these packages; a machine that has them is left as it is. What cannot be had is said,
+# and its tests are skipped.
+MULTIHOST_PACKAGES := openssh-server openssh-client iproute2 slurmctld slurmd slurm-client munge podman runc catatonit
+MULTIHOST_PROGRAMS := sshd ssh ip slurmctld slurmd srun munged podman
 
-test-multihost: setup  ## programs on several hosts: pretend ones with their own sshd (root), and the contract with agents
-	@command -v sshd >/dev/null && command -v ssh >/dev/null && command -v ip >/dev/null && command -v podman >/dev/null \
-	  || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qqy --no-install-recommends $(MULTIHOST_PACKAGES); }
+test-multihost: setup  ## programs on several hosts: pretend ones with their own sshd (root), Slurm, Ray, pods, the contract with agents
+	@for program in $(MULTIHOST_PROGRAMS); do command -v $$program >/dev/null || missing=1; done; test -z "$$missing" \
+	  || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qqy --no-install-recommends $(MULTIHOST_PACKAGES); } \
+	  || echo 'test-multihost: could not install $(MULTIHOST_PACKAGES)' >&2
+	@$(call install,ray) || echo 'test-multihost: could not install ray' >&2
 	$(BIN)/python -m pytest tests/launch/engines tests/launch/test_multi_host.py $(ARGS)
 	LP_PIPE_TEST_MODES=multi_host $(BIN)/python -m pytest -n 2 tests/contract $(ARGS)
 
@@ -107,7 +111,8 @@ gpu-check: setup  ## on a machine with a GPU: exactness on CUDA, then bandwidth 
 	$(BIN)/python -m pytest tests/gpu $(ARGS)
 	$(BIN)/python -m benchmarks.gpu
 
-bench-pipedream: setup  ## asynchronous 1F1B: throughput of a full pipeline, and updates until the same loss
+bench-pipedream: setup  ## plans: how fast they are found, what they bring, over slow links (as root); asynchronous 1F1B
+	$(BIN)/python -m benchmarks.pipedream
 	$(BIN)/python -m benchmarks.asynchronous
 
 chaos: setup  ## kill and stop random processes of a training run; its end must have the same bits (ROUNDS=5)

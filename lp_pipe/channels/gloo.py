@@ -153,7 +153,7 @@ class GlooOutlet(_Pair, Outlet):
                 raise TransferError(f"gloo: {error}") from error
         return token, [_SIZE.pack(size)]
 
-    def release(self, token: int, freed: bytes) -> None:
+    def release(self, token: int) -> None:
         sending = self._sending.pop(token, None)
         if sending is not None:
             _wait(sending[0], _CLOSE_PATIENCE)  # it has arrived, so this is a matter of microseconds

@@ -113,7 +113,8 @@ class _Incoming:
     def attach(self, receiver: Receiver) -> None:
         self._receiver = receiver
         inlet = transports.make_inlet(self.opening.kind)
-        receiver._attach(self.connection, inlet, self.opening.sender or self.connection.peer)
+        peer = self.opening.sender or self.connection.peer
+        receiver._attach(self.connection, inlet, peer, has_board=self.opening.has_board)
         if self.connection.closed_reason is not None:
             receiver._on_close(self.connection.closed_reason)  # it closed while nobody was attached
 
@@ -135,10 +136,7 @@ class _Incoming:
         if frame.kind == frames.CHANNEL_NOTE:
             self._receiver._on_note(bytes(frame.body))
             return
-        try:
-            self._receiver._on_data(frame)
-        except OSError as error:
-            self.connection.close(f"the sender's shared memory cannot be opened: {error}")
+        self._receiver._on_data(frame)
 
     def _on_close(self, reason: str) -> None:
         if self._receiver is not None:

@@ -1,13 +1,16 @@
 """What a channel's two ends say to each other, as frames of one connection.
 
     sender                                   receiver
-      open: channel, kind, sender's name  ──►
-                                          ◄──  open: number of credits
+      open: channel, kind, sender's name,
+            whether it can use a board    ──►
+                                          ◄──  open: number of credits, where the board is
       data: tag, layout if it is new, token,
             the transport's buffers       ──►
-                                          ◄──  credit: token, what the transport gives back
+                                          ◄──  credit: token
       note: the transport's own          ◄──►  note: the transport's own
 
+With a board (board.py) there are no frames for credits, and data comes as frames only where it has a new layout or
+buffers; the board says when, so that it keeps its place among the others.
 Either end closes the connection with its reason; the connection's end is also how it learns that the other died.
 """
 
@@ -20,19 +23,23 @@ from lp_pipe.connections import Frame, frames
 
 _TAG = struct.Struct("<q")
 
+NUDGE = Frame(frames.CHANNEL_NOTE)  # wakes who waits for what is on the board; transports with a board have no notes
+AS_FRAME = -1  # on a board, in place of a token: the message comes as a frame
+
 
 class Opening(NamedTuple):
     channel: str
     kind: str
     sender: str
+    has_board: bool
 
     def frame(self) -> Frame:
-        return Frame(frames.CHANNEL_OPEN, name=self.channel, body=json.dumps([self.kind, self.sender]).encode())
+        body = json.dumps([self.kind, self.sender, self.has_board]).encode()
+        return Frame(frames.CHANNEL_OPEN, name=self.channel, body=body)
 
     @staticmethod
     def of(frame: Frame) -> "Opening":
-        kind, sender = json.loads(bytes(frame.body))
-        return Opening(frame.name, kind, sender)
+        return Opening(frame.name, *json.loads(bytes(frame.body)))
 
 
 class Abort(NamedTuple):

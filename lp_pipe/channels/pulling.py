@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from lp_pipe.channels.board import Bell
 from lp_pipe.connections import Connection, PulledConnection
 
 # What arrives within about the time that it takes to fall asleep and be woken is worth looking for awake.
@@ -16,11 +17,13 @@ class Pulling:
     """Like a condition's `wait_for`, for what arrives on a connection. `state` is the end's own condition.
 
     A connection that pushes (in one process, between hosts), or that another thread reads, is only waited for.
+    bell: where there is a board, this end's.
     """
 
     def __init__(self, state: threading.Condition) -> None:
         self._state = state
         self._connection: PulledConnection | None = None
+        self.bell: Bell | None = None
         self._looking = _Looking()
 
     def attach(self, connection: Connection) -> None:
@@ -31,25 +34,33 @@ class Pulling:
     def wait_for(self, is_so: Callable[[], bool], timeout_s: float | None = None) -> bool:
         """Wait until it is so, or `timeout_s` has passed (False); called, and returns, with the state's lock held."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while not is_so():
+        while True:
+            seen = self.bell.count() if self.bell is not None else 0  # before `is_so` looks at the board
+            if is_so():
+                return True
             remaining = None if deadline is None else deadline - time.monotonic()
             if remaining is not None and remaining <= 0:
                 return False
             if self._connection is not None and self._connection.try_reading():
                 self._state.release()
                 try:
-                    self._read(self._connection, remaining)
+                    self._read(self._connection, seen, remaining)
                 finally:
                     self._state.acquire()
                     self._state.notify_all()  # of those who wait another one may read
             else:
                 self._state.wait(remaining)
-        return True
 
     def look(self) -> None:
         """Read what is there, without waiting; called without the lock."""
-        if self._connection is not None:
-            self._connection.read_alone(0)
+        connection = self._connection
+        if connection is None or not connection.try_reading():
+            return
+        try:
+            if connection.is_ready() and connection.wait(0):
+                connection.read()
+        finally:
+            connection.done_reading()
 
     def wake(self) -> None:
         """Let everybody who waits look again; called with the lock held."""
@@ -57,11 +68,17 @@ class Pulling:
         if self._connection is not None:
             self._connection.interrupt()
 
-    def _read(self, connection: PulledConnection, timeout_s: float | None) -> None:
+    def _read(self, connection: PulledConnection, seen: int, timeout_s: float | None) -> None:
+        bell = self.bell
         try:
-            self._looking.look(connection)
-            if connection.wait(timeout_s):
-                connection.read()
+            if self._looking.look(connection, bell, seen) or (bell is not None and not bell.arm(seen)):
+                return  # something is on the board
+            try:
+                if connection.wait(timeout_s):
+                    connection.read()
+            finally:
+                if bell is not None:
+                    bell.disarm()
         finally:
             connection.done_reading()
 
@@ -69,8 +86,8 @@ class Pulling:
 class _Looking:
     """Looks for a moment whether something arrives, before its thread sleeps.
 
-    Where that is in vain (the peer computes for longer, or waits for this very core) it is done ever more rarely: what
-    it costs stays below 2 µs a wait.
+    Where that is in vain (the peer computes for longer) it is done ever more rarely: what it costs stays below 2 µs a
+    wait. A peer that waits for this very core gets it.
     """
 
     def __init__(self) -> None:
@@ -78,15 +95,21 @@ class _Looking:
         self._misses = 0
         self._skipped = 0
 
-    def look(self, connection: PulledConnection) -> None:
-        """Before a `wait`."""
+    def look(self, connection: PulledConnection, bell: Bell | None, seen: int) -> bool:
+        """Before a `wait`; True when the wait is over, because the bell's number is not `seen` any more."""
         if not self._is_possible or self._skipped < min(self._misses * self._misses, _MOST_SKIPPED):
             self._skipped += 1
-            return
+            return False
         self._skipped = 0
         end = time.monotonic() + _LOOKING_S
-        while not connection.is_ready():
+        while True:
+            if bell is not None and bell.count() != seen:
+                self._misses = 0
+                return True
+            if connection.is_ready():  # lets other threads of this process run
+                self._misses = 0
+                return False
             if time.monotonic() >= end:
                 self._misses += 1
-                return
-        self._misses = 0
+                return False
+            os.sched_yield()

@@ -4,11 +4,13 @@ import contextlib
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from lp_pipe.channels import packing
-from lp_pipe.channels.messages import Abort, tag_and_layout
+from lp_pipe.channels.board import Board
+from lp_pipe.channels.messages import AS_FRAME, NUDGE, Abort, tag_and_layout
 from lp_pipe.channels.pulling import Pulling
 from lp_pipe.channels.transport import Inlet, TransferError
 from lp_pipe.connections import Connection, Frame, frames
@@ -27,6 +29,8 @@ class Receiver:
         self._waits_for = waits.Target()
         self._connection: Connection | None = None
         self._inlet: Inlet | None = None
+        self._board: Board | None = None
+        self._framed: deque[Frame] = deque()  # messages that the board will say are next
         self._layout: _PackedLayout | None = None
         self._state = threading.Condition(threading.Lock())
         self._pulling = Pulling(self._state)
@@ -71,6 +75,8 @@ class Receiver:
     def look(self) -> None:
         """Take in what has arrived, without waiting: what belongs to an aborted operation gives its credits back."""
         self._pulling.look()
+        with self._state:
+            self._has_arrived()
 
     def close(self, reason: str = "closed") -> None:
         """Close the channel and drop what was not received; the sender gets the reason."""
@@ -103,11 +109,26 @@ class Receiver:
 
     def _wait(self, tag: int, timeout_s: float | None) -> bool:
         """Until there is a message or a reason why there will be none; False when the time has passed."""
-        if self._arrived or self._end_of(tag) is not None:
+        if self._has_arrived() or self._end_of(tag) is not None:
             return True
         what = f"channel {self.channel!r}, operation {tag}"
         with waits.waiting(waits.RECEIVE, self._waits_for, what, timeout_s is not None):
-            return self._pulling.wait_for(lambda: bool(self._arrived) or self._end_of(tag) is not None, timeout_s)
+            return self._pulling.wait_for(lambda: self._has_arrived() or self._end_of(tag) is not None, timeout_s)
+
+    def _has_arrived(self) -> bool:
+        """Take in what is on the board; whether there is a message. Called with the state's lock."""
+        board = self._board
+        while board is not None and (entry := board.next()) is not None:
+            tag, token = entry
+            if token == AS_FRAME and not self._framed:
+                break  # then it can be read
+            message = self._message_of(self._framed.popleft()) if token == AS_FRAME else self._message(tag, token)
+            board.advance()
+            if self._is_wanted(message):
+                self._arrived.append(message)
+            else:
+                self._drop(message)
+        return bool(self._arrived)
 
     def _end_of(self, tag: int) -> str | None:
         if self._abort is not None and tag <= self._abort.tag:
@@ -125,9 +146,12 @@ class Receiver:
         self._return_credit(message)
 
     def _return_credit(self, message: "_Message") -> None:
-        assert self._connection is not None and self._inlet is not None
+        assert self._connection is not None
         with contextlib.suppress(Unavailable):  # the sender has gone and needs no credit
-            self._connection.send(Frame(frames.CHANNEL_CREDIT, message.token, body=self._inlet.freed()))
+            if self._board is None:
+                self._connection.send(Frame(frames.CHANNEL_CREDIT, message.token))
+            elif self._board.take():
+                self._connection.send(NUDGE)
 
     def _broken(self, error: str) -> str:
         """Why a transfer failed; the connection knows better, a moment later."""
@@ -138,10 +162,14 @@ class Receiver:
             self.close(error)
         return reason or error
 
-    def _attach(self, connection: Connection, inlet: Inlet, peer: str) -> None:
+    def _attach(self, connection: Connection, inlet: Inlet, peer: str, *, has_board: bool) -> None:
         """Called by the hub when both ends are there; only the credits let the sender begin."""
+        announcement = b""
         with self._state:
             self._connection, self._inlet, self._waits_for.peer = connection, inlet, peer
+            if has_board:
+                self._board, announcement = Board.make(self.credits)
+                self._pulling.bell = self._board.receiver_bell
             self._pulling.attach(connection)
             self._pulling.wake()
             reason = self._closed_reason
@@ -150,7 +178,7 @@ class Receiver:
             return
         inlet.begin(lambda note: connection.send(Frame(frames.CHANNEL_NOTE, body=note)))
         with contextlib.suppress(Unavailable):  # then _on_close follows
-            connection.send(Frame(frames.CHANNEL_OPEN, self.credits))
+            connection.send(Frame(frames.CHANNEL_OPEN, self.credits, body=announcement))
 
     def _wake(self) -> None:
         """Nobody else reads the connection any more."""
@@ -158,19 +186,35 @@ class Receiver:
             self._state.notify_all()
 
     def _on_data(self, frame: Frame) -> None:
-        assert self._inlet is not None
-        tag, layout = tag_and_layout(frame)
-        if layout:
-            self._layout = _PackedLayout(layout)
-        assert self._layout is not None
-        message = _Message(tag, frame.id, self._layout, self._inlet.accept(frame.id, frame.buffers))
         with self._state:
-            is_wanted = not self._is_closed_here and (self._abort is None or tag > self._abort.tag)
+            has_board = self._board is not None
+            if has_board:
+                self._framed.append(frame)
+                self._state.notify_all()
+        if not has_board:
+            self._take_in(self._message_of(frame))
+
+    def _take_in(self, message: "_Message") -> None:
+        with self._state:
+            is_wanted = self._is_wanted(message)
             if is_wanted:
                 self._arrived.append(message)
                 self._state.notify_all()
         if not is_wanted:
             self._drop(message)
+
+    def _is_wanted(self, message: "_Message") -> bool:
+        return not self._is_closed_here and (self._abort is None or message.tag > self._abort.tag)
+
+    def _message_of(self, frame: Frame) -> "_Message":
+        tag, layout = tag_and_layout(frame)
+        if layout:
+            self._layout = _PackedLayout(layout)
+        return self._message(tag, frame.id, frame.buffers)
+
+    def _message(self, tag: int, token: int, buffers: Sequence[Any] = ()) -> "_Message":
+        assert self._inlet is not None and self._layout is not None
+        return _Message(tag, token, self._layout, self._inlet.accept(token, buffers))
 
     def _on_note(self, note: bytes) -> None:
         assert self._inlet is not None

@@ -1,21 +1,17 @@
 """Transport on one host, through slots of shared memory: one copy for large messages, two for small ones.
 
-    small    copies into a free slot ──── header: token ─────────►  receiver copies out
-             slot is free again      ◄─── credit: token ──────────
-    large    copies into a free slot ──── header: token ─────────►  receiver uses the memory in place
-             may send one more       ◄─── credit: token ──────────
-             slot is free again      ◄─── with a later credit ────  the last tensor in it has gone
+    small    copies into a free slot ──── token ─────────────────►  receiver copies out
+             slot is free again      ◄─── a byte in the segment ──
+    large    copies into a free slot ──── token ─────────────────►  receiver uses the memory in place
+             slot is free again      ◄─── a byte in the segment ──  the last tensor in it has gone
 
-There are as many small slots as credits, so whoever has a credit finds a free one; a message that does not fit gets a
-new segment with larger slots, and the old one goes when its last slot is released. Large slots are the receiver's for
-as long as it likes (activations wait for their backward), and credits do not wait for them: when none is free there
-is one more segment. That takes no more memory than the receiver's own copies would.
+There are as many small slots as credits, and a slot is free before its credit comes back, so whoever has a credit finds
+one; a message that does not fit gets a new segment with larger slots, and the old one goes when its last slot is free.
+Large slots are the receiver's for as long as it likes (activations wait for their backward), and credits do not wait
+for them: when none is free there is one more segment. That takes no more memory than the receiver's own copies would.
 """
 
-import struct
-from collections import deque
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,13 +19,12 @@ from torch import Tensor
 
 from lp_pipe.channels.packing import Layout, empty_tensor, separate_tensors
 from lp_pipe.channels.segments import OpenSegments, Segment, Slot
-from lp_pipe.channels.transport import Inlet, Outlet
+from lp_pipe.channels.transport import Inlet, Outlet, TransferError
 
 LEAST_LENT_BYTES = 1 << 18  # below, copying costs less than keeping count
 
 _MIN_SLOT_BYTES = 1 << 16
 _MIN_LENT_SLOTS = 4
-_TOKEN = struct.Struct("<Q")
 
 
 class RingOutlet(Outlet):
@@ -38,68 +33,68 @@ class RingOutlet(Outlet):
     def __init__(self) -> None:
         self._small: list[Segment] = []  # one at most
         self._large: list[Segment] = []  # with slots of the same size
-        self._busy: dict[int, Segment] = {}
+        self._outgrown: list[Segment] = []  # with messages on their way
         self._next_token = 0
 
     def write(self, layout: Layout, tensors: list[Tensor], credits: int) -> tuple[int, Sequence[Any]]:
-        segment = self._free_segment(layout.offsets[-1], credits)
-        token = segment.free.pop()
+        segment, token = self._take(layout.offsets[-1], credits)
         for target, tensor in zip(segment.slot(token).tensors(layout), tensors, strict=True):
             target.copy_(tensor)
-        self._busy[token] = segment
         if segment.is_announced:
             return token, []
         segment.is_announced = True
         return token, [segment.announcement([used.first for used in (*self._small, *self._large)])]
 
-    def release(self, token: int, freed: bytes) -> None:
-        if not self._busy[token].is_lent:
-            self._free(token)
-        for (freed_token,) in _TOKEN.iter_unpack(freed):
-            self._free(freed_token)
-
-    def _free(self, token: int) -> None:
-        self._busy.pop(token).free.append(token)
-
-    def _free_segment(self, size: int, credits: int) -> Segment:
-        """One that has a free slot of that size."""
+    def _take(self, size: int, credits: int) -> tuple[Segment, int]:
+        """A free slot of that size, and its segment."""
         is_large = size >= LEAST_LENT_BYTES
         segments = self._large if is_large else self._small
         if segments and segments[0].slot_bytes < size:
+            self._outgrown += segments
             segments.clear()
-        fitting = next((segment for segment in segments if segment.free), None)
-        if fitting is None:
-            slot_bytes = segments[0].slot_bytes if segments else max(_MIN_SLOT_BYTES, 1 << (size - 1).bit_length())
-            count = max(credits, _MIN_LENT_SLOTS) if is_large else credits
-            fitting = Segment(self._next_token, count, slot_bytes, is_lent=is_large)
-            self._next_token += count
-            segments.append(fitting)
-        return fitting
+        if self._outgrown:
+            self._outgrown = [segment for segment in self._outgrown if segment.is_used]
+        for segment in segments:
+            token = segment.take()
+            if token is not None:
+                return segment, token
+        slot_bytes = segments[0].slot_bytes if segments else max(_MIN_SLOT_BYTES, 1 << (size - 1).bit_length())
+        count = max(credits, _MIN_LENT_SLOTS) if is_large else credits
+        segment = Segment(self._next_token, count, slot_bytes, is_lent=is_large)
+        self._next_token += count
+        segments.append(segment)
+        token = segment.take()
+        assert token is not None, "a new segment's slots are free"
+        return segment, token
 
 
 class RingInlet(Inlet):
     def __init__(self) -> None:
         self._segments = OpenSegments()
-        self._freed: deque[int] = deque()  # the collector may add to it anywhere, so it must need no lock
+        self._failure: TransferError | None = None
 
-    def accept(self, token: int, buffers: Sequence[Any]) -> Any:
+    def accept(self, token: int, buffers: Sequence[Any]) -> "Slot | TransferError | Any":
         if buffers:
-            self._segments.open(buffers[0])
+            try:
+                self._segments.open(buffers[0])
+            except OSError as error:
+                self._failure = TransferError(f"the sender's shared memory cannot be opened: {error}")
+        if self._failure is not None:
+            return self._failure
         slot, is_lent = self._segments.slot(token)
-        return slot.lent(partial(self._freed.append, token)) if is_lent else slot
+        return slot.lent() if is_lent else slot
 
-    def read(self, layout: Layout, parcel: Any) -> list[Tensor]:
+    def read(self, layout: Layout, parcel: "Slot | TransferError | Any") -> list[Tensor]:
+        if isinstance(parcel, TransferError):
+            raise parcel
         if not isinstance(parcel, Slot):
             return separate_tensors(torch.frombuffer(parcel, dtype=torch.uint8), layout)
         pairs = zip(layout.tensor_specs, parcel.tensors(layout), strict=True)
-        return [empty_tensor(spec).copy_(source) for spec, source in pairs]
+        try:
+            return [empty_tensor(spec).copy_(source) for spec, source in pairs]
+        finally:
+            parcel.free()
 
-    def freed(self) -> bytes:
-        return b"".join(map(_TOKEN.pack, self._take_freed())) if self._freed else b""
-
-    def _take_freed(self) -> Iterator[int]:
-        while True:
-            try:
-                yield self._freed.popleft()
-            except IndexError:
-                return
+    def drop(self, parcel: "Slot | TransferError | Any") -> None:
+        if isinstance(parcel, Slot):
+            parcel.free()

@@ -2,6 +2,7 @@
 
 Segments are anonymous files (memfd): the kernel frees them with the last process that uses them, however it ends.
 Only pages that were written to take memory, and they are used over and over, because fresh ones cost ten times a copy.
+A segment begins with a byte for each slot, which the sender sets before it uses the slot, and the receiver clears.
 """
 
 import ctypes
@@ -9,7 +10,7 @@ import json
 import mmap
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,12 +18,15 @@ from torch import Tensor
 
 from lp_pipe.channels.packing import Layout, tensor_over
 
+_FREE, _USED = b"\0", b"\1"
+
 
 class Slot:
     """Memory for one message; keeps the tensors that lie in it from one message to the next."""
 
-    def __init__(self, mapping: mmap.mmap, offset: int, size: int) -> None:
+    def __init__(self, mapping: mmap.mmap, index: int, offset: int, size: int) -> None:
         self._mapping = mapping
+        self._index = index
         self._offset = offset
         self._size = size
         self._layout: Layout | None = None
@@ -38,11 +42,19 @@ class Slot:
             self._layout = layout
         return self._tensors
 
-    def lent(self, when_unused: Callable[[], object]) -> Any:
-        """A buffer over the slot; `when_unused` is called, anywhere, once neither it nor a view of it is used."""
+    def free(self) -> None:
+        """The sender may use it again."""
+        self._mapping[self._index] = 0
+
+    def lent(self) -> Any:
+        """A buffer over the slot, which is free again once neither the buffer nor a view of it is used."""
         loan = (ctypes.c_char * self._size).from_buffer(self._mapping, self._offset)
-        weakref.finalize(loan, when_unused).atexit = False
+        weakref.finalize(loan, self._give_back, os.getpid()).atexit = False
         return loan
+
+    def _give_back(self, borrower: int) -> None:
+        if os.getpid() == borrower:  # a forked child (a data loader) drops its view of memory that its parent uses
+            self.free()
 
 
 class Segment:
@@ -55,25 +67,31 @@ class Segment:
         self.first = first
         self.slot_bytes = slot_bytes
         self.is_lent = is_lent
-        self.free = list(range(first, first + count))  # last in, first out: the warmest slot is used next
         self.is_announced = False
         self._count = count
         self._fd = os.memfd_create("lp_pipe-channel", os.MFD_CLOEXEC)
         weakref.finalize(self, os.close, self._fd)
-        os.ftruncate(self._fd, count * slot_bytes)
-        self._slots = _slots_of(self._fd, count, slot_bytes)
+        os.ftruncate(self._fd, _flags_bytes(count) + count * slot_bytes)
+        self._mapping, self._slots = _mapped(self._fd, count, slot_bytes)
+
+    def take(self) -> int | None:
+        """The token of a free slot, from now on used; the first one, which is the warmest. None: all are used."""
+        index = self._mapping.find(_FREE, 0, self._count)
+        if index < 0:
+            return None
+        self._mapping[index] = 1
+        return self.first + index
+
+    @property
+    def is_used(self) -> bool:
+        return self._mapping.find(_USED, 0, self._count) >= 0
 
     def slot(self, token: int) -> Slot:
         return self._slots[token - self.first]
 
     def announcement(self, used: list[int]) -> bytes:
-        """Where the receiver finds the segment; the inode tells it from what a reused pid may have at that number.
-
-        used: the first tokens of all segments that further messages may come in.
-        """
-        inode = os.fstat(self._fd).st_ino
-        where = [os.getpid(), self._fd, inode]
-        return json.dumps([where, self.first, self._count, self.slot_bytes, self.is_lent, used]).encode()
+        """used: the first tokens of all segments that further messages may come in."""
+        return announcement(self._fd, [self.first, self._count, self.slot_bytes, self.is_lent, used])
 
 
 class OpenSegments:
@@ -82,20 +100,17 @@ class OpenSegments:
     def __init__(self) -> None:
         self._slots: dict[int, tuple[list[Slot], bool]] = {}  # by first token; whether they are lent
 
-    def open(self, announcement: bytes) -> None:
+    def open(self, announced: bytes) -> None:
         """Map one more segment.
 
         Raises:
             OSError: the sender is gone, or lives where this process cannot see it (another pid namespace).
         """
-        (pid, number, inode), first, count, slot_bytes, is_lent, used = json.loads(bytes(announcement))
-        fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
+        descriptor, (first, count, slot_bytes, is_lent, used) = opened(announced)
         try:
-            if os.fstat(fd).st_ino != inode:
-                raise FileNotFoundError(f"process {pid} has ended")
-            self._slots[first] = _slots_of(fd, count, slot_bytes), is_lent
+            self._slots[first] = _mapped(descriptor, count, slot_bytes)[1], is_lent
         finally:
-            os.close(fd)
+            os.close(descriptor)
         self._slots = {first: slots for first, slots in self._slots.items() if first in used}
 
     def slot(self, token: int) -> tuple[Slot, bool]:
@@ -105,6 +120,31 @@ class OpenSegments:
         return slots[token - first], is_lent
 
 
-def _slots_of(fd: int, count: int, slot_bytes: int) -> list[Slot]:
-    mapping = mmap.mmap(fd, count * slot_bytes)
-    return [Slot(mapping, index * slot_bytes, slot_bytes) for index in range(count)]
+def announcement(descriptor: int, about: Sequence[Any]) -> bytes:
+    """Where another process finds this one's file; the inode tells it from what a reused pid may have at its number."""
+    return json.dumps([os.getpid(), descriptor, os.fstat(descriptor).st_ino, about]).encode()
+
+
+def opened(announced: bytes) -> tuple[int, list[Any]]:
+    """A descriptor of the caller's own for the file, and what was said about it.
+
+    Raises:
+        OSError: the other process is gone, or lives where this one cannot see it (another pid namespace).
+    """
+    pid, number, inode, about = json.loads(bytes(announced))
+    descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
+    if os.fstat(descriptor).st_ino != inode:
+        os.close(descriptor)
+        raise FileNotFoundError(f"process {pid} has ended")
+    return descriptor, about
+
+
+def _mapped(descriptor: int, count: int, slot_bytes: int) -> tuple[mmap.mmap, list[Slot]]:
+    start = _flags_bytes(count)
+    mapping = mmap.mmap(descriptor, start + count * slot_bytes)
+    return mapping, [Slot(mapping, index, start + index * slot_bytes, slot_bytes) for index in range(count)]
+
+
+def _flags_bytes(count: int) -> int:
+    """Whole pages, so that slots begin with one."""
+    return -(-count // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from lp_pipe import connections
 from lp_pipe.channels import kinds, transports
-from lp_pipe.channels.messages import Abort, Opening, data_frame
+from lp_pipe.channels.board import Board, is_board_supported
+from lp_pipe.channels.messages import AS_FRAME, NUDGE, Abort, Opening, data_frame
 from lp_pipe.channels.packer import Packer
 from lp_pipe.channels.packing import Layout
 from lp_pipe.channels.posting import Posting
@@ -16,8 +17,6 @@ from lp_pipe.channels.transport import Outlet, TransferError
 from lp_pipe.connections import Connection, Frame, PulledConnection, frames
 from lp_pipe.errors import ChannelClosed, Unavailable
 from lp_pipe.telemetry import waits
-
-_LARGE_BYTES = 1 << 18
 
 
 class Sender:
@@ -35,8 +34,9 @@ class Sender:
         self._send_lock = threading.Lock()
         self._state = threading.Condition(threading.Lock())
         self._pulling = Pulling(self._state)
+        self._board: Board | None = None
         self._total_credits = 0
-        self._credits = 0
+        self._credits = 0  # those that frames have brought
         self._abort: Abort | None = None
         self._closed_reason: str | None = None
 
@@ -52,6 +52,8 @@ class Sender:
         with self._send_lock:
             layout, tensors = self._packer.pack(value)
             header = b"" if layout is self._layout else layout.encode()
+            if self._board is not None:
+                self._pulling.look()  # whether the receiver is still there: writing for nobody would not fail
             self._take_credit(tag)
             self._layout = layout
             self._send(tag, layout, header, tensors)
@@ -81,11 +83,16 @@ class Sender:
             self._connection.start(self._on_frame, self._on_close)
 
     def _send(self, tag: int, layout: Layout, header: bytes, tensors: list[Tensor]) -> None:
-        if layout.offsets[-1] >= _LARGE_BYTES:
-            self._pulling.look()  # credits that have arrived bring back memory that is warm
         try:
             token, buffers = self._outlet.write(layout, tensors, self._total_credits)
-            self._connection.send(data_frame(tag, header, token, buffers))
+            if self._board is None:
+                self._connection.send(data_frame(tag, header, token, buffers))
+                return
+            if header or buffers:
+                self._connection.send(data_frame(tag, header, token, buffers))
+                token = AS_FRAME
+            if self._board.publish(tag, token):
+                self._connection.send(NUDGE)
         except (Unavailable, TransferError) as error:
             self._pulling.look()  # the peer may have said why
             raise self._closed(self._closed_reason or str(error)) from error
@@ -95,13 +102,17 @@ class Sender:
 
     def _take_credit(self, tag: int) -> None:
         with self._state:
-            if not self._credits and self._end_of(tag) is None:
+            if not self._has_credit() and self._end_of(tag) is None:
                 with waits.waiting(waits.SEND, self._waits_for, f"{self._label}, operation {tag}"):
-                    self._pulling.wait_for(lambda: self._credits > 0 or self._end_of(tag) is not None)
+                    self._pulling.wait_for(lambda: self._has_credit() or self._end_of(tag) is not None)
             reason = self._end_of(tag)
             if reason is not None:
                 raise self._closed(reason)
             self._credits -= 1
+
+    def _has_credit(self) -> bool:
+        returned = self._board.taken if self._board is not None else 0
+        return self._credits + returned > 0
 
     def _end_of(self, tag: int) -> str | None:
         if self._abort is not None and tag <= self._abort.tag:
@@ -117,14 +128,25 @@ class Sender:
             return
         is_grant = frame.kind == frames.CHANNEL_OPEN
         if is_grant:
+            if frame.body and not self._open_board(bytes(frame.body)):
+                return
             self._outlet.begin(lambda note: self._connection.send(Frame(frames.CHANNEL_NOTE, body=note)))
         else:
-            self._outlet.release(frame.id, bytes(frame.body))
+            self._outlet.release(frame.id)
         with self._state:
             if is_grant:
                 self._total_credits = frame.id
             self._credits += frame.id if is_grant else 1
             self._state.notify_all()
+
+    def _open_board(self, announced: bytes) -> bool:
+        try:
+            self._board = Board.open(announced)
+        except OSError as error:
+            self._connection.close(f"the receiver's shared memory cannot be opened: {error}")
+            return False
+        self._pulling.bell = self._board.sender_bell
+        return True
 
     def _on_close(self, reason: str) -> None:
         with self._state:
@@ -153,7 +175,8 @@ def open_sender(endpoint: str, channel: str, *, kind: str = "auto", name: str = 
             connection = Posting(connection)
         sender = Sender(connection, transports.make_outlet(kind), label, waits.Target(where, peer=peer))
         sender._begin(kind)
-        connection.send(Opening(channel, kind, name).frame())
+        has_board = is_board_supported and kinds.is_pulled(kind) and isinstance(connection, PulledConnection)
+        connection.send(Opening(channel, kind, name, has_board).frame())
     except Unavailable as error:
         raise Unavailable(f"{label}: {error}") from error
     return sender

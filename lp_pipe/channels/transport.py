@@ -49,8 +49,8 @@ class Outlet(Half, ABC):
             TransferError: the channel was closed meanwhile.
         """
 
-    def release(self, token: int, freed: bytes) -> None:
-        """The message was received, or dropped. freed: what the inlet's `freed` has given since."""
+    def release(self, token: int) -> None:
+        """The message was received, or dropped; not said where both ends have a board."""
 
     def finish(self) -> None:
         """Before an orderly closing: what was written still goes, unless the receiver takes too long."""
@@ -79,7 +79,3 @@ class Inlet(Half, ABC):
 
     def drop(self, parcel: Any) -> None:
         """Nobody will read it."""
-
-    def freed(self) -> bytes:
-        """What travels back with the next credit."""
-        return b""

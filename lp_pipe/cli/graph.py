@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lp_pipe.cli.errors import NotLaunched
 from lp_pipe.cli.files import output_path, write_file
-from lp_pipe.cli.targets import load_program
+from lp_pipe.cli.plan_option import add_plan_options, load_planned
 from lp_pipe.graph import GraphView, to_dot, to_svg, to_text
 
 WRITERS: dict[str, Callable[[GraphView], str]] = {".svg": to_svg, ".dot": to_dot, ".json": GraphView.to_json}
@@ -16,6 +16,7 @@ examples:
   lp_pipe graph examples/char_gpt.py
   lp_pipe graph examples/char_gpt.py -o graph.svg -- --stages=3
   lp_pipe graph my_package.train:make_program -o graph.json
+  lp_pipe graph examples/char_gpt.py --plan=plan.toml -o planned.svg       with its stages and what they should take
 """
 
 
@@ -44,6 +45,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         default="process",
         help='decides what "auto" channels are; default: process',
     )
+    add_plan_options(parser)
     parser.set_defaults(run=run_command)
 
 
@@ -53,7 +55,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
     Raises:
         UsageError, NotLaunched: the target is no program, or its graph is not whole.
     """
-    program = load_program(arguments.target, program_flags)
+    program = load_planned(arguments, program_flags)
     try:
         view = GraphView.of(program, arguments.mode)
     except ValueError as error:

@@ -24,7 +24,7 @@ topology.toml, from the innermost level outwards, in bytes and bytes/s:
   [[levels]]
   name = "device"
   count = 4
-  bandwidth = 1.6e10
+  bandwidth = 1.6e10        on one level only, also: speeds = [1.0, 1.0, 0.5, 0.5]
   [[levels]]
   name = "host"
   count = 2
@@ -50,8 +50,17 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     add("--straight", action="store_true", help="no replicas")
     add("--max-replicas", type=int, metavar="R", help="of a stage; without: as many as there are devices")
     add("--cost-model", default="pipedream", metavar="NAME", help="pipedream (default), or overlap")
-    add("--schedule", default="1f1b", metavar="NAME", help="whose stashed activations must fit: 1f1b (default), gpipe")
-    add("--recompute", default="none", metavar="WHAT", help="none (default), or full")
+    add(
+        "--schedule",
+        default="1f1b",
+        metavar="NAME",
+        help="1f1b (default), gpipe, or auto: the one with the faster step",
+    )
+    add("--recompute", default="none", metavar="WHAT", help="none (default), full, or auto: the stages that have to")
+    add(
+        "--microbatches", type=int, default=8, metavar="M", help="of a step, which the schedule depends on (default: 8)"
+    )
+    add("--device-order", default="any", metavar="WHAT", help="where devices have speeds: any (default), or as given")
     add("--json", action="store_true", help="print the plan as JSON")
     parser.set_defaults(run=run_command)
 
@@ -74,6 +83,8 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
             cost_model=arguments.cost_model,
             schedule=arguments.schedule,
             recompute=arguments.recompute,
+            microbatches=arguments.microbatches,
+            device_order=arguments.device_order,
         )
         if arguments.output:
             plan.save(Path(arguments.output))
@@ -95,8 +106,8 @@ def _as_table(plan: "Plan") -> str:
     rows = [
         [
             str(index),
-            str(stage.replicas),
-            f"{len(stage.layers)}: {_ends(stage.layers)}",
+            str(stage.replicas) + (f" on {', '.join(map(str, stage.devices))}" if stage.devices else ""),
+            f"{len(stage.layers)}: {_ends(stage.layers)}" + (" (recomputed)" if stage.recompute == "full" else ""),
             seconds(stage.predicted_seconds),
             seconds(stage.boundary_seconds),
         ]

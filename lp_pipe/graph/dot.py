@@ -11,7 +11,7 @@ def to_dot(view: GraphView) -> str:
     ]
     for number, (label, nodes) in enumerate(view.groups.items()):
         lines += [f"  subgraph cluster_{number} {{", f"    label={_quoted(label)};"]
-        lines += [f"    {_quoted(node.name)} [label={_quoted(node.name, node.runs)}];" for node in nodes]
+        lines += [f"    {_quoted(node.name)} [label={_quoted(node.name, node.runs, *node.notes)}];" for node in nodes]
         lines.append("  }")
     lines += [f"  {_quoted(edge.user)} -> {_quoted(edge.server)}{_label(edge.channel)};" for edge in view.edges]
     return "\n".join([*lines, "}"]) + "\n"

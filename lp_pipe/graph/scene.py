@@ -8,8 +8,9 @@ from lp_pipe.graph.arrows import Arrow, End, arrows_of
 from lp_pipe.graph.layout import Layout, Rect, Size, lay_out
 from lp_pipe.graph.view import GraphView, NodeView
 
-MAX_CARDS = 6  # a larger group is drawn as one stack of cards
+MAX_CARDS = 6  # a larger group is drawn as one stack of cards, unless there are different notes on them
 CARD_WIDTH, CARD_HEIGHT = 150.0, 46.0
+NOTE_HEIGHT = 14.0  # of each line of notes on a card
 TITLE_HEIGHT = 32.0
 PADDING = 14.0
 _ARROW_ROOM = 46.0  # between cards that an arrow connects
@@ -51,11 +52,11 @@ class Scene:
 
 def make_scene(view: GraphView) -> Scene:
     """Place everything."""
-    stacked = {label for label, nodes in view.groups.items() if len(nodes) > MAX_CARDS}
+    stacked = {label for label, nodes in view.groups.items() if len(nodes) > MAX_CARDS and _are_alike(nodes)}
     arrows = arrows_of(view, stacked)
     inner = [arrow for arrow in arrows if arrow.user.label == arrow.server.label]
     layout = lay_out(
-        {label: _box_size(label, len(nodes), label in stacked, inner) for label, nodes in view.groups.items()},
+        {label: _box_size(label, nodes, label in stacked, inner) for label, nodes in view.groups.items()},
         ((arrow.user.label, arrow.server.label) for arrow in arrows),
     )
     boxes = [_box(label, nodes, label in stacked, layout, inner) for label, nodes in view.groups.items()]
@@ -69,12 +70,20 @@ def make_scene(view: GraphView) -> Scene:
     return Scene(boxes, curves, layout.width, layout.height)
 
 
-def _box_size(label: str, num_nodes: int, is_stack: bool, inner: Sequence[Arrow]) -> Size:
-    num_cards = 1 if is_stack else num_nodes
+def _are_alike(nodes: Sequence[NodeView]) -> bool:
+    return len({node.notes for node in nodes}) == 1
+
+
+def _card_height(nodes: Sequence[NodeView]) -> float:
+    return CARD_HEIGHT + NOTE_HEIGHT * max(len(node.notes) for node in nodes)
+
+
+def _box_size(label: str, nodes: Sequence[NodeView], is_stack: bool, inner: Sequence[Arrow]) -> Size:
+    num_cards = 1 if is_stack else len(nodes)
     width = num_cards * CARD_WIDTH + (num_cards - 1) * _card_gap(label, inner) + 2 * PADDING
     title_width = (len(label) + 6) * _TITLE_LETTER + 2 * PADDING
     arcs = _ARC_ROOM if any(arrow.user.label == label and _distance(arrow) > 1 for arrow in inner) else 0.0
-    return max(width, title_width), TITLE_HEIGHT + CARD_HEIGHT + PADDING + arcs
+    return max(width, title_width), TITLE_HEIGHT + _card_height(nodes) + PADDING + arcs
 
 
 def _card_gap(label: str, inner: Sequence[Arrow]) -> float:
@@ -87,7 +96,8 @@ def _box(label: str, nodes: Sequence[NodeView], is_stack: bool, layout: Layout, 
     gap = _card_gap(label, inner)
     left = rect.middle - (num_cards * CARD_WIDTH + (num_cards - 1) * gap) / 2
     top = rect.y + TITLE_HEIGHT
-    cards = [Rect(left + i * (CARD_WIDTH + gap), top, CARD_WIDTH, CARD_HEIGHT) for i in range(num_cards)]
+    height = _card_height(nodes)
+    cards = [Rect(left + i * (CARD_WIDTH + gap), top, CARD_WIDTH, height) for i in range(num_cards)]
     return Box(label, nodes, rect, cards, is_stack)
 
 

@@ -6,13 +6,14 @@ from xml.etree import ElementTree as ET
 from lp_pipe.graph.arrows import Arrow
 from lp_pipe.graph.layout import Rect
 from lp_pipe.graph.picture import FAINT_INK, INK, add, add_heading, make_picture
-from lp_pipe.graph.scene import Box, Curve, Scene, make_scene
+from lp_pipe.graph.scene import NOTE_HEIGHT, Box, Curve, Scene, make_scene
 from lp_pipe.graph.view import GraphView, NodeView, count
 from lp_pipe.program import Edge
 
 _MARGIN = 32.0
 _HEADER_HEIGHT = 52.0
 _MAX_LETTERS = 19  # that fit on a card
+_MAX_SMALL_LETTERS = 25
 
 
 class Colors(NamedTuple):
@@ -106,11 +107,22 @@ def _add_card_shape(stage: ET.Element, card: Rect, color: Colors) -> ET.Element:
 
 
 def _add_card_text(stage: ET.Element, card: Rect, node: NodeView, index: int | None, color: Colors) -> None:
-    name = node.runs if len(node.runs) <= _MAX_LETTERS else node.runs[: _MAX_LETTERS - 1] + "…"
-    add(stage, "text", name, x=card.x + 12, y=card.y + 20, font_size=12.5, font_weight=600, fill=INK)
+    add(
+        stage,
+        "text",
+        _short(node.runs, _MAX_LETTERS),
+        x=card.x + 12,
+        y=card.y + 20,
+        font_size=12.5,
+        font_weight=600,
+        fill=INK,
+    )
     resources = "".join(f" · {key} {value}" for key, value in node.resources.items() if isinstance(value, (int, str)))
     kind = (node.kind + resources)[: _MAX_LETTERS + 4]
     add(stage, "text", kind, x=card.x + 12, y=card.y + 36, font_size=10.5, fill=FAINT_INK)
+    for number, note in enumerate(node.notes):
+        place = {"x": card.x + 12, "y": card.y + 52 + NOTE_HEIGHT * number}
+        add(stage, "text", _short(note, _MAX_SMALL_LETTERS), **place, font_size=10, fill=INK)
     if index is not None:
         place = {"x": card.x + card.width - 11, "y": card.y + 19}
         add(stage, "text", str(index), **place, font_size=12, font_weight=700, fill=color.ink, text_anchor="end")
@@ -146,7 +158,11 @@ def _add_rect(parent: ET.Element, rect: Rect, **attributes: Any) -> ET.Element:
 
 def _tooltip(node: NodeView, names: list[str]) -> str:
     shown = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
-    return f"{shown}: {node.kind}({node.runs})"
+    return "\n".join([f"{shown}: {node.kind}({node.runs})", *node.notes])
+
+
+def _short(text: str, letters: int) -> str:
+    return text if len(text) <= letters else text[: letters - 1] + "…"
 
 
 def _marker(ink: str) -> str:

@@ -2,13 +2,19 @@
 
 from collections.abc import Sequence
 from itertools import groupby
+from typing import NamedTuple
 
 from lp_pipe.graph.view import GraphView, NodeView, count
 
 MAX_LINES_PER_GROUP = 6
 
-# What is before the arrow, and what is after it; the columns of the former are aligned.
-_Row = tuple[list[str], str]
+
+class _Row(NamedTuple):
+    """What is before the arrow, and what is after it; the columns of the former are aligned. notes: lines below."""
+
+    columns: list[str]
+    servers: str = ""
+    notes: tuple[str, ...] = ()
 
 
 def to_text(view: GraphView) -> str:
@@ -23,9 +29,9 @@ def to_text(view: GraphView) -> str:
       trainer  PyClassNode  Trainer  → feeder, stages/0..1
     """
     rows = [row for label, nodes in view.groups.items() for row in _group_rows(view, label, nodes)]
-    widths = [max(len(columns[place]) for columns, _ in rows) for place in range(3)] if rows else []
+    widths = [max(len(row.columns[place]) for row in rows) for place in range(3)] if rows else []
     title = f"{view.program}: {count(len(view.nodes), 'node')} in {count(len(view.groups), 'group')}"
-    return "\n".join([f"{title} (→ holds a handle of)", *(_line(row, widths) for row in rows)]) + "\n"
+    return "\n".join([f"{title} (→ holds a handle of)", *(_lines(row, widths) for row in rows)]) + "\n"
 
 
 def short_names(names: Sequence[str], sizes: dict[str, int]) -> str:
@@ -44,12 +50,12 @@ def _group_rows(view: GraphView, label: str, nodes: list[NodeView]) -> list[_Row
         return _large_group_rows(view, label, nodes)
     branches = ["├─"] * (len(nodes) - 1) + ["└─"]
     members = [_row(view, f"{branch} {node.index}", [node]) for branch, node in zip(branches, nodes, strict=True)]
-    return [([label, "", ""], ""), *members]
+    return [_Row([label, "", ""]), *members]
 
 
 def _large_group_rows(view: GraphView, label: str, nodes: list[NodeView]) -> list[_Row]:
     """One row for each stretch of nodes that run the same thing."""
-    stretches = [list(part) for _, part in groupby(nodes, key=lambda node: (node.kind, node.runs))]
+    stretches = [list(part) for _, part in groupby(nodes, key=lambda node: (node.kind, node.runs, node.notes))]
     if len(stretches) == 1:
         return [_row(view, f"{label} x {len(nodes)}", nodes)]
     named = [(f"{label}/{_runs_of([node.index for node in part])[0]}", part) for part in stretches]
@@ -63,13 +69,13 @@ def _row(view: GraphView, name: str, nodes: list[NodeView]) -> _Row:
     servers = short_names(view.servers_of(nodes), sizes)
     for kind, names in view.channels_of(nodes).items():
         servers += f"; {kind}: {short_names(names, sizes)}"
-    return [name, first.kind, f"{first.runs}  {resources}".rstrip()], servers
+    return _Row([name, first.kind, f"{first.runs}  {resources}".rstrip()], servers, first.notes)
 
 
-def _line(row: _Row, widths: list[int]) -> str:
-    columns, servers = row
-    padded = "  ".join(text.ljust(width) for text, width in zip(columns, widths, strict=True))
-    return f"  {padded}{f'  → {servers}' if servers else ''}".rstrip()
+def _lines(row: _Row, widths: list[int]) -> str:
+    padded = "  ".join(text.ljust(width) for text, width in zip(row.columns, widths, strict=True))
+    first = f"  {padded}{f'  → {row.servers}' if row.servers else ''}".rstrip()
+    return "\n".join([first, *(f"  {' ' * widths[0]}  · {note}" for note in row.notes)])
 
 
 def _runs_of(indices: list[int]) -> list[str]:

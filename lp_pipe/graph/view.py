@@ -15,13 +15,17 @@ from lp_pipe.resources import Resources
 
 @dataclasses.dataclass(frozen=True)
 class NodeView:
-    """One node. kind: its class (CourierNode, PyNode, ...); runs: the user's class or function inside."""
+    """One node. kind: its class (CourierNode, PyNode, ...); runs: the user's class or function inside.
+
+    notes: short lines that say more, such as which layers a stage has.
+    """
 
     label: str
     index: int
     kind: str
     runs: str
     resources: Mapping[str, Any]  # those that differ from the defaults
+    notes: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -44,7 +48,14 @@ class GraphView:
             ValueError: a node holds a handle of a node that is not in the program.
         """
         nodes = tuple(
-            NodeView(label, node.index, type(node).__name__, _runs(node), _differing(program.options(label).resources))
+            NodeView(
+                label,
+                node.index,
+                type(node).__name__,
+                _runs(node),
+                _differing(program.options(label).resources),
+                node.notes,
+            )
             for label, members in program.groups.items()
             for node in members
         )
@@ -77,15 +88,12 @@ class GraphView:
     def to_dict(self) -> dict[str, Any]:
         """`{"program", "groups": {label: [node names]}, "nodes": [...], "edges": [{"user", "server"}]}`.
 
-        An edge that tensors travel along has a "channel", too.
+        An edge that tensors travel along has a "channel", too, and a node of which there is more to say "notes".
         """
         return {
             "program": self.program,
             "groups": {label: [node.name for node in members] for label, members in self.groups.items()},
-            "nodes": [
-                {"name": node.name, **dataclasses.asdict(node), "resources": dict(node.resources)}
-                for node in self.nodes
-            ],
+            "nodes": [_as_dict(node) for node in self.nodes],
             "edges": [
                 {name: value for name, value in dataclasses.asdict(edge).items() if value} for edge in self.edges
             ],
@@ -93,6 +101,12 @@ class GraphView:
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2) + "\n"
+
+
+def _as_dict(node: NodeView) -> dict[str, Any]:
+    fields = {"name": node.name, **dataclasses.asdict(node), "resources": dict(node.resources)}
+    notes = list(fields.pop("notes"))
+    return {**fields, "notes": notes} if notes else fields
 
 
 def _chosen(edge: Edge, mode: str) -> Edge:

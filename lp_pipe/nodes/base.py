@@ -13,11 +13,13 @@ HandleT = TypeVar("HandleT", bound=Handle[Any])
 class Node(ABC, Generic[HandleT]):
     """A unit of the program: a callable and its arguments, run in a thread or process of its own.
 
-    `label` and `index` are set when the node is added to a program.
+    `label` and `index` are set when the node is added to a program. `notes`: short lines that pictures of the program
+    show with it.
     """
 
     label: str = ""
     index: int = 0
+    notes: tuple[str, ...] = ()
     is_colocated: bool = False
 
     def __init__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:

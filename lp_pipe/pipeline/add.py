@@ -16,10 +16,11 @@ from lp_pipe.pipeline.conductor import Conductor
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
 from lp_pipe.pipeline.cuts import balanced_cuts, check_cuts
 from lp_pipe.pipeline.device import check_devices
-from lp_pipe.pipeline.layer_names import layer_names
 from lp_pipe.pipeline.model import Model, sources_of
 from lp_pipe.pipeline.names import outer_name, own_names
 from lp_pipe.pipeline.partitioning.plan import Plan
+from lp_pipe.pipeline.plan_in_place import explained, taken
+from lp_pipe.pipeline.planned import as_planned, notes
 from lp_pipe.pipeline.precision import check_precision
 from lp_pipe.pipeline.schedule import Schedule, default_chunks, forward_on, replicated, schedules, verify
 from lp_pipe.pipeline.schedule.channels import Edge
@@ -39,24 +40,26 @@ def add_pipeline(
     *,
     stages: int | Sequence[int] | Plan = 2,
     chunks: int | None = None,
-    schedule: str | Path | Schedule = "1f1b",
+    schedule: str | Path | Schedule | None = None,
     microbatches: int = 8,
     replicas: int | Sequence[int] = 1,
     channel: str = "auto",
     device: str | Sequence[str] = "auto",
-    recompute: Recompute = "none",
+    recompute: Recompute | None = None,
     precision: str = "fp32",
     clip_grad_norm: float | None = None,
     inputs: Handle[Any] | None = None,
     group: str = "stages",
     resources: Resources | None = None,
+    on_failure: str = "stop",
+    max_restarts: int = 3,
 ) -> PipelineHandle:
     """Cut `model` into stages, add a node for each stage worker, and return the handle of the whole.
 
     stages: number of stage workers (cuts balanced by parameters), or the cut points (index of each later first layer),
         or a plan of `pp.partition`, with its replicas.
     chunks: virtual stages per worker; default: what the schedule needs.
-    schedule: a name in `schedules()`, a Schedule, or a path to CSV.
+    schedule: a name in `schedules()`, a Schedule, or a path to CSV; default: the plan's, or "1f1b".
     microbatches: slices of a batch per step, over all replicas; small batches may give fewer.
     replicas: processes that share a worker's micro-batches (j runs on replica j mod r) and sum their gradients in rank
         order; one number, or one per worker. BatchNorm statistics are those of replica 0's micro-batches.
@@ -65,10 +68,13 @@ def add_pipeline(
         start.
     device: where stages compute: "cpu", "cuda", "cuda:1", or one per worker; "auto": a GPU where the node sees one.
     recompute: layers that keep only their inputs until their backward, where they run again: "none", "full" (each stage
-        as a whole), ("every", k) (each k layers of a stage), or (layer_index, layer) -> bool (each such layer alone).
+        as a whole), ("every", k) (each k layers of a stage), or (layer_index, layer) -> bool (each such layer alone);
+        default: what the plan says of each stage, or "none".
     precision: of what layers and loss compute under torch.autocast; parameters stay as they are: "fp32", "bf16", or
         "fp16", whose losses are scaled as torch.amp.GradScaler does it.
     inputs: handle of a feeder, a CourierNode with `batch(step) -> (input, target) | None`, a pure function of the step.
+    on_failure, max_restarts: as those of `Program.group`. "restart" starts a dead worker again, in its place; the node
+        that trains then brings all back to a checkpoint (`lp_pipe.checkpoint.Checkpoints.steps`).
 
     Raises:
         PipelineError: the model cannot be cut so.
@@ -81,14 +87,21 @@ def add_pipeline(
         raise PipelineError(f"channel={channel!r}: {kinds.why_not(channel)}")
     if microbatches < 1:
         raise PipelineError(f"microbatches={microbatches}: a step needs at least 1")
-    check_recompute(recompute)
+    check_recompute("none" if recompute is None else recompute)
     check_precision(precision)
     sources = [seen_by_setup(source) for source in sources_of(model)]
     names = own_names(sources)
-    if isinstance(stages, Plan):
-        stages, replicas = _planned(stages, replicas, sources)
-    made, name, counts = _made(schedule, stages, microbatches, chunks, replicas)
-    cuts = _cuts(sources, stages, made.stages)
+    place = taken(program, group)
+    if place is not None:
+        stages, replicas = place.plan, 1
+    plan: Plan | None = None
+    with explained(place, group):
+        if isinstance(stages, Plan):
+            plan = stages
+            _refuse_replicas(replicas)
+            stages, replicas, schedule, recompute = as_planned(plan, sources, schedule, recompute, chunks)
+        made, name, counts = _made(schedule or "1f1b", stages, microbatches, chunks, replicas)
+        cuts = _cuts(sources, stages, made.stages)
     tied = tied_names(sources, model.tied)
     edges = tied_edges(tied, cuts) + skip_edges(sources, cuts)
     config = PipelineConfig(
@@ -104,7 +117,7 @@ def add_pipeline(
         channel=channel,
         credits=_sufficient_credits(made, edges),
         clip_grad_norm=clip_grad_norm,
-        recompute=recompute,
+        recompute="none" if recompute is None else recompute,
         precision=precision,
         tied=tuple(tied),
         tied_outside=tuple(tuple(outer_name(name, sources) for name in names) for names in tied),
@@ -116,8 +129,10 @@ def add_pipeline(
     )
     if made.updates is not None:
         _check_asynchronous(config)
-    with program.group(group, resources=resources):
-        conductor = _add_nodes(program, config, _workers(config, sources, cuts, _owners(model, tied)), inputs, group)
+    with program.group(group, resources=resources, on_failure=on_failure, max_restarts=max_restarts):
+        conductor = _add_nodes(
+            program, config, _workers(config, sources, cuts, _owners(model, tied)), inputs, group, plan
+        )
     stage_of_layer = [sum(cut <= layer for cut in cuts) for layer in range(len(sources))]
     replicas_by_layer = [counts[made.placement[stage]] for stage in stage_of_layer]
     return PipelineHandle(conductor, replicas_by_layer, is_asynchronous=made.updates is not None)
@@ -144,11 +159,9 @@ def _check_asynchronous(config: PipelineConfig) -> None:
             )
 
 
-def _planned(plan: Plan, replicas: int | Sequence[int], sources: Sequence[Any]) -> tuple[list[int], list[int]]:
-    """Its cuts and replicas."""
+def _refuse_replicas(replicas: int | Sequence[int]) -> None:
     if replicas != 1:
         raise PipelineError(f"replicas={replicas!r}: the plan of stages= says how many there are; leave them out")
-    return plan.cuts(layer_names(sources)), [stage.replicas for stage in plan.stages]
 
 
 def _made(
@@ -259,6 +272,7 @@ def _add_nodes(
     workers: Sequence[WorkerConfig],
     inputs: Handle[Any] | None,
     group: str,
+    plan: Plan | None,
 ) -> CourierHandle:
     nodes = [CourierNode(Conductor if worker.rank == 0 else StageWorker) for worker in workers]
     handles: list[CourierHandle] = [program.add_node(node, label=group) for node in nodes]
@@ -268,7 +282,8 @@ def _add_nodes(
     hubs = [ChannelHandle(address, node.name, config.channel) for address, node in zip(addresses, nodes, strict=True)]
     for worker, node, address in zip(workers, nodes, addresses, strict=True):
         neighbours = {receiver: hubs[receiver] for receiver in _receivers(config, worker.rank)}
-        owner, _ = config.ranks.places[worker.rank]
+        owner, replica = config.ranks.places[worker.rank]
+        node.notes = notes(plan, owner, replica) if plan is not None else ()
         needs_batches = worker.rank == 0 or owner in (config.placement[0], config.placement[-1])
         options: dict[str, Any] = {"feeder": inputs if needs_batches else None}
         if worker.rank == 0:

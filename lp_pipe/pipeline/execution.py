@@ -52,7 +52,7 @@ class Operation:
     scale: float | None = None
     gradient_weights: list[float] | None = None
     first_number: int = 0
-    losses: dict[int, Tensor] = field(default_factory=dict)
+    losses: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # with the gradients they begin with
 
 
 Run = Callable[[Action, Operation], None]
@@ -105,8 +105,7 @@ class Execution:
         number = operation.first_number + action.microbatch
         value = self._stages[action.stage].forward(message, operation.step, action.microbatch, skips, number)
         if action.stage == self._config.last_stage:
-            loss = self._loss(value, action.microbatch, operation)
-            operation.losses[action.microbatch] = loss
+            operation.losses[action.microbatch] = self._loss(value, action.microbatch, operation)
         self._note(action, operation, start)
         self._hand_on(action, operation, value, skips)
 
@@ -116,8 +115,8 @@ class Execution:
         number = operation.first_number + action.microbatch
         if action.stage == self._config.last_stage:
             start = time.monotonic()
-            loss = operation.losses.pop(action.microbatch)
-            gradients = stage.backward_from_loss(number, loss, defer_weights=defer_weights)
+            root = operation.losses.pop(action.microbatch)
+            gradients = stage.backward_from_loss(number, *root, defer_weights=defer_weights)
         else:
             channel = self._channels.receives(action)
             assert channel is not None, "only the last stage has nobody to wait for"
@@ -165,8 +164,11 @@ class Execution:
             self._links.send(channel, operation.tag, action.microbatch, (message.value, message.wants_gradient))
         self._side.send_values(action, operation.tag, skips)
 
-    def _loss(self, output: Any, microbatch: int, operation: Operation) -> Tensor:
-        """The weighted loss of one micro-batch, added to the report."""
+    def _loss(self, output: Any, microbatch: int, operation: Operation) -> tuple[Tensor, Tensor]:
+        """The loss of one micro-batch, added to the report with its weight, and the gradient that it begins with.
+
+        That is what a product with the weight would hand down to it, without the product.
+        """
         with autocast(self._config.precision, self._device.type):
             result = self._config.loss(output, operation.targets[microbatch])
         loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
@@ -178,9 +180,12 @@ class Execution:
         report.loss += loss.item() * weight
         for name, value in metrics.items():
             report.metrics[name] = report.metrics.get(name, 0.0) + _number(value) * weight
-        weights = operation.gradient_weights
-        weighted = loss * (weight if weights is None else weights[microbatch])
-        return weighted if operation.scale is None else scaled(weighted, operation.scale)
+        if operation.gradient_weights is not None:
+            weight = operation.gradient_weights[microbatch]
+        if operation.scale is None:
+            return loss, torch.full_like(loss, weight)
+        product = scaled(loss * weight, operation.scale)
+        return product, torch.ones_like(product)
 
     def _note(self, action: Action, operation: Operation, start: float) -> None:
         end = time.monotonic()

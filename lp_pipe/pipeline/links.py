@@ -17,7 +17,8 @@ class Links(ChannelEnds[tuple[int, int]]):
     """The channels that begin or end at `rank`, by the numbers that `Channels` gives them.
 
     Between workers with replicas a channel is one connection for each pair of ranks in `Ranks.routes`; a micro-batch
-    decides which. Opening the senders waits until the neighbours' hubs are up.
+    decides which. Opening the senders waits until the neighbours' hubs are up. epoch: what tells the connections' names
+    from those before a neighbour was restarted.
     """
 
     def __init__(
@@ -32,14 +33,15 @@ class Links(ChannelEnds[tuple[int, int]]):
         credits: int,
         name: str,
         device: torch.device = CPU,
+        epoch: str = "",
     ) -> None:
         super().__init__()  # receivers by channel and sending rank, senders by channel and receiving rank
         self._channels = channels
         self._device = device
-        self._ranks = ranks
         worker, self._replica = ranks.places[rank]
         self._local: dict[int, dict[int, Any]] = {}
         own = [channel for channel in channels.between_stages() if worker in self._ends(channel)]
+        self._peers = {channel: [ranks.of(end) for end in self._ends(channel)] for channel in own}  # sending, receiving
         routes = {channel: ranks.routes(channels, channel) for channel in own}
         for channel in own:
             if self._ends(channel) == (worker, worker):
@@ -47,13 +49,13 @@ class Links(ChannelEnds[tuple[int, int]]):
                 continue
             for sender, receiver in routes[channel]:
                 if receiver == rank:
-                    label = _label(channel, sender, receiver, routes[channel])
+                    label = _label(channel, sender, receiver, routes[channel]) + epoch
                     capacity = channels.capacity(channel, credits)
                     self._receivers[channel, sender] = hub.receiver(label, credits=capacity)
         for channel in own:
             for sender, receiver in routes[channel]:
                 if sender == rank and channel not in self._local:
-                    label = _label(channel, sender, receiver, routes[channel])
+                    label = _label(channel, sender, receiver, routes[channel]) + epoch
                     self._senders[channel, receiver] = targets[receiver].open(label, kind=kind, name=name)
 
     def receive(self, channel: int, tag: int, microbatch: int) -> Any:
@@ -64,8 +66,9 @@ class Links(ChannelEnds[tuple[int, int]]):
         """
         if channel in self._local:
             return self._local[channel].pop(microbatch)
-        sender = self._ranks.for_microbatch(self._channels.sender(channel), microbatch)
-        return to_device(self._receivers[channel, sender].receive(tag), self._device)
+        senders, _ = self._peers[channel]
+        receiver = self._receivers[channel, senders[microbatch % len(senders)]]
+        return to_device(receiver.receive(tag), self._device)
 
     def send(self, channel: int, tag: int, microbatch: int, value: Any) -> None:
         """Put a micro-batch's value on a channel; waits for a credit.
@@ -77,8 +80,9 @@ class Links(ChannelEnds[tuple[int, int]]):
             # As between workers: the next stage's first layer may write in place to what this stage has saved.
             self._local[channel][microbatch] = copied_on(value, self._device)
         else:
-            receiver = self._ranks.for_microbatch(self._channels.receiver(channel), microbatch)
-            self._senders[channel, receiver].send(tag, to_host(value, self._device))
+            _, receivers = self._peers[channel]
+            sender = self._senders[channel, receivers[microbatch % len(receivers)]]
+            sender.send(tag, to_host(value, self._device))
 
     def receive_for_step(self, channel: int, tag: int) -> Any:
         """What a channel carries once a step."""

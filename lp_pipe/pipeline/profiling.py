@@ -2,9 +2,10 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from lp_pipe.pipeline.layer_names import layer_names
 from lp_pipe.pipeline.message import Message, tensors_of, to_message
 from lp_pipe.pipeline.model import Loss, Model, sources_of
 from lp_pipe.pipeline.partitioning import LayerProfile, Profile
+from lp_pipe.pipeline.peak_memory import PeakMeter
 from lp_pipe.pipeline.skips import popped_by, seen_by_setup
 from lp_pipe.pipeline.stage import Stage
 from lp_pipe.pipeline.tied import Names, tie, tied_names
@@ -30,7 +32,7 @@ _MICROBATCH = 0
 
 
 def profile(model: Model, sample_input: Any, sample_target: Any, *, device: str = "cpu") -> Profile:
-    """Train copies of the model's layers on the sample, one micro-batch, for some seconds; medians after a warm-up.
+    """Train copies of the model's layers on the sample, one micro-batch, for some seconds after a warm-up.
 
     On a CPU one thread computes, as in a stage that has not asked for more. The loss counts as part of the last layer.
     A backward is timed as a whole, and its part for the parameters is that of a split backward. A value that a Stash
@@ -66,11 +68,13 @@ def profile_layers(
                 break
             rounds.run(split=False)
             rounds.run(split=True)
+        measured = rounds.measured
+        peaks = rounds.peak_bytes()
     names = layer_names(sources)
-    measured = zip(names, rounds.measured, layers, strict=True)
+    layers_measured = zip(names, measured, peaks, layers, strict=True)
     edges = [(index, index + 1) for index in range(len(layers) - 1)] + rounds.skips
     return Profile(
-        tuple(_layer_profile(name, taken, layer) for name, taken, layer in measured),
+        tuple(_layer_profile(*parts) for parts in layers_measured),
         tuple((names[source], names[reader]) for source, reader in edges) if rounds.skips else None,
     )
 
@@ -84,6 +88,7 @@ class _Measured:
     backward_input: list[float] = field(default_factory=list)
     backward_weight: list[float] = field(default_factory=list)
     activation_bytes: int = 0
+    meter: PeakMeter | None = None  # in the round that is for it, which takes longer
 
 
 class _Rounds:
@@ -103,10 +108,17 @@ class _Rounds:
         """Of the warm-up; sizes are the same in each round."""
         self.measured = [_Measured(activation_bytes=taken.activation_bytes) for taken in self.measured]
 
+    def peak_bytes(self) -> list[int]:
+        """Of each layer, in a round of its own; forgets the times."""
+        meters = [PeakMeter() for _ in self._stages]
+        self.measured = [_Measured(meter=meter) for meter in meters]
+        self.run(split=False)
+        return [meter.peak_bytes for meter in meters]
+
     def run(self, *, split: bool) -> None:
         """Forward and backward once. split: the backwards in their two parts."""
         output = self._forwards()
-        seconds, loss = self._timed(self._loss, output, self._target)
+        seconds, loss = self._timed(self.measured[-1], self._loss, output, self._target)
         self.measured[-1].forward[-1] += seconds
         self._backwards(loss[0] if isinstance(loss, tuple) else loss, split)
         self._step += 1
@@ -119,7 +131,7 @@ class _Rounds:
             skips: dict[str, Any] = {name: waiting.pop(name) for name in popped_by(stage.layers)}
             if not self._step:
                 self.skips += [(self._stashed_by[name], index) for name in skips]
-            seconds, output = self._timed(stage.forward, message, self._step, _MICROBATCH, skips)
+            seconds, output = self._timed(taken, stage.forward, message, self._step, _MICROBATCH, skips)
             taken.forward.append(seconds)
             taken.activation_bytes = sum(_bytes(value) for value in (output, *skips.values()))
             self._stashed_by.update(dict.fromkeys(skips, index))
@@ -137,18 +149,19 @@ class _Rounds:
                 work = partial(stage.backward_from_loss, _MICROBATCH, loss, defer_weights=split)
             else:
                 work = partial(stage.backward, _MICROBATCH, gradients, skips, defer_weights=split)
-            seconds, gradients = self._timed(work)
+            seconds, gradients = self._timed(taken, work)
             (taken.backward_input if split else taken.backward).append(seconds)
             if split:
-                seconds, _ = self._timed(stage.backward_weights, _MICROBATCH)
+                seconds, _ = self._timed(taken, stage.backward_weights, _MICROBATCH)
                 taken.backward_weight.append(seconds)
             for name in stash.popped_gradients:
                 popped[name] = stage.take_popped_gradients(_MICROBATCH, name)
 
-    def _timed(self, work: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
+    def _timed(self, taken: _Measured, work: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
         self._wait()
         started = time.perf_counter()
-        made = work(*arguments)
+        with taken.meter or nullcontext():
+            made = work(*arguments)
         self._wait()
         return time.perf_counter() - started, made
 
@@ -162,7 +175,7 @@ class _Rounds:
             torch.cuda.synchronize(self._device)
 
 
-def _layer_profile(name: str, taken: _Measured, layer: nn.Module) -> LayerProfile:
+def _layer_profile(name: str, taken: _Measured, peak_bytes: int, layer: nn.Module) -> LayerProfile:
     backward, weight = median(taken.backward), median(taken.backward_weight)
     parts = median(taken.backward_input) + weight
     return LayerProfile(
@@ -173,7 +186,16 @@ def _layer_profile(name: str, taken: _Measured, layer: nn.Module) -> LayerProfil
         parameter_bytes=sum(parameter.nbytes for parameter in layer.parameters()),
         # Parts take longer than a whole backward does: their shares of it count.
         backward_weight_s=backward * weight / parts if parts else 0.0,
+        forward_spread_s=_spread(taken.forward),
+        backward_spread_s=_spread(taken.backward),
+        peak_bytes=peak_bytes,
     )
+
+
+def _spread(seconds: Sequence[float]) -> float:
+    """Between the first and the third quarter."""
+    first, _, third = quantiles(seconds, n=4)
+    return third - first
 
 
 def _bytes(value: Any) -> int:

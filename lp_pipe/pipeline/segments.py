@@ -1,12 +1,21 @@
 """Which layers of a stage are recomputed together: what the option `recompute` means."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.wrapper import unwrapped
 
-Recompute = str | tuple[str, int] | Callable[[int, Any], bool]
+
+@dataclass(frozen=True)
+class FullStages:
+    """ "full" for some stages only, those that begin with these layers: what a plan may choose."""
+
+    first_layers: frozenset[int]
+
+
+Recompute = str | tuple[str, int] | Callable[[int, Any], bool] | FullStages
 
 
 class Run(NamedTuple):
@@ -23,7 +32,7 @@ def check_recompute(option: Any) -> None:
     Raises:
         PipelineError: says what is.
     """
-    if callable(option) or option in ("none", "full") or _every(option) is not None:
+    if callable(option) or isinstance(option, FullStages) or option in ("none", "full") or _every(option) is not None:
         return
     raise PipelineError(
         f'recompute={option!r}: use "none", "full", ("every", k) with k of at least 1, or a function of (layer_index, '
@@ -35,12 +44,14 @@ def runs_of(option: Recompute, first_layer: int, layers: Sequence[Any]) -> list[
     """A stage's layers in consecutive runs.
 
     "none" and "full": one run. ("every", k): runs of k layers, counted from the stage's first one, the last one may be
-    shorter. A function: each layer that it chooses is a run of its own.
+    shorter. FullStages: one run. A function: each layer that it chooses is a run of its own.
     """
     end = first_layer + len(layers)
     every = _every(option)
     if every is not None:
         return [Run(first, min(first + every, end), True) for first in range(first_layer, end, every)]
+    if isinstance(option, FullStages):
+        return [Run(first_layer, end, first_layer in option.first_layers)]
     if not callable(option):
         return [Run(first_layer, end, option == "full")]
     runs: list[Run] = []

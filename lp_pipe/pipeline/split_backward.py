@@ -22,15 +22,15 @@ inputs are found; and outputs may be views.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, _engine_run_backward, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 Root = Tensor | GradientEdge  # a tensor, or its place in the graph
 Roots = Sequence[tuple[Root, Tensor | None]]  # with their gradients (None for a loss)
+_PLAIN = (Tensor, GradientEdge)
 _Arrived = tuple[Tensor | None, ...]  # a gradient for each output of a node; None where none has arrived
 
 
@@ -92,9 +92,13 @@ class SplitBackward:
 
 def backward(roots: Roots) -> None:
     """torch.autograd.backward, also from nothing."""
-    if roots:
-        tensors: list[Any] = [root for root, _ in roots]  # torch takes both kinds in one list
-        torch.autograd.backward(tensors, [gradient for _, gradient in roots])
+    if not roots:
+        return
+    tensors, gradients = zip(*roots, strict=True)
+    if any(gradient is None for gradient in gradients) or any(type(root) not in _PLAIN for root in tensors):
+        torch.autograd.backward(tensors, gradients)
+    else:  # the same without looking at the arguments, which would take longer than a small stage's whole backward
+        _engine_run_backward(tensors, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def _edge_of(root: Root) -> GradientEdge:

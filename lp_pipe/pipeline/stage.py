@@ -111,9 +111,11 @@ class Stage:
         roots = [*zip(self.activation_stash[microbatch].outputs, gradients, strict=True), *more]
         return self._backward(microbatch, [root for root in roots if root[1] is not None], defer_weights)
 
-    def backward_from_loss(self, microbatch: int, loss: Tensor, *, defer_weights: bool = False) -> list[Tensor | None]:
-        """As `backward`, on the stage that computes the loss."""
-        return self._backward(microbatch, [(loss, None)], defer_weights)
+    def backward_from_loss(
+        self, microbatch: int, loss: Tensor, gradient: Tensor | None = None, *, defer_weights: bool = False
+    ) -> list[Tensor | None]:
+        """As `backward`, on the stage that computes the loss. gradient: the loss's own; None for 1."""
+        return self._backward(microbatch, [(loss, gradient)], defer_weights)
 
     def backward_weights(self, microbatch: int, more: Roots = ()) -> None:
         """Accumulate the gradients that a backward has deferred; frees the micro-batch's activations."""

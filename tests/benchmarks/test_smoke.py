@@ -105,3 +105,15 @@ def test_memory_compares_activations_with_the_prediction() -> None:
     assert {"2 interleaved none", "2 zbv none"} < set(parties)
     for party in parties.values():
         assert all(0.9 < ratio < 1.1 for ratio in party["measured_to_predicted"])
+
+
+def test_pipedream_finds_plans_measures_cuts_and_emulates_links() -> None:
+    result = figures("pipedream")
+    assert result["search"]["brute_force"]["largest_relative_difference"] == pytest.approx(0, abs=1e-9)
+    assert all(search["cpu_s"] > 0 for search in result["search"]["searches"].values())
+    for case in result["throughput"].values():
+        assert "-".join(map(str, case["planned_cut"])) in case["step_ms"]
+        for ratio in ("planned_to_best", "planned_to_equal", "measured_to_predicted"):
+            assert_is_spread(case[ratio])
+    links = result["links"]
+    assert "skipped" in links or len(links["slow"]["sent_bytes"]["pipeline"]) == 2

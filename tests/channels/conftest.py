@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from lp_pipe.channels import sender
 from tests.channels.edges import Edge
 
 
@@ -17,9 +18,12 @@ def directory() -> Iterator[str]:
     shutil.rmtree(path)
 
 
-@pytest.fixture(params=["inproc", "shm", "stream", "grpc", "gloo"])
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+@pytest.fixture(params=["inproc", "shm", "shm by frames", "stream", "grpc", "gloo"])
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    kind, _, without_board = str(request.param).partition(" ")
+    if without_board:
+        monkeypatch.setattr(sender, "is_board_supported", False)
+    return kind
 
 
 @pytest.fixture

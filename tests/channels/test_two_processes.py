@@ -88,7 +88,7 @@ class Peer:
 def wait_for_the_next(receiver: Receiver) -> None:
     """Until it is here: a sender that is killed takes along what it is still sending."""
     with receiver._state:
-        assert receiver._pulling.wait_for(lambda: bool(receiver._arrived), PATIENCE_S)
+        assert receiver._pulling.wait_for(receiver._has_arrived, PATIENCE_S)
 
 
 def test_a_killed_sender_ends_a_blocked_receive(endpoint: str, kind: str) -> None:

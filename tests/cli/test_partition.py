@@ -39,6 +39,21 @@ def test_a_plan_is_printed_as_json(files: list[str], capsys: pytest.CaptureFixtu
     assert plan["slowest_seconds"] == 6 and plan["stages"][1]["layers"] == ["b", "c"]
 
 
+def test_schedule_and_recompute_are_chosen_when_asked(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--schedule=auto", "--recompute=auto", "--microbatches=4", "--straight", "-o", "plan.toml"]
+    assert main(["partition", *files, *arguments]) == 0
+    assert "A step of 4 micro-batches takes 30 s with 1f1b (gpipe: 33 s)." in capsys.readouterr().out
+    plan = pp.Plan.load("plan.toml")
+    assert (plan.schedule, plan.microbatches) == ("1f1b", 4)
+    assert [stage.recompute for stage in plan.stages] == ["none", "none"]
+
+
+def test_devices_of_different_speeds_are_named(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    pp.Topology([pp.Level("device", 2, bandwidth=1e9, speeds=(0.5, 1.0))]).save("topology.toml")
+    assert main(["partition", *files, "--straight", "--recompute=full", "--device-order=given"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].startswith("0      1 on 0    1: a (recomputed)      14 s")
+
+
 def test_pipedreams_own_profile_is_read(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["partition", VGG16, "topology.toml"]) == 0
     assert "node41" in capsys.readouterr().out

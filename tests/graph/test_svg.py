@@ -41,7 +41,15 @@ def cycle() -> lp.Program:
     return program
 
 
-PROGRAMS = [ring(1), ring(2), ring(5), ring(32), cycle(), lp.Program("empty")]
+def noted(size: int) -> lp.Program:
+    """Each of the ring's nodes has two lines to say, the second one too long for a card."""
+    program = ring(size)
+    for index, node in enumerate(program.groups["ring"]):
+        node.notes = (f"number {index}", "and much more that nobody can read on a card")
+    return program
+
+
+PROGRAMS = [ring(1), ring(2), ring(5), ring(32), noted(3), cycle(), lp.Program("empty")]
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=repr)
@@ -74,6 +82,17 @@ def test_a_large_group_is_one_stack_with_its_size() -> None:
     texts = [text.text for text in root.iter(f"{SVG}text")]
     assert "ring × 32" in texts
     assert sum(shape.get("class") == "node" for shape in root.iter(f"{SVG}rect")) == 2
+
+
+def test_what_nodes_have_to_say_is_on_their_cards_which_are_then_not_stacked() -> None:
+    root = ET.fromstring(to_svg(GraphView.of(noted(8))))
+    texts = [text.text for text in root.iter(f"{SVG}text")]
+    assert [text for text in texts if text and text.startswith("number")] == [f"number {index}" for index in range(8)]
+    assert texts.count("and much more that nobod…") == 8
+    cards = [shape for shape in root.iter(f"{SVG}rect") if "ring/" in shape.get("data-node", "")]
+    lowest = max(float(text.get("y", "")) for text in root.iter(f"{SVG}text") if text.text == "number 7")
+    assert all(float(card.get("y", "")) + float(card.get("height", "")) > lowest + 14 for card in cards)
+    assert "and much more that nobody can read" in (cards[0].findtext(f"{SVG}title") or "")
 
 
 def test_names_are_escaped() -> None:

@@ -44,6 +44,25 @@ def test_layers_are_measured_by_name() -> None:
     assert profile.layers[0].backward_input_s == pytest.approx(0, abs=1e-3)  # nobody wants the input's gradient
 
 
+class Wasteful(nn.Module):
+    """Has three tensors of its output's size at a time: x + 1, its square, and the sum of the two."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            more = x + 1
+            more + more * more
+        return x + 0
+
+
+def test_spread_and_peak_memory_are_measured() -> None:
+    profile = pp.profile(make_model(nn.Linear(8, 16), Wasteful(), nn.ReLU()), torch.randn(64, 8), torch.randn(64, 16))
+    assert all(layer.forward_spread_s is not None and layer.forward_spread_s >= 0 for layer in profile.layers)
+    assert all(layer.backward_spread_s is not None and layer.backward_spread_s >= 0 for layer in profile.layers)
+    output = 4 * 64 * 16
+    assert profile.layers[1].peak_bytes == 3 * output
+    assert profile.layers[2].peak_bytes is not None and profile.layers[2].peak_bytes >= 2 * output  # and the loss
+
+
 def test_the_models_own_modules_and_the_threads_stay_as_they_are() -> None:
     linear, threads = nn.Linear(2, 2), torch.get_num_threads()
     before = linear.weight.clone()

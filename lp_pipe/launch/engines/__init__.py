@@ -10,6 +10,8 @@ from lp_pipe.launch.engines.base import Watched as Watched
 from lp_pipe.launch.engines.kubernetes import KubernetesEngine as KubernetesEngine
 from lp_pipe.launch.engines.local import LocalEngine
 from lp_pipe.launch.engines.manual import ManualEngine
+from lp_pipe.launch.engines.ray import RayEngine
+from lp_pipe.launch.engines.slurm import SlurmEngine
 from lp_pipe.launch.engines.ssh import SshEngine
 
 ENTRY_POINTS = "lp_pipe.engines"
@@ -18,6 +20,8 @@ BUILT_IN: dict[str, type[Engine]] = {
     "local": LocalEngine,
     "ssh": SshEngine,
     "manual": ManualEngine,
+    "slurm": SlurmEngine,
+    "ray": RayEngine,
     "kubernetes": KubernetesEngine,
 }
 

@@ -16,7 +16,9 @@ from lp_pipe.errors import PartitionError
 from lp_pipe.pipeline.partitioning.topology import Level
 
 COST_MODELS = ("pipedream", "overlap")
-RECOMPUTES = ("none", "full")
+SCHEDULES = ("1f1b", "gpipe")  # of equal ones "auto" takes the first
+ASYNCHRONOUS = ("pipedream", "pipedream_2bw")
+RECOMPUTES = ("none", "full", "auto")
 Values = Any  # a number or an array of float64; with arrays each operation works on all pairs of cuts at once
 
 
@@ -27,9 +29,13 @@ class CostModel(NamedTuple):
 
     def stage(self, compute: Values, parameters: Values, replicas: Values, level: Level) -> Values:
         """Seconds per micro-batch of a stage whose replicas are linked by `level`."""
-        others = replicas - 1
-        exchange = 4 * others * parameters / (replicas * level.bandwidth) + 2 * others * level.latency
+        exchange = self.exchange(parameters, replicas, level)
         return (np.maximum(compute, exchange) if self.name == "overlap" else compute + exchange) / replicas
+
+    def exchange(self, parameters: Values, replicas: Values, level: Level) -> Values:
+        """Seconds of a ring all-reduce of that many bytes of gradients."""
+        others = replicas - 1
+        return 4 * others * parameters / (replicas * level.bandwidth) + 2 * others * level.latency
 
     def boundary(self, crossing: Values, replicas: Values, level: Level) -> Values:
         """Seconds per micro-batch on a side of the boundary that has so many replicas."""
@@ -40,8 +46,10 @@ class Memory(NamedTuple):
     """What a stage holds on each device, and how much it may.
 
     A stage's weights with what the optimizer keeps for them, and the activations of the micro-batches that wait for
-    their backward: with 1F1B as many as there are stages from this one to the last, with GPipe all. A recomputed stage
-    keeps only its input of each, and all activations of one while that runs again.
+    their backward: with 1F1B as many as there are stages from this one to the last, with GPipe all. Asynchronous 1F1B
+    has a version of the weights for each of them, PipeDream-2BW two. A recomputed stage
+    keeps only its input of each, and all activations of one while that runs again. With recompute "auto" a stage is
+    recomputed where it would not fit otherwise.
     """
 
     limit: float
@@ -51,12 +59,30 @@ class Memory(NamedTuple):
     microbatches: int
 
     def needed(self, parameters: Values, activations: Values, entering: Values, stages_from_here: int) -> Values:
-        """Bytes of a stage's device. entering: bytes that cross the boundary before the stage."""
-        waiting = self.microbatches if self.schedule == "gpipe" else min(stages_from_here, self.microbatches)
-        weights = parameters * (1 + self.optimizer_bytes_per_parameter_byte)
-        if self.recompute == "full":
-            return weights + waiting * entering + activations
-        return weights + waiting * activations
+        """Bytes of a stage's device; with recompute "auto" in the way that needs less.
+
+        entering: bytes that cross the boundary before the stage.
+        """
+        kept = self.kept(parameters, activations, stages_from_here)
+        if self.recompute == "none":
+            return kept
+        waiting = self._waiting(stages_from_here) * entering
+        again = parameters * self._copies(stages_from_here) + waiting + activations
+        return again if self.recompute == "full" else np.minimum(kept, again)
+
+    def kept(self, parameters: Values, activations: Values, stages_from_here: int) -> Values:
+        """Bytes of a stage's device where nothing is recomputed."""
+        return parameters * self._copies(stages_from_here) + self._waiting(stages_from_here) * activations
+
+    def _copies(self, stages_from_here: int) -> float:
+        """Of the parameters: the versions that are in use, and what the optimizer keeps."""
+        versions = {"pipedream": stages_from_here, "pipedream_2bw": 2}.get(self.schedule, 1)
+        return versions + self.optimizer_bytes_per_parameter_byte
+
+    def _waiting(self, stages_from_here: int) -> int:
+        if self.schedule in ASYNCHRONOUS:  # never drained, so that a step's number of micro-batches is no limit
+            return stages_from_here
+        return self.microbatches if self.schedule == "gpipe" else min(stages_from_here, self.microbatches)
 
 
 def checked_model(cost_model: str) -> CostModel:

@@ -17,16 +17,23 @@ from lp_pipe.pipeline.partitioning.fields import (
 )
 
 _SECONDS = ("predicted_seconds", "boundary_seconds")
+_OPTIONAL = ("slowest_seconds", "proven_gap", "reason", "runners_up", "schedule", "microbatches", "step_seconds")
 
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """predicted_seconds: compute and all-reduce per micro-batch. boundary_seconds: of the busier of its two sides."""
+    """predicted_seconds: compute and all-reduce per micro-batch. boundary_seconds: of the busier of its two sides.
+
+    recompute: "none" or "full", which keeps its inputs only; None: the plan does not say.
+    devices: which ones of the topology, by their place in its `speeds`; empty where they are all alike.
+    """
 
     layers: tuple[str, ...]
     replicas: int
     predicted_seconds: float
     boundary_seconds: float = 0.0
+    recompute: str | None = None
+    devices: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,8 @@ class Plan:
 
     proven_gap: by what share the best plan may be faster at most; 0 where this is the best.
     reason: why this plan, in words. runners_up: what else was considered, the fastest first.
+    schedule: which one its stages fit in memory with; None: the plan does not say. step_seconds: what a step of so many
+    micro-batches takes with it, the bubble included.
     """
 
     stages: tuple[PlannedStage, ...]
@@ -42,6 +51,9 @@ class Plan:
     proven_gap: float = 0.0
     reason: str = ""
     runners_up: "tuple[Plan, ...]" = ()
+    schedule: str | None = None
+    microbatches: int | None = None
+    step_seconds: float | None = None
 
     @property
     def devices(self) -> int:
@@ -87,8 +99,7 @@ class Plan:
 
     @classmethod
     def _read(cls, table: Any, where: str) -> Self:
-        optional = ("slowest_seconds", "proven_gap", "reason", "runners_up")
-        check_keys(table, required=("stages",), optional=optional, where=where)
+        check_keys(table, required=("stages",), optional=_OPTIONAL, where=where)
         stages = [_stage(stage, f"{where}: stages[{i}]") for i, stage in enumerate(_tables(table, "stages", where))]
         if not stages:
             raise PartitionError(f"{where}: stages: there are none")
@@ -96,8 +107,9 @@ class Plan:
         twice = next((name for place, name in enumerate(names) if name in names[:place]), None)
         if twice is not None:
             raise PartitionError(f"{where}: stages: layer {twice!r} is there twice")
-        if not isinstance(table.get("reason", ""), str):
-            raise PartitionError(f"{where}: reason: {table['reason']!r} is no text")
+        for key in ("reason", "schedule"):
+            if not isinstance(table.get(key, ""), str):
+                raise PartitionError(f"{where}: {key}: {table[key]!r} is no text")
         slowest = max(max(stage.predicted_seconds, stage.boundary_seconds) for stage in stages)
         others = [
             cls._read(other, f"{where}: runners_up[{i}]") for i, other in enumerate(_tables(table, "runners_up", where))
@@ -108,6 +120,9 @@ class Plan:
             checked_number(table.get("proven_gap", 0.0), f"{where}: proven_gap"),
             table.get("reason", ""),
             tuple(others),
+            table.get("schedule"),
+            checked_count(table["microbatches"], f"{where}: microbatches") if "microbatches" in table else None,
+            checked_number(table["step_seconds"], f"{where}: step_seconds") if "step_seconds" in table else None,
         )
 
 
@@ -115,12 +130,22 @@ def _lines(plan: Plan, prefix: str) -> Iterator[str]:
     yield f"slowest_seconds = {plan.slowest_seconds!r}  # of a stage or a boundary, per micro-batch"
     yield f"proven_gap = {plan.proven_gap!r}  # the best plan is faster by this share at most"
     yield f"reason = {toml_string(plan.reason)}"
+    if plan.schedule is not None:
+        yield f"schedule = {toml_string(plan.schedule)}"
+    if plan.microbatches is not None:
+        yield f"microbatches = {plan.microbatches}"
+    if plan.step_seconds is not None:
+        yield f"step_seconds = {plan.step_seconds!r}  # of so many micro-batches, with the schedule's bubble"
     for index, stage in enumerate(plan.stages):
         yield ""
         yield f"[[{prefix}stages]]  # stage {index}"
         yield f"replicas = {stage.replicas}"
         yield f"predicted_seconds = {stage.predicted_seconds!r}"
         yield f"boundary_seconds = {stage.boundary_seconds!r}"
+        if stage.recompute is not None:
+            yield f"recompute = {toml_string(stage.recompute)}"
+        if stage.devices:
+            yield f"devices = {list(stage.devices)}"
         yield "layers = ["
         yield from (f"    {toml_string(name)}," for name in stage.layers)
         yield "]"
@@ -133,12 +158,27 @@ def _lines(plan: Plan, prefix: str) -> Iterator[str]:
 
 
 def _stage(table: Any, where: str) -> PlannedStage:
-    check_keys(table, required=("layers", "replicas"), optional=_SECONDS, where=where)
+    check_keys(table, required=("layers", "replicas"), optional=(*_SECONDS, "recompute", "devices"), where=where)
     layers = table["layers"]
     if not isinstance(layers, list) or not layers or not all(isinstance(name, str) for name in layers):
         raise PartitionError(f"{where}: layers: a list with the names of at least one layer is needed, not {layers!r}")
     seconds = {key: checked_number(table.get(key, 0.0), f"{where}: {key}") for key in _SECONDS}
-    return PlannedStage(tuple(layers), checked_count(table["replicas"], f"{where}: replicas"), **seconds)
+    recompute = table.get("recompute")
+    if recompute not in (None, "none", "full"):
+        raise PartitionError(f"{where}: recompute: {recompute!r}: a stage has 'none' or 'full'")
+    replicas = checked_count(table["replicas"], f"{where}: replicas")
+    return PlannedStage(
+        tuple(layers), replicas, **seconds, recompute=recompute, devices=_devices(table, replicas, where)
+    )
+
+
+def _devices(table: dict[str, Any], replicas: int, where: str) -> tuple[int, ...]:
+    devices = table.get("devices", [])
+    if not isinstance(devices, list) or not all(type(device) is int and device >= 0 for device in devices):
+        raise PartitionError(f"{where}: devices: a list of whole numbers of at least 0 is needed, not {devices!r}")
+    if len(devices) not in (0, replicas):
+        raise PartitionError(f"{where}: devices: there are {len(devices)} for {replicas} replicas")
+    return tuple(devices)
 
 
 def _tables(table: dict[str, Any], key: str, where: str) -> list[Any]:

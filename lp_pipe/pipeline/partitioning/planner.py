@@ -3,25 +3,31 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from lp_pipe.errors import PartitionError
-from lp_pipe.pipeline.partitioning.bounds import affordable, evenly, flat, lower_bound, near
-from lp_pipe.pipeline.partitioning.cost import RECOMPUTES, CostModel, Memory, checked_model
+from lp_pipe.pipeline.partitioning.bounds import evenly, near
+from lp_pipe.pipeline.partitioning.cost import (
+    ASYNCHRONOUS,
+    RECOMPUTES,
+    SCHEDULES,
+    CostModel,
+    Memory,
+    checked_model,
+)
+from lp_pipe.pipeline.partitioning.equal import EqualDevices
 from lp_pipe.pipeline.partitioning.fields import checked_count, checked_number
 from lp_pipe.pipeline.partitioning.plan import Plan
-from lp_pipe.pipeline.partitioning.pricing import Priced, as_plan, fits, priced, slowest, with_runners_up
+from lp_pipe.pipeline.partitioning.pricing import Priced, as_plan, fits, slowest, with_runners_up
 from lp_pipe.pipeline.partitioning.profile import Profile
-from lp_pipe.pipeline.partitioning.reasons import reason
-from lp_pipe.pipeline.partitioning.search import Search, smallest_memory
+from lp_pipe.pipeline.partitioning.reasons import reason, with_schedule_chosen
+from lp_pipe.pipeline.partitioning.search import smallest_memory
 from lp_pipe.pipeline.partitioning.states import States, states_of
-from lp_pipe.pipeline.partitioning.topology import Level, Topology
+from lp_pipe.pipeline.partitioning.step_time import step_seconds
+from lp_pipe.pipeline.partitioning.topology import Topology
+from lp_pipe.pipeline.partitioning.unequal import ORDERS, UnequalDevices
 
-SCHEDULES = ("1f1b", "gpipe")
 _MOST_STATES = 2500  # tables grow with their square
-_WINDOWED = 200  # states from which on it pays to know a plan before the search
+_MANY_CUTS = "this model has too many places to cut to search them all"
 _REFINEMENTS = 1  # searches of the cuts near the best ones, where not all can be searched
-_ROUNDING = 1 + 1e-9
 
 
 def partition(
@@ -35,21 +41,28 @@ def partition(
     recompute: str = "none",
     optimizer_bytes_per_parameter_byte: float = 2.0,
     microbatches: int = 8,
+    device_order: str = "any",
 ) -> Plan:
     """The plan whose slowest stage, or side of a boundary, is as fast as can be; devices may stay idle.
 
     max_replicas: of a stage, over all levels. straight: no replicas at all. cost_model: "pipedream" adds compute and
     all-reduce, "overlap" takes the longer. Where the topology has a memory limit, a device's stage must fit: its
-    weights, `optimizer_bytes_per_parameter_byte` times as much besides, and the activations that `schedule`, "1f1b" or
-    "gpipe" with so many microbatches, stashes there. recompute: "full" keeps the stages' inputs only, for one more
-    forward (which counts as compute), or "none".
+    weights in all versions that are in use, `optimizer_bytes_per_parameter_byte` times as much besides, and the
+    activations that `schedule` stashes there with so many microbatches: "1f1b", "gpipe", "pipedream", "pipedream_2bw",
+    or "auto": "1f1b" or "gpipe", whichever has the shorter step, its bubble included.
+    recompute: "full" keeps the stages' inputs only, for one more forward (which counts as compute); "none"; "auto":
+    "full" for those stages that would not fit otherwise.
+    device_order: of devices with different speeds along the pipeline: "any", or as "given" in the topology.
     Exact where the plan's proven_gap is 0; where a model has too many places to cut, the reason says so.
 
     Raises:
         PartitionError: an option is wrong, or no plan fits the memory; says by how much.
     """
-    if schedule not in SCHEDULES:
-        raise PartitionError(f"schedule={schedule!r}: plans are made for {', '.join(map(repr, SCHEDULES))}")
+    if schedule not in (*SCHEDULES, *ASYNCHRONOUS, "auto"):
+        known = ", ".join(map(repr, (*SCHEDULES, *ASYNCHRONOUS)))
+        raise PartitionError(
+            f"schedule={schedule!r}: plans are made for {known}, or 'auto', which takes '1f1b' or 'gpipe'"
+        )
     if recompute not in RECOMPUTES:
         raise PartitionError(f"recompute={recompute!r}: plans are made for {', '.join(map(repr, RECOMPUTES))}")
     checked_number(optimizer_bytes_per_parameter_byte, "optimizer_bytes_per_parameter_byte")
@@ -57,10 +70,37 @@ def partition(
     most = 1 if straight else topology.devices
     if max_replicas is not None:
         most = min(most, checked_count(max_replicas, "max_replicas"))
-    memory = None
+    wanted = SCHEDULES if schedule == "auto" else (schedule,)
+    memories: list[Memory | None] = [None]
     if topology.memory is not None:
-        memory = Memory(topology.memory, optimizer_bytes_per_parameter_byte, schedule, recompute, microbatches)
-    return _Planner(profile, topology, checked_model(cost_model), most, memory, recompute).plan()
+        limit, bytes_ = topology.memory, optimizer_bytes_per_parameter_byte
+        memories = [Memory(limit, bytes_, name, recompute, microbatches) for name in wanted]
+    devices = _devices(topology, checked_model(cost_model), recompute, device_order)
+    planner = _Planner(profile, topology, devices, most, recompute)
+    found: list[Plan] = []
+    problem: PartitionError | None = None
+    for memory in memories:
+        try:
+            found += planner.plans(memory, wanted if memory is None else (memory.schedule,), microbatches)
+        except PartitionError as error:
+            problem = problem or error
+    if problem is not None and not found:
+        raise problem
+    return with_schedule_chosen(found)
+
+
+def _devices(topology: Topology, model: CostModel, recompute: str, order: str) -> EqualDevices | UnequalDevices:
+    if order not in ORDERS:
+        raise PartitionError(f"device_order={order!r}: use one of {', '.join(map(repr, ORDERS))}")
+    level = topology.levels[0]
+    if level.speeds is None or set(level.speeds) == {1.0}:
+        return EqualDevices(topology.levels, model, recompute)
+    if len(topology.levels) > 1:
+        raise PartitionError(
+            f"topology: levels[0].speeds: devices of different speeds are planned on one level only, and there are "
+            f"{len(topology.levels)}: plan for the devices of one level, or leave the speeds out"
+        )
+    return UnequalDevices(level, model, recompute, order)
 
 
 class _Planner:
@@ -70,56 +110,70 @@ class _Planner:
         self,
         profile: Profile,
         topology: Topology,
-        model: CostModel,
+        devices: EqualDevices | UnequalDevices,
         max_replicas: int,
-        memory: Memory | None,
         recompute: str,
     ) -> None:
         self._profile = profile
         self._topology = topology
-        self._model = model
+        self._devices = devices
         self._max_replicas = max_replicas
-        self._memory = memory
+        self._recompute = recompute
         self._states = states_of(profile, recompute, _MOST_STATES)
         self._prefixes = self._states if self._states.is_chain else states_of(profile, recompute, 0)
 
-    def plan(self) -> Plan:
-        self._check_memory()
+    def plans(self, memory: Memory | None, schedules: Sequence[str], microbatches: int) -> list[Plan]:
+        """The plan with the best stages, for each of the schedules, which the memory is for."""
+        self._check_memory(memory)
         stages, states = self._best(self._max_replicas, None)
-        bound = slowest(stages) if states.is_complete else None
-        if self._memory is not None and not fits(stages, states, self._memory):
-            stages, states = self._best(self._max_replicas, self._memory)
-            bound = slowest(stages) if states.is_complete else bound
+        is_exact = not self._devices.inexact
+        bound = slowest(stages) if states.is_complete and is_exact else None
+        if memory is not None and not fits(stages, states, memory):
+            stages, states = self._best(self._max_replicas, memory)
+            bound = slowest(stages) if states.is_complete and is_exact else bound
         if bound is None:
-            bound = self._lower_bound()
+            bound = self._devices.lower_bound(self._states, self._profile, self._max_replicas)
         plan = self._as_plan(stages, states, "")
         gap = max(0.0, plan.slowest_seconds / bound - 1) if bound else 0.0
-        plan = with_runners_up(replace(plan, proven_gap=gap), self._others())
-        return replace(plan, reason=reason(plan, self._profile, self._topology.devices))
+        plan = with_runners_up(replace(plan, proven_gap=gap), self._others(memory))
+        inexact = "" if states.is_complete else _MANY_CUTS
+        text = reason(plan, self._profile, self._topology.devices, self._recompute, inexact or self._devices.inexact)
+        plan = replace(plan, reason=text, microbatches=microbatches)
+        timings = [stage.timing for stage in stages]
+        full_s = microbatches * plan.slowest_seconds  # of schedules that keep the pipeline full between steps
+        return [
+            replace(
+                plan,
+                schedule=name,
+                step_seconds=full_s if name in ASYNCHRONOUS else step_seconds(name, timings, microbatches),
+            )
+            for name in schedules
+        ]
 
-    def _check_memory(self) -> None:
-        if self._memory is None:
+    def _check_memory(self, memory: Memory | None) -> None:
+        if memory is None:
             return
-        needed = smallest_memory(self._states, self._memory, self._topology.devices)
-        if needed > self._memory.limit:
+        needed = smallest_memory(self._states, memory, self._topology.devices)
+        if needed > memory.limit:
+            again = ", recompute='auto'" if memory.recompute == "none" else ""
             raise PartitionError(
                 f"memory: no plan fits: on {self._topology.devices} devices the fullest needs at least {needed:,.0f} "
-                f"bytes, {needed - self._memory.limit:,.0f} more than the topology's memory of "
-                f"{self._memory.limit:,.0f}; use more devices, recompute='full', or smaller micro-batches"
+                f"bytes, {needed - memory.limit:,.0f} more than the topology's memory of "
+                f"{memory.limit:,.0f}; use more devices{again}, or smaller micro-batches"
             )
 
     def _best(self, max_replicas: int, memory: Memory | None) -> tuple[list[Priced], States]:
         """The best stages, and the states they are between: fewer than there are, where all would take too long."""
         states, order = self._states, self._prefixes
-        count = affordable(states.count, order.count, self._topology.levels, memory)
+        count = self._devices.affordable(states.count, order.count, max_replicas, memory)
         stages = None
         if count is None:
-            stages = self._searched(states, max_replicas, memory)
+            stages = self._devices.searched(states, max_replicas, memory)
         else:
             kept = evenly(order.count, count)
             for _ in range(_REFINEMENTS + 1):
                 states = order.only(kept)
-                stages = self._searched(states, max_replicas, memory)
+                stages = self._devices.searched(states, max_replicas, memory)
                 if stages is None:
                     break
                 kept = near([kept[stage.end] for stage in stages], order.count, count)
@@ -130,49 +184,20 @@ class _Planner:
             )
         return stages, states
 
-    def _searched(self, states: States, max_replicas: int, memory: Memory | None) -> list[Priced] | None:
-        levels = self._topology.levels
-        upper = self._upper(states, levels, max_replicas) if memory is None and len(levels) == 1 else np.inf
-        search = Search(states, levels, self._model, max_replicas, memory, upper)
-        if not np.isfinite(search.seconds()[-1]):
-            return None
-        return priced(search.parts(levels[-1].count), states, levels, self._model)
-
-    def _lower_bound(self) -> float:
-        """Seconds that no plan beats, where not all cuts could be searched."""
-        levels = self._topology.levels
-        bound = lower_bound(self._states, levels, self._model, self._max_replicas, self._profile)
-        if self._states.is_complete:
-            one_level = (flat(levels),)
-            upper = self._upper(self._states, one_level, self._max_replicas)
-            search = Search(self._states, one_level, self._model, self._max_replicas, upper=upper)
-            bound = max(bound, search.seconds()[-1])
-        return bound
-
-    def _upper(self, states: States, levels: tuple[Level, ...], max_replicas: int) -> float:
-        """Seconds of a plan that is found fast: without replicas, and with few places to cut."""
-        if states.count <= _WINDOWED:
-            return np.inf
-        straight = Search(states, levels, self._model, 1).seconds()[-1] * _ROUNDING
-        if max_replicas == 1:
-            return straight
-        few = states.only(evenly(states.count, _WINDOWED))
-        return min(straight, Search(few, levels, self._model, max_replicas, upper=straight).seconds()[-1] * _ROUNDING)
-
-    def _others(self) -> list[Plan]:
+    def _others(self, memory: Memory | None) -> list[Plan]:
         """Plans of simpler kinds that keep to the limits."""
         ends = self._states.only([0, self._states.count - 1])
         kinds: list[tuple[str, States, int]] = [("one device", ends, 1)]
         if self._max_replicas > 1:
             kinds.append(("all layers in one stage, data parallel", ends, self._max_replicas))
-        found = [(text, states, self._searched(states, replicas, None)) for text, states, replicas in kinds]
+        found = [(text, states, self._devices.searched(states, replicas, None)) for text, states, replicas in kinds]
         if self._max_replicas > 1:
             straight, states = self._best(1, None)
             found.append(("a straight pipeline, without replicas", states, straight))
         return [
             self._as_plan(stages, states, text)
             for text, states, stages in found
-            if stages is not None and (self._memory is None or fits(stages, states, self._memory))
+            if stages is not None and (memory is None or fits(stages, states, memory))
         ]
 
     def _as_plan(self, stages: Sequence[Priced], states: States, text: str) -> Plan:

@@ -1,6 +1,6 @@
 """From the parts that a search has found to the stages of a plan, each with what it takes."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -8,42 +8,65 @@ from lp_pipe.pipeline.partitioning.cost import CostModel, Memory
 from lp_pipe.pipeline.partitioning.plan import Plan, PlannedStage
 from lp_pipe.pipeline.partitioning.search import Part
 from lp_pipe.pipeline.partitioning.states import States
+from lp_pipe.pipeline.partitioning.step_time import Timing
 from lp_pipe.pipeline.partitioning.topology import Level
 
 
 class Priced(NamedTuple):
-    """A stage on devices, between two states, with its replicas over all levels."""
+    """A stage on devices, between two states, with its replicas over all levels.
+
+    forward_s, backward_s: of one micro-batch on one replica. link_s: one way over the boundary before it.
+    exchange_s: an all-reduce of its replicas. devices: which, where they are unequal.
+    """
 
     start: int
     end: int
     replicas: int
     seconds: float
     boundary_seconds: float
+    forward_s: float
+    backward_s: float
+    link_s: float = 0.0
+    exchange_s: float = 0.0
+    is_recomputed: bool = False
+    devices: tuple[int, ...] = ()
+
+    @property
+    def timing(self) -> Timing:
+        return Timing(self.forward_s, self.backward_s, self.replicas, self.link_s, self.exchange_s)
 
 
-def priced(parts: Sequence[Part], states: States, levels: Sequence[Level], model: CostModel) -> list[Priced]:
-    """The stages in order; one inside of a replicated stage takes part in its all-reduce, and has its replicas, too."""
+Leaves = frozenset[tuple[int, int]]  # stages on devices, each by its two states
+
+
+def recomputed(parts: Sequence[Part], states: States, memory: Memory | None, recompute: str) -> Leaves:
+    """The stages that run their forward again: all, none, or those that would not fit otherwise."""
+    leaves = list(_leaves(parts))
+    if recompute == "full":
+        return frozenset(leaves)
+    if recompute == "none" or memory is None:
+        return frozenset()
+    behind = enumerate(reversed(leaves), start=1)
+    return frozenset(leaf for count, leaf in behind if _kept(leaf, states, memory, count) > memory.limit)
+
+
+def priced(
+    parts: Sequence[Part], states: States, levels: Sequence[Level], model: CostModel, again: Leaves
+) -> list[Priced]:
+    """The stages in order; one inside of a replicated stage takes part in its all-reduce, and has its replicas, too.
+
+    again: those that are recomputed.
+    """
     level = levels[-1]
     stages: list[Priced] = []
     for place, part in enumerate(parts):
-        parameters = float(states.parameters[part.end] - states.parameters[part.start])
-
-        def outside(seconds: float, part: Part = part, parameters: float = parameters) -> float:
-            return float(model.stage(seconds, parameters, part.replicas, level))
-
-        own = _own(part, states, levels, model)
-        lifted = [
-            Priced(
-                stage.start,
-                stage.end,
-                stage.replicas * part.replicas,
-                outside(stage.seconds),
-                outside(stage.boundary_seconds) if stage.boundary_seconds else 0.0,
-            )
-            for stage in own
-        ]
+        inside = (
+            priced(part.inside, states, levels[:-1], model, again) if len(levels) > 1 else [_alone(part, states, again)]
+        )
+        lifted = [_replicated(stage, part, states, level, model) for stage in inside]
         if place:
             lifted[0] = _with_side(lifted[0], model.boundary(states.crossing[part.start], part.replicas, level))
+            lifted[0] = lifted[0]._replace(link_s=float(model.boundary(states.crossing[part.start], 2, level)))
         if place < len(parts) - 1:
             lifted[-1] = _with_side(lifted[-1], model.boundary(states.crossing[part.end], part.replicas, level))
         stages += lifted
@@ -59,6 +82,8 @@ def as_plan(stages: Sequence[Priced], states: States, order: Sequence[int], name
             stage.replicas,
             stage.seconds,
             stage.boundary_seconds,
+            "full" if stage.is_recomputed else "none",
+            stage.devices,
         )
         for stage in stages
     )
@@ -79,6 +104,8 @@ def fits(stages: Sequence[Priced], states: States, memory: Memory) -> bool:
 
 def bytes_needed(stage: Priced, states: States, memory: Memory, stages_from_here: int) -> float:
     """Of each of the stage's devices."""
+    if not stage.is_recomputed:
+        return _kept((stage.start, stage.end), states, memory, stages_from_here)
     parameters = states.parameters[stage.end] - states.parameters[stage.start]
     activations = states.activations[stage.end] - states.activations[stage.start]
     return float(memory.needed(parameters, activations, states.crossing[stage.start], stages_from_here))
@@ -99,11 +126,38 @@ def _shape(plan: Plan) -> tuple[tuple[tuple[str, ...], int], ...]:
     return tuple((stage.layers, stage.replicas) for stage in plan.stages)
 
 
-def _own(part: Part, states: States, levels: Sequence[Level], model: CostModel) -> list[Priced]:
-    if len(levels) > 1:
-        return priced(part.inside, states, levels[:-1], model)
-    seconds = max(0.0, float(states.compute[part.end] - states.compute[part.start]))
-    return [Priced(part.start, part.end, 1, seconds, 0.0)]
+def _leaves(parts: Sequence[Part]) -> Iterator[tuple[int, int]]:
+    for part in parts:
+        yield from _leaves(part.inside) if part.inside else [(part.start, part.end)]
+
+
+def _kept(leaf: tuple[int, int], states: States, memory: Memory, stages_from_here: int) -> float:
+    start, end = leaf
+    parameters = states.parameters[end] - states.parameters[start]
+    return float(memory.kept(parameters, states.activations[end] - states.activations[start], stages_from_here))
+
+
+def _alone(part: Part, states: States, again: Leaves) -> Priced:
+    """On one device."""
+    is_recomputed = (part.start, part.end) in again
+    forward, seconds = states.seconds(part.start, part.end, is_recomputed)
+    return Priced(part.start, part.end, 1, seconds, 0.0, forward, seconds - forward, is_recomputed=is_recomputed)
+
+
+def _replicated(stage: Priced, part: Part, states: States, level: Level, model: CostModel) -> Priced:
+    """A stage inside of a part that has replicas on this level."""
+    parameters = float(states.parameters[part.end] - states.parameters[part.start])
+    own = float(states.parameters[stage.end] - states.parameters[stage.start])
+
+    def outside(seconds: float) -> float:
+        return float(model.stage(seconds, parameters, part.replicas, level))
+
+    return stage._replace(
+        replicas=stage.replicas * part.replicas,
+        seconds=outside(stage.seconds),
+        boundary_seconds=outside(stage.boundary_seconds) if stage.boundary_seconds else 0.0,
+        exchange_s=stage.exchange_s + float(model.exchange(own, part.replicas, level)),
+    )
 
 
 def _with_side(stage: Priced, seconds: float) -> Priced:

@@ -15,14 +15,17 @@ from lp_pipe.pipeline.partitioning.fields import check_keys, checked_number, in_
 _TIMES = ("forward_s", "backward_s")
 _SIZES = ("activation_bytes", "parameter_bytes")
 _KEYS = ("name", *_TIMES, *_SIZES)
+_MEASURED = ("forward_spread_s", "backward_spread_s", "peak_bytes")
 
 
 @dataclass(frozen=True)
 class LayerProfile:
     """One layer, for one micro-batch.
 
-    activation_bytes: of its output. backward_weight_s: the part of backward_s that is for its parameters' gradients;
-    None where it was not measured apart.
+    forward_s, backward_s: medians. activation_bytes: of its output. What was not measured is None: backward_weight_s,
+    the part of backward_s that is for its parameters' gradients; forward_spread_s and backward_spread_s, between the
+    first and the third quarter of the rounds; peak_bytes, the most that its tensors take at a time in forward and
+    backward, beside its input, its parameters and their gradients.
     """
 
     name: str
@@ -31,6 +34,9 @@ class LayerProfile:
     activation_bytes: float
     parameter_bytes: float
     backward_weight_s: float | None = None
+    forward_spread_s: float | None = None
+    backward_spread_s: float | None = None
+    peak_bytes: float | None = None
 
     @property
     def backward_input_s(self) -> float | None:
@@ -144,7 +150,7 @@ class Profile:
 def _layer(text: Any, where: str) -> LayerProfile:
     if not isinstance(text, dict):
         raise PartitionError(f"{where}: an object with {', '.join(_KEYS)} is needed, not {text!r}")
-    check_keys(text, required=_KEYS, optional=("backward_weight_s",), where=where)
+    check_keys(text, required=_KEYS, optional=("backward_weight_s", *_MEASURED), where=where)
     return LayerProfile(**text)
 
 
@@ -167,6 +173,9 @@ def _check_layers(layers: Sequence[LayerProfile], where: str) -> None:
         seen.add(layer.name)
         for key in (*_TIMES, *_SIZES):
             checked_number(getattr(layer, key), f"{at}.{key} (layer {layer.name!r})")
+        for key in _MEASURED:
+            if getattr(layer, key) is not None:
+                checked_number(getattr(layer, key), f"{at}.{key} (layer {layer.name!r})")
         weight_s = layer.backward_weight_s
         if weight_s is not None and checked_number(weight_s, f"{at}.backward_weight_s") > layer.backward_s:
             raise PartitionError(f"{at}.backward_weight_s: {weight_s} is more than backward_s, of which it is a part")

@@ -1,10 +1,13 @@
 """Why a plan is the one, in words."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from lp_pipe.pipeline.partitioning.plan import Plan
 from lp_pipe.pipeline.partitioning.profile import Profile, total_seconds
 
 
-def reason(plan: Plan, profile: Profile, devices: int) -> str:
+def reason(plan: Plan, profile: Profile, devices: int, recompute: str, inexact: str) -> str:
     """What limits the plan, how much it gains over one device, and by how much it beats the others."""
     parts = [f"{_counted(len(plan.stages), 'stage')} on {plan.devices} of {_counted(devices, 'device')}", _limit(plan)]
     one_device = total_seconds(profile)
@@ -12,14 +15,27 @@ def reason(plan: Plan, profile: Profile, devices: int) -> str:
         parts.append(f"{one_device / plan.slowest_seconds:.2f} times as fast as one device ({seconds(one_device)})")
     if plan.runners_up:
         parts.append("; ".join(f"{other.reason}: {_against(other, plan)}" for other in plan.runners_up))
+    again = [str(index) for index, stage in enumerate(plan.stages) if stage.recompute == "full"]
+    if again and recompute == "auto":
+        parts.append(f"stage{'s' if len(again) > 1 else ''} {', '.join(again)} must recompute to fit the memory")
     if plan.devices < devices:
         parts.append(f"{_counted(devices - plan.devices, 'device')} idle, since more would make the slowest no faster")
     if plan.proven_gap:
         parts.append(
-            "this model has too many places to cut to search them all; among those that were, this is the best, and no "
-            f"plan takes less than {seconds(plan.slowest_seconds / (1 + plan.proven_gap))} ({plan.proven_gap:.1%} gap)"
+            f"{inexact}; of what was searched this is the best, and no plan takes less than "
+            f"{seconds(plan.slowest_seconds / (1 + plan.proven_gap))} ({plan.proven_gap:.1%} gap)"
         )
     return ". ".join(part[:1].upper() + part[1:] for part in parts) + "."
+
+
+def with_schedule_chosen(plans: Sequence[Plan]) -> Plan:
+    """The plan with the shortest step; where there are several, its reason says what the others take."""
+    best = min(plans, key=_step)
+    if len(plans) == 1:
+        return best
+    others = "; ".join(f"{plan.schedule}: {seconds(_step(plan))}" for plan in plans if plan is not best)
+    steps = f"A step of {best.microbatches} micro-batches takes {seconds(_step(best))} with {best.schedule} ({others})."
+    return replace(best, reason=f"{best.reason} {steps}")
 
 
 def seconds(value: float) -> str:
@@ -28,6 +44,10 @@ def seconds(value: float) -> str:
         if value * factor >= 1:
             return f"{value * factor:.4g} {unit}"
     return f"{value * 1e9:.4g} ns" if value else "0 s"
+
+
+def _step(plan: Plan) -> float:
+    return plan.step_seconds or 0.0
 
 
 def _limit(plan: Plan) -> str:

@@ -133,12 +133,8 @@ class Search:
 
     def _on_a_device(self, behind: int) -> dict[int, Floats]:
         if behind not in self._bottom:
-            states = self._states
-            seconds = np.where(states.within, _differences(states.compute), np.inf)
-            if self._memory is None:
-                return self._bottom.setdefault(behind, {_ANY: seconds})
-            needed = memory_needed(states, self._memory, behind + 1)
-            self._bottom[behind] = {1: np.where(needed <= self._memory.limit, seconds, np.inf)}
+            stages = _ANY if self._memory is None else 1
+            self._bottom[behind] = {stages: device_seconds(self._states, self._memory, behind)}
         return self._bottom[behind]
 
     def _fill(self, place: _Place, stages: int, start: int, first: int, replicas: int, inside: Floats) -> None:
@@ -235,11 +231,28 @@ class Search:
         raise AssertionError("the table holds a number that none of its choices makes")
 
 
+def device_seconds(states: States, memory: Memory | None, behind: int) -> Floats:
+    """By [start, end] of a stage what it takes on a device, with so many stages behind it; inf: it does not fit."""
+    seconds: Floats = np.where(states.within, _differences(states.compute), np.inf)
+    if memory is None:
+        return seconds
+    if memory.recompute == "auto":
+        does_fit = _kept(states, memory, behind + 1) <= memory.limit
+        seconds = seconds + np.where(does_fit, 0.0, _differences(states.forward))
+    return np.where(memory_needed(states, memory, behind + 1) <= memory.limit, seconds, np.inf)
+
+
 def memory_needed(states: States, memory: Memory, stages_from_here: int) -> Floats:
     """Bytes of a device by [start, end] of its stage."""
     parameters, activations = _differences(states.parameters), _differences(states.activations)
     needed: Floats = memory.needed(parameters, activations, states.crossing[:, None], stages_from_here)
     return needed
+
+
+def _kept(states: States, memory: Memory, stages_from_here: int) -> Floats:
+    """Bytes of a device by [start, end] of its stage, if nothing is recomputed."""
+    kept: Floats = memory.kept(_differences(states.parameters), _differences(states.activations), stages_from_here)
+    return kept
 
 
 def smallest_memory(states: States, memory: Memory, devices: int) -> float:

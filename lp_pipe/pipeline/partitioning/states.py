@@ -26,18 +26,21 @@ Bools = NDArray[np.bool_]
 class States:
     """The sets, smaller ones first: the first is empty, the last has all layers.
 
-    members[state, layer]; compute, parameters, activations: of all layers in the set; crossing: bytes of the tensors
-    that layers outside of the set read. within[s, t]: s is a proper part of t, so that t without s may be a stage.
-    is_complete: False where there are too many sets, and these are the prefixes of one order.
+    members[state, layer]; compute, its part forward, parameters, activations: of all layers in the set; crossing: bytes
+    of the tensors that layers outside of the set read. within[s, t]: s is a proper part of t, so that t without s may
+    be a stage. is_complete: False where there are too many sets, and these are the prefixes of one order.
+    recomputes_all: compute has each forward twice.
     """
 
     members: Bools
     compute: Floats
+    forward: Floats
     parameters: Floats
     activations: Floats
     crossing: Floats
     within: Bools
     is_complete: bool
+    recomputes_all: bool = False
 
     @property
     def count(self) -> int:
@@ -54,12 +57,20 @@ class States:
         return States(
             self.members[keep],
             self.compute[keep],
+            self.forward[keep],
             self.parameters[keep],
             self.activations[keep],
             self.crossing[keep],
             self.within[np.ix_(keep, keep)],
             is_complete=False,
+            recomputes_all=self.recomputes_all,
         )
+
+    def seconds(self, start: int, end: int, is_recomputed: bool) -> tuple[float, float]:
+        """Of the stage between two states: its forward, and all of its compute."""
+        forward = max(0.0, float(self.forward[end] - self.forward[start]))
+        once_more = forward if is_recomputed and not self.recomputes_all else 0.0
+        return forward, max(0.0, float(self.compute[end] - self.compute[start])) + once_more
 
     def layers(self, start: int, end: int) -> list[int]:
         """Of the stage between two states."""
@@ -79,11 +90,13 @@ def states_of(profile: Profile, recompute: str, limit: int) -> States:
     return States(
         members,
         compute=numbers @ np.array(times, dtype=np.float64),
+        forward=numbers @ np.array([layer.forward_s for layer in layers], dtype=np.float64),
         parameters=numbers @ np.array(parameters, dtype=np.float64),
         activations=numbers @ np.array(activations, dtype=np.float64),
         crossing=_crossing(members, profile.links, np.array(activations, dtype=np.float64)),
         within=_within(members),
         is_complete=is_complete,
+        recomputes_all=recompute == "full",
     )
 
 

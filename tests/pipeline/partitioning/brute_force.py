@@ -1,9 +1,10 @@
 """Plans by trying everything: written apart from lp_pipe's search, for small profiles."""
 
 from collections.abc import Iterator, Sequence
+from itertools import combinations
 from typing import NamedTuple
 
-from lp_pipe.pipeline import Level, Profile, Topology
+from lp_pipe.pipeline import Level, Plan, Profile, Topology
 
 Layers = frozenset[int]
 
@@ -26,16 +27,40 @@ def best(
     schedule: str = "1f1b",
     optimizer: float = 2.0,
     microbatches: int = 8,
+    recompute: str = "none",
 ) -> float:
     """The slowest stage or side of the best plan; inf if none fits the memory."""
     everything = frozenset(range(len(profile.layers)))
     costs = [
-        _seconds(plan, profile, topology.levels, cost_model)
+        _seconds(plan, profile, topology.levels, cost_model, again)
         for plan in _plans(frozenset(), everything, profile, topology.levels, max_replicas)
+        for again in _choices(_flat(plan), recompute)
         if topology.memory is None
-        or all(need <= topology.memory for need in _bytes(_flat(plan), profile, schedule, optimizer, microbatches))
+        or all(
+            need <= topology.memory for need in _bytes(_flat(plan), profile, schedule, optimizer, microbatches, again)
+        )
     ]
     return min(costs, default=float("inf"))
+
+
+def _choices(stages: Sequence[Stage], recompute: str) -> Iterator[tuple[Stage, ...]]:
+    """Which of them run their forward again."""
+    counts = {"none": [0], "full": [len(stages)], "auto": range(len(stages) + 1)}[recompute]
+    for count in counts:
+        yield from combinations(stages, count)
+
+
+def fullest(plan: Plan, profile: Profile, schedule: str, optimizer: float, microbatches: int) -> float:
+    """Bytes of the fullest device of a plan, with what it says of recompute."""
+    index = {layer.name: place for place, layer in enumerate(profile.layers)}
+    stages: list[Stage] = []
+    done: Layers = frozenset()
+    for stage in plan.stages:
+        after = done | {index[name] for name in stage.layers}
+        stages.append(Stage(done, after, stage.replicas, ()))
+        done = after
+    again = [stage for stage, planned in zip(stages, plan.stages, strict=True) if planned.recompute == "full"]
+    return max(_bytes(stages, profile, schedule, optimizer, microbatches, again))
 
 
 def closed_sets(profile: Profile) -> list[Layers]:
@@ -75,15 +100,18 @@ def _sequences(
                         yield (Stage(start, cut, replicas, inside), *rest)
 
 
-def _seconds(plan: Sequence[Stage], profile: Profile, levels: Sequence[Level], cost_model: str) -> float:
+def _seconds(
+    plan: Sequence[Stage], profile: Profile, levels: Sequence[Level], cost_model: str, again: Sequence[Stage]
+) -> float:
     level = levels[-1]
     slowest = 0.0
     for place, stage in enumerate(plan):
         own = [profile.layers[i] for i in stage.end - stage.start]
         r = stage.replicas
-        compute = sum(layer.forward_s + layer.backward_s for layer in own)
+        forwards = 2 if stage in again else 1
+        compute = sum(forwards * layer.forward_s + layer.backward_s for layer in own)
         if stage.inside:
-            compute = _seconds(stage.inside, profile, levels[:-1], cost_model)
+            compute = _seconds(stage.inside, profile, levels[:-1], cost_model, again)
         exchange = 4 * (r - 1) * sum(layer.parameter_bytes for layer in own) / (r * level.bandwidth)
         exchange += 2 * (r - 1) * level.latency
         took = (compute + exchange if cost_model == "pipedream" else max(compute, exchange)) / r
@@ -106,10 +134,21 @@ def _flat(plan: Sequence[Stage]) -> list[Stage]:
 
 
 def _bytes(
-    stages: Sequence[Stage], profile: Profile, schedule: str, optimizer: float, microbatches: int
+    stages: Sequence[Stage],
+    profile: Profile,
+    schedule: str,
+    optimizer: float,
+    microbatches: int,
+    again: Sequence[Stage],
 ) -> Iterator[float]:
     for place, stage in enumerate(stages):
         own = [profile.layers[i] for i in stage.end - stage.start]
-        waiting = microbatches if schedule == "gpipe" else min(len(stages) - place, microbatches)
-        weights = sum(layer.parameter_bytes for layer in own)
-        yield weights * (1 + optimizer) + waiting * sum(layer.activation_bytes for layer in own)
+        behind = len(stages) - place
+        waiting = {"gpipe": microbatches, "1f1b": min(behind, microbatches)}.get(schedule, behind)
+        versions = {"pipedream": behind, "pipedream_2bw": 2}.get(schedule, 1)
+        weights = sum(layer.parameter_bytes for layer in own) * (versions + optimizer)
+        activations = sum(layer.activation_bytes for layer in own)
+        if stage in again:
+            yield weights + waiting * _crossing(stage.start, profile) + activations
+        else:
+            yield weights + waiting * activations

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lp_pipe.pipeline as pp
-from tests.pipeline.partitioning.brute_force import best
+from tests.pipeline.partitioning.brute_force import best, fullest
 
 VGG16 = Path(__file__).parents[2] / "data" / "vgg16_graph.txt"
 ONE_LEVEL = (pp.Level("device", 4, 10.0),)
@@ -125,19 +125,22 @@ def test_nested_levels_equal_brute_force(
     profiles(most=4, is_dag=True),
     st.one_of(levels([4]), levels([2, 2])),
     st.integers(1, 150),
-    st.sampled_from(["1f1b", "gpipe"]),
+    st.sampled_from(["1f1b", "gpipe", "pipedream", "pipedream_2bw"]),
+    st.sampled_from(["none", "full", "auto"]),
 )
 def test_plans_within_a_memory_limit_equal_brute_force(
-    profile: pp.Profile, levels: tuple[pp.Level, ...], memory: int, schedule: str
+    profile: pp.Profile, levels: tuple[pp.Level, ...], memory: int, schedule: str, recompute: str
 ) -> None:
     topology = pp.Topology(levels, memory=memory)
-    expected = best(profile, topology, schedule=schedule, microbatches=3)
+    options = {"schedule": schedule, "microbatches": 3, "recompute": recompute}
+    expected = best(profile, topology, **options)  # type: ignore[arg-type]
     if expected == float("inf"):
         with pytest.raises(pp.PartitionError, match="memory"):
-            pp.partition(profile, topology, schedule=schedule, microbatches=3)
+            pp.partition(profile, topology, **options)  # type: ignore[arg-type]
     else:
-        plan = pp.partition(profile, topology, schedule=schedule, microbatches=3)
+        plan = pp.partition(profile, topology, **options)  # type: ignore[arg-type]
         assert plan.slowest_seconds == pytest.approx(expected)
+        assert fullest(plan, profile, schedule, 2.0, 3) <= memory
 
 
 def test_a_memory_limit_that_no_plan_keeps_says_by_how_much() -> None:
@@ -154,6 +157,53 @@ def test_recomputing_stages_keep_less_and_compute_more() -> None:
         pp.partition(profile, topology, schedule="gpipe")
     plan = pp.partition(profile, topology, schedule="gpipe", recompute="full")
     assert plan.slowest_seconds == pytest.approx(4 * (1 + 1 + 2))
+
+
+def test_only_the_stages_that_have_to_recompute_do() -> None:
+    profile = chain([3, 3, 3, 3], activations=10)
+    topology = pp.Topology((pp.Level("device", 2, 1e9),), memory=35)
+    plan = pp.partition(profile, topology, recompute="auto")  # of two micro-batches the first stage would keep 40 bytes
+    assert [stage.recompute for stage in plan.stages] == ["full", "none"]
+    assert plan.slowest_seconds == pytest.approx(8) and "Stage 0 must recompute to fit the memory" in plan.reason
+    enough = pp.Topology((pp.Level("device", 2, 1e9),), memory=40)
+    assert [stage.recompute for stage in pp.partition(profile, enough, recompute="auto").stages] == ["none", "none"]
+
+
+def test_of_equally_fast_schedules_the_one_that_keeps_less_is_chosen() -> None:
+    plan = pp.partition(chain([3, 3]), pp.Topology(ONE_LEVEL), straight=True, schedule="auto", microbatches=8)
+    assert (plan.schedule, plan.microbatches) == ("1f1b", 8)
+    assert plan.step_seconds == pytest.approx(3 * (8 + 1))  # the bubble is one more micro-batch
+    assert plan.reason.endswith("A step of 8 micro-batches takes 27 s with 1f1b (gpipe: 27 s).")
+
+
+def test_gpipe_is_chosen_where_slow_links_would_make_1f1b_wait_and_memory_allows_it() -> None:
+    profile = chain([3] * 4, activations=10)
+    level = pp.Level("device", 4, bandwidth=7.0)  # a message takes about half as long as a stage
+    plan = pp.partition(profile, pp.Topology((level,)), straight=True, schedule="auto")
+    other = pp.partition(profile, pp.Topology((level,)), straight=True, schedule="1f1b")
+    assert plan.schedule == "gpipe" and plan.step_seconds is not None and other.step_seconds is not None
+    assert plan.step_seconds < other.step_seconds
+    little = pp.partition(profile, pp.Topology((level,), memory=45), straight=True, schedule="auto")
+    assert little.schedule == "1f1b"
+
+
+def test_asynchronous_schedules_count_their_weight_versions_and_have_no_bubble() -> None:
+    profile = chain([3, 3, 3], parameters=10)
+    levels = (pp.Level("device", 3, 1e9),)
+    needed = {"1f1b": 10 + 20, "pipedream_2bw": 20 + 20, "pipedream": 30 + 20}
+    for schedule, limit in needed.items():
+        plan = pp.partition(profile, pp.Topology(levels, memory=limit), straight=True, schedule=schedule)
+        assert [len(stage.layers) for stage in plan.stages] == [1, 1, 1]
+        assert plan.step_seconds == pytest.approx(3 * (8 + 2 * (schedule == "1f1b")))
+        with pytest.raises(pp.PartitionError, match=f"needs at least {limit} bytes"):
+            pp.partition(profile, pp.Topology(levels, memory=limit - 1), straight=True, schedule=schedule)
+
+
+def test_a_schedule_whose_activations_do_not_fit_is_not_chosen_and_the_error_is_that_of_the_thriftiest() -> None:
+    profile = chain([3, 3], activations=10)
+    assert pp.partition(profile, pp.Topology(ONE_LEVEL, memory=20), schedule="auto").schedule == "1f1b"
+    with pytest.raises(pp.PartitionError, match=r"needs at least 20 bytes.* use more devices, recompute='auto'"):
+        pp.partition(profile, pp.Topology(ONE_LEVEL, memory=19), schedule="auto")
 
 
 @pytest.mark.parametrize(
@@ -220,12 +270,12 @@ def test_layers_that_take_no_time_are_planned_too() -> None:
 
 
 def test_with_an_upper_bound_the_search_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lp_pipe.pipeline.partitioning import planner
+    from lp_pipe.pipeline.partitioning import equal
 
     profile = random_chain(150, seed=3)
     topology = pp.Topology([pp.Level("device", 12, bandwidth=1.0)])
     whole = pp.partition(profile, topology)
-    monkeypatch.setattr(planner, "_WINDOWED", 20)
+    monkeypatch.setattr(equal, "_WINDOWED", 20)
     assert pp.partition(profile, topology).slowest_seconds == pytest.approx(whole.slowest_seconds)
 
 

@@ -12,7 +12,7 @@ def planned() -> pp.Plan:
 
 def test_a_plan_is_saved_for_people_and_loaded(tmp_path: Path) -> None:
     plan = planned()
-    assert plan.runners_up
+    assert plan.runners_up and plan.schedule == "1f1b" and plan.stages[0].recompute == "none"
     plan.save(tmp_path / "plan.toml")
     assert pp.Plan.load(tmp_path / "plan.toml") == plan
     text = (tmp_path / "plan.toml").read_text()
@@ -39,6 +39,12 @@ def test_a_person_may_write_stages_and_replicas_only(tmp_path: Path) -> None:
         ("[[stages]]\nlayers = ['a', 'a']\nreplicas = 1", "layer 'a' is there twice"),
         ("reason = 3\n[[stages]]\nlayers = ['a']\nreplicas = 1", "reason: 3 is no text"),
         ("slowest_seconds = -1\n[[stages]]\nlayers = ['a']\nreplicas = 1", "slowest_seconds: -1 must be at least 0"),
+        ("schedule = 3\n[[stages]]\nlayers = ['a']\nreplicas = 1", "schedule: 3 is no text"),
+        ("microbatches = 0\n[[stages]]\nlayers = ['a']\nreplicas = 1", "microbatches: 0 must be a whole number"),
+        ("step_seconds = -1\n[[stages]]\nlayers = ['a']\nreplicas = 1", "step_seconds: -1 must be at least 0"),
+        ("[[stages]]\nlayers = ['a']\nreplicas = 1\nrecompute = 'auto'", r"stages\[0\]: recompute: 'auto'"),
+        ("[[stages]]\nlayers = ['a']\nreplicas = 1\ndevices = [-1]", r"stages\[0\]: devices: a list of whole"),
+        ("[[stages]]\nlayers = ['a']\nreplicas = 1\ndevices = [0, 1]", r"devices: there are 2 for 1 replicas"),
         ("hosts = 3\n[[stages]]\nlayers = ['a']\nreplicas = 1", "hosts is not known"),
     ],
 )

@@ -15,12 +15,17 @@ def layer(name: str, **more: Any) -> dict[str, Any]:
 
 
 def test_a_profile_is_saved_and_loaded(tmp_path: Path) -> None:
-    layers = (pp.LayerProfile("a", 0.1, 0.2, 3, 4), pp.LayerProfile("b", 1e-7, 0.5, 0, 0, backward_weight_s=0.125))
+    layers = (pp.LayerProfile("a", 0.1, 0.2, 3, 4), pp.LayerProfile("b", 1e-7, 0.5, 0, 0, 0.125, 0.01, 0.02, 99))
     for profile in (pp.Profile(layers), pp.Profile(layers, edges=(("a", "b"),))):
         profile.save(tmp_path / "profile.json")
         assert pp.Profile.load(tmp_path / "profile.json") == profile
     assert layers[1].backward_input_s == 0.375
     assert layers[0].backward_input_s is None
+
+
+def test_a_file_from_before_spreads_and_peaks_were_measured_is_read(tmp_path: Path) -> None:
+    (tmp_path / "old.json").write_text(json.dumps({"layers": [LAYER]}))
+    assert pp.Profile.load(tmp_path / "old.json").layers == (pp.LayerProfile("a", 1, 2, 3, 4),)
 
 
 def test_layers_are_ordered_by_who_reads_whom() -> None:
@@ -42,6 +47,8 @@ def test_layers_are_ordered_by_who_reads_whom() -> None:
             {"layers": [layer("a", parameter_bytes="1 MB")]},
             r"parameter_bytes \(layer 'a'\): '1 MB' is no finite number",
         ),
+        ({"layers": [layer("a", peak_bytes=-1)]}, r"layers\[0\].peak_bytes \(layer 'a'\): -1 must be at least 0"),
+        ({"layers": [layer("a", forward_spread_s="x")]}, r"forward_spread_s \(layer 'a'\): 'x' is no finite number"),
         ({"layers": [layer("a", speed=1)]}, r"layers\[0\]: speed is not known"),
         ({"layers": [layer("a", backward_weight_s=3)]}, "more than backward_s"),
         ({"layers": [layer("a"), layer("a")]}, r"layers\[1\].name: 'a' is taken"),

@@ -8,7 +8,8 @@ GOOD = '[[levels]]\nname = "device"\ncount = 4\nbandwidth = 1e10\n'
 
 
 def test_a_topology_is_saved_and_loaded(tmp_path: Path) -> None:
-    levels = [pp.Level("device", count=4, bandwidth=1.6e10), pp.Level('"host"', 2, 1e9, latency=1e-5)]
+    speeds = (1.0, 1.0, 0.5, 0.25)
+    levels = [pp.Level("device", count=4, bandwidth=1.6e10, speeds=speeds), pp.Level('"host"', 2, 1e9, latency=1e-5)]
     for topology in (pp.Topology(levels=levels), pp.Topology(levels=levels, memory=16e9)):
         topology.save(tmp_path / "topology.toml")
         assert pp.Topology.load(tmp_path / "topology.toml") == topology
@@ -31,6 +32,10 @@ def test_latency_may_be_left_out(tmp_path: Path) -> None:
         (GOOD.replace("1e10", "'fast'"), r"bandwidth \(level 'device'\): 'fast' is no finite number"),
         (GOOD + "latency = -1", r"latency \(level 'device'\): -1 must be at least 0"),
         (GOOD + GOOD.replace("bandwidth", "speed"), r"levels\[1\]: bandwidth is missing"),
+        (GOOD + "speeds = [1.0]", r"levels\[0\].speeds \(level 'device'\): a list of 4 numbers is needed, .* \[1.0\]"),
+        (GOOD + "speeds = 2", r"levels\[0\].speeds .*: a list of 4 numbers is needed, one for each device, not 2"),
+        (GOOD + "speeds = [1, 1, 0, 1]", r"levels\[0\].speeds\[2\] \(level 'device'\): 0 must be above 0"),
+        (GOOD + GOOD + "speeds = [1, 1, 1, 1]", r"levels\[1\].speeds .*: only the devices of the first level"),
         ("memory = 0\n" + GOOD, "memory: 0 must be above 0"),
         ("levels = }", "not TOML: .*line 1"),
     ],

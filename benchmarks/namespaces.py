@@ -1,0 +1,73 @@
+"""Two hosts in one machine: network namespaces joined by a link of limited bandwidth. Needs root, ip and tc."""
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+_TOOLS = ("ip", "tc", "nsenter")
+_BURST = "64kb"
+
+
+class Host(NamedTuple):
+    """A namespace, its end of the link, and its address there."""
+
+    namespace: str
+    device: str
+    address: str
+
+    def command(self, *arguments: str) -> list[str]:
+        """The command that runs this one in there. Not `ip netns exec`, which mounts another /sys."""
+        return ["nsenter", f"--net=/run/netns/{self.namespace}", *arguments]
+
+    def sent_bytes(self) -> int:
+        """By its end of the link, headers included."""
+        shown = _run(*self.command("ip", "-j", "-s", "link", "show", "dev", self.device))
+        statistics: dict[str, Any] = json.loads(shown)[0]["stats64"]["tx"]
+        return int(statistics["bytes"])
+
+    def limit(self, bytes_per_s: float | None) -> None:
+        """What it sends, from now on; None: nothing does."""
+        with contextlib.suppress(subprocess.CalledProcessError):  # there was no limit before
+            _run(*self.command("tc", "qdisc", "del", "dev", self.device, "root"))
+        if bytes_per_s is not None:
+            rate = ("rate", f"{bytes_per_s * 8:.0f}bit", "burst", _BURST, "latency", "200ms")
+            _run(*self.command("tc", "qdisc", "add", "dev", self.device, "root", "tbf", *rate))
+
+
+def why_not() -> str:
+    """Why there can be no namespaces here; empty where there can."""
+    if os.geteuid():
+        return "this needs root"
+    missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
+    return f"there is no {', '.join(missing)} (package iproute2)" if missing else ""
+
+
+@contextlib.contextmanager
+def two_hosts() -> Iterator[tuple[Host, Host]]:
+    """Both go, with their link, when the body ends.
+
+    Raises:
+        CalledProcessError: this system does not allow them.
+    """
+    hosts = [Host(f"lpbench{os.getpid()}-{place}", f"lp{place}", f"10.213.7.{place}") for place in (1, 2)]
+    try:
+        for host in hosts:
+            _run("ip", "netns", "add", host.namespace)
+        ends = [("name", host.device, "netns", host.namespace) for host in hosts]
+        _run("ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1])
+        for host in hosts:
+            _run(*host.command("ip", "address", "add", f"{host.address}/24", "dev", host.device))
+            for device in ("lo", host.device):
+                _run(*host.command("ip", "link", "set", device, "up"))
+        yield hosts[0], hosts[1]
+    finally:
+        for host in hosts:
+            subprocess.run(["ip", "netns", "del", host.namespace], capture_output=True, check=False)
+
+
+def _run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout

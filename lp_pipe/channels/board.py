@@ -1,0 +1,125 @@
+"""What the two ends of a channel on one host tell each other without a word on the wire: numbers in shared memory.
+
+    sender                                           receiver
+      slot's number, tag; one more sent    ─────►
+                                           ◄─────      one more taken: a credit
+      asleep? then the other end nudges it by a frame, and only then
+
+Each number is written by one end. A message counts once it is complete in memory, so a process may be killed at any
+moment: what it had not counted was not sent, and the end of its connection wakes whoever sleeps.
+"""
+
+import mmap
+import os
+import platform
+import threading
+import weakref
+
+from lp_pipe.channels.segments import announcement, opened
+
+# Others may see stores in another order than they were made in; Python has no means to forbid it.
+is_board_supported = hasattr(os, "memfd_create") and platform.machine() in ("x86_64", "AMD64")
+
+_SENT, _TAKEN, _SENDER_SLEEPS, _RECEIVER_SLEEPS, _ENTRIES = 0, 8, 16, 24, 32  # each in a cache line of its own
+_ENTRY = 2
+
+
+class Board:
+    """One end's view; each end's methods are called by one thread at a time. `sent` and `taken` count messages."""
+
+    def __init__(self, mapping: mmap.mmap, credits: int) -> None:
+        self._numbers = memoryview(mapping).cast("q")
+        self._credits = credits
+        self._fence = threading.Lock()
+        self.sent = 0  # by the sender; at the receiver: how many of them it has seen
+        self.sender_bell = Bell(self._numbers, self._fence, _TAKEN, _SENDER_SLEEPS)
+        self.receiver_bell = Bell(self._numbers, self._fence, _SENT, _RECEIVER_SLEEPS)
+
+    @staticmethod
+    def make(credits: int) -> "tuple[Board, bytes]":
+        """The receiver's; and what lets the sender open it as long as the board lives."""
+        descriptor = os.memfd_create("lp_pipe-board", os.MFD_CLOEXEC)
+        size = 8 * (_ENTRIES + _ENTRY * credits)
+        os.ftruncate(descriptor, size)
+        board = Board(mmap.mmap(descriptor, size), credits)
+        weakref.finalize(board, os.close, descriptor)
+        return board, announcement(descriptor, [credits])
+
+    @staticmethod
+    def open(announced: bytes) -> "Board":
+        """The sender's.
+
+        Raises:
+            OSError: the receiver is gone, or lives where this process cannot see it.
+        """
+        descriptor, (credits,) = opened(announced)
+        try:
+            return Board(mmap.mmap(descriptor, 0), credits)
+        finally:
+            os.close(descriptor)
+
+    @property
+    def taken(self) -> int:
+        return self._numbers[_TAKEN]
+
+    def publish(self, tag: int, token: int) -> bool:
+        """One more message, for which there is a credit; whether the receiver must be nudged."""
+        at = _ENTRIES + _ENTRY * (self.sent % self._credits)
+        self._numbers[at], self._numbers[at + 1] = tag, token
+        self.sent += 1
+        self._numbers[_SENT] = self.sent
+        return self.receiver_bell.must_ring()
+
+    def next(self) -> tuple[int, int] | None:
+        """Tag and token of the oldest message that was not seen yet; `advance` to the one behind it."""
+        if self.sent == self._numbers[_SENT]:
+            return None
+        at = _ENTRIES + _ENTRY * (self.sent % self._credits)
+        return self._numbers[at], self._numbers[at + 1]
+
+    def advance(self) -> None:
+        self.sent += 1
+
+    def take(self) -> bool:
+        """Give a credit back; whether the sender must be nudged."""
+        self._numbers[_TAKEN] += 1
+        return self.sender_bell.must_ring()
+
+
+class Bell:
+    """How the end that waits for a number to grow falls asleep without missing it."""
+
+    def __init__(self, numbers: memoryview, fence: threading.Lock, count: int, asleep: int) -> None:
+        self._numbers = numbers
+        self._fence = fence
+        self._count = count
+        self._asleep = asleep
+
+    def count(self) -> int:
+        """What it waits for to change."""
+        return self._numbers[self._count]
+
+    def arm(self, seen: int) -> bool:
+        """Before it sleeps; False when the number is not `seen` any more."""
+        self._numbers[self._asleep] = 1
+        self._order()
+        if self._numbers[self._count] == seen:
+            return True
+        self._numbers[self._asleep] = 0
+        return False
+
+    def disarm(self) -> None:
+        self._numbers[self._asleep] = 0
+
+    def must_ring(self) -> bool:
+        """The other end has changed the number: whether this one sleeps."""
+        self._order()
+        if not self._numbers[self._asleep]:
+            return False
+        self._numbers[self._asleep] = 0
+        return True
+
+    def _order(self) -> None:
+        """Taking a lock is what keeps the processor from loading one number before it has stored the other."""
+        with self._fence:
+            pass

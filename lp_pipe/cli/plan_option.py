@@ -1,0 +1,41 @@
+"""`--plan FILE` of the commands that build a target's program: its pipeline gets the plan's stages and replicas."""
+
+import argparse
+from collections.abc import Sequence
+
+from lp_pipe.cli.errors import NotLaunched, UsageError
+from lp_pipe.cli.targets import load_program
+from lp_pipe.errors import PartitionError
+from lp_pipe.program import Program
+
+
+def add_plan_options(parser: argparse.ArgumentParser) -> None:
+    """Describe them."""
+    parser.add_argument("--plan", metavar="FILE", help="a plan.toml, for the program's pipeline in place of its stages")
+    parser.add_argument("--plan-group", metavar="LABEL", help="which pipeline the plan is for, if there are several")
+
+
+def load_planned(arguments: argparse.Namespace, program_flags: Sequence[str]) -> Program:
+    """The target's program, built with the plan where one is given.
+
+    Raises:
+        UsageError: there is no such target or plan, or the plan is not for this program.
+        NotLaunched: the target's own code raised.
+    """
+    if arguments.plan is None:
+        if arguments.plan_group is not None:
+            raise UsageError(f"--plan-group={arguments.plan_group}: there is no --plan=FILE to go with it")
+        return load_program(arguments.target, program_flags)
+    from lp_pipe.pipeline.partitioning.plan import Plan  # numpy is slow to load
+    from lp_pipe.pipeline.plan_in_place import plan_in_place
+
+    try:
+        with plan_in_place(Plan.load(arguments.plan), arguments.plan, arguments.plan_group) as place:
+            try:
+                program = load_program(arguments.target, program_flags)
+            except NotLaunched as error:
+                raise place.refusal or error from error
+            place.check(program)
+            return program
+    except PartitionError as error:
+        raise UsageError(str(error)) from error

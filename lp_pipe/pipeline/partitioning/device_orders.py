@@ -1,0 +1,142 @@
+"""Which devices of different speeds the stages of a pipeline may take: in the order given, or in any.
+
+The replicas of a stage share its micro-batches equally, so the slowest of them sets its pace: a stage asks for so many
+devices of at least some speed. A place says what is taken so far; places are numbered so that later ones have more.
+
+    in the order given   how many devices lie behind: a stage takes the next ones, but for those that are too slow
+    in any order         how many devices of each speed were asked for; of the k fastest speeds together there are no
+                         more than that many devices, which is when everybody can be served (Hall, 1935)
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+_MOST_PLACES = 20_000  # some 50 devices of three speeds, nine of nine
+
+
+class Taking(NamedTuple):
+    """A stage takes so many devices of at least this speed, and then the pipeline is at the place `then`."""
+
+    replicas: int
+    speed: float
+    then: int
+
+
+Takings = list[list[Taking]]  # by place, from the empty one
+
+
+def in_given_order(speeds: Sequence[float], max_replicas: int) -> Takings:
+    """Place p: the first p devices lie behind."""
+    return [
+        [
+            Taking(replicas, speed, then)
+            for replicas in range(1, min(max_replicas, len(speeds) - place) + 1)
+            for speed, then in _windows(speeds, place, replicas)
+        ]
+        for place in range(len(speeds) + 1)
+    ]
+
+
+def in_any_order(speeds: Sequence[float], max_replicas: int) -> Takings:
+    """A place for each way to ask for devices that there are enough of."""
+    kinds, enough = sorted(set(speeds), reverse=True), _enough(speeds)
+    asked = sorted(_asked(enough), key=sum)
+    places = {counts: place for place, counts in enumerate(asked)}
+    takings: Takings = []
+    for counts in asked:
+        more = [
+            (replicas, kind, tuple(count + replicas * (k == index) for k, count in enumerate(counts)))
+            for index, kind in enumerate(kinds)
+            for replicas in range(1, min(max_replicas, enough[index] - sum(counts[: index + 1])) + 1)
+        ]
+        takings.append([Taking(replicas, kind, places[then]) for replicas, kind, then in more if then in places])
+    return takings
+
+
+def kinds_searched(speeds: Sequence[float]) -> int:
+    """Of how many different speeds all orders can be searched: of all there are, but for many devices."""
+    for kinds in range(len(set(speeds)), 1, -1):
+        if _count(_enough(rounded(speeds, kinds)[0])) <= _MOST_PLACES:
+            return kinds
+    return 1
+
+
+def served_in_given_order(speeds: Sequence[float], taken: Sequence[Taking]) -> list[tuple[int, ...]]:
+    """The devices of each stage: of those that it passes the fastest ones."""
+    served = []
+    place = 0
+    for taking in taken:
+        fastest = sorted(range(place, taking.then), key=lambda device: -speeds[device])[: taking.replicas]
+        served.append(tuple(sorted(fastest)))
+        place = taking.then
+    return served
+
+
+def served_in_any_order(speeds: Sequence[float], taken: Sequence[Taking]) -> list[tuple[int, ...]]:
+    """The devices of each stage: those that ask for the fastest choose first, and take the slowest that will do."""
+    free = sorted(range(len(speeds)), key=lambda device: speeds[device])
+    served: list[tuple[int, ...]] = [()] * len(taken)
+    for stage, taking in sorted(enumerate(taken), key=lambda item: -item[1].speed):
+        chosen = [device for device in free if speeds[device] >= taking.speed][: taking.replicas]
+        free = [device for device in free if device not in chosen]
+        served[stage] = tuple(sorted(chosen))
+    return served
+
+
+def rounded(speeds: Sequence[float], kinds: int) -> tuple[list[float], list[float]]:
+    """The speeds rounded down and up to so many kinds, with the smallest largest ratio of the two."""
+    values = sorted(set(speeds))
+    if len(values) <= kinds:
+        return list(speeds), list(speeds)
+    # by number of groups, then of the slowest values in them: the largest ratio, and where the last group starts
+    best: list[dict[int, tuple[float, int]]] = [{0: (1.0, 0)}]
+    for count in range(1, kinds + 1):
+        best.append(
+            {
+                end: min(
+                    (max(ratio, values[end - 1] / values[start]), start)
+                    for start, (ratio, _) in best[-1].items()
+                    if start < end
+                )
+                for end in range(count, len(values) + 1)
+            }
+        )
+    groups: dict[float, tuple[float, float]] = {}
+    end = len(values)
+    for count in range(kinds, 0, -1):
+        start = best[count][end][1]
+        groups.update({value: (values[start], values[end - 1]) for value in values[start:end]})
+        end = start
+    return [groups[speed][0] for speed in speeds], [groups[speed][1] for speed in speeds]
+
+
+def _enough(speeds: Sequence[float]) -> list[int]:
+    """By number of the fastest speeds how many devices have one of them."""
+    return list(accumulate(list(speeds).count(kind) for kind in sorted(set(speeds), reverse=True)))
+
+
+def _asked(enough: Sequence[int]) -> list[tuple[int, ...]]:
+    """All counts by kind, of which the first k together are never more than there are."""
+    found: list[tuple[int, ...]] = [()]
+    for most in enough:
+        found = [(*counts, more) for counts in found for more in range(most - sum(counts) + 1)]
+    return found
+
+
+def _count(enough: Sequence[int]) -> int:
+    """How many `_asked` would find."""
+    ways = [1]  # by how many devices are taken
+    for most in enough:
+        ways = [sum(ways[: taken + 1]) for taken in range(most + 1)]
+    return sum(ways)
+
+
+def _windows(speeds: Sequence[float], place: int, replicas: int) -> list[tuple[float, int]]:
+    """Speeds that so many of the next devices have, each with the first place behind them."""
+    found: list[tuple[float, int]] = []
+    for end in range(place + replicas, len(speeds) + 1):
+        speed = sorted(speeds[place:end], reverse=True)[replicas - 1]
+        if not found or speed > found[-1][0]:
+            found.append((speed, end))
+    return found

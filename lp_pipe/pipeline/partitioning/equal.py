@@ -1,0 +1,62 @@
+"""Search on devices that are all alike, on nested levels."""
+
+import numpy as np
+
+from lp_pipe.pipeline.partitioning.bounds import affordable, evenly, flat, lower_bound
+from lp_pipe.pipeline.partitioning.cost import CostModel, Memory
+from lp_pipe.pipeline.partitioning.pricing import Priced, priced, recomputed
+from lp_pipe.pipeline.partitioning.profile import Profile
+from lp_pipe.pipeline.partitioning.search import Search
+from lp_pipe.pipeline.partitioning.states import States
+from lp_pipe.pipeline.partitioning.topology import Level
+
+_WINDOWED = 200  # states from which on it pays to know a plan before the search
+_ROUNDING = 1 + 1e-9
+
+
+class EqualDevices:
+    """All devices of the levels."""
+
+    def __init__(self, levels: tuple[Level, ...], model: CostModel, recompute: str) -> None:
+        self._levels = levels
+        self._model = model
+        self._recompute = recompute
+
+    @property
+    def inexact(self) -> str:
+        """Why not all that the devices allow is searched; empty where it is."""
+        return ""
+
+    def affordable(self, states: int, most: int, max_replicas: int, memory: Memory | None) -> int | None:
+        """How many states, of `most` that are each within the next, can be searched in seconds; None: all `states`."""
+        return affordable(states, most, self._levels, memory)
+
+    def searched(self, states: States, max_replicas: int, memory: Memory | None) -> list[Priced] | None:
+        """The best stages between these states; None: none fit the memory."""
+        levels = self._levels
+        upper = self._upper(states, levels, max_replicas) if memory is None and len(levels) == 1 else np.inf
+        search = Search(states, levels, self._model, max_replicas, memory, upper)
+        if not np.isfinite(search.seconds()[-1]):
+            return None
+        parts = search.parts(levels[-1].count)
+        return priced(parts, states, levels, self._model, recomputed(parts, states, memory, self._recompute))
+
+    def lower_bound(self, states: States, profile: Profile, max_replicas: int) -> float:
+        """Seconds that no plan beats, where not all cuts could be searched."""
+        bound = lower_bound(states, self._levels, self._model, max_replicas, profile)
+        if states.is_complete:
+            one_level = (flat(self._levels),)
+            upper = self._upper(states, one_level, max_replicas)
+            search = Search(states, one_level, self._model, max_replicas, upper=upper)
+            bound = max(bound, search.seconds()[-1])
+        return bound
+
+    def _upper(self, states: States, levels: tuple[Level, ...], max_replicas: int) -> float:
+        """Seconds of a plan that is found fast: without replicas, and with few places to cut."""
+        if states.count <= _WINDOWED:
+            return np.inf
+        straight = Search(states, levels, self._model, 1).seconds()[-1] * _ROUNDING
+        if max_replicas == 1:
+            return straight
+        few = states.only(evenly(states.count, _WINDOWED))
+        return min(straight, Search(few, levels, self._model, max_replicas, upper=straight).seconds()[-1] * _ROUNDING)

@@ -1,0 +1,247 @@
+"""Search on devices of different speeds, of one level: the exact dynamic program over cuts x replicas x devices.
+
+From the last layer backwards, by state s of the model and place p of the devices (device_orders):
+
+    best[p, s] = min over t, and the devices that a stage may take at p, of max(stage s..t on them, best[then, t])
+
+where a stage on r devices of at least speed v takes (C/v + 4(r-1)W/(rB)) / r, and has its two sides of the boundaries.
+Where memory is limited there is one such table for each number of stages.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from lp_pipe.pipeline.partitioning.cost import CostModel, Memory
+from lp_pipe.pipeline.partitioning.device_orders import (
+    Taking,
+    Takings,
+    in_any_order,
+    in_given_order,
+    kinds_searched,
+    rounded,
+    served_in_any_order,
+    served_in_given_order,
+)
+from lp_pipe.pipeline.partitioning.pricing import Priced, recomputed, slowest
+from lp_pipe.pipeline.partitioning.profile import Profile
+from lp_pipe.pipeline.partitioning.search import Part, device_seconds
+from lp_pipe.pipeline.partitioning.states import Floats, States
+from lp_pipe.pipeline.partitioning.topology import Level
+
+ORDERS = ("any", "given")
+_MOST_WORK = 4e8  # numbers compared, a second or two
+_OVERHEAD = 3000  # numbers that could be compared in the time of calling numpy once
+
+
+class UnequalDevices:
+    """The devices of a level, with their speeds. order: "given" or "any" of them along the pipeline."""
+
+    def __init__(self, level: Level, model: CostModel, recompute: str, order: str) -> None:
+        assert level.speeds is not None, "for equal devices there is another search"
+        self._level = level
+        self._speeds = level.speeds
+        self._model = model
+        self._recompute = recompute
+        self._is_given = order == "given"
+        self._kinds = kinds_searched(level.speeds)
+
+    @property
+    def inexact(self) -> str:
+        """Why not all that the devices allow is searched; empty where it is."""
+        kinds = len(set(self._speeds))
+        if self._is_given or kinds <= self._kinds:
+            return ""
+        return (
+            f"{len(self._speeds)} devices of {kinds} different speeds are too many to search all their orders, so that "
+            f"their speeds count as {self._kinds}"
+        )
+
+    def affordable(self, states: int, most: int, max_replicas: int, memory: Memory | None) -> int | None:
+        """How many states, of `most` that are each within the next, can be searched in seconds; None: all `states`."""
+        takings = self._takings(self._speeds_below, max_replicas)
+        if _work(takings, states, memory) <= _MOST_WORK:
+            return None
+        count = most
+        while count > 2 and _work(takings, count, memory) > _MOST_WORK:
+            count = max(2, int(count * 0.9))
+        return count
+
+    def searched(self, states: States, max_replicas: int, memory: Memory | None) -> list[Priced] | None:
+        """The best stages between these states; None: none fit the memory."""
+        found = [self._found(way, states, max_replicas, memory) for way in self._ways()]
+        return min((stages for stages in found if stages is not None), key=slowest, default=None)
+
+    def _ways(self) -> "list[_Way]":
+        """How to search: one way is enough where that is exact."""
+        places = range(len(self._speeds))
+        if self._is_given:
+            return [_Way(self._speeds, places, is_given=True)]
+        ways = [_Way(self._speeds_below, places, is_given=False)]
+        if self.inexact:
+            slowest_first = sorted(places, key=lambda place: self._speeds[place])
+            for order in (slowest_first, slowest_first[::-1]):
+                ways.append(_Way([self._speeds[place] for place in order], order, is_given=True))
+        return ways
+
+    def _found(self, way: "_Way", states: States, max_replicas: int, memory: Memory | None) -> list[Priced] | None:
+        takings = (in_given_order if way.is_given else in_any_order)(way.speeds, max_replicas)
+        steps = _Tables(states, takings, self._level, self._model, memory).best()
+        if steps is None:
+            return None
+        serve = served_in_given_order if way.is_given else served_in_any_order
+        served = serve(way.speeds, [step.taking for step in steps])
+        devices = [tuple(sorted(way.devices[place] for place in places)) for places in served]
+        return self._priced(steps, devices, states, memory)
+
+    def lower_bound(self, states: States, profile: Profile, max_replicas: int) -> float:
+        """Seconds that no plan beats, where not all could be searched."""
+        fastest = max(self._speeds)
+        bound = float(states.compute[-1]) / sum(self._speeds)
+        replicas: Floats = np.arange(1, max_replicas + 1, dtype=np.float64)
+        for layer in profile.layers:
+            compute = (layer.forward_s + layer.backward_s) / fastest
+            bound = max(bound, float(self._model.stage(compute, layer.parameter_bytes, replicas, self._level).min()))
+        if not states.is_complete or self.affordable(states.count, states.count, max_replicas, None) is not None:
+            return bound
+        takings = self._takings(rounded(self._speeds, self._kinds)[1] if self.inexact else self._speeds, max_replicas)
+        return max(bound, _Tables(states, takings, self._level, self._model, None).seconds)
+
+    @property
+    def _speeds_below(self) -> Sequence[float]:
+        return rounded(self._speeds, self._kinds)[0] if self.inexact else self._speeds
+
+    def _takings(self, speeds: Sequence[float], max_replicas: int) -> Takings:
+        return (in_given_order if self._is_given else in_any_order)(speeds, max_replicas)
+
+    def _priced(
+        self, steps: Sequence["_Step"], served: Sequence[tuple[int, ...]], states: States, memory: Memory | None
+    ) -> list[Priced]:
+        parts = [Part(step.start, step.end, 1, []) for step in steps]
+        again = recomputed(parts, states, memory, self._recompute)
+        return [
+            self._stage(step, devices, states, (step.start, step.end) in again)
+            for step, devices in zip(steps, served, strict=True)
+        ]
+
+    def _stage(self, step: "_Step", devices: tuple[int, ...], states: States, is_recomputed: bool) -> Priced:
+        replicas, level, model = len(devices), self._level, self._model
+        speed = min(self._speeds[device] for device in devices)
+        forward, compute = (s / speed for s in states.seconds(step.start, step.end, is_recomputed))
+        parameters = float(states.parameters[step.end] - states.parameters[step.start])
+        sides = [float(model.boundary(states.crossing[state], replicas, level)) for state in (step.start, step.end)]
+        return Priced(
+            step.start,
+            step.end,
+            replicas,
+            float(model.stage(compute, parameters, replicas, level)),
+            max(sides),
+            forward,
+            compute - forward,
+            float(model.boundary(states.crossing[step.start], 2, level)),
+            float(model.exchange(parameters, replicas, level)),
+            is_recomputed,
+            devices,
+        )
+
+
+class _Way(NamedTuple):
+    """speeds: as they count; devices: whose they are. is_given: they are taken in this order."""
+
+    speeds: Sequence[float]
+    devices: Sequence[int]
+    is_given: bool
+
+
+class _Step(NamedTuple):
+    """A stage between two states, with the devices that it takes."""
+
+    start: int
+    end: int
+    taking: Taking
+
+
+class _Tables:
+    """One search. _best[number of stages, place, state]: seconds; of any number at 1 where memory is no matter."""
+
+    def __init__(self, states: States, takings: Takings, level: Level, model: CostModel, memory: Memory | None) -> None:
+        self._states = states
+        self._takings = takings
+        self._level = level
+        self._model = model
+        self._memory = memory
+        self._kinds = {kind: i for i, kind in enumerate(sorted({taking[:2] for some in takings for taking in some}))}
+        self._most = 1 if memory is None else min(level.count, states.count - 1)
+        self._best = np.full((self._most + 1, len(takings), states.count), np.inf)
+        self._best[0, :, -1] = 0
+        if memory is None:
+            self._best[1] = self._best[0]
+        self._solve()
+
+    @property
+    def seconds(self) -> float:
+        """The slowest stage or boundary of the best plan; inf where none fits."""
+        return float(self._best[1:, 0, 0].min())
+
+    def best(self) -> list[_Step] | None:
+        """The stages of the best plan."""
+        if not np.isfinite(self.seconds):
+            return None
+        stages, place, state = 1 + int(self._best[1:, 0, 0].argmin()), 0, 0
+        enough = self.seconds
+        steps = []
+        while state != self._states.count - 1:
+            step = self._choice(stages, place, state, enough)
+            steps.append(step)
+            stages, place, state = self._after(stages), step.taking.then, step.end
+        return steps
+
+    def _after(self, stages: int) -> int:
+        return stages if self._memory is None else stages - 1
+
+    def _solve(self) -> None:
+        for stages in range(1, self._most + 1):
+            costs = self._costs(stages)
+            behind = self._best[self._after(stages)]
+            for place in reversed(range(len(self._takings))):
+                taken = self._takings[place]
+                for some in range(0, len(taken), self._at_once):
+                    part = taken[some : some + self._at_once]
+                    kinds = [self._kinds[taking[:2]] for taking in part]
+                    rest = behind[[taking.then for taking in part]]
+                    found = np.maximum(costs[kinds], rest[:, None, :]).min(axis=(0, 2))
+                    np.minimum(self._best[stages, place], found, out=self._best[stages, place])
+
+    @property
+    def _at_once(self) -> int:
+        """So many options that their numbers stay in the cache, more or less."""
+        return max(1, 1_000_000 // self._states.count**2)
+
+    def _costs(self, stages: int) -> Floats:
+        """By kind of option, start and end: a stage and its two sides, where so many stages are left with it."""
+        states, level, model = self._states, self._level, self._model
+        seconds = device_seconds(states, self._memory, stages - 1)
+        parameters = np.maximum(states.parameters[None, :] - states.parameters[:, None], 0)
+        crossing = np.maximum(states.crossing[:, None], states.crossing[None, :])
+        costs = np.empty((len(self._kinds), states.count, states.count))
+        for (replicas, speed), kind in self._kinds.items():
+            stage = model.stage(seconds / speed, parameters, replicas, level)
+            costs[kind] = np.maximum(stage, model.boundary(crossing, replicas, level))
+        return costs
+
+    def _choice(self, stages: int, place: int, state: int, enough: float) -> _Step:
+        costs = self._costs(stages)[:, state]
+        for taking in sorted(self._takings[place]):  # as few devices as do, and slow ones
+            behind = self._best[self._after(stages), taking.then]
+            ends = np.flatnonzero(np.maximum(costs[self._kinds[taking[:2]]], behind) <= enough)
+            if len(ends):
+                return _Step(state, int(ends[-1]), taking)
+        raise AssertionError("the table holds a number that none of its choices makes")
+
+
+def _work(takings: Takings, states: int, memory: Memory | None) -> float:
+    """About how many numbers a search compares."""
+    options = sum(len(some) for some in takings)
+    tables = 1 if memory is None else min(states, max((taking.replicas for taking in takings[0]), default=1))
+    return tables * (options * states**2 + _OVERHEAD * len(takings))
