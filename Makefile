@@ -59,7 +59,7 @@ test-all: setup  ## run all tests
 MULTIHOST_PACKAGES := openssh-server openssh-client iproute2 slurmctld slurmd slurm-client munge podman runc catatonit
 MULTIHOST_PROGRAMS := sshd ssh ip slurmctld slurmd srun munged podman
 
-test-multihost: setup  ## programs on several hosts: pretend ones with their own sshd (root), Slurm, Ray, podman, the contract with agents
+test-multihost: setup  ## programs on several hosts: pretend ones with their own sshd (root), Slurm, Ray, pods, the contract with agents
 	@for program in $(MULTIHOST_PROGRAMS); do command -v $$program >/dev/null || missing=1; done; test -z "$$missing" \
 	  || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qqy --no-install-recommends $(MULTIHOST_PACKAGES); } \
 	  || echo 'test-multihost: could not install $(MULTIHOST_PACKAGES)' >&2

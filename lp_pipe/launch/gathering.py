@@ -20,7 +20,6 @@ from lp_pipe.launch.network import addresses_for
 _log = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 0.2
-_LAST_NEWS_S = 0.5
 
 OnLost = Callable[["RemoteAgent", str], None]
 
@@ -230,7 +229,7 @@ class Gathering:
 
     def _explained(self, name: str, reason: str) -> str:
         watched = next((one for one in self._watched if name in one.hosts), None)
-        deadline = time.monotonic() + _LAST_NEWS_S
+        deadline = time.monotonic() + (watched.LAST_NEWS_S if watched is not None else 0.0)
         while watched is not None and (how := watched.how_it_ended()) is None and time.monotonic() < deadline:
             time.sleep(_LOOK_EVERY_S / 10)
         ended = f" (its agent ended: {how})" if watched is not None and how else ""

@@ -59,6 +59,9 @@ class Watched(ABC):
     hosts: the names of those whose agents end when this does.
     """
 
+    # How long after an agent's last word `how_it_ended` may come to know of it: the error waits for so long.
+    LAST_NEWS_S: ClassVar[float] = 0.5
+
     def __init__(self, hosts: Sequence[str]) -> None:
         self.hosts = tuple(hosts)
 

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from lp_pipe.errors import LaunchError
 from lp_pipe.launch.engines import kubernetes_states as states
@@ -28,6 +28,8 @@ _GONE_PATIENCE_S = 15.0
 
 class PodHost(Watched):
     """One pod, from before there is one."""
+
+    LAST_NEWS_S: ClassVar[float] = 4.0  # a kubelet looks at its pods every second, and then tells the API server
 
     def __init__(self, host: str, log_file: Path, pods: "Pods") -> None:
         super().__init__([host])

@@ -98,7 +98,7 @@ class Podman:
     def _write_image(self, path: Path) -> None:
         python = f'#!/bin/sh\nPYTHONPATH={_REPOSITORY} exec {sys.executable} "$@"\n'.encode()
         with tarfile.open(path, "w") as tar:
-            for name in ("usr", "etc", "tmp", "proc", "sys", "dev", "run", "root", "opt", "opt/python"):
+            for name in ("usr", "etc", "tmp", "proc", "sys", "dev", "run", "opt", "opt/python"):
                 folder = tarfile.TarInfo(name)
                 folder.type, folder.mode = tarfile.DIRTYPE, 0o1777 if name == "tmp" else 0o755
                 tar.addfile(folder)
@@ -108,7 +108,7 @@ class Podman:
                 tar.addfile(link)
             for name, data, mode in (
                 ("opt/python/python", python, 0o755),
-                ("etc/passwd", b"root:x:0:0:root:/root:/bin/sh\n", 0o644),
+                ("etc/passwd", b"root:x:0:0::/:/bin/sh\n", 0o644),
             ):
                 file = tarfile.TarInfo(name)
                 file.size, file.mode = len(data), mode
