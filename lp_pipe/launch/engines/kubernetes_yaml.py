@@ -13,7 +13,7 @@ def as_yaml(objects: Sequence[Object]) -> str:
     return str(yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False, width=120))
 
 
-class _Dumper(yaml.SafeDumper):
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # see pyproject.toml
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
