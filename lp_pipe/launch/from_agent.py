@@ -1,8 +1,9 @@
 """What the agents of a run may ask of its launcher."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 
+from lp_pipe.errors import Unavailable
 from lp_pipe.launch.agent_link import AgentLink
 from lp_pipe.launch.coordinator import Coordinator
 from lp_pipe.launch.gathering import RemoteAgent
@@ -12,7 +13,7 @@ from lp_pipe.launch.shipped_logs import ReceivedLogs
 
 _PORT_PATIENCE_S = 10.0
 _PASSED_ON = (
-    *("node_started", "node_ended", "node_down", "register", "withdraw", "find", "resolve"),
+    *("node_started", "node_ended", "node_down", "register", "withdraw", "resolve"),
     *("inner_nodes_ended", "stop_inner_nodes", "request_stop", "log_metrics"),
 )
 
@@ -47,6 +48,14 @@ class FromAgent:
         self._link = link
         self.reserve_port = ports.ask
 
+    def find_all(self, addresses: Sequence[str]) -> list[str | Exception]:
+        """What `find` of the coordinator says of each; it never has to wait."""
+        outcomes: list[str | Exception] = []
+        for answer in map(self._coordinator.find, addresses):
+            error = answer.exception()
+            outcomes.append(answer.result() if error is None else _plain(error))
+        return outcomes
+
     def calls(self, taken: Mapping[str, int]) -> None:
         """How many calls the servers of its nodes have taken, by node_id."""
         for node_id, calls in taken.items():
@@ -54,3 +63,8 @@ class FromAgent:
 
     def log(self, node_id: str, is_stderr: bool, text: bytes) -> None:
         self._logs.put(self._link, node_id, is_stderr, text)
+
+
+def _plain(error: BaseException) -> Exception:
+    """Of a kind that every agent knows."""
+    return (Unavailable if isinstance(error, Unavailable) else RuntimeError)(str(error))
