@@ -1,9 +1,8 @@
 """What the agents of a run may ask of its launcher."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
 
-from lp_pipe.errors import Unavailable
 from lp_pipe.launch.agent_link import AgentLink
 from lp_pipe.launch.coordinator import Coordinator
 from lp_pipe.launch.gathering import RemoteAgent
@@ -13,7 +12,7 @@ from lp_pipe.launch.shipped_logs import ReceivedLogs
 
 _PORT_PATIENCE_S = 10.0
 _PASSED_ON = (
-    *("node_started", "node_ended", "node_down", "register", "withdraw", "resolve"),
+    *("node_started", "node_ended", "node_down", "register", "withdraw", "find_all", "resolve"),
     *("inner_nodes_ended", "stop_inner_nodes", "request_stop", "log_metrics"),
 )
 
@@ -43,28 +42,10 @@ class FromAgent:
     def __init__(self, coordinator: Coordinator, logs: ReceivedLogs, link: AgentLink, ports: PortsElsewhere) -> None:
         for name in _PASSED_ON:
             setattr(self, name, getattr(coordinator, name))
-        self._coordinator = coordinator
         self._logs = logs
         self._link = link
         self.reserve_port = ports.ask
-
-    def find_all(self, addresses: Sequence[str]) -> list[str | Exception]:
-        """What `find` of the coordinator says of each; it never has to wait."""
-        outcomes: list[str | Exception] = []
-        for answer in map(self._coordinator.find, addresses):
-            error = answer.exception()
-            outcomes.append(answer.result() if error is None else _plain(error))
-        return outcomes
-
-    def calls(self, taken: Mapping[str, int]) -> None:
-        """How many calls the servers of its nodes have taken, by node_id."""
-        for node_id, calls in taken.items():
-            self._coordinator.node_calls(node_id, calls)
+        self.calls = coordinator.calls_of_nodes
 
     def log(self, node_id: str, is_stderr: bool, text: bytes) -> None:
         self._logs.put(self._link, node_id, is_stderr, text)
-
-
-def _plain(error: BaseException) -> Exception:
-    """Of a kind that every agent knows."""
-    return (Unavailable if isinstance(error, Unavailable) else RuntimeError)(str(error))
