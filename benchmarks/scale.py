@@ -1,6 +1,6 @@
 """What a launcher needs for many hosts: real coordinator, real connections, fake agents (benchmarks/fake_agents.py).
 
-    python -m benchmarks.scale [--nodes 1000,3000,10000] [--per-host 20] [--json FILE]
+    python -m benchmarks.scale [--nodes 1000,3000,10000] [--per-host 20] [--quick] [--json FILE]
 
 Each size runs in a fresh launcher. Memory is the launcher's highest; before is what it takes with the imports done and
 the program not yet made. CPU is the launcher's own, in seconds; wall times share this machine with the agents.
@@ -177,6 +177,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", default="1000,3000,10000", help="how many, one run for each (default: %(default)s)")
     parser.add_argument("--per-host", type=int, default=20, help="nodes of each host (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="200 nodes only")
     parser.add_argument("--json", type=pathlib.Path, help="where the figures go (default: stdout)")
     parser.add_argument("--one", nargs=3, metavar=("NODES", "HOSTS", "FOLDER"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -184,7 +185,8 @@ def main() -> None:
         nodes, hosts, folder = arguments.one
         write_json(measure(int(nodes), int(hosts), folder), None)
         return
-    rows = [in_fresh_launcher(int(nodes), arguments.per_host) for nodes in arguments.nodes.split(",")]
+    sizes = "200" if arguments.quick else arguments.nodes
+    rows = [in_fresh_launcher(int(nodes), arguments.per_host) for nodes in sizes.split(",")]
     show(rows)
     write_json({"benchmark": "scale", "machine": machine(), "rows": rows}, arguments.json)
 
