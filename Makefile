@@ -54,12 +54,16 @@ test-slow: setup  ## run the slow tests only
 test-all: setup  ## run all tests
 	$(BIN)/python -m pytest -n 2 $(ARGS)
 
-# The pretend hosts need root and these packages; a machine that has them is left as it is.
-MULTIHOST_PACKAGES := openssh-server openssh-client iproute2
+# The pretend hosts need root and these packages; a machine that has them is left as it is. What cannot be had is said,
+# and its tests are skipped.
+MULTIHOST_PACKAGES := openssh-server openssh-client iproute2 slurmctld slurmd slurm-client munge
+MULTIHOST_PROGRAMS := sshd ssh ip slurmctld slurmd srun munged
 
-test-multihost: setup  ## programs on several hosts: pretend ones with their own sshd (root), and the contract with agents
-	@command -v sshd >/dev/null && command -v ssh >/dev/null && command -v ip >/dev/null \
-	  || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qqy --no-install-recommends $(MULTIHOST_PACKAGES); }
+test-multihost: setup  ## programs on several hosts: pretend ones with their own sshd (root), Slurm, Ray, the contract with agents
+	@for program in $(MULTIHOST_PROGRAMS); do command -v $$program >/dev/null || missing=1; done; test -z "$$missing" \
+	  || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qqy --no-install-recommends $(MULTIHOST_PACKAGES); } \
+	  || echo 'test-multihost: could not install $(MULTIHOST_PACKAGES)' >&2
+	@$(call install,ray) || echo 'test-multihost: could not install ray' >&2
 	$(BIN)/python -m pytest tests/launch/engines tests/launch/test_multi_host.py $(ARGS)
 	LP_PIPE_TEST_MODES=multi_host $(BIN)/python -m pytest -n 2 tests/contract $(ARGS)
 

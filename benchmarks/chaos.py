@@ -1,12 +1,12 @@
 """Killed anywhere, resumed exactly: the char GPT pipeline under kill -9 and SIGSTOP at random moments.
 
-    python -m benchmarks.chaos [--rounds 5] [--seed 0] [--json FILE]
+    python -m benchmarks.chaos [--rounds 5] [--seed 0] [--modes process,multi_host] [--json FILE]
 
 A round starts the demo's program (feeder, three stages, evaluator, trainer; a small model) with `lp_pipe launch`, and
 strikes one to three times: at a random moment a random process of the run, the launcher and its template included, is
 killed, or stopped for some seconds. When the run has ended with a failure, `lp_pipe launch --resume` goes on from its
-newest checkpoint, and may be struck, too. The parameters' sha256 at the end must be the undisturbed run's in every
-round, and no process may be left; else the exit status is 1.
+newest checkpoint, perhaps in another mode, and may be struck, too. The parameters' sha256 at the end must be the
+undisturbed run's in every round, and no process may be left; else the exit status is 1.
 
 "lost" is the time that a round took longer than the undisturbed run, per strike that ended a run: mostly the start of
 all processes (a second or more to import torch), and the steps since the last checkpoint.
@@ -59,10 +59,22 @@ class Run:
         self._mark = f"{os.getpid()}-{time.monotonic_ns()}"
         self._output = folder.with_suffix(".log")
 
-    def start(self) -> "subprocess.Popen[bytes]":
+    def start(self, mode: str) -> "subprocess.Popen[bytes]":
         has_begun = (self._folder / "run.json").exists()
         where = f"--resume={self._folder}" if has_begun else f"--run-dir={self._folder}"
-        command = [sys.executable, "-m", "lp_pipe", "launch", str(_TARGET), "--mode=process", where, "--", *_FLAGS]
+        hosts = ["--hosts=2"] if mode == "multi_host" else []  # agents on this host, each with nodes of its own
+        command = [
+            sys.executable,
+            "-m",
+            "lp_pipe",
+            "launch",
+            str(_TARGET),
+            f"--mode={mode}",
+            *hosts,
+            where,
+            "--",
+            *_FLAGS,
+        ]
         environment = {**os.environ, _MARK: self._mark}
         with self._output.open("ab") as output:
             return subprocess.Popen(command, stdout=output, stderr=output, env=environment)
@@ -105,13 +117,13 @@ def strike(process: "subprocess.Popen[bytes]", rng: random.Random, after_s: floa
     return Strike(kind.name, name, after_s, ended_run=False)
 
 
-def disturbed(folder: pathlib.Path, rng: random.Random, usual_s: float) -> Round:
+def disturbed(folder: pathlib.Path, rng: random.Random, modes: list[str], usual_s: float) -> Round:
     run = Run(folder)
     start = time.monotonic()
     left_to_strike = rng.randint(1, 3)
     strikes: list[Strike] = []
     for _ in range(20):
-        process = run.start()
+        process = run.start(rng.choice(modes))
         try:
             while left_to_strike and process.poll() is None:
                 strikes.append(strike(process, rng, rng.uniform(0, usual_s)))
@@ -130,7 +142,7 @@ def disturbed(folder: pathlib.Path, rng: random.Random, usual_s: float) -> Round
 def undisturbed(folder: pathlib.Path) -> Round:
     run = Run(folder)
     start = time.monotonic()
-    process = run.start()
+    process = run.start("process")
     process.wait(_PATIENCE_S)
     if process.returncode != 0:
         raise RuntimeError(f"the undisturbed run failed:\n{run.last_lines()}")
@@ -179,6 +191,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0, help="decides moments, victims and signals")
+    parser.add_argument(
+        "--modes",
+        type=lambda text: text.split(","),
+        default=["process"],
+        help="of which each start takes one by chance, with commas: thread, process, multi_host (default: process)",
+    )
     parser.add_argument("--json", type=pathlib.Path, help="write the figures to this file instead of stdout")
     options = parser.parse_args()
     rounds: list[Round] = []
@@ -186,7 +204,7 @@ def main() -> int:
         reference = undisturbed(pathlib.Path(folder, "undisturbed"))
         for index in range(options.rounds):
             rng = random.Random(f"{options.seed}/{index}")
-            done = disturbed(pathlib.Path(folder, f"round{index}"), rng, reference.seconds)
+            done = disturbed(pathlib.Path(folder, f"round{index}"), rng, options.modes, reference.seconds)
             rounds.append(done)
             is_same = "same" if done.sha256 == reference.sha256 else "ANOTHER"
             struck = ", ".join(f"{strike.signal} {strike.victim}" for strike in done.strikes)

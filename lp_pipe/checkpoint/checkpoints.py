@@ -1,17 +1,18 @@
 """Saving and restoring the parts of a program together."""
 
+import contextlib
 import logging
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 
 from lp_pipe.checkpoint import folder as folders
 from lp_pipe.checkpoint.folder import Checkpoint, checkpoints_in, open_checkpoint
-from lp_pipe.context import context
-from lp_pipe.errors import CheckpointError
+from lp_pipe.context import context, stop_event
+from lp_pipe.errors import CheckpointError, Unavailable
 
 _log = logging.getLogger(__name__)
 
@@ -34,6 +35,19 @@ class SavesItself(Protocol):
 
     def load(self, path: Path) -> None:
         """Go on from there."""
+
+
+class Trainable(Protocol):
+    """A pipeline, as far as `Checkpoints.steps` is concerned."""
+
+    def current_step(self) -> int:
+        """How many steps are done."""
+
+    def steps(self, n: int) -> Iterator[Any]:
+        """So many more."""
+
+    def recover(self) -> None:
+        """Wait until all its nodes are up, and join them."""
 
 
 class Checkpoints:
@@ -133,6 +147,54 @@ class Checkpoints:
         if damaged:
             raise CheckpointError("no checkpoint is without damage: " + "\n".join(damaged))
         return None
+
+    def steps(self, pipeline: "Trainable", total: int, *, save_every: int) -> Iterator[Any]:
+        """The results of `pipeline.steps` until `total` are done, with a checkpoint after every `save_every` of them.
+
+        Begins where the newest checkpoint is. When a node that takes part dies and is restarted in its place
+        (`on_failure="restart"`), all parts go back to the newest checkpoint, and the steps since then come again, with
+        the same results. Without restarts, or after too many, the program ends as usual.
+
+        pipeline: one of the parts.
+
+        Raises:
+            CheckpointError: as `save` and `restore`.
+            Unavailable: a node is gone, and the program is ending.
+        """
+        self._restore_or_save_the_beginning(pipeline)
+        while (done := pipeline.current_step()) < total:
+            try:
+                for result in pipeline.steps(total - done):
+                    yield result
+                    if (result.step + 1) % save_every == 0:
+                        self.save(pipeline.current_step(), wait=False)
+                self.wait_until_written()
+            except (Unavailable, CheckpointError) as error:
+                self._recover(pipeline, error)
+
+    def _recover(self, pipeline: "Trainable", error: Exception) -> None:
+        if stop_event().is_set() or not isinstance(error.__cause__ or error, Unavailable):
+            raise error
+        _log.warning("going back to the newest checkpoint: %s", str(error).splitlines()[0])
+        with contextlib.suppress(CheckpointError):  # one that a dead stage could not write
+            self.wait_until_written()
+        while True:
+            try:
+                pipeline.recover()
+                self.restore()
+                return
+            except Unavailable:  # another one has died meanwhile
+                if stop_event().is_set():
+                    raise
+
+    def _restore_or_save_the_beginning(self, pipeline: "Trainable") -> None:
+        while True:
+            try:
+                if self.restore() is None:
+                    self.save(pipeline.current_step())
+                return
+            except (Unavailable, CheckpointError) as error:
+                self._recover(pipeline, error)
 
     def _begin_part(self, name: str, part: Any, aside: Path) -> "Future[None]":
         if _saves_itself(part):

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--engine", metavar="NAME", help=f"who starts an agent on each host: {', '.join(BUILT_IN)} (default: local)"
     )
-    group.add_argument("--hosts", metavar="H1,H2:gpus=4|FILE", help="which hosts; for engine local: how many")
+    group.add_argument("--hosts", metavar="H1,H2:gpus=4|FILE", help="which hosts; local, slurm, ray: how many")
     group.add_argument("--listen", metavar="ADDRESS", help="by which the hosts reach this one (default: found out)")
     group.add_argument("--interface", metavar="NAME", help="by which the hosts reach each other (default: found out)")
     group.add_argument("--join-timeout", type=float, metavar="S", help="seconds for all hosts to join (default: 60)")
@@ -29,11 +29,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--engine-option", action="append", default=[], metavar="NAME=VALUE", help="of an engine that is not ours"
     )
+    helps: dict[str, dict[str, list[str]]] = {}  # by option, by text: the engines that have it
     for name, kind in BUILT_IN.items():
         for option, text in kind.OPTIONS.items():
-            flag = f"--{option.replace('_', '-')}"
-            group.add_argument(flag, dest=_OPTION + option, metavar="…", help=f"engine {name}: {text}")
-    group.add_argument("--dry-run", action="store_true", help="start no node: print which would run where, and end")
+            helps.setdefault(option, {}).setdefault(text, []).append(name)
+    for option, texts in helps.items():
+        flag = f"--{option.replace('_', '-')}"
+        help_text = "; ".join(f"{', '.join(names)}: {text}" for text, names in texts.items())
+        group.add_argument(flag, dest=_OPTION + option, metavar="…", help=help_text)
+
+
+def add_dry_run(parser: argparse.ArgumentParser) -> None:
+    """The option that only a launch has."""
+    parser.add_argument("--dry-run", action="store_true", help="start no node: print which would run where, and end")
 
 
 def launch_options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -49,7 +57,7 @@ def launch_options(arguments: argparse.Namespace) -> dict[str, Any]:
         "interface": arguments.interface,
         "join_timeout": arguments.join_timeout,
         "host_timeout": arguments.host_timeout,
-        "engine_options": _engine_options(arguments),
+        "engine_options": engine_options(arguments),
     }
     options = {name: value for name, value in given.items() if value}
     if options and arguments.mode != "multi_host":
@@ -76,7 +84,7 @@ def show_plan(program: Program, arguments: argparse.Namespace) -> int:
     return DONE
 
 
-def _engine_options(arguments: argparse.Namespace) -> dict[str, str]:
+def engine_options(arguments: argparse.Namespace) -> dict[str, str]:
     found = {
         name.removeprefix(_OPTION): value
         for name, value in vars(arguments).items()

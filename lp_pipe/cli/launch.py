@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
-from lp_pipe.cli import ending, hosts
+from lp_pipe.cli import ending, hosts, submit
 from lp_pipe.cli.clean import left_of
 from lp_pipe.cli.display import Display, PlainDisplay, Start
 from lp_pipe.cli.errors import NotLaunched, UsageError, nearest
@@ -33,6 +33,7 @@ examples:
   lp_pipe launch examples/char_gpt.py
   lp_pipe launch examples/char_gpt.py --mode=thread -- --stages=3 --steps=100
   lp_pipe launch examples/char_gpt.py --mode=multi_host --engine=ssh --hosts=h1,h2:gpus=4
+  lp_pipe launch examples/char_gpt.py --mode=multi_host --engine=slurm --hosts=4 --time=1:00:00
   lp_pipe launch examples/char_gpt.py --mode=multi_host --dry-run     which node where
   lp_pipe launch examples/char_gpt.py -- --help          the program's own flags
   lp_pipe launch examples/char_gpt.py --plan=plan.toml   with the stages that lp_pipe partition has planned
@@ -77,17 +78,20 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     )
     add_plan_options(parser)
     hosts.add_arguments(parser)
+    hosts.add_dry_run(parser)
     parser.add_argument("--json", action="store_true", help="print events, one JSON object a line, on stdout")
     parser.set_defaults(run=run_command)
 
 
 def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
-    """Launch the target and wait for its end; returns the exit status.
+    """Launch the target, here or as a job, and wait for its end; returns the exit status.
 
     Raises:
         UsageError, NotLaunched: nothing was started.
     """
     with _sigterm_like_ctrl_c():
+        if submit.is_wanted(arguments):
+            return submit.run(arguments)
         program = load_planned(arguments, program_flags)
         run_dir = _run_dir(arguments, program.name)
         ours = run_dir if arguments.run_dir is None and arguments.resume is None else None

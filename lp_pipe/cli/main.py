@@ -64,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     own, program_flags = _split(given)
     try:
         arguments = _parse(own)
+        arguments.given = given
         status: int = arguments.run(arguments, program_flags)
         sys.stdout.flush()
     except CommandError as error:

@@ -4,10 +4,12 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from lp_pipe.cli import hosts
 from lp_pipe.cli.errors import NotLaunched, UsageError
 from lp_pipe.cli.table import table
 from lp_pipe.cli.targets import load_program
-from lp_pipe.errors import PartitionError, PipelineError
+from lp_pipe.errors import LpPipeError, PartitionError, PipelineError
+from lp_pipe.launch.launcher import named_engine
 
 if TYPE_CHECKING:
     from lp_pipe.pipeline.partitioning import Profile
@@ -16,6 +18,7 @@ _EXAMPLES = """\
 examples:
   lp_pipe profile examples/char_gpt.py -o profile.json
   lp_pipe profile examples/char_gpt.py -o profile.json -- --layers=12      with flags of its own
+  lp_pipe profile --links --engine=ssh --hosts=h1,h2 -o topology.toml      the links between hosts instead
   lp_pipe partition profile.json topology.toml -o plan.toml                 what it is for
 """
 
@@ -33,11 +36,14 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("target", metavar="TARGET", help="path/file.py[:name] or package.module[:name]")
-    add("-o", "--output", metavar="FILE", help="write the profile, as JSON")
+    add("target", metavar="TARGET", nargs="?", help="path/file.py[:name] or package.module[:name]")
+    add("-o", "--output", metavar="FILE", help="write the profile, as JSON; with --links the topology, as TOML")
+    add("--links", action="store_true", help="measure the links within and between --hosts, by calls between nodes")
+    add("--devices-per-host", type=int, default=1, metavar="N", help="with --links: for the topology (default: 1)")
     add("--group", metavar="LABEL", help="of which pipeline, if the program has several")
     add("--device", default="cpu", help="cpu (default), cuda, cuda:1")
-    parser.set_defaults(run=run_command)
+    hosts.add_arguments(parser)
+    parser.set_defaults(run=run_command, mode="multi_host")
 
 
 def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
@@ -47,6 +53,10 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
         UsageError: there is no such target or pipeline, or the file cannot be written.
         NotLaunched: torch is missing, or the target's own code raised.
     """
+    if arguments.links:
+        return _profile_links(arguments)
+    if arguments.target is None:
+        raise UsageError("the following arguments are required: TARGET (or --links); see `lp_pipe profile --help`")
     program = load_program(arguments.target, program_flags)
     try:
         from lp_pipe.pipeline.program_profile import profile_program
@@ -59,6 +69,27 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
     except (PipelineError, PartitionError) as error:
         raise UsageError(str(error)) from error
     print(_as_table(profile))
+    if arguments.output:
+        print(f"wrote {arguments.output}")
+    return 0
+
+
+def _profile_links(arguments: argparse.Namespace) -> int:
+    from lp_pipe.pipeline.link_profile import measure_links, topology_of
+
+    options = hosts.launch_options(arguments)
+    try:
+        engine = named_engine(
+            options.pop("engine", "local"), options.pop("hosts", ""), options.pop("engine_options", {})
+        )
+        links = measure_links([offer.name for offer in engine.hosts()], engine=engine, **options)
+        topology = topology_of(links, arguments.devices_per_host)
+        if arguments.output:
+            topology.save(arguments.output)
+    except (LpPipeError, ValueError) as error:
+        raise NotLaunched(f"the links cannot be measured: {error}") from error
+    rows = [[link.sender, link.receiver, f"{link.latency * 1e6:.0f} us", f"{link.bandwidth:.3g}"] for link in links]
+    print(table(["FROM", "TO", "LATENCY", "BYTES/S"], rows))
     if arguments.output:
         print(f"wrote {arguments.output}")
     return 0

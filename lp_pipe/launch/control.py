@@ -16,7 +16,7 @@ from lp_pipe.launch.registry import Entry, RunRecord
 from lp_pipe.launch.socket_dir import make_socket_dir
 from lp_pipe.rpc import Server
 
-_LAST_ANSWERS_S = 0.5
+_LAST_ANSWERS_S = 5.0  # a limit: answers take milliseconds, and longer on a machine that does other things
 
 _log = logging.getLogger(__name__)
 

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from lp_pipe.pipeline.both_ways import check as check
     from lp_pipe.pipeline.client import PipelineClient as PipelineClient
     from lp_pipe.pipeline.client import PipelineHandle as PipelineHandle
+    from lp_pipe.pipeline.link_profile import measure_links as measure_links
+    from lp_pipe.pipeline.link_profile import topology_of as topology_of
     from lp_pipe.pipeline.partitioning import LayerProfile as LayerProfile
     from lp_pipe.pipeline.partitioning import Level as Level
     from lp_pipe.pipeline.partitioning import Plan as Plan
@@ -58,6 +60,8 @@ _ON_FIRST_USE = {  # for these torch is needed, or numpy
     "PipelineHandle": "client",
     "layer_rng": "rng",
     "step_rng": "rng",
+    "measure_links": "link_profile",
+    "topology_of": "link_profile",
     "LayerProfile": "partitioning",
     "Level": "partitioning",
     "Plan": "partitioning",

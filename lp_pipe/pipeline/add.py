@@ -51,6 +51,8 @@ def add_pipeline(
     inputs: Handle[Any] | None = None,
     group: str = "stages",
     resources: Resources | None = None,
+    on_failure: str = "stop",
+    max_restarts: int = 3,
 ) -> PipelineHandle:
     """Cut `model` into stages, add a node for each stage worker, and return the handle of the whole.
 
@@ -71,6 +73,8 @@ def add_pipeline(
     precision: of what layers and loss compute under torch.autocast; parameters stay as they are: "fp32", "bf16", or
         "fp16", whose losses are scaled as torch.amp.GradScaler does it.
     inputs: handle of a feeder, a CourierNode with `batch(step) -> (input, target) | None`, a pure function of the step.
+    on_failure, max_restarts: as those of `Program.group`. "restart" starts a dead worker again, in its place; the node
+        that trains then brings all back to a checkpoint (`lp_pipe.checkpoint.Checkpoints.steps`).
 
     Raises:
         PipelineError: the model cannot be cut so.
@@ -125,7 +129,7 @@ def add_pipeline(
     )
     if made.updates is not None:
         _check_asynchronous(config)
-    with program.group(group, resources=resources):
+    with program.group(group, resources=resources, on_failure=on_failure, max_restarts=max_restarts):
         conductor = _add_nodes(
             program, config, _workers(config, sources, cuts, _owners(model, tied)), inputs, group, plan
         )

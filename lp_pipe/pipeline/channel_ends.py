@@ -25,3 +25,10 @@ class ChannelEnds(Generic[Key]):
         """Forget what an aborted operation, which all workers have ended, has left behind; its credits go back."""
         for receiver in self._receivers.values():
             receiver.look()
+
+    def close(self, reason: str) -> None:
+        """For good; the other ends get the reason."""
+        for receiver in self._receivers.values():
+            receiver.close(reason)
+        for sender in self._senders.values():
+            sender.close(reason)

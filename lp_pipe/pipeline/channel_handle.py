@@ -1,5 +1,7 @@
 """How one stage worker names another one's channels in its arguments."""
 
+import functools
+from collections.abc import Callable
 from concurrent.futures import Future
 
 from lp_pipe.address import Address
@@ -12,8 +14,8 @@ from lp_pipe.telemetry import waits
 class ChannelTarget:
     """Where a neighbour receives tensors."""
 
-    def __init__(self, endpoint: "Future[str]", target: waits.Target) -> None:
-        self._endpoint = endpoint
+    def __init__(self, resolve: "Callable[[], Future[str]]", target: waits.Target) -> None:
+        self._resolve = resolve  # again for each channel: the neighbour may have been restarted elsewhere
         self._target = target
 
     def open(self, channel: str, *, kind: str, name: str) -> Sender:
@@ -23,7 +25,7 @@ class ChannelTarget:
             Unavailable: the neighbour has failed.
         """
         with waits.waiting(waits.RESOLVE, self._target, f"channel {channel!r}"):
-            endpoint = self._endpoint.result()
+            endpoint = self._resolve().result()
         return open_sender(endpoint, channel, kind=kind, name=name, peer=self._target.peer)
 
 
@@ -45,4 +47,4 @@ class ChannelHandle(Handle[ChannelTarget]):
         if services is None:
             raise RuntimeError(f"cannot reach the channels of {self.node_name}: its program was not launched yet")
         target = waits.Target("", self._address.id, self.node_name)
-        return ChannelTarget(services.resolve(self._address.id), target)
+        return ChannelTarget(functools.partial(services.resolve, self._address.id), target)

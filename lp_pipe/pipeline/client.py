@@ -116,6 +116,17 @@ class PipelineClient:
         """
         self._conductor.load(str(path))
 
+    def recover(self) -> None:
+        """Join the stage workers anew, after one of them has died and was restarted (`add_pipeline(on_failure=...)`).
+
+        Waits until all are up. The healthy ones keep their processes; then `load` brings all to the same step:
+        `lp_pipe.checkpoint.Checkpoints.steps` does both.
+
+        Raises:
+            Unavailable: one of them has died meanwhile; try again.
+        """
+        self._conductor.recover()
+
     def export(self, path: str | Path) -> None:
         """Write the whole model as one .safetensors file, under the names of `state_dict`; relative paths as in `save`.
 

@@ -1,6 +1,7 @@
 """The first worker's second job: it starts every operation on all workers, and makes each a whole or nothing."""
 
 import contextlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -101,6 +102,10 @@ class Conductor:
         """Go on from a checkpoint folder, whatever number of stages wrote it."""
         self._in_turn(lambda: self._load(Path(path)), may_be_torn=True)
 
+    def recover(self) -> None:
+        """Join the workers anew, after one was restarted; see PipelineClient."""
+        self._in_turn(self._recover, may_be_torn=True)
+
     def export(self, path: str) -> None:
         """Write the whole model as one .safetensors file."""
         self._in_turn(lambda: safetensors_file.write(Path(path), self._model.state_dict(), self._steps.done))
@@ -135,6 +140,12 @@ class Conductor:
     def _load(self, path: Path) -> None:
         found = self._model.load(path)
         self._steps.go_to(found.step, LossScale(*found.loss_scale) if found.loss_scale is not None else None)
+
+    def _recover(self) -> None:
+        self._workers.all("is_up")  # waits for those that are on their way
+        self._workers.all("reconnect", f", {time.time_ns()}")
+        self._steps.go_to(0)
+        self._steps.torn = "a worker was restarted with the initial weights"
 
     def _profile_memory(self, steps: int) -> list[StageMemory]:
         if self._config.updates is not None:

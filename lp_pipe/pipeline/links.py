@@ -17,7 +17,8 @@ class Links(ChannelEnds[tuple[int, int]]):
     """The channels that begin or end at `rank`, by the numbers that `Channels` gives them.
 
     Between workers with replicas a channel is one connection for each pair of ranks in `Ranks.routes`; a micro-batch
-    decides which. Opening the senders waits until the neighbours' hubs are up.
+    decides which. Opening the senders waits until the neighbours' hubs are up. epoch: what tells the connections' names
+    from those before a neighbour was restarted.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class Links(ChannelEnds[tuple[int, int]]):
         credits: int,
         name: str,
         device: torch.device = CPU,
+        epoch: str = "",
     ) -> None:
         super().__init__()  # receivers by channel and sending rank, senders by channel and receiving rank
         self._channels = channels
@@ -47,13 +49,13 @@ class Links(ChannelEnds[tuple[int, int]]):
                 continue
             for sender, receiver in routes[channel]:
                 if receiver == rank:
-                    label = _label(channel, sender, receiver, routes[channel])
+                    label = _label(channel, sender, receiver, routes[channel]) + epoch
                     capacity = channels.capacity(channel, credits)
                     self._receivers[channel, sender] = hub.receiver(label, credits=capacity)
         for channel in own:
             for sender, receiver in routes[channel]:
                 if sender == rank and channel not in self._local:
-                    label = _label(channel, sender, receiver, routes[channel])
+                    label = _label(channel, sender, receiver, routes[channel]) + epoch
                     self._senders[channel, receiver] = targets[receiver].open(label, kind=kind, name=name)
 
     def receive(self, channel: int, tag: int, microbatch: int) -> Any:

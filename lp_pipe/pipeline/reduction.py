@@ -34,6 +34,7 @@ class Reduction(ChannelEnds[int]):
         kind: str,
         name: str,
         device: torch.device = CPU,
+        epoch: str = "",
     ) -> None:
         super().__init__()  # by the other replica
         self._device = device
@@ -41,11 +42,11 @@ class Reduction(ChannelEnds[int]):
         self._count = ranks.replicas[worker]
         others = [(replica, other) for replica, other in enumerate(ranks.of(worker)) if other != rank]
         self._receivers = {
-            replica: hub.receiver(f"gradients of rank {other} for {rank}", credits=_CREDITS)
+            replica: hub.receiver(f"gradients of rank {other} for {rank}{epoch}", credits=_CREDITS)
             for replica, other in others
         }
         self._senders = {
-            replica: targets[other].open(f"gradients of rank {rank} for {other}", kind=kind, name=name)
+            replica: targets[other].open(f"gradients of rank {rank} for {other}{epoch}", kind=kind, name=name)
             for replica, other in others
         }
 

@@ -67,8 +67,7 @@ class Steps(ABC):
         """
         if self.torn is not None:
             raise PipelineError(
-                f"an update has failed after it had changed some stages ({self.torn}), which are not at the same "
-                "step any more: load() a checkpoint to go on"
+                f"the stages are not at the same step any more ({self.torn}): load() a checkpoint to go on"
             )
 
     def _batch(self, step: int, batch: tuple[Any, Any] | None) -> tuple[Any, Any, int]:
@@ -89,7 +88,8 @@ class Steps(ABC):
         )
 
     def _torn_by(self, step: int, error: BaseException) -> str:
-        return f"step {step}, {traceback.format_exception_only(error)[0].splitlines()[0]}"
+        what = traceback.format_exception_only(error)[0].splitlines()[0]
+        return f"an update has failed after it had changed some of them: step {step}, {what}"
 
     def _outcome(
         self, step: int, reports: Sequence[Report], began: float, pipe_s: float, **more: Any

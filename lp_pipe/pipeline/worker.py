@@ -66,14 +66,22 @@ class StageWorker:
         self._buffers_before: BufferSnapshot | None = None
         self._meter: ActivationMeter | None = None
         self._gradient_bytes = 0
-        ends: Any = pipeline.ranks, worker.rank, self._hub, neighbours
-        options: Any = {"kind": pipeline.channel, "name": node.name, "device": self._device}
-        self._links = Links(pipeline.channels, *ends, credits=pipeline.credits, **options)
-        self._reduction = Reduction(*ends, **options)
-        self._side = SideChannels(pipeline.channels, self._links, self._stages)
-        self._execution = Execution(pipeline, self._stages, self._links, self._side, node.name, self._device)
         self._intake = Intake(pipeline, self._stages, feeder, node.name, self._device)
-        self._async = self._async_worker() if pipeline.updates is not None else None
+        self._ends: Any = pipeline.ranks, worker.rank, self._hub, neighbours
+        self._connect("")
+
+    def is_up(self) -> bool:
+        """Whether it answers, after a restart."""
+        return True
+
+    def reconnect(self, epoch: str) -> None:
+        """New channels to all neighbours, one of which was restarted; the same `epoch` for all workers."""
+        for ends in (self._links, self._reduction):
+            ends.close("a worker was restarted")
+        for stage in self._stages.values():
+            stage.discard()
+        self.training.clear_gradients()
+        self._connect(epoch)
 
     def train(self, task: Task, scale: float | None = None) -> Report:
         """Run the schedule's actions for one step; gradients stay until `apply` or `discard`.
@@ -244,6 +252,15 @@ class StageWorker:
         with meter.counting([*(tensor for tensor in own if tensor is not None), *batch]):
             yield {**self._execution.training, "F": forward}
         self._gradient_bytes = self.training.bytes()[1]
+
+    def _connect(self, epoch: str) -> None:
+        config = self._config
+        options: Any = {"kind": config.channel, "name": self._name, "device": self._device, "epoch": epoch}
+        self._links = Links(config.channels, *self._ends, credits=config.credits, **options)
+        self._reduction = Reduction(*self._ends, **options)
+        self._side = SideChannels(config.channels, self._links, self._stages)
+        self._execution = Execution(config, self._stages, self._links, self._side, self._name, self._device)
+        self._async = self._async_worker() if config.updates is not None else None
 
     def _async_worker(self) -> AsyncWorker:
         share = self._replica, self._config.replicas[self._worker]

@@ -76,7 +76,7 @@ def test_an_update_that_fails_halfway_is_mended_by_a_checkpoint_only(tmp_path: P
         assert "in stages/1, update of stages 1" in str(caught.value)
         for refused in (pipeline.state_dict, lambda: pipeline.step(BATCHES[1]), lambda: pipeline.evaluate(BATCHES)):
             with pytest.raises(
-                pp.PipelineError, match=r"an update has failed .* \(step 1, .*no rate.*load\(\) a checkpoint"
+                pp.PipelineError, match=r"an update has failed .*: step 1, .*no rate.*load\(\) a checkpoint"
             ):
                 refused()
         pipeline.load(tmp_path)

@@ -9,11 +9,19 @@ from lp_pipe.launch.engines.base import Invitation as Invitation
 from lp_pipe.launch.engines.base import Watched as Watched
 from lp_pipe.launch.engines.local import LocalEngine
 from lp_pipe.launch.engines.manual import ManualEngine
+from lp_pipe.launch.engines.ray import RayEngine
+from lp_pipe.launch.engines.slurm import SlurmEngine
 from lp_pipe.launch.engines.ssh import SshEngine
 
 ENTRY_POINTS = "lp_pipe.engines"
 
-BUILT_IN: dict[str, type[Engine]] = {"local": LocalEngine, "ssh": SshEngine, "manual": ManualEngine}
+BUILT_IN: dict[str, type[Engine]] = {
+    "local": LocalEngine,
+    "ssh": SshEngine,
+    "manual": ManualEngine,
+    "slurm": SlurmEngine,
+    "ray": RayEngine,
+}
 
 
 def engine_names() -> list[str]:

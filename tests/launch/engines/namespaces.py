@@ -99,6 +99,8 @@ class Hosts:
             init.wait()
         for name in self.names:
             self._empty(name)
+            # By itself it would go with the namespace, which lives as long as the last TCP socket that was cut off.
+            _run("ip", "link", "del", f"{self._mark}{name}", check=False)
             _run("ip", "netns", "del", self._netns(name), check=False)
         _run("ip", "link", "del", f"{self._mark}br", check=False)
         shutil.rmtree(self._folder, ignore_errors=True)

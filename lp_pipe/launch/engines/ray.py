@@ -1,0 +1,217 @@
+"""Agents in actors of a Ray cluster: one on each host of a placement group."""
+
+import dataclasses
+import importlib
+import os
+import signal
+import socket
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, ClassVar
+
+from lp_pipe.errors import LaunchError
+from lp_pipe.launch.engines.base import Engine, HostOffer, Invitation, Watched
+from lp_pipe.launch.engines.ray_actor import AgentActor
+from lp_pipe.launch.engines.ray_agent import RayAgent, first_words
+
+_STRATEGIES = {"spread": "STRICT_SPREAD", "pack": "PACK"}
+_ACTORS_PATIENCE_S = 60.0
+_LISTENS_PATIENCE_S = 10.0
+
+
+class RayEngine(Engine):
+    """hosts: how many ("4"); default: all of the cluster that have cores.
+
+    ray_address: of the cluster; default: what Ray itself would take (RAY_ADDRESS, a cluster that runs on this host, or
+    else a new one of this host alone). A program that has called `ray.init` keeps that connection. cpus_per_host,
+    gpus_per_host: what to ask Ray for; default: as much as the hosts that have the most have all. placement: "spread",
+    each agent on a host of its own (default), or "pack", on as few hosts as have the room. ray_timeout: seconds for
+    the room to become free (60).
+
+    The secret is an argument of an actor's method: it goes where Ray's own messages go, encrypted only if these are.
+    """
+
+    OPTIONS: ClassVar[Mapping[str, str]] = {
+        "ray_address": "the cluster: auto, HOST:PORT (default: RAY_ADDRESS, a running one, or a new local one)",
+        "cpus_per_host": "cores of each host (default: all)",
+        "gpus_per_host": "GPUs of each host (default: all)",
+        "placement": "spread (default) or pack",
+        "ray_timeout": "seconds for the cluster to have room (default: 60)",
+    }
+
+    def __init__(
+        self,
+        hosts: str = "",
+        *,
+        ray_address: str = "",
+        cpus_per_host: str = "",
+        gpus_per_host: str = "",
+        placement: str = "spread",
+        ray_timeout: str = "60",
+    ) -> None:
+        numbers = {"hosts": hosts, "cpus_per_host": cpus_per_host, "gpus_per_host": gpus_per_host}
+        for name, text in {**numbers, "ray_timeout": ray_timeout}.items():
+            if text and not text.isdigit():
+                raise ValueError(f"engine 'ray': {name}={text!r} is no number; Ray itself says which hosts")
+        if "0" in (hosts, cpus_per_host):
+            raise ValueError("engine 'ray': hosts and cpus_per_host are at least 1")
+        if placement not in _STRATEGIES:
+            raise ValueError(f"engine 'ray': placement={placement!r} is neither of {', '.join(_STRATEGIES)}")
+        self._numbers = {name: int(text) for name, text in numbers.items() if text}
+        self._address = ray_address
+        self._strategy = _STRATEGIES[placement]
+        self._timeout_s = float(ray_timeout)
+        self._ray: Any = None
+        self._is_connection_ours = False
+        self._group: Any = None
+        self._actors: list[Any] = []
+        self._offers: list[HostOffer] = []
+        self._names: list[str] = []
+
+    def hosts(self) -> Sequence[HostOffer]:
+        self._ray = import_ray()
+        with self._errors_of_ray():
+            self._connect()
+            usable = [node["Resources"] for node in self._ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
+            count, bundle = wanted(usable, self._numbers)
+            self._reserve(count, bundle)
+            asked = [actor.hostname.remote() for actor in self._actors]
+            self._names = self._ray.get(asked, timeout=_ACTORS_PATIENCE_S)
+        self._offers = [HostOffer(name, bundle["CPU"], bundle.get("GPU", 0)) for name in distinct(self._names)]
+        return self._offers
+
+    def start(self, invitation: Invitation) -> Sequence[Watched]:
+        # By this address the cluster knows this host.
+        ours = f"{self._ray.util.get_node_ip_address()}:{invitation.addresses[0].rpartition(':')[2]}"
+        invitation = dataclasses.replace(invitation, addresses=list(dict.fromkeys([*invitation.addresses, ours])))
+        before: Counter[str] = Counter()
+        started: list[Watched] = []
+        for offer, name, actor in zip(self._offers, self._names, self._actors, strict=True):
+            method = actor.run.options(num_returns="streaming")
+            output = method.remote(invitation.arguments(offer.name), invitation.secret, before[name], offer.cpus)
+            started.append(RayAgent(self._ray, offer.name, actor, output, invitation.log_dir))
+            before[name] += 1
+        return started
+
+    def close(self) -> None:
+        if self._ray is None:
+            return
+        with suppress(Exception):  # the cluster may be gone
+            for actor in self._actors:
+                self._ray.kill(actor)
+            if self._group is not None:
+                self._ray.util.remove_placement_group(self._group)
+        if self._is_connection_ours:
+            self._ray.shutdown()
+        self._actors, self._group, self._is_connection_ours = [], None, False
+
+    def _connect(self) -> None:
+        if self._ray.is_initialized():
+            return
+        _check_listens(self._address or os.environ.get("RAY_ADDRESS", ""))
+        self._is_connection_ours = True
+        with _sigterm_as_it_is():
+            self._ray.init(address=self._address or None, log_to_driver=False, logging_level="ERROR")
+
+    def _reserve(self, count: int, bundle: Mapping[str, int]) -> None:
+        self._group = self._ray.util.placement_group([dict(bundle)] * count, strategy=self._strategy)
+        if not self._group.wait(timeout_seconds=self._timeout_s):
+            free = self._ray.available_resources()
+            left = ", ".join(f"{free.get(name, 0):g} of {total:g} {name}" for name, total in self._totals().items())
+            raise LaunchError(
+                f"engine 'ray': the cluster had no room for {count} hosts with {_in_words(bundle)} each "
+                f"({self._strategy}) for {self._timeout_s:g} s. Free are {left} on {len(self._ray.nodes())} hosts"
+            )
+        scheduling = importlib.import_module("ray.util.scheduling_strategies")
+        remote = self._ray.remote(AgentActor)
+        self._actors = [
+            remote.options(
+                num_cpus=bundle["CPU"],
+                num_gpus=bundle.get("GPU", 0),
+                scheduling_strategy=scheduling.PlacementGroupSchedulingStrategy(
+                    self._group, placement_group_bundle_index=index
+                ),
+            ).remote()
+            for index in range(count)
+        ]
+
+    def _totals(self) -> dict[str, float]:
+        return {name: total for name, total in self._ray.cluster_resources().items() if name in ("CPU", "GPU")}
+
+    @contextmanager
+    def _errors_of_ray(self) -> Iterator[None]:
+        try:
+            yield
+        except LaunchError:
+            raise
+        except (self._ray.exceptions.RayError, ConnectionError, RuntimeError) as error:
+            raise LaunchError(f"engine 'ray': {first_words(error)}") from error
+
+
+def import_ray() -> Any:
+    """The package, which is large and only here needed.
+
+    Raises:
+        LaunchError: it is not installed.
+    """
+    try:
+        return importlib.import_module("ray")
+    except ImportError as error:
+        raise LaunchError(f"engine 'ray' needs Ray: pip install 'lp_pipe[ray]' ({error})") from error
+
+
+def wanted(usable: Sequence[Mapping[str, float]], numbers: Mapping[str, int]) -> tuple[int, dict[str, int]]:
+    """How many hosts, and what to ask for on each: what the user says, else all that as many hosts have.
+
+    usable: the resources of the cluster's hosts.
+
+    Raises:
+        LaunchError: there is no host.
+    """
+    if not usable:
+        raise LaunchError("engine 'ray': the cluster has no host with cores")
+    count = numbers.get("hosts", len(usable))
+    best = sorted(usable, key=lambda one: (one.get("GPU", 0), one["CPU"]), reverse=True)[: max(1, count)]
+    cpus = numbers.get("cpus_per_host", int(min(one["CPU"] for one in best)))
+    gpus = numbers.get("gpus_per_host", int(min(one.get("GPU", 0) for one in best)))
+    return count, {"CPU": cpus, **({"GPU": gpus} if gpus else {})}
+
+
+def distinct(names: Sequence[str]) -> list[str]:
+    """Names of hosts; those that several agents share get numbers."""
+    counts, seen = Counter(names), Counter[str]()
+    found = []
+    for name in names:
+        seen[name] += 1
+        found.append(name if counts[name] == 1 else f"{name}-{seen[name]}")
+    return found
+
+
+def _check_listens(address: str) -> None:
+    """Ray itself takes minutes to find out."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or "://" in address:
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _LISTENS_PATIENCE_S).close()
+    except OSError as error:
+        raise LaunchError(f"engine 'ray': no cluster can be reached at {address}: {error}") from error
+
+
+def _in_words(bundle: Mapping[str, int]) -> str:
+    return " and ".join(f"{count} {name}" for name, count in bundle.items())
+
+
+@contextmanager
+def _sigterm_as_it_is() -> Iterator[None]:
+    """Ray sets a handler of its own, after which a SIGTERM would no longer end a program in order."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,61 @@
+"""The launcher's end of an agent that runs in an actor of Ray."""
+
+import signal
+import threading
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from lp_pipe.launch.engines.base import Watched
+
+_KEPT_LINES = 20
+_PATIENCE_S = 2.0
+
+
+class RayAgent(Watched):
+    """An agent that an actor has started; `output` brings what it prints, and its exit status at the end."""
+
+    def __init__(self, ray: Any, host: str, actor: Any, output: Any, log_dir: str) -> None:
+        super().__init__([host])
+        self._ray = ray
+        self._actor = actor
+        self._ended: str | None = None
+        self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._log_path = Path(log_dir) / f"{host}.log"
+        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._reader = threading.Thread(target=self._read, args=(output,), name=f"output of agent {host}", daemon=True)
+        self._reader.start()
+
+    def how_it_ended(self) -> str | None:
+        return self._ended
+
+    def last_lines(self) -> list[str]:
+        return list(self._lines)
+
+    def kill(self) -> None:
+        with suppress(Exception):  # the cluster is gone, or the actor is
+            self._ray.kill(self._actor)
+        self._reader.join(_PATIENCE_S)
+
+    def _read(self, output: Any) -> None:
+        try:
+            with self._log_path.open("a", encoding="utf-8") as log:
+                for item in output:
+                    said = self._ray.get(item)
+                    if isinstance(said, int):
+                        self._ended = f"killed by {signal.Signals(-said).name}" if said < 0 else f"exit status {said}"
+                        return
+                    self._lines.append(said)
+                    print(said, file=log, flush=True)
+            self._ended = "its actor ended without a word"
+        except Exception as error:
+            # A host that dies is seen as ActorDiedError or as ActorUnavailableError, by chance: Ray retries neither.
+            self._ended = f"{type(error).__name__}: {first_words(error)}"
+
+
+def first_words(error: BaseException) -> str:
+    """Of messages that go over many lines, the first that says something, and the reason of an actor's death."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    reasons = [line for line in lines[1:] if "because" in line or "Error:" in line]
+    return " ".join([*lines[:1], *reasons[-1:]]) or type(error).__name__

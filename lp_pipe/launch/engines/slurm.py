@@ -1,0 +1,174 @@
+"""Agents on the hosts of a Slurm allocation: one job step with one task on each."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar
+
+from lp_pipe.errors import LaunchError
+from lp_pipe.launch.engines.base import Engine, HostOffer, Invitation, Watched
+from lp_pipe.launch.engines.command import Subprocess
+
+# An agent that dies, or a host, takes nothing else along: the launcher decides what becomes of the others' nodes, and
+# stops them in order. --overlap: also from inside another step, such as `srun --pty bash`; --cpu-bind=none: with all
+# cores of the allocation, whatever such a step, or a task's default, would be bound to.
+_SRUN = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=0", "--no-kill", "--wait=0", "--overlap"]
+_SRUN += ["--cpu-bind=none", "--label"]
+_NAME = "HOST"
+_TASKS_ENDED = re.compile(r"srun: error: [^ ]+: tasks? ([\d,-]+): (\w.*)")
+_LABELLED = re.compile(r" *(\d+): (.*)")
+_MIB = 1 << 20
+
+
+class SlurmEngine(Engine):
+    """hosts: how many of the allocation's ("4"), or which ("node[1-3],node7"); default: all of them.
+
+    python: the interpreter on the hosts; default: the path of the launcher's own. srun: more arguments for srun. The
+    rest is for sbatch, when `lp_pipe launch` submits a job (cli/submit.py); inside an allocation it is ignored.
+
+    Names are Slurm's. Of a host at most the allocation's cores and memory are used, and the GPUs that Slurm shows to
+    the agent there. The secret goes through srun's stdin, which it gives to all tasks. Slurm 20.11 or newer.
+    """
+
+    OPTIONS: ClassVar[Mapping[str, str]] = {
+        "python": "interpreter on the hosts (default: this one's path)",
+        "srun": "more arguments for srun, such as --srun='--container-image=IMAGE'",
+        "partition": "where to submit",
+        "account": "whom to charge",
+        "time": "the job's time limit, as for sbatch",
+        "cpus_per_host": "cores of each host (default: hosts to ourselves)",
+        "gpus_per_host": "GPUs of each host",
+        "sbatch": "more arguments for sbatch, such as --sbatch='--mem=64G --qos=high'",
+    }
+
+    def __init__(self, hosts: str = "", *, python: str = "", srun: str = "", **for_sbatch: str) -> None:
+        if "=" in hosts:
+            raise ValueError(f"engine 'slurm': hosts={hosts!r}: limits are for Slurm: gpus_per_host, cpus_per_host")
+        self._asked = hosts
+        self._python = python or sys.executable
+        self._srun = [*_SRUN, *shlex.split(srun)]
+        self._offers: list[HostOffer] = []
+
+    def hosts(self) -> Sequence[HostOffer]:
+        if not is_inside():
+            raise LaunchError(
+                "engine 'slurm': this is not inside a Slurm allocation; run it under salloc or sbatch, or let "
+                "`lp_pipe launch … --mode=multi_host --engine=slurm --hosts=N` submit it"
+            )
+        allocated = offers(_hostnames(os.environ["SLURM_JOB_NODELIST"]), os.environ)
+        names = self._chosen([offer.name for offer in allocated])
+        self._offers = [offer for offer in allocated if offer.name in names]  # in srun's order, not the user's
+        return self._offers
+
+    def start(self, invitation: Invitation) -> Sequence[Watched]:
+        names = [offer.name for offer in self._offers]
+        where = [f"--nodes={len(names)}", f"--ntasks={len(names)}", f"--nodelist={','.join(names)}"]
+        words = [self._python, *invitation.arguments(_NAME)]
+        # All tasks have one command line: each learns from Slurm which of the hosts it is on.
+        command = " ".join('"$SLURMD_NODENAME"' if word == _NAME else shlex.quote(word) for word in words)
+        step = Subprocess(names, [*self._srun, *where, "sh", "-c", f"exec {command}"], invitation)
+        return [Task(name, number, step) for number, name in enumerate(names)]
+
+    def _chosen(self, allocated: Sequence[str]) -> Sequence[str]:
+        asked = self._asked or str(len(allocated))
+        if not asked.isdigit():
+            wanted = _hostnames(asked)
+            if missing := [name for name in wanted if name not in allocated]:
+                raise LaunchError(f"hosts={asked!r}: the allocation has no {', '.join(missing)}: {' '.join(allocated)}")
+            return wanted
+        if not 0 < int(asked) <= len(allocated):
+            raise LaunchError(f"hosts={asked!r}: the allocation has {len(allocated)} hosts: {' '.join(allocated)}")
+        return allocated[: int(asked)]
+
+
+class Task(Watched):
+    """One task of the step that all agents are in. How it ended is what srun says of it, at the latest at the end."""
+
+    def __init__(self, host: str, number: int, step: Watched) -> None:
+        super().__init__([host])
+        self._number = number
+        self._step = step
+
+    def how_it_ended(self) -> str | None:
+        for line in self._step.last_lines():
+            said = _TASKS_ENDED.fullmatch(line)
+            if said and self._number in _numbers(said[1]):
+                return f"srun: {said[2]}"
+        ended = self._step.how_it_ended()
+        return f"srun: {ended}" if ended else None
+
+    def last_lines(self) -> list[str]:
+        """Its own, and what srun says itself."""
+        found = []
+        for line in self._step.last_lines():
+            labelled = _LABELLED.fullmatch(line)
+            if labelled is None:
+                found.append(line)
+            elif int(labelled[1]) == self._number:
+                found.append(labelled[2])
+        return found
+
+    def kill(self) -> None:
+        """The whole step: one task cannot be killed alone."""
+        self._step.kill()
+
+
+def is_inside() -> bool:
+    """Whether this process belongs to a job, whose hosts are there to be used."""
+    return "SLURM_JOB_ID" in os.environ and "SLURM_JOB_NODELIST" in os.environ
+
+
+def offers(names: Sequence[str], environment: Mapping[str, str]) -> list[HostOffer]:
+    """What Slurm has given to the job on each of its hosts, as far as it says so in the environment."""
+    cpus = list(_cpus_per_host(environment.get("SLURM_JOB_CPUS_PER_NODE", "")))
+    if len(cpus) != len(names):
+        return [HostOffer(name) for name in names]
+    # Only where --gpus-per-node asked for them; else CUDA_VISIBLE_DEVICES says it to the agent.
+    gpus = _gpus(environment.get("SLURM_GPUS_PER_NODE", ""))
+    per_host, per_cpu = (_number(environment.get(f"SLURM_MEM_PER_{what}")) for what in ("NODE", "CPU"))
+    return [
+        HostOffer(
+            name,
+            count,
+            gpus,
+            (per_host or (per_cpu or 0) * count) * _MIB or None,
+        )
+        for name, count in zip(names, cpus, strict=True)
+    ]
+
+
+def _cpus_per_host(text: str) -> Iterator[int]:
+    """Of "16(x2),8": 16, 16, 8."""
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        yield from [int(count)] * int(times or 1)
+
+
+def _gpus(text: str) -> int | None:
+    """Of "a100:2,v100": 3."""
+    counts = [kind.rpartition(":")[2] for kind in text.split(",") if kind]
+    return sum(int(count) if count.isdigit() else 1 for count in counts) or None
+
+
+def _numbers(text: str) -> Iterator[int]:
+    """Of "0-2,5": 0, 1, 2, 5."""
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        yield from range(int(first), int(last or first) + 1)
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text and text.isdigit() else None
+
+
+def _hostnames(nodelist: str) -> list[str]:
+    command = ["scontrol", "show", "hostnames", nodelist]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise LaunchError(f"engine 'slurm': cannot run scontrol: {error}") from error
+    if done.returncode or not done.stdout:
+        raise LaunchError(f"`{' '.join(command)}` failed: {done.stderr.strip() or 'it names no host'}")
+    return done.stdout.split()

@@ -1,0 +1,96 @@
+"""A stage that is killed starts again in its place, and the training ends with the same bits."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lp_pipe as lp
+import lp_pipe.pipeline as pp
+from lp_pipe.checkpoint import Checkpoints
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+@pytest.fixture
+def without_torch() -> None:
+    """In place of tests/conftest.py's: loading torch in each stage by itself would take a second of each."""
+
+
+class Feeder:
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(step)
+        return torch.randn(4, 6, generator=generator), torch.randn(4, 2, generator=generator)
+
+
+class KillsItself(nn.Module):
+    """Ends its process in a forward of training, `times` times; each time it leaves a file."""
+
+    def __init__(self, folder: Path, step_calls: int, times: int) -> None:
+        super().__init__()
+        self._folder, self._after, self._times = folder, step_calls, times
+        self._calls = 0
+
+    def forward(self, value: Tensor) -> Tensor:
+        self._calls += self.training
+        deaths = len(list(self._folder.iterdir()))
+        if self._calls == self._after and deaths < self._times:
+            (self._folder / str(deaths)).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return value
+
+
+def squared_error(output: Tensor, target: Tensor) -> Tensor:
+    return ((output - target) ** 2).mean()
+
+
+def trained(
+    mode: str, run_dir: Path, deaths: Path, *, stage: int, times: int, schedule: str, on_failure: str = "restart"
+) -> str:
+    """The fingerprint after 8 steps."""
+    deaths.mkdir()
+    layers: list[Any] = [pp.Layer(nn.Linear, 6, 8), pp.Layer(nn.Dropout, 0.5), pp.Layer(nn.Linear, 8, 2)]
+    layers.insert(2 * stage, pp.Layer(KillsItself, deaths, 9, times))
+    model = pp.Model(layers, squared_error, torch.optim.Adam)
+
+    def train(pipeline: pp.PipelineClient) -> None:
+        checkpoints = Checkpoints({"pipeline": pipeline})
+        for result in checkpoints.steps(pipeline, 8, save_every=3):
+            assert result.step < 8
+        (run_dir / "fingerprint").write_text(pipeline.fingerprint())
+        lp.stop()
+
+    program = lp.Program("restarted")
+    feeder = program.add_node(lp.CourierNode(Feeder), label="feeder")
+    options: dict[str, Any] = {"microbatches": 2, "inputs": feeder, "on_failure": on_failure}
+    pipeline = pp.add_pipeline(program, model, stages=[2], schedule=schedule, **options)
+    program.add_node(lp.PyNode(train, pipeline), label="trainer")
+    lp.launch(program, mode, run_dir=run_dir).wait(90)
+    return (run_dir / "fingerprint").read_text()
+
+
+@pytest.mark.parametrize(
+    ("stage", "times", "schedule"),
+    [
+        (1, 1, "1f1b"),
+        pytest.param(0, 2, "1f1b", marks=pytest.mark.slow),
+        pytest.param(1, 1, "pipedream", marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_stage_is_restarted_and_the_training_ends_with_the_same_bits(
+    tmp_path: Path, stage: int, times: int, schedule: str
+) -> None:
+    options = {"stage": stage, "schedule": schedule}
+    undisturbed = trained("thread", tmp_path / "whole", tmp_path / "never", times=0, **options)
+    assert trained("process", tmp_path / "killed", tmp_path / "deaths", times=times, **options) == undisturbed
+    assert len(list((tmp_path / "deaths").iterdir())) == times
+
+
+def test_without_restarts_a_killed_stage_ends_the_program(tmp_path: Path) -> None:
+    with pytest.raises(lp.NodeError, match="SIGKILL") as caught:
+        trained("process", tmp_path / "run", tmp_path / "deaths", stage=1, times=1, schedule="1f1b", on_failure="stop")
+    assert caught.value.label == "stages"

@@ -1,0 +1,142 @@
+"""What the tests of all engines launch, and how they wait."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+import lp_pipe as lp
+import lp_pipe.pipeline as pp
+
+WITHIN_S = 30.0
+REPOSITORY = Path(__file__).parents[3]
+
+
+class Probe:
+    """Runs small functions inside its node."""
+
+    def ask(self, function: Any, *args: Any) -> Any:
+        return function(*args)
+
+
+SCRIPT = """
+import lp_pipe as lp
+
+class Echo:
+    def echo(self, value):
+        return value
+
+program = lp.Program("orphans")
+with program.group("echo"):
+    for _ in range(2):
+        program.add_node(lp.CourierNode(Echo))
+with lp.launch(program, "multi_host", **{options!r}) as run:
+    for index in range(2):
+        run.client("echo", index).echo(1)
+    print("ready", flush=True)
+    run.wait()
+"""
+
+
+def probes(count: int = 2, gpus: int = 0) -> lp.Program:
+    program = lp.Program("probes")
+    with program.group("probe", resources=lp.Resources(gpus=gpus)):
+        for _ in range(count):
+            program.add_node(lp.CourierNode(Probe))
+    return program
+
+
+def asking(count: int, variable: str) -> lp.Program:
+    """Nodes, one of which asks the others for an environment variable, prints it, and stops the program."""
+
+    def ask_all(probes: list[Any]) -> None:
+        print("they say", *[probe.ask(os.getenv, variable) for probe in probes])
+        lp.stop()
+
+    program = probes(count)
+    handles = [node.create_handle() for node in program.groups["probe"]]
+    program.add_node(lp.PyNode(ask_all, handles), label="asking")
+    return program
+
+
+def trained(mode: str, **options: Any) -> str:
+    """The fingerprint of a pipeline's parameters after some steps."""
+    model = pp.Model(
+        [pp.Layer(torch.nn.Linear, 8, 8), pp.Layer(torch.nn.Tanh), pp.Layer(torch.nn.Linear, 8, 8)],
+        torch.nn.functional.mse_loss,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+    program = lp.Program("pipeline")
+    handle = pp.add_pipeline(program, model, stages=2, microbatches=4)
+    inputs = torch.arange(64.0).reshape(8, 8) / 64
+    with lp.launch(program, mode, **options) as run:
+        client = run.client(handle)
+        for _ in range(3):
+            client.step((inputs, inputs.flip(0)))
+        found: str = client.fingerprint()
+    return found
+
+
+def char_gpt(folder: Path, mode: str, *flags: str) -> str:
+    """What the example says of its parameters after three steps, launched as users do."""
+    small = ("--seed=1", "--width=24", "--layers=2", "--heads=2", "--batch_size=8", "--context=32", "--sample_length=5")
+    command = [
+        sys.executable,
+        "-m",
+        "lp_pipe",
+        "launch",
+        str(REPOSITORY / "examples" / "char_gpt.py"),
+        f"--mode={mode}",
+    ]
+    done = subprocess.run(
+        [*command, *flags, "--", *small, "--steps=3", "--stages=2"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (found,) = re.findall(r"parameters sha256 ([0-9a-f]{64})", done.stdout)
+    return str(found)
+
+
+def until(condition: Callable[[], object], within_s: float = WITHIN_S) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.05)
+
+
+def agents() -> dict[str, psutil.Process]:
+    """The agents on this machine, by the name of their host."""
+    found = {}
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if words[1:4] == ["-m", "lp_pipe", "agent"]:
+            found[words[words.index("--name") + 1]] = process
+    return found
+
+
+def are_gone(pids: Iterable[int]) -> bool:
+    return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
+
+
+def seen_by_others(text: str) -> list[int]:
+    """The processes in whose command line or environment it is."""
+    found = []
+    for pid in psutil.pids():
+        for name in ("cmdline", "environ"):
+            try:
+                data = Path(f"/proc/{pid}/{name}").read_bytes()
+            except OSError:
+                continue
+            found += [pid] * (text.encode() in data)
+    return found
