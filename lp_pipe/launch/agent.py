@@ -87,9 +87,8 @@ class Agent:
         except Unavailable:
             self._is_over.wait(_ALIVE_EVERY_S)
         while not self._is_over.wait(_ALIVE_EVERY_S):
-            self._link.tell(ALIVE)
-            if self.coordinator is not None:
-                self.coordinator.report_calls()
+            if self.coordinator is None or not self.coordinator.report_calls():
+                self._link.tell(ALIVE)
         if not self._is_welcome:
             raise LaunchError(f"the launcher does not take this agent: {self._closed_reason}")
         return End(self._closed_reason, self._is_closed)

@@ -80,10 +80,14 @@ class Coordinator:
     def find(self, address: str) -> "Future[str]":
         """As `resolve`, but Unavailable at once when nobody has registered it."""
         future: Future[str] = Future()
-        with self._lock:
-            outcome = self._resolved(address)
-        Settlement(future, outcome or Unavailable(f"nobody listens yet at {address}")).carry_out()
+        Settlement(future, self.find_all([address])[0]).carry_out()
         return future
+
+    def find_all(self, addresses: Iterable[str]) -> list[str | Exception]:
+        """What `find` says of each: the lock is taken once, for hundreds of agents ask at the same time."""
+        with self._lock:
+            outcomes = [(address, self._resolved(address)) for address in addresses]
+        return [outcome or Unavailable(f"nobody listens yet at {address}") for address, outcome in outcomes]
 
     def inner_nodes_ended(self, colocation: str) -> "Future[str]":
         """Done once all inner nodes of a MultiProcessingColocation are down."""
@@ -123,8 +127,13 @@ class Coordinator:
 
     def node_calls(self, node_id: str, calls: int) -> None:
         """How many calls a node's servers have taken since it started."""
+        self.calls_of_nodes({node_id: calls})
+
+    def calls_of_nodes(self, taken: Mapping[str, int]) -> None:
+        """As `node_calls`, of many nodes."""
         with self._lock:
-            self._lives.nodes[node_id].call_rate.count(calls)
+            for node_id, calls in taken.items():
+                self._lives.nodes[node_id].call_rate.count(calls)
 
     def node_ended(self, node_id: str, failure: Failure | None, can_restart: bool = True) -> None:
         """The node's code is done. The first word counts: a process's exit after it adds nothing."""
@@ -192,10 +201,14 @@ class Coordinator:
         with self._changed:
             nodes = [self._lives.nodes[node_id] for node_id in node_ids]
             is_impatient = patience_s is not None
-            self._changed.wait_for(
-                lambda: (self._hurry and is_impatient) or not any(node.is_ending for node in nodes), patience_s
-            )
-            return not any(node.is_ending for node in nodes)
+
+            def all_ended() -> bool:
+                while nodes and not nodes[-1].is_ending:  # never looked at again: ten thousand end one by one
+                    nodes.pop()
+                return not nodes
+
+            self._changed.wait_for(lambda: (self._hurry and is_impatient) or all_ended(), patience_s)
+            return all_ended()
 
     def next_order(self) -> Order | None:
         """Wait until something is to be done: a node that is due to be started again counts as starting from now on.

@@ -12,7 +12,7 @@ from lp_pipe.launch.shipped_logs import ReceivedLogs
 
 _PORT_PATIENCE_S = 10.0
 _PASSED_ON = (
-    *("node_started", "node_ended", "node_down", "register", "withdraw", "find", "resolve"),
+    *("node_started", "node_ended", "node_down", "register", "withdraw", "find_all", "resolve"),
     *("inner_nodes_ended", "stop_inner_nodes", "request_stop", "log_metrics"),
 )
 
@@ -42,15 +42,10 @@ class FromAgent:
     def __init__(self, coordinator: Coordinator, logs: ReceivedLogs, link: AgentLink, ports: PortsElsewhere) -> None:
         for name in _PASSED_ON:
             setattr(self, name, getattr(coordinator, name))
-        self._coordinator = coordinator
         self._logs = logs
         self._link = link
         self.reserve_port = ports.ask
-
-    def calls(self, taken: Mapping[str, int]) -> None:
-        """How many calls the servers of its nodes have taken, by node_id."""
-        for node_id, calls in taken.items():
-            self._coordinator.node_calls(node_id, calls)
+        self.calls = coordinator.calls_of_nodes
 
     def log(self, node_id: str, is_stderr: bool, text: bytes) -> None:
         self._logs.put(self._link, node_id, is_stderr, text)

@@ -109,13 +109,12 @@ def _places(
     nodes: Sequence[NodeSpec], hosts: Mapping[str, Hardware], host_of: Mapping[str, str]
 ) -> dict[str, HostPlace]:
     found: dict[str, HostPlace] = {}
+    here: dict[str, list[NodeSpec]] = {name: [] for name in hosts}
+    for spec in nodes:
+        anywhere = dataclasses.replace(spec, resources=dataclasses.replace(spec.resources, host=None))
+        here[host_of[spec.name]].append(anywhere)
     for name, hardware in hosts.items():
-        here = [
-            dataclasses.replace(spec, resources=dataclasses.replace(spec.resources, host=None))
-            for spec in nodes
-            if host_of[spec.name] == name
-        ]
-        found.update({node_id: HostPlace(name, place) for node_id, place in place_all(here, hardware).items()})
+        found.update({node_id: HostPlace(name, place) for node_id, place in place_all(here[name], hardware).items()})
     return {spec.node_id: found[spec.node_id] for spec in nodes}
 
 

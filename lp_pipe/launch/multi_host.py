@@ -6,7 +6,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
@@ -29,6 +29,7 @@ from lp_pipe.launch.local_modules import ship_local_modules, stop_shipping
 from lp_pipe.launch.plan import Plan, serialize_nodes
 from lp_pipe.launch.record import Failure
 from lp_pipe.launch.shipped_logs import ReceivedLogs
+from lp_pipe.launch.spec import NodeSpec
 from lp_pipe.launch.surroundings import Surroundings
 from lp_pipe.launch.template import loaded_here
 from lp_pipe.launch.view import View
@@ -129,11 +130,13 @@ class MultiHost(Host):
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        for agent in self._agents.values():
+        agents = self._up()  # hosts may be lost meanwhile
+        for agent in agents.values():
             agent.link.serve(FromAgent(self._coordinator, self._logs, agent.link, self._ports))
         self._gathered.gathering.tell_of_losses(self._on_lost)
         try:
-            started = {name: agent.link.ask("start", self._assignment(name)) for name, agent in self._agents.items()}
+            nodes = self._nodes_by_host()
+            started = {name: agent.link.ask("start", self._assignment(nodes[name])) for name, agent in agents.items()}
             wait_for(started.values(), _START_PATIENCE_S)
             for name, done in started.items():
                 self._check_start(name, done)
@@ -199,8 +202,13 @@ class MultiHost(Host):
     def log_path(self, node_id: str) -> Path | None:
         return log_path(self._log_dir, node_id)
 
-    def _assignment(self, host: str) -> Assignment:
-        nodes = [spec for spec in self._plan.nodes if self.where(spec.node_id) == host]
+    def _nodes_by_host(self) -> dict[str, list[NodeSpec]]:
+        nodes: dict[str, list[NodeSpec]] = {name: [] for name in self._gathered.agents}
+        for spec in self._plan.nodes:
+            nodes[self.where(spec.node_id)].append(spec)
+        return nodes
+
+    def _assignment(self, nodes: Sequence[NodeSpec]) -> Assignment:
         return Assignment(
             run=self._run,
             program=self._plan.program,

@@ -22,6 +22,8 @@ class RemoteCoordinator:
         self._lock = threading.Lock()
         self._running = set(node_ids)
         self._ending: set[str] = set()
+        self._to_find: list[tuple[str, Future[str]]] = []
+        self._is_finding = False
         self._calls: dict[str, int] = {}  # by node_id: of its servers, since the last report
 
     def told_to_end(self, node_ids: Iterable[str]) -> None:
@@ -41,11 +43,13 @@ class RemoteCoordinator:
         with self._lock:
             self._calls[node_id] = calls
 
-    def report_calls(self) -> None:
+    def report_calls(self) -> bool:
+        """Whether there was anything to say."""
         with self._lock:
             calls, self._calls = self._calls, {}
         if calls:
             self._link.tell("calls", calls)
+        return bool(calls)
 
     def node_ended(self, node_id: str, failure: Failure | None, can_restart: bool = True) -> None:
         with self._lock:
@@ -70,7 +74,33 @@ class RemoteCoordinator:
         self._link.tell("withdraw", address)
 
     def find(self, address: str) -> "Future[str]":
-        return self._link.ask("find", address)
+        """Questions that come while one is on its way go together, as the next one."""
+        found: Future[str] = Future()
+        with self._lock:
+            self._to_find.append((address, found))
+            if self._is_finding:
+                return found
+            self._is_finding = True
+        self._find_next()
+        return found
+
+    def _find_next(self) -> None:
+        with self._lock:
+            asked, self._to_find = self._to_find, []
+            self._is_finding = bool(asked)
+        if asked:
+            answer = self._link.ask("find_all", [address for address, _ in asked])
+            answer.add_done_callback(lambda done: self._found([future for _, future in asked], done))
+
+    def _found(self, futures: "list[Future[str]]", done: "Future[list[str | Exception]]") -> None:
+        error = done.exception()
+        outcomes = [error] * len(futures) if error is not None else done.result()
+        for future, outcome in zip(futures, outcomes, strict=True):
+            if isinstance(outcome, str):
+                future.set_result(outcome)
+            else:
+                future.set_exception(outcome)
+        self._find_next()
 
     def resolve(self, address: str) -> "Future[str]":
         return self._link.ask("resolve", address)

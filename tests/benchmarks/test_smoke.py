@@ -117,3 +117,11 @@ def test_pipedream_finds_plans_measures_cuts_and_emulates_links() -> None:
             assert_is_spread(case[ratio])
     links = result["links"]
     assert "skipped" in links or len(links["slow"]["sent_bytes"]["pipeline"]) == 2
+
+
+def test_scale_takes_a_launcher_with_many_agents_through_every_phase() -> None:
+    (row,) = figures("scale")["rows"]
+    assert (row["nodes"], row["hosts"], row["questions"]) == (200, 10, 400)
+    for phase in ("plan", "join", "start", "register", "resolve", "idle", "stop"):
+        assert row[phase]["wall_s"] > 0
+    assert 0 < row["before_mib"] < row["peak_mib"]
