@@ -58,11 +58,11 @@ def test_a_run_that_died_is_resumed_in_its_folder_and_ends_with_the_same_bits(
     whole = TRAIN.replace("result.step == 4 and restored is None", "False")
     (folder / "whole.py").write_text(whole)
     (folder / "train.py").write_text(TRAIN)
-    undisturbed = command("launch", "whole.py", "--mode=thread", "--run-dir=undisturbed")
-    assert undisturbed.returncode == 0, undisturbed.stderr
+    assert main(["launch", "whole.py", "--mode=thread", "--run-dir=undisturbed"]) == 0
+    sha = next(line for line in capsys.readouterr().out.splitlines() if "sha256" in line).split()[-1]
 
-    died = command("launch", "train.py", "--mode=thread", "--run-dir=runs/mine")
-    assert died.returncode == 1
+    assert main(["launch", "train.py", "--mode=thread", "--run-dir=runs/mine"]) == 1
+    capsys.readouterr()
     assert main(["checkpoint", "ls", "runs/mine"]) == 0
     steps = [line.split()[:2] for line in capsys.readouterr().out.splitlines()[1:]]
     assert steps == [["step-00000002", "2"], ["step-00000004", "4"]]
@@ -70,7 +70,6 @@ def test_a_run_that_died_is_resumed_in_its_folder_and_ends_with_the_same_bits(
     resumed = command("launch", "train.py", "--mode=process", "--resume=mine")
     assert resumed.returncode == 0, resumed.stderr
     assert "restored 4" in resumed.stdout
-    sha = next(line for line in undisturbed.stdout.splitlines() if "sha256" in line).split()[-1]
     assert sha in resumed.stdout
 
     assert main(["checkpoint", "verify", "runs/mine"]) == 0

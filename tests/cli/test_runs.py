@@ -222,7 +222,7 @@ def test_a_run_of_another_host_is_not_judged(folder: Path, command: Command) -> 
     )
 
 
-@pytest.mark.parametrize("mode", ["thread", "process"])
+@pytest.mark.parametrize("mode", [pytest.param("thread", marks=pytest.mark.slow), "process"])
 def test_a_colocation_of_processes_is_one_node_with_the_logs_and_stacks_of_all(
     mode: str, start: Start, command: Command, folder: Path
 ) -> None:

@@ -108,8 +108,10 @@ def demo(tmp_path: Path) -> Iterator[Demo]:
     "victim",
     [
         "feeder/0",
-        "stages/1",
-        *(pytest.param(victim, marks=pytest.mark.slow) for victim in ("stages/0", "evaluator/0", "trainer/0")),
+        *(
+            pytest.param(victim, marks=pytest.mark.slow)
+            for victim in ("stages/0", "stages/1", "evaluator/0", "trainer/0")
+        ),
     ],
 )
 def test_killing_any_node_ends_the_demo_and_names_it(demo: Demo, victim: str) -> None:

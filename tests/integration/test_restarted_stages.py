@@ -90,6 +90,7 @@ def test_a_killed_stage_is_restarted_and_the_training_ends_with_the_same_bits(
     assert len(list((tmp_path / "deaths").iterdir())) == times
 
 
+@pytest.mark.slow
 def test_without_restarts_a_killed_stage_ends_the_program(tmp_path: Path) -> None:
     with pytest.raises(lp.NodeError, match="SIGKILL") as caught:
         trained("process", tmp_path / "run", tmp_path / "deaths", stage=1, times=1, schedule="1f1b", on_failure="stop")

@@ -388,7 +388,7 @@ def test_the_death_of_the_template_ends_the_program_with_an_error(no_leaks: None
         run.wait(WITHIN_S)
 
 
-@pytest.mark.parametrize("behaviour", ["lp.wait_for_stop()", "ignore()"])
+@pytest.mark.parametrize("behaviour", [pytest.param("lp.wait_for_stop()", marks=pytest.mark.slow), "ignore()"])
 def test_when_the_launcher_is_killed_nothing_is_left(script: Any, socket_home: Path, behaviour: str) -> None:
     launcher = script(f"""
         import os, signal, subprocess, time

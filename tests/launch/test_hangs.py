@@ -255,6 +255,7 @@ def test_the_watch_can_be_switched_off_and_wants_a_sensible_limit(no_leaks: None
             lp.launch(program, "thread", hang_after=limit_s)
 
 
+@pytest.mark.slow
 def test_many_that_wait_for_the_same_thing_are_one_report(mode: str, tmp_path: Path) -> None:
     all_up = tmp_path / "all-up"
 

@@ -599,6 +599,7 @@ def test_a_program_that_has_ended_is_not_kept_in_memory(mode: str) -> None:
         handle.dereference()
 
 
+@pytest.mark.slow
 def test_twenty_launches_leave_no_file_descriptor(mode: str) -> None:
     program, server = serving()
 

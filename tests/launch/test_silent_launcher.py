@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+import pytest
 
 SCRIPT = """
 import os, signal, sys, time
@@ -95,6 +96,7 @@ def test_a_launcher_that_stays_silent_counts_as_dead(
     until(lambda: not list(socket_home.glob("lp-*")), 1.0)
 
 
+@pytest.mark.slow
 def test_a_launcher_that_wakes_up_too_late_says_what_happened(
     script: "Callable[[str], subprocess.Popen[str]]", tmp_path: Path
 ) -> None:

@@ -443,7 +443,7 @@ def test_in_thread_mode_calls_between_threads_stay_in_the_process(no_leaks: None
         assert not [thread for thread in threading.enumerate() if "outside" in thread.name and "read" in thread.name]
 
 
-@pytest.mark.parametrize("launch_mode", ["thread", "process"])
+@pytest.mark.parametrize("launch_mode", [pytest.param("thread", marks=pytest.mark.slow), "process"])
 def test_a_launcher_that_is_killed_leaves_no_inner_process(launch_mode: str, tmp_path: Path, script: Script) -> None:
     launcher = script(
         f"""

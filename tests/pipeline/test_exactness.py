@@ -119,7 +119,7 @@ def test_all_synchronous_schedules_leave_the_same_fingerprint() -> None:
     assert len(fingerprints) == 1
 
 
-@pytest.mark.parametrize("mode", ["thread", "process"])
+@pytest.mark.parametrize("mode", ["thread", pytest.param("process", marks=pytest.mark.slow)])
 def test_stages_may_be_on_any_worker(mode: str) -> None:
     """Such as the first one on the last worker, and two that do not follow one another on one."""
     order = {0: 2, 1: 1, 2: 0, 3: 1}
@@ -142,6 +142,7 @@ def test_stages_may_be_on_any_worker(mode: str) -> None:
         assert_same_state(pipeline.state_dict(), plain.state_dict())
 
 
+@pytest.mark.slow
 def test_stages_in_processes_train_to_the_same_bits() -> None:
     model = model_with_everything()
     chosen: list[tuple[dict[str, Any], int, float | None]] = [
@@ -261,7 +262,9 @@ def test_views_at_a_cut_keep_their_bits_between_processes() -> None:
     assert not differing
 
 
-@pytest.mark.parametrize("mode_and_workers", [("thread", 3), ("thread", 1), ("process", 3)], ids=str)
+@pytest.mark.parametrize(
+    "mode_and_workers", [("thread", 3), ("thread", 1), pytest.param(("process", 3), marks=pytest.mark.slow)], ids=str
+)
 def test_an_in_place_layer_behind_a_cut_leaves_the_sender_alone(mode_and_workers: tuple[str, int]) -> None:
     """Tanh and Sigmoid save their output for the backward; the next stage must write to a copy of it."""
     mode, workers = mode_and_workers

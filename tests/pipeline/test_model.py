@@ -52,7 +52,7 @@ class Block(nn.Module):
         return x + nn.functional.dropout(self.inner(x), self.rate, self.training)
 
 
-@pytest.mark.parametrize("mode", ["thread", "process"])
+@pytest.mark.parametrize("mode", ["thread", pytest.param("process", marks=pytest.mark.slow)])
 def test_layers_may_be_modules_factories_or_a_function(mode: str) -> None:
     forms: dict[str, Any] = {
         "a list": a_list(),
