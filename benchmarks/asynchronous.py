@@ -215,7 +215,7 @@ def show(speeds: dict[str, dict[str, Any]], qualities: dict[str, dict[str, Any]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=["throughput", "quality"], help="one of the two parts")
-    parser.add_argument("--action-ms", type=float, default=20.0, help="what F, I and W of a stage sleep")
+    parser.add_argument("--action-ms", type=float, default=40.0, help="what F, I and W of a stage sleep")
     parser.add_argument("--quick", action="store_true", help="short sleeps, few updates: only to see that it works")
     parser.add_argument("--json", type=pathlib.Path, help="write the figures to this file instead of stdout")
     options = parser.parse_args()
