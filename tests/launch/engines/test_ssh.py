@@ -8,18 +8,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
 
 import lp_pipe as lp
-import lp_pipe.pipeline as pp
 from lp_pipe.launch.engines import SshEngine
 from tests.launch.engines import namespaces
+from tests.launch.engines.programs import WITHIN_S, trained, until
 
 pytestmark = [
     pytest.mark.multihost,
     pytest.mark.skipif(bool(namespaces.why_not()), reason=namespaces.why_not() or "there are hosts"),
 ]
-WITHIN_S = 30.0
 
 
 @pytest.fixture(scope="module")
@@ -42,13 +40,6 @@ def doomed_hosts() -> Iterator[namespaces.Hosts]:
     made = namespaces.Hosts(2)
     yield made
     made.close()
-
-
-def until(condition: Callable[[], object], within_s: float = WITHIN_S) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.05)
 
 
 def engine(hosts: namespaces.Hosts) -> SshEngine:
@@ -86,22 +77,6 @@ def test_an_unchanged_program_runs_across_hosts_that_have_no_copy_of_it(hosts: n
 
 
 def test_a_pipeline_across_hosts_has_the_parameters_of_thread_mode(hosts: namespaces.Hosts) -> None:
-    def trained(mode: str, **options: Any) -> str:
-        model = pp.Model(
-            [pp.Layer(torch.nn.Linear, 8, 8), pp.Layer(torch.nn.Tanh), pp.Layer(torch.nn.Linear, 8, 8)],
-            torch.nn.functional.mse_loss,
-            lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        )
-        program = lp.Program("pipeline")
-        handle = pp.add_pipeline(program, model, stages=2, microbatches=4)
-        inputs = torch.arange(64.0).reshape(8, 8) / 64
-        with lp.launch(program, mode, **options) as run:
-            client = run.client(handle)
-            for _ in range(3):
-                client.step((inputs, inputs.flip(0)))
-            found: str = client.fingerprint()
-        return found
-
     assert trained("multi_host", engine=engine(hosts)) == trained("thread")
 
 
