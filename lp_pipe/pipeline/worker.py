@@ -76,11 +76,9 @@ class StageWorker:
 
     def reconnect(self, epoch: str) -> None:
         """New channels to all neighbours, one of which was restarted; the same `epoch` for all workers."""
+        self.discard()
         for ends in (self._links, self._reduction):
             ends.close("a worker was restarted")
-        for stage in self._stages.values():
-            stage.discard()
-        self.training.clear_gradients()
         self._connect(epoch)
 
     def train(self, task: Task, scale: float | None = None) -> Report:
