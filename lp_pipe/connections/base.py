@@ -114,6 +114,10 @@ class PulledConnection(Connection):
         """Whether a `wait` would return at once."""
 
     @abstractmethod
+    def has_peer_closed(self) -> bool:
+        """Whether the peer has closed its side, be it read or not; any thread."""
+
+    @abstractmethod
     def make_interruptible(self) -> None:
         """Before the first `wait`: `interrupt` will work."""
 

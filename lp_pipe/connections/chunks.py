@@ -62,16 +62,20 @@ class Outbox:
         self._chunks.put(chunk)
         return True
 
-    def end(self, last: bytes = b"") -> None:
-        """After what waits and `last` nothing more is sent; frees who waits in `put`. Never blocks."""
+    def finish(self, last: bytes = b"") -> None:
+        """Take nothing after `last`; frees who waits in `put`. Never blocks."""
         with self._has_room:
             if self._is_ended:
                 return
             self._is_ended = True
             if last:
                 self._chunks.put(last)
-            self._chunks.put(None)
             self._has_room.notify_all()
+
+    def end(self) -> None:
+        """Take nothing more, and stop the iteration after what waits."""
+        self.finish()
+        self._chunks.put(None)
 
     def _is_full(self) -> bool:
         return self._put_bytes - self._taken_bytes >= _MAX_WAITING_BYTES

@@ -86,6 +86,7 @@ class GrpcConnection(Connection):
         self._farewell: str | None = None
         self._reader: threading.Thread | None = None
         self._reader_lock = threading.Lock()
+        self._is_read = threading.Event()  # to the end, which the peer makes when it has read ours
         self._is_over = threading.Event()
         if not call.add_callback(self._on_over):
             self._on_over()
@@ -107,12 +108,13 @@ class GrpcConnection(Connection):
         self._farewell = reason  # the peer may answer it by closing before this method is through
         # A sender that is stuck because the peer does not read must not keep us from closing.
         if self._send_lock.acquire(timeout=_CLOSE_PATIENCE_S):
-            self._outbox.end(b"".join(frames.encode(Frame(frames.CLOSE, name=reason[:1000]))))
+            self._outbox.finish(b"".join(frames.encode(Frame(frames.CLOSE, name=reason[:1000]))))
             self._send_lock.release()
-        else:
-            self._outbox.end()
         self._mark_closed(reason)
         self._read(lambda frame: None)  # gRPC ends a stream only once it is read to its end
+        if self._reader is not threading.current_thread():
+            self._is_read.wait(_CLOSE_PATIENCE_S)  # the peer knows: what it sends next goes over a new connection
+        self._outbox.end()
         self._linger()
 
     def _linger(self) -> None:
@@ -181,6 +183,7 @@ class GrpcConnection(Connection):
     def _end(self, reason: str) -> None:
         is_orderly = self._closed_reason is not None
         self._mark_closed(reason)
+        self._is_read.set()
         self._outbox.end()
         if self._watch is not None:
             self._watch.end()

@@ -25,6 +25,7 @@ _MAX_PIECES = 512  # below every system's IOV_MAX
 _JOINED_BYTES = 1 << 12  # up to here one copy costs less than keeping track of the pieces
 _CLOSE_PATIENCE_S = 0.2
 _ACCEPT_PAUSE_S = 0.1
+_RDHUP = getattr(select, "POLLRDHUP", 0)  # elsewhere than on Linux an end of both directions shows even so
 _ENDED = "the peer's process closed the connection without a word (it ended or was killed)"
 _ENDED_INSIDE = "the peer ended inside a frame"
 _UCRED = struct.Struct("3i")
@@ -78,6 +79,14 @@ class UnixConnection(PulledConnection):
 
     def is_ready(self) -> bool:
         return bool(self._poll.poll(0))
+
+    def has_peer_closed(self) -> bool:
+        descriptor = self._socket.fileno()
+        if descriptor < 0:
+            return True
+        poll = select.poll()  # one object is for one thread at a time
+        poll.register(descriptor, _RDHUP)
+        return bool(poll.poll(0))
 
     def make_interruptible(self) -> None:
         self._interruption = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)

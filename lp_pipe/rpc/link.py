@@ -46,12 +46,10 @@ class Link:
             connection.start(self._on_frame, self._on_close)
 
     def is_open(self) -> bool:
-        """Whether a call may be sent; while nobody reads, the peer's end is noticed here."""
+        """Whether a call may be sent; a peer that has closed by now is noticed here, whoever reads."""
         if self._forks != _Forks.count:
             return False
-        if self._reading is not None and not self._expected:
-            self._reading.look()
-        return self.connection.closed_reason is None
+        return self.connection.closed_reason is None and (self._reading is None or self._reading.look())
 
     def close(self) -> None:
         """Nobody will use it any more."""

@@ -45,10 +45,13 @@ class Reading:
                 self._connection.done_reading()
             self.pass_on()  # the end may have come meanwhile
 
-    def look(self) -> None:
-        """Read what is there, without waiting, if nobody is reading."""
-        if self._connection.read_alone(0):
+    def look(self) -> bool:
+        """Read what is there, without waiting, if nobody is reading; False when the peer has closed."""
+        if not self._expected and self._connection.read_alone(0):
             self._wake_next()
+            return self._connection.closed_reason is None
+        # Whoever reads may not have come to the end yet: a call sent now would be lost, though a new server is up.
+        return not self._connection.has_peer_closed()
 
     def wait_for(self, call: SyncCall, deadline: float | None) -> None:
         """Until the reply is there, or the deadline has passed; `pass_on` must follow."""

@@ -50,7 +50,8 @@ def test_small_chunks_that_wait_go_as_one_and_in_order() -> None:
     for number in range(10):
         assert outbox.put(bytes([number]))
     assert outbox.put(b"x" * CHUNK_BYTES)
-    outbox.end(b"last")
+    outbox.finish(b"last")
+    outbox.end()
     assert list(outbox) == [bytes(range(10)), b"x" * CHUNK_BYTES, b"last"]
     assert list(outbox) == []
     assert not outbox.put(b"too late")
