@@ -273,7 +273,7 @@ def test_many_that_wait_for_the_same_thing_are_one_report(mode: str, tmp_path: P
         until(lambda: all(row["state"] == "running" for row in run.status()["actor"]))
         all_up.touch()
         # Those that are late are in the second report, when the first wait is four times as old.
-        lines = [line for line in reported(run, "(so have 2 more: actor/").splitlines() if "node actor/" in line]
+        lines = [line for line in reported(run, "(so have 2 more: actor/").splitlines() if "has waited" in line]
         assert len(lines) <= 2, lines
         run.client("server").release()
 
