@@ -7,47 +7,16 @@ import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from lp_pipe.checkpoint import folder as folders
 from lp_pipe.checkpoint.folder import Checkpoint, checkpoints_in, open_checkpoint
+from lp_pipe.checkpoint.in_memory import InMemory, check_can_mirror
+from lp_pipe.checkpoint.parts import SavesItself, Stateful, Trainable, saves_itself
 from lp_pipe.context import context, stop_event
 from lp_pipe.errors import CheckpointError, Unavailable
 
 _log = logging.getLogger(__name__)
-
-
-class Stateful(Protocol):
-    """A part: an object of the node itself, or a client of a CourierNode with these methods."""
-
-    def state_dict(self) -> Any:
-        """Anything picklable."""
-
-    def load_state_dict(self, state: Any) -> None:
-        """Go on from there."""
-
-
-class SavesItself(Protocol):
-    """A part that writes a folder of its own, as pipelines do."""
-
-    def save_async(self, path: Path) -> "Future[None]":
-        """Copy the state in memory, then write it while others go on; done once it is written."""
-
-    def load(self, path: Path) -> None:
-        """Go on from there."""
-
-
-class Trainable(Protocol):
-    """A pipeline, as far as `Checkpoints.steps` is concerned."""
-
-    def current_step(self) -> int:
-        """How many steps are done."""
-
-    def steps(self, n: int) -> Iterator[Any]:
-        """So many more."""
-
-    def recover(self) -> None:
-        """Wait until all its nodes are up, and join them."""
 
 
 class Checkpoints:
@@ -86,6 +55,7 @@ class Checkpoints:
         self.folder = Path(folder) if folder is not None else Path(context().run_dir) / "checkpoints"
         self._keep = keep
         self._may_fail = may_fail
+        self._in_memory = InMemory(self._parts)
         self._writing: threading.Thread | None = None
         self._error: Exception | None = None
 
@@ -148,7 +118,9 @@ class Checkpoints:
             raise CheckpointError("no checkpoint is without damage: " + "\n".join(damaged))
         return None
 
-    def steps(self, pipeline: "Trainable", total: int, *, save_every: int) -> Iterator[Any]:
+    def steps(
+        self, pipeline: Trainable, total: int, *, save_every: int, mirror_every: int | None = None
+    ) -> Iterator[Any]:
         """The results of `pipeline.steps` until `total` are done, with a checkpoint after every `save_every` of them.
 
         Begins where the newest checkpoint is. When a node that takes part dies and is restarted in its place
@@ -156,38 +128,47 @@ class Checkpoints:
         the same results. Without restarts, or after too many, the program ends as usual.
 
         pipeline: one of the parts.
+        mirror_every: steps after which all parts are kept in memory as well: of a pipeline each stage worker's state by
+            the next worker (PipelineClient.mirror), of other parts here. Then the death of a stage worker costs at most
+            so many steps; where neighbours have died at a time, all go back to the newest checkpoint.
 
         Raises:
             CheckpointError: as `save` and `restore`.
+            ValueError: mirror_every with a part that writes itself, but cannot keep its state in memory.
             Unavailable: a node is gone, and the program is ending.
         """
+        if mirror_every is not None:
+            check_can_mirror(mirror_every, self._parts)
         self._restore_or_save_the_beginning(pipeline)
         while (done := pipeline.current_step()) < total:
             try:
                 for result in pipeline.steps(total - done):
                     yield result
+                    if mirror_every is not None and (result.step + 1) % mirror_every == 0:
+                        self._in_memory.keep()
                     if (result.step + 1) % save_every == 0:
                         self.save(pipeline.current_step(), wait=False)
                 self.wait_until_written()
             except (Unavailable, CheckpointError) as error:
                 self._recover(pipeline, error)
 
-    def _recover(self, pipeline: "Trainable", error: Exception) -> None:
+    def _recover(self, pipeline: Trainable, error: Exception) -> None:
         if stop_event().is_set() or not isinstance(error.__cause__ or error, Unavailable):
             raise error
-        _log.warning("going back to the newest checkpoint: %s", str(error).splitlines()[0])
+        _log.warning("going back: %s", str(error).splitlines()[0])
         with contextlib.suppress(CheckpointError):  # one that a dead stage could not write
             self.wait_until_written()
         while True:
             try:
                 pipeline.recover()
-                self.restore()
+                if not self._in_memory.go_back():
+                    self.restore()
                 return
             except Unavailable:  # another one has died meanwhile
                 if stop_event().is_set():
                     raise
 
-    def _restore_or_save_the_beginning(self, pipeline: "Trainable") -> None:
+    def _restore_or_save_the_beginning(self, pipeline: Trainable) -> None:
         while True:
             try:
                 if self.restore() is None:
@@ -197,7 +178,7 @@ class Checkpoints:
                 self._recover(pipeline, error)
 
     def _begin_part(self, name: str, part: Any, aside: Path) -> "Future[None]":
-        if _saves_itself(part):
+        if saves_itself(part):
             return part.save_async(aside / name)  # type: ignore[no-any-return]
         folders.write_state(aside, name, part.state_dict())
         done: Future[None] = Future()
@@ -230,13 +211,9 @@ class Checkpoints:
                 f"{checkpoint.path} has the parts {', '.join(sorted(checkpoint.parts))}; this program has "
                 f"{', '.join(sorted(self._parts))}"
             )
+        self._in_memory.forget()
         for name, part in self._parts.items():
-            if _saves_itself(part):
+            if saves_itself(part):
                 part.load(checkpoint.path / name)
             else:
                 part.load_state_dict(folders.read_state(checkpoint.path, name))
-
-
-def _saves_itself(part: Any) -> bool:
-    """Asked of the class: a client has any method that it is asked for."""
-    return callable(getattr(type(part), "save_async", None))

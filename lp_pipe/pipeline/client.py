@@ -127,6 +127,27 @@ class PipelineClient:
         """
         self._conductor.recover()
 
+    def mirror(self) -> int:
+        """Each stage worker copies its state in memory, for itself and for the next worker; returns the step.
+
+        Training pauses for the copy only. A worker keeps the last two states, its own and those of the one before it,
+        so that after the death of one worker (or of several that are not neighbours) all can `go_back`.
+
+        Raises:
+            PipelineError: there is one worker only.
+        """
+        step: int = self._conductor.mirror(self._conductor)
+        return step
+
+    def mirrored_steps(self) -> list[int]:
+        """The numbers of finished steps to which `go_back` can go, in order; also after `recover`."""
+        steps: list[int] = self._conductor.mirrored_steps()
+        return steps
+
+    def go_back(self, step: int) -> None:
+        """Go on from the state after so many steps, of which every worker's state is in some memory."""
+        self._conductor.go_back(step, self._conductor)
+
     def export(self, path: str | Path) -> None:
         """Write the whole model as one .safetensors file, under the names of `state_dict`; relative paths as in `save`.
 

@@ -3,7 +3,6 @@
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,11 +18,12 @@ from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
 from lp_pipe.pipeline.execution import Report
 from lp_pipe.pipeline.loss_scale import LossScale
 from lp_pipe.pipeline.microbatches import check_pair, loss_weights
+from lp_pipe.pipeline.mirrors import check_guards, common_steps
 from lp_pipe.pipeline.results import EvalResult, StageMemory, StepResult, StepTrace
 from lp_pipe.pipeline.steps import Steps, SynchronousSteps, summed
 from lp_pipe.pipeline.whole_model import Copy, WholeModel
 from lp_pipe.pipeline.worker import StageWorker
-from lp_pipe.pipeline.workers import Workers, settle
+from lp_pipe.pipeline.workers import Workers
 from lp_pipe.rpc.pool import DaemonPool
 
 T = TypeVar("T")
@@ -44,6 +44,8 @@ class Conductor:
         self._workers = Workers(StageWorker(pipeline, worker, channels, neighbours, feeder), peers)
         self._model = WholeModel(pipeline, self._workers)
         self._config = pipeline
+        self._are_guarded = False
+        self.keep_mirror, self.mirror_of = self._workers.own.keep_mirror, self._workers.own.mirror_of
         self._last = pipeline.ranks.of(pipeline.placement[-1])
         make_steps = SynchronousSteps if pipeline.updates is None else AsynchronousSteps
         self._steps: Steps = make_steps(pipeline, self._workers, feeder)
@@ -102,6 +104,23 @@ class Conductor:
         """Go on from a checkpoint folder, whatever number of stages wrote it."""
         self._in_turn(lambda: self._load(Path(path)), may_be_torn=True)
 
+    def mirror(self, me: Any) -> int:
+        """Let each worker copy its state, for itself and its guard; returns the step. me: a client of this conductor.
+
+        Raises:
+            PipelineError: there is one worker only.
+        """
+        check_guards(self._config.ranks.world_size)
+        return self._in_turn(lambda: self._mirror(me))
+
+    def mirrored_steps(self) -> list[int]:
+        """To which all workers could go back."""
+        return self._in_turn(lambda: common_steps(self._workers.all("mirrors_held")), may_be_torn=True)
+
+    def go_back(self, step: int, me: Any) -> None:
+        """Go on from a mirrored step."""
+        self._in_turn(lambda: self._go_back(step, me), may_be_torn=True)
+
     def recover(self) -> None:
         """Join the workers anew, after one was restarted; see PipelineClient."""
         self._in_turn(self._recover, may_be_torn=True)
@@ -129,21 +148,39 @@ class Conductor:
                     self._steps.settle()
             return operation()
 
-        future: Future[T] = Future()
-        self._queue.submit(settle, future, in_order)
-        return future.result()
+        return self._queue.start(in_order).result()
+
+    def _mirror(self, me: Any) -> int:
+        scale = self._steps.scale
+        self._guard(me)
+        self._workers.all("mirror", self._steps.done, (scale.factor, scale.good_steps) if scale is not None else None)
+        return self._steps.done
+
+    def _guard(self, me: Any) -> None:
+        if not self._are_guarded:
+            self._workers.all("guarded_by", self._workers.clients(me))
+            self._are_guarded = True
+
+    def _go_back(self, step: int, me: Any) -> None:
+        self._guard(me)
+        self._steps.torn = f"going back to step {step} has failed"
+        scale = self._workers.all("go_back", step)[0]
+        self._steps.go_to(step, LossScale(*scale) if scale is not None else None)
 
     def _load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self._workers.all("forget_mirrors")
         self._model.load_state_dict(state)
         self._steps.forget_ahead()
 
     def _load(self, path: Path) -> None:
+        self._workers.all("forget_mirrors")
         found = self._model.load(path)
         self._steps.go_to(found.step, LossScale(*found.loss_scale) if found.loss_scale is not None else None)
 
     def _recover(self) -> None:
         self._workers.all("is_up")  # waits for those that are on their way
         self._workers.all("reconnect", f", {time.time_ns()}")
+        self._are_guarded = False
         self._steps.go_to(0)
         self._steps.torn = "a worker was restarted with the initial weights"
 

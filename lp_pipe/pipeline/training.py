@@ -123,20 +123,11 @@ class Training:
         Raises:
             CheckpointError: a share is missing, damaged, or does not have this worker's parameters.
         """
-        weights: dict[str, Tensor] = {}
-        per_parameter: dict[str, dict[str, Any]] = {}
-        scheduler: dict[str, Any] | None = None
-        versions: list[dict[str, Any]] = []
-        for name in files:
-            share = read_share(Path(folder) / name)
-            weights.update(share["weights"])
-            per_parameter.update(share["optimizer"])
-            scheduler = scheduler or share["lr_scheduler"]
-            versions += [share["versions"]] if "versions" in share else []
+        saved = merged(read_share(Path(folder) / name) for name in files)
         for name in self._trained_names():
-            if name not in per_parameter:
+            if name not in saved.optimizer:
                 raise CheckpointError(f"the checkpoint has no optimizer state for {name}: it is of another model")
-        return Saved(weights, per_parameter, scheduler, versions)
+        return saved
 
     def restore(self, saved: Saved) -> None:
         """Set optimizer and scheduler to what was saved; the weights are the stages' own business."""
@@ -177,6 +168,17 @@ class Training:
                 if name in saved:
                     self._optimizer.state[parameter] = _beside(parameter, saved[name]["state"])
                     group.update(saved[name]["options"])
+
+
+def merged(shares: Iterable[dict[str, Any]]) -> Saved:
+    """What some workers' shares hold together."""
+    saved = Saved({}, {}, None, [])
+    for share in shares:
+        saved.weights.update(share["weights"])
+        saved.optimizer.update(share["optimizer"])
+        saved.versions.extend([share["versions"]] if "versions" in share else [])
+        saved = saved._replace(lr_scheduler=saved.lr_scheduler or share["lr_scheduler"])
+    return saved
 
 
 def write_share(folder: str, name: str, share: dict[str, Any]) -> None:

@@ -25,6 +25,7 @@ from lp_pipe.pipeline.intake import Intake
 from lp_pipe.pipeline.links import Links
 from lp_pipe.pipeline.manifest import SHARE
 from lp_pipe.pipeline.microbatches import aligned, apart
+from lp_pipe.pipeline.mirrors import Mirrors
 from lp_pipe.pipeline.reduction import Reduction
 from lp_pipe.pipeline.results import StageMemory
 from lp_pipe.pipeline.schedule import Action, Schedule, forward_on, share
@@ -32,7 +33,7 @@ from lp_pipe.pipeline.side_channels import SideChannels
 from lp_pipe.pipeline.stage import Stage, check_shapes
 from lp_pipe.pipeline.tasks import Task
 from lp_pipe.pipeline.tied import tie
-from lp_pipe.pipeline.training import Saved, Training, write_share
+from lp_pipe.pipeline.training import Saved, Training, merged, write_share
 
 
 class StageWorker:
@@ -61,6 +62,11 @@ class StageWorker:
         }
         self.training = Training(list(self._stages.values()), pipeline.optimizer, pipeline.lr_scheduler)
         self._saved: Saved | None = None
+        mirrors = Mirrors(worker.rank, self._share, lambda share: self._take(merged([share])))
+        self.guarded_by, self.forget_mirrors = mirrors.guarded_by, mirrors.forget_mirrors
+        self.mirror, self.go_back = mirrors.mirror, mirrors.go_back
+        self.keep_mirror, self.mirror_of = mirrors.keep_mirror, mirrors.mirror_of
+        self.mirrors_held = mirrors.mirrors_held
         self._copies: dict[str, dict[str, Any]] = {}  # of shares, by the checkpoint's version
         self._modules = [m for s in self._stages.values() for layer in s.layers for m in layer.modules()]
         self._buffers_before: BufferSnapshot | None = None
@@ -218,6 +224,9 @@ class StageWorker:
         """Take what belongs to this worker's layers from what it has read."""
         saved, self._saved = self._saved, None
         assert saved is not None, "adopt comes after read"
+        self._take(saved)
+
+    def _take(self, saved: Saved) -> None:
         self.load_state_dict(saved.weights)
         self.training.restore(saved)
         if self._async is not None:

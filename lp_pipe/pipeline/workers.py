@@ -24,6 +24,10 @@ class Workers:
         self._pool = DaemonPool(1, "steps ahead")
         context().exit_stack.callback(self._pool.close)
 
+    def clients(self, own: Any) -> list[Any]:
+        """Of all workers, by rank. own: one of this process's worker."""
+        return [own, *self._peers]
+
     def new_tag(self) -> int:
         """The number of a new operation, higher than all before."""
         self._tag += 1
@@ -63,9 +67,8 @@ class Workers:
 
     def begin(self, tag: int, run: Callable[[Any, int], Any]) -> "Attempt":
         """Begin an operation on every rank, perhaps before another has ended; after a failure call `discard`."""
-        own: Future[Report] = Future()
         peers = [run(peer.futures, rank) for rank, peer in enumerate(self._peers, start=1)]
-        self._pool.submit(settle, own, lambda: run(self.own, 0))
+        own: Future[Report] = self._pool.start(lambda: run(self.own, 0))
         return self._attempt(tag, [own, *peers])
 
     def discard(self) -> None:
@@ -134,13 +137,3 @@ class Attempt:
 def first_cause(errors: Sequence[BaseException]) -> BaseException:
     """The first one; a worker that only lost its neighbour does not count as first."""
     return next((error for error in errors if not isinstance(error, Unavailable)), errors[0])
-
-
-def settle(future: "Future[Any]", operation: Callable[[], Any]) -> None:
-    """Run an operation for whoever waits for the future."""
-    try:
-        result = operation()
-    except BaseException as error:  # belongs to who waits, where it is raised
-        future.set_exception(error)
-    else:
-        future.set_result(result)

@@ -3,10 +3,13 @@
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from queue import Empty, SimpleQueue
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from lp_pipe.context import current_context
+
+T = TypeVar("T")
 
 _Task = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -30,6 +33,12 @@ class DaemonPool:
         self._tasks.put((task, args))
         if len(self._threads) < self._size and self._tasks.qsize():
             self._add_thread()
+
+    def start(self, operation: Callable[[], T]) -> "Future[T]":
+        """Its result or error, which belongs to whoever asks for it; never done, if the pool is closed before."""
+        future: Future[T] = Future()
+        self.submit(_settle, future, operation)
+        return future
 
     def ensure_thread(self) -> None:
         """From now on `submit` only puts into a queue, which is allowed anywhere (if `size` is 1)."""
@@ -78,3 +87,12 @@ class DaemonPool:
             function, args = task
             function(*args)
             del task, function, args  # a waiting thread must not keep the last call's tensors alive
+
+
+def _settle(future: "Future[Any]", operation: Callable[[], Any]) -> None:
+    try:
+        result = operation()
+    except BaseException as error:  # belongs to who waits, where it is raised
+        future.set_exception(error)
+    else:
+        future.set_result(result)

@@ -1,8 +1,10 @@
 """Parts of a program are saved together and restored together, from the newest checkpoint that is whole."""
 
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -195,3 +197,80 @@ def test_nodes_take_part_by_two_methods(tmp_path: Path) -> None:
 def test_wrong_options_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"keep at least 1|becomes a file name"):
         Checkpoints(**{"parts": {}, "folder": tmp_path, **options})
+
+
+class Training:
+    """Counts its steps, keeps its states in memory, and loses a worker before step `dies_before`, once."""
+
+    def __init__(self, dies_before: int, loses: tuple[int, ...] = ()) -> None:
+        self.done = 0
+        self.held: list[int] = []
+        self._dies_before: int | None = dies_before
+        self._loses = loses
+
+    def current_step(self) -> int:
+        return self.done
+
+    def steps(self, n: int) -> Iterator[Any]:
+        for _ in range(n):
+            if self.done == self._dies_before:
+                self._dies_before = None
+                self.done = -1
+                raise lp.Unavailable("a worker has died")
+            self.done += 1
+            yield SimpleNamespace(step=self.done - 1)
+
+    def recover(self) -> None:
+        self.held = [step for step in self.held if step not in self._loses]
+
+    def mirror(self) -> int:
+        self.held.append(self.done)
+        return self.done
+
+    def mirrored_steps(self) -> list[int]:
+        return self.held
+
+    def go_back(self, step: int) -> None:
+        self.done = step
+
+    def save_async(self, path: Path) -> "Future[None]":
+        path.mkdir()
+        (path / "step").write_text(str(self.done))
+        written: Future[None] = Future()
+        written.set_result(None)
+        return written
+
+    def load(self, path: Path) -> None:
+        self.done = int((path / "step").read_text())
+
+
+@pytest.mark.parametrize(
+    ("loses", "comes_again"),
+    [((), []), ((7,), [6]), ((6, 7), [4, 5, 6])],
+    ids=["to the newest state in memory", "to the one before", "to the checkpoint, when both are lost"],
+)
+def test_after_a_death_all_parts_go_back_as_little_as_they_can(
+    tmp_path: Path, loses: tuple[int, ...], comes_again: list[int]
+) -> None:
+    training, counter = Training(dies_before=7, loses=loses), Counter()
+    steps = []
+
+    def train() -> None:
+        checkpoints = Checkpoints({"training": training, "counter": counter}, tmp_path / "checkpoints")
+        for result in checkpoints.steps(training, 9, save_every=4, mirror_every=1):
+            counter.value += 1
+            steps.append(result.step)
+
+    program = lp.Program("mirrors")
+    program.add_node(lp.PyNode(train), label="trainer")
+    lp.launch(program, "thread", run_dir=tmp_path).wait(20)
+    assert steps == [*range(7), *comes_again, 7, 8]
+    assert counter.value == 9
+
+
+def test_a_part_that_cannot_stay_in_memory_is_refused(tmp_path: Path) -> None:
+    checkpoints = Checkpoints({"slow": Slow()}, tmp_path)
+    with pytest.raises(ValueError, match=r"part 'slow' has no mirror\(\)"):
+        next(checkpoints.steps(Training(0), 1, save_every=1, mirror_every=1))
+    with pytest.raises(ValueError, match="mirror_every=0"):
+        next(checkpoints.steps(Training(0), 1, save_every=1, mirror_every=0))

@@ -49,9 +49,17 @@ def squared_error(output: Tensor, target: Tensor) -> Tensor:
 
 
 def trained(
-    mode: str, run_dir: Path, deaths: Path, *, stage: int, times: int, schedule: str, on_failure: str = "restart"
+    mode: str,
+    run_dir: Path,
+    deaths: Path,
+    *,
+    stage: int,
+    times: int,
+    schedule: str,
+    on_failure: str = "restart",
+    mirror_every: int | None = None,
 ) -> str:
-    """The fingerprint after 8 steps."""
+    """The fingerprint after 8 steps; which ones there were is in the file `steps`."""
     deaths.mkdir()
     layers: list[Any] = [pp.Layer(nn.Linear, 6, 8), pp.Layer(nn.Dropout, 0.5), pp.Layer(nn.Linear, 8, 2)]
     layers.insert(2 * stage, pp.Layer(KillsItself, deaths, 9, times))
@@ -59,8 +67,8 @@ def trained(
 
     def train(pipeline: pp.PipelineClient) -> None:
         checkpoints = Checkpoints({"pipeline": pipeline})
-        for result in checkpoints.steps(pipeline, 8, save_every=3):
-            assert result.step < 8
+        results = list(checkpoints.steps(pipeline, 8, save_every=3, mirror_every=mirror_every))
+        (run_dir / "steps").write_text(str([result.step for result in results]))
         (run_dir / "fingerprint").write_text(pipeline.fingerprint())
         lp.stop()
 
@@ -88,6 +96,15 @@ def test_a_killed_stage_is_restarted_and_the_training_ends_with_the_same_bits(
     undisturbed = trained("thread", tmp_path / "whole", tmp_path / "never", times=0, **options)
     assert trained("process", tmp_path / "killed", tmp_path / "deaths", times=times, **options) == undisturbed
     assert len(list((tmp_path / "deaths").iterdir())) == times
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_with_mirrors_no_step_that_was_finished_comes_again(tmp_path: Path, stage: int) -> None:
+    options: dict[str, Any] = {"stage": stage, "schedule": "1f1b"}
+    undisturbed = trained("thread", tmp_path / "whole", tmp_path / "never", times=0, **options)
+    killed = trained("process", tmp_path / "killed", tmp_path / "deaths", times=1, mirror_every=1, **options)
+    assert killed == undisturbed
+    assert (tmp_path / "killed" / "steps").read_text() == str([*range(8)])  # it died in step 4, its checkpoint is 3's
 
 
 @pytest.mark.slow
