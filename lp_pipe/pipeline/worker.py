@@ -6,24 +6,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from lp_pipe.address import Address
 from lp_pipe.channels import ChannelHub
 from lp_pipe.channels.kinds import hub_endpoint
 from lp_pipe.channels.packing import copied
 from lp_pipe.context import context
-from lp_pipe.pipeline.activation_meter import ActivationMeter
 from lp_pipe.pipeline.async_worker import AsyncWorker
 from lp_pipe.pipeline.buffers import BufferSnapshot
 from lp_pipe.pipeline.build import build_layers
 from lp_pipe.pipeline.channel_handle import ChannelTarget
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
 from lp_pipe.pipeline.device import chosen_device, current, to_host
-from lp_pipe.pipeline.execution import Execution, Operation, Report, Run
+from lp_pipe.pipeline.execution import Execution, Report
 from lp_pipe.pipeline.intake import Intake
 from lp_pipe.pipeline.links import Links
 from lp_pipe.pipeline.manifest import SHARE
+from lp_pipe.pipeline.metering import Metering
 from lp_pipe.pipeline.microbatches import aligned, apart
 from lp_pipe.pipeline.reduction import Reduction
 from lp_pipe.pipeline.results import StageMemory
@@ -64,8 +63,7 @@ class StageWorker:
         self._copies: dict[str, dict[str, Any]] = {}  # of shares, by the checkpoint's version
         self._modules = [m for s in self._stages.values() for layer in s.layers for m in layer.modules()]
         self._buffers_before: BufferSnapshot | None = None
-        self._meter: ActivationMeter | None = None
-        self._gradient_bytes = 0
+        self._metering = Metering(self._modules, self.training, (self._worker, self._replica), list(self._stages))
         self._intake = Intake(pipeline, self._stages, feeder, node.name, self._device)
         self._ends: Any = pipeline.ranks, worker.rank, self._hub, neighbours
         self._connect("")
@@ -90,7 +88,7 @@ class StageWorker:
         self._buffers_before = None
         operation = self._intake.operation(task, scale)
         self._buffers_before = BufferSnapshot(self._modules)
-        with current(self._device), self._metered(operation) as actions:
+        with current(self._device), self._metering.around(self._execution.training, operation) as actions:
             self._execution.run(self._part_of(schedule), operation, actions)
         self._reduction.reduce(task.tag, self.training.parameters, self._modules, self._buffers_before)
         if scale is not None:
@@ -168,16 +166,11 @@ class StageWorker:
 
     def start_metering(self) -> None:
         """Count what the next steps hold in memory; they take longer."""
-        self._meter = ActivationMeter()
+        self._metering.start()
 
     def stop_metering(self) -> StageMemory:
         """What it was."""
-        meter, self._meter = self._meter, None
-        assert meter is not None, "stop_metering comes after start_metering"
-        parameters, _, state = self.training.bytes()
-        buffers = sum(buffer.nbytes for m in self._modules for buffer in m._buffers.values() if buffer is not None)
-        sizes = (parameters, self._gradient_bytes, state, buffers, meter.peak_bytes, meter.stash_bytes)
-        return StageMemory(self._worker, self._replica, tuple(self._stages), *sizes)
+        return self._metering.stop()
 
     def state_dict(self) -> dict[str, Tensor]:
         """This worker's part of the model."""
@@ -230,26 +223,6 @@ class StageWorker:
         name = SHARE.format(version=version, worker=self._worker)
         write_share(path, name, share)
         return name
-
-    @contextlib.contextmanager
-    def _metered(self, operation: Operation) -> Iterator[Mapping[str, Run]]:
-        """What to call for the actions of a step."""
-        if self._meter is None:
-            yield self._execution.training
-            return
-        meter = self._meter
-
-        def forward(action: Action, operation: Operation) -> None:
-            with meter.forward():
-                self._execution.training["F"](action, operation)
-
-        own = [
-            tensor for module in self._modules for tensor in (*module._parameters.values(), *module._buffers.values())
-        ]
-        batch = [leaf for leaf in pytree.tree_leaves((operation.inputs, operation.targets)) if isinstance(leaf, Tensor)]
-        with meter.counting([*(tensor for tensor in own if tensor is not None), *batch]):
-            yield {**self._execution.training, "F": forward}
-        self._gradient_bytes = self.training.bytes()[1]
 
     def _connect(self, epoch: str) -> None:
         config = self._config
