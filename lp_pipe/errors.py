@@ -76,6 +76,18 @@ class PipelineError(LpPipeError, ValueError):
     """A pipeline cannot be built or run as asked; the message says what to change."""
 
 
+class NonFiniteError(PipelineError):
+    """A step's loss or gradients held NaN or infinity (`add_pipeline(on_nan="stop")`); nothing was updated.
+
+    step, microbatch, stage, layer: where that began; None where no layer is to blame.
+    """
+
+    step: int
+    microbatch: int | None = None
+    stage: int | None = None
+    layer: str | None = None
+
+
 class EndOfData(LpPipeError, EOFError):
     """The feeder returned None: there is no batch for this step."""
 

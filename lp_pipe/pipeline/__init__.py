@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from lp_pipe.errors import CheckpointError as CheckpointError
 from lp_pipe.errors import EndOfData as EndOfData
+from lp_pipe.errors import NonFiniteError as NonFiniteError
 from lp_pipe.errors import PartitionError as PartitionError
 from lp_pipe.errors import PipelineError as PipelineError
 from lp_pipe.errors import ScheduleError as ScheduleError

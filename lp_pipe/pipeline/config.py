@@ -40,6 +40,7 @@ class PipelineConfig:
     replicas: tuple[int, ...] = ()  # of each worker
     devices: tuple[str, ...] = ()  # of each worker, as the user names them
     updates: Updates | None = None  # of an asynchronous schedule
+    on_nan: str = "ignore"
 
     @property
     def timings(self) -> tuple[Timing, ...]:

@@ -6,9 +6,9 @@ from typing import Any
 from lp_pipe.pipeline.model import FromFunction, Layer
 
 
-def layer_names(sources: Sequence[Any]) -> list[str]:
-    """The place of each layer and its name or its module's class: "0.Embedding", "1.hidden"."""
-    return [f"{index}.{_name(source)}" for index, source in enumerate(sources)]
+def layer_names(sources: Sequence[Any], first: int = 0) -> list[str]:
+    """The place of each layer, counted from `first`, and its name or its module's class: "0.Embedding", "1.hidden"."""
+    return [f"{index}.{_name(source)}" for index, source in enumerate(sources, start=first)]
 
 
 def _name(source: Any) -> str:

@@ -14,7 +14,8 @@ class StepResult:
     seconds: from the request for the batch to the end of the update.
     utilization: for each stage worker, the share of the pipeline's time that it computed.
     loss_scale: what the losses were multiplied by for the backwards (precision="fp16"; else 1). `loss` is without it.
-    skipped: gradients were too large for that: the parameters are as before, the next step's scale is smaller.
+    skipped: the parameters are as before, because gradients were too large for that scale (the next step's is smaller),
+        or because of what `why_skipped` says.
     """
 
     step: int
@@ -24,6 +25,7 @@ class StepResult:
     utilization: tuple[float, ...] = ()
     loss_scale: float = 1.0
     skipped: bool = False
+    why_skipped: str = ""
 
     @property
     def bubble_fraction(self) -> float:
@@ -51,6 +53,21 @@ class StageMemory:
     buffer_bytes: int
     activation_bytes: int
     stash_bytes: int
+
+
+class NonFinite(NamedTuple):
+    """A place where a step met NaN or infinity. what: which tensor, in words. node: the stage worker.
+
+    layer: its index in the model; the number of layers stands for the loss function.
+    """
+
+    is_backward: bool
+    microbatch: int
+    layer: int
+    layer_name: str
+    stage: int
+    node: str
+    what: str
 
 
 class EvalResult(NamedTuple):

@@ -16,6 +16,7 @@ from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.execution import Report
 from lp_pipe.pipeline.loss_scale import LossScale
 from lp_pipe.pipeline.microbatches import aligned, check_pair, split
+from lp_pipe.pipeline.on_nan import OnNan
 from lp_pipe.pipeline.results import StepResult, StepTrace
 from lp_pipe.pipeline.tasks import Task
 from lp_pipe.pipeline.workers import Workers
@@ -106,6 +107,10 @@ class Steps(ABC):
 class SynchronousSteps(Steps):
     """All gradients of a step, then one update."""
 
+    def __init__(self, config: PipelineConfig, workers: Workers, feeder: Any) -> None:
+        super().__init__(config, workers, feeder)
+        self._on_nan = OnNan(config.on_nan, workers)
+
     def step(self, batch: tuple[Any, Any] | None, more: int = 0) -> tuple[StepResult, StepTrace]:
         """One after another, whatever more will come."""
         start = time.monotonic()
@@ -114,22 +119,28 @@ class SynchronousSteps(Steps):
         scale = self.scale
         factor = scale.factor if scale is not None else None
         began = time.monotonic()
-        reports = self._workers.run(
-            lambda worker, tag, rank: worker.train(
-                self._task(rank, task._replace(tag=tag), from_feeder=batch is None), factor
+
+        def run(method: str) -> list[Report]:
+            return self._workers.run(
+                lambda worker, tag, rank: getattr(worker, method)(
+                    self._task(rank, task._replace(tag=tag), from_feeder=batch is None), factor
+                )
             )
-        )
+
+        reports = run("train")
         pipe_s = time.monotonic() - began
         overflowed = any(report.overflowed for report in reports)
-        self._apply(self._total_norm(reports), overflowed)
+        loss, _ = summed([reports[rank] for rank in self._last])
+        why = self._on_nan.why_skipped(task.step, reports, loss, lambda: run("search"), is_scaled=scale is not None)
+        self._apply(None if why else self._total_norm(reports), overflowed or bool(why))
         if scale is not None:
             self.scale = scale.after(overflowed=overflowed)
         if self._config.shares_weights:
             self._workers.run(lambda worker, tag, _: worker.share_weights(tag))
         self.done += 1
         seconds = time.monotonic() - start
-        options = {"seconds": seconds, "loss_scale": factor or 1.0, "skipped": overflowed}
-        return self._outcome(task.step, reports, began, pipe_s, **options)
+        options = {"seconds": seconds, "loss_scale": factor or 1.0, "skipped": overflowed or bool(why)}
+        return self._outcome(task.step, reports, began, pipe_s, **options, why_skipped=why)
 
     def settle(self) -> None:
         """Nothing runs on."""

@@ -20,10 +20,12 @@ from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
 from lp_pipe.pipeline.device import chosen_device, current, to_host
 from lp_pipe.pipeline.execution import Execution, Report
 from lp_pipe.pipeline.intake import Intake
+from lp_pipe.pipeline.layer_names import layer_names
 from lp_pipe.pipeline.links import Links
 from lp_pipe.pipeline.manifest import SHARE
 from lp_pipe.pipeline.metering import Metering
 from lp_pipe.pipeline.microbatches import aligned, apart
+from lp_pipe.pipeline.nonfinite import Search
 from lp_pipe.pipeline.reduction import Reduction
 from lp_pipe.pipeline.results import StageMemory
 from lp_pipe.pipeline.schedule import Action, Schedule, forward_on, share
@@ -64,6 +66,7 @@ class StageWorker:
         self._modules = [m for s in self._stages.values() for layer in s.layers for m in layer.modules()]
         self._buffers_before: BufferSnapshot | None = None
         self._metering = Metering(self._modules, self.training, (self._worker, self._replica), list(self._stages))
+        self._search = Search(pipeline, self._stages, _names(worker), node.name)
         self._intake = Intake(pipeline, self._stages, feeder, node.name, self._device)
         self._ends: Any = pipeline.ranks, worker.rank, self._hub, neighbours
         self._connect("")
@@ -91,11 +94,18 @@ class StageWorker:
         with current(self._device), self._metering.around(self._execution.training, operation) as actions:
             self._execution.run(self._part_of(schedule), operation, actions)
         self._reduction.reduce(task.tag, self.training.parameters, self._modules, self._buffers_before)
-        if scale is not None:
-            operation.report.overflowed = self.training.unscale_gradients(scale)
-        if self._config.clip_grad_norm is not None:
-            operation.report.gradient_norms = self.training.gradient_norms()
+        self.training.examine(operation.report, self._config, scale)
         return operation.report
+
+    def search(self, task: Task, scale: float | None = None) -> Report:
+        """As `train`, to see where something is not finite; `discard` what it has done."""
+        schedule = self._config.schedule_for(task.microbatches)
+        operation = self._intake.operation(task, scale)
+        self._buffers_before = BufferSnapshot(self._modules)
+        report = operation.report
+        with current(self._device), self._search.around(self._execution.training, report.nonfinite) as actions:
+            self._execution.run(self._part_of(schedule), operation, actions)
+        return report
 
     def train_ahead(self, task: Task, ahead: Task | None, after: int) -> Report:
         """One step of an asynchronous schedule, updates included; see AsyncWorker.run."""
@@ -257,6 +267,12 @@ class StageWorker:
             for module, mode in zip(self._modules, modes, strict=True):
                 module.training = mode
             buffers.restore()
+
+
+def _names(worker: WorkerConfig) -> dict[int, str]:
+    """Of the layers, by their indices in the model."""
+    named = ((first, layer_names(sources, first)) for first, sources in worker.sources.values())
+    return {index: name for first, names in named for index, name in enumerate(names, start=first)}
 
 
 def _stage(
