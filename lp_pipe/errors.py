@@ -96,5 +96,21 @@ class CheckpointError(LpPipeError, RuntimeError):
     """A checkpoint is missing, incomplete, or belongs to another model."""
 
 
+class PoisonBatchError(LpPipeError, RuntimeError):
+    """A step has failed as often as it may be tried (`Checkpoints.steps(tries=...)`): its batch seems to be the cause.
+
+    step: which one.
+    """
+
+    step: int = -1
+
+    @classmethod
+    def at(cls, step: int, message: str) -> "PoisonBatchError":
+        """One that knows its step."""
+        error = cls(message)
+        error.step = step
+        return error
+
+
 class PartitionError(LpPipeError, ValueError):
     """A profile, topology or plan is wrong, or no plan can keep to the limits; the message says which and where."""

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from lp_pipe.checkpoint import folder as folders
 from lp_pipe.checkpoint.folder import Checkpoint, checkpoints_in, open_checkpoint
+from lp_pipe.checkpoint.poison import Poison, TryAgain
 from lp_pipe.context import context, stop_event
 from lp_pipe.errors import CheckpointError, Unavailable
 
@@ -45,6 +46,9 @@ class Trainable(Protocol):
 
     def steps(self, n: int) -> Iterator[Any]:
         """So many more."""
+
+    def skip_step(self, why: str) -> Any:
+        """The next one's result, without its batch and its update."""
 
     def recover(self) -> None:
         """Wait until all its nodes are up, and join them."""
@@ -148,31 +152,46 @@ class Checkpoints:
             raise CheckpointError("no checkpoint is without damage: " + "\n".join(damaged))
         return None
 
-    def steps(self, pipeline: "Trainable", total: int, *, save_every: int) -> Iterator[Any]:
+    def steps(
+        self, pipeline: "Trainable", total: int, *, save_every: int, tries: int = 3, on_poison: str = "stop"
+    ) -> Iterator[Any]:
         """The results of `pipeline.steps` until `total` are done, with a checkpoint after every `save_every` of them.
 
         Begins where the newest checkpoint is. When a node that takes part dies and is restarted in its place
         (`on_failure="restart"`), all parts go back to the newest checkpoint, and the steps since then come again, with
         the same results. Without restarts, or after too many, the program ends as usual.
 
-        pipeline: one of the parts.
+        A step whose batch kills a stage would do so after every restart. Once it has failed `tries` times in a row,
+        that is a PoisonBatchError, or with on_poison="skip" it is left out, as by a loop that goes on without its
+        update: `StepResult.why_skipped` says so. Then this is also for a step that raises, which else ends the loop at
+        once. Each try costs a restart: `max_restarts` must allow for them.
+
+        pipeline: one of the parts. Fewer results come when the feeder has no more.
 
         Raises:
+            PoisonBatchError: a step has failed too often.
             CheckpointError: as `save` and `restore`.
             Unavailable: a node is gone, and the program is ending.
         """
+        poison = Poison(tries, on_poison, getattr(pipeline, "steps_ahead", 0))
         self._restore_or_save_the_beginning(pipeline)
-        while (done := pipeline.current_step()) < total:
+        while True:
             try:
-                for result in pipeline.steps(total - done):
+                for result in poison.results(pipeline, pipeline.current_step(), total):
                     yield result
-                    if (result.step + 1) % save_every == 0:
-                        self.save(pipeline.current_step(), wait=False)
+                    # Behind a step that is left out at once: to go back before it would be to try it again.
+                    if (result.step + 1) % save_every == 0 or result.step in poison:
+                        with poison.ahead_of(result.step):
+                            self.save(pipeline.current_step(), wait=False)
                 self.wait_until_written()
-            except (Unavailable, CheckpointError) as error:
+                return
+            except (Unavailable, CheckpointError, TryAgain) as error:
                 self._recover(pipeline, error)
 
     def _recover(self, pipeline: "Trainable", error: Exception) -> None:
+        if isinstance(error, TryAgain):
+            self.restore()
+            return
         if stop_event().is_set() or not isinstance(error.__cause__ or error, Unavailable):
             raise error
         _log.warning("going back to the newest checkpoint: %s", str(error).splitlines()[0])

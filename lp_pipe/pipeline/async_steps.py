@@ -57,6 +57,11 @@ class AsynchronousSteps(Steps):
         self._results.clear()
         self._promised = None
 
+    def skip(self, why: str) -> StepResult:
+        """As in `step`, whoever has left results behind does not want them."""
+        self._results.clear()
+        return super().skip(why)
+
     def forget_ahead(self) -> None:
         """They will do those forwards again."""
         self._promised = None

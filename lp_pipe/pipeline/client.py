@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 
 _NO_END = 1 << 30  # steps that are still to come
+STEPS_AHEAD = 2  # of an asynchronous schedule: one step, and the first forwards of another
 
 
 class PipelineClient:
@@ -27,8 +28,10 @@ class PipelineClient:
         optimizer or scheduler itself has failed, only `load` makes the stages whole again).
     """
 
-    def __init__(self, conductor: CourierClient) -> None:
+    def __init__(self, conductor: CourierClient, steps_ahead: int = 0) -> None:
+        """steps_ahead: how many may be under way beside the one whose result is awaited."""
         self._conductor = conductor
+        self.steps_ahead = steps_ahead
 
     def step(self, batch: tuple[Any, Any] | None = None) -> StepResult:
         """One optimizer step, on `batch` = (input, target) or on the feeder's next one.
@@ -51,6 +54,14 @@ class PipelineClient:
                 yield self._conductor.step(None, _NO_END if n is None else more)
             except EndOfData:
                 return
+
+    def skip_step(self, why: str = "") -> StepResult:
+        """Go on behind the next step without its batch: only its number and the learning-rate schedule count it.
+
+        The batch is not asked for. why: for the result and the log.
+        """
+        result: StepResult = self._conductor.skip_step(why)
+        return result
 
     def evaluate(self, batches: Sequence[tuple[Any, Any]]) -> EvalResult:
         """(mean loss, mean metrics) in eval mode; no parameter, buffer or random state changes."""
@@ -181,4 +192,4 @@ class PipelineHandle(Handle[PipelineClient]):
         return self._conductor.addresses
 
     def dereference(self) -> PipelineClient:
-        return PipelineClient(self._conductor.dereference())
+        return PipelineClient(self._conductor.dereference(), STEPS_AHEAD if self.is_asynchronous else 0)

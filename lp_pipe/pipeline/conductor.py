@@ -54,6 +54,10 @@ class Conductor:
         """One step; see PipelineClient. more: further ones on the feeder's batches that the caller will ask for."""
         return self._in_turn(lambda: self._steps.step(batch, more)[0], may_run_on=True)
 
+    def skip_step(self, why: str) -> StepResult:
+        """The next step without its batch and its update; see PipelineClient."""
+        return self._in_turn(lambda: self._steps.skip(why))
+
     def trace(self, steps: int) -> list[StepTrace]:
         """Some steps, with the start and end of every action."""
         return self._in_turn(lambda: [self._steps.step(None, more)[1] for more in reversed(range(steps))])

@@ -1,6 +1,7 @@
 """Steps of training as the conductor runs them on all workers: each is a whole, or nothing."""
 
 import contextlib
+import math
 import time
 import traceback
 from abc import ABC, abstractmethod
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lp_pipe.context import log_metrics
 from lp_pipe.errors import EndOfData, PipelineError, Unavailable
 from lp_pipe.pipeline.batches import BatchSource
 from lp_pipe.pipeline.config import PipelineConfig
@@ -54,6 +56,14 @@ class Steps(ABC):
     def forget_ahead(self) -> None:
         """The workers have dropped what they had done of a step that nobody has begun."""
 
+    def skip(self, why: str) -> StepResult:
+        """The next step without its batch and its update; the learning rate goes on as with it."""
+        self.forget_ahead()
+        self._apply(None, skip=True)
+        step, self.done = self.done, self.done + 1
+        log_metrics({"skipped": 1.0}, step)
+        return StepResult(step, math.nan, skipped=True, why_skipped=why)
+
     def go_to(self, step: int, scale: LossScale | None = None) -> None:
         """Go on from a checkpoint."""
         self.done, self.torn = step, None
@@ -87,6 +97,17 @@ class Steps(ABC):
             given=task.given if sends and rank in self._first else None,
             target=task.target if sends and rank in self._last else None,
         )
+
+    def _apply(self, total_norm: Tensor | None, skip: bool) -> None:
+        try:
+            self._workers.all("apply", total_norm, skip)
+        except Exception as error:
+            with contextlib.suppress(Unavailable):  # a worker that has died ends the program
+                if any(self._workers.all("has_updated")):
+                    self.torn = self._torn_by(self.done, error)
+                else:
+                    self._workers.all("discard")
+            raise
 
     def _torn_by(self, step: int, error: BaseException) -> str:
         what = traceback.format_exception_only(error)[0].splitlines()[0]
@@ -154,17 +175,6 @@ class SynchronousSteps(Steps):
         # Where the stages compute, as their plain loop does.
         norms = [self._workers.own.on_device(norm) for stage in sorted(by_stage) for norm in by_stage[stage]]
         return torch.linalg.vector_norm(torch.stack(norms)).cpu() if norms else None
-
-    def _apply(self, total_norm: Tensor | None, skip: bool) -> None:
-        try:
-            self._workers.all("apply", total_norm, skip)
-        except Exception as error:
-            with contextlib.suppress(Unavailable):  # a worker that has died ends the program
-                if any(self._workers.all("has_updated")):
-                    self.torn = self._torn_by(self.done, error)
-                else:
-                    self._workers.all("discard")
-            raise
 
 
 def summed(reports: Sequence[Report]) -> tuple[float, dict[str, float]]:

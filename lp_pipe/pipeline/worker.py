@@ -135,6 +135,8 @@ class StageWorker:
         Raises:
             Exception: the optimizer's or scheduler's own; other stages may have done the step.
         """
+        if self._async is not None:
+            self._async.discard()  # a step that is left out, perhaps the one of which some forwards are done
         try:
             self.training.step(total_norm, self._config.clip_grad_norm, skip=skip)
         except Exception as error:
