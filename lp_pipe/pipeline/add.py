@@ -22,7 +22,7 @@ from lp_pipe.pipeline.names import outer_name, own_names
 from lp_pipe.pipeline.on_nan import check_on_nan
 from lp_pipe.pipeline.partitioning.plan import Plan
 from lp_pipe.pipeline.plan_in_place import explained, taken
-from lp_pipe.pipeline.planned import as_planned, notes
+from lp_pipe.pipeline.planned import as_planned, notes, replica_seconds
 from lp_pipe.pipeline.precision import check_precision
 from lp_pipe.pipeline.schedule import Schedule
 from lp_pipe.pipeline.segments import Recompute, check_recompute
@@ -123,6 +123,7 @@ def add_pipeline(
         devices=check_devices(device, len(made.workers)),
         updates=made.updates,
         on_nan=on_nan,
+        predicted_seconds=replica_seconds(plan),
     )
     check_on_nan(on_nan, is_asynchronous=made.updates is not None)
     if made.updates is not None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lp_pipe.address import Address
 from lp_pipe.errors import EndOfData, PipelineError
 from lp_pipe.handles import CourierHandle, Handle
-from lp_pipe.pipeline.results import EvalResult, StageMemory, StepResult, StepTrace
+from lp_pipe.pipeline.results import EvalResult, StageMemory, StepResult, StepTrace, Straggler
 from lp_pipe.rpc import CourierClient
 
 if TYPE_CHECKING:
@@ -164,6 +164,15 @@ class PipelineClient:
         With recompute, stages copy more than they need to in their first step: let one go before.
         """
         found: list[StageMemory] = self._conductor.profile_memory(n)
+        return found
+
+    def stragglers(self) -> list[Straggler]:
+        """Stage workers that take twice as long as expected, by the median of the last 15 steps.
+
+        Expected is what the plan predicts; without a plan, what the other replicas of a stage take, and what it took in
+        its first steps. Each is in the log, too, once, and in the metrics (`straggler/stages/1`: how much slower).
+        """
+        found: list[Straggler] = self._conductor.stragglers()
         return found
 
     def current_step(self) -> int:

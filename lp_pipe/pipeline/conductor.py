@@ -19,7 +19,7 @@ from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
 from lp_pipe.pipeline.execution import Report
 from lp_pipe.pipeline.loss_scale import LossScale
 from lp_pipe.pipeline.microbatches import check_pair, loss_weights
-from lp_pipe.pipeline.results import EvalResult, StageMemory, StepResult, StepTrace
+from lp_pipe.pipeline.results import EvalResult, StageMemory, StepResult, StepTrace, Straggler
 from lp_pipe.pipeline.steps import Steps, SynchronousSteps, summed
 from lp_pipe.pipeline.whole_model import Copy, WholeModel
 from lp_pipe.pipeline.worker import StageWorker
@@ -57,6 +57,10 @@ class Conductor:
     def skip_step(self, why: str) -> StepResult:
         """The next step without its batch and its update; see PipelineClient."""
         return self._in_turn(lambda: self._steps.skip(why))
+
+    def stragglers(self) -> list[Straggler]:
+        """Workers that are much slower than expected."""
+        return self._steps.stragglers.now
 
     def trace(self, steps: int) -> list[StepTrace]:
         """Some steps, with the start and end of every action."""

@@ -55,6 +55,34 @@ class StageMemory:
     stash_bytes: int
 
 
+@dataclass(frozen=True)
+class Straggler:
+    """A stage worker that takes much longer than expected, in seconds of computation per micro-batch.
+
+    node, host: "stages/1" and where it runs. stages: the virtual ones that it runs. since: the step after which it was
+        found. expected_by: what says so, such as "the plan predicts".
+    """
+
+    node: str
+    host: str
+    worker: int
+    replica: int
+    stages: tuple[int, ...]
+    since: int
+    measured_seconds: float
+    expected_seconds: float
+    expected_by: str
+
+    def __str__(self) -> str:
+        ratio = self.measured_seconds / self.expected_seconds
+        stages = f"stage{'s' if len(self.stages) > 1 else ''} {', '.join(map(str, self.stages))}"
+        return (
+            f"{self.node} on {self.host} ({stages}, replica {self.replica}) is {ratio:.1f} times slower than expected: "
+            f"{_milliseconds(self.measured_seconds)} per micro-batch, {self.expected_by} "
+            f"{_milliseconds(self.expected_seconds)}"
+        )
+
+
 class NonFinite(NamedTuple):
     """A place where a step met NaN or infinity. what: which tensor, in words. node: the stage worker.
 
@@ -88,3 +116,7 @@ class StepTrace(NamedTuple):
     began: float
     workers: tuple[tuple[tuple[str, float, float], ...], ...]
     versions: tuple[tuple[tuple[str, int], ...], ...] = ()
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"

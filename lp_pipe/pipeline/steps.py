@@ -20,6 +20,7 @@ from lp_pipe.pipeline.loss_scale import LossScale
 from lp_pipe.pipeline.microbatches import aligned, check_pair, split
 from lp_pipe.pipeline.on_nan import OnNan
 from lp_pipe.pipeline.results import StepResult, StepTrace
+from lp_pipe.pipeline.stragglers import Stragglers
 from lp_pipe.pipeline.tasks import Task
 from lp_pipe.pipeline.workers import Workers
 
@@ -36,6 +37,7 @@ class Steps(ABC):
         self._batches = BatchSource(feeder)
         ranks, placement = config.ranks, config.placement
         self._first, self._last = ranks.of(placement[0]), ranks.of(placement[-1])
+        self.stragglers = Stragglers(config, workers)
         self.done = 0
         self.torn: str | None = None
         self.scale = LossScale() if config.precision == "fp16" else None
@@ -114,8 +116,10 @@ class Steps(ABC):
         return f"an update has failed after it had changed some of them: step {step}, {what}"
 
     def _outcome(
-        self, step: int, reports: Sequence[Report], began: float, pipe_s: float, **more: Any
+        self, task: Task, reports: Sequence[Report], began: float, pipe_s: float, **more: Any
     ) -> tuple[StepResult, StepTrace]:
+        step = task.step
+        self.stragglers.note(step, reports, task.microbatches, task.given)
         loss, metrics = summed([reports[rank] for rank in self._last])
         utilization = tuple(report.busy_s / pipe_s for report in reports)
         spans, versions = ([tuple(getattr(r, name)) for r in reports] for name in ("spans", "versions"))
@@ -161,7 +165,7 @@ class SynchronousSteps(Steps):
         self.done += 1
         seconds = time.monotonic() - start
         options = {"seconds": seconds, "loss_scale": factor or 1.0, "skipped": overflowed or bool(why)}
-        return self._outcome(task.step, reports, began, pipe_s, **options, why_skipped=why)
+        return self._outcome(task, reports, began, pipe_s, **options, why_skipped=why)
 
     def settle(self) -> None:
         """Nothing runs on."""

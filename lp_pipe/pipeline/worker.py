@@ -1,6 +1,7 @@
 """One stage worker: owns its stages' parameters, and runs its share of a schedule on them."""
 
 import contextlib
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -34,6 +35,7 @@ from lp_pipe.pipeline.stage import Stage, check_shapes
 from lp_pipe.pipeline.tasks import Task
 from lp_pipe.pipeline.tied import tie
 from lp_pipe.pipeline.training import Saved, Training, write_share
+from lp_pipe.pipeline.whereabouts import Whereabouts
 
 
 class StageWorker:
@@ -70,6 +72,10 @@ class StageWorker:
         self._intake = Intake(pipeline, self._stages, feeder, node.name, self._device)
         self._ends: Any = pipeline.ranks, worker.rank, self._hub, neighbours
         self._connect("")
+
+    def whereabouts(self) -> Whereabouts:
+        """Where it runs, and what."""
+        return Whereabouts(self._name, socket.gethostname(), tuple(self._stages))
 
     def is_up(self) -> bool:
         """Whether it answers, after a restart."""
