@@ -79,13 +79,15 @@ class PipelineError(LpPipeError, ValueError):
 class NonFiniteError(PipelineError):
     """A step's loss or gradients held NaN or infinity (`add_pipeline(on_nan="stop")`); nothing was updated.
 
-    step, microbatch, stage, layer: where that began; None where no layer is to blame.
+    step, microbatch, stage, layer: where that began; None where no layer is to blame. order: of several, the lowest
+    comes first.
     """
 
     step: int
     microbatch: int | None = None
     stage: int | None = None
     layer: str | None = None
+    order: tuple[int, ...] = ()
 
 
 class EndOfData(LpPipeError, EOFError):

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lp_pipe.errors import NonFiniteError
 from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.execution import Operation, Run
 from lp_pipe.pipeline.message import tensors_of
@@ -19,7 +20,7 @@ from lp_pipe.pipeline.schedule import Action
 from lp_pipe.pipeline.skips import call
 from lp_pipe.pipeline.stage import Place, Stage
 
-_LOSS = "the loss function"
+LOSS = "the loss function"
 
 
 class Search:
@@ -30,8 +31,8 @@ class Search:
     ) -> None:
         self._last_stage = config.last_stage
         self._stages = stages
-        self._names = names
-        self._node = node
+        self.names = names
+        self.node = node
         self._found: list[NonFinite] = []
 
     @contextlib.contextmanager
@@ -41,21 +42,21 @@ class Search:
         Per micro-batch and stage: the first layer of the forward, and the last one, which is the backward's first.
         """
         self._found = []
-        for stage in self._stages.values():
+        before = {stage: stage.watch for stage in self._stages.values()}
+        for stage in before:
             stage.watch = partial(self._layer, stage)
         try:
-            backwards = {op: partial(self._backward, doing[op]) for op in doing if op != "F"}
-            yield {"F": partial(self._forward, doing["F"]), **backwards}
+            yield {op: partial(self._forward if op == "F" else self._backward, run) for op, run in doing.items()}
         finally:
-            for stage in self._stages.values():
-                stage.watch = None
+            for stage, watch in before.items():
+                stage.watch = watch
             found += self._found
 
     def _layer(self, stage: Stage, place: Place, layer: nn.Module, value: Any, skips: dict[str, Any]) -> Any:
         """Call a layer, and look at what it makes; later, at the gradient that it hands to the one before."""
         if is_recomputing():
             return call(layer, (value,), skips)
-        name = self._names[place.layer]
+        name = self.names[place.layer]
         self._on_gradients(value, stage, place.microbatch, place.layer, f"its input, in the backward of layer {name}")
         inner: list[str] = []  # modules of the layer whose output is not finite, in the order in which they ended
         with _hooked(layer, inner):
@@ -63,15 +64,15 @@ class Search:
         if not is_finite(value):
             within = f", in its module {inner[0]!r}" if inner and inner[0] else ""
             self._note(False, stage, place.microbatch, place.layer, f"the output of layer {name}{within}")
-        if stage.index == self._last_stage and place.layer == _last_layer(stage):
-            self._on_gradients(value, stage, place.microbatch, place.layer + 1, f"the model's output, in {_LOSS}")
+        if stage.index == self._last_stage and place.layer == stage.last_layer:
+            self._on_gradients(value, stage, place.microbatch, place.layer + 1, f"the model's output, in {LOSS}")
         return value
 
     def _forward(self, run: Run, action: Action, operation: Operation) -> None:
         run(action, operation)
         if action.stage == self._last_stage and not is_finite(operation.losses[action.microbatch][0]):
             stage = self._stages[action.stage]
-            self._note(False, stage, action.microbatch, _last_layer(stage) + 1, f"the output of {_LOSS}")
+            self._note(False, stage, action.microbatch, stage.last_layer + 1, f"the output of {LOSS}")
 
     def _backward(self, run: Run, action: Action, operation: Operation) -> None:
         run(action, operation)
@@ -79,7 +80,7 @@ class Search:
         found = bad_gradient(stage)
         if found is not None:
             layer, parameter = found
-            what = f"the gradient of {parameter!r} of layer {self._names[layer]}"
+            what = f"the gradient of {parameter!r} of layer {self.names[layer]}"
             self._note(True, stage, action.microbatch, layer, what)
 
     def _on_gradients(self, value: Any, stage: Stage, microbatch: int, layer: int, of: str) -> None:
@@ -92,18 +93,36 @@ class Search:
                 tensor.register_hook(look)
 
     def _note(self, is_backward: bool, stage: Stage, microbatch: int, layer: int, what: str) -> None:
-        name = self._names.get(layer, _LOSS)
-        self._found.append(NonFinite(is_backward, microbatch, layer, name, stage.index, self._node, what))
+        name = self.names.get(layer, LOSS)
+        self._found.append(NonFinite(is_backward, microbatch, layer, name, stage.index, self.node, what))
 
 
 def first(found: Iterable[NonFinite]) -> NonFinite | None:
     """Where it began: in the lowest micro-batch's forward at the first layer, else in its backward at the last one."""
-    return min(found, key=lambda f: (f.is_backward, f.microbatch, -f.layer if f.is_backward else f.layer), default=None)
+    return min(found, key=_order, default=None)
+
+
+def error_of(step: int, what: str, found: NonFinite | None, after: str) -> NonFiniteError:
+    """What happened, where it began, and what comes after it; with what a program may ask."""
+    error = NonFiniteError(f"{described(what, found)}; {after}")
+    error.step = step
+    if found is not None:
+        error.microbatch, error.stage, error.layer = found.microbatch, found.stage, found.layer_name
+        error.order = _order(found)
+    return error
+
+
+def described(what: str, found: NonFinite | None) -> str:
+    """What happened, and where it began."""
+    if found is None:
+        return f"{what}; run again, no layer has made such a number by itself: a sum of finite ones was too large"
+    where = f"micro-batch {found.microbatch}, stage {found.stage} ({found.node})"
+    return f"{what}; the first tensor that is not finite is {found.what}, {where}"
 
 
 def is_finite(value: Any) -> bool:
     """Whether no tensor of a value holds NaN or infinity."""
-    return all(bool(tensor.detach().isfinite().all()) for tensor in tensors_of(value) if _may_be_infinite(tensor))
+    return all(_is_finite(tensor.detach()) for tensor in tensors_of(value) if _may_be_infinite(tensor))
 
 
 def bad_gradient(stage: Stage) -> tuple[int, str] | None:
@@ -131,8 +150,13 @@ def _hooked(layer: nn.Module, inner: list[str]) -> Iterator[None]:
             hook.remove()
 
 
-def _last_layer(stage: Stage) -> int:
-    return stage.first_layer + len(stage.layers) - 1
+def _order(found: NonFinite) -> tuple[int, ...]:
+    return int(found.is_backward), found.microbatch, -found.layer if found.is_backward else found.layer
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    # A sum takes a fraction of the time; one of finite numbers may be too large for a number.
+    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 
 
 def _may_be_infinite(tensor: Tensor) -> bool:

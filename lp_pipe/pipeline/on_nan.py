@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lp_pipe.context import log_metrics
-from lp_pipe.errors import NonFiniteError, PipelineError
+from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.execution import Report
-from lp_pipe.pipeline.nonfinite import first
-from lp_pipe.pipeline.results import NonFinite
+from lp_pipe.pipeline.nonfinite import described, error_of, first
 from lp_pipe.pipeline.workers import Workers
 
 CHOICES = ("ignore", "stop", "skip")
@@ -62,27 +61,10 @@ class OnNan:
         self._workers.discard()
         found = first(place for report in search() for place in report.nonfinite)
         self._workers.discard()
-        why = describe(step, loss, found)
+        what = f"step {step}: " + (f"the loss is {loss}" if not math.isfinite(loss) else "the gradients are not finite")
         if self._choice == "stop":
-            raise error_of(step, found, f"{why}; parameters, buffers and optimizer are as before the step")
+            raise error_of(step, what, found, "parameters, buffers and optimizer are as before the step")
+        why = described(what, found)
         _log.warning("%s; the update is left out on all stages", why)
         log_metrics({"skipped": 1.0}, step)
         return why
-
-
-def describe(step: int, loss: float, found: NonFinite | None) -> str:
-    """What happened, and where it began."""
-    what = f"step {step}: " + (f"the loss is {loss}" if not math.isfinite(loss) else "the gradients are not finite")
-    if found is None:
-        return f"{what}; run again, no layer has made such a number by itself: a sum of finite ones was too large"
-    where = f"micro-batch {found.microbatch}, stage {found.stage} ({found.node})"
-    return f"{what}; the first tensor that is not finite is {found.what}, {where}"
-
-
-def error_of(step: int, found: NonFinite | None, text: str) -> NonFiniteError:
-    """With what a program may ask."""
-    error = NonFiniteError(text)
-    error.step = step
-    if found is not None:
-        error.microbatch, error.stage, error.layer = found.microbatch, found.stage, found.layer_name
-    return error

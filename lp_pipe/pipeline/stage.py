@@ -105,6 +105,15 @@ class Stage:
         stash = self.activation_stash[microbatch if number is None else number] = Stash()
         return self._run(message, step, microbatch, stash, {} if skips is None else skips)
 
+    @property
+    def last_layer(self) -> int:
+        """Its index in the model."""
+        return self.first_layer + len(self.layers) - 1
+
+    def run_again(self, value: Any, step: int, microbatch: int) -> Any:
+        """All layers in order, as in a forward, for whoever watches."""
+        return self._call(list(enumerate(self.layers, start=self.first_layer)), step, microbatch, value, {})
+
     def infer(self, message: Message, microbatch: int, skips: dict[str, Any] | None = None) -> Any:
         """Forward without a graph; the caller has set eval mode. What draws even so draws the same everywhere."""
         return self._run(message, _EVALUATION, microbatch, Stash(), {} if skips is None else skips)

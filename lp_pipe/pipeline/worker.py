@@ -13,6 +13,7 @@ from lp_pipe.channels import ChannelHub
 from lp_pipe.channels.kinds import hub_endpoint
 from lp_pipe.channels.packing import copied
 from lp_pipe.context import context
+from lp_pipe.pipeline.async_guard import Guard
 from lp_pipe.pipeline.async_worker import AsyncWorker
 from lp_pipe.pipeline.buffers import BufferSnapshot
 from lp_pipe.pipeline.build import build_layers
@@ -21,7 +22,7 @@ from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
 from lp_pipe.pipeline.device import chosen_device, current, to_host
 from lp_pipe.pipeline.execution import Execution, Report
 from lp_pipe.pipeline.intake import Intake
-from lp_pipe.pipeline.layer_names import layer_names
+from lp_pipe.pipeline.layer_names import names_by_index
 from lp_pipe.pipeline.links import Links
 from lp_pipe.pipeline.manifest import SHARE
 from lp_pipe.pipeline.metering import Metering
@@ -68,7 +69,7 @@ class StageWorker:
         self._modules = [m for s in self._stages.values() for layer in s.layers for m in layer.modules()]
         self._buffers_before: BufferSnapshot | None = None
         self._metering = Metering(self._modules, self.training, (self._worker, self._replica), list(self._stages))
-        self._search = Search(pipeline, self._stages, _names(worker), node.name)
+        self._search = Search(pipeline, self._stages, names_by_index(worker.sources.values()), node.name)
         self._intake = Intake(pipeline, self._stages, feeder, node.name, self._device)
         self._ends: Any = pipeline.ranks, worker.rank, self._hub, neighbours
         self._connect("")
@@ -254,7 +255,9 @@ class StageWorker:
     def _async_worker(self) -> AsyncWorker:
         share = self._replica, self._config.replicas[self._worker]
         parts = self._execution, self.training, self._reduction, self._intake
-        return AsyncWorker(self._stages[self._worker], self._config.timings, share, *parts)
+        stage = self._stages[self._worker]
+        guard = Guard(stage, self.training, self._search, self._config) if self._config.on_nan == "stop" else None
+        return AsyncWorker(stage, self._config.timings, share, *parts, guard)
 
     def _part_of(self, schedule: Schedule) -> tuple[Action, ...]:
         return share(schedule.workers[self._worker], self._config.replicas[self._worker], self._replica)
@@ -275,12 +278,6 @@ class StageWorker:
             for module, mode in zip(self._modules, modes, strict=True):
                 module.training = mode
             buffers.restore()
-
-
-def _names(worker: WorkerConfig) -> dict[int, str]:
-    """Of the layers, by their indices in the model."""
-    named = ((first, layer_names(sources, first)) for first, sources in worker.sources.values())
-    return {index: name for first, names in named for index, name in enumerate(names, start=first)}
 
 
 def _stage(

@@ -1,6 +1,7 @@
 """A loss or gradient that is not finite: who was the first, and what becomes of the step."""
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -126,12 +127,14 @@ def test_stopping_names_step_micro_batch_stage_and_layer_and_changes_nothing() -
         assert_same_state(before, plain.state_dict())
 
 
+def make_identity(layer: Any) -> None:
+    with torch.no_grad():
+        layer.weight.copy_(torch.eye(D))
+        layer.bias.zero_()
+
+
 def infinite_slope(output: Tensor, target: Tensor) -> Tensor:
     return (output - output.detach()).sum().abs().sqrt() + target.sum() * 0.0
-
-
-def overflowing(output: Tensor, target: Tensor) -> Tensor:
-    return output.double().sum() * 1e30 * target.abs().max()
 
 
 def loss_of_infinity(output: Tensor, target: Tensor) -> Tensor:
@@ -173,9 +176,7 @@ def test_the_first_layer_of_the_backward_is_the_last_one(
     model = pp.Model(layers, loss, sgd)
     batch = BATCHES[0][0].clone(), BATCHES[0][1]
     if len(layers) == 4:
-        with torch.no_grad():
-            layers[0].weight.copy_(torch.eye(D))
-            layers[0].bias.zero_()
+        make_identity(layers[0])
         batch[0][5] = 7.0
     cut = len(layers) // 2
     with (
@@ -200,6 +201,70 @@ def test_fp16s_scale_backs_off_for_large_gradients_and_only_a_loss_that_is_not_f
     assert len(warnings) == 1
     assert warnings[0].startswith("step 2: the loss is nan; the first tensor that is not finite is the output of layer")
     assert warnings[0].endswith("micro-batch 2, stage 0 (stages/0); the update is left out on all stages")
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "pipedream_2bw"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_an_asynchronous_pipeline_stops_before_the_update_and_names_the_layer(
+    schedule: str, recompute: str, tmp_path: Path
+) -> None:
+    model = pp.Model([nn.Linear(D, D), nn.Dropout(0.5), nn.Tanh(), nn.Linear(D, D)], squared_error, sgd)
+    bad = poisoned(BATCHES[1], float("nan"))
+    options = {"stages": [2], "schedule": schedule, "microbatches": 4, "on_nan": "stop", "recompute": recompute}
+    with launched("thread", model, [BATCHES[0], bad, BATCHES[2]], **options) as pipeline:
+        pipeline.save(tmp_path)
+        with pytest.raises(pp.NonFiniteError) as caught:
+            list(pipeline.steps())
+        assert "the output of layer 0.Linear, micro-batch 2, stage 0 (stages/0); earlier updates" in str(caught.value)
+        assert (caught.value.step, caught.value.stage, caught.value.layer) == (1, 0, "0.Linear")
+        pipeline.load(tmp_path)
+        assert all(bool(value.isfinite().all()) for value in pipeline.state_dict().values())
+        assert next(pipeline.steps(1)).step == 0
+
+
+@pytest.mark.parametrize(
+    ("layers", "loss", "microbatch", "place"),
+    [
+        pytest.param(
+            [nn.Linear(D, D), ZeroWhere(), Root(), nn.Linear(D, D), nn.Linear(D, D)],
+            squared_error,
+            0,
+            "the gradients are not finite; the first tensor that is not finite is that of 'weight' of layer 0.Linear, "
+            "micro-batch 0, stage 0 (stages/0)",
+            id="backward of a layer",
+        ),
+        pytest.param(
+            [nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, D)],
+            infinite_slope,
+            0,
+            "the gradients are not finite; the first tensor that is not finite is that of 'weight' of layer 2.Linear, "
+            "micro-batch 0, stage 1 (stages/1)",
+            id="backward of the loss",
+        ),
+        pytest.param(
+            [nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, D)],
+            loss_of_infinity,
+            0,
+            "the first tensor that is not finite is the output of the loss function, micro-batch 0, stage 1",
+            id="loss",
+        ),
+    ],
+)
+def test_an_asynchronous_pipeline_looks_at_the_loss_and_at_gradients(
+    layers: list[nn.Module], loss: Any, microbatch: int, place: str
+) -> None:
+    """Only parameters' gradients are looked at, so the layer is the last one before the trouble that has some."""
+    batch = BATCHES[0][0].clone(), BATCHES[0][1]
+    if len(layers) == 5:
+        make_identity(layers[0])
+        batch[0][0] = 7.0
+    with (
+        launched("thread", pp.Model(layers, loss, sgd), stages=[2], schedule="pipedream", on_nan="stop") as pipeline,
+        pytest.raises(pp.NonFiniteError) as caught,
+    ):
+        pipeline.step(batch)
+    assert place in str(caught.value)
+    assert caught.value.microbatch == microbatch
 
 
 def test_by_default_nobody_minds() -> None:
