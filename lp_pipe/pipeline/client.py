@@ -170,7 +170,8 @@ class PipelineClient:
         """Stage workers that take twice as long as expected, by the median of the last 15 steps.
 
         Expected is what the plan predicts; without a plan, what the other replicas of a stage take, and what it took in
-        its first steps. Each is in the log, too, once, and in the metrics (`straggler/stages/1`: how much slower).
+        its first steps, if the other stages have not become slower, too. Each is in the log once, and in the metrics
+        (`straggler/stages/1`: how many times slower).
         """
         found: list[Straggler] = self._conductor.stragglers()
         return found

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 
 from lp_pipe.pipeline.ranks import Ranks
@@ -29,51 +29,40 @@ class Slow:
         return self.measured_seconds / self.expected_seconds
 
 
-@dataclass
-class _Times:
-    """Of one worker. usual: the median of its first window, in steps of `usual_sizes`."""
-
-    recent: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
-    usual: float = 0.0
-
-
 class Pace:
     """predicted: a plan's seconds per micro-batch of one replica, by worker.
 
     Where there is no plan, a worker is compared with the other replicas of its stages, and with its own first steps.
+    What all take longer for since then, such as larger batches or a busy host, makes no straggler.
     """
 
     def __init__(self, ranks: Ranks, predicted: Mapping[int, float]) -> None:
         self._ranks = ranks
         self._places = ranks.places
         self._predicted = predicted
-        self._times = [_Times() for _ in self._places]
-        self._sizes: deque[int] = deque(maxlen=_WINDOW)
-        self._usual_sizes: set[int] = set()
+        self._recent: list[deque[float]] = [deque(maxlen=_WINDOW) for _ in self._places]
+        self._usual: list[float] = []  # the medians of the first window
         self._steps = 0
         self.slow: dict[int, Slow] = {}  # now, by rank
 
-    def note(self, busy_s: Sequence[float], microbatches: int, size: int) -> tuple[list[Slow], list[int]]:
-        """A step's seconds of computation, by rank. size: of its batch, in numbers.
+    def note(self, busy_s: Sequence[float], microbatches: int) -> tuple[list[Slow], list[int]]:
+        """A step's seconds of computation, by rank.
 
         Returns who has become slow by it, and the ranks that were and are not any more.
         """
         self._steps += 1
         if self._steps <= _WARM_UP:
             return [], []
-        for times, (worker, replica), seconds in zip(self._times, self._places, busy_s, strict=True):
+        for recent, (worker, replica), seconds in zip(self._recent, self._places, busy_s, strict=True):
             own = len(range(replica, microbatches, self._ranks.replicas[worker]))
             if own:
-                times.recent.append(seconds / own)
-        self._sizes.append(size)
-        return self._look() if self._steps % _EVERY == 0 and len(self._sizes) == _WINDOW else ([], [])
+                recent.append(seconds / own)
+        is_time = self._steps % _EVERY == 0 and self._steps >= _WARM_UP + _WINDOW
+        return self._look() if is_time else ([], [])
 
     def _look(self) -> tuple[list[Slow], list[int]]:
-        medians = [median(times.recent) if times.recent else 0.0 for times in self._times]
-        if not self._usual_sizes:
-            self._usual_sizes = {*self._sizes}
-            for times, found in zip(self._times, medians, strict=True):
-                times.usual = found
+        medians = [median(recent) if recent else 0.0 for recent in self._recent]
+        self._usual = self._usual or medians
         now = {rank: slow for rank in range(len(medians)) if (slow := self._slow(rank, medians)) is not None}
         news = [slow for rank, slow in now.items() if slow.ratio >= _SLOW and rank not in self.slow]
         well = [rank for rank in self.slow if rank not in now]
@@ -93,15 +82,13 @@ class Pace:
     def _expectations(self, rank: int, medians: Sequence[float]) -> list[tuple[float, str]]:
         worker, _ = self._places[rank]
         if self._predicted.get(worker):
-            return [(self._predicted[worker], "the plan predicts")]
+            return [(self._predicted[worker], "by the plan")]
         others = [medians[other] for other in self._ranks.of(worker) if other != rank]
-        found = [(self._usual(rank, medians), "its first steps took")]
-        return [*found, (median(others), "the other replicas of its stage take")] if others else found
+        found = [(self._usual[rank] * self._others_ratio(rank, medians), "by its first steps")]
+        return [*found, (median(others), "by the other replicas of its stage")] if others else found
 
-    def _usual(self, rank: int, medians: Sequence[float]) -> float:
-        """What it took at first; where batches have other sizes now, as much more of it as the others need at least."""
-        usual = self._times[rank].usual
-        if {*self._sizes} == self._usual_sizes:
-            return usual
-        ratios = [found / times.usual for found, times in zip(medians, self._times, strict=True) if times.usual]
-        return usual * max(1.0, min(ratios, default=1.0))
+    def _others_ratio(self, rank: int, medians: Sequence[float]) -> float:
+        """How many times slower all others have become at least; 0 where there are none."""
+        pairs = enumerate(zip(medians, self._usual, strict=True))
+        ratios = [now / usual for other, (now, usual) in pairs if other != rank and usual]
+        return max(1.0, min(ratios)) if ratios else 0.0

@@ -60,7 +60,7 @@ class Straggler:
     """A stage worker that takes much longer than expected, in seconds of computation per micro-batch.
 
     node, host: "stages/1" and where it runs. stages: the virtual ones that it runs. since: the step after which it was
-        found. expected_by: what says so, such as "the plan predicts".
+        found. expected_by: what says so: "by the plan", "by its first steps", "by the other replicas of its stage".
     """
 
     node: str
@@ -78,8 +78,8 @@ class Straggler:
         stages = f"stage{'s' if len(self.stages) > 1 else ''} {', '.join(map(str, self.stages))}"
         return (
             f"{self.node} on {self.host} ({stages}, replica {self.replica}) is {ratio:.1f} times slower than expected: "
-            f"{_milliseconds(self.measured_seconds)} per micro-batch, {self.expected_by} "
-            f"{_milliseconds(self.expected_seconds)}"
+            f"{_milliseconds(self.measured_seconds)} per micro-batch instead of "
+            f"{_milliseconds(self.expected_seconds)} ({self.expected_by})"
         )
 
 

@@ -119,7 +119,7 @@ class Steps(ABC):
         self, task: Task, reports: Sequence[Report], began: float, pipe_s: float, **more: Any
     ) -> tuple[StepResult, StepTrace]:
         step = task.step
-        self.stragglers.note(step, reports, task.microbatches, task.given)
+        self.stragglers.note(step, reports, task.microbatches)
         loss, metrics = summed([reports[rank] for rank in self._last])
         utilization = tuple(report.busy_s / pipe_s for report in reports)
         spans, versions = ([tuple(getattr(r, name)) for r in reports] for name in ("spans", "versions"))

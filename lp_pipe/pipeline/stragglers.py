@@ -2,12 +2,10 @@
 
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 from lp_pipe.context import log_metrics
 from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.execution import Report
-from lp_pipe.pipeline.message import tensors_of
 from lp_pipe.pipeline.pace import Pace
 from lp_pipe.pipeline.results import Straggler
 from lp_pipe.pipeline.whereabouts import Whereabouts
@@ -29,10 +27,9 @@ class Stragglers:
     def now(self) -> list[Straggler]:
         return [self._by_rank[rank] for rank in sorted(self._by_rank)]
 
-    def note(self, step: int, reports: Sequence[Report], microbatches: int, batch: Any) -> None:
+    def note(self, step: int, reports: Sequence[Report], microbatches: int) -> None:
         """A step has ended."""
-        size = sum(tensor.numel() for tensor in tensors_of(batch))
-        news, well = self._pace.note([report.busy_s for report in reports], microbatches, size)
+        news, well = self._pace.note([report.busy_s for report in reports], microbatches)
         for rank in well:
             found = self._by_rank.pop(rank)
             _log.warning("%s on %s is no straggler any more, after step %d", found.node, found.host, step)
