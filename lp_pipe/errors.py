@@ -76,12 +76,42 @@ class PipelineError(LpPipeError, ValueError):
     """A pipeline cannot be built or run as asked; the message says what to change."""
 
 
+class NonFiniteError(PipelineError):
+    """A step's loss or gradients held NaN or infinity (`add_pipeline(on_nan="stop")`); nothing was updated.
+
+    step, microbatch, stage, layer: where that began; None where no layer is to blame. order: of several, the lowest
+    comes first.
+    """
+
+    step: int
+    microbatch: int | None = None
+    stage: int | None = None
+    layer: str | None = None
+    order: tuple[int, ...] = ()
+
+
 class EndOfData(LpPipeError, EOFError):
     """The feeder returned None: there is no batch for this step."""
 
 
 class CheckpointError(LpPipeError, RuntimeError):
     """A checkpoint is missing, incomplete, or belongs to another model."""
+
+
+class PoisonBatchError(LpPipeError, RuntimeError):
+    """A step has failed as often as it may be tried (`Checkpoints.steps(tries=...)`): its batch seems to be the cause.
+
+    step: which one.
+    """
+
+    step: int = -1
+
+    @classmethod
+    def at(cls, step: int, message: str) -> "PoisonBatchError":
+        """One that knows its step."""
+        error = cls(message)
+        error.step = step
+        return error
 
 
 class PartitionError(LpPipeError, ValueError):

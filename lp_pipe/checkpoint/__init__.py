@@ -8,3 +8,4 @@ from lp_pipe.checkpoint.checkpoints import Checkpoints as Checkpoints
 from lp_pipe.checkpoint.folder import Checkpoint as Checkpoint
 from lp_pipe.checkpoint.folder import checkpoints_in as checkpoints_in
 from lp_pipe.checkpoint.folder import open_checkpoint as open_checkpoint
+from lp_pipe.errors import PoisonBatchError as PoisonBatchError

@@ -13,6 +13,7 @@ from lp_pipe.checkpoint import folder as folders
 from lp_pipe.checkpoint.folder import Checkpoint, checkpoints_in, open_checkpoint
 from lp_pipe.checkpoint.in_memory import InMemory, check_can_mirror
 from lp_pipe.checkpoint.parts import SavesItself, Stateful, Trainable, saves_itself
+from lp_pipe.checkpoint.poison import Poison, TryAgain
 from lp_pipe.context import context, stop_event
 from lp_pipe.errors import CheckpointError, Unavailable
 
@@ -119,7 +120,14 @@ class Checkpoints:
         return None
 
     def steps(
-        self, pipeline: Trainable, total: int, *, save_every: int, mirror_every: int | None = None
+        self,
+        pipeline: Trainable,
+        total: int,
+        *,
+        save_every: int,
+        mirror_every: int | None = None,
+        tries: int = 3,
+        on_poison: str = "stop",
     ) -> Iterator[Any]:
         """The results of `pipeline.steps` until `total` are done, with a checkpoint after every `save_every` of them.
 
@@ -127,32 +135,46 @@ class Checkpoints:
         (`on_failure="restart"`), all parts go back to the newest checkpoint, and the steps since then come again, with
         the same results. Without restarts, or after too many, the program ends as usual.
 
-        pipeline: one of the parts.
+        A step whose batch kills a stage would do so after every restart. Once it has failed `tries` times in a row,
+        that is a PoisonBatchError, or with on_poison="skip" it is left out, as by a loop that goes on without its
+        update: `StepResult.why_skipped` says so. Then this is also for a step that raises, which else ends the loop at
+        once. Each try costs a restart: `max_restarts` must allow for them.
+
+        pipeline: one of the parts. Fewer results come when the feeder has no more.
         mirror_every: steps after which all parts are kept in memory as well: of a pipeline each stage worker's state by
             the next worker (PipelineClient.mirror), of other parts here. Then the death of a stage worker costs at most
             so many steps; where neighbours have died at a time, all go back to the newest checkpoint.
 
         Raises:
+            PoisonBatchError: a step has failed too often.
             CheckpointError: as `save` and `restore`.
             ValueError: mirror_every with a part that writes itself, but cannot keep its state in memory.
             Unavailable: a node is gone, and the program is ending.
         """
         if mirror_every is not None:
             check_can_mirror(mirror_every, self._parts)
+        poison = Poison(tries, on_poison, getattr(pipeline, "steps_ahead", 0))
         self._restore_or_save_the_beginning(pipeline)
-        while (done := pipeline.current_step()) < total:
+        while True:
             try:
-                for result in pipeline.steps(total - done):
+                for result in poison.results(pipeline, pipeline.current_step(), total):
                     yield result
-                    if mirror_every is not None and (result.step + 1) % mirror_every == 0:
-                        self._in_memory.keep()
-                    if (result.step + 1) % save_every == 0:
-                        self.save(pipeline.current_step(), wait=False)
+                    # Behind a step that is left out at once: to go back before it would be to try it again.
+                    is_left_out = result.step in poison
+                    with poison.ahead_of(result.step):
+                        if mirror_every is not None and (is_left_out or (result.step + 1) % mirror_every == 0):
+                            self._in_memory.keep()
+                        if is_left_out or (result.step + 1) % save_every == 0:
+                            self.save(pipeline.current_step(), wait=False)
                 self.wait_until_written()
-            except (Unavailable, CheckpointError) as error:
+                return
+            except (Unavailable, CheckpointError, TryAgain) as error:
                 self._recover(pipeline, error)
 
     def _recover(self, pipeline: Trainable, error: Exception) -> None:
+        if isinstance(error, TryAgain):
+            self._go_back()
+            return
         if stop_event().is_set() or not isinstance(error.__cause__ or error, Unavailable):
             raise error
         _log.warning("going back: %s", str(error).splitlines()[0])
@@ -161,12 +183,15 @@ class Checkpoints:
         while True:
             try:
                 pipeline.recover()
-                if not self._in_memory.go_back():
-                    self.restore()
+                self._go_back()
                 return
             except Unavailable:  # another one has died meanwhile
                 if stop_event().is_set():
                     raise
+
+    def _go_back(self) -> None:
+        if not self._in_memory.go_back():
+            self.restore()
 
     def _restore_or_save_the_beginning(self, pipeline: Trainable) -> None:
         while True:

@@ -35,6 +35,9 @@ class Trainable(Protocol):
     def steps(self, n: int) -> Iterator[Any]:
         """So many more."""
 
+    def skip_step(self, why: str) -> Any:
+        """The next one's result, without its batch and its update."""
+
     def recover(self) -> None:
         """Wait until all its nodes are up, and join them."""
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from lp_pipe.errors import CheckpointError as CheckpointError
 from lp_pipe.errors import EndOfData as EndOfData
+from lp_pipe.errors import NonFiniteError as NonFiniteError
 from lp_pipe.errors import PartitionError as PartitionError
 from lp_pipe.errors import PipelineError as PipelineError
 from lp_pipe.errors import ScheduleError as ScheduleError
@@ -14,6 +15,7 @@ from lp_pipe.pipeline.results import EvalResult as EvalResult
 from lp_pipe.pipeline.results import StageMemory as StageMemory
 from lp_pipe.pipeline.results import StepResult as StepResult
 from lp_pipe.pipeline.results import StepTrace as StepTrace
+from lp_pipe.pipeline.results import Straggler as Straggler
 from lp_pipe.pipeline.schedule import Action as Action
 from lp_pipe.pipeline.schedule import Costs as Costs
 from lp_pipe.pipeline.schedule import Schedule as Schedule

@@ -6,11 +6,12 @@ from typing import Any
 
 from lp_pipe.address import Address
 from lp_pipe.channels import kinds
-from lp_pipe.errors import PipelineError, ScheduleError
+from lp_pipe.errors import PipelineError
 from lp_pipe.handles import CourierHandle, Handle
 from lp_pipe.nodes import CourierNode
 from lp_pipe.pipeline.build import parameter_count
 from lp_pipe.pipeline.channel_handle import ChannelHandle
+from lp_pipe.pipeline.chosen_schedule import chosen_schedule, sufficient_credits
 from lp_pipe.pipeline.client import PipelineHandle
 from lp_pipe.pipeline.conductor import Conductor
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
@@ -18,20 +19,18 @@ from lp_pipe.pipeline.cuts import balanced_cuts, check_cuts
 from lp_pipe.pipeline.device import check_devices
 from lp_pipe.pipeline.model import Model, sources_of
 from lp_pipe.pipeline.names import outer_name, own_names
+from lp_pipe.pipeline.on_nan import check_on_nan
 from lp_pipe.pipeline.partitioning.plan import Plan
 from lp_pipe.pipeline.plan_in_place import explained, taken
-from lp_pipe.pipeline.planned import as_planned, notes
+from lp_pipe.pipeline.planned import as_planned, notes, replica_seconds
 from lp_pipe.pipeline.precision import check_precision
-from lp_pipe.pipeline.schedule import Schedule, default_chunks, forward_on, replicated, schedules, verify
-from lp_pipe.pipeline.schedule.channels import Edge
+from lp_pipe.pipeline.schedule import Schedule
 from lp_pipe.pipeline.segments import Recompute, check_recompute
 from lp_pipe.pipeline.skips import seen_by_setup, skip_edges
 from lp_pipe.pipeline.tied import Names, layer_of, refuse_shared_buffers, tied_edges, tied_names
 from lp_pipe.pipeline.worker import StageWorker
 from lp_pipe.program import Program
 from lp_pipe.resources import Resources
-
-_CREDITS = 4
 
 
 def add_pipeline(
@@ -48,6 +47,7 @@ def add_pipeline(
     recompute: Recompute | None = None,
     precision: str = "fp32",
     clip_grad_norm: float | None = None,
+    on_nan: str = "ignore",
     inputs: Handle[Any] | None = None,
     group: str = "stages",
     resources: Resources | None = None,
@@ -72,6 +72,8 @@ def add_pipeline(
         default: what the plan says of each stage, or "none".
     precision: of what layers and loss compute under torch.autocast; parameters stay as they are: "fp32", "bf16", or
         "fp16", whose losses are scaled as torch.amp.GradScaler does it.
+    on_nan: what becomes of a step whose loss or gradients are not finite: "ignore" (nobody looks), "stop" with a
+        NonFiniteError that names the layer, or "skip": its update is left out, and `StepResult.why_skipped` says why.
     inputs: handle of a feeder, a CourierNode with `batch(step) -> (input, target) | None`, a pure function of the step.
     on_failure, max_restarts: as those of `Program.group`. "restart" starts a dead worker again, in its place; the node
         that trains then brings all back to a checkpoint (`lp_pipe.checkpoint.Checkpoints.steps`).
@@ -81,14 +83,8 @@ def add_pipeline(
         PartitionError: the plan is for another model.
         ScheduleError: the schedule does not exist for these numbers, or is not correct.
     """
-    if not isinstance(model, Model):
-        raise PipelineError(f"add_pipeline takes a pp.Model(layers, loss, optimizer), not {type(model).__name__}")
-    if channel not in kinds.KINDS:
-        raise PipelineError(f"channel={channel!r}: {kinds.why_not(channel)}")
-    if microbatches < 1:
-        raise PipelineError(f"microbatches={microbatches}: a step needs at least 1")
+    _check(model, channel, microbatches, precision)
     check_recompute("none" if recompute is None else recompute)
-    check_precision(precision)
     sources = [seen_by_setup(source) for source in sources_of(model)]
     names = own_names(sources)
     place = taken(program, group)
@@ -100,7 +96,7 @@ def add_pipeline(
             plan = stages
             _refuse_replicas(replicas)
             stages, replicas, schedule, recompute = as_planned(plan, sources, schedule, recompute, chunks)
-        made, name, counts = _made(schedule or "1f1b", stages, microbatches, chunks, replicas)
+        made, name, counts = chosen_schedule(schedule or "1f1b", stages, microbatches, chunks, replicas)
         cuts = _cuts(sources, stages, made.stages)
     tied = tied_names(sources, model.tied)
     edges = tied_edges(tied, cuts) + skip_edges(sources, cuts)
@@ -115,7 +111,7 @@ def add_pipeline(
         loss_weight=model.loss_weight,
         seed=model.seed,
         channel=channel,
-        credits=_sufficient_credits(made, edges),
+        credits=sufficient_credits(made, edges),
         clip_grad_norm=clip_grad_norm,
         recompute="none" if recompute is None else recompute,
         precision=precision,
@@ -126,7 +122,10 @@ def add_pipeline(
         replicas=counts,
         devices=check_devices(device, len(made.workers)),
         updates=made.updates,
+        on_nan=on_nan,
+        predicted_seconds=replica_seconds(plan),
     )
+    check_on_nan(on_nan, is_asynchronous=made.updates is not None)
     if made.updates is not None:
         _check_asynchronous(config)
     with program.group(group, resources=resources, on_failure=on_failure, max_restarts=max_restarts):
@@ -136,6 +135,21 @@ def add_pipeline(
     stage_of_layer = [sum(cut <= layer for cut in cuts) for layer in range(len(sources))]
     replicas_by_layer = [counts[made.placement[stage]] for stage in stage_of_layer]
     return PipelineHandle(conductor, replicas_by_layer, is_asynchronous=made.updates is not None)
+
+
+def _check(model: Any, channel: str, microbatches: int, precision: str) -> None:
+    """Refuse what can be seen to be wrong at once.
+
+    Raises:
+        PipelineError: says what it is.
+    """
+    if not isinstance(model, Model):
+        raise PipelineError(f"add_pipeline takes a pp.Model(layers, loss, optimizer), not {type(model).__name__}")
+    if channel not in kinds.KINDS:
+        raise PipelineError(f"channel={channel!r}: {kinds.why_not(channel)}")
+    if microbatches < 1:
+        raise PipelineError(f"microbatches={microbatches}: a step needs at least 1")
+    check_precision(precision)
 
 
 def _check_asynchronous(config: PipelineConfig) -> None:
@@ -162,74 +176,6 @@ def _check_asynchronous(config: PipelineConfig) -> None:
 def _refuse_replicas(replicas: int | Sequence[int]) -> None:
     if replicas != 1:
         raise PipelineError(f"replicas={replicas!r}: the plan of stages= says how many there are; leave them out")
-
-
-def _made(
-    schedule: str | Path | Schedule,
-    stages: int | Sequence[int],
-    microbatches: int,
-    chunks: int | None,
-    replicas: int | Sequence[int],
-) -> tuple[Schedule, str | None, tuple[int, ...]]:
-    """The schedule, its name if it can be made again for another number of micro-batches, each worker's replicas."""
-    if isinstance(schedule, Schedule):
-        made, name = schedule, None
-    elif schedule in schedules() or not Path(schedule).exists():
-        name = str(schedule)
-        counts = _replicas(replicas, _worker_count(stages, chunks, name), microbatches)
-        made = replicated(name, counts, microbatches, chunks)
-    else:
-        made, name = Schedule.from_csv(Path(schedule).read_text(encoding="utf-8"), name=Path(schedule).stem), None
-    if made.forward_only:
-        raise ScheduleError(f"schedule {made.name!r} has no backwards: it evaluates, but a pipeline trains")
-    return made, name, _replicas(replicas, len(made.workers), microbatches)
-
-
-def _replicas(replicas: int | Sequence[int], workers: int, microbatches: int) -> tuple[int, ...]:
-    counts = (replicas,) * workers if isinstance(replicas, int) else tuple(replicas)
-    if len(counts) != workers or not all(isinstance(count, int) and count >= 1 for count in counts):
-        raise PipelineError(
-            f"replicas={replicas!r}: give a whole number of at least 1, or {workers} of them, one per worker"
-        )
-    if max(counts, default=0) > microbatches:
-        raise PipelineError(
-            f"replicas={replicas!r} with microbatches={microbatches}: some replicas would never have any: use "
-            f"microbatches={max(counts)} or more"
-        )
-    return counts
-
-
-def _worker_count(stages: int | Sequence[int], chunks: int | None, schedule: str) -> int:
-    if isinstance(stages, int):
-        return stages
-    per_worker = chunks or default_chunks(schedule)
-    pieces = len(stages) + 1
-    if pieces % per_worker:
-        raise PipelineError(
-            f"cut points {list(stages)} make {pieces} pieces, but every worker of {schedule!r} runs {per_worker}: "
-            f"give a number of cut points that makes a multiple of {per_worker}"
-        )
-    return pieces // per_worker
-
-
-def _sufficient_credits(schedule: Schedule, edges: Sequence[Edge]) -> int:
-    """Prove the schedule, with few messages in flight where that is enough (some need one per micro-batch)."""
-    try:
-        _verify(schedule, _CREDITS, edges)
-        return _CREDITS
-    except ScheduleError:
-        # So many are on one edge in all; where stages have replicas, each pair of them has its own credits.
-        credits = max(_CREDITS, schedule.microbatches)
-        _verify(schedule, credits, edges)
-        return credits
-
-
-def _verify(schedule: Schedule, credits: int, edges: Sequence[Edge]) -> None:
-    verify(schedule, credits=credits, edges=edges)
-    if (
-        edges
-    ):  # evaluation sends stashed values, too; its order repeats itself after as many batches as there are workers
-        verify(forward_on(schedule.placement, 4 * len(schedule.workers)), credits=credits, edges=edges)
 
 
 def _cuts(sources: Sequence[Any], stages: int | Sequence[int], pieces: int) -> list[int]:

@@ -57,6 +57,11 @@ class AsynchronousSteps(Steps):
         self._results.clear()
         self._promised = None
 
+    def skip(self, why: str) -> StepResult:
+        """As in `step`, whoever has left results behind does not want them."""
+        self._results.clear()
+        return super().skip(why)
+
     def forget_ahead(self) -> None:
         """They will do those forwards again."""
         self._promised = None
@@ -100,7 +105,7 @@ class AsynchronousSteps(Steps):
         began, self._ended = max(began, self._ended), time.monotonic()
         self.done += 1
         seconds = self._ended - began
-        return self._outcome(task.step, reports, began, seconds, seconds=seconds)
+        return self._outcome(task, reports, began, seconds, seconds=seconds)
 
     def _fail(self, step: int, error: Exception) -> NoReturn:
         """End the step ahead as well, whose failure may be what ended this one.

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lp_pipe.errors import ChannelClosed
+from lp_pipe.pipeline.async_guard import Guard
 from lp_pipe.pipeline.buffers import BufferSnapshot
 from lp_pipe.pipeline.execution import Execution, Operation, Report
 from lp_pipe.pipeline.intake import Intake
@@ -36,6 +37,7 @@ class AsyncWorker:
         training: Training,
         reduction: Reduction,
         intake: Intake,
+        guard: Guard | None = None,
     ) -> None:
         self._stage = stage
         self._timing = timings[stage.index]
@@ -45,6 +47,8 @@ class AsyncWorker:
         self._training = training
         self._reduction = reduction
         self._intake = intake
+        self._guard = guard
+        self._doing = guard.around(execution.training) if guard is not None else execution.training
         self._modules: Sequence[nn.Module] = [module for layer in stage.layers for module in layer.modules()]
         self._versions = WeightVersions(self._modules, training.named_parameters)
         self._next: Operation | None = None  # of which some forwards are done
@@ -138,7 +142,7 @@ class AsyncWorker:
         count = ahead.microbatches if ahead is not None else 0
         for turn in turns(self._timing, *self._share, task.microbatches, forwarded=forwarded, ahead=count):
             if turn.op == "U":
-                self._update(task.tag, first + turn.group, self._in_group(turn.group, task.microbatches))
+                self._update(task, first, turn)
             elif turn.ahead:
                 self._run_action(turn, self._operation_ahead(ahead, operation, task.microbatches), first)
                 self._forwarded += 1
@@ -164,12 +168,16 @@ class AsyncWorker:
         action = Action("F" if turn.op == "F" else "B", self._stage.index, turn.microbatch)
         version = self._versions.use(self._version_of(first + turn.group))
         operation.report.versions.append((str(action), version))
-        self._execution.run([action], operation, self._execution.training)
+        self._execution.run([action], operation, self._doing)
 
-    def _update(self, tag: int, group: int, microbatches: int) -> None:
-        """With the gradients of update group `group`, counted from the first step on."""
+    def _update(self, task: Task, first: int, turn: Turn) -> None:
+        """With the gradients of the turn's update group; `first` is the number of groups before the step."""
+        group, microbatches = first + turn.group, self._in_group(turn.group, task.microbatches)
         self._versions.take_gradients(self._version_of(group))
-        self._reduction.reduce(tag, self._training.parameters, (), BufferSnapshot(()))
+        if self._guard is not None:
+            self._versions.use_own()
+            self._guard.check_gradients(task.step, turn.group * self._timing.every + microbatches - 1)
+        self._reduction.reduce(task.tag, self._training.parameters, (), BufferSnapshot(()))
         if microbatches > 1 and not self._is_uniform:
             self._training.scale_gradients(1 / microbatches)
         self._versions.begin_next(needed_from=self._version_of(group + 1))

@@ -1,6 +1,6 @@
 """The buffers of modules (BatchNorm's statistics), as they were before something ran."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -80,6 +80,24 @@ class BufferSnapshot:
         finally:
             for (module, name), buffer in present.items():
                 module._buffers[name] = buffer
+
+
+@contextmanager
+def eval_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Evaluate, then give every module its own mode back (frozen ones may have been in eval mode before).
+
+    And its buffers: some write to them in any mode.
+    """
+    modes = [module.training for module in modules]
+    buffers = BufferSnapshot(modules)
+    for module in modules:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, mode in zip(modules, modes, strict=True):
+            module.training = mode
+        buffers.restore()
 
 
 def _at(place: Place) -> Tensor | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lp_pipe.address import Address
 from lp_pipe.errors import EndOfData, PipelineError
 from lp_pipe.handles import CourierHandle, Handle
-from lp_pipe.pipeline.results import EvalResult, StageMemory, StepResult, StepTrace
+from lp_pipe.pipeline.results import EvalResult, StageMemory, StepResult, StepTrace, Straggler
 from lp_pipe.rpc import CourierClient
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 
 _NO_END = 1 << 30  # steps that are still to come
+STEPS_AHEAD = 2  # of an asynchronous schedule: one step, and the first forwards of another
 
 
 class PipelineClient:
@@ -27,8 +28,10 @@ class PipelineClient:
         optimizer or scheduler itself has failed, only `load` makes the stages whole again).
     """
 
-    def __init__(self, conductor: CourierClient) -> None:
+    def __init__(self, conductor: CourierClient, steps_ahead: int = 0) -> None:
+        """steps_ahead: how many may be under way beside the one whose result is awaited."""
         self._conductor = conductor
+        self.steps_ahead = steps_ahead
 
     def step(self, batch: tuple[Any, Any] | None = None) -> StepResult:
         """One optimizer step, on `batch` = (input, target) or on the feeder's next one.
@@ -51,6 +54,14 @@ class PipelineClient:
                 yield self._conductor.step(None, _NO_END if n is None else more)
             except EndOfData:
                 return
+
+    def skip_step(self, why: str = "") -> StepResult:
+        """Go on behind the next step without its batch: only its number and the learning-rate schedule count it.
+
+        The batch is not asked for. why: for the result and the log.
+        """
+        result: StepResult = self._conductor.skip_step(why)
+        return result
 
     def evaluate(self, batches: Sequence[tuple[Any, Any]]) -> EvalResult:
         """(mean loss, mean metrics) in eval mode; no parameter, buffer or random state changes."""
@@ -176,6 +187,16 @@ class PipelineClient:
         found: list[StageMemory] = self._conductor.profile_memory(n)
         return found
 
+    def stragglers(self) -> list[Straggler]:
+        """Stage workers that take twice as long as expected, by the median of the last 15 steps.
+
+        Expected is what the plan predicts; without a plan, what the other replicas of a stage take, and what it took in
+        its first steps, if the other stages have not become slower, too. Each is in the log once, and in the metrics
+        (`straggler/stages/1`: how many times slower).
+        """
+        found: list[Straggler] = self._conductor.stragglers()
+        return found
+
     def current_step(self) -> int:
         """How many steps are done, which is the index of the next one."""
         step: int = self._conductor.current_step()
@@ -202,4 +223,4 @@ class PipelineHandle(Handle[PipelineClient]):
         return self._conductor.addresses
 
     def dereference(self) -> PipelineClient:
-        return PipelineClient(self._conductor.dereference())
+        return PipelineClient(self._conductor.dereference(), STEPS_AHEAD if self.is_asynchronous else 0)

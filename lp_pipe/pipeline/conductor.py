@@ -19,7 +19,7 @@ from lp_pipe.pipeline.execution import Report
 from lp_pipe.pipeline.loss_scale import LossScale
 from lp_pipe.pipeline.microbatches import check_pair, loss_weights
 from lp_pipe.pipeline.mirrors import check_guards, common_steps
-from lp_pipe.pipeline.results import EvalResult, StageMemory, StepResult, StepTrace
+from lp_pipe.pipeline.results import EvalResult, StageMemory, StepResult, StepTrace, Straggler
 from lp_pipe.pipeline.steps import Steps, SynchronousSteps, summed
 from lp_pipe.pipeline.whole_model import Copy, WholeModel
 from lp_pipe.pipeline.worker import StageWorker
@@ -55,6 +55,14 @@ class Conductor:
     def step(self, batch: tuple[Any, Any] | None = None, more: int = 0) -> StepResult:
         """One step; see PipelineClient. more: further ones on the feeder's batches that the caller will ask for."""
         return self._in_turn(lambda: self._steps.step(batch, more)[0], may_run_on=True)
+
+    def skip_step(self, why: str) -> StepResult:
+        """The next step without its batch and its update; see PipelineClient."""
+        return self._in_turn(lambda: self._steps.skip(why))
+
+    def stragglers(self) -> list[Straggler]:
+        """Workers that are much slower than expected."""
+        return self._steps.stragglers.now
 
     def trace(self, steps: int) -> list[StepTrace]:
         """Some steps, with the start and end of every action."""

@@ -40,6 +40,8 @@ class PipelineConfig:
     replicas: tuple[int, ...] = ()  # of each worker
     devices: tuple[str, ...] = ()  # of each worker, as the user names them
     updates: Updates | None = None  # of an asynchronous schedule
+    on_nan: str = "ignore"
+    predicted_seconds: tuple[float, ...] = ()  # by a plan, of each worker: per micro-batch of one replica
 
     @property
     def timings(self) -> tuple[Timing, ...]:

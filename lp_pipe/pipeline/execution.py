@@ -15,6 +15,7 @@ from lp_pipe.pipeline.links import Links
 from lp_pipe.pipeline.loss_scale import scaled
 from lp_pipe.pipeline.message import Message, to_message
 from lp_pipe.pipeline.precision import autocast
+from lp_pipe.pipeline.results import NonFinite
 from lp_pipe.pipeline.schedule import Action
 from lp_pipe.pipeline.schedule.ir import WORDS
 from lp_pipe.pipeline.side_channels import SideChannels
@@ -30,7 +31,8 @@ class Report:
     loss: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
     gradient_norms: dict[int, list[Tensor]] = field(default_factory=dict)
-    overflowed: bool = False
+    overflowed: bool = False  # a gradient is infinite or NaN, if anybody wants to know
+    nonfinite: list[NonFinite] = field(default_factory=list)  # in a step that was run again to find it
     outputs: dict[int, Any] = field(default_factory=dict)  # by micro-batch
     spans: list[tuple[str, float, float]] = field(default_factory=list)
     versions: list[tuple[str, int]] = field(default_factory=list)  # of the weights that actions of AsyncWorker used

@@ -56,6 +56,11 @@ def notes(plan: Plan, stage: int, replica: int) -> tuple[str, ...]:
     return tuple(lines)
 
 
+def replica_seconds(plan: Plan | None) -> tuple[float, ...]:
+    """What each stage's replicas are to take for each of their own micro-batches; nothing without a plan."""
+    return tuple(stage.predicted_seconds * stage.replicas for stage in plan.stages) if plan is not None else ()
+
+
 def _times(stage: PlannedStage) -> list[str]:
     """None where a person has written the plan."""
     if not stage.predicted_seconds:

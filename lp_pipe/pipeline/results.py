@@ -14,7 +14,8 @@ class StepResult:
     seconds: from the request for the batch to the end of the update.
     utilization: for each stage worker, the share of the pipeline's time that it computed.
     loss_scale: what the losses were multiplied by for the backwards (precision="fp16"; else 1). `loss` is without it.
-    skipped: gradients were too large for that: the parameters are as before, the next step's scale is smaller.
+    skipped: the parameters are as before, because gradients were too large for that scale (the next step's is smaller),
+        or because of what `why_skipped` says.
     """
 
     step: int
@@ -24,6 +25,7 @@ class StepResult:
     utilization: tuple[float, ...] = ()
     loss_scale: float = 1.0
     skipped: bool = False
+    why_skipped: str = ""
 
     @property
     def bubble_fraction(self) -> float:
@@ -53,6 +55,49 @@ class StageMemory:
     stash_bytes: int
 
 
+@dataclass(frozen=True)
+class Straggler:
+    """A stage worker that takes much longer than expected, in seconds of computation per micro-batch.
+
+    node, host: "stages/1" and where it runs. stages: the virtual ones that it runs. since: the step after which it was
+        found. expected_by: what says so: "by the plan", "by its first steps", "by the other replicas of its stage".
+    """
+
+    node: str
+    host: str
+    worker: int
+    replica: int
+    stages: tuple[int, ...]
+    since: int
+    measured_seconds: float
+    expected_seconds: float
+    expected_by: str
+
+    def __str__(self) -> str:
+        ratio = self.measured_seconds / self.expected_seconds
+        stages = f"stage{'s' if len(self.stages) > 1 else ''} {', '.join(map(str, self.stages))}"
+        return (
+            f"{self.node} on {self.host} ({stages}, replica {self.replica}) is {ratio:.1f} times slower than expected: "
+            f"{_milliseconds(self.measured_seconds)} per micro-batch instead of "
+            f"{_milliseconds(self.expected_seconds)} ({self.expected_by})"
+        )
+
+
+class NonFinite(NamedTuple):
+    """A place where a step met NaN or infinity. what: which tensor, in words. node: the stage worker.
+
+    layer: its index in the model; the number of layers stands for the loss function.
+    """
+
+    is_backward: bool
+    microbatch: int
+    layer: int
+    layer_name: str
+    stage: int
+    node: str
+    what: str
+
+
 class EvalResult(NamedTuple):
     """Means over the batches that were evaluated."""
 
@@ -71,3 +116,7 @@ class StepTrace(NamedTuple):
     began: float
     workers: tuple[tuple[tuple[str, float, float], ...], ...]
     versions: tuple[tuple[tuple[str, int], ...], ...] = ()
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,14 @@ from lp_pipe.pipeline.split_backward import Roots, SplitBackward, backward
 
 _EVALUATION = -1  # in place of a step
 _Layers = list[tuple[int, nn.Module]]  # with their indices in the model
+
+
+class Place(NamedTuple):
+    """Which call of a layer: its index, and what for."""
+
+    layer: int
+    step: int
+    microbatch: int
 
 
 @dataclass
@@ -75,6 +83,8 @@ class Stage:
         self.activation_stash: dict[int, Stash] = {}
         self._weight_stash: dict[int, Callable[[Roots], None]] = {}  # the second parts of backwards
         self._popped_gradients: dict[tuple[int, str], list[Tensor | None]] = {}
+        # Calls a layer in a forward of training, in the place of `call`, while somebody wants to see what it makes.
+        self.watch: Callable[[Place, nn.Module, Any, dict[str, Any]], Any] | None = None
 
     def forward(
         self,
@@ -94,6 +104,15 @@ class Stage:
         """
         stash = self.activation_stash[microbatch if number is None else number] = Stash()
         return self._run(message, step, microbatch, stash, {} if skips is None else skips)
+
+    @property
+    def last_layer(self) -> int:
+        """Its index in the model."""
+        return self.first_layer + len(self.layers) - 1
+
+    def run_again(self, value: Any, step: int, microbatch: int) -> Any:
+        """All layers in order, as in a forward, for whoever watches."""
+        return self._call(list(enumerate(self.layers, start=self.first_layer)), step, microbatch, value, {})
 
     def infer(self, message: Message, microbatch: int, skips: dict[str, Any] | None = None) -> Any:
         """Forward without a graph; the caller has set eval mode. What draws even so draws the same everywhere."""
@@ -166,7 +185,10 @@ class Stage:
     def _call(self, layers: _Layers, step: int, microbatch: int, value: Any, skips: dict[str, Any]) -> Any:
         for index, layer in layers:
             with step_rng(self._seed, index, step, microbatch), autocast(self._precision, self._device_type):
-                value = call(layer, (value,), skips)
+                if self.watch is None or step == _EVALUATION:
+                    value = call(layer, (value,), skips)
+                else:
+                    value = self.watch(Place(index, step, microbatch), layer, value, skips)
         return value
 
     def _prepared(self, run: Run) -> tuple[_Layers, Segment | None]:

@@ -1,6 +1,7 @@
 """Steps of training as the conductor runs them on all workers: each is a whole, or nothing."""
 
 import contextlib
+import math
 import time
 import traceback
 from abc import ABC, abstractmethod
@@ -10,13 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lp_pipe.context import log_metrics
 from lp_pipe.errors import EndOfData, PipelineError, Unavailable
 from lp_pipe.pipeline.batches import BatchSource
 from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.execution import Report
 from lp_pipe.pipeline.loss_scale import LossScale
 from lp_pipe.pipeline.microbatches import aligned, check_pair, split
+from lp_pipe.pipeline.on_nan import OnNan
 from lp_pipe.pipeline.results import StepResult, StepTrace
+from lp_pipe.pipeline.stragglers import Stragglers
 from lp_pipe.pipeline.tasks import Task
 from lp_pipe.pipeline.workers import Workers
 
@@ -33,6 +37,7 @@ class Steps(ABC):
         self._batches = BatchSource(feeder)
         ranks, placement = config.ranks, config.placement
         self._first, self._last = ranks.of(placement[0]), ranks.of(placement[-1])
+        self.stragglers = Stragglers(config, workers)
         self.done = 0
         self.torn: str | None = None
         self.scale = LossScale() if config.precision == "fp16" else None
@@ -52,6 +57,14 @@ class Steps(ABC):
     @abstractmethod
     def forget_ahead(self) -> None:
         """The workers have dropped what they had done of a step that nobody has begun."""
+
+    def skip(self, why: str) -> StepResult:
+        """The next step without its batch and its update; the learning rate goes on as with it."""
+        self.forget_ahead()
+        self._apply(None, skip=True)
+        step, self.done = self.done, self.done + 1
+        log_metrics({"skipped": 1.0}, step)
+        return StepResult(step, math.nan, skipped=True, why_skipped=why)
 
     def go_to(self, step: int, scale: LossScale | None = None) -> None:
         """Go on from a checkpoint."""
@@ -87,13 +100,26 @@ class Steps(ABC):
             target=task.target if sends and rank in self._last else None,
         )
 
+    def _apply(self, total_norm: Tensor | None, skip: bool) -> None:
+        try:
+            self._workers.all("apply", total_norm, skip)
+        except Exception as error:
+            with contextlib.suppress(Unavailable):  # a worker that has died ends the program
+                if any(self._workers.all("has_updated")):
+                    self.torn = self._torn_by(self.done, error)
+                else:
+                    self._workers.all("discard")
+            raise
+
     def _torn_by(self, step: int, error: BaseException) -> str:
         what = traceback.format_exception_only(error)[0].splitlines()[0]
         return f"an update has failed after it had changed some of them: step {step}, {what}"
 
     def _outcome(
-        self, step: int, reports: Sequence[Report], began: float, pipe_s: float, **more: Any
+        self, task: Task, reports: Sequence[Report], began: float, pipe_s: float, **more: Any
     ) -> tuple[StepResult, StepTrace]:
+        step = task.step
+        self.stragglers.note(step, reports, task.microbatches)
         loss, metrics = summed([reports[rank] for rank in self._last])
         utilization = tuple(report.busy_s / pipe_s for report in reports)
         spans, versions = ([tuple(getattr(r, name)) for r in reports] for name in ("spans", "versions"))
@@ -106,6 +132,10 @@ class Steps(ABC):
 class SynchronousSteps(Steps):
     """All gradients of a step, then one update."""
 
+    def __init__(self, config: PipelineConfig, workers: Workers, feeder: Any) -> None:
+        super().__init__(config, workers, feeder)
+        self._on_nan = OnNan(config.on_nan, workers)
+
     def step(self, batch: tuple[Any, Any] | None, more: int = 0) -> tuple[StepResult, StepTrace]:
         """One after another, whatever more will come."""
         start = time.monotonic()
@@ -114,22 +144,28 @@ class SynchronousSteps(Steps):
         scale = self.scale
         factor = scale.factor if scale is not None else None
         began = time.monotonic()
-        reports = self._workers.run(
-            lambda worker, tag, rank: worker.train(
-                self._task(rank, task._replace(tag=tag), from_feeder=batch is None), factor
+
+        def run(method: str) -> list[Report]:
+            return self._workers.run(
+                lambda worker, tag, rank: getattr(worker, method)(
+                    self._task(rank, task._replace(tag=tag), from_feeder=batch is None), factor
+                )
             )
-        )
+
+        reports = run("train")
         pipe_s = time.monotonic() - began
         overflowed = any(report.overflowed for report in reports)
-        self._apply(self._total_norm(reports), overflowed)
+        loss, _ = summed([reports[rank] for rank in self._last])
+        why = self._on_nan.why_skipped(task.step, reports, loss, lambda: run("search"), is_scaled=scale is not None)
+        self._apply(None if why else self._total_norm(reports), overflowed or bool(why))
         if scale is not None:
             self.scale = scale.after(overflowed=overflowed)
         if self._config.shares_weights:
             self._workers.run(lambda worker, tag, _: worker.share_weights(tag))
         self.done += 1
         seconds = time.monotonic() - start
-        options = {"seconds": seconds, "loss_scale": factor or 1.0, "skipped": overflowed}
-        return self._outcome(task.step, reports, began, pipe_s, **options)
+        options = {"seconds": seconds, "loss_scale": factor or 1.0, "skipped": overflowed or bool(why)}
+        return self._outcome(task, reports, began, pipe_s, **options, why_skipped=why)
 
     def settle(self) -> None:
         """Nothing runs on."""
@@ -143,17 +179,6 @@ class SynchronousSteps(Steps):
         # Where the stages compute, as their plain loop does.
         norms = [self._workers.own.on_device(norm) for stage in sorted(by_stage) for norm in by_stage[stage]]
         return torch.linalg.vector_norm(torch.stack(norms)).cpu() if norms else None
-
-    def _apply(self, total_norm: Tensor | None, skip: bool) -> None:
-        try:
-            self._workers.all("apply", total_norm, skip)
-        except Exception as error:
-            with contextlib.suppress(Unavailable):  # a worker that has died ends the program
-                if any(self._workers.all("has_updated")):
-                    self.torn = self._torn_by(self.done, error)
-                else:
-                    self._workers.all("discard")
-            raise
 
 
 def summed(reports: Sequence[Report]) -> tuple[float, dict[str, float]]:

@@ -11,8 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from lp_pipe.errors import CheckpointError, PipelineError
+from lp_pipe.pipeline.config import PipelineConfig
+from lp_pipe.pipeline.execution import Report
 from lp_pipe.pipeline.loss_scale import unscale
 from lp_pipe.pipeline.model import OptimizerFactory, SchedulerFactory
+from lp_pipe.pipeline.nonfinite import is_finite
 from lp_pipe.pipeline.stage import Stage
 
 
@@ -61,7 +64,24 @@ class Training:
         """
         return {stage: _norms(parameter.grad for _, parameter in items) for stage, items in self._by_stage.items()}
 
-    def unscale_gradients(self, factor: float) -> bool:
+    def examine(self, report: Report, config: PipelineConfig, scale: float | None) -> None:
+        """What all stages must know of each other's gradients before they update. Takes the losses' factor out."""
+        if scale is not None:
+            report.overflowed = self._unscale_gradients(scale)
+        if config.clip_grad_norm is not None:
+            report.gradient_norms = self.gradient_norms()
+        if config.on_nan != "ignore" and scale is None:
+            report.overflowed = not self.has_finite_gradients(report.gradient_norms)
+
+    def has_finite_gradients(self, norms: dict[int, list[Tensor]] | None = None) -> bool:
+        """Whether no gradient holds NaN or infinity. norms: theirs, where they are known."""
+        found = [norm for stage in (norms or self.gradient_norms()).values() for norm in stage]
+        if not found or bool(torch.stack(found).isfinite().all()):
+            return True
+        # The norm of finite numbers may be too large for a number.
+        return all(is_finite(parameter.grad) for _, parameter in self._parameters if parameter.grad is not None)
+
+    def _unscale_gradients(self, factor: float) -> bool:
         """Divide them by the factor of the losses; whether one is infinite or NaN, so that the step must be skipped."""
         return unscale([parameter.grad for _, parameter in self._parameters if parameter.grad is not None], factor)
 

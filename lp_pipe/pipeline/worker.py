@@ -1,31 +1,34 @@
 """One stage worker: owns its stages' parameters, and runs its share of a schedule on them."""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import socket
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from lp_pipe.address import Address
 from lp_pipe.channels import ChannelHub
 from lp_pipe.channels.kinds import hub_endpoint
 from lp_pipe.channels.packing import copied
 from lp_pipe.context import context
-from lp_pipe.pipeline.activation_meter import ActivationMeter
+from lp_pipe.pipeline.async_guard import Guard
 from lp_pipe.pipeline.async_worker import AsyncWorker
-from lp_pipe.pipeline.buffers import BufferSnapshot
+from lp_pipe.pipeline.buffers import BufferSnapshot, eval_mode
 from lp_pipe.pipeline.build import build_layers
 from lp_pipe.pipeline.channel_handle import ChannelTarget
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
 from lp_pipe.pipeline.device import chosen_device, current, to_host
-from lp_pipe.pipeline.execution import Execution, Operation, Report, Run
+from lp_pipe.pipeline.execution import Execution, Report
 from lp_pipe.pipeline.intake import Intake
+from lp_pipe.pipeline.layer_names import names_by_index
 from lp_pipe.pipeline.links import Links
 from lp_pipe.pipeline.manifest import SHARE
+from lp_pipe.pipeline.metering import Metering
 from lp_pipe.pipeline.microbatches import aligned, apart
 from lp_pipe.pipeline.mirrors import Mirrors
+from lp_pipe.pipeline.nonfinite import Search
 from lp_pipe.pipeline.reduction import Reduction
 from lp_pipe.pipeline.results import StageMemory
 from lp_pipe.pipeline.schedule import Action, Schedule, forward_on, share
@@ -34,6 +37,7 @@ from lp_pipe.pipeline.stage import Stage, check_shapes
 from lp_pipe.pipeline.tasks import Task
 from lp_pipe.pipeline.tied import tie
 from lp_pipe.pipeline.training import Saved, Training, merged, write_share
+from lp_pipe.pipeline.whereabouts import Whereabouts
 
 
 class StageWorker:
@@ -70,11 +74,15 @@ class StageWorker:
         self._copies: dict[str, dict[str, Any]] = {}  # of shares, by the checkpoint's version
         self._modules = [m for s in self._stages.values() for layer in s.layers for m in layer.modules()]
         self._buffers_before: BufferSnapshot | None = None
-        self._meter: ActivationMeter | None = None
-        self._gradient_bytes = 0
+        self._metering = Metering(self._modules, self.training, (self._worker, self._replica), list(self._stages))
+        self._search = Search(pipeline, self._stages, names_by_index(worker.sources.values()), node.name)
         self._intake = Intake(pipeline, self._stages, feeder, node.name, self._device)
         self._ends: Any = pipeline.ranks, worker.rank, self._hub, neighbours
         self._connect("")
+
+    def whereabouts(self) -> Whereabouts:
+        """Where it runs, and what."""
+        return Whereabouts(self._name, socket.gethostname(), tuple(self._stages))
 
     def is_up(self) -> bool:
         """Whether it answers, after a restart."""
@@ -96,14 +104,21 @@ class StageWorker:
         self._buffers_before = None
         operation = self._intake.operation(task, scale)
         self._buffers_before = BufferSnapshot(self._modules)
-        with current(self._device), self._metered(operation) as actions:
+        with current(self._device), self._metering.around(self._execution.training, operation) as actions:
             self._execution.run(self._part_of(schedule), operation, actions)
         self._reduction.reduce(task.tag, self.training.parameters, self._modules, self._buffers_before)
-        if scale is not None:
-            operation.report.overflowed = self.training.unscale_gradients(scale)
-        if self._config.clip_grad_norm is not None:
-            operation.report.gradient_norms = self.training.gradient_norms()
+        self.training.examine(operation.report, self._config, scale)
         return operation.report
+
+    def search(self, task: Task, scale: float | None = None) -> Report:
+        """As `train`, to see where something is not finite; `discard` what it has done."""
+        schedule = self._config.schedule_for(task.microbatches)
+        operation = self._intake.operation(task, scale)
+        self._buffers_before = BufferSnapshot(self._modules)
+        report = operation.report
+        with current(self._device), self._search.around(self._execution.training, report.nonfinite) as actions:
+            self._execution.run(self._part_of(schedule), operation, actions)
+        return report
 
     def train_ahead(self, task: Task, ahead: Task | None, after: int) -> Report:
         """One step of an asynchronous schedule, updates included; see AsyncWorker.run."""
@@ -121,7 +136,7 @@ class StageWorker:
             self._async.discard()  # its messages are in the way of these
         self._buffers_before = None  # what a step has changed stays
         operation = self._intake.of(tag, 0, apart(inputs), aligned(targets))
-        with torch.no_grad(), current(self._device), self._eval_mode():
+        with torch.no_grad(), current(self._device), eval_mode(self._modules):
             self._execution.run(self._part_of(schedule), operation, self._execution.inference)
         return operation.report
 
@@ -133,6 +148,8 @@ class StageWorker:
         Raises:
             Exception: the optimizer's or scheduler's own; other stages may have done the step.
         """
+        if self._async is not None:
+            self._async.discard()  # a step that is left out, perhaps the one of which some forwards are done
         try:
             self.training.step(total_norm, self._config.clip_grad_norm, skip=skip)
         except Exception as error:
@@ -174,16 +191,11 @@ class StageWorker:
 
     def start_metering(self) -> None:
         """Count what the next steps hold in memory; they take longer."""
-        self._meter = ActivationMeter()
+        self._metering.start()
 
     def stop_metering(self) -> StageMemory:
         """What it was."""
-        meter, self._meter = self._meter, None
-        assert meter is not None, "stop_metering comes after start_metering"
-        parameters, _, state = self.training.bytes()
-        buffers = sum(buffer.nbytes for m in self._modules for buffer in m._buffers.values() if buffer is not None)
-        sizes = (parameters, self._gradient_bytes, state, buffers, meter.peak_bytes, meter.stash_bytes)
-        return StageMemory(self._worker, self._replica, tuple(self._stages), *sizes)
+        return self._metering.stop()
 
     def state_dict(self) -> dict[str, Tensor]:
         """This worker's part of the model."""
@@ -240,26 +252,6 @@ class StageWorker:
         write_share(path, name, share)
         return name
 
-    @contextlib.contextmanager
-    def _metered(self, operation: Operation) -> Iterator[Mapping[str, Run]]:
-        """What to call for the actions of a step."""
-        if self._meter is None:
-            yield self._execution.training
-            return
-        meter = self._meter
-
-        def forward(action: Action, operation: Operation) -> None:
-            with meter.forward():
-                self._execution.training["F"](action, operation)
-
-        own = [
-            tensor for module in self._modules for tensor in (*module._parameters.values(), *module._buffers.values())
-        ]
-        batch = [leaf for leaf in pytree.tree_leaves((operation.inputs, operation.targets)) if isinstance(leaf, Tensor)]
-        with meter.counting([*(tensor for tensor in own if tensor is not None), *batch]):
-            yield {**self._execution.training, "F": forward}
-        self._gradient_bytes = self.training.bytes()[1]
-
     def _connect(self, epoch: str) -> None:
         config = self._config
         options: Any = {"kind": config.channel, "name": self._name, "device": self._device, "epoch": epoch}
@@ -272,27 +264,12 @@ class StageWorker:
     def _async_worker(self) -> AsyncWorker:
         share = self._replica, self._config.replicas[self._worker]
         parts = self._execution, self.training, self._reduction, self._intake
-        return AsyncWorker(self._stages[self._worker], self._config.timings, share, *parts)
+        stage = self._stages[self._worker]
+        guard = Guard(stage, self.training, self._search, self._config) if self._config.on_nan == "stop" else None
+        return AsyncWorker(stage, self._config.timings, share, *parts, guard)
 
     def _part_of(self, schedule: Schedule) -> tuple[Action, ...]:
         return share(schedule.workers[self._worker], self._config.replicas[self._worker], self._replica)
-
-    @contextlib.contextmanager
-    def _eval_mode(self) -> Iterator[None]:
-        """Evaluate, then give every module its own mode back (frozen ones may have been in eval mode before).
-
-        And its buffers: some write to them in any mode.
-        """
-        modes = [module.training for module in self._modules]
-        buffers = BufferSnapshot(self._modules)
-        for module in self._modules:
-            module.training = False
-        try:
-            yield
-        finally:
-            for module, mode in zip(self._modules, modes, strict=True):
-                module.training = mode
-            buffers.restore()
 
 
 def _stage(

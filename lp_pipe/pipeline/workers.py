@@ -8,7 +8,7 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 from lp_pipe.context import context
-from lp_pipe.errors import Unavailable
+from lp_pipe.errors import NonFiniteError, Unavailable
 from lp_pipe.pipeline.execution import Report
 from lp_pipe.pipeline.worker import StageWorker
 from lp_pipe.rpc.pool import DaemonPool
@@ -135,5 +135,11 @@ class Attempt:
 
 
 def first_cause(errors: Sequence[BaseException]) -> BaseException:
-    """The first one; a worker that only lost its neighbour does not count as first."""
+    """The first one; a worker that only lost its neighbour does not count as first.
+
+    Of stages that all met numbers that are not finite, the one that made them: which one says so first is chance.
+    """
+    located = [error for error in errors if isinstance(error, NonFiniteError)]
+    if located:
+        return min(located, key=lambda error: error.order)
     return next((error for error in errors if not isinstance(error, Unavailable)), errors[0])

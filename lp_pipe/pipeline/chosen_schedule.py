@@ -1,0 +1,78 @@
+"""The schedule that `add_pipeline` is asked for, made and proven."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from lp_pipe.errors import PipelineError, ScheduleError
+from lp_pipe.pipeline.schedule import Schedule, default_chunks, forward_on, replicated, schedules, verify
+from lp_pipe.pipeline.schedule.channels import Edge
+
+_CREDITS = 4
+
+
+def chosen_schedule(
+    schedule: str | Path | Schedule,
+    stages: int | Sequence[int],
+    microbatches: int,
+    chunks: int | None,
+    replicas: int | Sequence[int],
+) -> tuple[Schedule, str | None, tuple[int, ...]]:
+    """The schedule, its name if it can be made again for another number of micro-batches, each worker's replicas."""
+    if isinstance(schedule, Schedule):
+        made, name = schedule, None
+    elif schedule in schedules() or not Path(schedule).exists():
+        name = str(schedule)
+        counts = _counts(replicas, _worker_count(stages, chunks, name), microbatches)
+        made = replicated(name, counts, microbatches, chunks)
+    else:
+        made, name = Schedule.from_csv(Path(schedule).read_text(encoding="utf-8"), name=Path(schedule).stem), None
+    if made.forward_only:
+        raise ScheduleError(f"schedule {made.name!r} has no backwards: it evaluates, but a pipeline trains")
+    return made, name, _counts(replicas, len(made.workers), microbatches)
+
+
+def _counts(replicas: int | Sequence[int], workers: int, microbatches: int) -> tuple[int, ...]:
+    counts = (replicas,) * workers if isinstance(replicas, int) else tuple(replicas)
+    if len(counts) != workers or not all(isinstance(count, int) and count >= 1 for count in counts):
+        raise PipelineError(
+            f"replicas={replicas!r}: give a whole number of at least 1, or {workers} of them, one per worker"
+        )
+    if max(counts, default=0) > microbatches:
+        raise PipelineError(
+            f"replicas={replicas!r} with microbatches={microbatches}: some replicas would never have any: use "
+            f"microbatches={max(counts)} or more"
+        )
+    return counts
+
+
+def _worker_count(stages: int | Sequence[int], chunks: int | None, schedule: str) -> int:
+    if isinstance(stages, int):
+        return stages
+    per_worker = chunks or default_chunks(schedule)
+    pieces = len(stages) + 1
+    if pieces % per_worker:
+        raise PipelineError(
+            f"cut points {list(stages)} make {pieces} pieces, but every worker of {schedule!r} runs {per_worker}: "
+            f"give a number of cut points that makes a multiple of {per_worker}"
+        )
+    return pieces // per_worker
+
+
+def sufficient_credits(schedule: Schedule, edges: Sequence[Edge]) -> int:
+    """Prove the schedule, with few messages in flight where that is enough (some need one per micro-batch)."""
+    try:
+        _verify(schedule, _CREDITS, edges)
+        return _CREDITS
+    except ScheduleError:
+        # So many are on one edge in all; where stages have replicas, each pair of them has its own credits.
+        credits = max(_CREDITS, schedule.microbatches)
+        _verify(schedule, credits, edges)
+        return credits
+
+
+def _verify(schedule: Schedule, credits: int, edges: Sequence[Edge]) -> None:
+    verify(schedule, credits=credits, edges=edges)
+    if (
+        edges
+    ):  # evaluation sends stashed values, too; its order repeats itself after as many batches as there are workers
+        verify(forward_on(schedule.placement, 4 * len(schedule.workers)), credits=credits, edges=edges)

@@ -1,0 +1,60 @@
+"""What a stage worker has in memory during its steps, while somebody wants to know."""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lp_pipe.pipeline.activation_meter import ActivationMeter
+from lp_pipe.pipeline.execution import Operation, Run
+from lp_pipe.pipeline.results import StageMemory
+from lp_pipe.pipeline.schedule import Action
+from lp_pipe.pipeline.training import Training
+
+
+class Metering:
+    """Of the worker with these modules. place: (worker, replica). stages: the virtual ones that it runs."""
+
+    def __init__(
+        self, modules: Sequence[nn.Module], training: Training, place: tuple[int, int], stages: Sequence[int]
+    ) -> None:
+        self._modules = modules
+        self._training = training
+        self._place = place
+        self._stages = tuple(stages)
+        self._meter: ActivationMeter | None = None
+        self._gradient_bytes = 0
+
+    def start(self) -> None:
+        """Count in the next steps."""
+        self._meter = ActivationMeter()
+
+    def stop(self) -> StageMemory:
+        """What was counted."""
+        meter, self._meter = self._meter, None
+        assert meter is not None, "stop comes after start"
+        parameters, _, state = self._training.bytes()
+        buffers = sum(buffer.nbytes for m in self._modules for buffer in m._buffers.values() if buffer is not None)
+        sizes = (parameters, self._gradient_bytes, state, buffers, meter.peak_bytes, meter.stash_bytes)
+        return StageMemory(*self._place, self._stages, *sizes)
+
+    @contextlib.contextmanager
+    def around(self, doing: Mapping[str, Run], operation: Operation) -> Iterator[Mapping[str, Run]]:
+        """What to call for the actions of a step, instead of `doing`."""
+        if self._meter is None:
+            yield doing
+            return
+        meter = self._meter
+
+        def forward(action: Action, operation: Operation) -> None:
+            with meter.forward():
+                doing["F"](action, operation)
+
+        own = [
+            tensor for module in self._modules for tensor in (*module._parameters.values(), *module._buffers.values())
+        ]
+        batch = [leaf for leaf in pytree.tree_leaves((operation.inputs, operation.targets)) if isinstance(leaf, Tensor)]
+        with meter.counting([*(tensor for tensor in own if tensor is not None), *batch]):
+            yield {**doing, "F": forward}
+        self._gradient_bytes = self._training.bytes()[1]

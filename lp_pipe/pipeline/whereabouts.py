@@ -1,0 +1,11 @@
+"""Where a stage worker runs. Needs no torch."""
+
+from typing import NamedTuple
+
+
+class Whereabouts(NamedTuple):
+    """Of a stage worker."""
+
+    node: str
+    host: str
+    stages: tuple[int, ...]
