@@ -218,8 +218,8 @@ def test_an_asynchronous_pipeline_stops_before_the_update_and_names_the_layer(
         with pytest.raises(pp.NonFiniteError) as caught:
             list(pipeline.steps())
         assert (
-            "step 1: an output is not finite, first in micro-batch 2, stage 0 (stages/0): the output of layer 0.Linear; "
-            "earlier updates have been made: load() a checkpoint to go on"
+            "step 1: an output is not finite, first in micro-batch 2, stage 0 (stages/0): the output of layer 0.Linear"
+            "; earlier updates have been made: load() a checkpoint to go on"
         ) in str(caught.value)
         assert (caught.value.step, caught.value.stage, caught.value.layer) == (1, 0, "0.Linear")
         pipeline.load(tmp_path)
