@@ -153,7 +153,13 @@ def _order(found: NonFinite) -> tuple[int, ...]:
     return int(found.is_backward), found.microbatch, -found.layer if found.is_backward else found.layer
 
 
+def dense(tensor: Tensor) -> Tensor:
+    """All numbers of a tensor that may be sparse, as the gradient of an nn.Embedding(sparse=True) is."""
+    return tensor._values() if tensor.is_sparse else tensor
+
+
 def _is_finite(tensor: Tensor) -> bool:
+    tensor = dense(tensor)
     # A sum takes a fraction of the time; one of finite numbers may be too large for a number.
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 

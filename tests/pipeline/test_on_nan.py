@@ -272,6 +272,28 @@ def test_an_asynchronous_pipeline_looks_at_the_loss_and_at_gradients(
     assert caught.value.microbatch == microbatch
 
 
+def test_sparse_gradients_are_looked_at_too() -> None:
+    class Tokens(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x[..., 0] > 0).long()
+
+    def error(output: Tensor, target: Tensor) -> Tensor:
+        # The slope at 0 is infinite, for one of the samples.
+        return infinite_slope(output, target) if target.max() > 1e6 else squared_error(output, target)
+
+    layers = [Tokens(), nn.Embedding(2, D, sparse=True)]
+    model = pp.Model(layers, error, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    with launched("thread", model, stages=1, microbatches=4, on_nan="stop") as pipeline:
+        assert not pipeline.step(BATCHES[0]).skipped
+        bad = BATCHES[1][1].clone()
+        bad[7] = 1e9
+        text = (
+            r"the gradients are not finite, first in micro-batch 3, stage 0 .*: the gradient of the input of the loss"
+        )
+        with pytest.raises(pp.NonFiniteError, match=text):
+            pipeline.step((BATCHES[1][0], bad))
+
+
 def test_by_default_nobody_minds() -> None:
     model = pp.Model([nn.Linear(D, D), nn.Linear(D, D)], squared_error, sgd, lr_scheduler=halve_every_two_steps)
     with launched("thread", model, stages=2, microbatches=2) as pipeline:
