@@ -190,6 +190,7 @@ class Checkpoints:
 
     def _recover(self, pipeline: "Trainable", error: Exception) -> None:
         if isinstance(error, TryAgain):
+            self.wait_until_written()  # else it might take the place of the one that is being read
             self.restore()
             return
         if stop_event().is_set() or not isinstance(error.__cause__ or error, Unavailable):
