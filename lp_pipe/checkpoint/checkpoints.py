@@ -173,9 +173,11 @@ class Checkpoints:
 
     def _recover(self, pipeline: Trainable, error: Exception) -> None:
         if isinstance(error, TryAgain):
-            self._go_back()
-            return
-        if stop_event().is_set() or not isinstance(error.__cause__ or error, Unavailable):
+            self.wait_until_written()  # else it might take the place of the one that is being read
+            with contextlib.suppress(Unavailable):
+                self._go_back()
+                return
+        elif stop_event().is_set() or not isinstance(error.__cause__ or error, Unavailable):
             raise error
         _log.warning("going back: %s", str(error).splitlines()[0])
         with contextlib.suppress(CheckpointError):  # one that a dead stage could not write

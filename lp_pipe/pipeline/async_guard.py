@@ -50,7 +50,7 @@ class Guard:
         found = bad_gradient(self._stage)
         assert found is not None, "one of them is not finite"
         layer, parameter = found
-        where = f"that of {parameter!r} of layer {self._search.names[layer]}"
+        where = f"the gradient of {parameter!r} of layer {self._search.names[layer]}"
         self._fail(step, "the gradients are not finite", True, microbatch, layer, where)
 
     def _layer(self, place: Place, layer: nn.Module, value: Any, skips: dict[str, Any]) -> Any:
@@ -70,8 +70,7 @@ class Guard:
         with torch.no_grad(), self._search.around({}, found):
             self._stage.run_again(value, place.step, place.microbatch)
         where = first(found)
-        what = f"step {place.step}: an output of stage {self._stage.index} is not finite"
-        raise error_of(place.step, what, where, _AFTER)
+        raise error_of(place.step, f"step {place.step}: an output is not finite", where, _AFTER)
 
     def _forward(self, run: Run, action: Action, operation: Operation) -> None:
         run(action, operation)

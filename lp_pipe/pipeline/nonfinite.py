@@ -57,7 +57,7 @@ class Search:
         if is_recomputing():
             return call(layer, (value,), skips)
         name = self.names[place.layer]
-        self._on_gradients(value, stage, place.microbatch, place.layer, f"its input, in the backward of layer {name}")
+        self._on_gradients(value, stage, place.microbatch, place.layer, f"layer {name}")
         inner: list[str] = []  # modules of the layer whose output is not finite, in the order in which they ended
         with _hooked(layer, inner):
             value = call(layer, (value,), skips)
@@ -65,7 +65,7 @@ class Search:
             within = f", in its module {inner[0]!r}" if inner and inner[0] else ""
             self._note(False, stage, place.microbatch, place.layer, f"the output of layer {name}{within}")
         if stage.index == self._last_stage and place.layer == stage.last_layer:
-            self._on_gradients(value, stage, place.microbatch, place.layer + 1, f"the model's output, in {LOSS}")
+            self._on_gradients(value, stage, place.microbatch, place.layer + 1, LOSS)
         return value
 
     def _forward(self, run: Run, action: Action, operation: Operation) -> None:
@@ -86,7 +86,7 @@ class Search:
     def _on_gradients(self, value: Any, stage: Stage, microbatch: int, layer: int, of: str) -> None:
         def look(gradient: Tensor) -> None:
             if not is_finite(gradient):
-                self._note(True, stage, microbatch, layer, f"the gradient of {of}")
+                self._note(True, stage, microbatch, layer, f"the gradient of the input of {of}")
 
         for tensor in tensors_of(value):
             if tensor.requires_grad:
@@ -116,8 +116,7 @@ def described(what: str, found: NonFinite | None) -> str:
     """What happened, and where it began."""
     if found is None:
         return f"{what}; run again, no layer has made such a number by itself: a sum of finite ones was too large"
-    where = f"micro-batch {found.microbatch}, stage {found.stage} ({found.node})"
-    return f"{what}; the first tensor that is not finite is {found.what}, {where}"
+    return f"{what}, first in micro-batch {found.microbatch}, stage {found.stage} ({found.node}): {found.what}"
 
 
 def is_finite(value: Any) -> bool:
@@ -154,7 +153,13 @@ def _order(found: NonFinite) -> tuple[int, ...]:
     return int(found.is_backward), found.microbatch, -found.layer if found.is_backward else found.layer
 
 
+def dense(tensor: Tensor) -> Tensor:
+    """All numbers of a tensor that may be sparse, as the gradient of an nn.Embedding(sparse=True) is."""
+    return tensor._values() if tensor.is_sparse else tensor
+
+
 def _is_finite(tensor: Tensor) -> bool:
+    tensor = dense(tensor)
     # A sum takes a fraction of the time; one of finite numbers may be too large for a number.
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 

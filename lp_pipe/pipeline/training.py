@@ -15,7 +15,7 @@ from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.execution import Report
 from lp_pipe.pipeline.loss_scale import unscale
 from lp_pipe.pipeline.model import OptimizerFactory, SchedulerFactory
-from lp_pipe.pipeline.nonfinite import is_finite
+from lp_pipe.pipeline.nonfinite import dense, is_finite
 from lp_pipe.pipeline.stage import Stage
 
 
@@ -75,11 +75,11 @@ class Training:
 
     def has_finite_gradients(self, norms: dict[int, list[Tensor]] | None = None) -> bool:
         """Whether no gradient holds NaN or infinity. norms: theirs, where they are known."""
-        found = [norm for stage in (norms or self.gradient_norms()).values() for norm in stage]
+        gradients = [dense(parameter.grad) for _, parameter in self._parameters if parameter.grad is not None]
+        found = [norm for stage in norms.values() for norm in stage] if norms else _norms(gradients)
         if not found or bool(torch.stack(found).isfinite().all()):
             return True
-        # The norm of finite numbers may be too large for a number.
-        return all(is_finite(parameter.grad) for _, parameter in self._parameters if parameter.grad is not None)
+        return all(is_finite(gradient) for gradient in gradients)  # the norm of finite ones may be too large
 
     def _unscale_gradients(self, factor: float) -> bool:
         """Divide them by the factor of the losses; whether one is infinite or NaN, so that the step must be skipped."""

@@ -4,6 +4,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -174,6 +175,41 @@ def test_what_a_stage_raises_ends_the_loop_at_once_unless_it_may_be_left_out(
         trained(pipeline, tmp_path / "skip", on_poison="skip")
     assert (pipeline.updates, pipeline.skipped, pipeline.recoveries) == ([0], [1], 0)
     assert "step 1 has failed (try 1 of 3): no such token" in caplog.text
+
+
+def test_going_back_waits_for_the_checkpoint_that_is_being_written(tmp_path: Path) -> None:
+    """Else the next one of the same step took its place while it was read."""
+    may_write = threading.Event()
+
+    class SavesLater(Pipeline):
+        loaded_early = False
+
+        def save_async(self, path: Path) -> "Future[None]":
+            written: Future[None] = Future()
+            updates = [*self.updates]
+
+            def write() -> None:
+                assert not updates or may_write.wait(10)
+                path.mkdir()
+                (path / "updates").write_text(str(len(updates)))
+                written.set_result(None)
+
+            threading.Thread(target=write).start()
+            return written
+
+        def steps(self, n: int) -> Iterator[Result]:
+            for result in super().steps(n):
+                yield result
+                if result.step == 2:  # its checkpoint is on its way; step 3 fails
+                    threading.Timer(0.05, may_write.set).start()
+
+        def load(self, path: Path) -> None:
+            self.loaded_early = self.loaded_early or (bool(self.updates) and not may_write.is_set())
+            self.updates = [*range(int((path / "updates").read_text()))]
+
+    pipeline = SavesLater({3: [ValueError("by chance")]})
+    trained(pipeline, tmp_path, on_poison="skip")
+    assert (pipeline.updates, pipeline.tries[3], pipeline.loaded_early) == ([*range(8)], 2, False)
 
 
 def test_a_program_that_ends_is_no_poison(tmp_path: Path, running: threading.Event) -> None:

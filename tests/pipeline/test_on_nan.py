@@ -117,8 +117,8 @@ def test_stopping_names_step_micro_batch_stage_and_layer_and_changes_nothing() -
         with pytest.raises(pp.NonFiniteError) as caught:
             pipeline.step(BATCHES[0])  # the root of something negative
         assert (
-            "step 0: the loss is nan; the first tensor that is not finite is the output of layer 2.middle, in its "
-            "module 'inner.1', micro-batch 0, stage 1 (stages/1); parameters, buffers and optimizer are as before"
+            "step 0: the loss is nan, first in micro-batch 0, stage 1 (stages/1): the output of layer 2.middle, in its "
+            "module 'inner.1'; parameters, buffers and optimizer are as before the step"
         ) in str(caught.value)
         error = caught.value
         assert (error.step, error.microbatch, error.stage, error.layer) == (0, 0, 1, "2.middle")
@@ -148,23 +148,23 @@ def loss_of_infinity(output: Tensor, target: Tensor) -> Tensor:
             [nn.Linear(D, D), ZeroWhere(), Root(), nn.Linear(D, D)],
             squared_error,
             2,
-            "the gradients are not finite; the first tensor that is not finite is the gradient of its input, in the "
-            "backward of layer 2.Root, micro-batch 2, stage 1 (stages/1)",
+            "step 0: the gradients are not finite, first in micro-batch 2, stage 1 (stages/1): the gradient of the "
+            "input of layer 2.Root; parameters",
             id="backward of a layer",
         ),
         pytest.param(
             [nn.Linear(D, D), nn.Linear(D, D)],
             infinite_slope,
             0,
-            "the gradients are not finite; the first tensor that is not finite is the gradient of the model's output, "
-            "in the loss function, micro-batch 0, stage 1 (stages/1)",
+            "step 0: the gradients are not finite, first in micro-batch 0, stage 1 (stages/1): the gradient of the "
+            "input of the loss function; parameters",
             id="backward of the loss",
         ),
         pytest.param(
             [nn.Linear(D, D), nn.Linear(D, D)],
             loss_of_infinity,
             0,
-            "the first tensor that is not finite is the output of the loss function, micro-batch 0, stage 1",
+            ", first in micro-batch 0, stage 1 (stages/1): the output of the loss function; ",
             id="loss",
         ),
     ],
@@ -199,8 +199,10 @@ def test_fp16s_scale_backs_off_for_large_gradients_and_only_a_loss_that_is_not_f
     assert results[0].skipped  # the first scale is too large
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1
-    assert warnings[0].startswith("step 2: the loss is nan; the first tensor that is not finite is the output of layer")
-    assert warnings[0].endswith("micro-batch 2, stage 0 (stages/0); the update is left out on all stages")
+    assert warnings[0] == (
+        "step 2: the loss is nan, first in micro-batch 2, stage 0 (stages/0): the output of layer 0.Linear; the update "
+        "is left out on all stages"
+    )
 
 
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream_2bw"])
@@ -215,7 +217,10 @@ def test_an_asynchronous_pipeline_stops_before_the_update_and_names_the_layer(
         pipeline.save(tmp_path)
         with pytest.raises(pp.NonFiniteError) as caught:
             list(pipeline.steps())
-        assert "the output of layer 0.Linear, micro-batch 2, stage 0 (stages/0); earlier updates" in str(caught.value)
+        assert (
+            "step 1: an output is not finite, first in micro-batch 2, stage 0 (stages/0): the output of layer 0.Linear"
+            "; earlier updates have been made: load() a checkpoint to go on"
+        ) in str(caught.value)
         assert (caught.value.step, caught.value.stage, caught.value.layer) == (1, 0, "0.Linear")
         pipeline.load(tmp_path)
         assert all(bool(value.isfinite().all()) for value in pipeline.state_dict().values())
@@ -229,23 +234,23 @@ def test_an_asynchronous_pipeline_stops_before_the_update_and_names_the_layer(
             [nn.Linear(D, D), ZeroWhere(), Root(), nn.Linear(D, D), nn.Linear(D, D)],
             squared_error,
             0,
-            "the gradients are not finite; the first tensor that is not finite is that of 'weight' of layer 0.Linear, "
-            "micro-batch 0, stage 0 (stages/0)",
+            "the gradients are not finite, first in micro-batch 0, stage 0 (stages/0): the gradient of 'weight' of "
+            "layer 0.Linear; earlier",
             id="backward of a layer",
         ),
         pytest.param(
             [nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, D)],
             infinite_slope,
             0,
-            "the gradients are not finite; the first tensor that is not finite is that of 'weight' of layer 2.Linear, "
-            "micro-batch 0, stage 1 (stages/1)",
+            "the gradients are not finite, first in micro-batch 0, stage 1 (stages/1): the gradient of 'weight' of "
+            "layer 2.Linear; earlier",
             id="backward of the loss",
         ),
         pytest.param(
             [nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, D)],
             loss_of_infinity,
             0,
-            "the first tensor that is not finite is the output of the loss function, micro-batch 0, stage 1",
+            ", first in micro-batch 0, stage 1 (stages/1): the output of the loss function; ",
             id="loss",
         ),
     ],
@@ -265,6 +270,28 @@ def test_an_asynchronous_pipeline_looks_at_the_loss_and_at_gradients(
         pipeline.step(batch)
     assert place in str(caught.value)
     assert caught.value.microbatch == microbatch
+
+
+def test_sparse_gradients_are_looked_at_too() -> None:
+    class Tokens(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x[..., 0] > 0).long()
+
+    def error(output: Tensor, target: Tensor) -> Tensor:
+        # The slope at 0 is infinite, for one of the samples.
+        return infinite_slope(output, target) if target.max() > 1e6 else squared_error(output, target)
+
+    layers = [Tokens(), nn.Embedding(2, D, sparse=True)]
+    model = pp.Model(layers, error, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    with launched("thread", model, stages=1, microbatches=4, on_nan="stop") as pipeline:
+        assert not pipeline.step(BATCHES[0]).skipped
+        bad = BATCHES[1][1].clone()
+        bad[7] = 1e9
+        text = (
+            r"the gradients are not finite, first in micro-batch 3, stage 0 .*: the gradient of the input of the loss"
+        )
+        with pytest.raises(pp.NonFiniteError, match=text):
+            pipeline.step((BATCHES[1][0], bad))
 
 
 def test_by_default_nobody_minds() -> None:
