@@ -94,7 +94,9 @@ class AsynchronousSteps(Steps):
             following = self._task(rank, promised, from_feeder=True) if promised is not None and overlaps else None
             return worker.train_ahead(self._task(rank, task, from_feeder=from_feeder), following, after)
 
-        self._begun.append(_Begun(task, self._workers.begin(task.tag, run), time.monotonic()))
+        # Who waits in the forwards of the step ahead must be freed as well, which may never begin by itself.
+        last = promised.tag if promised is not None and overlaps else task.tag
+        self._begun.append(_Begun(task, self._workers.begin(last, run), time.monotonic()))
 
     def _end(self) -> tuple[StepResult, StepTrace]:
         task, attempt, began = self._begun.popleft()

@@ -66,7 +66,10 @@ class Workers:
         return [own, *others]
 
     def begin(self, tag: int, run: Callable[[Any, int], Any]) -> "Attempt":
-        """Begin an operation on every rank, perhaps before another has ended; after a failure call `discard`."""
+        """Begin an operation on every rank, perhaps before another has ended; after a failure call `discard`.
+
+        tag: the highest of what it waits for.
+        """
         peers = [run(peer.futures, rank) for rank, peer in enumerate(self._peers, start=1)]
         own: Future[Report] = self._pool.start(lambda: run(self.own, 0))
         return self._attempt(tag, [own, *peers])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import lp_pipe as lp
 import lp_pipe.pipeline as pp
 from tests.pipeline.delayed_gradients import DelayedLoop, Rule, buffered, stashed, synced
 from tests.pipeline.plain_loop import (
@@ -226,6 +227,26 @@ def test_a_step_that_fails_is_named_and_a_checkpoint_makes_the_pipeline_whole_ag
             pipeline.step()
         pipeline.load(tmp_path)
         assert [result.step for result in pipeline.steps()] == [0, 1, 2, 3]
+
+
+class _RefusesInfinity(nn.Module):
+    def forward(self, value: Tensor) -> Tensor:
+        if not torch.isfinite(value).all():
+            raise RuntimeError("infinity")
+        return value
+
+
+def test_a_forward_that_fails_ahead_of_its_step_leaves_nobody_waiting() -> None:
+    # The other stages waited for messages of a step that was only promised, and nobody told them.
+    batches = random_batches([8] * 5)
+    batches[3] = (batches[3][0] * float("inf"), batches[3][1])
+    model = pp.Model([_RefusesInfinity(), *layers()], squared_error, sgd)
+    with launched("thread", model, batches, stages=[3, 5], schedule="pipedream", microbatches=4) as pipeline:
+        steps = pipeline.steps()
+        assert [next(steps).step, next(steps).step] == [0, 1]
+        assert pipeline.current_step() == 2  # waits for step 2, in which forwards of step 3 are done
+        with pytest.raises(lp.LpPipeError, match="infinity"):
+            next(steps)
 
 
 @pytest.mark.parametrize(
