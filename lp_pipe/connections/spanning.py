@@ -93,6 +93,13 @@ def far_way(endpoint: str) -> str:
     return str(Ways.of(endpoint)._replace(host=""))
 
 
+def own_address(run: str) -> str:
+    """At which servers of this process listen for other hosts of the run; "" where it has none, or there is no run."""
+    reached_at = _members[run].reached_at if run in _members else ""
+    name, _, bind = reached_at.partition("@")
+    return (bind or name).strip("[]")
+
+
 def known_as(endpoint: str) -> str:
     """The name of what listens at a `hosts:` endpoint; another endpoint is its own."""
     if not endpoint.startswith(WAYS):
