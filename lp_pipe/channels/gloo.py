@@ -12,7 +12,6 @@ import struct
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -20,13 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lp_pipe.channels.note_store import LIMIT
+from lp_pipe.channels.arrivals import Arrival, Arrivals
 from lp_pipe.channels.packing import Layout, TensorSpec, empty_tensor, separate_tensors, tensor_over
 from lp_pipe.channels.ranks import RECEIVER, SENDER, TAGS, Pair, arrives, break_off
 from lp_pipe.channels.transport import Inlet, Outlet, TransferError
+from lp_pipe.connections.routes import is_loopback
 
 _CLOSE_PATIENCE = timedelta(seconds=2)
-_LAST_BYTES_S = 5.0
+_LAST_BYTES_S = {"near": 1.0, "far": 5.0}
 _SIZE = struct.Struct("<Q")
 
 
@@ -69,54 +69,45 @@ class GlooOutlet(Pair, Outlet):
         self._sending.clear()
 
 
-@dataclass(frozen=True)
-class Incoming:
-    """A message that arrives in `memory`. Its work is kept until then: gloo stops at a message that nobody takes."""
-
-    memory: Tensor
-    work: dist.Work
-
-
 class GlooInlet(Pair, Inlet):
     rank = RECEIVER
 
     def __init__(self) -> None:
         super().__init__()
+        self._arrivals = Arrivals()
         self._giving_up: threading.Timer | None = None
 
-    def accept(self, token: int, buffers: Sequence[Any]) -> "Incoming | TransferError | None":
+    def accept(self, token: int, buffers: Sequence[Any]) -> "Arrival | TransferError | None":
         (size,) = _SIZE.unpack(buffers[0])
         if not size:
             return None
         memory = self._memory.empty(_bytes(size))
         try:
-            return Incoming(memory, self.group().recv([memory], SENDER, token % TAGS))
+            return self._arrivals.expect(self.group().recv([memory], SENDER, token % TAGS), memory)
         except TransferError as error:
             return error
         except RuntimeError as error:
             return TransferError(f"gloo: {error}")
 
-    def read(self, layout: Layout, parcel: "Incoming | TransferError | None") -> list[Tensor]:
+    def read(self, layout: Layout, parcel: "Arrival | TransferError | None") -> list[Tensor]:
         if isinstance(parcel, TransferError):
             raise parcel
         if parcel is None:
             return [empty_tensor(spec) for spec in layout.tensor_specs]
-        try:
-            parcel.work.wait(LIMIT)
-        except RuntimeError as error:
-            raise TransferError(f"gloo: {error}") from error
-        return separate_tensors(parcel.memory, layout)
+        return separate_tensors(parcel.result(), layout)
 
-    def drop(self, parcel: "Incoming | TransferError | None") -> None:
-        if isinstance(parcel, Incoming):
-            arrives(parcel.work, LIMIT)
+    def drop(self, parcel: "Arrival | TransferError | None") -> None:
+        """Its credit must not go back earlier than it has come."""
+        if isinstance(parcel, Future):
+            parcel.exception()
 
     def end(self, reason: str) -> None:
         """What was sent before an orderly end still comes; what a link that was cut has kept does not."""
         self._store.close(reason)
         if not _is_made(self._making):
             return
-        self._giving_up = threading.Timer(_LAST_BYTES_S, _break_off, (self._making,))
+        patience_s = _LAST_BYTES_S["near" if is_loopback(self.address) else "far"]
+        self._giving_up = threading.Timer(patience_s, self._arrivals.give_up, (reason,))
         self._giving_up.name, self._giving_up.daemon = "give up gloo", True
         self._giving_up.start()
 
@@ -125,12 +116,9 @@ class GlooInlet(Pair, Inlet):
         super().close(reason)
         if self._giving_up is not None:
             self._giving_up.cancel()
-        _break_off(making)
-
-
-def _break_off(making: "Future[Any]") -> None:
-    if _is_made(making):
-        break_off(making.result(), RECEIVER)
+        self._arrivals.give_up(reason)
+        if _is_made(making):
+            break_off(making.result(), RECEIVER)
 
 
 def _is_made(making: "Future[Any]") -> bool:

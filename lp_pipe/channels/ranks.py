@@ -70,7 +70,7 @@ class Pair(Half):
         try:
             return self._making.result(2 * CONNECT_PATIENCE_S)  # its making has limits of its own
         except TimeoutError as error:
-            raise TransferError(f"gloo did not connect within {2 * CONNECT_PATIENCE_S:g} s") from error
+            raise TransferError(self._explained(f"they did not within {2 * CONNECT_PATIENCE_S:g} s")) from error
 
     def _make(self, making: Future[Any]) -> None:
         try:

@@ -88,6 +88,11 @@ def is_near(endpoint: str) -> bool:
     return Ways.of(endpoint).is_near
 
 
+def is_far(endpoint: str) -> bool:
+    """Whether this is a `hosts:` endpoint, of another host than this process's."""
+    return endpoint.startswith(WAYS) and not is_near(endpoint)
+
+
 def far_way(endpoint: str) -> str:
     """The same listener, to be reached over the network even from its own host."""
     return str(Ways.of(endpoint)._replace(host=""))

@@ -12,6 +12,7 @@ from pathlib import Path
 from lp_pipe.connections.routes import local_address_towards
 
 _SIOCGIFADDR = 0x8915
+_IPV6_TABLE = Path("/proc/net/if_inet6")
 _ANYWHERE = "192.0.2.1"  # of no host (RFC 5737): the way to it is the default route
 
 
@@ -76,9 +77,9 @@ def _own(name: str, interfaces: Sequence[str]) -> str:
 
 
 def _ipv6_addresses(interface: str) -> list[str]:
-    """Those that are not of the link only; /proc/net/if_inet6: address, index, prefix, scope, flags, interface."""
+    """Those that are not of the link only; a line of the table: address, index, prefix, scope, flags, interface."""
     try:
-        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+        lines = _IPV6_TABLE.read_text().splitlines()
     except OSError:  # no Linux, or no IPv6
         return []
     fields = [line.split() for line in lines]

@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-_PROGRAMS = ("ip", "bridge", "nsenter", "unshare", "ssh", "ssh-keygen", "/usr/sbin/sshd")
+_PROGRAMS = ("ip", "bridge", "tc", "nsenter", "unshare", "ssh", "ssh-keygen", "/usr/sbin/sshd")
 _SSHD = """\
 Port 22
 ListenAddress {address}
@@ -93,6 +93,11 @@ class Hosts:
         """They do not reach each other any more, only the machine."""
         for name in self.names:
             _run("bridge", "link", "set", "dev", f"{self._mark}{name}e0", "isolated", "on")
+
+    def slow_down(self, name: str, bytes_per_s: int) -> None:
+        """What it sends from now on."""
+        rate = ("rate", f"{8 * bytes_per_s}bit", "burst", "64kb", "latency", "200ms")
+        _run("tc", "-n", self._netns(name), "qdisc", "add", "dev", "eth0", "root", "tbf", *rate)
 
     def received_bytes(self, name: str, device: str) -> int:
         shown = _run("ip", "-n", self._netns(name), "-j", "-s", "link", "show", "dev", device)
