@@ -1,8 +1,12 @@
 """How gloo's two ranks of a channel find each other, and what is said when they do not."""
 
+import contextlib
 import pickle
+import socket
 from collections.abc import Callable, Iterator
+from random import Random
 
+import psutil
 import pytest
 import torch
 
@@ -37,6 +41,33 @@ def test_they_connect_at_the_addresses_that_each_was_given(pair: Pair) -> None:
     pair[0].group().send([torch.ones(3)], 1, 7).wait()
     work.wait()
     assert torch.equal(received, torch.ones(3))
+
+
+def test_strangers_at_gloos_ports_change_nothing(pair: Pair) -> None:
+    before = listening_ports()
+    begin(pair)
+    for half in pair:
+        half.group()
+    random = Random(0)
+    with contextlib.ExitStack() as stack:
+        for port in listening_ports() - before:
+            for number in range(100):
+                stranger = socket.create_connection(("127.0.0.1", port), timeout=5)
+                stranger.sendall(random.randbytes(1 + number % 40))
+                if number % 2:
+                    stack.callback(stranger.close)
+                else:
+                    stranger.close()
+        received = torch.zeros(3)
+        work = pair[1].group().recv([received], 0, 7)
+        pair[0].group().send([torch.ones(3)], 1, 7).wait()
+        work.wait()
+    assert torch.equal(received, torch.ones(3))
+
+
+def listening_ports() -> set[int]:
+    connections = psutil.Process().net_connections("tcp4")
+    return {connection.laddr.port for connection in connections if connection.status == psutil.CONN_LISTEN}
 
 
 def test_an_address_that_is_not_this_hosts_is_named(pair: Pair) -> None:
