@@ -3,8 +3,9 @@
     python -m benchmarks.multihost [--repeats 7] [--quick] [--json FILE]
 
 The hosts are network namespaces with an sshd each (root), joined without a limit of bandwidth; all share this machine's
-cores. Calls: `add(1, 2)` from one host to the other, beside grpcio's with the same certificates. Throughput: steps of
-one model in multi_host mode over gRPC and over gloo channels, beside process mode; all run at once and take turns.
+cores, and stages compute with one thread. Calls: `add(1, 2)` from one host to the other, beside grpcio's with the same
+certificates. Throughput: steps of one model in multi_host mode over gRPC and over gloo channels, beside process mode;
+all run at once and take turns.
 Start: from launch() until 4 nodes that import torch have answered, 2 on each host, beside `python -c "import torch"`
 by ssh on both hosts at once.
 """
@@ -13,10 +14,11 @@ import argparse
 import base64
 import contextlib
 import json
-import os
 import pathlib
 import shlex
+import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -105,7 +107,8 @@ def _pipeline(hosts: Hosts, workload: Workload, kind: str) -> Iterator[pp.Pipeli
 
 @contextlib.contextmanager
 def _launched(hosts: Hosts, program: lp.Program, *, is_far: bool) -> Iterator[lp.Run]:
-    engine = SshEngine(",".join(hosts.names), ssh_config=hosts.ssh_config, python=hosts.python)
+    each = ",".join(f"{name}:cpus=1" for name in hosts.names)  # else each takes all of this machine's cores for its own
+    engine = SshEngine(each, ssh_config=hosts.ssh_config, python=hosts.python)
     options: dict[str, Any] = {"engine": engine} if is_far else {}
     with tempfile.TemporaryDirectory() as folder:
         mode = "multi_host" if is_far else "process"
@@ -169,11 +172,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="tiny models, few steps: only to see that it works")
     parser.add_argument("--json", type=pathlib.Path, help="write the figures to this file instead of stdout")
     options = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"  # of the nodes: each host takes all of this machine's cores for its own
     figures: dict[str, Any] = {"skipped": namespaces.why_not()}
     if figures["skipped"]:
         print(f"skipped: {figures['skipped']}")
     else:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # namespaces do not go by themselves
         hosts = Hosts(2)
         try:
             figures = measure(hosts, is_quick=options.quick, repeats=2 if options.quick else options.repeats)
