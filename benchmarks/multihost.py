@@ -107,8 +107,7 @@ def _pipeline(hosts: Hosts, workload: Workload, kind: str) -> Iterator[pp.Pipeli
 
 @contextlib.contextmanager
 def _launched(hosts: Hosts, program: lp.Program, *, is_far: bool) -> Iterator[lp.Run]:
-    each = ",".join(f"{name}:cpus=1" for name in hosts.names)  # else each takes all of this machine's cores for its own
-    engine = SshEngine(each, ssh_config=hosts.ssh_config, python=hosts.python)
+    engine = SshEngine(",".join(hosts.names), ssh_config=hosts.ssh_config, python=hosts.python)
     options: dict[str, Any] = {"engine": engine} if is_far else {}
     with tempfile.TemporaryDirectory() as folder:
         mode = "multi_host" if is_far else "process"
