@@ -20,7 +20,7 @@ PROTOS := $(sort $(wildcard protos/*.proto))
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Ilp_pipe/protos=protos $(PROTOS:%=lp_pipe/%)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-all test-multihost lint ruff-check ruff-format mypy layers protos protos-check bench bench-pipeline gpu-check bench-rpc bench-launch bench-pipedream bench-scale chaos clean
+.PHONY: help setup demo test test-slow test-all test-multihost lint ruff-check ruff-format mypy layers protos protos-check bench bench-pipeline gpu-check bench-rpc bench-launch bench-pipedream bench-scale bench-multihost chaos clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -117,6 +117,9 @@ bench-pipedream: setup  ## plans: how fast they are found, what they bring, over
 
 bench-scale: setup  ## a launcher with 1,000, 3,000 and 10,000 fake nodes on up to 500 fake agents
 	$(BIN)/python -m benchmarks.scale
+
+bench-multihost: setup  ## two pretend hosts (root, sshd): calls, a pipeline and the start beside grpcio, process mode and ssh
+	$(BIN)/python -m benchmarks.multihost
 
 chaos: setup  ## kill and stop random processes of a training run; its end must have the same bits (ROUNDS=5)
 	$(BIN)/python -m benchmarks.chaos --rounds $(ROUNDS)

@@ -3,7 +3,7 @@
 import threading
 
 from lp_pipe import connections
-from lp_pipe.channels import kinds, transports
+from lp_pipe.channels import kinds, meeting, transports
 from lp_pipe.channels.messages import Opening
 from lp_pipe.channels.receiver import Receiver
 from lp_pipe.connections import Connection, Frame, PulledConnection, frames
@@ -112,7 +112,14 @@ class _Incoming:
 
     def attach(self, receiver: Receiver) -> None:
         self._receiver = receiver
-        inlet = transports.make_inlet(self.opening.kind)
+        try:
+            address = meeting.receivers_address(self._hub.endpoint, self.opening.address)
+        except OSError as error:
+            reason = f"{self._hub.name} has no way to its sender at {self.opening.address}: {error}"
+            self.connection.close(reason)
+            receiver._on_close(reason)
+            return
+        inlet = transports.make_inlet(self.opening.kind, address)
         peer = self.opening.sender or self.connection.peer
         receiver._attach(self.connection, inlet, peer, has_board=self.opening.has_board)
         if self.connection.closed_reason is not None:

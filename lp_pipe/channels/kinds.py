@@ -6,6 +6,7 @@ import secrets
 from lp_pipe.connections import local, spanning
 
 KINDS = ("auto", "inproc", "shm", "grpc", "gloo")
+PLAIN_KINDS = ("gloo",)  # whose tensors anybody can read who reads what passes on the network
 
 # What fits the carrier that an endpoint's scheme names, the best first.
 _FITTING = {
@@ -13,11 +14,10 @@ _FITTING = {
     "unix": ("shm", "gloo", "stream"),
     "local": ("shm", "gloo", "stream"),
     "grpc": ("grpc",),
-    "grpcs": ("grpc",),
+    "grpcs": ("grpc", "gloo"),  # "auto" is never one of PLAIN_KINDS
 }
 _ADVICE = {
     "nccl": "channels carry CPU tensors, and NCCL only those of GPUs",
-    "gloo": "gloo's connections are plain, for one host only",
     "grpc": "the receiving end listens at no grpc endpoint",
 }
 

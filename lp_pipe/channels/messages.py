@@ -2,7 +2,8 @@
 
     sender                                   receiver
       open: channel, kind, sender's name,
-            whether it can use a board    ──►
+            whether it can use a board,
+            where its rank listens        ──►
                                           ◄──  open: number of credits, where the board is
       data: tag, layout if it is new, token,
             the transport's buffers       ──►
@@ -32,9 +33,10 @@ class Opening(NamedTuple):
     kind: str
     sender: str
     has_board: bool
+    address: str  # where the sender's rank listens, if it makes one
 
     def frame(self) -> Frame:
-        body = json.dumps([self.kind, self.sender, self.has_board]).encode()
+        body = json.dumps([self.kind, self.sender, self.has_board, self.address]).encode()
         return Frame(frames.CHANNEL_OPEN, name=self.channel, body=body)
 
     @staticmethod

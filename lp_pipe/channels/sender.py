@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from lp_pipe import connections
-from lp_pipe.channels import kinds, transports
+from lp_pipe.channels import kinds, meeting, transports
 from lp_pipe.channels.board import Board, is_board_supported
 from lp_pipe.channels.messages import AS_FRAME, NUDGE, Abort, Opening, data_frame
 from lp_pipe.channels.packer import Packer
@@ -158,8 +158,8 @@ class Sender:
 def open_sender(endpoint: str, channel: str, *, kind: str = "auto", name: str = "", peer: str = "") -> Sender:
     """Connect to the hub at `endpoint`; its receiver may be made before or after.
 
-    kind: "auto", "inproc" (by reference), "shm" (one host), "gloo", "grpc" (the hub listens at such an endpoint) or
-    "stream" (through the connection, whatever it is).
+    kind: "auto", "inproc" (by reference), "shm" (one host), "gloo" (plain, also between hosts), "grpc" (the hub listens
+    at such an endpoint) or "stream" (through the connection, whatever it is).
     name, peer: labels of this node and of the hub's ("stages/1"), for messages at both ends.
 
     Raises:
@@ -170,13 +170,14 @@ def open_sender(endpoint: str, channel: str, *, kind: str = "auto", name: str = 
     where = endpoint.partition("#")[0]  # without the token
     label = f"channel {channel!r} to {peer or where}"
     try:
+        address = meeting.senders_address(endpoint)
         connection = connections.connect(kinds.way(kind, endpoint))
         if kinds.is_posted(kind):
             connection = Posting(connection)
-        sender = Sender(connection, transports.make_outlet(kind), label, waits.Target(where, peer=peer))
+        sender = Sender(connection, transports.make_outlet(kind, address), label, waits.Target(where, peer=peer))
         sender._begin(kind)
         has_board = is_board_supported and kinds.is_pulled(kind) and isinstance(connection, PulledConnection)
-        connection.send(Opening(channel, kind, name, has_board).frame())
-    except Unavailable as error:
+        connection.send(Opening(channel, kind, name, has_board, address).frame())
+    except (Unavailable, OSError) as error:
         raise Unavailable(f"{label}: {error}") from error
     return sender

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from lp_pipe.channels.packing import Layout
+from lp_pipe.connections.routes import LOOPBACK
 from lp_pipe.errors import LpPipeError
 
 Notify = Callable[[bytes], None]
@@ -20,7 +21,11 @@ class Half:
     """What a transport's two halves have in common: they may exchange notes over the channel's connection.
 
     All are called by the connection's thread, or by whoever closes, and must not block for long.
+
+    address: of this host, where a transport that makes connections of its own listens.
     """
+
+    address = LOOPBACK
 
     def begin(self, notify: Notify) -> None:
         """Both ends are there; `notify` sends a note to the other half, which may come before its own `begin`.

@@ -15,9 +15,15 @@ _TRANSPORTS: dict[str, tuple[type[Outlet], type[Inlet]]] = {
 }
 
 
-def make_outlet(kind: str) -> Outlet:
-    return _TRANSPORTS[kind][0]()
+def make_outlet(kind: str, address: str) -> Outlet:
+    """address: see Half."""
+    outlet = _TRANSPORTS[kind][0]()
+    outlet.address = address
+    return outlet
 
 
-def make_inlet(kind: str) -> Inlet:
-    return _TRANSPORTS[kind][1]()
+def make_inlet(kind: str, address: str) -> Inlet:
+    """address: see Half."""
+    inlet = _TRANSPORTS[kind][1]()
+    inlet.address = address
+    return inlet

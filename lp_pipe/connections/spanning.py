@@ -88,9 +88,21 @@ def is_near(endpoint: str) -> bool:
     return Ways.of(endpoint).is_near
 
 
+def is_far(endpoint: str) -> bool:
+    """Whether this is a `hosts:` endpoint, of another host than this process's."""
+    return endpoint.startswith(WAYS) and not is_near(endpoint)
+
+
 def far_way(endpoint: str) -> str:
     """The same listener, to be reached over the network even from its own host."""
     return str(Ways.of(endpoint)._replace(host=""))
+
+
+def own_address(run: str) -> str:
+    """At which servers of this process listen for other hosts of the run; "" where it has none, or there is no run."""
+    reached_at = _members[run].reached_at if run in _members else ""
+    name, _, bind = reached_at.partition("@")
+    return (bind or name).strip("[]")
 
 
 def known_as(endpoint: str) -> str:

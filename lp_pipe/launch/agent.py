@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 from lp_pipe.connections import Connection, Frame, frames
 from lp_pipe.connections.credentials import Credentials
+from lp_pipe.connections.routes import local_address_towards
 from lp_pipe.connections.tcp_endpoint import SECURE
 from lp_pipe.errors import LaunchError, Unauthenticated, Unavailable
 from lp_pipe.launch import handshake
 from lp_pipe.launch.agent_link import ALIVE, AgentLink
 from lp_pipe.launch.assignment import Assignment
 from lp_pipe.launch.hardware import this_host
-from lp_pipe.launch.network import local_address_towards
 from lp_pipe.launch.ports import Ports
 from lp_pipe.launch.process import ProcessHost
 from lp_pipe.launch.remote_coordinator import RemoteCoordinator

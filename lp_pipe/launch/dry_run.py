@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from lp_pipe.channels.kinds import PLAIN_KINDS
 from lp_pipe.connections.credentials import generate_credentials
 from lp_pipe.launch.engines import Engine, HostOffer, Invitation
 from lp_pipe.launch.gathering import Patience
@@ -93,11 +94,11 @@ def _edges(plan: Plan, places: Mapping[str, HostPlace]) -> Iterator[str]:
 
 
 def _channel(kind: str, source: str, target: str, places: Mapping[str, HostPlace]) -> str:
-    if kind != "auto":
-        return kind
-    if not places:
-        return "inproc"
-    return "shm" if _host_of(source, places) == _host_of(target, places) else "grpc"
+    is_near = _host_of(source, places) == _host_of(target, places)
+    if kind == "auto":
+        near = "shm" if places else "inproc"
+        return near if is_near else "grpc"
+    return kind if is_near or kind not in PLAIN_KINDS else f"{kind} (not encrypted)"
 
 
 def _host_of(name: str, places: Mapping[str, HostPlace]) -> str:

@@ -1,6 +1,7 @@
 """Have an engine start the agents of a run, and wait until all have joined."""
 
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -204,7 +205,8 @@ class Gathering:
         found = addresses_for(self._offers)
         if not found:
             raise LaunchError("this host has no address by which others could reach it; say one (listen=, --listen=)")
-        return f"{_bracketed(found[0])}@0.0.0.0:0", found
+        anywhere = "[::]" if socket.has_dualstack_ipv6() else "0.0.0.0"  # the former takes IPv4 as well
+        return f"{_bracketed(found[0])}@{anywhere}:0", found
 
     def _wait(self) -> None:
         deadline = time.monotonic() + self._patience.join_s

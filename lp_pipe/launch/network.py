@@ -1,4 +1,4 @@
-"""By which address a host is reached: asked of the routing table, without sending anything."""
+"""By which addresses hosts may be reached."""
 
 import contextlib
 import fcntl
@@ -7,21 +7,13 @@ import os
 import socket
 import struct
 from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from lp_pipe.connections.routes import local_address_towards
 
 _SIOCGIFADDR = 0x8915
+_IPV6_TABLE = Path("/proc/net/if_inet6")
 _ANYWHERE = "192.0.2.1"  # of no host (RFC 5737): the way to it is the default route
-
-
-def local_address_towards(host: str) -> str:
-    """The address of this host from which `host` is reached.
-
-    Raises:
-        OSError: there is no way to it.
-    """
-    family, kind, proto, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, proto) as probe:
-        probe.connect(where)
-        return str(probe.getsockname()[0])
 
 
 def addresses_for(hosts: Iterable[str]) -> list[str]:
@@ -50,13 +42,46 @@ def with_ssh_client(addresses: Sequence[str]) -> list[str]:
 
 
 def address_of_interface(name: str) -> str:
-    """The address that is meant by an interface's name; an address or a host's name is meant as it is.
+    """The address that is meant by an interface's name; an address of this host, or a name of it, is meant as it is.
+
+    IPv4 is preferred; an interface without gives its IPv6 address of the widest scope, if that is more than the link's.
 
     Raises:
-        OSError: the interface has no IPv4 address.
+        OSError: this host has no such interface, or that has no address.
     """
-    if name not in (interface for _, interface in socket.if_nameindex()):
-        return name
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    interfaces = [interface for _, interface in socket.if_nameindex()]
+    if name not in interfaces:
+        return _own(name, interfaces)
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-    return socket.inet_ntoa(answer[20:24])
+        return socket.inet_ntoa(answer[20:24])
+    found = _ipv6_addresses(name)
+    if not found:
+        raise OSError(f"interface {name} of host {socket.gethostname()} has no address that other hosts could use")
+    return found[0]
+
+
+def _own(name: str, interfaces: Sequence[str]) -> str:
+    """`name`, if it is an address of this host."""
+    try:
+        family, kind, proto, _, where = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, proto) as probe:
+            probe.bind(where)
+    except OSError as error:
+        has = ", ".join(interfaces)
+        raise OSError(
+            f"--interface={name}: host {socket.gethostname()} has no such interface (it has {has}), and no address of "
+            f"that name ({error.strerror})"
+        ) from error
+    return name
+
+
+def _ipv6_addresses(interface: str) -> list[str]:
+    """Those that are not of the link only; a line of the table: address, index, prefix, scope, flags, interface."""
+    try:
+        lines = _IPV6_TABLE.read_text().splitlines()
+    except OSError:  # no Linux, or no IPv6
+        return []
+    fields = [line.split() for line in lines]
+    found = [ipaddress.IPv6Address(bytes.fromhex(address)) for address, *_, name in fields if name == interface]
+    return [str(address) for address in found if not address.is_link_local]

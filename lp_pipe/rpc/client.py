@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import math
+import socket
 import threading
 import time
 import weakref
@@ -12,7 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lp_pipe import connections
-from lp_pipe.connections import Connection, frames
+from lp_pipe.connections import Connection, frames, spanning
 from lp_pipe.context import services_for
 from lp_pipe.errors import DeadlineExceeded, SerializationError, Unauthenticated, Unavailable
 from lp_pipe.rpc import codec, deadlines, remote_error
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from lp_pipe.rpc.aio import Aio
 
 _RECONNECT_PAUSE_S = 0.02
+_OUT_OF_REACH_S = 10.0  # longer than a host that is lost is taken for up (host_timeout)
 
 
 class _Task(NamedTuple):
@@ -74,6 +76,7 @@ class CourierClient:
         self._as_target = waits.Target(address, address_id or "", self._peer)
         self._link: Link | None = None
         self._link_lock = threading.Lock()
+        self._tried_since: dict[str, float] = {}  # registered endpoints, until one answers
         self._services = services_for(address_id) if address_id is not None else None
 
     @property
@@ -235,25 +238,38 @@ class CourierClient:
     def _connect(self, method: str, deadline: float | None) -> Connection:
         while True:
             try:
-                return connections.connect(self._address)
+                found = connections.connect(self._address)
+                self._tried_since.clear()
+                return found
             except Unavailable as error:
                 if not self._wait_for_ready or isinstance(error, Unauthenticated):
                     raise type(error)(f"{self._peer}.{method}(): {error}") from error
-            self._wait_until_up(method, deadline)
+                why = str(error)
+            endpoint = self._wait_until_up(method, deadline)
+            since = self._tried_since.setdefault(endpoint, time.monotonic())
+            if spanning.is_far(endpoint) and time.monotonic() - since > _OUT_OF_REACH_S:
+                # Its host and ours are alive, and know each other's launcher: only the way between the two is missing.
+                raise Unavailable(
+                    f"{self._peer}.{method}(): it is up, but was out of reach from host {socket.gethostname()} for "
+                    f"{_OUT_OF_REACH_S:g} s: {why}"
+                )
 
-    def _wait_until_up(self, method: str, deadline: float | None) -> None:
+    def _wait_until_up(self, method: str, deadline: float | None) -> str:
+        """The endpoint that the server has registered; "" where nobody can be asked."""
         remaining = None if deadline is None else deadline - time.monotonic()
         if remaining is not None and remaining <= 0:
             raise self._too_late(method)
+        endpoint = ""
         if self._services is not None and self._address_id is not None:
             try:
-                self._services.resolve(self._address_id).result(remaining)
+                endpoint = self._services.resolve(self._address_id).result(remaining)
             except Unavailable as error:
                 raise Unavailable(f"{self._peer}.{method}(): {error}") from error
             except TimeoutError:
                 raise self._too_late(method) from None
         # Registered but not reachable (it has just died), or no coordinator to ask: look again in a moment.
         time.sleep(_RECONNECT_PAUSE_S if remaining is None else min(_RECONNECT_PAUSE_S, remaining))
+        return endpoint
 
     def _deadline(self) -> float | None:
         return None if self._call_timeout_s is None else time.monotonic() + self._call_timeout_s

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.launch.engines import namespaces
+
 REPOSITORY = Path(__file__).parents[2]
 SCHEDULES = ("gpipe", "1f1b")
 
@@ -125,3 +127,13 @@ def test_scale_takes_a_launcher_with_many_agents_through_every_phase() -> None:
     for phase in ("plan", "join", "start", "register", "resolve", "idle", "stop"):
         assert row[phase]["wall_s"] > 0
     assert 0 < row["before_mib"] < row["peak_mib"]
+
+
+@pytest.mark.skipif(bool(namespaces.why_not()), reason=namespaces.why_not() or "there are hosts")
+def test_multihost_measures_calls_throughput_and_start() -> None:
+    found = figures("multihost")["figures"]
+    assert set(found) == {"calls", "throughput of mlp", "throughput of gpt", "start"}
+    for parties in found.values():
+        for party in parties.values():
+            assert_is_spread(party["figures"])
+            assert_is_spread(party["ratio"])

@@ -32,6 +32,17 @@ print("sent", flush=True)
 sys.stdin.read()
 """
 
+DYING = """
+import os, signal, sys, torch
+from lp_pipe.channels import open_sender
+sender = open_sender(sys.argv[1], "activations", kind="gloo", name="stages/0")
+large = torch.zeros(100_000_000)
+sender.send(0, torch.zeros(1))
+sys.stdin.readline()
+sender.send(0, large)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
 RECEIVING = """
 import sys, torch
 from lp_pipe.channels import ChannelHub
@@ -74,6 +85,11 @@ class Peer:
         assert self._process.stdout is not None
         return self._process.stdout.readline().strip()
 
+    def go(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+
     def kill(self) -> None:
         self._process.send_signal(signal.SIGKILL)
 
@@ -104,6 +120,19 @@ def test_a_killed_sender_ends_a_blocked_receive(endpoint: str, kind: str) -> Non
         with pytest.raises(ChannelClosed, match=r"channel 'activations' from stages/0: .*(killed|lost)"):
             receiver.receive(0)
         assert time.monotonic() - began < PROMPT_S
+    hub.close("done")
+
+
+@pytest.mark.parametrize("kind", ["gloo"], indirect=True)
+def test_a_sender_that_is_killed_in_the_middle_of_a_message_ends_its_receive(endpoint: str) -> None:
+    """gloo itself would let the receiver wait for half an hour."""
+    hub = ChannelHub(endpoint, "stages/1")
+    receiver = hub.receiver("activations")
+    with Peer(DYING, hub.endpoint) as peer:
+        receiver.receive(0, PATIENCE_S)
+        peer.go()
+        with pytest.raises(ChannelClosed, match=r"channel 'activations' from stages/0: .*(killed|lost)"):
+            receiver.receive(0, PATIENCE_S)
     hub.close("done")
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import json
 import os
 import shutil
 import signal
@@ -11,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-_PROGRAMS = ("ip", "nsenter", "unshare", "ssh", "ssh-keygen", "/usr/sbin/sshd")
+_PROGRAMS = ("ip", "bridge", "tc", "nsenter", "unshare", "ssh", "ssh-keygen", "/usr/sbin/sshd")
 _SSHD = """\
 Port 22
 ListenAddress {address}
@@ -62,14 +63,15 @@ def why_not() -> str:
 class Hosts:
     """`h1`, `h2`, … from construction until `close`; the machine itself is the host beside them.
 
+    is_ipv6: they have IPv6 addresses only. is_doubled: a second network, `eth1`, joins them and the machine as well.
     ssh_config: for `ssh -F`. python: this interpreter, with this checkout's lp_pipe, on every host.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, *, is_ipv6: bool = False, is_doubled: bool = False) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="lp-hosts-", dir="/run"))  # not /tmp, of which each has its own
         number = next(_numbers)
         self._mark = f"lp{os.getpid() % 100_000}{'abcdefgh'[number]}"
-        self._net = f"10.{64 + os.getpid() % 128}.{(os.getpid() // 128 * 8 + number) % 256}"
+        self._nets = _networks(os.getpid(), number, is_ipv6=is_ipv6)[: 2 if is_doubled else 1]
         self._inits: list[subprocess.Popen[bytes]] = []
         self.names = [f"h{number}" for number in range(1, count + 1)]
         self.ssh_config = str(self._folder / "ssh_config")
@@ -81,11 +83,25 @@ class Hosts:
             raise
 
     def address(self, name: str) -> str:
-        return f"{self._net}.{self.names.index(name) + 1}"
+        return f"{self._nets[0]}{self.names.index(name) + 1}"
 
     def cut(self, name: str) -> None:
         """Silent loss: nobody gets a FIN or RST."""
         _run("ip", "-n", self._netns(name), "link", "set", "eth0", "down")
+
+    def part(self) -> None:
+        """They do not reach each other any more, only the machine."""
+        for name in self.names:
+            _run("bridge", "link", "set", "dev", f"{self._mark}{name}e0", "isolated", "on")
+
+    def slow_down(self, name: str, bytes_per_s: int) -> None:
+        """What it sends from now on."""
+        rate = ("rate", f"{8 * bytes_per_s}bit", "burst", "64kb", "latency", "200ms")
+        _run("tc", "-n", self._netns(name), "qdisc", "add", "dev", "eth0", "root", "tbf", *rate)
+
+    def received_bytes(self, name: str, device: str) -> int:
+        shown = _run("ip", "-n", self._netns(name), "-j", "-s", "link", "show", "dev", device)
+        return int(json.loads(shown)[0]["stats64"]["rx"]["bytes"])
 
     def pids(self, name: str) -> list[int]:
         """The processes of a host, without those that make it one."""
@@ -99,10 +115,12 @@ class Hosts:
             init.wait()
         for name in self.names:
             self._empty(name)
-            # By itself it would go with the namespace, which lives as long as the last TCP socket that was cut off.
-            _run("ip", "link", "del", f"{self._mark}{name}", check=False)
+            # By themselves they go with the namespace, which lives as long as the last TCP socket that was cut off.
+            for index in range(len(self._nets)):
+                _run("ip", "link", "del", f"{self._mark}{name}e{index}", check=False)
             _run("ip", "netns", "del", self._netns(name), check=False)
-        _run("ip", "link", "del", f"{self._mark}br", check=False)
+        for index in range(len(self._nets)):
+            _run("ip", "link", "del", f"{self._mark}br{index}", check=False)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _make(self) -> None:
@@ -112,25 +130,28 @@ class Hosts:
         python = Path(self.python)
         python.write_text(f'#!/bin/sh\nPYTHONPATH={repository} exec {sys.executable} "$@"\n')
         python.chmod(0o755)
-        bridge = f"{self._mark}br"
-        _run("ip", "link", "add", bridge, "type", "bridge")
-        _run("ip", "addr", "add", f"{self._net}.254/24", "dev", bridge)
-        _run("ip", "link", "set", bridge, "up")
+        for index, net in enumerate(self._nets):
+            bridge = f"{self._mark}br{index}"
+            _run("ip", "link", "add", bridge, "type", "bridge")
+            _add_address(f"{net}254", bridge)
+            _run("ip", "link", "set", bridge, "up")
         with open(self.ssh_config, "w", encoding="utf-8") as config:
             for name in self.names:
                 config.write(_SSH.format(name=name, address=self.address(name), folder=self._folder))
-                self._start(name, bridge)
+                self._start(name)
         for name in self.names:
             self._wait_for_sshd(name)
 
-    def _start(self, name: str, bridge: str) -> None:
-        netns, cable = self._netns(name), f"{self._mark}{name}"
+    def _start(self, name: str) -> None:
+        netns = self._netns(name)
         _run("ip", "netns", "add", netns)
         _run("ip", "-n", netns, "link", "set", "lo", "up")
-        _run("ip", "link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", netns)
-        _run("ip", "link", "set", cable, "master", bridge, "up")
-        _run("ip", "-n", netns, "addr", "add", f"{self.address(name)}/24", "dev", "eth0")
-        _run("ip", "-n", netns, "link", "set", "eth0", "up")
+        for index, net in enumerate(self._nets):
+            cable, device = f"{self._mark}{name}e{index}", f"eth{index}"
+            _run("ip", "link", "add", cable, "type", "veth", "peer", "name", device, "netns", netns)
+            _run("ip", "link", "set", cable, "master", f"{self._mark}br{index}", "up")
+            _add_address(f"{net}{self.names.index(name) + 1}", device, "-n", netns)
+            _run("ip", "-n", netns, "link", "set", device, "up")
         sshd = _SSHD.format(address=self.address(name), folder=self._folder)
         (self._folder / f"sshd_{name}").write_text(sshd, encoding="utf-8")
         unshare = [
@@ -173,6 +194,20 @@ class Hosts:
 
     def _netns(self, name: str) -> str:
         return f"{self._mark}-{name}"
+
+
+def _networks(pid: int, number: int, *, is_ipv6: bool) -> list[str]:
+    """How the addresses in each begin."""
+    if is_ipv6:
+        return [f"fd4c:{pid & 0xFFFF:x}:{number}:{index}::" for index in range(2)]
+    third = (pid // 128 * 8 + number) % 256
+    return [f"10.{64 + pid % 128}.{third}.", f"100.{64 + pid % 64}.{third}."]
+
+
+def _add_address(address: str, device: str, *where: str) -> None:
+    """nodad: an IPv6 address could not be bound at once."""
+    size = ["/64", "nodad"] if ":" in address else ["/24"]
+    _run("ip", *where, "addr", "add", f"{address}{size[0]}", "dev", device, *size[1:])
 
 
 def _is_part_of_host(pid: int) -> bool:

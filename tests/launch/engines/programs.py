@@ -66,7 +66,7 @@ def asking(count: int, variable: str) -> lp.Program:
     return program
 
 
-def trained(mode: str, **options: Any) -> str:
+def trained(mode: str, channel: str = "auto", **options: Any) -> str:
     """The fingerprint of a pipeline's parameters after some steps."""
     model = pp.Model(
         [pp.Layer(torch.nn.Linear, 8, 8), pp.Layer(torch.nn.Tanh), pp.Layer(torch.nn.Linear, 8, 8)],
@@ -74,7 +74,7 @@ def trained(mode: str, **options: Any) -> str:
         lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     )
     program = lp.Program("pipeline")
-    handle = pp.add_pipeline(program, model, stages=2, microbatches=4)
+    handle = pp.add_pipeline(program, model, stages=2, microbatches=4, channel=channel)
     inputs = torch.arange(64.0).reshape(8, 8) / 64
     with lp.launch(program, mode, **options) as run:
         client = run.client(handle)

@@ -1,0 +1,26 @@
+"""By which address of its own a host reaches another: asked of the routing table, without sending anything."""
+
+import ipaddress
+import socket
+
+LOOPBACK = "127.0.0.1"
+
+
+def local_address_towards(host: str) -> str:
+    """The address of this host from which `host` is reached.
+
+    Raises:
+        OSError: there is no way to it.
+    """
+    family, kind, proto, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, proto) as probe:
+        probe.connect(where)
+        return str(probe.getsockname()[0])
+
+
+def is_loopback(address: str) -> bool:
+    """Of an address in numbers; a name is none."""
+    try:
+        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
