@@ -20,11 +20,13 @@ from lp_pipe.launch.agent_link import ALIVE, AgentLink
 from lp_pipe.launch.assignment import Assignment
 from lp_pipe.launch.hardware import this_host
 from lp_pipe.launch.network import local_address_towards
+from lp_pipe.launch.placement import Place
 from lp_pipe.launch.ports import Ports
 from lp_pipe.launch.process import ProcessHost
 from lp_pipe.launch.remote_coordinator import RemoteCoordinator
 from lp_pipe.launch.shipped_logs import ShippedLogs
 from lp_pipe.launch.socket_dir import make_socket_dir
+from lp_pipe.launch.spec import NodeSpec
 from lp_pipe.launch.view import View
 from lp_pipe.launch.zygote import LAUNCHER_PATIENCE_S
 from lp_pipe.protos import supervision_pb2 as wire
@@ -123,6 +125,7 @@ class Agent:
                 credentials=self._credentials.to_bytes(),
             ),
             preload=assignment.preload,
+            orphan_s=assignment.orphan_s,
         )
         self.host.start()
         return self.host.mark
@@ -167,6 +170,12 @@ class _Calls:
         self._agent.coordinator.starts_again(node_id)
         host = self._host
         return _in_thread(f"restart {node_id}", lambda: host.restart(node_id))
+
+    def take_over(self, spec: NodeSpec, payload: bytes, place: Place) -> "Future[None]":
+        assert self._agent.coordinator is not None
+        self._agent.coordinator.starts_again(spec.node_id)
+        host = self._host
+        return _in_thread(f"take over {spec.node_id}", lambda: host.take_over(spec, payload, place))
 
     def stop_nodes(self, node_ids: list[str]) -> None:
         if self._agent.coordinator is not None:

@@ -186,6 +186,11 @@ class Coordinator:
         with self._lock:
             return self._lives.nodes[node_id].is_alive
 
+    def is_gone(self, node_id: str) -> bool:
+        """Whether nothing is left of it, also when it will start again."""
+        with self._lock:
+            return self._lives.nodes[node_id].is_gone
+
     def must_end(self, node_id: str) -> bool:
         """Whether the node was told to end, alone or with the whole program."""
         with self._lock:

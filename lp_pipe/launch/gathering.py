@@ -36,6 +36,7 @@ class RemoteAgent:
     """The launcher's end of one agent, from its first words on."""
 
     joining: Joining
+    is_silent = False  # it was given up, and does not know
 
     def __init__(self, connection: Connection, gathering: "Gathering", silence_s: float) -> None:
         self.link = AgentLink(connection)
@@ -74,6 +75,7 @@ class RemoteAgent:
         self._connection.send(Frame(frames.SUPERVISION, name=handshake.WELCOME))
 
     def _on_silence(self) -> None:
+        self.is_silent = True
         self._connection.close(f"nothing was heard of it for {self._silence_s:g} s: the host is down, or cut off")
 
     def _on_close(self, reason: str) -> None:

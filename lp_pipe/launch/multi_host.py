@@ -23,11 +23,12 @@ from lp_pipe.launch.coordinator import Coordinator
 from lp_pipe.launch.engines import Engine
 from lp_pipe.launch.from_agent import FromAgent, PortsElsewhere
 from lp_pipe.launch.gathering import Gathering, Patience, RemoteAgent
+from lp_pipe.launch.hardware import Hardware
 from lp_pipe.launch.host import Host
 from lp_pipe.launch.host_placement import HostPlace, offered, place_on_hosts
 from lp_pipe.launch.local_modules import ship_local_modules, stop_shipping
 from lp_pipe.launch.plan import Plan, serialize_nodes
-from lp_pipe.launch.record import Failure
+from lp_pipe.launch.relocation import Relocation, orphan_s
 from lp_pipe.launch.shipped_logs import ReceivedLogs
 from lp_pipe.launch.spec import NodeSpec
 from lp_pipe.launch.surroundings import Surroundings
@@ -58,6 +59,7 @@ class Gathered:
 
     gathering: Gathering
     agents: Mapping[str, RemoteAgent]
+    hardware: Mapping[str, Hardware]
     places: Mapping[str, HostPlace]
 
 
@@ -72,7 +74,7 @@ def gather(plan: Plan, options: MultiHostOptions, credentials: Credentials) -> G
         agents = gathering.gather(str(plan.run_dir / "agents"), needs_torch="torch" in sys.modules)
         offers = gathering.offers
         hardware = {name: offered(offers[name], agent.joining.hardware) for name, agent in agents.items()}
-        return Gathered(gathering, agents, place_on_hosts(plan.nodes, hardware))
+        return Gathered(gathering, agents, hardware, place_on_hosts(plan.nodes, hardware))
     except BaseException:  # also Ctrl+C
         gathering.close(patience_s=1.0)
         raise
@@ -95,10 +97,11 @@ def make_host(plan: Plan, metrics: MetricsLog, options: MultiHostOptions) -> tup
         stop_shipping(shipped)
         raise
     run = uuid.uuid4().hex
-    ports = PortsElsewhere(plan, gathered.agents, gathered.places)
+    ports = PortsElsewhere(plan, gathered.agents, lambda node_id: host.where(node_id))
     coordinator = Coordinator(plan, lambda address: spanning.name_of(run, address), metrics, ports.reserve)
     spanning.join(spanning.Member(run, "the launcher", credentials, coordinator.find))
-    return MultiHost(run, plan, coordinator, payloads, gathered, ports, shipped), coordinator
+    host = MultiHost(run, plan, coordinator, payloads, gathered, ports, shipped)
+    return host, coordinator
 
 
 class MultiHost(Host):
@@ -119,6 +122,7 @@ class MultiHost(Host):
         self._coordinator = coordinator
         self._payloads = payloads
         self._gathered = gathered
+        self._relocation = Relocation(plan.nodes, gathered.hardware, gathered.places, coordinator)
         self._ports = ports
         self._shipped = shipped
         self._surroundings = Surroundings.here()
@@ -130,12 +134,11 @@ class MultiHost(Host):
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        agents = self._up()  # hosts may be lost meanwhile
+        agents, nodes = self._up(), self._nodes_by_host()  # hosts may be lost meanwhile
         for agent in agents.values():
             agent.link.serve(FromAgent(self._coordinator, self._logs, agent.link, self._ports))
         self._gathered.gathering.tell_of_losses(self._on_lost)
         try:
-            nodes = self._nodes_by_host()
             started = {name: agent.link.ask("start", self._assignment(nodes[name])) for name, agent in agents.items()}
             wait_for(started.values(), _START_PATIENCE_S)
             for name, done in started.items():
@@ -146,13 +149,19 @@ class MultiHost(Host):
                 self._coordinator.node_down(spec.node_id)
             self.close()
             raise
-        self._payloads = {}  # the agents have them
+        again = [spec.node_id for spec in self._plan.nodes if spec.may_start_again]
+        self._payloads = {node_id: self._payloads[node_id] for node_id in again}  # the others: their agents have them
 
     def restart(self, node_id: str) -> None:
-        self._link_of(node_id).ask("restart", node_id).result(_START_PATIENCE_S)
+        if self._relocation.is_fenced(node_id):
+            return
+        with contextlib.suppress(Unavailable):  # its host is lost: `_on_lost` sees to its nodes
+            self._ask_to_start(node_id).result(_START_PATIENCE_S)
 
     def stop_nodes(self, node_ids: Iterable[str]) -> None:
+        node_ids = list(node_ids)
         self._tell("stop_nodes", node_ids)
+        self._relocation.give_up(node_ids)
 
     def terminate(self, node_ids: Iterable[str]) -> None:
         self._tell("terminate", node_ids)
@@ -161,6 +170,7 @@ class MultiHost(Host):
         self._tell("kill", node_ids)
 
     def close(self) -> None:
+        self._relocation.close()
         closing = [agent.link.ask("close") for agent in self._up().values()]
         for answer in wait_for(closing, _CLOSE_PATIENCE_S).done:
             with contextlib.suppress(Unavailable, LaunchError):  # it is gone, with all that it knew
@@ -194,7 +204,7 @@ class MultiHost(Host):
         return {**{f"of host {name}": answer for name, answer in asked.items()}, "": past}
 
     def where(self, node_id: str) -> str:
-        return self._gathered.places[node_id].host
+        return self._relocation.host_of(node_id)
 
     def last_lines(self, node_id: str) -> list[str]:
         return self._logs.last_lines(node_id)
@@ -214,11 +224,12 @@ class MultiHost(Host):
             program=self._plan.program,
             nodes=without_code(nodes),
             payloads={spec.node_id: self._payloads[spec.node_id] for spec in nodes},
-            places={spec.node_id: self._gathered.places[spec.node_id].place for spec in nodes},
+            places={spec.node_id: self._relocation.place_of(spec.node_id).place for spec in nodes},
             run_dir=str(self._plan.run_dir),
             grace_s=self._plan.grace_s,
             surroundings=self._surroundings,
             preload=tuple(loaded_here()),
+            orphan_s=orphan_s(self._plan.nodes),
         )
 
     def _check_start(self, name: str, done: "Future[Any]") -> None:
@@ -232,11 +243,14 @@ class MultiHost(Host):
         with self._lock:
             self._agents.pop(agent.name, None)
             self._views.pop(agent.name, None)
-        lost = [spec.node_id for spec in self._plan.nodes if self.where(spec.node_id) == agent.name]
-        for node_id in lost:
-            self._coordinator.node_ended(node_id, Failure("HostLost", why), can_restart=False)
-        for node_id in lost:
-            self._coordinator.node_down(node_id)
+        self._relocation.lose(agent.name, why, agent.is_silent)
+
+    def _ask_to_start(self, node_id: str) -> "Future[None]":
+        if not self._relocation.take_new(node_id):
+            return self._link_of(node_id).ask("restart", node_id)
+        (spec,) = without_code(one for one in self._plan.nodes if one.node_id == node_id)
+        place = self._relocation.place_of(node_id).place
+        return self._link_of(node_id).ask("take_over", spec, self._payloads[node_id], place)
 
     def _tell(self, method: str, node_ids: Iterable[str]) -> None:
         by_host: dict[str, list[str]] = {}
