@@ -57,6 +57,7 @@ def test_the_nodes_of_a_killed_host_start_again_on_the_spare_one_and_healthy_one
         assert "HostLost: host 'local1' is lost" in run.status()["probe"][1]["error"]
 
 
+@pytest.mark.slow
 def test_without_a_spare_they_go_where_there_is_room() -> None:
     with launched(program(resources=lp.Resources(memory=1 << 30)), "a:memory_gib=2,b:memory_gib=1") as run:
         run.client("probe", 1).ask(os.getpid)
@@ -79,6 +80,7 @@ def test_where_no_host_has_room_the_failure_says_what_is_missing() -> None:
     assert time.monotonic() - killed < 5
 
 
+@pytest.mark.slow
 def test_a_stop_does_not_wait_for_what_may_be_left_on_a_lost_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relocation, "fence_s", lambda is_silent: 100.0)
     run = launched(program(), "2")

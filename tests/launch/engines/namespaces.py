@@ -87,6 +87,16 @@ class Hosts:
         """Silent loss: nobody gets a FIN or RST."""
         _run("ip", "-n", self._netns(name), "link", "set", "eth0", "down")
 
+    def mend(self, name: str) -> None:
+        """The link is back, and what waited to be sent again comes through."""
+        _run("ip", "-n", self._netns(name), "link", "set", "eth0", "up")
+
+    def kill(self, name: str) -> None:
+        """The host dies with all that runs on it."""
+        init = self._inits[self.names.index(name)]
+        init.kill()
+        init.wait()
+
     def pids(self, name: str) -> list[int]:
         """The processes of a host, without those that make it one."""
         found = _run("ip", "netns", "pids", self._netns(name)).split()
