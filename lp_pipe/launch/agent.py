@@ -89,7 +89,8 @@ class Agent:
         except Unavailable:
             self._is_over.wait(_ALIVE_EVERY_S)
         while not self._is_over.wait(_ALIVE_EVERY_S):
-            if self.coordinator is None or not self.coordinator.report_calls():
+            coordinator = self.coordinator
+            if coordinator is None or not coordinator.report_calls():
                 self._link.tell(ALIVE)
         if not self._is_welcome:
             raise LaunchError(f"the launcher does not take this agent: {self._closed_reason}")
@@ -103,10 +104,12 @@ class Agent:
         return self._ports.reserve(address)
 
     def close(self) -> "Future[dict[str, int]]":
-        """All nodes are down: free everything, then end; done with how often each fault of a test has struck here."""
+        """All nodes are down: free everything, for the end or another program; with the hits of a test's faults."""
         return _in_thread("close", self._close)
 
     def _start(self, assignment: Assignment) -> str:
+        self._is_closed = False
+        self.logs = ShippedLogs(self._link)  # that of an earlier program is closed
         run_dir = _usable(Path(assignment.run_dir))
         plan = Assignment(**{**vars(assignment), "run_dir": str(run_dir)}).plan()
         self.coordinator = RemoteCoordinator(self._link, assignment.payloads)
@@ -131,10 +134,11 @@ class Agent:
         return self.host.mark
 
     def _close(self) -> dict[str, int]:
-        if self.host is not None:
-            self.host.close()
+        host, self.host, self.coordinator = self.host, None, None
+        if host is not None:
+            host.close()
         self._is_closed = True
-        return dict(self.host.past_hits) if self.host is not None else {}
+        return dict(host.past_hits) if host is not None else {}
 
     def _on_frame(self, frame: Frame) -> None:
         if self._is_welcome:
@@ -157,7 +161,9 @@ class _Calls:
         self.start = agent.start
         self.reserve = agent.reserve
         self.close = agent.close
-        self.logged = agent.logs.logged
+
+    def logged(self, size: int) -> None:
+        self._agent.logs.logged(size)
 
     @property
     def _host(self) -> ProcessHost:

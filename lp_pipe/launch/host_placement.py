@@ -78,37 +78,42 @@ def place_again(
     hosts: Mapping[str, Hardware],
     staying: Sequence[NodeSpec],
     places: Mapping[str, HostPlace],
+    only_spares: bool = False,
 ) -> dict[str, HostPlace]:
     """New places for the nodes of a host that is lost, beside those that stay where `places` says.
 
-    A host without nodes, a spare, takes all of them if it can; else they go where there is room, as at the start.
+    A host without nodes, a spare, takes all of them if it can; else (unless `only_spares`) they go where there is room,
+    as at the start.
 
     Raises:
         ValueError: the hosts that are left do not have what a group wants.
     """
     if not hosts:
         raise ValueError("no host is left")
+    missing = ValueError("no host is without nodes")
     taken = {spec.node_id: places[spec.node_id] for spec in staying}
-    for candidates in _candidates(hosts, taken):
+    for candidates in _candidates(hosts, taken, only_spares):
         rooms = _rooms(candidates)
         for spec in {spec.name: spec for spec in staying}.values():
             if taken[spec.node_id].host in rooms:
                 rooms[taken[spec.node_id].host].take(spec)
         try:
             host_of = _hosts_of(nodes, rooms)
-        except ValueError:
-            if len(candidates) == len(hosts):
-                raise
+        except ValueError as error:
+            missing = error
         else:
             return _places(nodes, hosts, host_of, taken)
-    raise AssertionError("the last candidates are all hosts")
+    raise missing
 
 
-def _candidates(hosts: Mapping[str, Hardware], taken: Mapping[str, HostPlace]) -> Iterator[Mapping[str, Hardware]]:
+def _candidates(
+    hosts: Mapping[str, Hardware], taken: Mapping[str, HostPlace], only_spares: bool
+) -> Iterator[Mapping[str, Hardware]]:
     """Each spare by itself, then all hosts."""
     in_use = {found.host for found in taken.values()}
-    yield from ({name: hardware} for name, hardware in hosts.items() if name not in in_use and len(hosts) > 1)
-    yield hosts
+    yield from ({name: hardware} for name, hardware in hosts.items() if name not in in_use)
+    if not only_spares:
+        yield hosts
 
 
 def _rooms(hosts: Mapping[str, Hardware]) -> dict[str, _Room]:

@@ -1,7 +1,6 @@
 """Multi-host mode: an agent on every host does there what process mode does here; one coordinator knows all of them."""
 
 import contextlib
-import sys
 import threading
 import time
 import uuid
@@ -9,23 +8,20 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from lp_pipe.connections import spanning
-from lp_pipe.connections.credentials import Credentials, generate_credentials
+from lp_pipe.connections.credentials import generate_credentials
 from lp_pipe.errors import LaunchError, Unavailable
 from lp_pipe.launch.agent_link import AgentLink
 from lp_pipe.launch.assignment import Assignment, without_code
 from lp_pipe.launch.coordinator import Coordinator
-from lp_pipe.launch.engines import Engine
 from lp_pipe.launch.from_agent import FromAgent, PortsElsewhere
-from lp_pipe.launch.gathering import Gathering, Patience, RemoteAgent
-from lp_pipe.launch.hardware import Hardware
+from lp_pipe.launch.gathered import Gathered, MultiHostOptions, gather
+from lp_pipe.launch.gathering import RemoteAgent
 from lp_pipe.launch.host import Host
-from lp_pipe.launch.host_placement import HostPlace, offered, place_on_hosts
 from lp_pipe.launch.local_modules import ship_local_modules, stop_shipping
 from lp_pipe.launch.plan import Plan, serialize_nodes
 from lp_pipe.launch.relocation import Relocation, orphan_s
@@ -43,43 +39,6 @@ _STACKS_PATIENCE_S = 5.0
 _CLOSE_PATIENCE_S = 8.0
 
 
-@dataclass(frozen=True)
-class MultiHostOptions:
-    """listen: by which address the hosts reach the launcher, interface: by which each other; "": found out."""
-
-    engine: Engine
-    listen: str = ""
-    interface: str = ""
-    patience: Patience = field(default_factory=Patience)
-
-
-@dataclass(frozen=True)
-class Gathered:
-    """The hosts of a run are there, and it is decided what goes where; nothing of the program runs."""
-
-    gathering: Gathering
-    agents: Mapping[str, RemoteAgent]
-    hardware: Mapping[str, Hardware]
-    places: Mapping[str, HostPlace]
-
-
-def gather(plan: Plan, options: MultiHostOptions, credentials: Credentials) -> Gathered:
-    """Start the agents, and place the nodes on their hosts.
-
-    Raises:
-        LaunchError: a host has not joined. ValueError: the hosts do not have what the program wants.
-    """
-    gathering = Gathering(options.engine, credentials, options.listen, options.interface, options.patience)
-    try:
-        agents = gathering.gather(str(plan.run_dir / "agents"), needs_torch="torch" in sys.modules)
-        offers = gathering.offers
-        hardware = {name: offered(offers[name], agent.joining.hardware) for name, agent in agents.items()}
-        return Gathered(gathering, agents, hardware, place_on_hosts(plan.nodes, hardware))
-    except BaseException:  # also Ctrl+C
-        gathering.close(patience_s=1.0)
-        raise
-
-
 def make_host(plan: Plan, metrics: MetricsLog, options: MultiHostOptions) -> tuple[Host, Coordinator]:
     """A host that runs each node of `plan` on one of the engine's hosts; these have joined when it returns.
 
@@ -91,7 +50,7 @@ def make_host(plan: Plan, metrics: MetricsLog, options: MultiHostOptions) -> tup
     shipped = ship_local_modules()
     try:
         payloads = serialize_nodes(plan)
-        credentials = generate_credentials()
+        credentials = options.kept.credentials if options.kept is not None else generate_credentials()
         gathered = gather(plan, options, credentials)
     except BaseException:
         stop_shipping(shipped)
@@ -122,7 +81,9 @@ class MultiHost(Host):
         self._coordinator = coordinator
         self._payloads = payloads
         self._gathered = gathered
-        self._relocation = Relocation(plan.nodes, gathered.hardware, gathered.places, coordinator)
+        self._relocation = Relocation(
+            plan.nodes, gathered.hardware, gathered.places, coordinator, only_spares=gathered.is_elastic
+        )
         self._ports = ports
         self._shipped = shipped
         self._surroundings = Surroundings.here()
@@ -175,7 +136,7 @@ class MultiHost(Host):
         for answer in wait_for(closing, _CLOSE_PATIENCE_S).done:
             with contextlib.suppress(Unavailable, LaunchError):  # it is gone, with all that it knew
                 self._past_hits.update(answer.result())
-        self._gathered.gathering.close(patience_s=_CLOSE_PATIENCE_S / 2)
+        self._gathered.gathering.release(patience_s=_CLOSE_PATIENCE_S / 2)
         self._logs.close()
         spanning.leave(self._run)
         stop_shipping(self._shipped)
@@ -229,7 +190,7 @@ class MultiHost(Host):
             grace_s=self._plan.grace_s,
             surroundings=self._surroundings,
             preload=tuple(loaded_here()),
-            orphan_s=orphan_s(self._plan.nodes),
+            orphan_s=orphan_s(self._plan.nodes, self._gathered.is_elastic),
         )
 
     def _check_start(self, name: str, done: "Future[Any]") -> None:
@@ -241,7 +202,9 @@ class MultiHost(Host):
 
     def _on_lost(self, agent: RemoteAgent, why: str) -> None:
         with self._lock:
-            self._agents.pop(agent.name, None)
+            if self._agents.get(agent.name) is not agent:
+                return  # it was lost before this program began
+            del self._agents[agent.name]
             self._views.pop(agent.name, None)
         self._relocation.lose(agent.name, why, agent.is_silent)
 

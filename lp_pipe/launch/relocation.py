@@ -25,9 +25,9 @@ _ORPHAN_S = 1.0  # instead of ORPHAN_S where nodes wait for the end of others
 _OVER = ("finished", "failed", "stopped")
 
 
-def orphan_s(nodes: Iterable[NodeSpec]) -> float:
+def orphan_s(nodes: Iterable[NodeSpec], is_elastic: bool) -> float:
     """What nodes have to end when their agent is dead: little where others wait for it, to take their place."""
-    return _ORPHAN_S if any(spec.may_start_again for spec in nodes) else ORPHAN_S
+    return _ORPHAN_S if is_elastic or any(spec.may_start_again for spec in nodes) else ORPHAN_S
 
 
 def fence_s(is_silent: bool) -> float:
@@ -39,7 +39,10 @@ def fence_s(is_silent: bool) -> float:
 
 
 class Relocation:
-    """Thread-safe. hardware: of the hosts that are up, by name; places: of all nodes, by node_id."""
+    """Thread-safe. hardware: of the hosts that are up, by name; places: of all nodes, by node_id.
+
+    only_spares: nodes may only go to hosts that have none.
+    """
 
     def __init__(
         self,
@@ -47,7 +50,9 @@ class Relocation:
         hardware: Mapping[str, Hardware],
         places: Mapping[str, HostPlace],
         coordinator: Coordinator,
+        only_spares: bool = False,
     ) -> None:
+        self._only_spares = only_spares
         self._nodes = {spec.node_id: spec for spec in nodes}
         self._hardware = dict(hardware)
         self._places = dict(places)
@@ -117,9 +122,10 @@ class Relocation:
             if node_id not in ids and states[node_id] not in _OVER and self._places[node_id].host in self._hardware
         ]
         try:
-            self._places.update(place_again(moving, self._hardware, staying, self._places))
+            found = place_again(moving, self._hardware, staying, self._places, self._only_spares)
         except ValueError as error:
             return str(error)
+        self._places.update(found)
         self._new.update(ids)
         return ""
 
