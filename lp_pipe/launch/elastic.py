@@ -25,6 +25,7 @@ from lp_pipe.launch.gathering import Patience
 from lp_pipe.launch.launcher import make_run_dir, named_engine, start_run
 from lp_pipe.launch.run import Run
 from lp_pipe.launch.signals import Interrupts, wait_awake
+from lp_pipe.launch.source_tree import SourceTree
 from lp_pipe.launch.standing import StandingGathering
 from lp_pipe.program import Program
 from lp_pipe.telemetry.metrics import Sink
@@ -70,6 +71,7 @@ def launch_elastic(
     engine_options: Mapping[str, str] | None = None,
     listen: str = "",
     interface: str = "",
+    sync: str | os.PathLike[str] | None = None,
     join_timeout: float = 60.0,
     host_timeout: float = 7.0,
 ) -> "ElasticRun":
@@ -89,10 +91,12 @@ def launch_elastic(
     known = named_engine(engine, hosts, engine_options or {})
     folder = make_run_dir(make_program(count.most).name, run_dir)  # also: what it raises, it raises here
     patience, credentials = Patience(join_timeout, host_timeout), generate_credentials()
+    tree = None if sync is None else SourceTree.of(sync)
     standing = StandingGathering(known, credentials, listen, interface, patience)
 
     def start(program: Program, agents: Mapping[str, Any], used: int) -> Run:
-        options = MultiHostOptions(known, listen, interface, patience, Kept(standing, credentials, agents, used))
+        kept = Kept(standing, credentials, agents, used)
+        options = MultiHostOptions(known, listen, interface, patience, tree, kept)
         return start_run(program, "multi_host", options, folder, grace, metrics_sinks, listed, hang_after)
 
     standing.open(str(folder / "agents"), needs_torch="torch" in sys.modules)

@@ -10,6 +10,7 @@ from lp_pipe.launch.gathering import Gathering, Patience, RemoteAgent
 from lp_pipe.launch.hardware import Hardware
 from lp_pipe.launch.host_placement import HostPlace, offered, place_on_hosts
 from lp_pipe.launch.plan import Plan
+from lp_pipe.launch.source_tree import SourceTree
 
 
 @dataclass(frozen=True)
@@ -26,13 +27,14 @@ class Kept:
 class MultiHostOptions:
     """listen: by which address the hosts reach the launcher, interface: by which each other; "": found out.
 
-    kept: of an elastic run; None: the program has hosts of its own.
+    tree: sources that every host is given. kept: of an elastic run; None: the program has hosts of its own.
     """
 
     engine: Engine
     listen: str = ""
     interface: str = ""
     patience: Patience = field(default_factory=Patience)
+    tree: SourceTree | None = None
     kept: Kept | None = None
 
 

@@ -26,6 +26,7 @@ from lp_pipe.launch.local_modules import ship_local_modules, stop_shipping
 from lp_pipe.launch.plan import Plan, serialize_nodes
 from lp_pipe.launch.relocation import Relocation, orphan_s
 from lp_pipe.launch.shipped_logs import ReceivedLogs
+from lp_pipe.launch.source_tree import SourceTree, send_tree
 from lp_pipe.launch.spec import NodeSpec
 from lp_pipe.launch.surroundings import Surroundings
 from lp_pipe.launch.template import loaded_here
@@ -47,7 +48,7 @@ def make_host(plan: Plan, metrics: MetricsLog, options: MultiHostOptions) -> tup
         LaunchError: a host has not joined.
         ValueError: the hosts do not have what a group wants.
     """
-    shipped = ship_local_modules()
+    shipped = ship_local_modules(options.tree.root if options.tree else "")
     try:
         payloads = serialize_nodes(plan)
         credentials = options.kept.credentials if options.kept is not None else generate_credentials()
@@ -59,7 +60,7 @@ def make_host(plan: Plan, metrics: MetricsLog, options: MultiHostOptions) -> tup
     ports = PortsElsewhere(plan, gathered.agents, lambda node_id: host.where(node_id))
     coordinator = Coordinator(plan, lambda address: spanning.name_of(run, address), metrics, ports.reserve)
     spanning.join(spanning.Member(run, "the launcher", credentials, coordinator.find))
-    host = MultiHost(run, plan, coordinator, payloads, gathered, ports, shipped)
+    host = MultiHost(run, plan, coordinator, payloads, gathered, ports, shipped, options.tree)
     return host, coordinator
 
 
@@ -75,6 +76,7 @@ class MultiHost(Host):
         gathered: Gathered,
         ports: PortsElsewhere,
         shipped: list[ModuleType],
+        tree: SourceTree | None,
     ) -> None:
         self._run = run
         self._plan = plan
@@ -86,7 +88,8 @@ class MultiHost(Host):
         )
         self._ports = ports
         self._shipped = shipped
-        self._surroundings = Surroundings.here()
+        self._tree = tree
+        self._surroundings = Surroundings.here(tree.root if tree else "")
         self._agents = dict(gathered.agents)
         self._views: dict[str, tuple[float, list[View]]] = {}
         self._log_dir = plan.run_dir / "logs"
@@ -100,6 +103,7 @@ class MultiHost(Host):
             agent.link.serve(FromAgent(self._coordinator, self._logs, agent.link, self._ports))
         self._gathered.gathering.tell_of_losses(self._on_lost)
         try:
+            self._send_tree(agents)
             started = {name: agent.link.ask("start", self._assignment(nodes[name])) for name, agent in agents.items()}
             wait_for(started.values(), _START_PATIENCE_S)
             for name, done in started.items():
@@ -192,6 +196,11 @@ class MultiHost(Host):
             preload=tuple(loaded_here()),
             orphan_s=orphan_s(self._plan.nodes, self._gathered.is_elastic),
         )
+
+    def _send_tree(self, agents: Mapping[str, RemoteAgent]) -> None:
+        if self._tree is not None:
+            links = {name: agent.link for name, agent in agents.items()}
+            send_tree(self._tree, links, is_up=lambda name: name in self._up())
 
     def _check_start(self, name: str, done: "Future[Any]") -> None:
         if not done.done():
