@@ -1,6 +1,8 @@
 """Hosts that are cut off or killed in the middle of a training: pretend ones, reached by ssh."""
 
+import itertools
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Iterator
@@ -96,3 +98,40 @@ def test_a_training_goes_on_without_a_lost_host_to_the_same_bits_and_nothing_run
     run.wait(60)
     print(f"{how}: the training has ended after {time.monotonic() - lost:.1f} s")
     assert (folder / "fingerprint").read_text() == expected
+
+
+def test_an_elastic_run_goes_on_without_a_host_that_is_cut_off_and_takes_it_back(
+    hosts: namespaces.Hosts, shared: Path
+) -> None:
+    def make_program(num_hosts: int) -> lp.Program:
+        made = lp.Program("elastic")
+        with made.group("where"):
+            for _ in range(num_hosts):
+                made.add_node(lp.CourierNode(Where))
+        return made
+
+    engine = SshEngine(",".join(hosts.names), ssh_config=hosts.ssh_config, python=hosts.python)
+    with lp.launch_elastic(make_program, "2:3", engine=engine, run_dir=shared) as run:
+        assert everywhere(run) == ["h1", "h2", "h3"]
+        lost = time.monotonic()
+        hosts.cut("h2")
+        until(lambda: run.num_hosts == 2)
+        print(f"on two hosts after {time.monotonic() - lost:.1f} s")
+        assert everywhere(run) == ["h1", "h3"]
+        assert not hosts.pids("h2")  # nothing of the old program was left when the new one began
+        hosts.mend("h2")
+        mended = time.monotonic()
+        until(lambda: len(run._standing.up()) == 3, within_s=60)
+        print(f"it is back after {time.monotonic() - mended:.1f} s")
+        step = itertools.count()
+        until(lambda: (shared / "checkpoints" / f"step-{next(step):08}").mkdir(parents=True) or run.num_hosts == 3)
+        assert everywhere(run) == ["h1", "h2", "h3"]
+
+
+class Where:
+    def host(self) -> str:
+        return socket.gethostname()
+
+
+def everywhere(run: lp.ElasticRun) -> list[str]:
+    return [run.run.client("where", index).host() for index in range(run.num_hosts)]
