@@ -100,7 +100,7 @@ class Relocation:
         if moving:
             self._start_timer(fence_s(is_silent), fenced, failure)
             where = ", ".join(f"{spec.node_id} on {self.host_of(spec.node_id)}" for spec in moving)
-            _log.warning("%s; in %g s its nodes start again: %s", why, fence_s(is_silent), where)
+            _log.warning("what ran on host %r starts again in %g s: %s", host, fence_s(is_silent), where)
 
     def give_up(self, node_ids: Iterable[str]) -> None:
         """These are to end, not to start again: nobody needs to wait for what may be left of them."""

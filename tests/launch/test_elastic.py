@@ -101,7 +101,7 @@ def test_a_spare_host_takes_the_nodes_of_a_lost_one_and_the_others_stay() -> Non
 
 @pytest.mark.slow
 def test_too_few_hosts_end_the_run_and_say_how_many_are_needed() -> None:
-    run, _ = launched(make_program, "2", "2:2", join_timeout=3.0)
+    run, _ = launched(make_program, "2", "2:2", join_timeout=15.0)
     psutil.Process(everywhere(run)[1][2]).kill()
     with pytest.raises(lp.LaunchError, match=r"1 hosts are up, at least 2 are needed(.|\n)*local1"):
         run.wait(WITHIN_S)
