@@ -54,7 +54,9 @@ class StandingGathering(Gathering):
             return {name: self._agents[name] for name in self._offers if name in self._agents}
 
     def wait_for(self, least: int, is_first: bool, is_stopping: threading.Event) -> dict[str, RemoteAgent]:
-        """Until so many are up; at first until all have joined that may. Less when it is stopping.
+        """Until so many are up, and nothing can be left of the nodes of others that are lost.
+
+        At first until all have joined that may. Returns at once, with less, when it is stopping.
 
         Raises:
             LaunchError: there were not so many in time.
@@ -66,19 +68,16 @@ class StandingGathering(Gathering):
             missing = [name for name in self._offers if name not in up]
             ended = {name for one in self._watched if one.how_it_ended() is not None for name in one.hosts}
             is_coming = is_first and not is_late and not ended.issuperset(missing)
-            if len(up) >= least and not is_coming:
+            is_clear = time.monotonic() >= self._fenced_until
+            if len(up) >= least and not is_coming and is_clear:
                 break
-            if is_late or (is_first and missing and not is_coming):
+            if len(up) < least and (is_late or (is_first and missing and not is_coming)):
                 raise LaunchError(
                     f"{len(up)} hosts are up, at least {least} are needed. {self._who_is_missing(missing)}"
                 )
             with self._changed:
                 self._changed.wait(_LOOK_EVERY_S)
         return self.up()
-
-    def wait_until_clear(self, is_stopping: threading.Event) -> None:
-        """Until nothing can be left of the nodes of hosts that are lost."""
-        is_stopping.wait(max(0.0, self._fenced_until - time.monotonic()))
 
     def release(self, patience_s: float) -> None:
         """The program has ended: its hosts wait for the next one."""
