@@ -104,6 +104,7 @@ def test_what_no_host_has_is_said_before_anything_starts(target: str, command: C
     assert "host 'a' is said to have 99 GPUs, but its agent has found" in done.stderr
 
 
+@pytest.mark.slow
 def test_an_elastic_program_is_made_for_the_hosts_that_there_are(folder: Path, command: Command) -> None:
     made = (
         PROGRAM.partition("program = ")[0]
