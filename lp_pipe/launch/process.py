@@ -106,8 +106,8 @@ class ProcessHost(Host):
         try:
             self._listener = connections.listen(f"unix:{self._socket_dir}/coordinator", self._accept)
             self._exits.start()
-            on_start = self._coordinator.node_started
-            self._template = Template(on_start, self._on_exit, self._on_template_lost, self._preload, self._orphan_s)
+            told = self._coordinator.node_started, self._on_exit, self._on_template_lost
+            self._template = Template(*told, self._preload, self._orphan_s, self._socket_dir)
             self.mark = self._template.mark[MARK]
             threading.Thread(target=self._ping, args=(self._template,), name="launcher pings", daemon=True).start()
             for spec in self._plan.nodes:
@@ -181,7 +181,6 @@ class ProcessHost(Host):
             "node": spec.node_id,
             "attempt": self._attempts[spec.node_id],
             "endpoint": f"unix:{self._socket_dir}/coordinator",
-            "socket_dir": self._socket_dir,
             "fresh": spec.resources.needs_fresh_interpreter,
             "env": self._environment_of(spec) if spec.resources.needs_fresh_interpreter else None,
         }

@@ -7,7 +7,9 @@ by themselves: at the death of their agent, or when that has heard nothing of th
 """
 
 import logging
+import math
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 
 from lp_pipe.launch.coordinator import Coordinator
@@ -58,7 +60,7 @@ class Relocation:
         self._places = dict(places)
         self._coordinator = coordinator
         self._lock = threading.Lock()
-        self._fenced: set[str] = set()  # may still run on a host that is lost
+        self._fenced: dict[str, float] = {}  # may still run on a host that is lost, until then (time.monotonic)
         self._new: set[str] = set()  # the agent of their host does not know them yet
         self._timers: list[threading.Timer] = []
 
@@ -83,6 +85,7 @@ class Relocation:
     def lose(self, host: str, why: str, is_silent: bool) -> None:
         """The host is lost. Its nodes fail; those that may start again are given other places, if there are any."""
         failure = Failure("HostLost", why)
+        until = time.monotonic() + fence_s(is_silent)
         with self._lock:
             self._hardware.pop(host, None)
             lost = [spec for spec in self._nodes.values() if self._places[spec.node_id].host == host]
@@ -91,21 +94,21 @@ class Relocation:
             if moving and (lacking := self._move(moving, states)):
                 moving, failure = [], Failure("HostLost", f"{why}; its nodes cannot start on another host: {lacking}")
             fenced = [spec.node_id for spec in moving if not self._coordinator.is_gone(spec.node_id)]
-            self._fenced.update(fenced)
+            self._fenced.update((node_id, max(until, self._fenced.get(node_id, until))) for node_id in fenced)
         for spec in lost:
             self._coordinator.node_ended(spec.node_id, failure, can_restart=spec in moving)
         for spec in lost:
             if spec not in moving or self._coordinator.must_end(spec.node_id):
                 self._down([spec.node_id])
         if moving:
-            self._start_timer(fence_s(is_silent), fenced, failure)
+            self._start_timer(until, fenced, failure)
             where = ", ".join(f"{spec.node_id} on {self.host_of(spec.node_id)}" for spec in moving)
             _log.warning("what ran on host %r starts again in %g s: %s", host, fence_s(is_silent), where)
 
     def give_up(self, node_ids: Iterable[str]) -> None:
         """These are to end, not to start again: nobody needs to wait for what may be left of them."""
         with self._lock:
-            fenced = self._fenced.intersection(node_ids)
+            fenced = self._fenced.keys() & node_ids
         self._down(fenced)
 
     def close(self) -> None:
@@ -129,15 +132,15 @@ class Relocation:
         self._new.update(ids)
         return ""
 
-    def _start_timer(self, seconds: float, node_ids: Sequence[str], failure: Failure) -> None:
-        timer = threading.Timer(seconds, self._unfence, (node_ids, failure))
+    def _start_timer(self, when: float, node_ids: Sequence[str], failure: Failure) -> None:
+        timer = threading.Timer(max(0.0, when - time.monotonic()), self._unfence, (when, node_ids, failure))
         timer.name, timer.daemon = "fence of lost host", True
         self._timers.append(timer)
         timer.start()
 
-    def _unfence(self, node_ids: Sequence[str], failure: Failure) -> None:
-        with self._lock:
-            fenced = self._fenced.intersection(node_ids)
+    def _unfence(self, when: float, node_ids: Sequence[str], failure: Failure) -> None:
+        with self._lock:  # one that was to go to a host that is lost as well may still run on the first
+            fenced = [node_id for node_id in node_ids if self._fenced.get(node_id, math.inf) <= when]
         for node_id in fenced:
             self._coordinator.node_ended(node_id, failure)  # no word more, unless it was told to start meanwhile
         self._down(fenced)
@@ -145,6 +148,7 @@ class Relocation:
     def _down(self, node_ids: Iterable[str]) -> None:
         ids = list(node_ids)
         with self._lock:
-            self._fenced.difference_update(ids)
+            for node_id in ids:
+                self._fenced.pop(node_id, None)
         for node_id in ids:
             self._coordinator.node_down(node_id)

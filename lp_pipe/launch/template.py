@@ -22,7 +22,7 @@ MARK = "LP_PIPE_TEMPLATE"
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from lp_pipe.launch.zygote import main; "
-    "main(int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4]), float(sys.argv[5]))"
+    "main(int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4]), float(sys.argv[5]), sys.argv[6])"
 )
 
 OnExit = Callable[[str, int], None]
@@ -35,7 +35,7 @@ class Template:
 
     on_exit(node_id, wait_status); on_lost(reason): the template itself has died, and every node with it.
     preload: modules that it imports; None: those of use that this process has imported.
-    orphan_s: how long nodes may take to end when this process has died.
+    orphan_s: how long nodes may take to end when this process has died. socket_dir: the run's folder, removed then.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class Template:
         on_lost: OnLost,
         preload: Sequence[str] | None = None,
         orphan_s: float = ORPHAN_S,
+        socket_dir: str = "",
     ) -> None:
         self._on_start = on_start
         self._on_exit = on_exit
@@ -59,6 +60,7 @@ class Template:
             str(os.getpid()),
             json.dumps(loaded_here() if preload is None else [*preload]),
             str(orphan_s),
+            socket_dir,
         ]
         # BLAS would start its threads when numpy is imported, and threads do not survive a fork.
         environment = {**os.environ, MARK: self._mark, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}

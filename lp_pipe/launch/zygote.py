@@ -69,12 +69,12 @@ def _receive_exactly(sock: socket.socket, size: int) -> bytes:
 class Zygote:
     """One per run; `serve` ends when the launcher says goodbye, is dead or silent, and all nodes are gone."""
 
-    def __init__(self, control: socket.socket, launcher_pid: int, orphan_s: float) -> None:
+    def __init__(self, control: socket.socket, launcher_pid: int, orphan_s: float, socket_dir: str) -> None:
         self._control = control
         self._orphan_s = orphan_s
         self._launcher = _pidfd(launcher_pid)
         self._nodes: dict[int, str] = {}  # pid -> node_id
-        self._socket_dir = ""
+        self._socket_dir = socket_dir
         self._is_done = False
         self._wake, wake_write = socket.socketpair()
         self._wake.setblocking(False)
@@ -123,7 +123,6 @@ class Zygote:
         return True
 
     def _start_node(self, message: dict[str, Any], fds: list[int]) -> None:
-        self._socket_dir = message["socket_dir"]
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
@@ -251,8 +250,11 @@ def _reseed() -> None:
         torch.manual_seed(int.from_bytes(os.urandom(7), "little"))
 
 
-def main(control_fd: int, launcher_pid: int, preload: list[str], orphan_s: float) -> None:
-    """Import what is asked for, then serve fork requests. orphan_s: what nodes have to end when the launcher has."""
+def main(control_fd: int, launcher_pid: int, preload: list[str], orphan_s: float, socket_dir: str) -> None:
+    """Import what is asked for, then serve fork requests.
+
+    orphan_s: what nodes have to end when the launcher has. socket_dir: is removed then.
+    """
     control = socket.socket(fileno=control_fd)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     _set_process_name("lp:template")
@@ -262,9 +264,9 @@ def main(control_fd: int, launcher_pid: int, preload: list[str], orphan_s: float
             importlib.import_module(module)
     gc.collect()
     gc.freeze()  # the collector would touch, and so copy, every page that the children share
-    zygote = Zygote(control, launcher_pid, orphan_s)
+    zygote = Zygote(control, launcher_pid, orphan_s, socket_dir)
     zygote.serve()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3]), float(sys.argv[4]))
+    main(int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3]), float(sys.argv[4]), sys.argv[5])

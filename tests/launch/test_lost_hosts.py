@@ -10,7 +10,12 @@ import pytest
 import lp_pipe as lp
 from lp_pipe.launch import relocation
 from lp_pipe.launch.engines import LocalEngine
+from lp_pipe.launch.hardware import Hardware
 from lp_pipe.launch.host import Host
+from lp_pipe.launch.host_placement import HostPlace
+from lp_pipe.launch.placement import Place
+from lp_pipe.launch.record import Failure
+from lp_pipe.launch.spec import NodeSpec
 from tests.launch.engines.programs import Probe, are_gone, until
 
 WITHIN_S = 20.0
@@ -31,7 +36,8 @@ def launched(made: lp.Program, hosts: str) -> lp.Run:
 
 
 def agent_of(host: str) -> psutil.Process:
-    (found,) = [child for child in psutil.Process().children() if f"--name {host} " in " ".join(child.cmdline())]
+    children = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    (found,) = [child for child in children if f"--name {host} " in " ".join(child.cmdline())]
     return found
 
 
@@ -90,3 +96,55 @@ def test_a_stop_does_not_wait_for_what_may_be_left_on_a_lost_host(monkeypatch: p
     began = time.monotonic()
     run.stop()
     assert time.monotonic() - began < 5
+
+
+@pytest.mark.slow
+def test_hosts_that_are_lost_together_leave_their_nodes_to_the_last_one() -> None:
+    with launched(program(), "4") as run:
+        run.client("probe", 1).ask(os.getpid)
+        for agent in [agent_of(host) for host in ("local1", "local2", "local3")]:  # it was to go to one of these
+            agent.kill()
+        until(lambda: run.status()["probe"][1]["state"] == "running" and run.status()["probe"][1]["restarts"])
+        assert host_of(run, "probe/1") == "local0"
+        assert run.client("probe", 1).ask(os.getpid) != run.client("probe", 0).ask(os.getpid)
+
+
+class _Coordinator:
+    """What a Relocation asks, and hears."""
+
+    def __init__(self, *node_ids: str) -> None:
+        self.down: list[str] = []
+        self._states = dict.fromkeys(node_ids, "running")
+
+    def states(self) -> dict[str, str]:
+        return self._states
+
+    def is_gone(self, node_id: str) -> bool:
+        return node_id in self.down
+
+    def must_end(self, node_id: str) -> bool:
+        return False
+
+    def node_ended(self, node_id: str, failure: Failure, can_restart: bool = True) -> None:
+        self._states[node_id] = "restarting" if can_restart else "failed"
+
+    def node_down(self, node_id: str) -> None:
+        self.down.append(node_id)
+
+
+def test_a_node_may_start_only_when_its_last_wait_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was to go from a, which may be alive behind a cut link, to b, which then died: it may still run on a."""
+    waits = {True: 0.6, False: 0.1}
+    monkeypatch.setattr(relocation, "fence_s", lambda is_silent: waits[is_silent])
+    spec = NodeSpec("n/0", "n", 0, 1, lp.PyNode(print), lp.Resources(), on_failure="restart")
+    hosts = {name: Hardware(frozenset({name}), (0,), 1 << 30, ()) for name in "abc"}
+    coordinator: Any = _Coordinator("n/0")
+    lost = relocation.Relocation([spec], hosts, {"n/0": HostPlace("a", Place())}, coordinator)
+    began = time.monotonic()
+    lost.lose("a", "it was cut off", is_silent=True)
+    assert lost.host_of("n/0") == "b" and lost.is_fenced("n/0")
+    lost.lose("b", "it was killed", is_silent=False)
+    assert lost.host_of("n/0") == "c"
+    until(lambda: coordinator.down)
+    assert time.monotonic() - began >= 0.6 and not lost.is_fenced("n/0")
+    lost.close()
