@@ -21,8 +21,10 @@ from lp_pipe.errors import Unavailable as Unavailable
 from lp_pipe.handles import CourierHandle as CourierHandle
 from lp_pipe.handles import Deferred as Deferred
 from lp_pipe.handles import Handle as Handle
+from lp_pipe.launch import ElasticRun as ElasticRun
 from lp_pipe.launch import Run as Run
 from lp_pipe.launch import launch as launch
+from lp_pipe.launch import launch_elastic as launch_elastic
 from lp_pipe.nodes import CacheInfo as CacheInfo
 from lp_pipe.nodes import CacherNode as CacherNode
 from lp_pipe.nodes import CourierNode as CourierNode

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from lp_pipe.cli.errors import DONE, INTERRUPTED, NODE_FAILED, counted
 from lp_pipe.errors import NodeError
-from lp_pipe.launch import Run
+from lp_pipe.launch import ElasticRun, Run
 from lp_pipe.launch.report import run_folder
 
 
@@ -19,7 +19,7 @@ class Ending:
     failure: NodeError | None = None
 
 
-def done(run: Run, seconds: float) -> Ending:
+def done(run: Run | ElasticRun, seconds: float) -> Ending:
     return Ending("done", DONE, f"done in {seconds:.1f} s; {run_folder(run.run_dir)}")
 
 
@@ -27,7 +27,7 @@ def failed(error: NodeError) -> Ending:
     return Ending("failed", NODE_FAILED, error.report, error)
 
 
-def interrupted(run: Run, seconds: float) -> Ending:
+def interrupted(run: Run | ElasticRun, seconds: float) -> Ending:
     """seconds: from the signal to the end of the last node."""
     number = run.interrupted_by or signal.SIGINT
     nodes = counted(sum(len(rows) for rows in run.status().values()), "node")

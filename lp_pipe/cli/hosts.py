@@ -7,6 +7,7 @@ from typing import Any
 
 from lp_pipe.cli.errors import DONE, UsageError
 from lp_pipe.launch.dry_run import planned
+from lp_pipe.launch.elastic import HostCount
 from lp_pipe.launch.engines import BUILT_IN, engine_class
 from lp_pipe.program import Program
 
@@ -40,8 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         group.add_argument(flag, dest=_OPTION + option, metavar="…", help=help_text)
 
 
-def add_dry_run(parser: argparse.ArgumentParser) -> None:
-    """The option that only a launch has."""
+def add_launch_only(parser: argparse.ArgumentParser) -> None:
+    """The options that only a launch has."""
+    parser.add_argument(
+        "--elastic",
+        metavar="MIN:MAX",
+        help="so many hosts: TARGET is a function of their number, called again when one is lost or comes back",
+    )
     parser.add_argument("--dry-run", action="store_true", help="start no node: print which would run where, and end")
 
 
@@ -62,6 +68,8 @@ def launch_options(arguments: argparse.Namespace) -> dict[str, Any]:
         "engine_options": engine_options(arguments),
     }
     options = {name: value for name, value in given.items() if value}
+    if vars(arguments).get("elastic"):
+        _check_elastic(arguments)
     if options and arguments.mode != "multi_host":
         flag = f"--{next(iter(options)).replace('_', '-')}"
         raise UsageError(f"{flag} is for several hosts: add --mode=multi_host")
@@ -84,6 +92,22 @@ def show_plan(program: Program, arguments: argparse.Namespace) -> int:
         lines = planned(program, arguments.mode, Path(folder), **options)
     print("\n".join(lines))
     return DONE
+
+
+def at_most(arguments: argparse.Namespace) -> int:
+    """Of how many hosts --elastic speaks."""
+    return HostCount.parse(arguments.elastic).most
+
+
+def _check_elastic(arguments: argparse.Namespace) -> None:
+    if arguments.mode != "multi_host":
+        raise UsageError("--elastic is for several hosts: add --mode=multi_host")
+    if arguments.plan is not None or arguments.dry_run:
+        raise UsageError(f"--elastic and {'--plan' if arguments.plan else '--dry-run'} do not go together")
+    try:
+        HostCount.parse(arguments.elastic)
+    except ValueError as error:
+        raise UsageError(f"--elastic: {error}") from error
 
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, str]:

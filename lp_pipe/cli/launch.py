@@ -19,15 +19,15 @@ from lp_pipe.cli.events import JsonDisplay
 from lp_pipe.cli.live import LiveDisplay
 from lp_pipe.cli.plan_option import add_plan_options, load_planned
 from lp_pipe.cli.runs import find_ended_run
+from lp_pipe.cli.targets import load_maker
 from lp_pipe.errors import LpPipeError, NodeError
 from lp_pipe.graph import GraphView, to_svg
-from lp_pipe.launch import Run, launch, new_run_dir
+from lp_pipe.launch import ElasticRun, Run, launch, launch_elastic, new_run_dir
 from lp_pipe.launch.launcher import MODES
 from lp_pipe.launch.proctree import kill_all
 from lp_pipe.launch.signals import Terminated
 
 _REFRESH_S = 0.1
-_ENDED_STATES = {"finished", "failed", "stopped"}
 _EXAMPLES = """\
 examples:
   lp_pipe launch examples/char_gpt.py
@@ -35,6 +35,7 @@ examples:
   lp_pipe launch examples/char_gpt.py --mode=multi_host --engine=ssh --hosts=h1,h2:gpus=4
   lp_pipe launch examples/char_gpt.py --mode=multi_host --engine=slurm --hosts=4 --time=1:00:00
   lp_pipe launch examples/char_gpt.py --mode=multi_host --dry-run     which node where
+  lp_pipe launch my_train.py --mode=multi_host --engine=ssh --hosts=h1,h2,h3 --elastic=2:3
   lp_pipe launch examples/char_gpt.py -- --help          the program's own flags
   lp_pipe launch examples/char_gpt.py --plan=plan.toml   with the stages that lp_pipe partition has planned
   lp_pipe launch examples/char_gpt.py --resume=runs/…    go on from the newest checkpoint of a run that has ended
@@ -78,7 +79,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     )
     add_plan_options(parser)
     hosts.add_arguments(parser)
-    hosts.add_dry_run(parser)
+    hosts.add_launch_only(parser)
     parser.add_argument("--json", action="store_true", help="print events, one JSON object a line, on stdout")
     parser.set_defaults(run=run_command)
 
@@ -92,28 +93,26 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
     with _sigterm_like_ctrl_c():
         if submit.is_wanted(arguments):
             return submit.run(arguments)
-        program = load_planned(arguments, program_flags)
+        options = hosts.launch_options(arguments)
+        make = load_maker(arguments.target, program_flags) if arguments.elastic else None
+        program = load_planned(arguments, program_flags) if make is None else make(hosts.at_most(arguments))
         run_dir = _run_dir(arguments, program.name)
         ours = run_dir if arguments.run_dir is None and arguments.resume is None else None
         with _explained(arguments.target, ours):
             view = GraphView.of(program, arguments.mode)
             if arguments.dry_run:
                 return hosts.show_plan(program, arguments)
-            options = hosts.launch_options(arguments)
         with _make_display(arguments.json) as display:
             display.starting(Start(view, arguments.mode, run_dir))
             with display.output():
                 with _explained(arguments.target, ours):
-                    run = launch(
-                        program,
-                        arguments.mode,
-                        grace=arguments.grace,
-                        run_dir=run_dir,
-                        metrics_sinks=(display.metrics,),
-                        listed=True,
-                        hang_after=arguments.hang_after,
-                        **options,
-                    )
+                    options |= {"grace": arguments.grace, "hang_after": arguments.hang_after, "listed": True}
+                    options |= {"run_dir": run_dir, "metrics_sinks": (display.metrics,)}
+                    run: Run | ElasticRun
+                    if make is None:
+                        run = launch(program, arguments.mode, **options)
+                    else:
+                        run = launch_elastic(make, arguments.elastic, **options)
                 (run.run_dir / "graph.svg").write_text(to_svg(view), encoding="utf-8")
                 result = _wait(run, display)
             display.ended(result, run.status())
@@ -144,11 +143,12 @@ def _explained(target: str, new_folder: Path | None) -> Iterator[None]:
         raise NotLaunched(f"cannot launch {target}: {error}") from error
 
 
-def _wait(run: Run, display: Display) -> ending.Ending:
+def _wait(run: Run | ElasticRun, display: Display) -> ending.Ending:
     began = time.monotonic()
     try:
         display.started()
-        while _is_up(run, display):
+        while not run.is_over:
+            display.status(run.status())
             time.sleep(_REFRESH_S)  # the main thread redraws, and takes Ctrl+C at any time
         run.wait()
     except KeyboardInterrupt:
@@ -161,16 +161,12 @@ def _wait(run: Run, display: Display) -> ending.Ending:
         return ending.interrupted(run, time.monotonic() - began)
     except NodeError as error:
         return ending.failed(error)
+    except LpPipeError as error:  # an elastic run has not found what it needs to go on
+        raise NotLaunched(str(error)) from error
     finally:
         run.stop()
         display.status(run.status())
     return ending.done(run, time.monotonic() - began)
-
-
-def _is_up(run: Run, display: Display) -> bool:
-    status = run.status()
-    display.status(status)
-    return any(row["state"] not in _ENDED_STATES for rows in status.values() for row in rows)
 
 
 def _make_display(is_json: bool) -> Display:

@@ -42,15 +42,37 @@ def load_program(text: str, program_flags: Sequence[str]) -> Program:
         UsageError: no such file, module or name, or not a program; a flag that the program does not take.
         NotLaunched: the target's own code raised.
     """
+    target, name, found = _load(text, program_flags)
+    if isinstance(found, Program):
+        return found
+    if not _takes(found):
+        raise UsageError(f"{target.place}:{name} needs arguments; a target function is called without any")
+    return _made(text, target, name, found)
+
+
+def load_maker(text: str, program_flags: Sequence[str]) -> Callable[[int], Program]:
+    """As `load_program`, for any number of hosts: the target is a function that takes it.
+
+    Raises: as `load_program`, when it is loaded and when it is called.
+    """
+    target, name, found = _load(text, program_flags)
+    if isinstance(found, Program) or not _takes(found, 1):
+        raise UsageError(f"{target.place}:{name}: --elastic needs a function that takes the number of hosts")
+    return lambda num_hosts: _made(text, target, name, lambda: found(num_hosts))
+
+
+def _load(text: str, program_flags: Sequence[str]) -> tuple[Target, str, Any]:
+    """The target, and what was found there under which name."""
     target = Target.parse(text)
     file = _find_file(target) if target.is_file else _find_module(target)
     sys.argv[:] = [str(file), *program_flags]
     module = _guarded(text, lambda: _import_file(file) if target.is_file else importlib.import_module(target.place))
     _parse_absl_flags(text, module, program_flags)
-    name, found = _find_name(target, module)
-    if isinstance(found, Program):
-        return found
-    made = _guarded(text, found)
+    return target, *_find_name(target, module)
+
+
+def _made(text: str, target: Target, name: str, function: Callable[[], Any]) -> Program:
+    made = _guarded(text, function)
     if not isinstance(made, Program):
         raise UsageError(f"{target.place}:{name} returned {type(made).__name__}, but a Program is needed")
     return made
@@ -129,8 +151,6 @@ def _find_name(target: Target, module: ModuleType) -> tuple[str, Any]:
     if isinstance(found, type) or not callable(found):
         kind = "a class" if isinstance(found, type) else f"of type {type(found).__name__}"
         raise UsageError(f"{target.place}:{names[0]} is {kind}, not a Program or a function that returns one")
-    if _needs_arguments(found):
-        raise UsageError(f"{target.place}:{names[0]} needs arguments; a target function is called without any")
     return names[0], found
 
 
@@ -148,14 +168,14 @@ def _no_such_name(target: Target, module: ModuleType) -> str:
     return f"{target.place} has no {target.name!r}{nearest(target.name, known)}"
 
 
-def _needs_arguments(function: Callable[..., Any]) -> bool:
+def _takes(function: Callable[..., Any], *arguments: Any) -> bool:
     try:
-        inspect.signature(function).bind()
+        inspect.signature(function).bind(*arguments)
     except TypeError:
-        return True
-    except ValueError:  # no signature to be had: the call will tell
         return False
-    return False
+    except ValueError:  # no signature to be had: the call will tell
+        return True
+    return True
 
 
 def _guarded(text: str, user_code: Callable[[], Any]) -> Any:

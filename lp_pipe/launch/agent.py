@@ -20,12 +20,14 @@ from lp_pipe.launch import handshake
 from lp_pipe.launch.agent_link import ALIVE, AgentLink
 from lp_pipe.launch.assignment import Assignment
 from lp_pipe.launch.hardware import this_host
+from lp_pipe.launch.placement import Place
 from lp_pipe.launch.ports import Ports
 from lp_pipe.launch.process import ProcessHost
 from lp_pipe.launch.remote_coordinator import RemoteCoordinator
 from lp_pipe.launch.shipped_logs import ShippedLogs
 from lp_pipe.launch.socket_dir import make_socket_dir
 from lp_pipe.launch.source_tree import SourceTree
+from lp_pipe.launch.spec import NodeSpec
 from lp_pipe.launch.tree_store import TreeStore
 from lp_pipe.launch.view import View
 from lp_pipe.launch.zygote import LAUNCHER_PATIENCE_S
@@ -91,7 +93,8 @@ class Agent:
         except Unavailable:
             self._is_over.wait(_ALIVE_EVERY_S)
         while not self._is_over.wait(_ALIVE_EVERY_S):
-            if self.coordinator is None or not self.coordinator.report_calls():
+            coordinator = self.coordinator
+            if coordinator is None or not coordinator.report_calls():
                 self._link.tell(ALIVE)
         if not self._is_welcome:
             raise LaunchError(f"the launcher does not take this agent: {self._closed_reason}")
@@ -116,13 +119,15 @@ class Agent:
         return self._ports.reserve(address)
 
     def close(self) -> "Future[dict[str, int]]":
-        """All nodes are down: free everything, then end; done with how often each fault of a test has struck here."""
+        """All nodes are down: free everything, for the end or another program; with the hits of a test's faults."""
         return _in_thread("close", self._close)
 
     def _lay_out(self, tree: SourceTree) -> None:
         self._tree = self._trees.lay_out(tree)
 
     def _start(self, assignment: Assignment) -> str:
+        self._is_closed = False
+        self.logs = ShippedLogs(self._link)  # that of an earlier program is closed
         run_dir = _usable(Path(assignment.run_dir))
         plan = Assignment(**{**vars(assignment), "run_dir": str(run_dir)}).plan()
         self.coordinator = RemoteCoordinator(self._link, assignment.payloads)
@@ -141,15 +146,17 @@ class Agent:
                 credentials=self._credentials.to_bytes(),
             ),
             preload=assignment.preload,
+            orphan_s=assignment.orphan_s,
         )
         self.host.start()
         return self.host.mark
 
     def _close(self) -> dict[str, int]:
-        if self.host is not None:
-            self.host.close()
+        host, self.host, self.coordinator = self.host, None, None
+        if host is not None:
+            host.close()
         self._is_closed = True
-        return dict(self.host.past_hits) if self.host is not None else {}
+        return dict(host.past_hits) if host is not None else {}
 
     def _on_frame(self, frame: Frame) -> None:
         if self._is_welcome:
@@ -175,7 +182,9 @@ class _Calls:
         self.lay_out = agent.lay_out
         self.reserve = agent.reserve
         self.close = agent.close
-        self.logged = agent.logs.logged
+
+    def logged(self, size: int) -> None:
+        self._agent.logs.logged(size)
 
     @property
     def _host(self) -> ProcessHost:
@@ -188,6 +197,12 @@ class _Calls:
         self._agent.coordinator.starts_again(node_id)
         host = self._host
         return _in_thread(f"restart {node_id}", lambda: host.restart(node_id))
+
+    def take_over(self, spec: NodeSpec, payload: bytes, place: Place) -> "Future[None]":
+        assert self._agent.coordinator is not None
+        self._agent.coordinator.starts_again(spec.node_id)
+        host = self._host
+        return _in_thread(f"take over {spec.node_id}", lambda: host.take_over(spec, payload, place))
 
     def stop_nodes(self, node_ids: list[str]) -> None:
         if self._agent.coordinator is not None:

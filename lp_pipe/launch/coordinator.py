@@ -107,11 +107,12 @@ class Coordinator:
             raise RuntimeError("this address belongs to no node of the program: address.assign(node) before launch")
         return self._reserve_port(address)
 
-    def request_stop(self, hurry: bool = False) -> None:
-        """Begin an ordered stop; `hurry` cuts its grace period short."""
+    def request_stop(self, hurry: bool = False) -> bool:
+        """Begin an ordered stop, True if something was to go on; `hurry` cuts its grace period short."""
         with self._changing():
-            self._lives.stop_requested = True
+            is_first, self._lives.stop_requested = self._lives.must_go_on, True
             self._hurry = self._hurry or hurry
+        return is_first
 
     def log_metrics(self, node_id: str, values: Mapping[str, float], step: int | None) -> None:
         """Under the name of the node of the program, whichever part of it says so."""
@@ -185,6 +186,11 @@ class Coordinator:
         """Whether the node's code has not ended."""
         with self._lock:
             return self._lives.nodes[node_id].is_alive
+
+    def is_gone(self, node_id: str) -> bool:
+        """Whether nothing is left of it, also when it will start again."""
+        with self._lock:
+            return self._lives.nodes[node_id].is_gone
 
     def must_end(self, node_id: str) -> bool:
         """Whether the node was told to end, alone or with the whole program."""

@@ -1,5 +1,7 @@
 """The ends of processes, reported one after the other, and all of them soon."""
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -35,3 +37,12 @@ class ExitQueue:
         while (news := self._news.get()) is not None:
             report, deadline = news
             report(deadline)
+
+
+def how_it_died(status: int) -> str:
+    """A wait status in words."""
+    if os.WIFSIGNALED(status):
+        name = signal.Signals(os.WTERMSIG(status)).name
+        hint = " (kill -9, or the kernel when memory ran out: see dmesg)" if name == "SIGKILL" else ""
+        return f"the process was killed by {name}{hint}"
+    return f"the process ended with exit code {os.waitstatus_to_exitcode(status)} without reporting why (os._exit?)"

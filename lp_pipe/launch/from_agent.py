@@ -1,12 +1,11 @@
 """What the agents of a run may ask of its launcher."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 
 from lp_pipe.launch.agent_link import AgentLink
 from lp_pipe.launch.coordinator import Coordinator
 from lp_pipe.launch.gathering import RemoteAgent
-from lp_pipe.launch.host_placement import HostPlace
 from lp_pipe.launch.plan import Plan
 from lp_pipe.launch.shipped_logs import ReceivedLogs
 
@@ -20,15 +19,15 @@ _PASSED_ON = (
 class PortsElsewhere:
     """Ports are of the host of the node that will listen there, so its agent is asked."""
 
-    def __init__(self, plan: Plan, agents: Mapping[str, RemoteAgent], places: Mapping[str, HostPlace]) -> None:
+    def __init__(self, plan: Plan, agents: Mapping[str, RemoteAgent], host_of: Callable[[str], str]) -> None:
         self._plan = plan
         self._agents = agents
-        self._places = places
+        self._host_of = host_of
 
     def ask(self, address: str) -> "Future[str]":
         if address not in self._plan.owners:
             raise RuntimeError("this address belongs to no node of the program: address.assign(node) before launch")
-        host = self._places[self._plan.owners[address]].host
+        host = self._host_of(self._plan.owners[address])
         return self._agents[host].link.ask("reserve", address)
 
     def reserve(self, address: str) -> str:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from lp_pipe.connections import Connection, Frame, frames
+from lp_pipe.connections import Connection, Frame, Listener, frames
 from lp_pipe.connections.credentials import Credentials
 from lp_pipe.connections.silence import SilenceWatch
 from lp_pipe.connections.tcp_endpoint import SECURE
@@ -37,6 +37,7 @@ class RemoteAgent:
     """The launcher's end of one agent, from its first words on."""
 
     joining: Joining
+    is_silent = False  # it was given up, and does not know
 
     def __init__(self, connection: Connection, gathering: "Gathering", silence_s: float) -> None:
         self.link = AgentLink(connection)
@@ -75,6 +76,7 @@ class RemoteAgent:
         self._connection.send(Frame(frames.SUPERVISION, name=handshake.WELCOME))
 
     def _on_silence(self) -> None:
+        self.is_silent = True
         self._connection.close(f"nothing was heard of it for {self._silence_s:g} s: the host is down, or cut off")
 
     def _on_close(self, reason: str) -> None:
@@ -120,17 +122,10 @@ class Gathering:
         Raises:
             LaunchError: an agent could not be started, was refused, or has not joined in time; says which.
         """
-        from lp_pipe.connections import grpc_stream  # slow to import, and most programs do without
-
         self._needs_torch = needs_torch
-        self._offers = {offer.name: offer for offer in self._engine.hosts()}
-        where = self._where()
-        listener = grpc_stream.listen(f"{SECURE}{where[0]}", self._accept, self._credentials)
+        listener, invitation = self._listen_for_agents(log_dir)
         try:
-            port = listener.endpoint.rpartition(":")[2]
-            addresses = [f"[{name}]:{port}" if ":" in name else f"{name}:{port}" for name in where[1]]
-            secret = self._credentials.to_bytes()
-            self._watched = self._engine.start(Invitation(addresses, secret, log_dir, self._interface))
+            self._watched = self._engine.start(invitation)
             self._wait()
         finally:
             listener.close()  # nobody joins any more
@@ -144,6 +139,10 @@ class Gathering:
             early, self._early_losses = self._early_losses, []
         for agent, why in early:
             on_lost(agent, why)
+
+    def release(self, patience_s: float) -> None:
+        """The program has ended."""
+        self.close(patience_s)
 
     def close(self, patience_s: float) -> None:
         """Let the agents end, which they do when their connections are closed; kill what has not, after a while."""
@@ -168,12 +167,12 @@ class Gathering:
         joining = agent.joining
         handshake.check_versions(joining.host, joining.versions, Versions.here(), self._needs_torch)
         with self._changed:
-            if joining.host not in self._offers:
-                raise LaunchError(f"host {joining.host!r} is not one of this run's: {', '.join(self._offers)}")
+            self._check_is_expected(joining.host)
             if joining.host in self._agents:
                 raise LaunchError(f"host {joining.host!r} has an agent already")
             agent.welcome()
             self._agents[joining.host] = agent
+            self._lost.discard(joining.host)
             self._changed.notify_all()
 
     def refused(self, why: str) -> None:
@@ -192,6 +191,20 @@ class Gathering:
                 self._changed.notify_all()
                 return
         self._on_lost(agent, why)
+
+    def _check_is_expected(self, host: str) -> None:
+        if host not in self._offers:
+            raise LaunchError(f"host {host!r} is not one of this run's: {', '.join(self._offers)}")
+
+    def _listen_for_agents(self, log_dir: str) -> tuple[Listener, Invitation]:
+        from lp_pipe.connections import grpc_stream  # slow to import, and most programs do without
+
+        self._offers = {offer.name: offer for offer in self._engine.hosts()}
+        where = self._where()
+        listener = grpc_stream.listen(f"{SECURE}{where[0]}", self._accept, self._credentials)
+        port = listener.endpoint.rpartition(":")[2]
+        addresses = [f"[{name}]:{port}" if ":" in name else f"{name}:{port}" for name in where[1]]
+        return listener, Invitation(addresses, self._credentials.to_bytes(), log_dir, self._interface)
 
     def _accept(self, connection: Connection) -> None:
         RemoteAgent(connection, self, self._patience.silence_s).start()
@@ -246,6 +259,8 @@ class Gathering:
                 agent.link.tell(ALIVE)
                 if self._is_over.wait(_ALIVE_EVERY_S / len(agents)):
                     return
+            if not agents:
+                self._is_over.wait(_ALIVE_EVERY_S)
 
 
 def _bracketed(address: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Self
 from lp_pipe.errors import LaunchError
 from lp_pipe.launch.hardware import Hardware
 
-PROTOCOL = 1  # of agent_link.py, and of what agents and launchers call there
+PROTOCOL = 2  # of agent_link.py, and of what agents and launchers call there
 JOIN, WELCOME = "join", "welcome"
 
 

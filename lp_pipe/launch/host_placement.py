@@ -5,7 +5,7 @@ can, and a group uses all hosts.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lp_pipe.launch.engines.base import HostOffer
@@ -70,7 +70,58 @@ def place_on_hosts(nodes: Sequence[NodeSpec], hosts: Mapping[str, Hardware]) -> 
     Raises:
         ValueError: a group wants more than all hosts together have left, or a host that is not there.
     """
-    rooms = {name: _Room(hardware, len(hardware.gpus), hardware.memory_bytes) for name, hardware in hosts.items()}
+    return _places(nodes, hosts, _hosts_of(nodes, _rooms(hosts)), {})
+
+
+def place_again(
+    nodes: Sequence[NodeSpec],
+    hosts: Mapping[str, Hardware],
+    staying: Sequence[NodeSpec],
+    places: Mapping[str, HostPlace],
+    only_spares: bool = False,
+) -> dict[str, HostPlace]:
+    """New places for the nodes of a host that is lost, beside those that stay where `places` says.
+
+    A host without nodes, a spare, takes all of them if it can; else (unless `only_spares`) they go where there is room,
+    as at the start.
+
+    Raises:
+        ValueError: the hosts that are left do not have what a group wants.
+    """
+    if not hosts:
+        raise ValueError("no host is left")
+    missing = ValueError("no host is without nodes")
+    taken = {spec.node_id: places[spec.node_id] for spec in staying}
+    for candidates in _candidates(hosts, taken, only_spares):
+        rooms = _rooms(candidates)
+        for spec in {spec.name: spec for spec in staying}.values():
+            if taken[spec.node_id].host in rooms:
+                rooms[taken[spec.node_id].host].take(spec)
+        try:
+            host_of = _hosts_of(nodes, rooms)
+        except ValueError as error:
+            missing = error
+        else:
+            return _places(nodes, hosts, host_of, taken)
+    raise missing
+
+
+def _candidates(
+    hosts: Mapping[str, Hardware], taken: Mapping[str, HostPlace], only_spares: bool
+) -> Iterator[Mapping[str, Hardware]]:
+    """Each spare by itself, then all hosts."""
+    in_use = {found.host for found in taken.values()}
+    yield from ({name: hardware} for name, hardware in hosts.items() if name not in in_use)
+    if not only_spares:
+        yield hosts
+
+
+def _rooms(hosts: Mapping[str, Hardware]) -> dict[str, _Room]:
+    return {name: _Room(hardware, len(hardware.gpus), hardware.memory_bytes) for name, hardware in hosts.items()}
+
+
+def _hosts_of(nodes: Sequence[NodeSpec], rooms: Mapping[str, _Room]) -> dict[str, str]:
+    """By the name of the node of the program; takes the room."""
     groups: dict[str, dict[str, NodeSpec]] = {}
     for spec in nodes:
         groups.setdefault(spec.label, {}).setdefault(spec.name, spec)
@@ -82,7 +133,7 @@ def place_on_hosts(nodes: Sequence[NodeSpec], hosts: Mapping[str, Hardware]) -> 
         for spec, name in zip(specs, names, strict=True):
             rooms[name].take(spec)
             host_of[spec.name] = name
-    return _places(nodes, hosts, host_of)
+    return host_of
 
 
 def _shares(label: str, specs: Sequence[NodeSpec], rooms: Mapping[str, _Room]) -> dict[str, int]:
@@ -106,7 +157,10 @@ def _shares(label: str, specs: Sequence[NodeSpec], rooms: Mapping[str, _Room]) -
 
 
 def _places(
-    nodes: Sequence[NodeSpec], hosts: Mapping[str, Hardware], host_of: Mapping[str, str]
+    nodes: Sequence[NodeSpec],
+    hosts: Mapping[str, Hardware],
+    host_of: Mapping[str, str],
+    taken: Mapping[str, HostPlace],
 ) -> dict[str, HostPlace]:
     found: dict[str, HostPlace] = {}
     here: dict[str, list[NodeSpec]] = {name: [] for name in hosts}
@@ -114,7 +168,9 @@ def _places(
         anywhere = dataclasses.replace(spec, resources=dataclasses.replace(spec.resources, host=None))
         here[host_of[spec.name]].append(anywhere)
     for name, hardware in hosts.items():
-        found.update({node_id: HostPlace(name, place) for node_id, place in place_all(here[name], hardware).items()})
+        beside = [other.place for other in taken.values() if other.host == name]
+        new = place_all(here[name], hardware, beside)
+        found.update({node_id: HostPlace(name, place) for node_id, place in new.items()})
     return {spec.node_id: found[spec.node_id] for spec in nodes}
 
 

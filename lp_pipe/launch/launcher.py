@@ -10,10 +10,10 @@ from lp_pipe.launch import mixed, multi_host, process
 from lp_pipe.launch.control import ControlPoint
 from lp_pipe.launch.coordinator import Coordinator
 from lp_pipe.launch.engines import Engine, make_engine
+from lp_pipe.launch.gathered import MultiHostOptions
 from lp_pipe.launch.gathering import Patience
 from lp_pipe.launch.hangs import HangWatch
 from lp_pipe.launch.host import Host
-from lp_pipe.launch.multi_host import MultiHostOptions
 from lp_pipe.launch.plan import Plan, make_plan, serialize_nodes
 from lp_pipe.launch.run import Run
 from lp_pipe.launch.source_tree import SourceTree
@@ -91,10 +91,25 @@ def launch(
         found = named_engine(engine, hosts, engine_options or {})
         tree = None if sync is None else SourceTree.of(sync)
         options = MultiHostOptions(found, listen, interface, Patience(join_timeout, host_timeout), tree)
-    plan = make_plan(program, _make_run_dir(program.name, run_dir), grace)
-    metrics = MetricsLog(plan.run_dir / "metrics.jsonl", metrics_sinks)
     if serialize_py_nodes:
-        serialize_nodes(plan)
+        serialize_nodes(make_plan(program, Path(), grace))
+    folder = make_run_dir(program.name, run_dir)
+    return start_run(program, mode, options, folder, grace, metrics_sinks, listed, hang_after)
+
+
+def start_run(
+    program: Program,
+    mode: str,
+    options: MultiHostOptions | None,
+    run_dir: Path,
+    grace: float,
+    metrics_sinks: tuple[Sink, ...],
+    listed: bool | None,
+    hang_after: float | None,
+) -> Run:
+    """As `launch`, once it is decided where."""
+    plan = make_plan(program, run_dir, grace)
+    metrics = MetricsLog(plan.run_dir / "metrics.jsonl", metrics_sinks)
     host, coordinator = MODES[mode](plan, metrics, options)
     is_listed = mode != "thread" if listed is None else listed
     control = ControlPoint(coordinator, host, mode) if is_listed else None
@@ -127,7 +142,8 @@ def _needed(options: MultiHostOptions | None) -> MultiHostOptions:
     return options
 
 
-def _make_run_dir(name: str, asked: str | os.PathLike[str] | None) -> Path:
+def make_run_dir(name: str, asked: str | os.PathLike[str] | None) -> Path:
+    """The folder of a run: what was asked for, or a new one."""
     if asked is not None:
         folder = Path(asked)
     else:

@@ -1,7 +1,6 @@
 """Multi-host mode: an agent on every host does there what process mode does here; one coordinator knows all of them."""
 
 import contextlib
-import sys
 import threading
 import time
 import uuid
@@ -9,25 +8,23 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from lp_pipe.connections import spanning
-from lp_pipe.connections.credentials import Credentials, generate_credentials
+from lp_pipe.connections.credentials import generate_credentials
 from lp_pipe.errors import LaunchError, Unavailable
 from lp_pipe.launch.agent_link import AgentLink
 from lp_pipe.launch.assignment import Assignment, without_code
 from lp_pipe.launch.coordinator import Coordinator
-from lp_pipe.launch.engines import Engine
 from lp_pipe.launch.from_agent import FromAgent, PortsElsewhere
-from lp_pipe.launch.gathering import Gathering, Patience, RemoteAgent
+from lp_pipe.launch.gathered import Gathered, MultiHostOptions, gather
+from lp_pipe.launch.gathering import RemoteAgent
 from lp_pipe.launch.host import Host
-from lp_pipe.launch.host_placement import HostPlace, offered, place_on_hosts
 from lp_pipe.launch.local_modules import ship_local_modules, stop_shipping
 from lp_pipe.launch.plan import Plan, serialize_nodes
-from lp_pipe.launch.record import Failure
+from lp_pipe.launch.relocation import Relocation, orphan_s
 from lp_pipe.launch.shipped_logs import ReceivedLogs
 from lp_pipe.launch.source_tree import SourceTree, send_tree
 from lp_pipe.launch.spec import NodeSpec
@@ -43,46 +40,6 @@ _STACKS_PATIENCE_S = 5.0
 _CLOSE_PATIENCE_S = 8.0
 
 
-@dataclass(frozen=True)
-class MultiHostOptions:
-    """listen: by which address the hosts reach the launcher, interface: by which each other; "": found out.
-
-    tree: sources that every host is given.
-    """
-
-    engine: Engine
-    listen: str = ""
-    interface: str = ""
-    patience: Patience = field(default_factory=Patience)
-    tree: SourceTree | None = None
-
-
-@dataclass(frozen=True)
-class Gathered:
-    """The hosts of a run are there, and it is decided what goes where; nothing of the program runs."""
-
-    gathering: Gathering
-    agents: Mapping[str, RemoteAgent]
-    places: Mapping[str, HostPlace]
-
-
-def gather(plan: Plan, options: MultiHostOptions, credentials: Credentials) -> Gathered:
-    """Start the agents, and place the nodes on their hosts.
-
-    Raises:
-        LaunchError: a host has not joined. ValueError: the hosts do not have what the program wants.
-    """
-    gathering = Gathering(options.engine, credentials, options.listen, options.interface, options.patience)
-    try:
-        agents = gathering.gather(str(plan.run_dir / "agents"), needs_torch="torch" in sys.modules)
-        offers = gathering.offers
-        hardware = {name: offered(offers[name], agent.joining.hardware) for name, agent in agents.items()}
-        return Gathered(gathering, agents, place_on_hosts(plan.nodes, hardware))
-    except BaseException:  # also Ctrl+C
-        gathering.close(patience_s=1.0)
-        raise
-
-
 def make_host(plan: Plan, metrics: MetricsLog, options: MultiHostOptions) -> tuple[Host, Coordinator]:
     """A host that runs each node of `plan` on one of the engine's hosts; these have joined when it returns.
 
@@ -94,16 +51,17 @@ def make_host(plan: Plan, metrics: MetricsLog, options: MultiHostOptions) -> tup
     shipped = ship_local_modules(options.tree.root if options.tree else "")
     try:
         payloads = serialize_nodes(plan)
-        credentials = generate_credentials()
+        credentials = options.kept.credentials if options.kept is not None else generate_credentials()
         gathered = gather(plan, options, credentials)
     except BaseException:
         stop_shipping(shipped)
         raise
     run = uuid.uuid4().hex
-    ports = PortsElsewhere(plan, gathered.agents, gathered.places)
+    ports = PortsElsewhere(plan, gathered.agents, lambda node_id: host.where(node_id))
     coordinator = Coordinator(plan, lambda address: spanning.name_of(run, address), metrics, ports.reserve)
     spanning.join(spanning.Member(run, "the launcher", credentials, coordinator.find))
-    return MultiHost(run, plan, coordinator, payloads, gathered, ports, shipped, options.tree), coordinator
+    host = MultiHost(run, plan, coordinator, payloads, gathered, ports, shipped, options.tree)
+    return host, coordinator
 
 
 class MultiHost(Host):
@@ -125,6 +83,9 @@ class MultiHost(Host):
         self._coordinator = coordinator
         self._payloads = payloads
         self._gathered = gathered
+        self._relocation = Relocation(
+            plan.nodes, gathered.hardware, gathered.places, coordinator, only_spares=gathered.is_elastic
+        )
         self._ports = ports
         self._shipped = shipped
         self._tree = tree
@@ -137,13 +98,12 @@ class MultiHost(Host):
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        agents = self._up()  # hosts may be lost meanwhile
+        agents, nodes = self._up(), self._nodes_by_host()  # hosts may be lost meanwhile
         for agent in agents.values():
             agent.link.serve(FromAgent(self._coordinator, self._logs, agent.link, self._ports))
         self._gathered.gathering.tell_of_losses(self._on_lost)
         try:
             self._send_tree(agents)
-            nodes = self._nodes_by_host()
             started = {name: agent.link.ask("start", self._assignment(nodes[name])) for name, agent in agents.items()}
             wait_for(started.values(), _START_PATIENCE_S)
             for name, done in started.items():
@@ -154,13 +114,19 @@ class MultiHost(Host):
                 self._coordinator.node_down(spec.node_id)
             self.close()
             raise
-        self._payloads = {}  # the agents have them
+        again = [spec.node_id for spec in self._plan.nodes if spec.may_start_again]
+        self._payloads = {node_id: self._payloads[node_id] for node_id in again}  # the others: their agents have them
 
     def restart(self, node_id: str) -> None:
-        self._link_of(node_id).ask("restart", node_id).result(_START_PATIENCE_S)
+        if self._relocation.is_fenced(node_id):
+            return
+        with contextlib.suppress(Unavailable):  # its host is lost: `_on_lost` sees to its nodes
+            self._ask_to_start(node_id).result(_START_PATIENCE_S)
 
     def stop_nodes(self, node_ids: Iterable[str]) -> None:
+        node_ids = list(node_ids)
         self._tell("stop_nodes", node_ids)
+        self._relocation.give_up(node_ids)
 
     def terminate(self, node_ids: Iterable[str]) -> None:
         self._tell("terminate", node_ids)
@@ -169,11 +135,12 @@ class MultiHost(Host):
         self._tell("kill", node_ids)
 
     def close(self) -> None:
+        self._relocation.close()
         closing = [agent.link.ask("close") for agent in self._up().values()]
         for answer in wait_for(closing, _CLOSE_PATIENCE_S).done:
             with contextlib.suppress(Unavailable, LaunchError):  # it is gone, with all that it knew
                 self._past_hits.update(answer.result())
-        self._gathered.gathering.close(patience_s=_CLOSE_PATIENCE_S / 2)
+        self._gathered.gathering.release(patience_s=_CLOSE_PATIENCE_S / 2)
         self._logs.close()
         spanning.leave(self._run)
         stop_shipping(self._shipped)
@@ -202,7 +169,7 @@ class MultiHost(Host):
         return {**{f"of host {name}": answer for name, answer in asked.items()}, "": past}
 
     def where(self, node_id: str) -> str:
-        return self._gathered.places[node_id].host
+        return self._relocation.host_of(node_id)
 
     def last_lines(self, node_id: str) -> list[str]:
         return self._logs.last_lines(node_id)
@@ -222,11 +189,12 @@ class MultiHost(Host):
             program=self._plan.program,
             nodes=without_code(nodes),
             payloads={spec.node_id: self._payloads[spec.node_id] for spec in nodes},
-            places={spec.node_id: self._gathered.places[spec.node_id].place for spec in nodes},
+            places={spec.node_id: self._relocation.place_of(spec.node_id).place for spec in nodes},
             run_dir=str(self._plan.run_dir),
             grace_s=self._plan.grace_s,
             surroundings=self._surroundings,
             preload=tuple(loaded_here()),
+            orphan_s=orphan_s(self._plan.nodes, self._gathered.is_elastic),
         )
 
     def _send_tree(self, agents: Mapping[str, RemoteAgent]) -> None:
@@ -243,13 +211,18 @@ class MultiHost(Host):
 
     def _on_lost(self, agent: RemoteAgent, why: str) -> None:
         with self._lock:
-            self._agents.pop(agent.name, None)
+            if self._agents.get(agent.name) is not agent:
+                return  # it was lost before this program began
+            del self._agents[agent.name]
             self._views.pop(agent.name, None)
-        lost = [spec.node_id for spec in self._plan.nodes if self.where(spec.node_id) == agent.name]
-        for node_id in lost:
-            self._coordinator.node_ended(node_id, Failure("HostLost", why), can_restart=False)
-        for node_id in lost:
-            self._coordinator.node_down(node_id)
+        self._relocation.lose(agent.name, why, agent.is_silent)
+
+    def _ask_to_start(self, node_id: str) -> "Future[None]":
+        if not self._relocation.take_new(node_id):
+            return self._link_of(node_id).ask("restart", node_id)
+        (spec,) = without_code(one for one in self._plan.nodes if one.node_id == node_id)
+        place = self._relocation.place_of(node_id).place
+        return self._link_of(node_id).ask("take_over", spec, self._payloads[node_id], place)
 
     def _tell(self, method: str, node_ids: Iterable[str]) -> None:
         by_host: dict[str, list[str]] = {}

@@ -31,7 +31,7 @@ class NodeStream:
         self._view = View([], [], [])
         self._faults: dict[int, tuple[str, Future[int]]] = {}
         self.last_hits: dict[str, int] = {}  # of each fault, when the process has ended
-        self._actions: dict[str, Callable[[Any], None]] = {
+        self._actions: dict[str, Callable[[Any], object]] = {
             "hello": self._on_hello,
             "register": self._on_register,
             "resolve": self._on_resolve,

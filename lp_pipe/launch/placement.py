@@ -1,5 +1,6 @@
 """Which cores and GPUs of a host each node gets; refuses what the host does not have, before anything starts."""
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,11 +28,11 @@ class Place:
         return {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {}
 
 
-def place_all(nodes: Sequence[NodeSpec], host: Hardware) -> dict[str, Place]:
+def place_all(nodes: Sequence[NodeSpec], host: Hardware, taken: Sequence[Place] = ()) -> dict[str, Place]:
     """The place of every process, by node_id; those of one node of the program share its place.
 
     Each node has its GPUs for itself. Cores are handed out in order, and again from the first (least used) one when
-    all are taken.
+    all are taken. taken: what other nodes have already (memory is the caller's to count).
 
     Raises:
         ValueError: a group wants more than there is, or another host; says what it wants and what there is.
@@ -41,8 +42,10 @@ def place_all(nodes: Sequence[NodeSpec], host: Hardware) -> dict[str, Place]:
         first_parts.setdefault(spec.name, spec)
     _check_hosts(nodes, host)
     _check_memory(first_parts.values(), host)
-    gpus = _hand_out_gpus(first_parts.values(), host)
-    used: Counter[int] = Counter()
+    in_use = {gpu for place in taken for gpu in place.gpus}
+    free = dataclasses.replace(host, gpus=tuple(gpu for gpu in host.gpus if gpu not in in_use))
+    gpus = _hand_out_gpus(first_parts.values(), free)
+    used = Counter(core for place in taken for core in place.cpus)
     places = {name: Place(_take_cpus(spec, host, used), _take_gpus(spec, gpus)) for name, spec in first_parts.items()}
     return {spec.node_id: places[spec.name] for spec in nodes}
 

@@ -18,7 +18,7 @@ from lp_pipe import connections
 from lp_pipe.connections import Connection
 from lp_pipe.launch import os_text
 from lp_pipe.launch.coordinator import Coordinator
-from lp_pipe.launch.exits import ExitQueue
+from lp_pipe.launch.exits import ExitQueue, how_it_died
 from lp_pipe.launch.hardware import this_host
 from lp_pipe.launch.host import Host
 from lp_pipe.launch.node_stream import NodeStream
@@ -32,7 +32,7 @@ from lp_pipe.launch.surroundings import Surroundings
 from lp_pipe.launch.template import MARK, Template
 from lp_pipe.launch.threads import thread_environment
 from lp_pipe.launch.view import View
-from lp_pipe.launch.zygote import LAUNCHER_PATIENCE_S
+from lp_pipe.launch.zygote import LAUNCHER_PATIENCE_S, ORPHAN_S
 from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.telemetry.log_files import LogFiles, LogOutput, log_path
 from lp_pipe.telemetry.logs import LogPump
@@ -63,6 +63,7 @@ class ProcessHost(Host):
 
     surroundings: of the nodes; None: this process's as they are now, whatever it does later. log_output: what takes
         their lines; None: files in the run's folder, and this process's streams. membership: in a run on several hosts.
+    orphan_s: see Template.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class ProcessHost(Host):
         log_output: LogOutput | None = None,
         membership: wire.Membership | None = None,
         preload: Sequence[str] | None = None,
+        orphan_s: float = ORPHAN_S,
     ) -> None:
         self._plan = plan
         self._coordinator = coordinator
@@ -88,6 +90,7 @@ class ProcessHost(Host):
         self._surroundings = surroundings or Surroundings.here()
         self._membership = membership
         self._preload = preload
+        self._orphan_s = orphan_s
         self._streams: dict[str, NodeStream] = {}
         self._faults: dict[str, wire.Fault] = {}
         self.past_hits: Counter[str] = Counter()  # of faults in processes that have ended
@@ -103,9 +106,8 @@ class ProcessHost(Host):
         try:
             self._listener = connections.listen(f"unix:{self._socket_dir}/coordinator", self._accept)
             self._exits.start()
-            self._template = Template(
-                self._coordinator.node_started, self._on_exit, self._on_template_lost, self._preload
-            )
+            told = self._coordinator.node_started, self._on_exit, self._on_template_lost
+            self._template = Template(*told, self._preload, self._orphan_s, self._socket_dir)
             self.mark = self._template.mark[MARK]
             threading.Thread(target=self._ping, args=(self._template,), name="launcher pings", daemon=True).start()
             for spec in self._plan.nodes:
@@ -120,6 +122,12 @@ class ProcessHost(Host):
     def restart(self, node_id: str) -> None:
         self._attempts[node_id] += 1
         self._start_node(self._specs[node_id])
+
+    def take_over(self, spec: NodeSpec, payload: bytes, place: Place) -> None:
+        """Start a node that was not in the plan, because its host is lost."""
+        self._specs[spec.node_id], self._payloads[spec.node_id], self._places[spec.node_id] = spec, payload, place
+        self._attempts[spec.node_id] = 0
+        self._start_node(spec)
 
     def stop_nodes(self, node_ids: Iterable[str]) -> None:
         for node_id in node_ids:
@@ -173,7 +181,6 @@ class ProcessHost(Host):
             "node": spec.node_id,
             "attempt": self._attempts[spec.node_id],
             "endpoint": f"unix:{self._socket_dir}/coordinator",
-            "socket_dir": self._socket_dir,
             "fresh": spec.resources.needs_fresh_interpreter,
             "env": self._environment_of(spec) if spec.resources.needs_fresh_interpreter else None,
         }
@@ -231,12 +238,12 @@ class ProcessHost(Host):
             stream.send(stop=wire.Stop())
 
     def _on_exit(self, node_id: str, status: int) -> None:
-        self._exits.put(lambda deadline: self._process_ended(node_id, _how_it_died(status), deadline))
+        self._exits.put(lambda deadline: self._process_ended(node_id, how_it_died(status), deadline))
 
     def _on_template_lost(self, reason: str) -> None:
         how = f"the process was killed because {reason}"
-        for spec in self._plan.nodes:
-            self._exits.put(functools.partial(self._process_ended, spec.node_id, how, can_restart=False))
+        for node_id in list(self._specs):
+            self._exits.put(functools.partial(self._process_ended, node_id, how, can_restart=False))
 
     def _process_ended(self, node_id: str, how: str, deadline: float, can_restart: bool = True) -> None:
         # What the node said last is still in its stream; a forked grandchild may hold that open, so not for ever.
@@ -286,11 +293,3 @@ def _answer_of(future: "Future[str]") -> str:
         return future.result(_STACKS_PATIENCE_S)
     except TimeoutError:
         return f"(no answer within {_STACKS_PATIENCE_S} s: it is stopped, or inside C code that holds Python's lock)"
-
-
-def _how_it_died(status: int) -> str:
-    if os.WIFSIGNALED(status):
-        name = signal.Signals(os.WTERMSIG(status)).name
-        hint = " (kill -9, or the kernel when memory ran out: see dmesg)" if name == "SIGKILL" else ""
-        return f"the process was killed by {name}{hint}"
-    return f"the process ended with exit code {os.waitstatus_to_exitcode(status)} without reporting why (os._exit?)"

@@ -107,9 +107,17 @@ class Run:
             wait_awake(self._is_over)
             self._interrupts.uninstall()
 
-    def request_stop(self) -> None:
-        """Begin an ordered stop and return at once."""
-        self._coordinator.request_stop()
+    def request_stop(self, hurry: bool = False) -> bool:
+        """Begin an ordered stop and return at once; True when nobody had before, and nodes were up.
+
+        hurry: without the grace period.
+        """
+        return self._coordinator.request_stop(hurry)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing of it is left."""
+        return self._is_over.is_set()
 
     def status(self) -> dict[str, list[dict[str, Any]]]:
         """`{label: [{"state", "pid", "error", "uptime_s", "waiting", "restarts", "calls_per_s"}, ...]}`, one each.

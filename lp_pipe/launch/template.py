@@ -14,14 +14,15 @@ from typing import Any
 
 from lp_pipe.errors import LaunchError
 from lp_pipe.launch.proctree import kill_all, marked
-from lp_pipe.launch.zygote import receive_message, send_message
+from lp_pipe.launch.zygote import ORPHAN_S, receive_message, send_message
 
 # Slow to import and harmless to fork: loaded once in the template when the launching process has loaded them itself.
 _WORTH_PRELOADING = ("numpy", "torch", "torch.optim", "torch.utils._pytree", "lp_pipe.pipeline.worker")
 MARK = "LP_PIPE_TEMPLATE"
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from lp_pipe.launch.zygote import main; main(int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4]))"
+    "from lp_pipe.launch.zygote import main; "
+    "main(int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4]), float(sys.argv[5]), sys.argv[6])"
 )
 
 OnExit = Callable[[str, int], None]
@@ -34,10 +35,17 @@ class Template:
 
     on_exit(node_id, wait_status); on_lost(reason): the template itself has died, and every node with it.
     preload: modules that it imports; None: those of use that this process has imported.
+    orphan_s: how long nodes may take to end when this process has died. socket_dir: the run's folder, removed then.
     """
 
     def __init__(
-        self, on_start: OnStart, on_exit: OnExit, on_lost: OnLost, preload: Sequence[str] | None = None
+        self,
+        on_start: OnStart,
+        on_exit: OnExit,
+        on_lost: OnLost,
+        preload: Sequence[str] | None = None,
+        orphan_s: float = ORPHAN_S,
+        socket_dir: str = "",
     ) -> None:
         self._on_start = on_start
         self._on_exit = on_exit
@@ -51,6 +59,8 @@ class Template:
             str(theirs.fileno()),
             str(os.getpid()),
             json.dumps(loaded_here() if preload is None else [*preload]),
+            str(orphan_s),
+            socket_dir,
         ]
         # BLAS would start its threads when numpy is imported, and threads do not survive a fork.
         environment = {**os.environ, MARK: self._mark, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}

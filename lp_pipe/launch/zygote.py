@@ -32,9 +32,9 @@ _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 # A launcher that is silent for so long counts as dead, here and on the nodes' own streams; it pings every second.
 LAUNCHER_PATIENCE_S = 8.0
-# The launcher died: its nodes see their streams close and stop; those that do not are made to.
-_ORPHAN_TERM_S = 4.0
-_ORPHAN_KILL_S = 5.0
+# The launcher died: its nodes see their streams close and stop; those that do not are made to, after so long.
+ORPHAN_S = 5.0
+_ORPHAN_TERM = 0.8  # of that time: SIGTERM
 
 
 def send_message(sock: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
@@ -69,11 +69,12 @@ def _receive_exactly(sock: socket.socket, size: int) -> bytes:
 class Zygote:
     """One per run; `serve` ends when the launcher says goodbye, is dead or silent, and all nodes are gone."""
 
-    def __init__(self, control: socket.socket, launcher_pid: int) -> None:
+    def __init__(self, control: socket.socket, launcher_pid: int, orphan_s: float, socket_dir: str) -> None:
         self._control = control
+        self._orphan_s = orphan_s
         self._launcher = _pidfd(launcher_pid)
         self._nodes: dict[int, str] = {}  # pid -> node_id
-        self._socket_dir = ""
+        self._socket_dir = socket_dir
         self._is_done = False
         self._wake, wake_write = socket.socketpair()
         self._wake.setblocking(False)
@@ -122,7 +123,6 @@ class Zygote:
         return True
 
     def _start_node(self, message: dict[str, Any], fds: list[int]) -> None:
-        self._socket_dir = message["socket_dir"]
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
@@ -188,8 +188,8 @@ class Zygote:
     def _clean_up(self, is_orderly: bool) -> None:
         start = time.monotonic()
         asked = False
-        while self._nodes and not is_orderly and time.monotonic() < start + _ORPHAN_KILL_S:
-            if not asked and time.monotonic() > start + _ORPHAN_TERM_S:
+        while self._nodes and not is_orderly and time.monotonic() < start + self._orphan_s:
+            if not asked and time.monotonic() > start + _ORPHAN_TERM * self._orphan_s:
                 asked = True
                 for pid in tree_of(os.getpid()):
                     with contextlib.suppress(ProcessLookupError):
@@ -250,8 +250,11 @@ def _reseed() -> None:
         torch.manual_seed(int.from_bytes(os.urandom(7), "little"))
 
 
-def main(control_fd: int, launcher_pid: int, preload: list[str]) -> None:
-    """Import what is asked for, then serve fork requests."""
+def main(control_fd: int, launcher_pid: int, preload: list[str], orphan_s: float, socket_dir: str) -> None:
+    """Import what is asked for, then serve fork requests.
+
+    orphan_s: what nodes have to end when the launcher has. socket_dir: is removed then.
+    """
     control = socket.socket(fileno=control_fd)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     _set_process_name("lp:template")
@@ -261,9 +264,9 @@ def main(control_fd: int, launcher_pid: int, preload: list[str]) -> None:
             importlib.import_module(module)
     gc.collect()
     gc.freeze()  # the collector would touch, and so copy, every page that the children share
-    zygote = Zygote(control, launcher_pid)
+    zygote = Zygote(control, launcher_pid, orphan_s, socket_dir)
     zygote.serve()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3]))
+    main(int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3]), float(sys.argv[4]), sys.argv[5])

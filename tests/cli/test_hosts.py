@@ -87,6 +87,10 @@ def test_another_terminal_sees_and_stops_a_run_on_several_hosts(target: str, com
         (["--hosts=a,b"], "--hosts is for several hosts: add --mode=multi_host"),
         (["--mode=multi_host", "--engine=nomad"], "unknown engine 'nomad'; known are local, ssh, manual"),
         (["--mode=multi_host", "--engine-option=x"], "--engine-option=x: write NAME=VALUE"),
+        (["--elastic=1:2"], "--elastic is for several hosts: add --mode=multi_host"),
+        (["--mode=multi_host", "--elastic=4"], "'4' is no number of hosts: write MIN:MAX, such as 2:4"),
+        (["--mode=multi_host", "--elastic=1:2", "--dry-run"], "--elastic and --dry-run do not go together"),
+        (["--mode=multi_host", "--elastic=1:2"], "needs a function that takes the number of hosts"),
     ],
 )
 def test_options_that_make_no_sense_are_wrong_usage(flags: list[str], said: str, target: str, command: Command) -> None:
@@ -98,3 +102,23 @@ def test_what_no_host_has_is_said_before_anything_starts(target: str, command: C
     done = command("launch", target, "--mode=multi_host", "--hosts=a:gpus=99")
     assert done.returncode == 3
     assert "host 'a' is said to have 99 GPUs, but its agent has found" in done.stderr
+
+
+@pytest.mark.slow
+def test_an_elastic_program_is_made_for_the_hosts_that_there_are(folder: Path, command: Command) -> None:
+    made = (
+        PROGRAM.partition("program = ")[0]
+        + """
+def make_program(num_hosts):
+    program = lp.Program("asking")
+    with program.group("server"):
+        servers = [program.add_node(lp.CourierNode(Server)) for _ in range(num_hosts)]
+    with program.group("asking"):
+        program.add_node(lp.PyNode(ask, servers))
+    return program
+"""
+    )
+    (folder / "elastic.py").write_text(made)
+    done = command("launch", "elastic.py", "--mode=multi_host", "--hosts=3", "--elastic=1:2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "[asking/0] asked 2" in done.stdout and "done in" in done.stdout

@@ -7,7 +7,7 @@ import pytest
 import lp_pipe as lp
 from lp_pipe.launch.engines import HostOffer
 from lp_pipe.launch.hardware import Hardware
-from lp_pipe.launch.host_placement import offered, place_on_hosts
+from lp_pipe.launch.host_placement import offered, place_again, place_on_hosts
 from lp_pipe.launch.spec import NodeSpec
 
 GIB = 1 << 30
@@ -92,3 +92,41 @@ def test_parts_of_one_node_share_its_host() -> None:
     node: lp.PyNode = lp.PyNode(print)
     inner = [NodeSpec(f"both/0.{place}", "both", 0, 1, node, lp.Resources()) for place in range(2)]
     assert names([*group("first", 1), *inner], hosts(host("a"), host("b"))) == ["a", "b", "b"]
+
+
+def again(nodes: list[NodeSpec], on: dict[str, Hardware], lost: str) -> list[tuple[str, tuple[str, ...]]]:
+    """Where those of a lost host go, and which GPUs they get."""
+    places = place_on_hosts(nodes, on)
+    moving = [spec for spec in nodes if places[spec.node_id].host == lost]
+    staying = [spec for spec in nodes if spec not in moving]
+    left = {name: hardware for name, hardware in on.items() if name != lost}
+    new = place_again(moving, left, staying, places)
+    return [(new[spec.node_id].host, new[spec.node_id].place.gpus) for spec in moving]
+
+
+def test_a_spare_host_takes_all_nodes_of_a_lost_one() -> None:
+    three = hosts(host("a", gpus=1), host("b", gpus=2), host("c", gpus=4))
+    assert again(group("feeder", 1) + group("stages", 2, gpus=1), three, "a") == [("c", ()), ("c", ("0",))]
+    assert again(group("stages", 2, gpus=1), three, "b") == [("c", ("0",))]
+
+
+def test_without_a_spare_nodes_of_a_lost_host_get_what_the_others_have_left() -> None:
+    both = hosts(host("a", gpus=3), host("b", gpus=2))
+    assert again(group("stages", 3, gpus=1), both, "b") == [("a", ("2",))]
+    cores = place_again(
+        group("late", 1, cpus=2),
+        hosts(host("a", cpus=4)),
+        early := group("early", 1, cpus=2),
+        place_on_hosts(early, hosts(host("a", cpus=4))),
+    )
+    assert cores["late/0"].place.cpus == (2, 3)
+
+
+def test_a_lost_host_that_the_others_have_no_room_for_is_refused_with_what_is_missing() -> None:
+    both = hosts(host("a", gpus=1), host("b", gpus=1))
+    with pytest.raises(ValueError, match=r"group 'stages' wants 1 GPUs .* left: a: 0 of 1 GPUs"):
+        again(group("stages", 2, gpus=1), both, "b")
+    with pytest.raises(ValueError, match="must run on host 'b', which is not one of a"):
+        again(group("stages", 1, host="b"), both, "b")
+    with pytest.raises(ValueError, match="no host is left"):
+        again(group("stages", 1), hosts(host("a")), "a")

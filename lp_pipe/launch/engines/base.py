@@ -115,6 +115,16 @@ class Engine(ABC):
             LaunchError: one cannot be started; those that were are killed.
         """
 
+    def start_again(self, invitation: Invitation, name: str) -> Watched | None:
+        """Start the agent of one host again, which had ended; None: only the host itself can.
+
+        Called again and again, as long as the host has not come back.
+
+        Raises:
+            LaunchError: it cannot be started now.
+        """
+        return None
+
     def preview(self, invitation: Invitation) -> str | None:
         """What `start` would hand to somebody else, without the secret, where its hosts are as they are offered.
 

@@ -31,9 +31,11 @@ class LocalEngine(Engine):
         started: list[Watched] = []
         try:
             for offer in self._hosts:
-                command = [sys.executable, *invitation.arguments(offer.name)]
-                started.append(Subprocess([offer.name], command, invitation))
+                started.append(self.start_again(invitation, offer.name))
         except BaseException:
             kill_all(started)
             raise
         return started
+
+    def start_again(self, invitation: Invitation, name: str) -> Watched:
+        return Subprocess([name], [sys.executable, *invitation.arguments(name)], invitation)

@@ -45,10 +45,12 @@ class SshEngine(Engine):
         started: list[Watched] = []
         try:
             for offer in self._hosts:
-                remote = shlex.join([self._python, *invitation.arguments(offer.name)])
-                command = [*self._ssh, "--", offer.name, f"exec {remote}"]
-                started.append(Subprocess([offer.name], command, invitation))
+                started.append(self.start_again(invitation, offer.name))
         except BaseException:
             kill_all(started)
             raise
         return started
+
+    def start_again(self, invitation: Invitation, name: str) -> Watched:
+        remote = shlex.join([self._python, *invitation.arguments(name)])
+        return Subprocess([name], [*self._ssh, "--", name, f"exec {remote}"], invitation)

@@ -103,6 +103,16 @@ class Hosts:
         shown = _run("ip", "-n", self._netns(name), "-j", "-s", "link", "show", "dev", device)
         return int(json.loads(shown)[0]["stats64"]["rx"]["bytes"])
 
+    def mend(self, name: str) -> None:
+        """The link is back, and what waited to be sent again comes through."""
+        _run("ip", "-n", self._netns(name), "link", "set", "eth0", "up")
+
+    def kill(self, name: str) -> None:
+        """The host dies with all that runs on it."""
+        init = self._inits[self.names.index(name)]
+        init.kill()
+        init.wait()
+
     def pids(self, name: str) -> list[int]:
         """The processes of a host, without those that make it one."""
         found = _run("ip", "netns", "pids", self._netns(name)).split()

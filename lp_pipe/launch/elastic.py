@@ -1,0 +1,258 @@
+"""A run on as many hosts as there are: its program is built again when one is lost for good, or comes.
+
+    hosts up ──► make_program(n) ──► Run on n hosts ──┬── ends by itself ──────────────► over
+       ▲                                              ├── a host is lost, without a spare ┐
+       └──── the newest checkpoint ◄── stopped ◄──────┴── a host has come, at a checkpoint┘
+
+As torchelastic does it: all nodes of the old program end, those of the new one begin at the newest checkpoint. Agents
+stay. Source: torch.distributed.elastic, `--nnodes=MIN:MAX`.
+"""
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from lp_pipe.connections.credentials import generate_credentials
+from lp_pipe.errors import NodeError
+from lp_pipe.launch.engines import Engine
+from lp_pipe.launch.gathered import Kept, MultiHostOptions
+from lp_pipe.launch.gathering import Patience
+from lp_pipe.launch.launcher import make_run_dir, named_engine, start_run
+from lp_pipe.launch.run import Run
+from lp_pipe.launch.signals import Interrupts, wait_awake
+from lp_pipe.launch.source_tree import SourceTree
+from lp_pipe.launch.standing import StandingGathering
+from lp_pipe.program import Program
+from lp_pipe.telemetry.metrics import Sink
+
+_log = logging.getLogger(__name__)
+
+_LOOK_EVERY_S = 0.2
+_CLOSE_PATIENCE_S = 4.0
+
+MakeProgram = Callable[[int], Program]
+
+
+class HostCount(NamedTuple):
+    """How many hosts a program may have."""
+
+    least: int
+    most: int
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """From "2:4".
+
+        Raises:
+            ValueError: it is something else.
+        """
+        least, _, most = text.partition(":")
+        if not (least.isdigit() and most.isdigit() and 1 <= int(least) <= int(most)):
+            raise ValueError(f"{text!r} is no number of hosts: write MIN:MAX, such as 2:4")
+        return cls(int(least), int(most))
+
+
+def launch_elastic(
+    make_program: MakeProgram,
+    num_hosts: str,
+    *,
+    grace: float = 5.0,
+    run_dir: str | os.PathLike[str] | None = None,
+    metrics_sinks: tuple[Sink, ...] = (),
+    listed: bool | None = None,
+    hang_after: float | None = 60.0,
+    engine: str | Engine = "local",
+    hosts: str | Sequence[str] = "",
+    engine_options: Mapping[str, str] | None = None,
+    listen: str = "",
+    interface: str = "",
+    sync: str | os.PathLike[str] | None = None,
+    join_timeout: float = 60.0,
+    host_timeout: float = 7.0,
+) -> "ElasticRun":
+    """Run the program on `num_hosts`, "MIN:MAX", hosts: whatever is there; mode="multi_host" of `launch`.
+
+    make_program(n): the program for n hosts, built anew whenever their number changes; in this process, from a thread.
+        Its trainer begins with `Checkpoints.restore()` or uses `Checkpoints.steps`, in the run's own folder, which all
+        hosts share.
+    hosts: beyond MAX they are spares: nodes with on_failure="restart" of a lost host start again there.
+
+    A lost host is started again every few seconds where its engine can do that (local, ssh); on others it may join by
+    itself (`lp_pipe agent`). join_timeout: seconds to wait for MIN hosts, at the start and later.
+
+    Raises: as `launch`.
+    """
+    count = HostCount.parse(num_hosts)
+    known = named_engine(engine, hosts, engine_options or {})
+    folder = make_run_dir(make_program(count.most).name, run_dir)  # also: what it raises, it raises here
+    patience, credentials = Patience(join_timeout, host_timeout), generate_credentials()
+    tree = None if sync is None else SourceTree.of(sync)
+    standing = StandingGathering(known, credentials, listen, interface, patience)
+
+    def start(program: Program, agents: Mapping[str, Any], used: int) -> Run:
+        kept = Kept(standing, credentials, agents, used)
+        options = MultiHostOptions(known, listen, interface, patience, tree, kept)
+        return start_run(program, "multi_host", options, folder, grace, metrics_sinks, listed, hang_after)
+
+    standing.open(str(folder / "agents"), needs_torch="torch" in sys.modules)
+    try:
+        return ElasticRun(make_program, count, standing, start)
+    except BaseException:
+        standing.close(_CLOSE_PATIENCE_S)
+        raise
+
+
+class ElasticRun:
+    """What `launch_elastic` returns: one run after the other, in one folder. As `Run`; use it as a context manager.
+
+    has_raised_failure: whether `wait` or the end of the `with` block has raised the failure.
+    """
+
+    def __init__(
+        self,
+        make_program: MakeProgram,
+        count: HostCount,
+        standing: StandingGathering,
+        start: Callable[[Program, Mapping[str, Any], int], Run],
+    ) -> None:
+        self._make_program = make_program
+        self._count = count
+        self._standing = standing
+        self._start = start
+        self._is_stopping = threading.Event()
+        self._is_over = threading.Event()
+        self._error: Exception | None = None
+        self.has_raised_failure = False
+        self._interrupts = Interrupts(hurry=lambda: self._run.request_stop(hurry=True))
+        self._begin(is_first=True)
+        self._interrupts.install()
+        threading.Thread(target=self._go_on, name="elastic run", daemon=True).start()
+
+    @property
+    def num_hosts(self) -> int:
+        """For how many hosts the program is that runs now."""
+        return self._num_hosts
+
+    @property
+    def run(self) -> Run:
+        """The one that runs now, or was the last: `status`, `client`, `stacks` are asked of it."""
+        return self._run
+
+    @property
+    def run_dir(self) -> Path:
+        """The folder with logs, metrics and checkpoints of all of it."""
+        return self._run.run_dir
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing of it is left, and nothing comes."""
+        return self._is_over.is_set()
+
+    @property
+    def interrupted_by(self) -> int | None:
+        """The signal that ended it, or None."""
+        return self._interrupts.received
+
+    def status(self) -> dict[str, list[dict[str, Any]]]:
+        """As `Run.status`, of the one that runs now."""
+        return self._run.status()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for the end.
+
+        Raises:
+            NodeError, TimeoutError, KeyboardInterrupt: as `Run.wait`.
+            LaunchError, ValueError: the program could not go on, with the hosts that are left.
+        """
+        try:
+            is_over = wait_awake(self._is_over, timeout)
+        except KeyboardInterrupt:
+            self.stop()
+            raise
+        if not is_over:
+            raise TimeoutError(f"the program still runs after {timeout} s, on {self._num_hosts} hosts")
+        self._interrupts.uninstall()
+        if self._error is not None:
+            self.has_raised_failure = True
+            raise self._error
+
+    def stop(self) -> None:
+        """Stop in order, and return when nothing is left. Idempotent, any thread but a node's."""
+        with self._interrupts.deferred():
+            self._is_stopping.set()
+            self._run.request_stop(hurry=self._interrupts.is_impatient)
+            wait_awake(self._is_over)
+            self._interrupts.uninstall()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+        if kind is None and self._error is not None:
+            self.has_raised_failure = True
+            raise self._error
+
+    def _begin(self, is_first: bool) -> None:
+        """Build the program for the hosts that are up, and start it there.
+
+        Raises:
+            LaunchError, ValueError: there are too few, or it does not fit.
+        """
+        self._losses = self._standing.losses  # before: a later one ends the program that begins now
+        agents = self._standing.wait_for(self._count.least, is_first, self._is_stopping)
+        if self._is_stopping.is_set():
+            return
+        num_hosts = min(len(agents), self._count.most)
+        self._run = self._start(self._make_program(num_hosts), agents, num_hosts)
+        self._num_hosts = num_hosts
+
+    def _go_on(self) -> None:
+        try:
+            while self._must_begin_again() and not self._is_stopping.is_set():
+                _log.warning("the program begins again at the newest checkpoint: %s", self._why)
+                self._begin(is_first=False)
+                if self._is_stopping.is_set():  # it may not have heard
+                    self._run.request_stop()
+        except Exception as error:  # of the user's function, or no room: it belongs to who waits
+            self._error = error
+        finally:
+            self._standing.close(_CLOSE_PATIENCE_S)
+            self._interrupts.uninstall()
+            self._is_over.set()
+
+    def _must_begin_again(self) -> bool:
+        """Wait for the end of the run; whether that was because of the hosts."""
+        is_growing = False
+        seen: set[str] | None = None  # checkpoints, when there were more hosts for the first time
+        while not self._run.is_over:
+            if not is_growing and self._could_grow():
+                now = _checkpoints_in(self.run_dir)
+                seen = now if seen is None else seen
+                is_growing = bool(now - seen) and self._run.request_stop()
+            if self._is_stopping.wait(_LOOK_EVERY_S):
+                self._run.stop()
+        self._why = f"there are {len(self._standing.up())} hosts"
+        try:
+            self._run.wait()
+        except NodeError as error:
+            if self._standing.losses == self._losses:
+                self._error = error
+                return False
+            self._why = str(error).splitlines()[0]
+            return True
+        return is_growing
+
+    def _could_grow(self) -> bool:
+        return self._num_hosts < min(len(self._standing.up()), self._count.most)
+
+
+def _checkpoints_in(run_dir: Path) -> set[str]:
+    return {path.name for path in (run_dir / "checkpoints").glob("step-*")}
