@@ -20,7 +20,7 @@ PROTOS := $(sort $(wildcard protos/*.proto))
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Ilp_pipe/protos=protos $(PROTOS:%=lp_pipe/%)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-all test-multihost lint ruff-check ruff-format mypy layers protos protos-check bench bench-pipeline gpu-check bench-rpc bench-launch bench-pipedream bench-scale chaos clean
+.PHONY: help setup demo test test-slow test-all test-multihost lint ruff-check ruff-format mypy layers protos protos-check bench bench-pipeline gpu-check bench-rpc bench-launch bench-pipedream bench-scale bench-checkpoint chaos clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -118,7 +118,10 @@ bench-pipedream: setup  ## plans: how fast they are found, what they bring, over
 bench-scale: setup  ## a launcher with 1,000, 3,000 and 10,000 fake nodes on up to 500 fake agents
 	$(BIN)/python -m benchmarks.scale
 
-chaos: setup  ## kill and stop random processes of a training run; its end must have the same bits (ROUNDS=5)
+bench-checkpoint: setup  ## what checkpoints cost, beside training without them; what a killed stage costs
+	$(BIN)/python -m benchmarks.checkpoints
+
+chaos: setup  ## kill and stop random processes of running programs; their ends must have the same bits (ROUNDS=5)
 	$(BIN)/python -m benchmarks.chaos --rounds $(ROUNDS)
 
 bench-rpc: setup  ## calls, arrays, TCP and a minute of a hundred clients, beside grpc and memcpy

@@ -125,3 +125,16 @@ def test_scale_takes_a_launcher_with_many_agents_through_every_phase() -> None:
     for phase in ("plan", "join", "start", "register", "resolve", "idle", "stop"):
         assert row[phase]["wall_s"] > 0
     assert 0 < row["before_mib"] < row["peak_mib"]
+
+
+def test_checkpoints_tells_what_they_and_a_killed_stage_cost() -> None:
+    result = figures("checkpoints")
+    for party in ("none", "async", "blocking"):
+        assert_is_spread(result["overhead"]["characters_per_s"][party])
+    for kind in ("cost", "cpu_cost"):
+        assert len(result["overhead"][kind]["async"]["values"]) == 2
+    assert_is_spread(result["overhead"]["pause_ms"])
+    assert result["overhead"]["checkpoint_bytes"] > 0
+    assert_is_spread(result["recovery"]["startup_s"])
+    assert_is_spread(result["recovery"]["recovery_s"])
+    assert result["recovery"]["repeated_steps"] == [7, 7]
