@@ -29,7 +29,7 @@ def _panel(top: int, heading: str, minutes: Sequence[float], curves: Mapping[str
     parts = [
         f'<path d="M{_LEFT} {top}V{bottom}H{right}" fill="none" stroke="#888"/>',
         f'<text x="{_LEFT - 6}" y="{bottom}" text-anchor="end">0</text>',
-        f'<text x="{_LEFT - 6}" y="{top + 8}" text-anchor="end">{most:.3g}</text>',
+        f'<text x="{_LEFT - 6}" y="{top + 8}" text-anchor="end">{most:{",.0f" if most >= 10 else ".1f"}}</text>',
         f'<text x="{_LEFT}" y="{top - 4}">{heading}</text>',
     ]
     for index, (name, values) in enumerate(curves.items()):
