@@ -36,6 +36,7 @@ Script = Callable[[str], "subprocess.Popen[str]"]
 @pytest.fixture(scope="session", autouse=True)
 def _state_folders(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
     os.environ["LP_PIPE_RUNS"] = str(tmp_path_factory.mktemp("runs"))
 
 

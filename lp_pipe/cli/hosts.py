@@ -22,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--hosts", metavar="H1,H2:gpus=4|FILE", help="which hosts; local, slurm, ray: how many")
     group.add_argument("--listen", metavar="ADDRESS", help="by which the hosts reach this one (default: found out)")
     group.add_argument("--interface", metavar="NAME", help="by which the hosts reach each other (default: found out)")
+    group.add_argument("--sync", metavar="DIR", help="give the hosts this folder of sources; only changes travel")
     group.add_argument("--join-timeout", type=float, metavar="S", help="seconds for all hosts to join (default: 60)")
     group.add_argument(
         "--host-timeout", type=float, metavar="S", help="a host that is silent for so long is lost (default: 7)"
@@ -55,6 +56,7 @@ def launch_options(arguments: argparse.Namespace) -> dict[str, Any]:
         "hosts": arguments.hosts,
         "listen": arguments.listen,
         "interface": arguments.interface,
+        "sync": arguments.sync,
         "join_timeout": arguments.join_timeout,
         "host_timeout": arguments.host_timeout,
         "engine_options": engine_options(arguments),

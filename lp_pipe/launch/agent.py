@@ -25,6 +25,8 @@ from lp_pipe.launch.process import ProcessHost
 from lp_pipe.launch.remote_coordinator import RemoteCoordinator
 from lp_pipe.launch.shipped_logs import ShippedLogs
 from lp_pipe.launch.socket_dir import make_socket_dir
+from lp_pipe.launch.source_tree import SourceTree
+from lp_pipe.launch.tree_store import TreeStore
 from lp_pipe.launch.view import View
 from lp_pipe.launch.zygote import LAUNCHER_PATIENCE_S
 from lp_pipe.protos import supervision_pb2 as wire
@@ -69,6 +71,8 @@ class Agent:
         self.address = address
         self._ports = Ports(address)
         self.logs = ShippedLogs(self._link)
+        self._trees = TreeStore()
+        self._tree = ""
         self._link.serve(_Calls(self))
         self.coordinator: RemoteCoordinator | None = None
         self.host: ProcessHost | None = None
@@ -97,12 +101,26 @@ class Agent:
         """Start the nodes; done with the mark of their processes."""
         return _in_thread("start nodes", lambda: self._start(assignment))
 
+    def lacking(self, tree: SourceTree) -> "Future[list[str]]":
+        """Digests of those contents of a source tree that this host does not have."""
+        return _in_thread("sources", lambda: self._trees.lacking(tree))
+
+    def take(self, contents: list[bytes]) -> "Future[None]":
+        return _in_thread("sources", lambda: self._trees.take(contents))
+
+    def lay_out(self, tree: SourceTree) -> "Future[None]":
+        """All contents are here: the nodes that start from now on find the tree."""
+        return _in_thread("sources", lambda: self._lay_out(tree))
+
     def reserve(self, address: str) -> str:
         return self._ports.reserve(address)
 
     def close(self) -> "Future[dict[str, int]]":
         """All nodes are down: free everything, then end; done with how often each fault of a test has struck here."""
         return _in_thread("close", self._close)
+
+    def _lay_out(self, tree: SourceTree) -> None:
+        self._tree = self._trees.lay_out(tree)
 
     def _start(self, assignment: Assignment) -> str:
         run_dir = _usable(Path(assignment.run_dir))
@@ -114,7 +132,7 @@ class Agent:
             dict(assignment.payloads),
             dict(assignment.places),
             make_socket_dir(),
-            surroundings=assignment.surroundings.on_this_host(),
+            surroundings=assignment.surroundings.on_this_host(self._tree),
             log_output=self.logs,
             membership=wire.Membership(
                 run=assignment.run,
@@ -152,6 +170,9 @@ class _Calls:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self.start = agent.start
+        self.lacking = agent.lacking
+        self.take = agent.take
+        self.lay_out = agent.lay_out
         self.reserve = agent.reserve
         self.close = agent.close
         self.logged = agent.logs.logged

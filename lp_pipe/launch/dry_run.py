@@ -1,5 +1,6 @@
 """Which node would run where, with what, and over which channel it would speak to whom: in words, without any node."""
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from lp_pipe.launch.launcher import named_engine
 from lp_pipe.launch.multi_host import MultiHostOptions, gather
 from lp_pipe.launch.placement import place_all
 from lp_pipe.launch.plan import Plan, make_plan, serialize_nodes
+from lp_pipe.launch.source_tree import SourceTree
 from lp_pipe.program import Program
 
 _KNOWN_AT_THE_START = ["", "# Chosen when it is started: names, the launcher's address and port, the secret."]
@@ -29,6 +31,7 @@ def planned(
     interface: str = "",
     join_timeout: float = 60.0,
     host_timeout: float = 7.0,
+    sync: str | os.PathLike[str] | None = None,
 ) -> list[str]:
     """Lines for people. In multi_host mode agents join, so that it is known what the hosts have, and end again.
 
@@ -47,6 +50,7 @@ def planned(
             node_id: HostPlace("this host", place) for node_id, place in place_all(plan.nodes, this_host()).items()
         }
         return [*_nodes(places), *_edges(plan, places)]
+    tree = [] if sync is None else _sources(SourceTree.of(sync))
     known = named_engine(engine, hosts, engine_options or {})
     preview = known.preview(
         Invitation([f"{listen.partition('@')[0] or 'LAUNCHER'}:0"], b"", f"{program.name}/agents", interface)
@@ -54,11 +58,11 @@ def planned(
     if preview is not None:
         promised = {offer.name: _promised(offer) for offer in known.hosts()}
         places = place_on_hosts(plan.nodes, promised)
-        return [*_nodes(places), *_edges(plan, places), *_KNOWN_AT_THE_START, *preview.splitlines()]
+        return [*_nodes(places), *_edges(plan, places), *tree, *_KNOWN_AT_THE_START, *preview.splitlines()]
     options = MultiHostOptions(known, listen, interface, Patience(join_timeout, host_timeout))
     gathered = gather(plan, options, generate_credentials())
     gathered.gathering.close(patience_s=3.0)
-    return [*_nodes(gathered.places), *_edges(plan, gathered.places)]
+    return [*_nodes(gathered.places), *_edges(plan, gathered.places), *tree]
 
 
 def _promised(offer: HostOffer) -> Hardware:
@@ -67,6 +71,11 @@ def _promised(offer: HostOffer) -> Hardware:
     cpus = here.cpus if offer.cpus is None else tuple(range(offer.cpus))
     memory = here.memory_bytes if offer.memory is None else offer.memory
     return Hardware(frozenset({offer.name}), cpus, memory, tuple(map(str, range(offer.gpus or 0))))
+
+
+def _sources(tree: SourceTree) -> list[str]:
+    size = sum(file.size for file in tree.files)
+    return [f"sources: {len(tree.files)} files, {size} bytes of {tree.root}, as far as a host lacks them"]
 
 
 def _nodes(places: Mapping[str, HostPlace]) -> Iterator[str]:

@@ -16,6 +16,7 @@ from lp_pipe.launch.host import Host
 from lp_pipe.launch.multi_host import MultiHostOptions
 from lp_pipe.launch.plan import Plan, make_plan, serialize_nodes
 from lp_pipe.launch.run import Run
+from lp_pipe.launch.source_tree import SourceTree
 from lp_pipe.launch.uncaught import print_reports
 from lp_pipe.program import Program
 from lp_pipe.telemetry.metrics import MetricsLog, Sink
@@ -46,6 +47,7 @@ def launch(
     interface: str = "",
     join_timeout: float = 60.0,
     host_timeout: float = 7.0,
+    sync: str | os.PathLike[str] | None = None,
 ) -> Run:
     """Start every node of `program` and return at once.
 
@@ -64,6 +66,8 @@ def launch(
         that a package adds; which hosts, as "h1,h2:gpus=4", a list of such, or a file; and its own options.
     listen: the address (or "NAME@ADDRESS") by which the hosts reach this one; default: found out.
     interface: of every host, by name or address, by which the others reach it; default: that towards the launcher.
+    sync: a folder of sources that every host gets; what it has already is not sent again. Nodes whose launcher's folder
+        or import path is inside find it in the copy, and modules in it are imported there; others travel by value.
     join_timeout: seconds for all hosts to join. host_timeout: a host that is silent for so long counts as lost.
 
     Raises:
@@ -71,7 +75,8 @@ def launch(
         ValueError: unknown mode or engine, empty program, a handle of another program's node, more resources than the
             hosts have, hang_after that is not positive.
         SerializationError: a part of a node cannot be sent to its process; nothing was started.
-        LaunchError: a host has not joined, or a process could not be started; nothing is left running.
+        LaunchError: a host has not joined, or not got the sources, or a process could not be started; nothing is left
+            running.
     """
     if not isinstance(program, Program):
         raise TypeError(f"launch takes a Program, not {program!r} of type {type(program).__name__}")
@@ -80,11 +85,12 @@ def launch(
     if hang_after is not None and not 0 < hang_after < math.inf:
         raise ValueError(f"hang_after={hang_after}: seconds are needed, more than 0; None for no reports")
     options = None
-    if mode != "multi_host" and (hosts or engine_options or listen or interface or engine != "local"):
-        raise ValueError(f"mode={mode!r} has one host; engine, hosts, listen and interface are for mode='multi_host'")
+    if mode != "multi_host" and (hosts or engine_options or listen or interface or sync or engine != "local"):
+        raise ValueError(f"mode={mode!r} has one host; engine, hosts, listen, interface and sync are for 'multi_host'")
     if mode == "multi_host":
         found = named_engine(engine, hosts, engine_options or {})
-        options = MultiHostOptions(found, listen, interface, Patience(join_timeout, host_timeout))
+        tree = None if sync is None else SourceTree.of(sync)
+        options = MultiHostOptions(found, listen, interface, Patience(join_timeout, host_timeout), tree)
     plan = make_plan(program, _make_run_dir(program.name, run_dir), grace)
     metrics = MetricsLog(plan.run_dir / "metrics.jsonl", metrics_sinks)
     if serialize_py_nodes:

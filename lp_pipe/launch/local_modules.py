@@ -15,9 +15,10 @@ _users: Counter[str] = Counter()
 _lock = threading.Lock()
 
 
-def local_modules() -> list[ModuleType]:
-    """Those that lie neither in the standard library nor among installed packages."""
-    installed = {os.path.realpath(path) + os.sep for path in sysconfig.get_paths().values()}
+def local_modules(synced: str = "") -> list[ModuleType]:
+    """Those that lie neither in the standard library nor among installed packages, nor in a folder that was synced."""
+    folders = [*sysconfig.get_paths().values(), *([synced] if synced else [])]
+    installed = {os.path.realpath(path) + os.sep for path in folders}
     return [
         module
         for name, module in list(sys.modules.items())
@@ -25,9 +26,9 @@ def local_modules() -> list[ModuleType]:
     ]
 
 
-def ship_local_modules() -> list[ModuleType]:
+def ship_local_modules(synced: str = "") -> list[ModuleType]:
     """Send them by value from now on; returns which, for `stop_shipping`. Several runs may ask for it at a time."""
-    found = local_modules()
+    found = local_modules(synced)
     with _lock:
         codec.ship_by_value([module for module in found if not _users[module.__name__]])
         _users.update(module.__name__ for module in found)

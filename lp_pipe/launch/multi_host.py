@@ -29,6 +29,7 @@ from lp_pipe.launch.local_modules import ship_local_modules, stop_shipping
 from lp_pipe.launch.plan import Plan, serialize_nodes
 from lp_pipe.launch.record import Failure
 from lp_pipe.launch.shipped_logs import ReceivedLogs
+from lp_pipe.launch.source_tree import SourceTree, send_tree
 from lp_pipe.launch.spec import NodeSpec
 from lp_pipe.launch.surroundings import Surroundings
 from lp_pipe.launch.template import loaded_here
@@ -44,12 +45,16 @@ _CLOSE_PATIENCE_S = 8.0
 
 @dataclass(frozen=True)
 class MultiHostOptions:
-    """listen: by which address the hosts reach the launcher, interface: by which each other; "": found out."""
+    """listen: by which address the hosts reach the launcher, interface: by which each other; "": found out.
+
+    tree: sources that every host is given.
+    """
 
     engine: Engine
     listen: str = ""
     interface: str = ""
     patience: Patience = field(default_factory=Patience)
+    tree: SourceTree | None = None
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,7 @@ def make_host(plan: Plan, metrics: MetricsLog, options: MultiHostOptions) -> tup
         LaunchError: a host has not joined.
         ValueError: the hosts do not have what a group wants.
     """
-    shipped = ship_local_modules()
+    shipped = ship_local_modules(options.tree.root if options.tree else "")
     try:
         payloads = serialize_nodes(plan)
         credentials = generate_credentials()
@@ -98,7 +103,7 @@ def make_host(plan: Plan, metrics: MetricsLog, options: MultiHostOptions) -> tup
     ports = PortsElsewhere(plan, gathered.agents, gathered.places)
     coordinator = Coordinator(plan, lambda address: spanning.name_of(run, address), metrics, ports.reserve)
     spanning.join(spanning.Member(run, "the launcher", credentials, coordinator.find))
-    return MultiHost(run, plan, coordinator, payloads, gathered, ports, shipped), coordinator
+    return MultiHost(run, plan, coordinator, payloads, gathered, ports, shipped, options.tree), coordinator
 
 
 class MultiHost(Host):
@@ -113,6 +118,7 @@ class MultiHost(Host):
         gathered: Gathered,
         ports: PortsElsewhere,
         shipped: list[ModuleType],
+        tree: SourceTree | None,
     ) -> None:
         self._run = run
         self._plan = plan
@@ -121,7 +127,8 @@ class MultiHost(Host):
         self._gathered = gathered
         self._ports = ports
         self._shipped = shipped
-        self._surroundings = Surroundings.here()
+        self._tree = tree
+        self._surroundings = Surroundings.here(tree.root if tree else "")
         self._agents = dict(gathered.agents)
         self._views: dict[str, tuple[float, list[View]]] = {}
         self._log_dir = plan.run_dir / "logs"
@@ -135,6 +142,7 @@ class MultiHost(Host):
             agent.link.serve(FromAgent(self._coordinator, self._logs, agent.link, self._ports))
         self._gathered.gathering.tell_of_losses(self._on_lost)
         try:
+            self._send_tree(agents)
             nodes = self._nodes_by_host()
             started = {name: agent.link.ask("start", self._assignment(nodes[name])) for name, agent in agents.items()}
             wait_for(started.values(), _START_PATIENCE_S)
@@ -220,6 +228,11 @@ class MultiHost(Host):
             surroundings=self._surroundings,
             preload=tuple(loaded_here()),
         )
+
+    def _send_tree(self, agents: Mapping[str, RemoteAgent]) -> None:
+        if self._tree is not None:
+            links = {name: agent.link for name, agent in agents.items()}
+            send_tree(self._tree, links, is_up=lambda name: name in self._up())
 
     def _check_start(self, name: str, done: "Future[Any]") -> None:
         if not done.done():

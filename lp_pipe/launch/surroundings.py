@@ -20,30 +20,49 @@ _PREFIXES_OF_A_HOST = ("SSH_", "XDG_", "DBUS_", "SLURM", "KUBERNETES_", "RAY_", 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Picklable: travels to the agents of other hosts."""
+    """Picklable: travels to the agents of other hosts.
+
+    synced: the launcher's folder (an absolute path, no links) of which the hosts have a copy of their own; "": none.
+    """
 
     environment: Mapping[str, str]
     cwd: str
     sys_path: tuple[str, ...]
     argv: tuple[str, ...]
     log_level: int
+    synced: str = ""
 
     @classmethod
-    def here(cls) -> Self:
+    def here(cls, synced: str = "") -> Self:
         """Of this process, now."""
         level = logging.getLogger().getEffectiveLevel()
-        return cls(dict(os.environ), os.getcwd(), tuple(sys.path), tuple(sys.argv), level)
+        return cls(dict(os.environ), os.getcwd(), tuple(sys.path), tuple(sys.argv), level, synced)
 
-    def on_this_host(self) -> "Surroundings":
+    def on_this_host(self, tree: str = "") -> "Surroundings":
         """Those of a launcher elsewhere, as far as they make sense here; the rest is this process's own.
 
-        This interpreter's import path comes first; of the launcher's, folders that exist here too (shared ones).
+        Folders of what was synced come first in the import path, then this interpreter's; then, of the launcher's,
+        those that exist here too (shared ones).
+
+        tree: where the copy of what was synced is.
         """
         theirs = {name: value for name, value in self.environment.items() if not _is_of_a_host(name)}
         ours = {name: value for name, value in os.environ.items() if _is_of_a_host(name)}
-        cwd = self.cwd if os.path.isdir(self.cwd) else os.getcwd()
-        paths = dict.fromkeys([*sys.path, *(path for path in self.sys_path if os.path.isdir(path))])
+        cwd = self._synced(self.cwd, tree)
+        if cwd is None:
+            cwd = self.cwd if os.path.isdir(self.cwd) else os.getcwd()
+        synced = {path: found for path in self.sys_path if (found := self._synced(path, tree)) is not None}
+        shared = (path for path in self.sys_path if path not in synced and os.path.isdir(path))
+        paths = dict.fromkeys([*synced.values(), *sys.path, *shared])
         return Surroundings({**theirs, **ours}, cwd, tuple(paths), self.argv, self.log_level)
+
+    def _synced(self, folder: str, tree: str) -> str | None:
+        """The copy of a folder of the launcher's, if it is one of those that were synced."""
+        if not tree or not os.path.isabs(folder):
+            return None
+        below = os.path.relpath(os.path.realpath(folder), self.synced)
+        found = os.path.normpath(os.path.join(tree, below))
+        return None if below.startswith("..") or not os.path.isdir(found) else found
 
 
 def _is_of_a_host(name: str) -> bool:
