@@ -53,6 +53,7 @@ def test_a_full_disk_is_said_and_an_older_checkpoint_stays_good(tmp_path: Path) 
         for wait in (True, False):
             with pytest.raises(CheckpointError, match=r"step 2 could not be written to .*No space left on device"):
                 checkpoints.save(2, wait=wait)
+        assert [path.name for path in folder.iterdir()] == ["step-00000001"]
         assert restored(folder) == 100_000
         part.size = 200_000  # there is room again: what the failed ones had written is gone
         checkpoints.save(3)

@@ -16,9 +16,9 @@ from benchmarks.strikes import Chance, Program, Round, disturbed, undisturbed
 from benchmarks.tally import Options, tally
 
 OPTIONS = {
-    mode: Options(mode=mode, num_workers=2, num_servers=2, steps=60, evaluations=12, pause_ms=10.0)
+    mode: Options(mode=mode, num_workers=2, num_servers=2, steps=100, evaluations=20, pause_ms=10.0)
     for mode in ("sync", "async")
-}
+}  # a second of training: a strike 1.2 s after the launch finds it under way
 
 
 def sha256_of_tally(mode: str, folder: Path) -> str:
@@ -32,11 +32,11 @@ def tally_round(mode: str, seed: int, folder: Path) -> Round:
     options = OPTIONS[mode]
     flags = [f"--{name}={getattr(options, name)}" for name in options.__dataclass_fields__]
     program = Program("benchmarks/tally.py", tuple(flags))
-    chance = Chance(random.Random(seed), ["process"], usual_s=2.0, longest_stop_s=1.0, most_strikes=2)
+    chance = Chance(random.Random(seed), ["process"], usual_s=1.2, longest_stop_s=1.0, most_strikes=2)
     return disturbed(program, folder / "round", chance)
 
 
-@pytest.mark.parametrize(("mode", "seed"), [("sync", 1), ("async", 2), ("sync", 3), ("async", 4), ("sync", 5)])
+@pytest.mark.parametrize(("mode", "seed"), [("sync", 7), ("async", 9), ("sync", 34), ("async", 30), ("sync", 5)])
 def test_a_parameter_server_that_is_struck_anywhere_ends_with_the_same_parameters(
     mode: str, seed: int, tmp_path: Path
 ) -> None:
