@@ -12,6 +12,7 @@ the median of the last quarter is compared with the one of the second quarter. E
 """
 
 import argparse
+import contextlib
 import csv
 import functools
 import os
@@ -22,11 +23,12 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lp_pipe as lp
 import lp_pipe.pipeline as pp
-from benchmarks.consumption import bytes_in, entries_in, held, shared_mib
+from benchmarks.consumption import bytes_in, files_in, held, shared_mib
 from benchmarks.curves import svg
 from benchmarks.report import machine, show_table, write_json
 from examples import char_gpt
@@ -38,7 +40,7 @@ _MANY = 1 << 30
 _PAUSE_S = 0.02  # after each step, so that the machine has time for others in this hour
 _SAVE_EVERY = 20
 # The share by which a figure may be larger at the end, and what is nothing in its unit.
-_TOLERANCE = {"mib": (0.05, 4.0), "threads": (0.0, 2), "descriptors": (0.0, 4), "entries": (0.0, 10)}
+_TOLERANCE = {"mib": (0.05, 4.0), "threads": (0.0, 2), "descriptors": (0.0, 4), "files": (0.0, 10)}
 
 Row = dict[str, float]
 
@@ -118,7 +120,7 @@ def sample(run: lp.Run, folder: pathlib.Path) -> Row:
         "all_descriptors": sum(one.descriptors for one in everybody),
         "shared_mib": shared_mib([os.getpid(), *pids]),
         "disk_mib": bytes_in(folder) / (1 << 20),
-        "disk_entries": entries_in(folder),
+        "disk_files": files_in(folder),
     }
 
 
@@ -127,7 +129,9 @@ def _template(pids: list[int]) -> int:
     return next((pid for pid, name in names.items() if name.exists() and "template" in name.read_text()), 0)
 
 
-def measured(folder: pathlib.Path, seconds: float, every_s: float) -> tuple[list[Row], int]:
+def measured(
+    folder: pathlib.Path, seconds: float, every_s: float, write: Callable[[Row], object]
+) -> tuple[list[Row], int]:
     """What was written down, and how many were killed."""
     rows: list[Row] = []
     start = time.monotonic()
@@ -137,12 +141,31 @@ def measured(folder: pathlib.Path, seconds: float, every_s: float) -> tuple[list
         try:
             while (now := time.monotonic() - start) < seconds and run.failure is None:
                 rows.append({"seconds": now, "failures": failures.count, **sample(run, folder)})
+                write(rows[-1])
                 time.sleep(min(5.0, seconds / 100))
         finally:
             failures.end()
         (folder / "enough").touch()
         run.wait(120)
     return rows, failures.count
+
+
+@contextlib.contextmanager
+def writing(path: pathlib.Path | None) -> Iterator[Callable[[Row], object]]:
+    """Rows go to the file as they come: an hour is long, and may end early."""
+    if path is None:
+        yield lambda row: None
+        return
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+
+        def write(row: Row) -> None:
+            if not file.tell():
+                writer.writerow(row)
+            writer.writerow([round(value, 2) for value in row.values()])
+            file.flush()
+
+        yield write
 
 
 def growth(rows: list[Row]) -> dict[str, dict[str, Any]]:
@@ -193,7 +216,8 @@ def main() -> int:
         folder = pathlib.Path(name)
         (folder / "tmp").mkdir()
         tempfile.tempdir = os.environ["TMPDIR"] = str(folder / "tmp")  # what is forgotten there is counted
-        rows, failures = measured(folder, options.seconds, options.every)
+        with writing(options.csv) as write:
+            rows, failures = measured(folder, options.seconds, options.every, write)
         result = (folder / "result").read_text()
         steps = int(result.split()[0])
         is_same = undisturbed(folder / "undisturbed", steps) == result
@@ -205,11 +229,6 @@ def main() -> int:
     ]
     show_table(title, ["", "second quarter", "last quarter", ""], lines)
     sys.stdout.write(f"parameters: {'those' if is_same else 'NOT THOSE'} of {steps} steps without failures\n")
-    if options.csv is not None:
-        with options.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            writer.writerows({key: round(value, 2) for key, value in row.items()} for row in rows)
     if options.svg is not None:
         options.svg.write_text(figure(rows, title))
     figures = {"seconds": rows[-1]["seconds"], "failures": failures, "steps": steps, "is_same": is_same}
