@@ -47,6 +47,11 @@ def cycle_text(situation: Situation, cycle: Sequence[Wait], is_sure: bool, run: 
     return "\n".join(lines)
 
 
+def positions_text(situation: Situation) -> str:
+    """One line for each stage worker."""
+    return "\n".join(["where the stages are in their schedules:", *(f"  {text}" for text in situation.positions)])
+
+
 def owner_text(situation: Situation, activity: Activity) -> str:
     """What the one that is waited for does."""
     owner = situation.owner(activity)

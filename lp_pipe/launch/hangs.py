@@ -13,6 +13,7 @@ from lp_pipe.launch.host import Host
 from lp_pipe.launch.situation import Key, Situation, Wait
 from lp_pipe.launch.view import View
 from lp_pipe.telemetry import waits
+from lp_pipe.telemetry.positions import positions
 
 _log = logging.getLogger(__name__)
 
@@ -20,6 +21,7 @@ _FILE = "hangs.log"
 _LOOKS_PER_LIMIT, _LONGEST_PAUSE_S = 5, 5.0
 _DEAF_AFTER_S = 2.0  # a process of a busy machine may take so long to answer
 _PATIENCE_GROWS = 4
+_STACKS_OF_NODES = 64  # of more nobody reads them all: `lp_pipe stacks`
 _WORTH_A_PLACE = 0.25  # a handler is younger than its caller's wait, and seen a moment earlier
 
 
@@ -56,7 +58,10 @@ class HangWatch:
         while not self._is_over.wait(self._pause_s):
             situation = self._look()
             self._coordinator.note_waits(_oldest_by_node(situation))
+            told = len(self._told)
             self._tell_waits(situation, self._tell_cycles(situation))
+            if len(self._told) > told:
+                self._tell_more(situation)
             self._tell_ends(situation)
 
     def _look(self) -> Situation:
@@ -79,7 +84,7 @@ class HangWatch:
                 found.append(one._replace(node=name))
             elif one.address_id in owners and node is launcher_of(one.address_id):
                 found.append(one)
-        return View(found, waits.pools())
+        return View(found, waits.pools(), [text for node, text in positions() if node.services in names])
 
     def _tell_cycles(self, situation: Situation) -> set[Key]:
         """Each once; returns the waits of deadlocks, of which no more is to be said."""
@@ -117,6 +122,13 @@ class HangWatch:
             and wait.activity.age_s < patience_s * _PATIENCE_GROWS
         )
 
+    def _tell_more(self, situation: Situation) -> None:
+        """Below what was told: where the stages of pipelines are, and, in the file, every stack."""
+        if situation.positions:
+            self._tell(hang_text.positions_text(situation))
+        if len(self._coordinator.plan.nodes) <= _STACKS_OF_NODES:
+            self._write(f"stacks of all nodes:\n{self._host.stacks()}")
+
     def _tell_ends(self, situation: Situation) -> None:
         answering = {view.node for view in situation.views if view.silence_s < situation.deaf_after_s}
         now = {wait.key for wait in situation.waits}
@@ -126,12 +138,14 @@ class HangWatch:
                 self._tell(hang_text.ended_text(situation, wait), logging.INFO)
 
     def _tell(self, text: str, level: int = logging.WARNING) -> None:
-        if self._is_over.is_set():
-            return
+        if not self._is_over.is_set():
+            self._write(text)
+            _log.log(level, text)
+
+    def _write(self, text: str) -> None:
         path = self._coordinator.plan.run_dir / _FILE
         with contextlib.suppress(OSError), path.open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
-        _log.log(level, text)
 
 
 def _group(situation: Situation, wait: Wait) -> tuple[str, ...]:

@@ -30,6 +30,7 @@ from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.rpc import codec
 from lp_pipe.rpc.remote_error import printable
 from lp_pipe.telemetry import waits
+from lp_pipe.telemetry.positions import positions
 
 
 class Supervision:
@@ -170,8 +171,9 @@ class Supervision:
     def _on_waits(self, message: wire.Waits) -> None:
         # A program that this node has launched looks after its own nodes, where they are threads of this process.
         own = [one for node, one in waits.look(message.old_s) if node is None or node.services is self]
+        places = [text for node, text in positions() if node.services is self]
         with contextlib.suppress(Unavailable):
-            self.send(waits=to_wire(own, waits.pools()))
+            self.send(waits=to_wire(own, waits.pools(), places))
 
     def _on_fault(self, message: wire.Fault) -> None:
         hits = faulty.apply(message)

@@ -28,7 +28,7 @@ class NodeStream:
         self._node_id = ""
         self._stacks: dict[int, Future[str]] = {}
         self._answered_at = time.monotonic()
-        self._view = View([], [])
+        self._view = View([], [], [])
         self._faults: dict[int, tuple[str, Future[int]]] = {}
         self.last_hits: dict[str, int] = {}  # of each fault, when the process has ended
         self._actions: dict[str, Callable[[Any], None]] = {

@@ -79,6 +79,11 @@ class Situation:
     def pools(self) -> dict[str, Pool]:
         return {pool.endpoint: pool for view in self.views for pool in view.pools}
 
+    @property
+    def positions(self) -> list[str]:
+        """Where the stage workers of those processes that answer are in their schedules."""
+        return [text for view in self.views if view.silence_s < self.deaf_after_s for text in view.positions]
+
     def owner(self, activity: Activity) -> str:
         """The node_id of who is waited for; "" when it is not of this program, or not known."""
         for address in (activity.address_id, activity.endpoint.rpartition("/")[2]):

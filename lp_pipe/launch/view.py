@@ -12,19 +12,22 @@ _FIELDS = [name for name in Activity._fields if name != "node"]
 class View(NamedTuple):
     """activities: thread by thread, the outermost of each first. silence_s: how long ago the process said so.
 
+    positions: where its stage workers are in their schedules, in words.
     node: the process's node_id; "" for the launcher's own process, whose threads may be of many nodes.
     """
 
     activities: list[Activity]
     pools: list[Pool]
+    positions: list[str]
     node: str = ""
     silence_s: float = 0.0
 
 
-def to_wire(activities: Iterable[Activity], pools: Iterable[Pool]) -> wire.Waits:
+def to_wire(activities: Iterable[Activity], pools: Iterable[Pool], positions: Iterable[str]) -> wire.Waits:
     return wire.Waits(
         activities=[wire.Activity(**{name: getattr(one, name) for name in _FIELDS}) for one in activities],
         pools=[wire.Pool(**pool._asdict()) for pool in pools],
+        positions=positions,
     )
 
 
@@ -33,5 +36,6 @@ def from_wire(message: wire.Waits, node_id: str) -> View:
     return View(
         [Activity(node_id, *(getattr(one, name) for name in _FIELDS)) for one in message.activities],
         [Pool(one.endpoint, one.size, one.active, tuple(one.quick)) for one in message.pools],
+        list(message.positions),
         node_id,
     )

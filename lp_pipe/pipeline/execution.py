@@ -19,6 +19,7 @@ from lp_pipe.pipeline.schedule import Action
 from lp_pipe.pipeline.schedule.ir import WORDS
 from lp_pipe.pipeline.side_channels import SideChannels
 from lp_pipe.pipeline.stage import Stage
+from lp_pipe.telemetry import positions
 
 
 @dataclass
@@ -84,6 +85,17 @@ class Execution:
             "W": self._backward_weights,
         }
         self.inference: Mapping[str, Run] = {"F": self._infer}
+        self._at: tuple[Action, Operation] | None = None
+        positions.add(self)
+
+    def position(self) -> str:
+        """For reports of hangs."""
+        at = self._at
+        if at is None:
+            return "between two operations"
+        action, operation = at
+        done = len(operation.report.spans)
+        return f"{self._describe(action)}, step {operation.step}, {done} action{'s' * (done != 1)} done"
 
     def run(self, actions: Iterable[Action], operation: Operation, doing: Mapping[str, Run]) -> None:
         """Do one action after another. doing: `training` or `inference`, perhaps with something around it.
@@ -91,12 +103,16 @@ class Execution:
         Raises:
             Exception: a layer's own, with a note that says where; ChannelClosed.
         """
-        for action in actions:
-            try:
+        try:
+            for action in actions:
+                self._at = action, operation
                 doing[action.op](action, operation)
-            except Exception as error:
-                error.add_note(f"in {self._name}, {self._describe(action)}, step {operation.step}")
-                raise
+        except Exception as error:
+            if self._at is not None:
+                error.add_note(f"in {self._name}, {self._describe(self._at[0])}, step {operation.step}")
+            raise
+        finally:
+            self._at = None
 
     def _forward(self, action: Action, operation: Operation) -> None:
         message = self._input_of(action, operation)

@@ -183,14 +183,16 @@ class Pool(_message.Message):
     def __init__(self, endpoint: _Optional[str] = ..., size: _Optional[int] = ..., active: _Optional[int] = ..., quick: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Waits(_message.Message):
-    __slots__ = ("old_s", "activities", "pools")
+    __slots__ = ("old_s", "activities", "pools", "positions")
     OLD_S_FIELD_NUMBER: _ClassVar[int]
     ACTIVITIES_FIELD_NUMBER: _ClassVar[int]
     POOLS_FIELD_NUMBER: _ClassVar[int]
+    POSITIONS_FIELD_NUMBER: _ClassVar[int]
     old_s: float
     activities: _containers.RepeatedCompositeFieldContainer[Activity]
     pools: _containers.RepeatedCompositeFieldContainer[Pool]
-    def __init__(self, old_s: _Optional[float] = ..., activities: _Optional[_Iterable[_Union[Activity, _Mapping]]] = ..., pools: _Optional[_Iterable[_Union[Pool, _Mapping]]] = ...) -> None: ...
+    positions: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, old_s: _Optional[float] = ..., activities: _Optional[_Iterable[_Union[Activity, _Mapping]]] = ..., pools: _Optional[_Iterable[_Union[Pool, _Mapping]]] = ..., positions: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ReservePort(_message.Message):
     __slots__ = ("id", "address")

@@ -1,0 +1,68 @@
+"""What a report of a hang says of pipelines: where each stage is in its schedule."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lp_pipe as lp
+import lp_pipe.pipeline as pp
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+WITHIN_S = 60.0
+
+
+class Stuck(nn.Module):
+    """Goes on once a file is there."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self._file = file
+
+    def forward(self, value: Tensor) -> Tensor:
+        deadline = time.monotonic() + 2 * WITHIN_S
+        while not self._file.exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return value
+
+
+class Trainer:
+    def __init__(self, pipeline: pp.PipelineClient) -> None:
+        self._pipeline = pipeline
+
+    def run(self) -> None:
+        self._pipeline.step((torch.ones(4, 2), torch.ones(4, 2)))
+        lp.stop()
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_a_report_has_the_schedule_position_of_every_stage_and_all_stacks(mode: str, tmp_path: Path) -> None:
+    program = lp.Program("positions")
+    may_go_on = tmp_path / "may go on"
+    layers = [pp.Layer(nn.Linear, 2, 2), pp.Layer(nn.Linear, 2, 2), pp.Layer(Stuck, may_go_on)]
+    model = pp.Model(layers, nn.functional.mse_loss, lambda parameters: torch.optim.SGD(parameters, 0.1))
+    pipeline = pp.add_pipeline(program, model, stages=[1], microbatches=2)
+    program.add_node(lp.PyClassNode(Trainer, pipeline), label="trainer")
+    with lp.launch(program, mode, run_dir=tmp_path, hang_after=0.5) as run:
+        text = reports(run, "stacks of all nodes:")
+        assert "  stages/0: backward of micro-batch 0, stage 0 (layers 0 to 0), step 0, 2 actions done" in text
+        assert "  stages/1: forward of micro-batch 0, stage 1 (layers 1 to 2), step 0, 0 actions done" in text
+        assert "in forward" in text.partition("stacks of all nodes:")[2]
+        may_go_on.touch()
+        run.wait(WITHIN_S)
+
+
+def reports(run: lp.Run, last: str) -> str:
+    """Of a program in which everything that will come to a standstill has."""
+    path = run.run_dir / "hangs.log"
+    deadline = time.monotonic() + WITHIN_S
+    while True:
+        text = path.read_text() if path.exists() else ""
+        stuck = text.rpartition("where the stages are")[2]
+        if last in stuck and "stages/1: forward" in stuck and "stages/0: backward" in stuck:
+            return stuck
+        assert time.monotonic() < deadline, text
+        time.sleep(0.02)
