@@ -46,9 +46,14 @@ def test_a_parameter_server_that_is_struck_anywhere_ends_with_the_same_parameter
     assert done.left == 0
 
 
+# As `make chaos` has them, and shorter: the last of two equal flags counts.
+SHORTER = {"char_gpt": "--steps=20", "sync": "--steps=500", "async": "--steps=250"}
+SHORT = {name: Program(one.target, (*one.flags, SHORTER[name])) for name, one in PROGRAMS.items()}
+
+
 @functools.cache
 def undisturbed_once(name: str, folder: Path) -> Round:
-    return undisturbed(PROGRAMS[name], folder / name)
+    return undisturbed(SHORT[name], folder / name)
 
 
 @pytest.mark.slow
@@ -57,9 +62,9 @@ def undisturbed_once(name: str, folder: Path) -> Round:
 def test_twenty_rounds_end_with_the_same_bits_and_no_process(
     index: int, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    name = list(PROGRAMS)[index % len(PROGRAMS)]
+    name = list(SHORT)[index % len(SHORT)]
     reference = undisturbed_once(name, tmp_path_factory.getbasetemp())
-    chance = Chance(random.Random(f"suite/{index}"), ["process", "thread"], reference.seconds)
-    done = disturbed(PROGRAMS[name], tmp_path / "round", chance)
+    chance = Chance(random.Random(f"suite/{index}"), ["process", "thread"], reference.seconds, longest_stop_s=9.0)
+    done = disturbed(SHORT[name], tmp_path / "round", chance)
     assert done.sha256 == reference.sha256
     assert done.left == 0
