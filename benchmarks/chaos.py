@@ -50,6 +50,7 @@ def figures_of(reference: Round, rounds: Sequence[Round]) -> dict[str, Any]:
     return {
         "rounds": len(rounds),
         "same_sha256": sum(done.sha256 == reference.sha256 for done in rounds),
+        "unstruck": sum(not done.strikes for done in rounds),
         "strikes": {moment: sum(strike.moment == moment for strike in strikes) for moment in MOMENTS},
         "kills": sum(strike.signal == "SIGKILL" for strike in strikes),
         "runs_ended": sum(strike.ended_run for strike in strikes),
@@ -68,7 +69,8 @@ def show(programs: dict[str, dict[str, Any]]) -> None:
             [f"strikes {text}", *[str(one["strikes"][moment]) for one in programs.values()]]
             for moment, text in _MOMENTS.items()
         ],
-        ["of them kill -9", *[str(one["kills"]) for one in programs.values()]],
+        ["rounds that were over before a strike", *[str(one["unstruck"]) for one in programs.values()]],
+        ["of the strikes kill -9", *[str(one["kills"]) for one in programs.values()]],
         ["runs that they ended", *[str(one["runs_ended"]) for one in programs.values()]],
         ["processes left", *[str(one["processes_left"]) for one in programs.values()]],
         ["undisturbed run, s", *[f"{one['undisturbed_s']:.1f}" for one in programs.values()]],

@@ -23,6 +23,7 @@ _MARK = "LP_PIPE_CHAOS"  # in the environment of every process of a round
 _PATIENCE_S = 300.0
 _LOOK_AGAIN_S = 0.0005
 _MAX_STARTS = 20
+_LATEST = 0.8  # of the undisturbed run: later, a faster one would be over
 
 
 class Program(NamedTuple):
@@ -146,12 +147,14 @@ def _strikes(
     """One, or two if the first one makes the restart that the second one strikes."""
     rng = chance.rng
     if moment == "write":
-        is_hit = _wait_until(lambda: run.is_writing, process, rng.uniform(0, chance.usual_s), 2 * chance.usual_s)
+        is_hit = _wait_until(
+            lambda: run.is_writing, process, rng.uniform(0, _LATEST * chance.usual_s), 2 * chance.usual_s
+        )
         return _strike(process, chance, "write" if is_hit else "any")
     if moment == "restart" and is_resumed:
         _sleep(process, rng.uniform(0, chance.usual_s / 3))
         return _strike(process, chance, "restart")
-    _sleep(process, rng.uniform(0, chance.usual_s))
+    _sleep(process, rng.uniform(0, _LATEST * chance.usual_s))
     first = _strike(process, chance, "any")
     if moment == "any" or process.poll() is not None:
         return first

@@ -146,7 +146,7 @@ def test_chaos_compares_every_round_with_the_undisturbed_run(tmp_path: Path) -> 
     subprocess.run(command, cwd=REPOSITORY, capture_output=True, timeout=280, check=True)
     for program in json.loads(path.read_text())["programs"].values():
         assert program["rounds"] == program["same_sha256"] == 1
-        assert sum(program["strikes"].values()) >= 1
+        assert sum(program["strikes"].values()) >= 1 - program["unstruck"]
         assert program["processes_left"] == 0
 
 
