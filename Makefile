@@ -13,6 +13,9 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 # Of make chaos
 ROUNDS ?= 5
+# Of make soak: seconds in all, and between two failures
+T ?= 3600
+EVERY ?= 60
 comma := ,
 
 PROTOS := $(sort $(wildcard protos/*.proto))
@@ -20,7 +23,7 @@ PROTOS := $(sort $(wildcard protos/*.proto))
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Ilp_pipe/protos=protos $(PROTOS:%=lp_pipe/%)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-all test-multihost lint ruff-check ruff-format mypy layers protos protos-check bench bench-pipeline gpu-check bench-rpc bench-launch bench-pipedream bench-scale bench-multihost chaos clean
+.PHONY: help setup demo test test-slow test-all test-multihost lint ruff-check ruff-format mypy layers protos protos-check bench bench-pipeline gpu-check bench-rpc bench-launch bench-pipedream bench-scale bench-multihost bench-checkpoint chaos soak clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -121,8 +124,15 @@ bench-scale: setup  ## a launcher with 1,000, 3,000 and 10,000 fake nodes on up 
 bench-multihost: setup  ## two pretend hosts (root, sshd): calls, a pipeline and the start beside grpcio, process mode and ssh
 	$(BIN)/python -m benchmarks.multihost
 
-chaos: setup  ## kill and stop random processes of a training run; its end must have the same bits (ROUNDS=5)
+bench-checkpoint: setup  ## what checkpoints cost, beside training without them; what a killed stage costs
+	$(BIN)/python -m benchmarks.checkpoints
+
+chaos: setup  ## kill and stop random processes of running programs; their ends must have the same bits (ROUNDS=5)
 	$(BIN)/python -m benchmarks.chaos --rounds $(ROUNDS)
+
+soak: setup  ## train with a failure a minute for an hour: nothing may grow (T=3600 EVERY=60)
+	@mkdir -p runs
+	$(BIN)/python -m benchmarks.endurance --seconds $(T) --every $(EVERY) --csv runs/soak.csv --svg runs/soak.svg
 
 bench-rpc: setup  ## calls, arrays, TCP and a minute of a hundred clients, beside grpc and memcpy
 	$(BIN)/python -m benchmarks.calls

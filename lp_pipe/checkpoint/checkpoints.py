@@ -14,7 +14,7 @@ from lp_pipe.checkpoint.folder import Checkpoint, checkpoints_in, open_checkpoin
 from lp_pipe.checkpoint.in_memory import InMemory, check_can_mirror
 from lp_pipe.checkpoint.parts import SavesItself, Stateful, Trainable, saves_itself
 from lp_pipe.checkpoint.poison import Poison, TryAgain
-from lp_pipe.context import context, stop_event
+from lp_pipe.context import context, current_context, stop_event
 from lp_pipe.errors import CheckpointError, Unavailable
 
 _log = logging.getLogger(__name__)
@@ -59,6 +59,9 @@ class Checkpoints:
         self._in_memory = InMemory(self._parts)
         self._writing: threading.Thread | None = None
         self._error: Exception | None = None
+        node = current_context()
+        if node is not None:  # however it ends: a resumed program in the same process would find half of it
+            node.exit_stack.callback(self._join)
 
     def save(self, step: int, *, wait: bool = True) -> None:
         """Save all parts as they are now.
@@ -72,8 +75,13 @@ class Checkpoints:
         self.wait_until_written()
         try:
             aside = folders.begin(self.folder, step)
+        except OSError as error:
+            self._failed(step, error)
+            return
+        try:
             writes = [self._begin_part(name, part, aside) for name, part in self._parts.items()]
         except OSError as error:
+            shutil.rmtree(aside, ignore_errors=True)  # a full disk has its room back
             self._failed(step, error)
             return
         self._writing = threading.Thread(target=self._write, args=(step, aside, writes), name="checkpoint")
@@ -87,9 +95,8 @@ class Checkpoints:
         Raises:
             CheckpointError: the last one cannot be written (unless `may_fail`).
         """
-        if self._writing is not None:
-            self._writing.join()
-            self._writing = None
+        self._join()
+        self._writing = None
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -203,6 +210,10 @@ class Checkpoints:
                 return
             except (Unavailable, CheckpointError) as error:
                 self._recover(pipeline, error)
+
+    def _join(self) -> None:
+        if self._writing is not None:
+            self._writing.join()
 
     def _begin_part(self, name: str, part: Any, aside: Path) -> "Future[None]":
         if saves_itself(part):

@@ -9,6 +9,10 @@
 bit however long anybody takes. "async": each gradient is applied as it comes, to parameters that may have moved on
 since they were read; the later it is (its staleness), the less it counts. In both, each gradient is applied once, also
 when its worker dies and starts again.
+
+The evaluator saves a checkpoint whenever it looks at the parameters. After a crash, or a stop, `lp_pipe launch …
+--resume=RUN` goes on from the newest one: "sync" ends with the same bits, and in "async", too, each step of each worker
+is applied once on every server.
 Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server" (OSDI 2014), 3.4 and 5.1.
 """
 
@@ -22,9 +26,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 import lp_pipe as lp
+from lp_pipe.checkpoint import Checkpoints
+from lp_pipe.errors import CheckpointError
 from lp_pipe.programs.digits import load_digits
 from lp_pipe.programs.options import option, parse_options
-from lp_pipe.programs.parameter_shards import SHARDS, Sgd, Shard, Snapshot
+from lp_pipe.programs.parameter_shards import SHARDS, Sgd, Shard, ShardState, Snapshot
 from lp_pipe.programs.waiting import until_the_stop
 
 Vector = NDArray[np.float64]
@@ -83,9 +89,9 @@ def parameter_server(
     mode: "sync" or "async", see above.
     num_servers: shards of the parameters; the result in sync mode does not depend on it.
     on_result: called once, in the evaluator's node, after the last update.
-    evaluations: how often the evaluator looks at the parameters on the way, the last time included.
+    evaluations: how often the evaluator looks at the parameters on the way, and saves them, the last time included.
 
-    A worker that dies starts again. A server or the evaluator that dies ends the program.
+    A worker that dies starts again. A server or the evaluator that dies ends the program, which can be resumed.
 
     Raises:
         ValueError: unknown mode, a number below 1.
@@ -96,28 +102,34 @@ def parameter_server(
         numbers = f"num_workers={num_workers}, steps={steps}, num_servers={num_servers}, evaluations={evaluations}"
         raise ValueError(f"{name}: {numbers}: at least 1 is needed")
     program = lp.Program(name)
+    num_versions = steps if mode == "sync" else steps * num_workers
+    cuts = sorted({num_versions * number // evaluations for number in range(1, evaluations + 1)} - {0})
     with program.group("servers"):
-        make = functools.partial(parameter_shard, mode, task, num_servers, num_workers, sgd or Sgd())
+        make = functools.partial(parameter_shard, mode, task, num_servers, num_workers, sgd or Sgd(), cuts)
         servers = [program.add_node(lp.CourierNode(make, index)) for index in range(num_servers)]
     with program.group("workers", on_failure="restart"):
         for rank in range(num_workers):
             program.add_node(lp.PyNode(work, task, servers, rank, steps))
-    num_versions = steps if mode == "sync" else steps * num_workers
-    program.add_node(lp.PyNode(watch, task, servers, num_versions, evaluations, on_result), label="evaluator")
+    program.add_node(lp.PyNode(watch, task, servers, cuts, on_result), label="evaluator")
     return program
 
 
-def parameter_shard(mode: str, task: TrainingTask, num_servers: int, num_workers: int, sgd: Sgd, index: int) -> Shard:
-    """The server of the index-th part of the parameters."""
+def parameter_shard(
+    mode: str, task: TrainingTask, num_servers: int, num_workers: int, sgd: Sgd, cuts: Sequence[int], index: int
+) -> Shard:
+    """The server of the index-th part of the parameters; the evaluator opens it, or loads its state before."""
     part = np.array_split(task.initial_parameters(), num_servers)[index]
-    return SHARDS[mode](part.copy(), num_workers, sgd)
+    return SHARDS[mode](part.copy(), num_workers, sgd, cuts, is_open=False)
 
 
 @until_the_stop()
 def work(task: TrainingTask, servers: Sequence[lp.CourierClient], rank: int, steps: int) -> None:
     """Compute and push gradients from where this rank has come to, which is 0 unless it has died on the way."""
     # Servers may be one step apart when a worker dies between its pushes: who has this step's gradient refuses it.
-    step = min(_all(servers, "next_step", rank))
+    steps_taken: list[int | None] = _all(servers, "next_step", rank)
+    if None in steps_taken:
+        return  # the program stops
+    step = min(taken for taken in steps_taken if taken is not None)
     snapshots: list[Snapshot] = _all(servers, "pull", step)
     while step < steps:
         parameters = np.concatenate([snapshot.parameters for snapshot in snapshots])
@@ -133,32 +145,68 @@ def work(task: TrainingTask, servers: Sequence[lp.CourierClient], rank: int, ste
         step += 1
 
 
+class Parameters:
+    """All servers' states of one version, as a part of checkpoints."""
+
+    def __init__(self, servers: Sequence[lp.CourierClient]) -> None:
+        self._servers = servers
+        self.states: list[ShardState] = []
+
+    @property
+    def version(self) -> int:
+        return self.states[0].snapshot.version if self.states else 0
+
+    def take(self, version: int) -> bool:
+        """Wait for it; False when the program stops."""
+        states: list[ShardState | None] = _all(self._servers, "take", version)
+        if None in states:
+            return False
+        self.states = [state for state in states if state is not None]
+        return True
+
+    def whole(self) -> Vector:
+        return np.concatenate([state.snapshot.parameters for state in self.states])
+
+    def mean_staleness(self) -> float:
+        return float(np.mean([state.snapshot.mean_staleness for state in self.states]))
+
+    def state_dict(self) -> list[ShardState]:
+        return self.states
+
+    def load_state_dict(self, states: list[ShardState]) -> None:
+        if len(states) != len(self._servers):
+            wrong = f"the checkpoint is of {len(states)} servers, this program has {len(self._servers)}"
+            raise CheckpointError(f"{wrong}: resume it with num_servers={len(states)}")
+        calls = [server.futures.load_state(state) for server, state in zip(self._servers, states, strict=True)]
+        for call in calls:
+            call.result()
+        self.states = states
+
+
 @until_the_stop()
-def watch(
-    task: TrainingTask, servers: Sequence[lp.CourierClient], num_versions: int, evaluations: int, on_result: OnResult
-) -> None:
-    """Evaluate as the parameters get newer; after the last update deliver the result and end the program."""
-    metrics: dict[str, float] = {}
-    parameters = np.empty(0)
-    for evaluation in range(1, evaluations + 1):
-        version = num_versions * evaluation // evaluations
-        snapshots: list[Snapshot] = _all(servers, "at_least", version)
-        if None in snapshots:
+def watch(task: TrainingTask, servers: Sequence[lp.CourierClient], cuts: Sequence[int], on_result: OnResult) -> None:
+    """Evaluate and save as the parameters get newer; after the last update deliver the result and end the program."""
+    parameters = Parameters(servers)
+    checkpoints = Checkpoints({"parameters": parameters})
+    checkpoints.restore()
+    _all(servers, "open")
+    for version in cuts:
+        if version <= parameters.version:
+            continue  # before the newest checkpoint
+        if not parameters.take(version):
             return  # the program stops
-        parameters = np.concatenate([snapshot.parameters for snapshot in snapshots])
-        metrics = task.evaluate(parameters)
-        staleness = np.mean([snapshot.mean_staleness for snapshot in snapshots])
-        step = min(snapshot.version for snapshot in snapshots)
-        lp.log_metrics({**metrics, "staleness": float(staleness), "total_steps": num_versions}, step=step)
-    counts = _all(servers, "counts")
+        checkpoints.save(version, wait=version == cuts[-1])
+        staleness = parameters.mean_staleness()
+        metrics = {**task.evaluate(parameters.whole()), "staleness": staleness, "total_steps": cuts[-1]}
+        lp.log_metrics(metrics, step=version)
     on_result(
         TrainingResult(
-            parameters,
-            metrics,
-            updates=[count.updates for count in counts],
-            repeated=sum(count.repeated for count in counts),
-            mean_staleness=float(np.mean([snapshot.mean_staleness for snapshot in snapshots])),
-            max_staleness=max(count.max_staleness for count in counts),
+            parameters.whole(),
+            task.evaluate(parameters.whole()),
+            updates=[list(state.updates) for state in parameters.states],
+            repeated=sum(state.repeated for state in parameters.states),
+            mean_staleness=parameters.mean_staleness(),
+            max_staleness=max(state.max_staleness for state in parameters.states),
         )
     )
     lp.stop()

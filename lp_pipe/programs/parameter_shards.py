@@ -1,8 +1,12 @@
 """One server's part of the parameters: takes gradients, each once, and hands out what they made of it.
 
 Handlers are async: however many workers wait for a step, they pin no thread, and no lock is needed.
+
+At some versions, agreed on beforehand, every shard keeps its state for the evaluator to take: all shards' states of one
+version are a consistent cut. Arrays are never changed in place, so keeping one costs memory but no copy.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,6 +40,21 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
+class ShardState:
+    """All that a shard needs to go on from a version."""
+
+    snapshot: Snapshot
+    velocity: Vector
+    updates: tuple[int, ...]
+    repeated: int
+    max_staleness: int
+    sum_staleness: int
+
+
+_MAX_CUTS = 2  # that wait to be taken; workers wait then, so that a slow evaluator costs no more memory than that
+
+
+@dataclass(frozen=True)
 class Counts:
     """updates: gradients applied, by rank; repeated: gradients refused because they had been taken before."""
 
@@ -45,9 +64,21 @@ class Counts:
 
 
 class Shard:
-    """What both kinds of server have in common."""
+    """What both kinds of server have in common.
 
-    def __init__(self, parameters: Vector, num_workers: int, sgd: Sgd) -> None:
+    cuts: versions of which the state is kept until `take` asks for it.
+    is_open: whether it serves workers at once; else it waits for `open` or `load_state`.
+    """
+
+    def __init__(
+        self,
+        parameters: Vector,
+        num_workers: int,
+        sgd: Sgd,
+        cuts: Collection[int] = (),
+        *,
+        is_open: bool = True,
+    ) -> None:
         self._sgd = sgd
         self._velocity = np.zeros_like(parameters)
         # The last two versions: a worker that starts again may find this shard one step ahead of another.
@@ -57,9 +88,15 @@ class Shard:
         self._max_staleness = 0
         self._sum_staleness = 0
         self._changes = Changes()
+        self._cuts = frozenset(cuts)
+        self._kept: dict[int, ShardState] = {}
+        self._is_open = is_open
 
-    async def next_step(self, rank: int) -> int:
-        """How many gradients of this worker have been taken."""
+    async def next_step(self, rank: int) -> int | None:
+        """How many gradients of this worker have been taken; None when the program stops."""
+        while not self._is_open:
+            if not await self._changes.wait():
+                return None
         return self._updates[rank]
 
     async def at_least(self, version: int) -> Snapshot | None:
@@ -69,6 +106,30 @@ class Shard:
                 return None
         return self._current
 
+    async def take(self, version: int) -> ShardState | None:
+        """Wait for this version, one of `cuts`, and take its state, once; None when the program stops."""
+        while version not in self._kept:
+            assert version > self._current.version, f"the state of version {version} was taken, or is none of the cuts"
+            if not await self._changes.wait():
+                return None
+        state = self._kept.pop(version)
+        self._changes.notify()
+        return state
+
+    async def open(self) -> None:
+        """Serve workers from now on."""
+        self._is_open = True
+        self._changes.notify()
+
+    async def load_state(self, state: ShardState) -> None:
+        """Go on from there; before any worker is served."""
+        assert not self._is_open, "workers have been served, and know newer parameters"
+        self._previous = self._current = state.snapshot
+        self._velocity = state.velocity
+        self._updates = list(state.updates)
+        self._repeated, self._max_staleness = state.repeated, state.max_staleness
+        self._sum_staleness = state.sum_staleness
+
     async def counts(self) -> Counts:
         return Counts(self._updates, self._repeated, self._max_staleness)
 
@@ -76,7 +137,20 @@ class Shard:
         parameters, self._velocity = self._sgd.step(self._current.parameters, self._velocity, gradient)
         version = self._current.version + 1
         self._previous, self._current = self._current, Snapshot(version, parameters, self._sum_staleness / version)
+        if version in self._cuts:
+            self._kept[version] = self._state()
         self._changes.notify()
+
+    def _state(self) -> ShardState:
+        counts = (self._repeated, self._max_staleness, self._sum_staleness)
+        return ShardState(self._current, self._velocity, tuple(self._updates), *counts)
+
+    async def _may_go_on(self) -> bool:
+        """Once the evaluator has taken enough; False when the program stops."""
+        while len(self._kept) >= _MAX_CUTS:
+            if not await self._changes.wait():
+                return False
+        return True
 
     def _is_repeated(self, rank: int, step: int) -> bool:
         """Whether the gradient has been taken, from a worker that died before it knew."""
@@ -92,8 +166,10 @@ class SyncShard(Shard):
     Version v has taken the gradients of steps 0 to v - 1, so a step begins with the version of its own number.
     """
 
-    def __init__(self, parameters: Vector, num_workers: int, sgd: Sgd) -> None:
-        super().__init__(parameters, num_workers, sgd)
+    def __init__(
+        self, parameters: Vector, num_workers: int, sgd: Sgd, cuts: Collection[int] = (), *, is_open: bool = True
+    ) -> None:
+        super().__init__(parameters, num_workers, sgd, cuts, is_open=is_open)
         self._gradients: list[Vector | None] = [None] * num_workers
 
     async def pull(self, step: int) -> Snapshot:
@@ -103,6 +179,8 @@ class SyncShard(Shard):
     async def push(self, rank: int, step: int, version: int, gradient: Vector) -> Snapshot | None:
         """Wait until all workers have pushed this step; the next one's parameters, or None when the program stops."""
         assert version == step, f"worker {rank} computed step {step} from version {version}"
+        if not await self._may_go_on():
+            return None
         if not self._is_repeated(rank, step):
             self._gradients[rank] = gradient
             self._updates[rank] += 1
@@ -131,8 +209,10 @@ class AsyncShard(Shard):
         """The newest parameters."""
         return self._current
 
-    async def push(self, rank: int, step: int, version: int, gradient: Vector) -> Snapshot:
-        """Apply the gradient, which was computed from this version; the parameters now."""
+    async def push(self, rank: int, step: int, version: int, gradient: Vector) -> Snapshot | None:
+        """Apply the gradient, which was computed from this version; the parameters now, or None at the stop."""
+        if not await self._may_go_on():
+            return None
         if not self._is_repeated(rank, step):
             staleness = self._current.version - version
             self._sum_staleness += staleness

@@ -137,3 +137,40 @@ def test_multihost_measures_calls_throughput_and_start() -> None:
         for party in parties.values():
             assert_is_spread(party["figures"])
             assert_is_spread(party["ratio"])
+
+
+def test_checkpoints_tells_what_they_and_a_killed_stage_cost() -> None:
+    result = figures("checkpoints")
+    for party in ("none", "async", "blocking"):
+        assert_is_spread(result["overhead"]["characters_per_s"][party])
+    for kind in ("cost", "cpu_cost"):
+        assert len(result["overhead"][kind]["async"]["values"]) == 2
+    assert_is_spread(result["overhead"]["pause_ms"])
+    assert result["overhead"]["checkpoint_bytes"] > 0
+    assert_is_spread(result["recovery"]["startup_s"])
+    assert_is_spread(result["recovery"]["recovery_s"])
+    assert result["recovery"]["repeated_steps"] == [7, 7]
+
+
+def test_chaos_compares_every_round_with_the_undisturbed_run(tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    command = [sys.executable, "-m", "benchmarks.chaos", "--rounds=2", "--programs=async,sync", f"--json={path}"]
+    subprocess.run(command, cwd=REPOSITORY, capture_output=True, timeout=280, check=True)
+    for program in json.loads(path.read_text())["programs"].values():
+        assert program["rounds"] == program["same_sha256"] == 1
+        assert sum(program["strikes"].values()) >= 1 - program["unstruck"]
+        assert program["processes_left"] == 0
+
+
+def test_endurance_writes_down_what_processes_hold_while_others_are_killed(tmp_path: Path) -> None:
+    """Whether anything grows cannot be seen in seconds."""
+    files = [f"--{kind}={tmp_path / 'soak'}.{kind}" for kind in ("csv", "svg", "json")]
+    command = [sys.executable, "-m", "benchmarks.endurance", "--seconds=25", "--every=6", *files]
+    subprocess.run(command, cwd=REPOSITORY, capture_output=True, timeout=280, check=False)
+    result = json.loads((tmp_path / "soak.json").read_text())
+    assert result["failures"] >= 2
+    assert result["is_same"]
+    rows = (tmp_path / "soak.csv").read_text().splitlines()
+    assert {"launcher_mib", "trainer_threads", "all_descriptors", "shared_mib", "disk_mib"} < set(rows[0].split(","))
+    assert len(rows) > 20
+    assert (tmp_path / "soak.svg").read_text().count("<polyline") == 15

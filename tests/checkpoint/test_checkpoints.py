@@ -193,6 +193,22 @@ def test_nodes_take_part_by_two_methods(tmp_path: Path) -> None:
     assert restored(tmp_path / "checkpoints") == 6
 
 
+def test_a_node_that_fails_ends_once_its_checkpoint_is_written(tmp_path: Path) -> None:
+    """A program that was resumed in the same process had its own taken away by the writing of the one before."""
+    slow = Slow()
+
+    def train() -> None:
+        Checkpoints({"slow": slow}).save(1, wait=False)
+        threading.Timer(0.2, slow.may_write.set).start()
+        raise RuntimeError("failed while a checkpoint is being written")
+
+    program = lp.Program("failing")
+    program.add_node(lp.PyNode(train), label="trainer")
+    with pytest.raises(lp.NodeError, match="failed while"):
+        lp.launch(program, "thread", run_dir=tmp_path, serialize_py_nodes=False).wait(30)
+    assert [path.name for path in checkpoints_in(tmp_path / "checkpoints")] == ["step-00000001"]
+
+
 @pytest.mark.parametrize("options", [{"keep": 0}, {"parts": {"a/b": Counter()}}])
 def test_wrong_options_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"keep at least 1|becomes a file name"):

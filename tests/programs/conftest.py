@@ -24,9 +24,9 @@ class Delivered:
         assert not self._path.exists(), "delivered before"
         self._path.write_bytes(cloudpickle.dumps(result))
 
-    def of(self, program: lp.Program, mode: str) -> Any:
+    def of(self, program: lp.Program, mode: str, run_dir: Path | None = None) -> Any:
         """Run the program to its end; its result."""
-        run = lp.launch(program, mode)
+        run = lp.launch(program, mode, run_dir=run_dir)
         run.wait(WITHIN_S)
         self.status = run.status()
         result = cloudpickle.loads(self._path.read_bytes())

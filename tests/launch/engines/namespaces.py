@@ -73,6 +73,7 @@ class Hosts:
         self._mark = f"lp{os.getpid() % 100_000}{'abcdefgh'[number]}"
         self._nets = _networks(os.getpid(), number, is_ipv6=is_ipv6)[: 2 if is_doubled else 1]
         self._inits: list[subprocess.Popen[bytes]] = []
+        self._wires: list[Wire] = []
         self.names = [f"h{number}" for number in range(1, count + 1)]
         self.ssh_config = str(self._folder / "ssh_config")
         self.python = str(self._folder / "python")
@@ -113,6 +114,15 @@ class Hosts:
         init.kill()
         init.wait()
 
+    def wire(self, name: str) -> "Wire":
+        """In place of the host's cable, one that can be made slow, lossy, or one-way."""
+        netns = self._netns(name)
+        _run("ip", "-n", netns, "link", "del", "eth0")
+        made = Wire(f"{self._mark}br", netns, "eth0", f"{self.address(name)}/24")
+        self._wires.append(made)
+        self._wait_for_sshd(name)
+        return made
+
     def pids(self, name: str) -> list[int]:
         """The processes of a host, without those that make it one."""
         found = _run("ip", "netns", "pids", self._netns(name)).split()
@@ -120,6 +130,8 @@ class Hosts:
 
     def close(self) -> None:
         """Remove everything that the constructor made."""
+        for wire in self._wires:
+            wire.close()
         for init in self._inits:
             init.kill()  # unshare --kill-child takes the host's first process, and so the host, with it
             init.wait()
@@ -218,6 +230,35 @@ def _add_address(address: str, device: str, *where: str) -> None:
     """nodad: an IPv6 address could not be bound at once."""
     size = ["/64", "nodad"] if ":" in address else ["/24"]
     _run("ip", *where, "addr", "add", f"{address}{size[0]}", "dev", device, *size[1:])
+
+
+class Wire:
+    """A process that carries the packets of a host; see wire.py for what it can be told."""
+
+    def __init__(self, *arguments: str) -> None:
+        command = [sys.executable, str(Path(__file__).with_name("wire.py")), *arguments]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._wait()
+
+    def tell(self, *commands: str) -> int:
+        """Returns once it is done, with the number of packets that were lost or delayed before."""
+        assert self._process.stdin is not None
+        hits = 0
+        for command in commands:
+            self._process.stdin.write(f"{command}\n")
+            self._process.stdin.flush()
+            hits += self._wait()
+        return hits
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def _wait(self) -> int:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, "the wire has ended; its error is above"
+        return int(line)
 
 
 def _is_part_of_host(pid: int) -> bool:
