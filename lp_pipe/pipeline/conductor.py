@@ -18,7 +18,7 @@ from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
 from lp_pipe.pipeline.execution import Report
 from lp_pipe.pipeline.loss_scale import LossScale
 from lp_pipe.pipeline.microbatches import check_pair, loss_weights
-from lp_pipe.pipeline.mirrors import check_guards, common_steps
+from lp_pipe.pipeline.mirrors import Mirror, check_guards, common_steps
 from lp_pipe.pipeline.results import EvalResult, StageMemory, StepResult, StepTrace, Straggler
 from lp_pipe.pipeline.steps import Steps, SynchronousSteps, summed
 from lp_pipe.pipeline.whole_model import Copy, WholeModel
@@ -45,7 +45,6 @@ class Conductor:
         self._model = WholeModel(pipeline, self._workers)
         self._config = pipeline
         self._are_guarded = False
-        self.keep_mirror, self.mirror_of = self._workers.own.keep_mirror, self._workers.own.mirror_of
         self._last = pipeline.ranks.of(pipeline.placement[-1])
         make_steps = SynchronousSteps if pipeline.updates is None else AsynchronousSteps
         self._steps: Steps = make_steps(pipeline, self._workers, feeder)
@@ -120,6 +119,17 @@ class Conductor:
         """
         check_guards(self._config.ranks.world_size)
         return self._in_turn(lambda: self._mirror(me))
+
+    # Coroutines, so that a worker is answered also when every thread here waits for an operation: one of them may be
+    # that which waits for the worker.
+
+    async def keep_mirror(self, rank: int, mirror: Mirror) -> None:
+        """Hold the state of the last worker."""
+        self._workers.own.keep_mirror(rank, mirror)
+
+    async def mirror_of(self, rank: int, step: int) -> Mirror:
+        """Give it back."""
+        return self._workers.own.mirror_of(rank, step)
 
     def mirrored_steps(self) -> list[int]:
         """To which all workers could go back."""
