@@ -181,17 +181,22 @@ class Conductor:
 
     def _go_back(self, step: int, me: Any) -> None:
         self._guard(me)
+        self._workers.all("settle_mirrors")
         self._steps.torn = f"going back to step {step} has failed"
         scale = self._workers.all("go_back", step)[0]
         self._steps.go_to(step, LossScale(*scale) if scale is not None else None)
 
+    def _forget_mirrors(self) -> None:
+        for method in ("settle_mirrors", "forget_mirrors"):
+            self._workers.all(method)
+
     def _load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self._workers.all("forget_mirrors")
+        self._forget_mirrors()
         self._model.load_state_dict(state)
         self._steps.forget_ahead()
 
     def _load(self, path: Path) -> None:
-        self._workers.all("forget_mirrors")
+        self._forget_mirrors()
         found = self._model.load(path)
         self._steps.go_to(found.step, LossScale(*found.loss_scale) if found.loss_scale is not None else None)
 

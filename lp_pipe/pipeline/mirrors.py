@@ -50,11 +50,15 @@ class Mirrors:
 
         Waits until the one before has gone, so that no more than two are ever on their way.
         """
-        if self._sent is not None:
-            self._sent.exception()  # a guard that has died misses it; the conductor asks who has what
+        self.settle_mirrors()
         mirror = Mirror(step, scale, copied(self._share()))
         self.keep_mirror(self._rank, mirror)
         self._sent = self._sending.start(lambda: self._guard.keep_mirror(self._rank, mirror))
+
+    def settle_mirrors(self) -> None:
+        """Wait until the guard has what is on its way to it; before it is to forget that, for else it would come later."""
+        if self._sent is not None:
+            self._sent.exception()  # a guard that has died misses it; the conductor asks who has what
 
     def keep_mirror(self, rank: int, mirror: Mirror) -> None:
         """Hold a worker's state, and the one before; forget older ones."""

@@ -70,7 +70,7 @@ class StageWorker:
         self.guarded_by, self.forget_mirrors = mirrors.guarded_by, mirrors.forget_mirrors
         self.mirror, self.go_back = mirrors.mirror, mirrors.go_back
         self.keep_mirror, self.mirror_of = mirrors.keep_mirror, mirrors.mirror_of
-        self.mirrors_held = mirrors.mirrors_held
+        self.mirrors_held, self.settle_mirrors = mirrors.mirrors_held, mirrors.settle_mirrors
         self._copies: dict[str, dict[str, Any]] = {}  # of shares, by the checkpoint's version
         self._modules = [m for s in self._stages.values() for layer in s.layers for m in layer.modules()]
         self._buffers_before: BufferSnapshot | None = None

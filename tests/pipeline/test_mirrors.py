@@ -11,7 +11,7 @@ from torch import nn
 
 import lp_pipe as lp
 import lp_pipe.pipeline as pp
-from lp_pipe.pipeline.mirrors import Mirror, common_steps
+from lp_pipe.pipeline.mirrors import Mirror, Mirrors, common_steps
 from lp_pipe.pipeline.worker import StageWorker
 from lp_pipe.telemetry import waits
 from tests.pipeline.plain_loop import (
@@ -107,6 +107,30 @@ def test_after_a_death_only_steps_that_somebody_holds_of_every_worker_count() ->
     held: list[dict[int, list[int]]] = [{0: [4, 5], 2: [4, 5]}, {}, {2: [4, 5], 1: [4]}]
     assert common_steps(held) == [4]
     assert common_steps([held[0], {}, {}]) == []
+
+
+def test_a_mirror_that_was_on_its_way_does_not_come_after_going_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Step 2 comes again, and may be left out this time: a late copy of the first one's state would be taken for it.
+    keep, may_come = Mirrors.keep_mirror, threading.Event()
+    arrived: list[int] = []
+
+    def keep_slowly(mirrors: Mirrors, rank: int, mirror: Mirror) -> None:
+        if rank != mirrors._rank and mirror.step == 2:
+            assert may_come.wait(30.0)
+            arrived.append(rank)
+        keep(mirrors, rank, mirror)
+
+    monkeypatch.setattr(Mirrors, "keep_mirror", keep_slowly)
+    with launched("thread", model_with_everything(), BATCHES, stages=2, microbatches=4) as pipeline:
+        for _ in range(2):
+            pipeline.step()
+            pipeline.mirror()
+        release = threading.Timer(0.2, may_come.set)
+        release.start()
+        pipeline.go_back(1)
+        release.join()
+        until(lambda: len(arrived) == 2)
+        assert pipeline.mirrored_steps() == [1]
 
 
 def test_the_conductor_keeps_a_mirror_while_all_its_threads_wait_for_operations(
