@@ -22,7 +22,7 @@ from lp_pipe.errors import NodeError
 from lp_pipe.launch.engines import Engine
 from lp_pipe.launch.gathered import Kept, MultiHostOptions
 from lp_pipe.launch.gathering import Patience
-from lp_pipe.launch.launcher import make_run_dir, named_engine, start_run
+from lp_pipe.launch.launcher import check_hang_after, check_program, make_run_dir, named_engine, start_run
 from lp_pipe.launch.run import Run
 from lp_pipe.launch.signals import Interrupts, wait_awake
 from lp_pipe.launch.source_tree import SourceTree
@@ -85,9 +85,15 @@ def launch_elastic(
     A lost host is started again every few seconds where its engine can do that (local, ssh); on others it may join by
     itself (`lp_pipe agent`). join_timeout: seconds to wait for MIN hosts, at the start and later.
 
-    Raises: as `launch`.
+    Raises:
+        ValueError: `num_hosts` is something else, hang_after is not positive; as `launch`.
+        TypeError: `make_program` has returned something else than a Program.
+        LaunchError: there were not MIN hosts in time; as `launch`.
+        Exception: of `make_program`.
     """
     count = HostCount.parse(num_hosts)
+    check_hang_after(hang_after)
+    make_program = _checked(make_program)
     known = named_engine(engine, hosts, engine_options or {})
     folder = make_run_dir(make_program(count.most).name, run_dir)  # also: what it raises, it raises here
     patience, credentials = Patience(join_timeout, host_timeout), generate_credentials()
@@ -105,6 +111,10 @@ def launch_elastic(
     except BaseException:
         standing.close(_CLOSE_PATIENCE_S)
         raise
+
+
+def _checked(make_program: MakeProgram) -> MakeProgram:
+    return lambda num_hosts: check_program(make_program(num_hosts), "make_program returns a Program")
 
 
 class ElasticRun:

@@ -56,7 +56,7 @@ class Mirrors:
         self._sent = self._sending.start(lambda: self._guard.keep_mirror(self._rank, mirror))
 
     def settle_mirrors(self) -> None:
-        """Wait until the guard has what is on its way to it; before it is to forget that, for else it would come later."""
+        """Wait until the guard has what is on its way to it; else that could come after it was told to forget it."""
         if self._sent is not None:
             self._sent.exception()  # a guard that has died misses it; the conductor asks who has what
 

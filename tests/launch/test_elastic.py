@@ -152,6 +152,16 @@ def test_numbers_of_hosts_are_written_as_torchrun_has_them() -> None:
             HostCount.parse(wrong)
 
 
+def test_what_makes_no_sense_is_refused_before_a_host_is_asked_for() -> None:
+    for options, error in (
+        ({"make_program": lambda num_hosts: None}, "make_program returns a Program, not None of type NoneType"),
+        ({"hang_after": 0}, "hang_after=0: seconds are needed"),
+        ({"engine": "nomad"}, "unknown engine 'nomad'"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=error):
+            lp.launch_elastic(**{"make_program": make_program, "num_hosts": "1:2", **options})  # type: ignore[arg-type]
+
+
 @pytest.mark.slow
 def test_a_stop_while_hosts_are_missing_ends_at_once() -> None:
     run, _ = launched(make_program, "2", "2:2")
