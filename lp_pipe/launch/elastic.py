@@ -27,6 +27,7 @@ from lp_pipe.launch.run import Run
 from lp_pipe.launch.signals import Interrupts, wait_awake
 from lp_pipe.launch.source_tree import SourceTree
 from lp_pipe.launch.standing import StandingGathering
+from lp_pipe.launch.tree_store import TreeStore
 from lp_pipe.program import Program
 from lp_pipe.telemetry.metrics import Sink
 
@@ -97,7 +98,7 @@ def launch_elastic(
     known = named_engine(engine, hosts, engine_options or {})
     folder = make_run_dir(make_program(count.most).name, run_dir)  # also: what it raises, it raises here
     patience, credentials = Patience(join_timeout, host_timeout), generate_credentials()
-    tree = None if sync is None else SourceTree.of(sync)
+    tree = None if sync is None else TreeStore().kept(SourceTree.of(sync))
     standing = StandingGathering(known, credentials, listen, interface, patience)
 
     def start(program: Program, agents: Mapping[str, Any], used: int) -> Run:
