@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -35,6 +36,8 @@ _log = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 0.2
 _CLOSE_PATIENCE_S = 4.0
+_ECHO_S = 30.0  # what fails so soon after the loss of a host may be because of it; longer than its nodes are fenced
+_WHOLE = {"running", "finished"}
 
 MakeProgram = Callable[[int], Program]
 
@@ -244,6 +247,7 @@ class ElasticRun:
         is_growing = False
         seen: set[str] | None = None  # checkpoints, when there were more hosts for the first time
         while not self._run.is_over:
+            self._forget_survived_losses()
             if not is_growing and self._could_grow():
                 now = _checkpoints_in(self.run_dir)
                 seen = now if seen is None else seen
@@ -260,6 +264,13 @@ class ElasticRun:
             self._why = str(error).splitlines()[0]
             return True
         return is_growing
+
+    def _forget_survived_losses(self) -> None:
+        """Of spare hosts, or of such whose nodes run on spare ones by now: what fails later is not about them."""
+        losses = self._standing.losses
+        if losses != self._losses and time.monotonic() - self._standing.lost_at > _ECHO_S:
+            states = {row["state"] for rows in self._run.status().values() for row in rows}
+            self._losses = losses if states <= _WHOLE else self._losses
 
     def _could_grow(self) -> bool:
         return self._num_hosts < min(len(self._standing.up()), self._count.most)
