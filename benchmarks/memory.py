@@ -8,7 +8,8 @@ table has the worker with the most activations: the measured peak of `profile_me
     the most that a worker's actions hold at a time (a forward adds, a backward, or its W, takes away) of
     bytes that the layers of one micro-batch leave, + bytes of the segment that runs again
 
-with a block's bytes counted by hand from what autograd saves of it. Only GPipe and 1F1B are run with recompute.
+with a block's bytes counted by hand from what autograd saves of it. Only GPipe and 1F1B are run with recompute. An
+asynchronous schedule keeps older weights besides: as many as its forwards are updates behind.
 Source: GPipe (Huang et al., 2019), table 1.
 """
 
@@ -110,6 +111,14 @@ def predicted(size: Size, stages: int, schedule: str, recompute: str) -> list[in
     return [again + _most_held(actions, kept, size.activation_bytes) for actions in order.workers]
 
 
+def predicted_versions(size: Size, stages: int, schedule: str) -> list[int]:
+    """Copies of each worker's weights, beside the newest."""
+    order = pp.make_schedule(schedule, stages, size.microbatches)
+    if order.updates is None:
+        return [0] * stages
+    return [timing.delay for timing in order.updates.timings([1] * stages)]
+
+
 def _most_held(actions: Sequence[pp.Action], kept: int, batch: int) -> int:
     """Bytes. kept: what a forward leaves, on stage 0 without the batch."""
     held = most = 0
@@ -123,9 +132,14 @@ def _most_held(actions: Sequence[pp.Action], kept: int, batch: int) -> int:
 def figures_of(size: Size, stages: int, schedule: str, recompute: str) -> dict[str, Any]:
     memory = measured(size, stages, schedule, RECOMPUTES[recompute])
     prediction = predicted(size, stages, schedule, recompute)
+    versions = predicted_versions(size, stages, schedule)
     largest = max(range(stages), key=lambda worker: memory[worker].activation_bytes)
     return {
         "parameter_bytes": [stage.parameter_bytes for stage in memory],
+        "weight_version_bytes": [stage.weight_version_bytes for stage in memory],
+        "predicted_weight_version_bytes": [
+            count * stage.parameter_bytes for stage, count in zip(memory, versions, strict=True)
+        ],
         "activation_bytes": [stage.activation_bytes for stage in memory],
         "stash_bytes": [stage.stash_bytes for stage in memory],
         "predicted_bytes": prediction,
@@ -145,6 +159,8 @@ def show(parties: dict[str, dict[str, Any]], size: Size) -> None:
             [
                 name,
                 f"{party['parameter_bytes'][worker] / 2**20:.2f}",
+                f"{party['weight_version_bytes'][worker] / 2**20:.2f}",
+                f"{party['predicted_weight_version_bytes'][worker] / 2**20:.2f}",
                 f"{party['activation_bytes'][worker] / 2**20:.2f}",
                 f"{party['predicted_bytes'][worker] / 2**20:.2f}",
                 f"{min(ratios):.3f}–{max(ratios):.3f}",
@@ -154,6 +170,8 @@ def show(parties: dict[str, dict[str, Any]], size: Size) -> None:
     columns = [
         "stages, schedule, recompute",
         "parameters",
+        "older weights",
+        "predicted",
         "activations",
         "predicted",
         "measured / predicted, all stages",

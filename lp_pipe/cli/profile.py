@@ -8,7 +8,7 @@ from lp_pipe.cli import hosts
 from lp_pipe.cli.errors import NotLaunched, UsageError
 from lp_pipe.cli.table import table
 from lp_pipe.cli.targets import load_program
-from lp_pipe.errors import LpPipeError, PartitionError, PipelineError
+from lp_pipe.errors import LpPipeError, PartitionError, PipelineError, SerializationError
 from lp_pipe.launch.launcher import named_engine
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ _EXAMPLES = """\
 examples:
   lp_pipe profile examples/char_gpt.py -o profile.json
   lp_pipe profile examples/char_gpt.py -o profile.json -- --layers=12      with flags of its own
+  lp_pipe profile examples/char_gpt.py -o profile.json --busy=2              as two stages that share caches and memory
   lp_pipe profile --links --engine=ssh --hosts=h1,h2 -o topology.toml      the links between hosts instead
   lp_pipe partition profile.json topology.toml -o plan.toml                 what it is for
 """
@@ -42,6 +43,13 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     add("--devices-per-host", type=int, default=1, metavar="N", help="with --links: for the topology (default: 1)")
     add("--group", metavar="LABEL", help="of which pipeline, if the program has several")
     add("--device", default="cpu", help="cpu (default), cuda, cuda:1")
+    add(
+        "--busy",
+        type=int,
+        default=1,
+        metavar="N",
+        help="measure while N - 1 other processes do the same, as N stages of one host do (default: 1)",
+    )
     hosts.add_arguments(parser)
     parser.set_defaults(run=run_command, mode="multi_host")
 
@@ -50,7 +58,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
     """Measure, print and write.
 
     Raises:
-        UsageError: there is no such target or pipeline, or the file cannot be written.
+        UsageError: there is no such target or pipeline, it cannot be measured so, or the file cannot be written.
         NotLaunched: torch is missing, or the target's own code raised.
     """
     if arguments.links:
@@ -63,10 +71,10 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
     except ModuleNotFoundError as error:
         raise NotLaunched(f"{error}; a profile needs torch: pip install 'lp_pipe[torch]'") from error
     try:
-        profile = profile_program(program, group=arguments.group, device=arguments.device)
+        profile = profile_program(program, group=arguments.group, device=arguments.device, busy=arguments.busy)
         if arguments.output:
             profile.save(arguments.output)
-    except (PipelineError, PartitionError) as error:
+    except (PipelineError, PartitionError, SerializationError) as error:
         raise UsageError(str(error)) from error
     print(_as_table(profile))
     if arguments.output:

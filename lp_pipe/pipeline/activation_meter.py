@@ -30,10 +30,13 @@ class ActivationMeter:
         self._uncounted: set[int] = set()
         self._holders: Counter[int] = Counter()
 
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """From now on these, and no others, do not count: they are in memory, saved or not."""
+        self._uncounted = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
     @contextmanager
-    def counting(self, uncounted: Iterable[Tensor]) -> Iterator[Self]:
-        """Count in this thread. uncounted: what is in memory all the time, saved or not."""
-        self._uncounted = {tensor.untyped_storage().data_ptr() for tensor in uncounted}
+    def counting(self) -> Iterator[Self]:
+        """Count in this thread."""
         _thread.meter = self
         try:
             with saved_tensors_hooks(self.hold, _tensor_of):

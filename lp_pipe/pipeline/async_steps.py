@@ -47,6 +47,14 @@ class AsynchronousSteps(Steps):
                 break
         return self._results.popleft() if self._results else self._end()
 
+    def go_on(self, count: int) -> None:
+        """The results that somebody may still ask for are kept."""
+        kept, self._results = self._results, deque()
+        try:
+            super().go_on(count)
+        finally:
+            self._results = kept
+
     def settle(self) -> None:
         """Wait for the step ahead; its result is kept."""
         while self._begun:

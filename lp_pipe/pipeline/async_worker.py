@@ -12,6 +12,7 @@ from lp_pipe.pipeline.async_guard import Guard
 from lp_pipe.pipeline.buffers import BufferSnapshot
 from lp_pipe.pipeline.execution import Execution, Operation, Report
 from lp_pipe.pipeline.intake import Intake
+from lp_pipe.pipeline.metering import Metering
 from lp_pipe.pipeline.reduction import Reduction
 from lp_pipe.pipeline.schedule import Action
 from lp_pipe.pipeline.schedule.updates import Timing, Turn, turns
@@ -37,6 +38,7 @@ class AsyncWorker:
         training: Training,
         reduction: Reduction,
         intake: Intake,
+        metering: Metering,
         guard: Guard | None = None,
     ) -> None:
         self._stage = stage
@@ -47,8 +49,10 @@ class AsyncWorker:
         self._training = training
         self._reduction = reduction
         self._intake = intake
+        self._metering = metering
         self._guard = guard
-        self._doing = guard.around(execution.training) if guard is not None else execution.training
+        self._training_actions = guard.around(execution.training) if guard is not None else execution.training
+        self._doing = self._training_actions
         self._modules: Sequence[nn.Module] = [module for layer in stage.layers for module in layer.modules()]
         self._versions = WeightVersions(self._modules, training.named_parameters)
         self._next: Operation | None = None  # of which some forwards are done
@@ -68,7 +72,8 @@ class AsyncWorker:
         ended = False
         try:
             self._wait_for(after, task.tag)
-            report = self._run(task, ahead)
+            with self._metering.around(self._training_actions) as self._doing:
+                report = self._run(task, ahead)
             ended = True
         finally:
             self._versions.use_own()
@@ -181,6 +186,7 @@ class AsyncWorker:
         if microbatches > 1 and not self._is_uniform:
             self._training.scale_gradients(1 / microbatches)
         self._versions.begin_next(needed_from=self._version_of(group + 1))
+        self._metering.before_update(self._versions.older_bytes)
         self._training.update()
 
     def _version_of(self, group: int) -> int:

@@ -182,7 +182,8 @@ class PipelineClient:
     def profile_memory(self, n: int = 1) -> list[StageMemory]:
         """`n` steps on the feeder's batches, and what each stage worker had in memory then; such steps take longer.
 
-        With recompute, stages copy more than they need to in their first step: let one go before.
+        With recompute, stages copy more than they need to in their first step: let one go before. With an asynchronous
+        schedule the pipeline runs empty first; in the middle of `steps()` the loop goes on after the `n` steps.
         """
         found: list[StageMemory] = self._conductor.profile_memory(n)
         return found

@@ -208,12 +208,10 @@ class Conductor:
         self._steps.torn = "a worker was restarted with the initial weights"
 
     def _profile_memory(self, steps: int) -> list[StageMemory]:
-        if self._config.updates is not None:
-            raise PipelineError("profile_memory() does not count the weight versions of an asynchronous schedule yet")
+        self._steps.forget_ahead()
         self._workers.all("start_metering")
         try:
-            for _ in range(steps):
-                self._steps.step(None)
+            self._steps.go_on(steps)
         finally:
             found: list[StageMemory] = self._workers.all("stop_metering")
         return found

@@ -24,11 +24,12 @@ class Metering:
         self._place = place
         self._stages = tuple(stages)
         self._meter: ActivationMeter | None = None
-        self._gradient_bytes = 0
+        self._gradient_bytes = self._version_bytes = 0
 
     def start(self) -> None:
         """Count in the next steps."""
         self._meter = ActivationMeter()
+        self._gradient_bytes = self._version_bytes = 0
 
     def stop(self) -> StageMemory:
         """What was counted."""
@@ -37,24 +38,38 @@ class Metering:
         parameters, _, state = self._training.bytes()
         buffers = sum(buffer.nbytes for m in self._modules for buffer in m._buffers.values() if buffer is not None)
         sizes = (parameters, self._gradient_bytes, state, buffers, meter.peak_bytes, meter.stash_bytes)
-        return StageMemory(*self._place, self._stages, *sizes)
+        return StageMemory(*self._place, self._stages, *sizes, self._version_bytes)
 
     @contextlib.contextmanager
-    def around(self, doing: Mapping[str, Run], operation: Operation) -> Iterator[Mapping[str, Run]]:
+    def around(self, doing: Mapping[str, Run]) -> Iterator[Mapping[str, Run]]:
         """What to call for the actions of a step, instead of `doing`."""
         if self._meter is None:
             yield doing
             return
-        meter = self._meter
+        with self._meter.counting() as meter:
+            yield {op: self._counted(op, run, meter) for op, run in doing.items()}
 
-        def forward(action: Action, operation: Operation) -> None:
-            with meter.forward():
-                doing["F"](action, operation)
+    def before_update(self, version_bytes: int = 0) -> None:
+        """The gradients are there. version_bytes: of older weights that are kept now."""
+        if self._meter is not None:
+            self._gradient_bytes = self._training.bytes()[1]
+            self._version_bytes = max(self._version_bytes, version_bytes)
 
-        own = [
-            tensor for module in self._modules for tensor in (*module._parameters.values(), *module._buffers.values())
-        ]
-        batch = [leaf for leaf in pytree.tree_leaves((operation.inputs, operation.targets)) if isinstance(leaf, Tensor)]
-        with meter.counting([*(tensor for tensor in own if tensor is not None), *batch]):
-            yield {**doing, "F": forward}
-        self._gradient_bytes = self._training.bytes()[1]
+    def _counted(self, op: str, run: Run, meter: ActivationMeter) -> Run:
+        def counted(action: Action, operation: Operation) -> None:
+            # For each action anew: those of an asynchronous schedule use other weights than the one before.
+            meter.leave_out([*self._own_tensors(), *_batch_of(operation)])
+            with meter.forward() if op == "F" else contextlib.nullcontext():
+                run(action, operation)
+
+        return counted
+
+    def _own_tensors(self) -> Iterator[Tensor]:
+        for module in self._modules:
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                if tensor is not None:
+                    yield tensor
+
+
+def _batch_of(operation: Operation) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves((operation.inputs, operation.targets)) if isinstance(leaf, Tensor)]

@@ -5,16 +5,18 @@ from typing import Any
 from lp_pipe.errors import PipelineError
 from lp_pipe.nodes import Node
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
+from lp_pipe.pipeline.layer_rounds import Work
 from lp_pipe.pipeline.microbatches import check_pair, split
 from lp_pipe.pipeline.partitioning import Profile
 from lp_pipe.pipeline.profiling import profile_layers
 from lp_pipe.program import Program
 
 
-def profile_program(program: Program, *, group: str | None = None, device: str = "cpu") -> Profile:
+def profile_program(program: Program, *, group: str | None = None, device: str = "cpu", busy: int = 1) -> Profile:
     """The layers of the program's pipeline, as `profile` measures them.
 
-    The feeder is built in this process and asked for batch 0. group: of which pipeline, if there are several.
+    The feeder is built in this process and asked for batch 0. group: of which pipeline, if there are several. busy: as
+    there.
 
     Raises:
         PipelineError: there is no pipeline, none of that group, or its feeder cannot be asked outside of a run.
@@ -28,7 +30,7 @@ def profile_program(program: Program, *, group: str | None = None, device: str =
     inputs, targets = _batch(program, nodes[0])
     sample = split(inputs, config.microbatches)[0], split(targets, config.microbatches)[0]
     sources = [layers[index] for index in sorted(layers)]
-    return profile_layers(sources, config.tied, config.loss, config.seed, sample, device)
+    return profile_layers(Work(sources, config.tied, config.loss, config.seed, sample, device), busy)
 
 
 def _workers(program: Program, group: str | None) -> list[Node[Any]]:

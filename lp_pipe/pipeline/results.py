@@ -38,10 +38,12 @@ class StageMemory:
     """What a stage worker has in memory, in bytes.
 
     stages: the virtual stages that it runs.
-    gradient_bytes: at the end of a step, before the update.
+    gradient_bytes: before an update, at the end of a step or (asynchronous schedules) within it.
     activation_bytes: the most at a time that autograd had saved for backwards, or recompute kept for them; memory that
         several such tensors share counts once, that of parameters, buffers and batches not at all.
     stash_bytes: the part of it that one micro-batch's forward leaves on one stage, at most.
+    weight_version_bytes: the most at a time of older weights that an asynchronous schedule keeps for its forwards and
+        backwards; parameter_bytes are those of the newest.
     """
 
     worker: int
@@ -53,6 +55,7 @@ class StageMemory:
     buffer_bytes: int
     activation_bytes: int
     stash_bytes: int
+    weight_version_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,11 @@ class Steps(ABC):
             EndOfData: the feeder has no more.
         """
 
+    def go_on(self, count: int) -> None:
+        """So many steps on the feeder's batches, whose results nobody wants."""
+        for more in reversed(range(count)):
+            self.step(None, more)
+
     @abstractmethod
     def settle(self) -> None:
         """Let what has begun come to its end, before another operation."""

@@ -49,21 +49,25 @@ class WeightVersions:
 
     def begin_next(self, needed_from: int) -> None:
         """The parameters are about to change: keep what is needed of the newest and older versions, drop the rest."""
+        self._drop_before(needed_from)  # first, so that the copy does not come on top of them
         if needed_from <= self.newest:
             self.use(self.newest)
             with torch.no_grad():
                 for parameter in self._parameters:
                     parameter.data = parameter.data.clone()
         self.newest += 1
-        self.oldest = max(self.oldest, min(needed_from, self.newest))
-        for version in [version for version in self._kept if version < self.oldest]:
-            del self._kept[version]
+        self._drop_before(needed_from)
 
     def forget(self) -> None:
         """Begin anew with the present weights, as at the start of the training; the numbers go on."""
         self.use_own()
         self._kept.clear()
         self.oldest = self.newest
+
+    @property
+    def older_bytes(self) -> int:
+        """Of the kept weights before the newest, which are copies."""
+        return sum(tensor.nbytes for weights in self.older().values() for tensor in weights.values())
 
     def older(self) -> dict[int, dict[str, Tensor]]:
         """The kept weights before the newest, by version and name."""
@@ -83,6 +87,11 @@ class WeightVersions:
             self._kept[self.oldest] = [
                 nn.Parameter(_like(parameter, value)) for parameter, value in zip(self._parameters, values, strict=True)
             ]
+
+    def _drop_before(self, needed_from: int) -> None:
+        self.oldest = max(self.oldest, min(needed_from, self.newest))
+        for version in [version for version in self._kept if version < self.oldest]:
+            del self._kept[version]
 
     def _put(self, parameters: Sequence[nn.Parameter]) -> None:
         for module, name, index in self._places:

@@ -104,8 +104,9 @@ class StageWorker:
         self._buffers_before = None
         operation = self._intake.operation(task, scale)
         self._buffers_before = BufferSnapshot(self._modules)
-        with current(self._device), self._metering.around(self._execution.training, operation) as actions:
+        with current(self._device), self._metering.around(self._execution.training) as actions:
             self._execution.run(self._part_of(schedule), operation, actions)
+        self._metering.before_update()
         self._reduction.reduce(task.tag, self.training.parameters, self._modules, self._buffers_before)
         self.training.examine(operation.report, self._config, scale)
         return operation.report
@@ -191,6 +192,8 @@ class StageWorker:
 
     def start_metering(self) -> None:
         """Count what the next steps hold in memory; they take longer."""
+        if self._async is not None:
+            self._async.discard()  # of forwards that were done ahead nobody has counted anything
         self._metering.start()
 
     def stop_metering(self) -> StageMemory:
@@ -266,7 +269,7 @@ class StageWorker:
         parts = self._execution, self.training, self._reduction, self._intake
         stage = self._stages[self._worker]
         guard = Guard(stage, self.training, self._search, self._config) if self._config.on_nan == "stop" else None
-        return AsyncWorker(stage, self._config.timings, share, *parts, guard)
+        return AsyncWorker(stage, self._config.timings, share, *parts, self._metering, guard)
 
     def _part_of(self, schedule: Schedule) -> tuple[Action, ...]:
         return share(schedule.workers[self._worker], self._config.replicas[self._worker], self._replica)

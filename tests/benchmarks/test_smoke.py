@@ -104,8 +104,9 @@ def test_simulator_measures_every_part_in_a_process_of_its_own() -> None:
 def test_memory_compares_activations_with_the_prediction() -> None:
     parties = figures("memory")["parties"]
     assert {f"2 {schedule} {how}" for schedule in SCHEDULES for how in ("none", "every 2", "full")} < set(parties)
-    assert {"2 interleaved none", "2 zbv none"} < set(parties)
+    assert {"2 interleaved none", "2 zbv none", "2 pipedream none", "2 pipedream_2bw none"} < set(parties)
     for party in parties.values():
+        assert party["weight_version_bytes"] == party["predicted_weight_version_bytes"]
         assert all(0.9 < ratio < 1.1 for ratio in party["measured_to_predicted"])
 
 

@@ -1,11 +1,14 @@
-"""`lp_pipe profile`: called in this process, on a program that is not launched."""
+"""`lp_pipe profile`: mostly called in this process, on a program that is not launched."""
 
+import signal
+import time
 from pathlib import Path
 
 import pytest
 
 import lp_pipe.pipeline as pp
 from lp_pipe.cli.main import main
+from tests.cli.commands import Start, is_alive
 
 PROGRAM = """
 import torch
@@ -90,3 +93,52 @@ def test_what_cannot_be_profiled_is_said(
 ) -> None:
     assert main(["profile", f"{target}:{name[0]}", *name[1:]]) == 2
     assert said in capsys.readouterr().err
+
+
+LONG = """
+import os, pathlib
+import torch
+from torch import nn
+import lp_pipe as lp
+import lp_pipe.pipeline as pp
+
+class Feeder:
+    def batch(self, step):
+        return torch.ones(8, 4), torch.ones(8, 4)
+
+class Signing(nn.Linear):
+    def forward(self, x):
+        print(f"pid {os.getpid()}", flush=True)
+        return super().forward(x)
+
+def make_program():
+    program = lp.Program("long")
+    feeder = program.add_node(lp.CourierNode(Feeder), label="feeder")
+    model = pp.Model(
+        [pp.Layer(Signing, 4, 4) for _ in range(2)],
+        nn.functional.mse_loss,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+    pp.add_pipeline(program, model, stages=2, microbatches=2, inputs=feeder)
+    return program
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
+def test_processes_that_keep_busy_end_with_the_command(number: int, folder: Path, start: Start) -> None:
+    (folder / "long_program.py").write_text(LONG)
+    run = start("profile", "long_program.py", "--busy=2")
+    other = int(run.wait_for("[busy/0] pid ").split()[-1])
+    run.process.send_signal(number)
+    status, _, errors = run.finish()
+    assert status == (130 if number == signal.SIGINT else -number)
+    assert not any("Traceback" in line for line in errors)
+    ends = time.monotonic() + 20
+    while is_alive(other):  # at once after Ctrl+C: the command waits for it
+        assert number == signal.SIGKILL and time.monotonic() < ends
+        time.sleep(0.01)
+
+
+def test_busy_needs_a_number_of_processes(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", target, "--busy=0"]) == 2
+    assert "busy=0: a number of processes, of which this one is the first: at least 1" in capsys.readouterr().err

@@ -6,7 +6,7 @@ import pytest
 from torch import Tensor, nn
 
 import lp_pipe.pipeline as pp
-from tests.pipeline.plain_loop import PlainLoop, adam, assert_same_state, launched, random_batches
+from tests.pipeline.plain_loop import PlainLoop, adam, assert_same_state, launched, launched_many, random_batches
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -51,6 +51,31 @@ def test_activations_are_as_many_as_the_schedule_says(schedule: str) -> None:
     assert last.activation_bytes == peaks[1] * last.stash_bytes - freed
 
 
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize(("schedule", "versions"), [("pipedream", (2, 1)), ("pipedream_2bw", (2, 2))])
+def test_an_asynchronous_stage_holds_its_activations_and_older_weights(
+    schedule: str, versions: tuple[int, int], steps: int
+) -> None:
+    """Those of `partition`: as many micro-batches as there are stages from this one on; PipeDream, section 3.3."""
+    model = pp.Model([pp.Layer(block) for _ in range(2 * LAYERS)], loss, adam)
+    batches = random_batches([4 * ROWS] * 6, WIDTH)
+    options = {"stages": [LAYERS], "schedule": schedule, "microbatches": 4}
+    with launched_many("thread", [(model, batches, options)] * 2) as (metered, other):
+        results = metered.steps()
+        losses = [next(results).loss]  # the loop is one step ahead of that, and the forwards of another
+        first, last = metered.profile_memory(steps)
+        losses += [result.loss for result in results]
+        expected = [result.loss for result in other.steps()]
+        assert metered.fingerprint() == other.fingerprint()
+    assert losses == expected[:2] + expected[2 + steps :]
+    parameters = LAYERS * (WIDTH + 1) * WIDTH * 4
+    for stage, count in zip((first, last), versions, strict=True):
+        assert (stage.parameter_bytes, stage.gradient_bytes) == (parameters, parameters)
+        assert stage.weight_version_bytes == (count - 1) * parameters
+    assert first.activation_bytes == 2 * LAYERS * ACTIVATION
+    assert (last.stash_bytes, last.activation_bytes) == ((LAYERS + 1) * ACTIVATION,) * 2
+
+
 def test_recompute_keeps_the_inputs_of_all_and_the_activations_of_one() -> None:
     first, last = memory_of("gpipe", "full")
     assert (first.stash_bytes, last.stash_bytes) == (0, ACTIVATION)  # the first stage's inputs are the batch
@@ -63,4 +88,5 @@ def test_parameters_gradients_and_state_are_counted() -> None:
     for stage in memory_of("1f1b", "none"):
         parameters = LAYERS * (WIDTH + 1) * WIDTH * 4
         assert (stage.parameter_bytes, stage.gradient_bytes, stage.buffer_bytes) == (parameters, parameters, 0)
+        assert stage.weight_version_bytes == 0
         assert stage.optimizer_bytes == 2 * parameters + 2 * LAYERS * 4  # and Adam's step counters
