@@ -35,6 +35,7 @@ _Group: Any = dist.ProcessGroupGloo if dist.is_available() else None  # torch's 
 
 class Gloo(Backend):
     name = "gloo"
+    advice = "--interface chooses other addresses"
 
     def __init__(self) -> None:
         if not (dist.is_available() and dist.is_gloo_available()):
@@ -58,6 +59,9 @@ class Gloo(Backend):
 
     def tensors_in(self, memory: Tensor, layout: Layout) -> list[Tensor]:
         return separate_tensors(memory, layout)
+
+    def give_up(self, group: Any) -> None:
+        """gloo itself notices."""
 
     def close(self, group: Any, rank: int) -> None:
         """gloo closes the connection of a pair when one wait has timed out."""

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lp_pipe.channels.note_store import CONNECT_PATIENCE_S, NoteStore
@@ -28,9 +29,13 @@ TAGS = 1 << 30  # gloo's are 32 bits wide
 
 
 class Backend(ABC):
-    """What connects the ranks and moves the bytes; each end has its own. device: where its memory is."""
+    """What connects the ranks and moves the bytes; each end has its own.
+
+    advice: for ends that cannot reach each other. device: where the memory is.
+    """
 
     name: str
+    advice: str
     device: torch.device = CPU
 
     @abstractmethod
@@ -54,6 +59,7 @@ class Backend(ABC):
         """Around `empty` and `recv` of a message that is received."""
         return nullcontext()
 
+    @abstractmethod
     def give_up(self, group: Any) -> None:
         """The sender is gone, and what has not come by now will not."""
 
@@ -124,4 +130,4 @@ class Pair(Half):
         text = f"{self.backend.name} cannot connect {self.address} with {other}: {error}"
         if is_loopback(self.address):
             return text
-        return f"{text}; can these two reach each other, at any port? --interface chooses other addresses"
+        return f"{text}; can these two reach each other, at any port? {self.backend.advice}"
