@@ -29,6 +29,8 @@ class ChannelHub:
     def receiver(self, channel: str, credits: int = 4) -> Receiver:
         """Make the channel's receiving end; at most `credits` values are on their way at a time.
 
+        A sender that has none left goes on when one is back, or, of four and more, half of them.
+
         Raises:
             ValueError: the channel has an open receiver already.
             ChannelClosed: the hub is closed.
