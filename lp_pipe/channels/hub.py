@@ -32,6 +32,8 @@ class ChannelHub:
     def receiver(self, channel: str, credits: int = 4, *, device: torch.device = CPU) -> Receiver:
         """Make the channel's receiving end; at most `credits` values are on their way at a time.
 
+        A sender that has none left goes on when one is back, or, of four and more, half of them.
+
         device: where tensors are to be that the sender has on a GPU, if they can get there without the host.
 
         Raises:
