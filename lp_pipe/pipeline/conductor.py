@@ -18,7 +18,7 @@ from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
 from lp_pipe.pipeline.execution import Report
 from lp_pipe.pipeline.loss_scale import LossScale
 from lp_pipe.pipeline.microbatches import check_pair, loss_weights
-from lp_pipe.pipeline.mirrors import Mirror, check_guards, common_steps
+from lp_pipe.pipeline.mirrors import Mirror, check_guards, check_is_held, common_steps
 from lp_pipe.pipeline.results import EvalResult, StageMemory, StepResult, StepTrace, Straggler
 from lp_pipe.pipeline.steps import Steps, SynchronousSteps, summed
 from lp_pipe.pipeline.whole_model import Copy, WholeModel
@@ -133,10 +133,10 @@ class Conductor:
 
     def mirrored_steps(self) -> list[int]:
         """To which all workers could go back."""
-        return self._in_turn(lambda: common_steps(self._workers.all("mirrors_held")), may_be_torn=True)
+        return self._in_turn(self._held_mirrors, may_be_torn=True)
 
     def go_back(self, step: int, me: Any) -> None:
-        """Go on from a mirrored step."""
+        """Go on from a mirrored step; see PipelineClient."""
         self._in_turn(lambda: self._go_back(step, me), may_be_torn=True)
 
     def recover(self) -> None:
@@ -182,9 +182,13 @@ class Conductor:
     def _go_back(self, step: int, me: Any) -> None:
         self._guard(me)
         self._workers.all("settle_mirrors")
+        check_is_held(step, self._held_mirrors())
         self._steps.torn = f"going back to step {step} has failed"
         scale = self._workers.all("go_back", step)[0]
         self._steps.go_to(step, LossScale(*scale) if scale is not None else None)
+
+    def _held_mirrors(self) -> list[int]:
+        return common_steps(self._workers.all("mirrors_held"))
 
     def _forget_mirrors(self) -> None:
         for method in ("settle_mirrors", "forget_mirrors"):

@@ -116,3 +116,13 @@ def check_guards(world_size: int) -> None:
     """
     if world_size < 2:
         raise PipelineError("mirror() needs at least 2 stage workers: a single one has no neighbour to keep its state")
+
+
+def check_is_held(step: int, steps: Sequence[int]) -> None:
+    """
+    Raises:
+        PipelineError: it is none of the steps to which all can go back.
+    """
+    if step not in steps:
+        known = ", ".join(map(str, steps)) or "none"
+        raise PipelineError(f"go_back({step}): not every worker's state of that step is in memory; there are: {known}")
