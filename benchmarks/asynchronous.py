@@ -9,8 +9,8 @@ that in theory.
 Quality: four stages train scikit-learn's digits, and a small GPT on the characters of Python's standard library.
 Every party sees the same samples in the same order, as many for each update, with the same optimizer and the same
 learning rates over its updates: a warm-up of as many updates for all, then a cosine. (During a step, which may have
-several updates, the rate is that of its middle.) The reference is synchronous 1F1B; the asynchronous schedules train for
-a tenth more updates. Each seed has weights and samples of its own.
+several updates, the rate is that of its middle.) The reference is synchronous 1F1B; the asynchronous schedules train
+for a tenth more updates. Each seed has weights and samples of its own.
 """
 
 import argparse
@@ -110,10 +110,10 @@ class Samples:
 def learning_rates(
     optimizer: torch.optim.Optimizer, updates: int, updates_each: int
 ) -> torch.optim.lr_scheduler.LRScheduler:
-    """Each step's is that of the update in its middle."""
+    """Each step's is that of its middle, in updates."""
 
     def share(step: int) -> float:
-        return char_gpt.warmup_then_cosine(step * updates_each + updates_each // 2, updates)
+        return char_gpt.warmup_then_cosine(step * updates_each + (updates_each - 1) / 2, updates)
 
     return torch.optim.lr_scheduler.LambdaLR(optimizer, share)
 
