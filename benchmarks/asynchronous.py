@@ -1,6 +1,6 @@
 """What asynchronous 1F1B gains and costs: throughput of a full pipeline, and updates until the same validation loss.
 
-    python -m benchmarks.asynchronous [--only throughput|quality] [--quick] [--json FILE]
+    python -m benchmarks.asynchronous [--only throughput|quality] [--seeds 3] [--quick] [--json FILE]
 
 Throughput: four stages that sleep instead of computing, in processes. A full pipeline does a micro-batch in the time of
 its slowest stage, which is what the sleeps of that stage have really taken; GPipe with 4 micro-batches is at 4/7 of
@@ -8,14 +8,16 @@ that in theory.
 
 Quality: four stages train scikit-learn's digits, and a small GPT on the characters of Python's standard library.
 Every party sees the same samples in the same order, as many for each update, with the same optimizer and the same
-learning rates over its training (warm-up, then a cosine). The reference is synchronous 1F1B; the asynchronous schedules
-train for as many updates, and for a tenth more.
+learning rates over its updates: a warm-up of as many updates for all, then a cosine. (During a step, which may have
+several updates, the rate is that of its middle.) The reference is synchronous 1F1B; the asynchronous schedules train
+for a tenth more updates. Each seed has weights and samples of its own.
 """
 
 import argparse
 import functools
 import itertools
 import pathlib
+import statistics
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,6 +36,7 @@ from examples import char_gpt
 _STAGES = 4
 _UPDATES_EACH = {"1f1b": 1, "pipedream": 8, "pipedream_2bw": 2}  # of a step
 _MORE = 1.1  # times the reference's updates
+_SAMPLES_OF_A_SEED = 1_000_000
 
 
 # --- Throughput ---
@@ -93,42 +96,60 @@ class Task:
 
 
 class Samples:
-    """Batches that follow each other through a task's samples."""
+    """Batches that follow each other through a task's samples, from another place for each seed."""
 
-    def __init__(self, task: Task, batch_size: int) -> None:
+    def __init__(self, task: Task, batch_size: int, seed: int) -> None:
         self._task = task
         self._size = batch_size
+        self._first = seed * _SAMPLES_OF_A_SEED
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        return self._task.samples(step * self._size, self._size)
+        return self._task.samples(self._first + step * self._size, self._size)
 
 
-def final_loss(task: Task, schedule: str, updates: int, folder: str) -> float:
+def learning_rates(
+    optimizer: torch.optim.Optimizer, updates: int, updates_each: int
+) -> torch.optim.lr_scheduler.LRScheduler:
+    """Each step's is that of its middle, in updates."""
+
+    def share(step: int) -> float:
+        return char_gpt.warmup_then_cosine(step * updates_each + (updates_each - 1) / 2, updates)
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, share)
+
+
+def final_loss(task: Task, schedule: str, updates: int, seed: int, folder: str) -> float:
     """Validation loss after so many updates, with a learning rate that goes to nearly zero on the way."""
     updates_each = _UPDATES_EACH[schedule]
     steps = updates // updates_each
     program = lp.Program("bench_quality")
-    feeder = program.add_node(lp.CourierNode(Samples, task, updates_each * task.batch_size), label="feeder")
-    scheduler = functools.partial(char_gpt.lr_scheduler, num_steps=steps)
-    model = pp.Model(task.layers, task.loss, task.optimizer, lr_scheduler=scheduler)
+    feeder = program.add_node(lp.CourierNode(Samples, task, updates_each * task.batch_size, seed), label="feeder")
+    scheduler = functools.partial(learning_rates, updates=updates, updates_each=updates_each)
+    model = pp.Model(task.layers, task.loss, task.optimizer, lr_scheduler=scheduler, seed=seed)
     options: dict[str, Any] = {"microbatches": 4 if schedule == "1f1b" else 8, "inputs": feeder}
     pipeline = pp.add_pipeline(program, model, stages=_STAGES, schedule=schedule, **options)
-    with lp.launch(program, "process", run_dir=f"{folder}/{task.name}-{schedule}-{updates}".replace(" ", "-")) as run:
+    with lp.launch(program, "process", run_dir=f"{folder}/{task.name}-{schedule}-{seed}".replace(" ", "-")) as run:
         client = run.client(pipeline)
         for _ in client.steps(steps):
             pass
         return client.evaluate(task.validation()).loss
 
 
-def quality(task: Task, folder: str) -> dict[str, dict[str, Any]]:
-    longer = round(task.updates * _MORE / 8) * 8
-    runs = [("1f1b", task.updates), ("pipedream", task.updates), ("pipedream", longer)]
-    runs += [("pipedream_2bw", task.updates), ("pipedream_2bw", longer)]
-    losses = {run: final_loss(task, *run, folder) for run in runs}
+def quality(task: Task, seeds: int, folder: str) -> dict[str, dict[str, Any]]:
+    longer = int(task.updates * _MORE / 8) * 8
+    losses = {
+        (schedule, updates): [final_loss(task, schedule, updates, seed, folder) for seed in range(seeds)]
+        for schedule, updates in (("1f1b", task.updates), ("pipedream", longer), ("pipedream_2bw", longer))
+    }
     reference = losses["1f1b", task.updates]
     return {
-        f"{task.name}, {schedule}, {updates} updates": {"loss": loss, "to_synchronous": loss / reference}
-        for (schedule, updates), loss in losses.items()
+        f"{task.name}, {schedule}, {updates} updates": {
+            "losses": own,
+            "loss": statistics.mean(own),
+            "to_synchronous": statistics.mean(own) / statistics.mean(reference),
+            "to_synchronous_each": [mine / theirs for mine, theirs in zip(own, reference, strict=True)],
+        }
+        for (schedule, updates), own in losses.items()
     }
 
 
@@ -208,14 +229,23 @@ def show(speeds: dict[str, dict[str, Any]], qualities: dict[str, dict[str, Any]]
         ]
         show_table("4 sleeping stages, median (min–max)", ["", "slowest stage ms", "of 1 / slowest stage"], rows)
     if qualities:
-        rows = [[name, f"{party['loss']:.4f}", f"{party['to_synchronous']:.3f}"] for name, party in qualities.items()]
-        show_table("4 stages", ["", "validation loss", "to synchronous"], rows)
+        rows = [
+            [
+                name,
+                f"{party['loss']:.4f}",
+                f"{party['to_synchronous']:.3f}",
+                " ".join(f"{ratio:.3f}" for ratio in party["to_synchronous_each"]),
+            ]
+            for name, party in qualities.items()
+        ]
+        show_table("4 stages, means over the seeds", ["", "validation loss", "to synchronous", "each seed"], rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=["throughput", "quality"], help="one of the two parts")
     parser.add_argument("--action-ms", type=float, default=40.0, help="what F, I and W of a stage sleep")
+    parser.add_argument("--seeds", type=int, default=3, help="trainings of each party, for the quality: %(default)s")
     parser.add_argument("--quick", action="store_true", help="short sleeps, few updates: only to see that it works")
     parser.add_argument("--json", type=pathlib.Path, help="write the figures to this file instead of stdout")
     options = parser.parse_args()
@@ -229,7 +259,7 @@ def main() -> None:
                 speeds[label] = throughput(schedule, microbatches, 12, sleep_s, folder)
         if options.only != "throughput":
             for task in tasks(quick=options.quick):
-                qualities |= quality(task, folder)
+                qualities |= quality(task, 1 if options.quick else options.seeds, folder)
     show(speeds, qualities)
     figures = {
         "benchmark": "asynchronous",
