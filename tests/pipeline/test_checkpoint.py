@@ -26,7 +26,10 @@ from tests.pipeline.plain_loop import (
     squared_error,
 )
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = [
+    pytest.mark.usefixtures("no_leaks"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
 
 BATCHES = random_batches([6, 6, 5, 7, 6, 6])
 

@@ -16,6 +16,8 @@ from lp_pipe.pipeline.dcp_writing import Share, WholePlan
 from lp_pipe.pipeline.manifest import ENTRY, Manifest
 from lp_pipe.pipeline.saved import Key
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
 MANIFEST = Manifest(step=3, seed=1, loss_scale=(2.0, 5))
 
 

@@ -34,7 +34,9 @@ def test_a_parameter_without_state_keeps_its_options() -> None:
 def test_workers_find_what_is_theirs_in_the_entries_of_all() -> None:
     of_all = {**entries(share("0.weight", 5), 0), **entries(share("1.weight", 4), 1)}
     own = joined({key: value for key, value in of_all.items() if is_of(key, {"1.weight"}, {"1.weight"})})
-    assert own.weights.keys() == own.optimizer.keys() == {"1.weight"}
+    assert own.weights.keys() == {"1.weight"}
+    assert own.optimizer["1.weight"] == share("1.weight", 4)["optimizer"]["1.weight"]
+    assert own.optimizer["0.weight"]["state"] == {}  # only the options of others, which are all in one place
     assert own.lr_scheduler == {"last_epoch": 3}
     # Whoever has not the newest number of all has nothing to add, so the others' numbers count, too.
     assert own.versions == [{"newest": 5, "older": {}}, share("1.weight", 4)["versions"]]
@@ -42,4 +44,4 @@ def test_workers_find_what_is_theirs_in_the_entries_of_all() -> None:
 
 def test_a_borrower_of_a_tied_parameter_takes_its_weight_only() -> None:
     keys = [key for key in entries(share("0.weight", 5), 0) if is_of(key, {"0.weight"}, ())]
-    assert keys == [("model", "0.weight"), ("lr_scheduler",), ("versions", "0", "newest")]
+    assert keys == [("model", "0.weight"), ("options", "0"), ("lr_scheduler",), ("versions", "0", "newest")]
