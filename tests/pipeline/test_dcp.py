@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from lp_pipe.errors import CheckpointError
+from lp_pipe.errors import CheckpointError, PipelineError
 from lp_pipe.pipeline.dcp_reading import SavedFolder
 from lp_pipe.pipeline.dcp_writing import Share, WholePlan
 from lp_pipe.pipeline.manifest import ENTRY, Manifest
@@ -126,3 +126,8 @@ def test_every_torn_metadata_is_damage(tmp_path: Path) -> None:
         (tmp_path / ".metadata").write_bytes(whole[:length])
         with pytest.raises(CheckpointError, match=r"\.metadata is damaged"):
             SavedFolder(tmp_path)
+
+
+def test_a_sparse_tensor_is_refused_by_its_name() -> None:
+    with pytest.raises(PipelineError, match=r"model\.mask is a tensor of layout torch\.sparse_coo"):
+        Share(weights(mask=torch.eye(2).to_sparse()))
