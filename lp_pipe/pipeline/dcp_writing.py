@@ -14,12 +14,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter, _StoragePrefix
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
+from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.saved import Key
 
 _PREFIX = "{version}-worker-{worker}_"  # torch appends "0.distcp"
@@ -31,9 +34,15 @@ def is_share(path: Path) -> bool:
 
 
 class Share:
-    """What one worker writes. The entries must not change until they are written."""
+    """What one worker writes. The entries must not change until they are written.
+
+    Raises:
+        PipelineError: torch Distributed Checkpoint has no place for one of them.
+    """
 
     def __init__(self, entries: Mapping[Key, Any]) -> None:
+        for key, value in entries.items():
+            _check_dense(key, value)
         self._keys = {".".join(key): key for key in entries}
         self._planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._planner.set_up_planner({".".join(key): value for key, value in entries.items()})
@@ -79,6 +88,14 @@ class WholePlan:
 
     def _without_others(self, plan: SavePlan) -> SavePlan:
         return replace(plan, items=[item for item in plan.items if item.index.fqn not in self._first])
+
+
+def _check_dense(key: Key, value: Any) -> None:
+    if isinstance(value, Tensor) and value.layout != torch.strided:
+        raise PipelineError(
+            f"{'.'.join(key)} is a tensor of layout {value.layout}, but a checkpoint holds dense ones only: keep it "
+            "dense, or register the buffer with persistent=False"
+        )
 
 
 def _renamed(result: WriteResult, name: str) -> WriteResult:

@@ -37,8 +37,9 @@ def saved_of(share: Mapping[str, Any]) -> Saved:
 def entries(share: Mapping[str, Any], worker: int) -> dict[Key, Any]:
     """A share taken apart."""
     found: dict[Key, Any] = {("model", name): value for name, value in share["weights"].items()}
+    # In one entry: to read one for each parameter would take as long again as the weights.
+    found["options", str(worker)] = {name: saved["options"] for name, saved in share["optimizer"].items()}
     for name, saved in share["optimizer"].items():
-        found["options", name] = saved["options"]
         found.update({("optimizer", name, key): value for key, value in saved["state"].items()})
     if share["lr_scheduler"] is not None:
         found["lr_scheduler",] = share["lr_scheduler"]
@@ -54,9 +55,9 @@ def is_of(key: Key, state: Collection[str], parameters: Collection[str]) -> bool
     match key:
         case ("model", name):
             return name in state
-        case ("options", name) | ("optimizer", name, _) | ("versions", _, _, name):
+        case ("optimizer", name, _) | ("versions", _, _, name):
             return name in parameters
-        case ("lr_scheduler",) | ("versions", _, "newest"):
+        case ("lr_scheduler",) | ("options", _) | ("versions", _, "newest"):
             return True
     return False
 
@@ -69,8 +70,9 @@ def joined(found: Mapping[Key, Any]) -> Saved:
         match key:
             case ("model", name):
                 saved.weights[name] = value
-            case ("options", name):
-                _of_parameter(saved, name)["options"] = value
+            case ("options", _):
+                for name, options in value.items():
+                    _of_parameter(saved, name)["options"] = options
             case ("optimizer", name, part):
                 _of_parameter(saved, name)["state"][part] = value
             case ("versions", worker, "newest"):

@@ -11,6 +11,8 @@ from torch import nn
 from torch.distributed.checkpoint import format_utils
 
 import lp_pipe.pipeline as pp
+from lp_pipe.pipeline.shares import Shares
+from lp_pipe.pipeline.workers import Workers
 from tests.pipeline.plain_loop import (
     D,
     PlainLoop,
@@ -24,7 +26,10 @@ from tests.pipeline.plain_loop import (
     squared_error,
 )
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = [
+    pytest.mark.usefixtures("no_leaks"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
 
 BATCHES = random_batches([6, 6, 5, 7, 6, 6])
 
@@ -279,6 +284,51 @@ def test_a_checkpoint_that_cannot_be_replaced_stays_whole(tmp_path: Path) -> Non
     with launched("thread", model, stages=1) as pipeline:
         pipeline.load(tmp_path)
         assert pipeline.fingerprint() == saved
+
+
+@pytest.mark.parametrize("save", ["save", "save_async"])
+def test_a_share_that_cannot_be_written_leaves_the_old_checkpoint_and_no_memory_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: str
+) -> None:
+    taken: list[Shares] = []
+
+    class Watched(Shares):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            taken.append(self)
+
+        def write_share(self, *args: Any) -> Any:
+            if self._worker == 1 and fails:
+                raise OSError("No space left on device")
+            return super().write_share(*args)
+
+    monkeypatch.setattr("lp_pipe.pipeline.worker.Shares", Watched)
+    with launched("thread", pp.Model([nn.Linear(1, 1), nn.Linear(1, 1)], squared_error, sgd), stages=2) as pipeline:
+        fails = False
+        pipeline.save(tmp_path)
+        fails, saved = True, pipeline.fingerprint()
+        pipeline.load_state_dict({name: value + 1 for name, value in pipeline.state_dict().items()})
+        with pytest.raises(OSError, match="No space left on device"):
+            done = getattr(pipeline, save)(tmp_path)
+            done.result()
+        assert len(taken) == 2 and not any(shares._held or shares._planned for shares in taken)
+        pipeline.load(tmp_path)
+        assert pipeline.fingerprint() == saved
+
+
+def test_a_checkpoint_fetches_no_weights_from_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The conductor asked for the whole model, at every save and load, to know the names."""
+    asked = []
+
+    def some(workers: Workers, ranks: Any, method: str, *args: Any) -> list[Any]:
+        asked.append(method)
+        return workers.each(ranks, method, [args] * len(ranks))
+
+    monkeypatch.setattr(Workers, "some", some)
+    with launched("thread", pp.Model([nn.Linear(1, 1), nn.Linear(1, 1)], squared_error, sgd), stages=2) as pipeline:
+        pipeline.save(tmp_path)
+        pipeline.load(tmp_path)
+    assert asked == ["hold_share", "plan_share", "forget_mirrors", "names", "read", "adopt"]
 
 
 def test_saving_again_leaves_one_checkpoint_in_the_folder(tmp_path: Path) -> None:
