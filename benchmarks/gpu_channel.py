@@ -152,7 +152,8 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("benchmarks.gpu_channel: torch sees no GPU here")
     if options.answer is not None:
-        answer(*options.answer, options.repeats)
+        directory, endpoint = options.answer
+        answer(directory, endpoint, options.repeats)
     else:
         run(options.repeats)
 
