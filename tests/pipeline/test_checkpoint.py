@@ -328,7 +328,8 @@ def test_a_checkpoint_fetches_no_weights_from_the_workers(tmp_path: Path, monkey
     with launched("thread", pp.Model([nn.Linear(1, 1), nn.Linear(1, 1)], squared_error, sgd), stages=2) as pipeline:
         pipeline.save(tmp_path)
         pipeline.load(tmp_path)
-    assert asked == ["hold_share", "plan_share", "forget_mirrors", "names", "read", "adopt"]
+    assert {"hold_share", "plan_share", "names", "read", "adopt"} <= {*asked}
+    assert "state_dict" not in asked
 
 
 def test_saving_again_leaves_one_checkpoint_in_the_folder(tmp_path: Path) -> None:
