@@ -96,7 +96,7 @@ class Conductor:
         self._in_turn(lambda: self._load_state_dict(state))
 
     def save(self, path: str) -> None:
-        """Write a checkpoint folder; the manifest, written last, makes it one."""
+        """Write a checkpoint folder; the metadata, written last, makes it one."""
         self._in_turn(lambda: self._model.save(Path(path), self._steps.done, self._steps.scale))
 
     def copy(self) -> Copy:
