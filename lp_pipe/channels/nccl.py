@@ -60,8 +60,12 @@ class Nccl(Backend):
             communicator = Communicator(libnccl.init(store.get("id"), rank), self.device, self._stream)
             # The first operation waits, here on the host, until the other end does the same; later ones must not.
             first = [gpu.memory_on(self.device, 1).zero_()]
-            work = communicator.send(first, RECEIVER, 0) if rank == SENDER else communicator.recv(first, SENDER, 0)
-            work.wait(patience)
+            try:
+                work = communicator.send(first, RECEIVER, 0) if rank == SENDER else communicator.recv(first, SENDER, 0)
+                work.wait(patience)
+            except RuntimeError:
+                communicator.abort("it could not connect")
+                raise
         return communicator
 
     def empty(self, size: int) -> Tensor:
@@ -111,21 +115,23 @@ class Communicator:
 
     def _queue(self, do: Any, tensors: list[Tensor], peer: int) -> gpu.Queued:
         (memory,) = tensors
-        with self._lock, torch.cuda.device(self._device):
+        with self._lock:
             if self._ended is not None:
                 raise RuntimeError(self._ended)
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            do(self._handle, memory.data_ptr(), memory.numel(), peer, self._stream.cuda_stream)
-            memory.record_stream(self._stream)  # not used for anything else until the stream is done with it
-            return gpu.Queued(self._stream, self._failure)
+            with torch.cuda.device(self._device):
+                self._stream.wait_stream(torch.cuda.current_stream(self._device))
+                do(self._handle, memory.data_ptr(), memory.numel(), peer, self._stream.cuda_stream)
+                memory.record_stream(self._stream)  # not used for anything else until the stream is done with it
+                return gpu.Queued(self._stream, self._failure)
 
     def _failure(self) -> str | None:
         with self._lock:
             return self._ended or libnccl.failure(self._handle)
 
     def _abort(self) -> None:
-        with self._lock:
-            libnccl.abort(self._handle)
+        with self._lock:  # whoever comes later sees that it has ended, and leaves the handle alone
+            pass
+        libnccl.abort(self._handle)
 
 
 def _tell_apart(one: str, other: str) -> None:

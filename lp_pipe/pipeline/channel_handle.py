@@ -8,6 +8,7 @@ import torch
 
 from lp_pipe.address import Address
 from lp_pipe.channels import Sender, open_sender
+from lp_pipe.channels.packing import CPU
 from lp_pipe.context import services_for
 from lp_pipe.handles import Handle
 from lp_pipe.telemetry import waits
@@ -20,7 +21,7 @@ class ChannelTarget:
         self._resolve = resolve  # again for each channel: the neighbour may have been restarted elsewhere
         self._target = target
 
-    def open(self, channel: str, *, kind: str, name: str, device: torch.device) -> Sender:
+    def open(self, channel: str, *, kind: str, name: str, device: torch.device = CPU) -> Sender:
         """Connect to one of the neighbour's channels; waits until it listens. device: where the sent tensors are.
 
         Raises:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import threading
+from typing import Any
 
 import pytest
 import torch
@@ -73,6 +75,28 @@ def test_a_receiver_on_the_cpu_refuses_a_sender_with_nccl(directory: str, monkey
     with pytest.raises(ChannelClosed, match="this end is on the CPU"):
         receiver.receive(0, 10)
     hub.close("the test is over")
+
+
+def test_an_abort_frees_who_waits_even_where_nccl_itself_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ncclCommAbort may wait for the other end, which is dead."""
+    is_in_abort, may_return = threading.Event(), threading.Event()
+
+    def hang(handle: object) -> None:
+        is_in_abort.set()
+        may_return.wait(10)
+
+    monkeypatch.setattr(libnccl, "abort", hang)
+    monkeypatch.setattr(libnccl, "failure", lambda handle: None)
+    stream: Any = None
+    communicator = nccl.Communicator("handle", GPU, stream)
+    assert communicator._failure() is None
+    communicator.abort("the sender is gone")
+    communicator.abort("the channel is closed")
+    assert is_in_abort.wait(10)
+    assert communicator._failure() == "the sender is gone"
+    with pytest.raises(RuntimeError, match="the sender is gone"):
+        communicator.send([torch.empty(1)], 1, 0)
+    may_return.set()
 
 
 def test_two_processes_on_one_gpu_pass_for_two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
