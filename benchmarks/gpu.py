@@ -2,9 +2,9 @@
 
     python -m benchmarks.gpu [--repeats 7] [--quick] [--json FILE]
 
-`make gpu-check` runs it after the exactness tests. Between stages tensors travel through the host's memory: to the
-host, shared memory, to the device. The table of throughput compares a pipeline of two stages, which share the GPU, with
-plain torch in one process, in bfloat16; the pipeline computes the same micro-batches, so that 1.0 would be the limit.
+`make gpu-check` runs it after the exactness tests. Channels come first, alone (benchmarks.gpu_channel), then pipelines,
+whose tensors pass by CUDA IPC or by NCCL. The table of throughput compares a pipeline of two stages, which share the
+GPU, with plain torch in one process, in bfloat16; it computes the same micro-batches, so that 1.0 would be the limit.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from torch import nn
 
 import lp_pipe as lp
 import lp_pipe.pipeline as pp
+from benchmarks import gpu_channel
 from benchmarks.pipeline import Feeder
 from benchmarks.report import machine, show_table, spread, write_json
 from benchmarks.workloads import Workload, gpt, loss
@@ -29,7 +30,8 @@ from benchmarks.workloads import Workload, gpt, loss
 MODEL = gpt(width=1024, batch_size=64, context=512, depth=12)
 QUICK_MODEL = gpt(width=128, batch_size=8, context=64, depth=2)
 MICROBATCHES = 8
-SIZES = {"64 KiB": 1 << 16, "1 MiB": 1 << 20, "64 MiB": 1 << 26}
+SIZES = gpu_channel.SIZES
+CHANNELS = ("auto", "nccl", "grpc")  # CUDA IPC, NCCL, by the host
 
 
 class Pass(nn.Module):
@@ -60,11 +62,11 @@ def launched(model: pp.Model, workload: Workload | None, run_dir: str, **options
         yield run.client(handle)
 
 
-def one_way_s(size: int, repeats: int, run_dir: str) -> list[float]:
+def one_way_s(size: int, channel: str, repeats: int, run_dir: str) -> list[float]:
     """Seconds from one stage's GPU memory to the other's: what an evaluation of two stages takes more than of one."""
     x = torch.zeros(8, size // 32)  # 8 micro-batches' worth in one input
     found = []
-    with launched(pp.Model([Pass(), Pass()], mean, sgd), None, run_dir) as two:
+    with launched(pp.Model([Pass(), Pass()], mean, sgd), None, run_dir, channel=channel) as two:
         for _ in range(repeats + 1):
             start = time.perf_counter()
             two.evaluate([(x, torch.zeros(8))])
@@ -108,17 +110,19 @@ def main() -> None:
         sys.exit("benchmarks.gpu: torch sees no GPU here")
     workload = QUICK_MODEL if options.quick else MODEL
     with tempfile.TemporaryDirectory() as run_dir:
-        one_way = {name: spread(one_way_s(size, options.repeats, run_dir)) for name, size in SIZES.items()}
+        channels = gpu_channel.run(options.repeats)
+        one_way = {
+            f"{name}, {channel}": spread(one_way_s(size, channel, options.repeats, run_dir))
+            for name, size in SIZES.items()
+            for channel in CHANNELS
+        }
         steps = {"torch, one process": spread(torch_step_s(workload, options.repeats))}
         for schedule in ("gpipe", "1f1b", "zb_h1"):
             steps[schedule] = spread(pipeline_step_s(workload, schedule, options.repeats, run_dir))
     show_table(
         "An evaluation of two empty stages on one GPU, with a tensor of this size",
-        ["size", "median ms", "GB/s"],
-        [
-            [name, f"{found['median'] * 1e3:.2f}", f"{SIZES[name] / found['median'] / 1e9:.2f}"]
-            for name, found in one_way.items()
-        ],
+        ["size, channel", "median ms"],
+        [[name, f"{found['median'] * 1e3:.2f}"] for name, found in one_way.items()],
     )
     tokens = workload.batch(0)[0].numel()
     base = statistics.median(steps["torch, one process"]["values"])
@@ -131,7 +135,8 @@ def main() -> None:
         ],
     )
     device = torch.cuda.get_device_name(0)
-    write_json({"machine": machine(), "device": device, "one_way_s": one_way, "step_s": steps}, options.json)
+    figures = {"channels_s": channels, "one_way_s": one_way, "step_s": steps}
+    write_json({"machine": machine(), "device": device, **figures}, options.json)
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def test_the_page_on_pipelines_runs(tmp_path: Path) -> None:
     train, check, own_schedule = blocks_of("docs/pipeline.md")
     (tmp_path / "page.py").write_text("\n".join([train.replace("range(100)", "range(2)"), check, own_schedule]))
     assert "equal: the pipeline and the plain loop" in run("page.py", cwd=tmp_path)
-    assert (tmp_path / "checkpoint" / "manifest.json").exists()
+    assert (tmp_path / "checkpoint" / ".metadata").exists()
 
 
 def test_every_relative_link_leads_somewhere() -> None:

@@ -1,15 +1,17 @@
-"""Waits for what gloo receives, so that whoever needs it can be told that it will not come.
+"""Waits for what gloo (or a GPU) receives, so that whoever needs it can be told that it will not come.
 
 gloo (torch 2.13) does not wake a thread that waits for a message whose beginning is here when its sender dies, is cut
 off, or when the pair is closed: only the wait's own time limit ends it. So a thread of ours waits there.
 """
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from datetime import timedelta
 from queue import SimpleQueue
+from typing import Any, Protocol
 
-import torch.distributed as dist
 from torch import Tensor
 
 from lp_pipe.channels.note_store import LIMIT
@@ -18,17 +20,32 @@ from lp_pipe.channels.transport import TransferError
 Arrival = Future[Tensor]
 
 
-class Arrivals:
-    """Messages in the order in which they come. Ended by `give_up`, which may be called by any thread, also twice."""
+class Awaited(Protocol):
+    """As torch.distributed's Work."""
 
-    def __init__(self) -> None:
+    def wait(self, timeout: timedelta, /) -> Any:
+        """Until it is done.
+
+        Raises:
+            RuntimeError: it failed, or the time has passed.
+        """
+
+
+class Arrivals:
+    """Messages in the order in which they come. Ended by `give_up`, which may be called by any thread, also twice.
+
+    means: what receives them ("gloo").
+    """
+
+    def __init__(self, means: str) -> None:
+        self._means = means
         self._lock = threading.Lock()
-        self._works: SimpleQueue[tuple[dist.Work, Tensor, Arrival] | None] = SimpleQueue()
+        self._works: SimpleQueue[tuple[Awaited, Tensor, Arrival] | Callable[[], None] | None] = SimpleQueue()
         self._pending: dict[int, Arrival] = {}
         self._reason: str | None = None
         self._thread: threading.Thread | None = None
 
-    def expect(self, work: dist.Work, memory: Tensor) -> Arrival:
+    def expect(self, work: Awaited, memory: Tensor) -> Arrival:
         """The work's memory, once its message is there; TransferError when it will not come."""
         arrival: Arrival = Future()
         with self._lock:
@@ -36,11 +53,17 @@ class Arrivals:
                 arrival.set_exception(TransferError(self._reason))
                 return arrival
             self._pending[id(arrival)] = arrival
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._wait_for_all, name="receive gloo", daemon=True)
-                self._thread.start()
+            self._start()
         self._works.put((work, memory, arrival))
         return arrival
+
+    def then(self, call: Callable[[], None]) -> None:
+        """`call` once what is expected now has come, or failed; never after `give_up`."""
+        with self._lock:
+            if self._reason is not None:
+                return
+            self._start()
+        self._works.put(call)
 
     def give_up(self, reason: str) -> None:
         """Nothing more will come. The thread may be stuck in gloo for a while yet, with one message's memory."""
@@ -52,8 +75,16 @@ class Arrivals:
             with suppress(InvalidStateError):  # it has come at this moment
                 arrival.set_exception(TransferError(reason))
 
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._wait_for_all, name=f"receive {self._means}", daemon=True)
+            self._thread.start()
+
     def _wait_for_all(self) -> None:
         while (item := self._works.get()) is not None:
+            if not isinstance(item, tuple):
+                item()
+                continue
             work, memory, arrival = item
             error = _error_of(work)
             with self._lock:
@@ -62,11 +93,11 @@ class Arrivals:
                 if error is None:
                     arrival.set_result(memory)
                 else:
-                    arrival.set_exception(TransferError(f"gloo: {error}"))
+                    arrival.set_exception(TransferError(f"{self._means}: {error}"))
             del item, work, memory, arrival  # until the next one comes: memory that nobody uses is used again
 
 
-def _error_of(work: dist.Work) -> str | None:
+def _error_of(work: Awaited) -> str | None:
     try:
         work.wait(LIMIT)
     except RuntimeError as error:

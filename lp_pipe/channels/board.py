@@ -22,6 +22,7 @@ is_board_supported = hasattr(os, "memfd_create") and platform.machine() in ("x86
 
 _SENT, _TAKEN, _SENDER_SLEEPS, _RECEIVER_SLEEPS, _ENTRIES = 0, 8, 16, 24, 32  # each in a cache line of its own
 _ENTRY = 2
+MANY_CREDITS = 4  # from here on a sender without any goes on when half of them are back
 
 
 class Board:
@@ -30,6 +31,7 @@ class Board:
     def __init__(self, mapping: mmap.mmap, credits: int) -> None:
         self._numbers = memoryview(mapping).cast("q")
         self._credits = credits
+        self._wakes_at = credits // 2 if credits >= MANY_CREDITS else credits
         self._fence = threading.Lock()
         self.sent = 0  # by the sender; at the receiver: how many of them it has seen
         self.sender_bell = Bell(self._numbers, self._fence, _TAKEN, _SENDER_SLEEPS)
@@ -81,9 +83,13 @@ class Board:
         self.sent += 1
 
     def take(self) -> bool:
-        """Give a credit back; whether the sender must be nudged."""
-        self._numbers[_TAKEN] += 1
-        return self.sender_bell.must_ring()
+        """Give a credit back; whether the sender must be nudged.
+
+        A sender that ran out of many credits sleeps until half of them are back: to be woken costs more than to send.
+        """
+        taken = self._numbers[_TAKEN] + 1
+        self._numbers[_TAKEN] = taken
+        return self._numbers[_SENT] - taken <= self._wakes_at and self.sender_bell.must_ring()
 
 
 class Bell:

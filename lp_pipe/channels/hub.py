@@ -2,9 +2,12 @@
 
 import threading
 
+import torch
+
 from lp_pipe import connections
 from lp_pipe.channels import kinds, meeting, transports
 from lp_pipe.channels.messages import Opening
+from lp_pipe.channels.packing import CPU
 from lp_pipe.channels.receiver import Receiver
 from lp_pipe.connections import Connection, Frame, PulledConnection, frames
 from lp_pipe.errors import ChannelClosed
@@ -26,8 +29,12 @@ class ChannelHub:
         self._listener = connections.listen(endpoint, lambda connection: _Incoming(self, connection).start())
         self.endpoint = self._listener.endpoint
 
-    def receiver(self, channel: str, credits: int = 4) -> Receiver:
+    def receiver(self, channel: str, credits: int = 4, *, device: torch.device = CPU) -> Receiver:
         """Make the channel's receiving end; at most `credits` values are on their way at a time.
+
+        A sender that has none left goes on when one is back, or, of four and more, half of them.
+
+        device: where tensors are to be that the sender has on a GPU, if they can get there without the host.
 
         Raises:
             ValueError: the channel has an open receiver already.
@@ -37,7 +44,7 @@ class ChannelHub:
             raise ValueError(
                 f"channel {channel!r} of {self.name}: credits={credits}: nothing could be sent; use 1 or more"
             )
-        receiver = Receiver(channel, credits)
+        receiver = Receiver(channel, credits, device)
         with self._lock:
             if self._closed_reason is not None:
                 raise ChannelClosed(f"channel {channel!r} of {self.name}: {self._closed_reason}")
@@ -114,16 +121,21 @@ class _Incoming:
         self._receiver = receiver
         try:
             address = meeting.receivers_address(self._hub.endpoint, self.opening.address)
+            inlet = transports.make_inlet(self.opening.kind, address, receiver.device)
         except OSError as error:
-            reason = f"{self._hub.name} has no way to its sender at {self.opening.address}: {error}"
-            self.connection.close(reason)
-            receiver._on_close(reason)
+            self._refuse(receiver, f"{self._hub.name} has no way to its sender at {self.opening.address}: {error}")
             return
-        inlet = transports.make_inlet(self.opening.kind, address)
+        except ValueError as error:
+            self._refuse(receiver, f"{self._hub.name}: {error}")
+            return
         peer = self.opening.sender or self.connection.peer
         receiver._attach(self.connection, inlet, peer, has_board=self.opening.has_board)
         if self.connection.closed_reason is not None:
             receiver._on_close(self.connection.closed_reason)  # it closed while nobody was attached
+
+    def _refuse(self, receiver: Receiver, reason: str) -> None:
+        self.connection.close(reason)
+        receiver._on_close(reason)
 
     def _read_until_attached(self, connection: PulledConnection) -> None:
         """The receiver reads from then on, unless the tensors themselves come through the socket."""

@@ -5,19 +5,18 @@ import secrets
 
 from lp_pipe.connections import local, spanning
 
-KINDS = ("auto", "inproc", "shm", "grpc", "gloo")
-PLAIN_KINDS = ("gloo",)  # whose tensors anybody can read who reads what passes on the network
+KINDS = ("auto", "inproc", "shm", "grpc", "gloo", "nccl")
+PLAIN_KINDS = ("gloo", "nccl")  # whose tensors anybody can read who reads what passes on the network
 
 # What fits the carrier that an endpoint's scheme names, the best first.
 _FITTING = {
-    "inproc": ("inproc", "gloo", "stream"),
-    "unix": ("shm", "gloo", "stream"),
-    "local": ("shm", "gloo", "stream"),
+    "inproc": ("inproc", "gloo", "nccl", "stream"),
+    "unix": ("shm", "gloo", "nccl", "stream"),
+    "local": ("shm", "gloo", "nccl", "stream"),
     "grpc": ("grpc",),
-    "grpcs": ("grpc", "gloo"),  # "auto" is never one of PLAIN_KINDS
+    "grpcs": ("grpc", "gloo", "nccl"),  # "auto" is never one of PLAIN_KINDS
 }
 _ADVICE = {
-    "nccl": "channels carry CPU tensors, and NCCL only those of GPUs",
     "grpc": "the receiving end listens at no grpc endpoint",
 }
 
@@ -30,8 +29,10 @@ def why_not(kind: str) -> str:
     return f"{about}known are {', '.join(KINDS)}"
 
 
-def choose(kind: str, endpoint: str) -> str:
+def choose(kind: str, endpoint: str, *, is_on_gpu: bool = False) -> str:
     """The transport for `kind`, which may be "auto", to `endpoint`.
+
+    is_on_gpu: whether the sender's tensors are; through shared memory they stay on GPUs if the receiver can read them.
 
     Raises:
         ValueError: the kind does not exist, or not for this endpoint.
@@ -45,7 +46,11 @@ def choose(kind: str, endpoint: str) -> str:
         usable = ", ".join(repr(name) for name in ("auto", *fitting))
         where = endpoint.partition("#")[0]  # without the token
         raise ValueError(f"channel kind {kind!r} {known}does not fit {where}{why}: use one of {usable}")
-    return "stream" if kind == "shm" and not is_shm_supported else kind
+    if kind != "shm":
+        return kind
+    if not is_shm_supported:
+        return "stream"
+    return "cuda_ipc" if is_on_gpu else "shm"
 
 
 def _fitting(endpoint: str) -> tuple[str, ...]:
@@ -85,4 +90,9 @@ def is_pulled(kind: str) -> bool:
 
 def is_posted(kind: str) -> bool:
     """Whether a thread of the channel's own sends, because sending takes as long as the bytes take to travel."""
-    return kind in ("stream", "grpc")
+    return kind in ("stream", "grpc", "nccl")
+
+
+def carries_gpu(kind: str) -> bool:
+    """Whether tensors of a GPU may be sent as they are."""
+    return kind in ("inproc", "nccl", "cuda_ipc")

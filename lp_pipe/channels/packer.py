@@ -15,7 +15,8 @@ class Packer:
     Alike: the same tuples and lists, with the same constants and tensors of the same strides in the same places.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, carries_gpu: bool = False) -> None:
+        self._carries_gpu = carries_gpu
         self._pattern: tuple[Any, ...] | None = None
         self._layout: Layout | None = None
 
@@ -26,10 +27,10 @@ class Packer:
             ValueError: a tensor that a channel cannot carry.
         """
         tensors: list[Tensor] = []
-        pattern = _pattern_of(value, tensors)
+        pattern = self._pattern_of(value, tensors)
         if pattern is not None and pattern == self._pattern and self._layout is not None:
             return self._layout, tensors
-        layout, tensors = packing.pack(value)
+        layout, tensors = packing.pack(value, carries_gpu=self._carries_gpu)
         if layout != self._layout:
             self._layout = layout
         # With a geometry the tensors that travel are not those of the value.
@@ -37,16 +38,16 @@ class Packer:
         assert self._layout is not None
         return self._layout, tensors
 
-
-def _pattern_of(value: Any, tensors: list[Tensor]) -> tuple[Any, ...] | None:
-    """All that a value's layout depends on; its tensors are added to the list. None: something unusual is in it."""
-    kind = type(value)
-    if kind is Tensor:
-        if not value.is_cpu or value.layout is not torch.strided or value.is_quantized:
-            return None
-        tensors.append(value.detach())
-        return value.dtype, value.shape, value.stride()
-    if kind is tuple or kind is list:
-        parts = [_pattern_of(part, tensors) for part in value]
-        return None if None in parts else (kind, *parts)
-    return (kind, value) if kind in CONSTANTS else None
+    def _pattern_of(self, value: Any, tensors: list[Tensor]) -> tuple[Any, ...] | None:
+        """All that a value's layout depends on; its tensors are added to the list. None: something unusual is in it."""
+        kind = type(value)
+        if kind is Tensor:
+            is_carried = value.is_cpu or (self._carries_gpu and value.is_cuda)
+            if not is_carried or value.layout is not torch.strided or value.is_quantized:
+                return None
+            tensors.append(value.detach())
+            return value.dtype, value.shape, value.stride(), packing.is_on_gpu(value)
+        if kind is tuple or kind is list:
+            parts = [self._pattern_of(part, tensors) for part in value]
+            return None if None in parts else (kind, *parts)
+        return (kind, value) if kind in CONSTANTS else None

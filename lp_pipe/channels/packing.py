@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from lp_pipe.rpc import codec
 from lp_pipe.rpc import layout as layout_of_memory
 
+CPU = torch.device("cpu")
 _ALIGNMENT_BYTES = 64  # a cache line, and what torch's own allocator gives
 
 # Leaves that no two values can tell apart: the same objects do for all. Equal ones are the same on the wire, too, which
@@ -28,6 +29,7 @@ class TensorSpec(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    is_on_gpu: bool = False  # of which one is each end's own affair
 
     @property
     def size_bytes(self) -> int:
@@ -68,6 +70,13 @@ class Layout:
         return list(accumulate(sizes, initial=0))
 
     @cached_property
+    def parts(self) -> "tuple[Layout, Layout]":
+        """Of the tensors only: those of the host, those of the GPU."""
+        of_host = tuple(spec for spec in self.tensor_specs if not spec.is_on_gpu)
+        of_gpu = tuple(spec for spec in self.tensor_specs if spec.is_on_gpu)
+        return Layout(self.treedef, of_host, (), b""), Layout(self.treedef, of_gpu, (), b"")
+
+    @cached_property
     def constants(self) -> list[Any] | None:
         """The leaves that are no tensors, if they are the same objects for every value."""
         others = codec.loads(self.others) if self.others else []
@@ -87,8 +96,10 @@ class Layout:
         return Layout(_treedef_of(portable), specs, geometries, others)
 
 
-def pack(value: Any) -> tuple[Layout, list[Tensor]]:
+def pack(value: Any, *, carries_gpu: bool = True) -> tuple[Layout, list[Tensor]]:
     """Take `value` apart; the tensors are detached and share its memory.
+
+    carries_gpu: whether tensors of a GPU are taken.
 
     Raises:
         ValueError: a tensor that a channel cannot carry.
@@ -100,7 +111,7 @@ def pack(value: Any) -> tuple[Layout, list[Tensor]]:
     others: list[Any] = []
     for leaf in leaves:
         if isinstance(leaf, Tensor):
-            _check_is_plain(leaf)
+            _check_is_plain(leaf, carries_gpu)
             core = layout_of_memory.without_repeats(leaf.detach())
             spec = _spec_of(core)
             tensors.append(core)
@@ -131,13 +142,14 @@ def copied(value: Any) -> Any:
 
 def copies(layout: Layout, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Dense copies of the tensors that `pack` took out of a value."""
-    return [empty_tensor(spec).copy_(tensor) for spec, tensor in zip(layout.tensor_specs, tensors, strict=True)]
+    pairs = zip(layout.tensor_specs, tensors, strict=True)
+    return [empty_tensor(spec, tensor.device).copy_(tensor) for spec, tensor in pairs]
 
 
 def tensor_over(memory: Tensor, offset_bytes: int, spec: TensorSpec) -> Tensor:
     """The tensor that lies at `offset_bytes` of `memory` (uint8); no view for autograd, unlike as_strided's."""
     offset = offset_bytes // spec.dtype.itemsize
-    return torch.empty(0, dtype=spec.dtype, device="cpu").set_(
+    return torch.empty(0, dtype=spec.dtype, device=memory.device).set_(
         memory.untyped_storage(), offset, spec.shape, spec.stride
     )
 
@@ -159,14 +171,18 @@ def _tensor_in(buffer: memoryview, spec: TensorSpec) -> Tensor:
         return tensor_over(torch.frombuffer(buffer, dtype=torch.uint8), 0, spec)
 
 
-def empty_tensor(spec: TensorSpec) -> Tensor:
-    return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="cpu")
+def empty_tensor(spec: TensorSpec, device: torch.device = CPU) -> Tensor:
+    return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
+
+
+def is_on_gpu(tensor: Tensor) -> bool:
+    return tensor.is_cuda
 
 
 def _spec_of(tensor: Tensor) -> TensorSpec:
     # The strides go along because kernels may sum in another order for another memory format (channels_last).
     dense = tensor if tensor.is_contiguous() else torch.empty_like(tensor, device="meta")
-    return TensorSpec(tensor.dtype, tensor.shape, dense.stride())
+    return TensorSpec(tensor.dtype, tensor.shape, dense.stride(), is_on_gpu(tensor))
 
 
 def _geometry_of(tensor: Tensor, core: Tensor, spec: TensorSpec) -> Geometry | None:
@@ -180,15 +196,16 @@ def _restored(tensor: Tensor, geometry: Geometry | None) -> Tensor:
     if geometry is None:
         return tensor
     if geometry.stride is not None:
-        tensor = torch.empty_strided(tensor.shape, geometry.stride, dtype=tensor.dtype).copy_(tensor)
+        spaced = torch.empty_strided(tensor.shape, geometry.stride, dtype=tensor.dtype, device=tensor.device)
+        tensor = spaced.copy_(tensor)
     return tensor.expand(geometry.shape).detach()  # detached: layers may write in place, which a view does not allow
 
 
-def _check_is_plain(tensor: Tensor) -> None:
+def _check_is_plain(tensor: Tensor, carries_gpu: bool) -> None:
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided or tensor.is_quantized:
         raise ValueError(f"a channel carries dense tensors, not {type(tensor).__name__} of layout {tensor.layout}")
-    if not tensor.is_cpu:
-        raise ValueError(f"a channel carries CPU tensors, not one on {tensor.device}: send tensor.cpu()")
+    if not (tensor.is_cpu or (carries_gpu and tensor.is_cuda)):
+        raise ValueError(f"this channel carries CPU tensors, not one on {tensor.device}: send tensor.cpu()")
 
 
 def _assembler(treedef: pytree.TreeSpec) -> Callable[[Iterator[Any]], Any]:

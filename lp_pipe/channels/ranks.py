@@ -1,62 +1,93 @@
-"""Two ranks of torch.distributed that a channel makes for itself, beside whatever the user does with it.
+"""Two ranks of a communicator that a channel makes for itself, beside whatever the user does with torch.distributed.
 
     sender (rank 0)                                     receiver (rank 1)
-      address, a secret word, its sockets ── notes ───►
-                               ◄─────── notes ────────  address, a secret word, its sockets
-      its word                 ◄─────── gloo ────────►  its word
+      what the backend needs to connect ── notes ─────►
+                               ◄─────── notes ────────  likewise
+                               ◄─────── backend ──────►
 
 They find each other through the channel's own connection, which has mTLS between hosts: no further port, no store.
-gloo's own connection is plain, and its listener takes whoever comes first, so each end shows by its word that it is
-the one that the notes came from. Who can read or change what passes on the network is not kept out by that.
 """
 
-import contextlib
-import hmac
-import secrets
 import threading
-from concurrent.futures import Future
+from abc import ABC, abstractmethod
+from concurrent.futures import Future, InvalidStateError
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
 
-from lp_pipe.channels.note_store import CONNECT_PATIENCE_S, LIMIT, NoteStore
-from lp_pipe.channels.recycler import Recycler
+from lp_pipe.channels.note_store import CONNECT_PATIENCE_S, NoteStore
+from lp_pipe.channels.packing import CPU, Layout
 from lp_pipe.channels.transport import Half, Notify, TransferError
 from lp_pipe.connections.routes import is_loopback
 from lp_pipe.errors import Unavailable
 
 SENDER, RECEIVER = 0, 1
 TAGS = 1 << 30  # gloo's are 32 bits wide
-_ABORT_TAG, _WORD_TAG = TAGS, TAGS + 1
-_AT_ONCE = timedelta(milliseconds=1)
-_WORD_BYTES = 32
 
-_Group: Any = dist.ProcessGroupGloo if dist.is_available() else None  # torch's types lack its send, recv and _Options
+
+class Backend(ABC):
+    """What connects the ranks and moves the bytes; each end has its own.
+
+    advice: for ends that cannot reach each other. device: where the memory is.
+    """
+
+    name: str
+    advice: str
+    device: torch.device = CPU
+
+    @abstractmethod
+    def connect(self, store: NoteStore, rank: int, address: str, patience: timedelta) -> Any:
+        """A group with `send` and `recv` as those of torch.distributed.ProcessGroup, whose works can be waited for.
+
+        Raises:
+            RuntimeError: they cannot connect.
+            TransferError: likewise, and there is nothing to add.
+        """
+
+    @abstractmethod
+    def empty(self, size: int) -> Tensor:
+        """Memory for a message (uint8)."""
+
+    @abstractmethod
+    def tensors_in(self, memory: Tensor, layout: Layout) -> list[Tensor]:
+        """Those that lie in a message's memory, each with a storage of its own."""
+
+    def receiving(self) -> AbstractContextManager[Any]:
+        """Around `empty` and `recv` of a message that is received."""
+        return nullcontext()
+
+    @abstractmethod
+    def give_up(self, group: Any) -> None:
+        """The sender is gone, and what has not come by now will not."""
+
+    @abstractmethod
+    def close(self, group: Any, rank: int) -> None:
+        """This end is closed: free whoever waits for a message."""
 
 
 class Pair(Half):
     """One end of the two ranks. The group is made by a thread, because that waits for the other end."""
 
-    rank: int
-
-    def __init__(self) -> None:
-        if not (dist.is_available() and dist.is_gloo_available()):
-            raise ValueError("channel kind 'gloo': this torch was built without it; use 'auto'")
+    def __init__(self, backend: Backend, rank: int) -> None:
+        self.backend = backend
+        self._rank = rank
         self._store = NoteStore()
         self._making: Future[Any] = Future()
-        self._memory = Recycler()
 
     def begin(self, notify: Notify) -> None:
         self._store.begin(notify)
-        threading.Thread(target=self._make, args=(self._making,), name="connect gloo", daemon=True).start()
+        name = f"connect {self.backend.name}"
+        threading.Thread(target=self._make, args=(self._making,), name=name, daemon=True).start()
 
     def on_note(self, note: bytes) -> None:
         self._store.learn(note)
 
     def close(self, reason: str) -> None:
         self._store.close(reason)
+        self._fail(reason)
         closed: Future[Any] = Future()
         closed.set_exception(TransferError(reason))
         self._making = closed
@@ -72,53 +103,31 @@ class Pair(Half):
         except TimeoutError as error:
             raise TransferError(self._explained(f"they did not within {2 * CONNECT_PATIENCE_S:g} s")) from error
 
+    def _fail(self, reason: str) -> None:
+        """Free who waits for the group, if it is not made yet: NCCL's making cannot be interrupted."""
+        with suppress(InvalidStateError):
+            self._making.set_exception(TransferError(reason))
+
     def _make(self, making: Future[Any]) -> None:
+        patience = timedelta(seconds=CONNECT_PATIENCE_S)
         try:
-            making.set_result(self._connected())
+            group = self.backend.connect(self._store, self._rank, self.address, patience)
         except TransferError as error:
-            making.set_exception(error)
+            failure = error
         except (RuntimeError, Unavailable) as error:
-            making.set_exception(TransferError(self._explained(str(error))))
-
-    def _connected(self) -> Any:
-        word = secrets.token_bytes(_WORD_BYTES)
-        self._store.set(f"address/{self.rank}", self.address)
-        self._store.set(f"word/{self.rank}", word)
-        options = _Group._Options()
-        options._devices = [_Group.create_device(hostname=self.address)]
-        options._timeout = timedelta(seconds=CONNECT_PATIENCE_S)
-        group = _Group(self._store, self.rank, 2, options)
-        self._check_word(group, word)
-        return group
-
-    def _check_word(self, group: Any, word: bytes) -> None:
-        other = 1 - self.rank
-        shown = torch.zeros(_WORD_BYTES, dtype=torch.uint8)
-        own = torch.frombuffer(bytearray(word), dtype=torch.uint8)
-        works = [group.recv([shown], other, _WORD_TAG), group.send([own], other, _WORD_TAG)]
-        for work in works:
-            work.wait(timedelta(seconds=CONNECT_PATIENCE_S))
-        if not hmac.compare_digest(bytes(shown.tolist()), self._store.get(f"word/{other}")):
-            raise TransferError(f"somebody else has connected to the port of gloo at {self.address}")
+            failure = TransferError(self._explained(str(error)))
+        else:
+            try:
+                making.set_result(group)
+            except InvalidStateError:  # closed meanwhile
+                self.backend.close(group, self._rank)
+            return
+        with suppress(InvalidStateError):
+            making.set_exception(failure)
 
     def _explained(self, error: str) -> str:
-        other = self._store.known(f"address/{1 - self.rank}").decode() or "the other end"
-        text = f"gloo cannot connect {self.address} with {other}: {error}"
+        other = self._store.known(f"address/{1 - self._rank}").decode() or "the other end"
+        text = f"{self.backend.name} cannot connect {self.address} with {other}: {error}"
         if is_loopback(self.address):
             return text
-        return f"{text}; can these two reach each other, at any port? --interface chooses other addresses"
-
-
-def break_off(group: Any, rank: int) -> None:
-    """Free everybody who waits for a message: gloo closes the connection of a pair when one wait has timed out."""
-    with contextlib.suppress(RuntimeError):
-        group.recv([torch.empty(1)], 1 - rank, _ABORT_TAG).wait(_AT_ONCE)
-
-
-def arrives(work: dist.Work, limit: timedelta = LIMIT) -> bool:
-    """Wait for it; False where it failed: then the channel's connection says why."""
-    try:
-        work.wait(limit)
-    except RuntimeError:
-        return False
-    return True
+        return f"{text}; can these two reach each other, at any port? {self.backend.advice}"

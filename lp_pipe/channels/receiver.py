@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import torch
+
 from lp_pipe.channels import packing
 from lp_pipe.channels.board import Board
 from lp_pipe.channels.messages import AS_FRAME, NUDGE, Abort, tag_and_layout
@@ -23,9 +25,10 @@ _PEER_PATIENCE_S = 1.0
 class Receiver:
     """Made by `ChannelHub.receiver`; any thread may use it."""
 
-    def __init__(self, channel: str, credits: int) -> None:
+    def __init__(self, channel: str, credits: int, device: torch.device = packing.CPU) -> None:
         self.channel = channel
         self.credits = credits
+        self.device = device
         self._waits_for = waits.Target()
         self._connection: Connection | None = None
         self._inlet: Inlet | None = None

@@ -3,6 +3,7 @@
 import threading
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lp_pipe import connections
@@ -10,7 +11,7 @@ from lp_pipe.channels import kinds, meeting, transports
 from lp_pipe.channels.board import Board, is_board_supported
 from lp_pipe.channels.messages import AS_FRAME, NUDGE, Abort, Opening, data_frame
 from lp_pipe.channels.packer import Packer
-from lp_pipe.channels.packing import Layout
+from lp_pipe.channels.packing import CPU, Layout
 from lp_pipe.channels.posting import Posting
 from lp_pipe.channels.pulling import Pulling
 from lp_pipe.channels.transport import Outlet, TransferError
@@ -22,12 +23,15 @@ from lp_pipe.telemetry import waits
 class Sender:
     """Made by `open_sender`; any thread may use it."""
 
-    def __init__(self, connection: Connection, outlet: Outlet, label: str, waits_for: waits.Target) -> None:
+    def __init__(
+        self, connection: Connection, outlet: Outlet, label: str, waits_for: waits.Target, *, carries_gpu: bool
+    ) -> None:
+        self.carries_gpu = carries_gpu
         self._connection = connection
         self._outlet = outlet
         self._label = label
         self._waits_for = waits_for
-        self._packer = Packer()
+        self._packer = Packer(carries_gpu=carries_gpu)
         self._layout: Layout | None = None  # the receiver has it
         # Held for a whole send, so that messages go out in the order in which they took their layouts. The state's
         # lock is never held while sending: in one process the receiver's thread may be on its way to it.
@@ -41,10 +45,12 @@ class Sender:
         self._closed_reason: str | None = None
 
     def send(self, tag: int, value: Any) -> None:
-        """Send a pytree of CPU tensors and picklable leaves; blocks while no credit is left, not until it is there.
+        """Send a pytree of tensors and picklable leaves; blocks while no credit is left, not until it is there.
 
-        tag: the number of the operation (step) it belongs to. requires_grad does not travel.
-        The tensors are free again on return.
+        Tensors are the CPU's, or a GPU's where the channel has `carries_gpu`. requires_grad does not travel.
+        They are free again on return; those of a GPU for what is then queued on the current stream.
+
+        tag: the number of the operation (step) it belongs to.
 
         Raises:
             ChannelClosed: the peer closed or died, or this operation was aborted.
@@ -155,26 +161,31 @@ class Sender:
         self._outlet.close(reason)
 
 
-def open_sender(endpoint: str, channel: str, *, kind: str = "auto", name: str = "", peer: str = "") -> Sender:
+def open_sender(
+    endpoint: str, channel: str, *, kind: str = "auto", name: str = "", peer: str = "", device: torch.device = CPU
+) -> Sender:
     """Connect to the hub at `endpoint`; its receiver may be made before or after.
 
-    kind: "auto", "inproc" (by reference), "shm" (one host), "gloo" (plain, also between hosts), "grpc" (the hub listens
-    at such an endpoint) or "stream" (through the connection, whatever it is).
+    kind: "auto", "inproc" (by reference), "shm" (one host), "gloo" (plain, also between hosts), "nccl" (likewise,
+    between GPUs), "grpc" (the hub listens at such an endpoint) or "stream" (through the connection, whatever it is).
     name, peer: labels of this node and of the hub's ("stages/1"), for messages at both ends.
+    device: where the sent tensors are.
 
     Raises:
-        ValueError: this kind does not fit the endpoint.
+        ValueError: this kind does not fit the endpoint, or the device.
         Unavailable: nobody listens there.
     """
-    kind = kinds.choose(kind, endpoint)
+    kind = kinds.choose(kind, endpoint, is_on_gpu=device.type == "cuda")
     where = endpoint.partition("#")[0]  # without the token
     label = f"channel {channel!r} to {peer or where}"
     try:
         address = meeting.senders_address(endpoint)
+        outlet = transports.make_outlet(kind, address, device)
         connection = connections.connect(kinds.way(kind, endpoint))
         if kinds.is_posted(kind):
             connection = Posting(connection)
-        sender = Sender(connection, transports.make_outlet(kind, address), label, waits.Target(where, peer=peer))
+        target = waits.Target(where, peer=peer)
+        sender = Sender(connection, outlet, label, target, carries_gpu=kinds.carries_gpu(kind))
         sender._begin(kind)
         has_board = is_board_supported and kinds.is_pulled(kind) and isinstance(connection, PulledConnection)
         connection.send(Opening(channel, kind, name, has_board, address).frame())

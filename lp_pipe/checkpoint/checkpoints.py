@@ -180,15 +180,14 @@ class Checkpoints:
 
     def _recover(self, pipeline: Trainable, error: Exception) -> None:
         if isinstance(error, TryAgain):
-            self.wait_until_written()  # else it might take the place of the one that is being read
+            self._end_writing()  # else it might take the place of the one that is being read
             with contextlib.suppress(Unavailable):
                 self._go_back()
                 return
         elif stop_event().is_set() or not isinstance(error.__cause__ or error, Unavailable):
             raise error
         _log.warning("going back: %s", str(error).splitlines()[0])
-        with contextlib.suppress(CheckpointError):  # one that a dead stage could not write
-            self.wait_until_written()
+        self._end_writing()
         while True:
             try:
                 pipeline.recover()
@@ -197,6 +196,13 @@ class Checkpoints:
             except Unavailable:  # another one has died meanwhile
                 if stop_event().is_set():
                     raise
+
+    def _end_writing(self) -> None:
+        """One that cannot be written is no reason not to go back to an older one: a dead stage could not write it."""
+        try:
+            self.wait_until_written()
+        except CheckpointError as error:
+            _log.warning("%s", str(error).partition("\n")[0])
 
     def _go_back(self) -> None:
         if not self._in_memory.go_back():

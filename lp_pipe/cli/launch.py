@@ -161,7 +161,7 @@ def _wait(run: Run | ElasticRun, display: Display) -> ending.Ending:
         return ending.interrupted(run, time.monotonic() - began)
     except NodeError as error:
         return ending.failed(error)
-    except LpPipeError as error:  # an elastic run has not found what it needs to go on
+    except (LpPipeError, ValueError) as error:  # an elastic run has not found what it needs to go on
         raise NotLaunched(str(error)) from error
     finally:
         run.stop()

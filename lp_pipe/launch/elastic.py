@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -22,11 +23,12 @@ from lp_pipe.errors import NodeError
 from lp_pipe.launch.engines import Engine
 from lp_pipe.launch.gathered import Kept, MultiHostOptions
 from lp_pipe.launch.gathering import Patience
-from lp_pipe.launch.launcher import make_run_dir, named_engine, start_run
+from lp_pipe.launch.launcher import check_hang_after, check_program, make_run_dir, named_engine, start_run
 from lp_pipe.launch.run import Run
 from lp_pipe.launch.signals import Interrupts, wait_awake
 from lp_pipe.launch.source_tree import SourceTree
 from lp_pipe.launch.standing import StandingGathering
+from lp_pipe.launch.tree_store import TreeStore
 from lp_pipe.program import Program
 from lp_pipe.telemetry.metrics import Sink
 
@@ -34,6 +36,8 @@ _log = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 0.2
 _CLOSE_PATIENCE_S = 4.0
+_ECHO_S = 30.0  # what fails so soon after the loss of a host may be because of it; longer than its nodes are fenced
+_WHOLE = {"running", "finished"}
 
 MakeProgram = Callable[[int], Program]
 
@@ -85,13 +89,19 @@ def launch_elastic(
     A lost host is started again every few seconds where its engine can do that (local, ssh); on others it may join by
     itself (`lp_pipe agent`). join_timeout: seconds to wait for MIN hosts, at the start and later.
 
-    Raises: as `launch`.
+    Raises:
+        ValueError: `num_hosts` is something else, hang_after is not positive; as `launch`.
+        TypeError: `make_program` has returned something else than a Program.
+        LaunchError: there were not MIN hosts in time; as `launch`.
+        Exception: of `make_program`.
     """
     count = HostCount.parse(num_hosts)
+    check_hang_after(hang_after)
+    make_program = _checked(make_program)
     known = named_engine(engine, hosts, engine_options or {})
     folder = make_run_dir(make_program(count.most).name, run_dir)  # also: what it raises, it raises here
     patience, credentials = Patience(join_timeout, host_timeout), generate_credentials()
-    tree = None if sync is None else SourceTree.of(sync)
+    tree = None if sync is None else TreeStore().kept(SourceTree.of(sync))
     standing = StandingGathering(known, credentials, listen, interface, patience)
 
     def start(program: Program, agents: Mapping[str, Any], used: int) -> Run:
@@ -105,6 +115,10 @@ def launch_elastic(
     except BaseException:
         standing.close(_CLOSE_PATIENCE_S)
         raise
+
+
+def _checked(make_program: MakeProgram) -> MakeProgram:
+    return lambda num_hosts: check_program(make_program(num_hosts), "make_program returns a Program")
 
 
 class ElasticRun:
@@ -233,6 +247,7 @@ class ElasticRun:
         is_growing = False
         seen: set[str] | None = None  # checkpoints, when there were more hosts for the first time
         while not self._run.is_over:
+            self._forget_survived_losses()
             if not is_growing and self._could_grow():
                 now = _checkpoints_in(self.run_dir)
                 seen = now if seen is None else seen
@@ -249,6 +264,13 @@ class ElasticRun:
             self._why = str(error).splitlines()[0]
             return True
         return is_growing
+
+    def _forget_survived_losses(self) -> None:
+        """Of spare hosts, or of such whose nodes run on spare ones by now: what fails later is not about them."""
+        losses = self._standing.losses
+        if losses != self._losses and time.monotonic() - self._standing.lost_at > _ECHO_S:
+            states = {row["state"] for rows in self._run.status().values() for row in rows}
+            self._losses = losses if states <= _WHOLE else self._losses
 
     def _could_grow(self) -> bool:
         return self._num_hosts < min(len(self._standing.up()), self._count.most)

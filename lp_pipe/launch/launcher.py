@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from lp_pipe.launch import mixed, multi_host, process
 from lp_pipe.launch.control import ControlPoint
@@ -78,12 +79,10 @@ def launch(
         LaunchError: a host has not joined, or not got the sources, or a process could not be started; nothing is left
             running.
     """
-    if not isinstance(program, Program):
-        raise TypeError(f"launch takes a Program, not {program!r} of type {type(program).__name__}")
+    check_program(program, "launch takes a Program")
     if mode not in MODES:
         raise ValueError(f"unknown launch mode {mode!r}; known modes: {', '.join(MODES)}")
-    if hang_after is not None and not 0 < hang_after < math.inf:
-        raise ValueError(f"hang_after={hang_after}: seconds are needed, more than 0; None for no reports")
+    check_hang_after(hang_after)
     options = None
     if mode != "multi_host" and (hosts or engine_options or listen or interface or sync or engine != "local"):
         raise ValueError(f"mode={mode!r} has one host; engine, hosts, listen, interface and sync are for 'multi_host'")
@@ -117,6 +116,25 @@ def start_run(
     print_reports()
     run.start()
     return run
+
+
+def check_program(found: Any, wanted: str) -> Program:
+    """
+    Raises:
+        TypeError: it is something else than `wanted`.
+    """
+    if not isinstance(found, Program):
+        raise TypeError(f"{wanted}, not {found!r} of type {type(found).__name__}")
+    return found
+
+
+def check_hang_after(seconds: float | None) -> None:
+    """
+    Raises:
+        ValueError: it is not positive.
+    """
+    if seconds is not None and not 0 < seconds < math.inf:
+        raise ValueError(f"hang_after={seconds}: seconds are needed, more than 0; None for no reports")
 
 
 def named_engine(engine: str | Engine, hosts: str | Sequence[str], options: Mapping[str, str]) -> Engine:

@@ -37,10 +37,14 @@ class TreeFile:
 
 @dataclass(frozen=True)
 class SourceTree:
-    """What a folder held when it was looked at. root: on the launcher's host."""
+    """What a folder held when it was looked at. root: on the launcher's host.
+
+    copy: where its files stay as they were, for hosts that come later; "": nowhere but in `root`.
+    """
 
     root: str
     files: tuple[TreeFile, ...]
+    copy: str = ""
 
     @classmethod
     def of(cls, folder: str | os.PathLike[str]) -> Self:
@@ -74,12 +78,24 @@ class SourceTree:
             LaunchError: it is not what it was.
         """
         try:
-            data = Path(self.root, file.path).read_bytes()
+            data = Path(self.copy or self.root, file.path).read_bytes()
         except OSError as error:
             raise LaunchError(f"cannot sync {file.path}: {error}") from error
         if digest_of(data) != file.digest:
             raise LaunchError(f"{file.path} has changed while it was sent to the hosts; launch again")
         return data
+
+
+def batches(files: Iterable[TreeFile]) -> Iterator[Sequence[TreeFile]]:
+    """Each content once, so many at a time as should be in memory."""
+    batch: list[TreeFile] = []
+    for file in {file.digest: file for file in files}.values():
+        if batch and sum(other.size for other in batch) + file.size > _BATCH_BYTES:
+            yield batch
+            batch = []
+        batch.append(file)
+    if batch:
+        yield batch
 
 
 def send_tree(tree: SourceTree, links: Mapping[str, AgentLink], is_up: Callable[[str], bool]) -> None:
@@ -110,21 +126,10 @@ def _send(tree: SourceTree, link: AgentLink) -> list[TreeFile]:
     """Returns what the host lacked."""
     wanted = set(link.ask("lacking", tree).result(_PATIENCE_S))
     files = list({file.digest: file for file in tree.files if file.digest in wanted}.values())
-    for batch in _batches(files):
+    for batch in batches(files):
         link.ask("take", [tree.read(file) for file in batch]).result(_PATIENCE_S)
     link.ask("lay_out", tree).result(_PATIENCE_S)
     return files
-
-
-def _batches(files: Iterable[TreeFile]) -> Iterator[Sequence[TreeFile]]:
-    batch: list[TreeFile] = []
-    for file in files:
-        if batch and sum(other.size for other in batch) + file.size > _BATCH_BYTES:
-            yield batch
-            batch = []
-        batch.append(file)
-    if batch:
-        yield batch
 
 
 def _described(root: str, path: str) -> TreeFile:

@@ -20,10 +20,11 @@ _BRING_BACK_EVERY_S = 5.0
 class StandingGathering(Gathering):
     """Agents may join at any time: those that were lost, and others that know the run's secret.
 
-    losses: how many hosts were lost so far.
+    losses: how many hosts were lost so far; lost_at: when the last one was (time.monotonic).
     """
 
     losses = 0
+    lost_at = 0.0
     _listener: Listener
     _invitation: Invitation
 
@@ -96,8 +97,9 @@ class StandingGathering(Gathering):
         with self._changed:
             if self._agents.get(agent.name) is agent:
                 del self._agents[agent.name]
+            self.lost_at = time.monotonic()
             self.losses += 1
-            self._fenced_until = max(self._fenced_until, time.monotonic() + fence_s(agent.is_silent))
+            self._fenced_until = max(self._fenced_until, self.lost_at + fence_s(agent.is_silent))
         super().lost(agent, reason)
 
     def _check_is_expected(self, host: str) -> None:

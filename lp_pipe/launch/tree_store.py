@@ -1,6 +1,7 @@
 """Source trees on an agent's host: contents by digest, and folders laid out of them; both stay for later runs."""
 
 import contextlib
+import dataclasses
 import os
 import shutil
 import tempfile
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 from lp_pipe.errors import LaunchError
-from lp_pipe.launch.source_tree import SourceTree, TreeFile, digest_of
+from lp_pipe.launch.source_tree import SourceTree, TreeFile, batches, digest_of
 
 _KEPT_S = 90 * 24 * 3600.0  # after the last start of a program there
 
@@ -39,6 +40,17 @@ class TreeStore:
                 _write(self._object(digest_of(data)), data, mode=0o400)
         except OSError as error:
             raise LaunchError(f"cannot keep sources below {self._folder}: {error}") from error
+
+    def kept(self, tree: SourceTree) -> SourceTree:
+        """The same, with a copy on this host, so that later changes to the folder change no running program.
+
+        Raises:
+            LaunchError: as `take`; a file has changed meanwhile.
+        """
+        lacking = set(self.lacking(tree))
+        for batch in batches(file for file in tree.files if file.digest in lacking):
+            self.take([tree.read(file) for file in batch])
+        return dataclasses.replace(tree, copy=self.lay_out(tree))
 
     def lay_out(self, tree: SourceTree) -> str:
         """The folder that holds the tree; its files can be read only, so that programs do not change them by accident.

@@ -70,6 +70,10 @@ class Zygote:
     """One per run; `serve` ends when the launcher says goodbye, is dead or silent, and all nodes are gone."""
 
     def __init__(self, control: socket.socket, launcher_pid: int, orphan_s: float, socket_dir: str) -> None:
+        """
+        Raises:
+            ProcessLookupError: the launcher has ended.
+        """
         self._control = control
         self._orphan_s = orphan_s
         self._launcher = _pidfd(launcher_pid)
@@ -209,10 +213,7 @@ class Zygote:
 def _pidfd(pid: int) -> int | None:
     if not hasattr(os, "pidfd_open"):
         return None
-    try:
-        return os.pidfd_open(pid)
-    except ProcessLookupError:
-        sys.exit("the launcher ended before its template process was up")
+    return os.pidfd_open(pid)
 
 
 def _die_with(parent: int) -> None:
@@ -264,7 +265,11 @@ def main(control_fd: int, launcher_pid: int, preload: list[str], orphan_s: float
             importlib.import_module(module)
     gc.collect()
     gc.freeze()  # the collector would touch, and so copy, every page that the children share
-    zygote = Zygote(control, launcher_pid, orphan_s, socket_dir)
+    try:
+        zygote = Zygote(control, launcher_pid, orphan_s, socket_dir)
+    except ProcessLookupError:
+        shutil.rmtree(socket_dir, ignore_errors=True)
+        sys.exit("the launcher ended before its template process was up")
     zygote.serve()
 
 

@@ -120,7 +120,7 @@ def add_pipeline(
         own_names=names,
         edges=tuple(edges),
         replicas=counts,
-        devices=check_devices(device, len(made.workers)),
+        devices=check_devices(device, len(made.workers), channel),
         updates=made.updates,
         on_nan=on_nan,
         predicted_seconds=replica_seconds(plan),

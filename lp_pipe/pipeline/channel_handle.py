@@ -4,6 +4,8 @@ import functools
 from collections.abc import Callable
 from concurrent.futures import Future
 
+import torch
+
 from lp_pipe.address import Address
 from lp_pipe.channels import Sender, open_sender
 from lp_pipe.context import services_for
@@ -18,15 +20,16 @@ class ChannelTarget:
         self._resolve = resolve  # again for each channel: the neighbour may have been restarted elsewhere
         self._target = target
 
-    def open(self, channel: str, *, kind: str, name: str) -> Sender:
-        """Connect to one of the neighbour's channels; waits until it listens.
+    def open(self, channel: str, *, kind: str, name: str, device: torch.device) -> Sender:
+        """Connect to one of the neighbour's channels; waits until it listens. device: where the sent tensors are.
 
         Raises:
             Unavailable: the neighbour has failed.
+            ValueError: this kind of channel does not fit.
         """
         with waits.waiting(waits.RESOLVE, self._target, f"channel {channel!r}"):
             endpoint = self._resolve().result()
-        return open_sender(endpoint, channel, kind=kind, name=name, peer=self._target.peer)
+        return open_sender(endpoint, channel, kind=kind, name=name, peer=self._target.peer, device=device)
 
 
 class ChannelHandle(Handle[ChannelTarget]):

@@ -59,15 +59,18 @@ def _worker_count(stages: int | Sequence[int], chunks: int | None, schedule: str
 
 
 def sufficient_credits(schedule: Schedule, edges: Sequence[Edge]) -> int:
-    """Prove the schedule, with few messages in flight where that is enough (some need one per micro-batch)."""
+    """Prove the schedule, with few messages in flight where that is enough (some need one per micro-batch).
+
+    With half of the credits, because a sender that has run out may not go on before so many are back.
+    """
     try:
-        _verify(schedule, _CREDITS, edges)
+        _verify(schedule, _CREDITS // 2, edges)
         return _CREDITS
     except ScheduleError:
         # So many are on one edge in all; where stages have replicas, each pair of them has its own credits.
         credits = max(_CREDITS, schedule.microbatches)
         _verify(schedule, credits, edges)
-        return credits
+        return 2 * credits
 
 
 def _verify(schedule: Schedule, credits: int, edges: Sequence[Edge]) -> None:

@@ -156,7 +156,11 @@ class PipelineClient:
         return steps
 
     def go_back(self, step: int) -> None:
-        """Go on from the state after so many steps, of which every worker's state is in some memory."""
+        """Go on from the state after so many steps, of which every worker's state is in some memory.
+
+        Raises:
+            PipelineError: it is none of `mirrored_steps`; the pipeline is as before.
+        """
         self._conductor.go_back(step, self._conductor)
 
     def export(self, path: str | Path) -> None:

@@ -18,7 +18,7 @@ from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
 from lp_pipe.pipeline.execution import Report
 from lp_pipe.pipeline.loss_scale import LossScale
 from lp_pipe.pipeline.microbatches import check_pair, loss_weights
-from lp_pipe.pipeline.mirrors import check_guards, common_steps
+from lp_pipe.pipeline.mirrors import Mirror, check_guards, check_is_held, common_steps
 from lp_pipe.pipeline.results import EvalResult, StageMemory, StepResult, StepTrace, Straggler
 from lp_pipe.pipeline.steps import Steps, SynchronousSteps, summed
 from lp_pipe.pipeline.whole_model import Copy, WholeModel
@@ -45,7 +45,6 @@ class Conductor:
         self._model = WholeModel(pipeline, self._workers)
         self._config = pipeline
         self._are_guarded = False
-        self.keep_mirror, self.mirror_of = self._workers.own.keep_mirror, self._workers.own.mirror_of
         self._last = pipeline.ranks.of(pipeline.placement[-1])
         make_steps = SynchronousSteps if pipeline.updates is None else AsynchronousSteps
         self._steps: Steps = make_steps(pipeline, self._workers, feeder)
@@ -121,12 +120,23 @@ class Conductor:
         check_guards(self._config.ranks.world_size)
         return self._in_turn(lambda: self._mirror(me))
 
+    # Coroutines, so that a worker is answered also when every thread here waits for an operation: one of them may be
+    # that which waits for the worker.
+
+    async def keep_mirror(self, rank: int, mirror: Mirror) -> None:
+        """Hold the state of the last worker."""
+        self._workers.own.keep_mirror(rank, mirror)
+
+    async def mirror_of(self, rank: int, step: int) -> Mirror:
+        """Give it back."""
+        return self._workers.own.mirror_of(rank, step)
+
     def mirrored_steps(self) -> list[int]:
         """To which all workers could go back."""
-        return self._in_turn(lambda: common_steps(self._workers.all("mirrors_held")), may_be_torn=True)
+        return self._in_turn(self._held_mirrors, may_be_torn=True)
 
     def go_back(self, step: int, me: Any) -> None:
-        """Go on from a mirrored step."""
+        """Go on from a mirrored step; see PipelineClient."""
         self._in_turn(lambda: self._go_back(step, me), may_be_torn=True)
 
     def recover(self) -> None:
@@ -171,17 +181,26 @@ class Conductor:
 
     def _go_back(self, step: int, me: Any) -> None:
         self._guard(me)
+        self._workers.all("settle_mirrors")
+        check_is_held(step, self._held_mirrors())
         self._steps.torn = f"going back to step {step} has failed"
         scale = self._workers.all("go_back", step)[0]
         self._steps.go_to(step, LossScale(*scale) if scale is not None else None)
 
+    def _held_mirrors(self) -> list[int]:
+        return common_steps(self._workers.all("mirrors_held"))
+
+    def _forget_mirrors(self) -> None:
+        for method in ("settle_mirrors", "forget_mirrors"):
+            self._workers.all(method)
+
     def _load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self._workers.all("forget_mirrors")
+        self._forget_mirrors()
         self._model.load_state_dict(state)
         self._steps.forget_ahead()
 
     def _load(self, path: Path) -> None:
-        self._workers.all("forget_mirrors")
+        self._forget_mirrors()
         found = self._model.load(path)
         self._steps.go_to(found.step, LossScale(*found.loss_scale) if found.loss_scale is not None else None)
 

@@ -1,4 +1,4 @@
-"""Where a stage computes. Between stages tensors travel through the host's memory, whatever the device."""
+"""Where a stage computes, and how its values get there."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,11 +14,11 @@ from lp_pipe.errors import PipelineError
 CPU = torch.device("cpu")
 
 
-def check_devices(device: str | Sequence[str], workers: int) -> tuple[str, ...]:
+def check_devices(device: str | Sequence[str], workers: int, channel: str = "auto") -> tuple[str, ...]:
     """One name for each worker, from the option of `add_pipeline`.
 
     Raises:
-        PipelineError: a name is wrong, or their number.
+        PipelineError: a name is wrong, or their number; or this kind of channel does not join them.
     """
     names = (device,) * workers if isinstance(device, str) else tuple(device)
     if len(names) != workers:
@@ -27,6 +27,11 @@ def check_devices(device: str | Sequence[str], workers: int) -> tuple[str, ...]:
         kind, _, number = name.partition(":") if isinstance(name, str) else ("", "", "")
         if not (name in ("auto", "cpu") or (kind == "cuda" and (number.isdecimal() or name == "cuda"))):
             raise PipelineError(f"device={device!r}: {name!r} is none of 'auto', 'cpu', 'cuda', 'cuda:0', …")
+    if channel == "nccl" and "cpu" in names:
+        raise PipelineError(
+            f"channel='nccl' with device={device!r}: NCCL carries tensors of GPUs only: use device='cuda', or "
+            "channel='auto'"
+        )
     return names
 
 

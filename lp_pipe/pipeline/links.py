@@ -8,7 +8,7 @@ import torch
 from lp_pipe.channels import ChannelHub
 from lp_pipe.pipeline.channel_ends import ChannelEnds
 from lp_pipe.pipeline.channel_handle import ChannelTarget
-from lp_pipe.pipeline.device import CPU, copied_on, to_device, to_host
+from lp_pipe.pipeline.device import CPU, copied_on
 from lp_pipe.pipeline.ranks import Ranks
 from lp_pipe.pipeline.schedule.channels import Channels
 
@@ -35,9 +35,8 @@ class Links(ChannelEnds[tuple[int, int]]):
         device: torch.device = CPU,
         epoch: str = "",
     ) -> None:
-        super().__init__()  # receivers by channel and sending rank, senders by channel and receiving rank
+        super().__init__(device)  # receivers by channel and sending rank, senders by channel and receiving rank
         self._channels = channels
-        self._device = device
         worker, self._replica = ranks.places[rank]
         self._local: dict[int, dict[int, Any]] = {}
         own = [channel for channel in channels.between_stages() if worker in self._ends(channel)]
@@ -51,12 +50,13 @@ class Links(ChannelEnds[tuple[int, int]]):
                 if receiver == rank:
                     label = _label(channel, sender, receiver, routes[channel]) + epoch
                     capacity = channels.capacity(channel, credits)
-                    self._receivers[channel, sender] = hub.receiver(label, credits=capacity)
+                    self._receivers[channel, sender] = hub.receiver(label, credits=capacity, device=device)
         for channel in own:
             for sender, receiver in routes[channel]:
                 if sender == rank and channel not in self._local:
                     label = _label(channel, sender, receiver, routes[channel]) + epoch
-                    self._senders[channel, receiver] = targets[receiver].open(label, kind=kind, name=name)
+                    target = targets[receiver]
+                    self._senders[channel, receiver] = target.open(label, kind=kind, name=name, device=device)
 
     def receive(self, channel: int, tag: int, microbatch: int) -> Any:
         """A micro-batch's value; waits for it.
@@ -68,7 +68,7 @@ class Links(ChannelEnds[tuple[int, int]]):
             return self._local[channel].pop(microbatch)
         senders, _ = self._peers[channel]
         receiver = self._receivers[channel, senders[microbatch % len(senders)]]
-        return to_device(receiver.receive(tag), self._device)
+        return self._receive(receiver, tag)
 
     def send(self, channel: int, tag: int, microbatch: int, value: Any) -> None:
         """Put a micro-batch's value on a channel; waits for a credit.
@@ -81,8 +81,7 @@ class Links(ChannelEnds[tuple[int, int]]):
             self._local[channel][microbatch] = copied_on(value, self._device)
         else:
             _, receivers = self._peers[channel]
-            sender = self._senders[channel, receivers[microbatch % len(receivers)]]
-            sender.send(tag, to_host(value, self._device))
+            self._send(self._senders[channel, receivers[microbatch % len(receivers)]], tag, value)
 
     def receive_for_step(self, channel: int, tag: int) -> Any:
         """What a channel carries once a step."""
@@ -94,7 +93,7 @@ class Links(ChannelEnds[tuple[int, int]]):
             self._local[channel][self._replica] = copied_on(value, self._device)
         for (number, _), sender in self._senders.items():
             if number == channel:
-                sender.send(tag, to_host(value, self._device))
+                self._send(sender, tag, value)
 
     def discard(self) -> None:
         """As on all channels, and in the boxes."""

@@ -50,11 +50,15 @@ class Mirrors:
 
         Waits until the one before has gone, so that no more than two are ever on their way.
         """
-        if self._sent is not None:
-            self._sent.exception()  # a guard that has died misses it; the conductor asks who has what
+        self.settle_mirrors()
         mirror = Mirror(step, scale, copied(self._share()))
         self.keep_mirror(self._rank, mirror)
         self._sent = self._sending.start(lambda: self._guard.keep_mirror(self._rank, mirror))
+
+    def settle_mirrors(self) -> None:
+        """Wait until the guard has what is on its way to it; else that could come after it was told to forget it."""
+        if self._sent is not None:
+            self._sent.exception()  # a guard that has died misses it; the conductor asks who has what
 
     def keep_mirror(self, rank: int, mirror: Mirror) -> None:
         """Hold a worker's state, and the one before; forget older ones."""
@@ -112,3 +116,13 @@ def check_guards(world_size: int) -> None:
     """
     if world_size < 2:
         raise PipelineError("mirror() needs at least 2 stage workers: a single one has no neighbour to keep its state")
+
+
+def check_is_held(step: int, steps: Sequence[int]) -> None:
+    """
+    Raises:
+        PipelineError: it is none of the steps to which all can go back.
+    """
+    if step not in steps:
+        known = ", ".join(map(str, steps)) or "none"
+        raise PipelineError(f"go_back({step}): not every worker's state of that step is in memory; there are: {known}")

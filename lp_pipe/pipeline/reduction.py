@@ -15,7 +15,7 @@ from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.buffers import BufferSnapshot
 from lp_pipe.pipeline.channel_ends import ChannelEnds
 from lp_pipe.pipeline.channel_handle import ChannelTarget
-from lp_pipe.pipeline.device import CPU, to_device, to_host
+from lp_pipe.pipeline.device import CPU
 from lp_pipe.pipeline.ranks import Ranks
 
 _CREDITS = 2  # shards, and sums
@@ -36,17 +36,18 @@ class Reduction(ChannelEnds[int]):
         device: torch.device = CPU,
         epoch: str = "",
     ) -> None:
-        super().__init__()  # by the other replica
-        self._device = device
+        super().__init__(device)  # by the other replica
         worker, self._replica = ranks.places[rank]
         self._count = ranks.replicas[worker]
         others = [(replica, other) for replica, other in enumerate(ranks.of(worker)) if other != rank]
         self._receivers = {
-            replica: hub.receiver(f"gradients of rank {other} for {rank}{epoch}", credits=_CREDITS)
+            replica: hub.receiver(f"gradients of rank {other} for {rank}{epoch}", credits=_CREDITS, device=device)
             for replica, other in others
         }
         self._senders = {
-            replica: targets[other].open(f"gradients of rank {rank} for {other}{epoch}", kind=kind, name=name)
+            replica: targets[other].open(
+                f"gradients of rank {rank} for {other}{epoch}", kind=kind, name=name, device=device
+            )
             for replica, other in others
         }
 
@@ -67,18 +68,16 @@ class Reduction(ChannelEnds[int]):
             return
         own = [_flat(parameter.grad) for parameter in parameters]
         for replica, sender in self._senders.items():
-            sender.send(tag, to_host([self._shard(flat, replica) for flat in own], self._device))
-        shards = {
-            replica: to_device(receiver.receive(tag), self._device) for replica, receiver in self._receivers.items()
-        }
+            self._send(sender, tag, [self._shard(flat, replica) for flat in own])
+        shards = {replica: self._receive(receiver, tag) for replica, receiver in self._receivers.items()}
         shards[self._replica] = [self._shard(flat, self._replica) for flat in own]
         by_rank = [shards[replica] for replica in range(self._count)]
         sums = {self._replica: [_sum(parts) for parts in zip(*by_rank, strict=True)]}
         changed = _changed(modules, before) if self._replica == 0 else {}
         for sender in self._senders.values():
-            sender.send(tag, to_host((sums[self._replica], changed), self._device))
+            self._send(sender, tag, (sums[self._replica], changed))
         for replica, receiver in self._receivers.items():
-            sums[replica], changed_there = to_device(receiver.receive(tag), self._device)
+            sums[replica], changed_there = self._receive(receiver, tag)
             changed = changed_there if replica == 0 else changed
         self._take(parameters, sums)
         if self._replica:

@@ -2,13 +2,14 @@
 
 from pathlib import Path
 
-from lp_pipe.pipeline import manifest, safetensors_file
-from lp_pipe.pipeline.training import read_share
+from lp_pipe.pipeline import safetensors_file
+from lp_pipe.pipeline.dcp_reading import SavedFolder
+from lp_pipe.pipeline.dcp_writing import is_share
 
 
 def is_saved_model(folder: Path) -> bool:
     """Whether a pipeline has written it."""
-    return folder.is_dir() and any(folder.glob(manifest.SHARE.format(version="step-*", worker="*")))
+    return folder.is_dir() and any(is_share(path) for path in folder.iterdir())
 
 
 def export(folder: Path, target: Path) -> int:
@@ -18,7 +19,7 @@ def export(folder: Path, target: Path) -> int:
         CheckpointError: the folder is incomplete or damaged.
         PipelineError: the file cannot be written.
     """
-    found = manifest.read(folder)
-    weights = {name: value for file in found.files for name, value in read_share(folder / file)["weights"].items()}
-    safetensors_file.write(target, {name: weights[name] for name in found.names}, found.step)
-    return len(found.names)
+    found = SavedFolder(folder)
+    weights = found.read(("model", name) for name in found.names)
+    safetensors_file.write(target, {name: value for (_, name), value in weights.items()}, found.manifest().step)
+    return len(weights)

@@ -31,7 +31,9 @@ class Stragglers:
         """A step has ended."""
         news, well = self._pace.note([report.busy_s for report in reports], microbatches)
         for rank in well:
-            found = self._by_rank.pop(rank)
+            found = self._by_rank.pop(rank, None)
+            if found is None:
+                continue  # a worker died while the others were asked where they run: nobody was told
             _log.warning("%s on %s is no straggler any more, after step %d", found.node, found.host, step)
             log_metrics({f"straggler/{found.node}": 1.0}, step)
         if not news:

@@ -1,11 +1,8 @@
 """The optimizer's side of a worker: gradients, norms, steps, and what a checkpoint keeps of them."""
 
 import inspect
-import os
-import pickle
 from collections.abc import Iterable
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,19 +13,8 @@ from lp_pipe.pipeline.execution import Report
 from lp_pipe.pipeline.loss_scale import unscale
 from lp_pipe.pipeline.model import OptimizerFactory, SchedulerFactory
 from lp_pipe.pipeline.nonfinite import dense, is_finite
+from lp_pipe.pipeline.saved import Saved
 from lp_pipe.pipeline.stage import Stage
-
-
-class Saved(NamedTuple):
-    """A checkpoint's contents: `optimizer` has state and options of every parameter, by name.
-
-    versions: what each worker of an asynchronous pipeline has added.
-    """
-
-    weights: dict[str, Tensor]
-    optimizer: dict[str, dict[str, Any]]
-    lr_scheduler: dict[str, Any] | None
-    versions: list[dict[str, Any]]
 
 
 class Training:
@@ -137,17 +123,14 @@ class Training:
         share = {"weights": weights, "optimizer": self._optimizer_state(), "lr_scheduler": self._scheduler_state()}
         return share if versions is None else {**share, "versions": versions}
 
-    def read(self, folder: str, files: list[str]) -> Saved:
-        """What all shares hold together.
-
-        Raises:
-            CheckpointError: a share is missing, damaged, or does not have this worker's parameters.
+    def check(self, saved: Saved) -> None:
         """
-        saved = merged(read_share(Path(folder) / name) for name in files)
+        Raises:
+            CheckpointError: it does not have this worker's parameters.
+        """
         for name in self._trained_names():
             if name not in saved.optimizer:
                 raise CheckpointError(f"the checkpoint has no optimizer state for {name}: it is of another model")
-        return saved
 
     def restore(self, saved: Saved) -> None:
         """Set optimizer and scheduler to what was saved; the weights are the stages' own business."""
@@ -190,40 +173,6 @@ class Training:
                     group.update(saved[name]["options"])
 
 
-def merged(shares: Iterable[dict[str, Any]]) -> Saved:
-    """What some workers' shares hold together."""
-    saved = Saved({}, {}, None, [])
-    for share in shares:
-        saved.weights.update(share["weights"])
-        saved.optimizer.update(share["optimizer"])
-        saved.versions.extend([share["versions"]] if "versions" in share else [])
-        saved = saved._replace(lr_scheduler=saved.lr_scheduler or share["lr_scheduler"])
-    return saved
-
-
-def write_share(folder: str, name: str, share: dict[str, Any]) -> None:
-    """Write a file that is complete or not there: written aside, flushed to disk, then renamed."""
-    aside = Path(folder) / f".{name}.{os.getpid()}"
-    with aside.open("wb") as file:
-        torch.save(share, file)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.rename(Path(folder) / name)
-
-
-def read_share(path: Path) -> dict[str, Any]:
-    """What `write_share` wrote.
-
-    Raises:
-        CheckpointError: it is missing or damaged.
-    """
-    try:
-        share: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"cannot read {path}, which the manifest names: {error}") from error
-    return share
-
-
 def _refuse_closures(optimizer: torch.optim.Optimizer) -> None:
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -249,6 +198,12 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 def _beside(parameter: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
     """State that was read on the host, where the parameter is; scalars such as Adam's step stay, as torch has them."""
     return {
-        key: value.to(parameter.device) if isinstance(value, Tensor) and value.dim() else value
+        key: _as(parameter, value) if isinstance(value, Tensor) and value.dim() else value
         for key, value in state.items()
     }
+
+
+def _as(parameter: nn.Parameter, value: Tensor) -> Tensor:
+    if value.shape != parameter.shape or value.stride() == parameter.stride():
+        return value.to(parameter.device)
+    return torch.empty_like(parameter, dtype=value.dtype).copy_(value)  # a checkpoint keeps no strides

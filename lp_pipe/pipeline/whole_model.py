@@ -1,9 +1,11 @@
 """The whole model, which the workers have in parts: its state, its fingerprint, and its checkpoints."""
 
+import contextlib
 import hashlib
 import logging
 import secrets
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,7 +13,6 @@ import torch
 from torch import Tensor
 
 from lp_pipe.errors import PipelineError
-from lp_pipe.pipeline import manifest
 from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.loss_scale import LossScale
 from lp_pipe.pipeline.manifest import Manifest
@@ -23,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 class Copy(NamedTuple):
-    """A checkpoint that is not written yet; the manifest lacks its files."""
+    """A checkpoint that is not written yet: the workers hold their shares of it."""
 
     version: str
     manifest: Manifest
@@ -76,39 +77,56 @@ class WholeModel:
         return digest.hexdigest()
 
     def save(self, path: Path, step: int, scale: LossScale | None) -> None:
-        """Write a checkpoint folder; the manifest, written last, makes it one."""
-        self._write("save", path, self._unwritten(step, scale))
+        """Write a checkpoint folder; the metadata, written last, makes it one."""
+        self.write_copy(path, self._held(step, scale, copy=False))
 
     def copy(self, step: int, scale: LossScale | None) -> "Copy":
         """Copy what a checkpoint holds, in each worker's memory."""
-        copy = self._unwritten(step, scale)
-        self._workers.some(self._ranks, "copy_share", copy.version)
-        return copy
+        return self._held(step, scale, copy=True)
 
     def write_copy(self, path: Path, copy: "Copy") -> None:
         """Write it; any thread may, while operations go on."""
-        self._write("write_copy", path, copy)
+        with self._or_forget(copy.version):
+            self._write(path, copy)
 
-    def _unwritten(self, step: int, scale: LossScale | None) -> "Copy":
-        # New names: until the new manifest replaces the old one, the checkpoint that was there before stays whole.
+    def _held(self, step: int, scale: LossScale | None, *, copy: bool) -> "Copy":
+        # New names: until the new metadata replaces the old one, the checkpoint that was there before stays whole.
         version = f"step-{step}-{secrets.token_hex(4)}"
+        with self._or_forget(version):
+            self._workers.some(self._ranks, "hold_share", version, copy)
         kept = (scale.factor, scale.good_steps) if scale is not None else None
-        return Copy(version, Manifest(step, self._config.seed, (), tuple(self.state_dict()), kept))
+        return Copy(version, Manifest(step, self._config.seed, kept))
 
-    def _write(self, method: str, path: Path, copy: "Copy") -> None:
+    def _write(self, path: Path, copy: "Copy") -> None:
+        from lp_pipe.pipeline.dcp_writing import WholePlan
+
         path.mkdir(parents=True, exist_ok=True)
-        files = self._workers.some(self._ranks, method, str(path), copy.version)
-        manifest.write(path, replace(copy.manifest, files=tuple(files)))
-        manifest.remove_older_shares(path, files)
+        tied = [[f"model.{name}" for name in names] for names in self._config.tied_outside]
+        whole = WholePlan(self._workers.some(self._ranks, "plan_share", copy.version, copy.manifest), tied)
+        arguments = [(str(path), copy.version, plan) for plan in whole.plans]
+        whole.finish(path, self._workers.each(self._ranks, "write_share", arguments))
+
+    @contextmanager
+    def _or_forget(self, version: str) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(Exception):  # a worker that has died is the cause, or comes after it
+                self._workers.some(self._ranks, "forget_share", version)
+            raise
 
     def load(self, path: Path) -> Manifest:
-        """Take what a checkpoint folder holds; every worker reads all of it before one of them changes anything."""
-        found = manifest.read(path)
-        if set(found.names) != set(self.state_dict()):
+        """Take what a checkpoint folder holds; every worker reads its part before one of them changes anything."""
+        from lp_pipe.pipeline.dcp_reading import SavedFolder
+
+        folder = SavedFolder(path)
+        found = folder.manifest()
+        own = self._workers.some(self._ranks, "names")
+        if set(folder.names) != {name for names in own for name in names}:
             raise PipelineError(f"{path} is a checkpoint of another model: its parameters have other names")
         if found.seed != self._config.seed:
             seeds = (found.seed, self._config.seed)
             _log.warning("%s was trained with seed %d, this model has %d: dropout will differ", path, *seeds)
-        self._workers.all("read", str(path), list(found.files))
+        self._workers.all("read", str(path))
         self._workers.all("adopt")
         return found

@@ -3,6 +3,7 @@
 import contextlib
 import socket
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +12,6 @@ from torch import Tensor
 from lp_pipe.address import Address
 from lp_pipe.channels import ChannelHub
 from lp_pipe.channels.kinds import hub_endpoint
-from lp_pipe.channels.packing import copied
 from lp_pipe.context import context
 from lp_pipe.pipeline.async_guard import Guard
 from lp_pipe.pipeline.async_worker import AsyncWorker
@@ -24,19 +24,20 @@ from lp_pipe.pipeline.execution import Execution, Report
 from lp_pipe.pipeline.intake import Intake
 from lp_pipe.pipeline.layer_names import names_by_index
 from lp_pipe.pipeline.links import Links
-from lp_pipe.pipeline.manifest import SHARE
 from lp_pipe.pipeline.metering import Metering
 from lp_pipe.pipeline.microbatches import aligned, apart
 from lp_pipe.pipeline.mirrors import Mirrors
 from lp_pipe.pipeline.nonfinite import Search
 from lp_pipe.pipeline.reduction import Reduction
 from lp_pipe.pipeline.results import StageMemory
+from lp_pipe.pipeline.saved import Saved, is_of, joined, saved_of
 from lp_pipe.pipeline.schedule import Action, Schedule, forward_on, share
+from lp_pipe.pipeline.shares import Shares
 from lp_pipe.pipeline.side_channels import SideChannels
 from lp_pipe.pipeline.stage import Stage, check_shapes
 from lp_pipe.pipeline.tasks import Task
 from lp_pipe.pipeline.tied import tie
-from lp_pipe.pipeline.training import Saved, Training, merged, write_share
+from lp_pipe.pipeline.training import Training
 from lp_pipe.pipeline.whereabouts import Whereabouts
 
 
@@ -66,12 +67,14 @@ class StageWorker:
         }
         self.training = Training(list(self._stages.values()), pipeline.optimizer, pipeline.lr_scheduler)
         self._saved: Saved | None = None
-        mirrors = Mirrors(worker.rank, self._share, lambda share: self._take(merged([share])))
+        mirrors = Mirrors(worker.rank, self._share, lambda share: self._take(saved_of(share)))
         self.guarded_by, self.forget_mirrors = mirrors.guarded_by, mirrors.forget_mirrors
         self.mirror, self.go_back = mirrors.mirror, mirrors.go_back
         self.keep_mirror, self.mirror_of = mirrors.keep_mirror, mirrors.mirror_of
-        self.mirrors_held = mirrors.mirrors_held
-        self._copies: dict[str, dict[str, Any]] = {}  # of shares, by the checkpoint's version
+        self.mirrors_held, self.settle_mirrors = mirrors.mirrors_held, mirrors.settle_mirrors
+        shares = Shares(self._worker, self._share)
+        self.hold_share, self.plan_share = shares.hold_share, shares.plan_share
+        self.write_share, self.forget_share = shares.write_share, shares.forget_share
         self._modules = [m for s in self._stages.values() for layer in s.layers for m in layer.modules()]
         self._buffers_before: BufferSnapshot | None = None
         self._metering = Metering(self._modules, self.training, (self._worker, self._replica), list(self._stages))
@@ -203,8 +206,11 @@ class StageWorker:
     def state_dict(self) -> dict[str, Tensor]:
         """This worker's part of the model."""
         with self._async.between_steps() if self._async is not None else contextlib.nullcontext():
-            state = {name: value for stage in self._stages.values() for name, value in stage.state_dict().items()}
-            return dict(to_host(state, self._device))
+            return dict(to_host(self._own_state(), self._device))
+
+    def names(self) -> list[str]:
+        """Those in its state_dict."""
+        return list(self._own_state())
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         if self._async is not None:
@@ -212,34 +218,30 @@ class StageWorker:
         for stage in self._stages.values():
             stage.load_state_dict(state)
 
-    def save(self, path: str, version: str) -> str:
-        """Write this worker's share of a checkpoint into the folder; returns the file's name."""
-        return self._write(path, version, self._share())
-
-    def copy_share(self, version: str) -> None:
-        """Copy this worker's share of a checkpoint in memory, for `write_copy`."""
-        self._copies[version] = copied(self._share())
-
-    def write_copy(self, path: str, version: str) -> str:
-        """As `save`, with the share as it was when it was copied; the next steps may go on meanwhile."""
-        return self._write(path, version, self._copies.pop(version))
-
-    def read(self, path: str, files: list[str]) -> None:
-        """Read the shares in the folder, and change nothing before `adopt`: the other workers may fail to.
+    def read(self, path: str) -> None:
+        """Read what belongs to this worker's layers, and change nothing before `adopt`: the other workers may fail to.
 
         Raises:
-            CheckpointError: a share is missing or damaged.
+            CheckpointError: a file is missing or damaged.
             PipelineError: it is of another model.
         """
-        saved = self.training.read(path, files)
-        check_shapes(saved.weights, self.state_dict(), f"{path} is a checkpoint")
+        from lp_pipe.pipeline.dcp_reading import SavedFolder
+
+        own, parameters = self._own_state(), self.training.named_parameters
+        folder = SavedFolder(Path(path))
+        saved = joined(folder.read(key for key in folder.keys if is_of(key, own, parameters)))
+        check_shapes(saved.weights, own, f"{path} is a checkpoint")
+        self.training.check(saved)
         self._saved = saved
 
     def adopt(self) -> None:
-        """Take what belongs to this worker's layers from what it has read."""
+        """Go on from what was read."""
         saved, self._saved = self._saved, None
         assert saved is not None, "adopt comes after read"
         self._take(saved)
+
+    def _own_state(self) -> dict[str, Tensor]:
+        return {name: value for stage in self._stages.values() for name, value in stage.state_dict().items()}
 
     def _take(self, saved: Saved) -> None:
         self.load_state_dict(saved.weights)
@@ -249,11 +251,6 @@ class StageWorker:
 
     def _share(self) -> dict[str, Any]:
         return self.training.share(self.state_dict(), self._async.state() if self._async is not None else None)
-
-    def _write(self, path: str, version: str, share: dict[str, Any]) -> str:
-        name = SHARE.format(version=version, worker=self._worker)
-        write_share(path, name, share)
-        return name
 
     def _connect(self, epoch: str) -> None:
         config = self._config

@@ -34,10 +34,16 @@ class Workers:
         return self._tag
 
     def some(self, ranks: Sequence[int], method: str, *args: Any) -> list[Any]:
-        """What a method of these workers returns; rank 0 is among them, and all work at the same time."""
-        futures = [getattr(self._peers[rank - 1].futures, method)(*args) for rank in ranks if rank]
+        """What a method of these workers returns; rank 0 is the first of them, and all work at the same time."""
+        return self.each(ranks, method, [args] * len(ranks))
+
+    def each(self, ranks: Sequence[int], method: str, args: Sequence[Sequence[Any]]) -> list[Any]:
+        """As `some`, with arguments for each."""
+        assert ranks[0] == 0, f"rank 0 is not the first of {ranks}"
+        pairs = zip(ranks[1:], args[1:], strict=True)
+        futures = [getattr(self._peers[rank - 1].futures, method)(*own) for rank, own in pairs]
         try:
-            results = [getattr(self.own, method)(*args)]
+            results = [getattr(self.own, method)(*args[0])]
         finally:
             wait(futures)
         return results + [future.result() for future in futures]

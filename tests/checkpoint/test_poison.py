@@ -212,6 +212,33 @@ def test_going_back_waits_for_the_checkpoint_that_is_being_written(tmp_path: Pat
     assert (pipeline.updates, pipeline.tries[3], pipeline.loaded_early) == ([*range(8)], 2, False)
 
 
+@pytest.mark.parametrize("failure", [ValueError("by chance"), *killed(1)], ids=lambda failure: type(failure).__name__)
+def test_going_back_goes_on_beside_a_checkpoint_that_cannot_be_written_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, failure: Exception
+) -> None:
+    class SavesElsewhere(Pipeline):
+        saved = 0
+
+        def save_async(self, path: Path) -> "Future[None]":
+            self.saved += 1
+            written: Future[None] = Future()
+            if self.saved == 2:
+                written.set_exception(OSError(28, "No space left on device"))
+            else:
+                path.mkdir()
+                (path / "updates").write_text(str(len(self.updates)))
+                written.set_result(None)
+            return written
+
+        def load(self, path: Path) -> None:
+            self.updates = [*range(int((path / "updates").read_text()))]
+
+    pipeline = SavesElsewhere({3: [failure]})
+    results = trained(pipeline, tmp_path, on_poison="skip")
+    assert [result.step for result in results] == [0, 1, 2, *range(8)]
+    assert "the checkpoint of step 3 could not be written" in caplog.text
+
+
 def test_a_program_that_ends_is_no_poison(tmp_path: Path, running: threading.Event) -> None:
     running.set()
     with pytest.raises(Unavailable):

@@ -74,7 +74,7 @@ def test_a_run_that_died_is_resumed_in_its_folder_and_ends_with_the_same_bits(
 
     assert main(["checkpoint", "verify", "runs/mine"]) == 0
     assert capsys.readouterr().out.count("as they were written") == 3
-    share = next((folder / "runs/mine/checkpoints/step-00000006/pipeline").glob("*.pt"))
+    share = next((folder / "runs/mine/checkpoints/step-00000006/pipeline").glob("*.distcp"))
     data = bytearray(share.read_bytes())
     data[len(data) // 2] ^= 1
     share.write_bytes(data)

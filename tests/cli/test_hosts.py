@@ -2,10 +2,14 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
 
+from lp_pipe.cli.errors import NotLaunched
+from lp_pipe.cli.launch import _wait
 from tests.cli.commands import Command, Start
 
 PROGRAM = """
@@ -122,3 +126,15 @@ def make_program(num_hosts):
     done = command("launch", "elastic.py", "--mode=multi_host", "--hosts=3", "--elastic=1:2")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "[asking/0] asked 2" in done.stdout and "done in" in done.stdout
+
+
+def test_an_elastic_program_that_does_not_fit_the_hosts_that_are_left_ends_without_a_traceback() -> None:
+    def wait() -> None:
+        raise ValueError("group 'stages' wants 4 GPUs, host a has 2")
+
+    def nothing(*args: object) -> None: ...
+
+    run: Any = SimpleNamespace(is_over=True, wait=wait, stop=nothing, status=nothing)
+    display: Any = SimpleNamespace(started=nothing, status=nothing)
+    with pytest.raises(NotLaunched, match="wants 4 GPUs"):
+        _wait(run, display)

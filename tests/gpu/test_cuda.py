@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+import lp_pipe as lp
 import lp_pipe.pipeline as pp
+from lp_pipe.errors import PipelineError
 from tests.pipeline.plain_loop import (
     D,
     PlainLoop,
@@ -48,6 +50,38 @@ def test_every_schedule_trains_to_the_same_bits(mode: str, schedule: str) -> Non
         assert torch.equal(pipeline.forward(BATCHES[0][0]), plain.output(BATCHES[0][0]).cpu())
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "zbv", "dualpipev"])
+def test_every_schedule_over_nccl_trains_to_the_same_bits(schedule: str) -> None:
+    model = model_with_everything()
+    plain = PlainLoop(model, 4, 0.1, device="cuda:0")
+    options: Any = {"schedule": schedule, "clip_grad_norm": 0.1, "channel": "nccl", **STAGES}
+    with launched("process", model, BATCHES, **options) as pipeline:
+        assert [result.loss for result in pipeline.steps()] == plain.steps(BATCHES)
+        assert_same_state(pipeline.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("channel", ["shm", "grpc", "gloo"])
+def test_other_kinds_of_channel_train_to_the_same_bits(channel: str) -> None:
+    """Through CUDA IPC, and through the host."""
+    model = model_with_everything()
+    plain = PlainLoop(model, 4, 0.1, device="cuda:0")
+    with launched("process", model, BATCHES, clip_grad_norm=0.1, channel=channel, **STAGES) as pipeline:
+        assert [result.loss for result in pipeline.steps()] == plain.steps(BATCHES)
+        assert_same_state(pipeline.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("channel", ["auto", "nccl"])
+def test_a_stage_on_the_gpu_and_one_on_the_cpu(channel: str) -> None:
+    model = pp.Model([nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D)], squared_error, adam)
+    options: Any = {"stages": 2, "microbatches": 4, "device": ["cuda:0", "cpu"], "channel": channel}
+    if channel == "nccl":
+        with pytest.raises(PipelineError, match="NCCL carries tensors of GPUs only"):
+            pp.add_pipeline(lp.Program("train"), model, **options)
+        return
+    with launched("process", model, BATCHES, **options) as pipeline:
+        assert len([result.loss for result in pipeline.steps()]) == len(BATCHES)
+
+
 @pytest.mark.parametrize("recompute", ["none", "full", ("every", 2)])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_recompute_and_precision(precision: str, recompute: Any) -> None:
@@ -58,11 +92,12 @@ def test_recompute_and_precision(precision: str, recompute: Any) -> None:
         assert_same_state(pipeline.state_dict(), plain.state_dict())
 
 
-def test_replicas_on_one_gpu() -> None:
+@pytest.mark.parametrize("channel", ["auto", "nccl"])
+def test_replicas_on_one_gpu(channel: str) -> None:
     layers = [layer for layer in layers_with_everything() if layer.name != "BatchNorm1d"]
     model = model_with_everything(layers=layers)
     plain = PlainLoop(model, 4, replicas=[2] * 8, device="cuda:0")
-    with launched("process", model, BATCHES, replicas=2, **STAGES) as pipeline:
+    with launched("process", model, BATCHES, replicas=2, channel=channel, **STAGES) as pipeline:
         list(pipeline.steps())
         plain.steps(BATCHES)
         assert_same_state(pipeline.state_dict(), plain.state_dict())

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 import lp_pipe as lp
+from lp_pipe.launch import elastic
 from lp_pipe.launch.elastic import HostCount
 from lp_pipe.launch.engines import Invitation, LocalEngine, Watched
 from tests.launch.engines.programs import are_gone, until
@@ -123,6 +124,35 @@ def test_a_failure_of_the_program_itself_ends_it() -> None:
 
 
 @pytest.mark.slow
+def test_so_does_one_long_after_the_loss_of_a_host_that_it_did_not_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # It began again, once: the loss had been counted, and nobody looked whether the program had survived it.
+    monkeypatch.setattr(elastic, "_ECHO_S", 0.0)
+
+    def fail() -> None:
+        with (tmp_path / "starts").open("a") as starts:
+            starts.write("x")
+        until((tmp_path / "fail").exists)
+        raise ValueError("mine")
+
+    def make(num_hosts: int) -> lp.Program:
+        program = lp.Program("failing")
+        program.add_node(lp.PyNode(fail), label="failing")
+        return program
+
+    run, _ = launched(make, "2", "1:1")
+    until((tmp_path / "starts").exists)
+    (spare,) = [child for child in psutil.Process().children() if "--name local1 " in " ".join(child.cmdline())]
+    spare.kill()
+    until(lambda: run._losses == 1)
+    (tmp_path / "fail").touch()
+    with pytest.raises(lp.NodeError, match="ValueError: mine"):
+        run.wait(WITHIN_S)
+    assert (tmp_path / "starts").read_text() == "x"
+
+
+@pytest.mark.slow
 def test_a_program_that_stops_itself_is_over(tmp_path: Path) -> None:
     def make(num_hosts: int) -> lp.Program:
         program = lp.Program("stopping")
@@ -150,6 +180,16 @@ def test_numbers_of_hosts_are_written_as_torchrun_has_them() -> None:
     for wrong in ("4", "4:2", "0:1", "a:b", ""):
         with pytest.raises(ValueError, match="write MIN:MAX"):
             HostCount.parse(wrong)
+
+
+def test_what_makes_no_sense_is_refused_before_a_host_is_asked_for() -> None:
+    for options, error in (
+        ({"make_program": lambda num_hosts: None}, "make_program returns a Program, not None of type NoneType"),
+        ({"hang_after": 0}, "hang_after=0: seconds are needed"),
+        ({"engine": "nomad"}, "unknown engine 'nomad'"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=error):
+            lp.launch_elastic(**{"make_program": make_program, "num_hosts": "1:2", **options})  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 
 import lp_pipe as lp
-from lp_pipe.launch.handshake import Joining, Versions, check_versions
+from lp_pipe.launch.handshake import PROTOCOL, Joining, Versions, check_versions
 from lp_pipe.launch.hardware import this_host
 
-OURS = Versions(protocol=1, python="3.11.9", lp_pipe="0.1.0", torch="2.13.0")
+OURS = Versions(protocol=PROTOCOL, python="3.11.9", lp_pipe="0.1.0", torch="2.13.0")
 JOINING = Joining("h1", "10.0.0.1", 4711, OURS, this_host())
 
 
@@ -39,8 +39,9 @@ def test_a_host_without_torch_does_for_programs_without() -> None:
 
 
 def test_another_protocol_is_refused_before_anything_else_is_read() -> None:
-    other = dataclasses.replace(JOINING, versions=dataclasses.replace(OURS, protocol=2))
-    with pytest.raises(lp.LaunchError, match=r"host 'h1' speaks protocol 2 of lp_pipe 0.1.0, the launcher protocol 1"):
+    other = dataclasses.replace(JOINING, versions=dataclasses.replace(OURS, protocol=PROTOCOL + 1))
+    said = f"host 'h1' speaks protocol {PROTOCOL + 1} of lp_pipe 0.1.0, the launcher protocol {PROTOCOL}"
+    with pytest.raises(lp.LaunchError, match=said):
         Joining.from_bytes(other.to_bytes())
 
 

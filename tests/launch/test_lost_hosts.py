@@ -72,6 +72,7 @@ def test_without_a_spare_they_go_where_there_is_room() -> None:
         assert run.client("probe", 1).ask(os.getpid) and host_of(run, "probe/1") == "a"
 
 
+@pytest.mark.slow
 def test_where_no_host_has_room_the_failure_says_what_is_missing() -> None:
     run = launched(program(resources=lp.Resources(memory=1 << 30)), "a:memory_gib=1,b:memory_gib=1")
     run.client("probe", 1).ask(os.getpid)

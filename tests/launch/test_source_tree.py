@@ -69,6 +69,15 @@ def test_a_file_that_changes_while_it_is_sent_is_noticed(tmp_path: Path) -> None
         tree.read(tree.files[0])
 
 
+def test_hosts_that_come_later_get_what_the_others_have_got(tmp_path: Path) -> None:
+    # An elastic run ended with "has changed while it was sent" when a new host came after its user had saved a file.
+    folder = write(tmp_path / "source", {"a.py": "before", "b.py": "before"})
+    tree = TreeStore(tmp_path / "launcher").kept(SourceTree.of(folder))
+    write(folder, {"a.py": "after"})
+    assert [tree.read(file) for file in tree.files] == [b"before", b"before"]
+    assert tree.root == str(folder)
+
+
 def test_a_host_lacks_only_contents_that_it_has_not_seen(tmp_path: Path) -> None:
     folder = write(tmp_path / "source", {"a.py": "a", "b.py": "b", "copy_of_a.py": "a"})
     (folder / "b.py").chmod(0o755)

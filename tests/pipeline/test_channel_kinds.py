@@ -1,6 +1,7 @@
 """A pipeline trains to the same bits whichever way its tensors travel."""
 
 import pytest
+import torch
 
 import lp_pipe as lp
 import lp_pipe.pipeline as pp
@@ -42,13 +43,25 @@ def test_every_kind_of_channel_between_processes_trains_to_the_same_bits() -> No
             assert_trains_like_the_plain_loop(client)
 
 
-@pytest.mark.parametrize(
-    ("kind", "what"),
-    [("pigeon", "known are auto, inproc, shm, grpc, gloo"), ("nccl", "NCCL only those of GPUs")],
-)
-def test_a_kind_that_does_not_exist_is_refused_at_setup(kind: str, what: str) -> None:
-    with pytest.raises(PipelineError, match=f"channel={kind!r}: .*{what}"):
-        pp.add_pipeline(lp.Program("train"), model_with_everything(), channel=kind)
+def test_a_kind_that_does_not_exist_is_refused_at_setup() -> None:
+    with pytest.raises(PipelineError, match="channel='pigeon': known are auto, inproc, shm, grpc, gloo, nccl"):
+        pp.add_pipeline(lp.Program("train"), model_with_everything(), channel="pigeon")
+
+
+@pytest.mark.parametrize("device", ["cpu", ["cuda:0", "cpu"]])
+def test_nccl_to_a_stage_on_the_cpu_is_refused_at_setup(device: str | list[str]) -> None:
+    with pytest.raises(PipelineError, match=r"channel='nccl' with device=.*: NCCL carries tensors of GPUs only: use"):
+        pp.add_pipeline(lp.Program("train"), model_with_everything(), stages=2, channel="nccl", device=device)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_nccl_on_a_host_without_a_gpu_fails_the_start() -> None:
+    """With device="auto" it is only there that anybody knows."""
+    with (
+        pytest.raises(Exception, match=r"channel kind 'nccl' joins two GPUs, and this end is on the CPU"),
+        launched("thread", model_with_everything(), BATCHES, stages=2, microbatches=2, channel="nccl") as pipeline,
+    ):
+        list(pipeline.steps())
 
 
 def test_a_kind_that_does_not_fit_the_mode_fails_the_start() -> None:

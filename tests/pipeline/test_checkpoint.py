@@ -1,15 +1,18 @@
 """Checkpoints: any number of stages writes them, any number goes on from them, to the bit."""
 
-import json
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import format_utils
 
 import lp_pipe.pipeline as pp
-from lp_pipe.pipeline import manifest
+from lp_pipe.pipeline.shares import Shares
+from lp_pipe.pipeline.workers import Workers
 from tests.pipeline.plain_loop import (
     D,
     PlainLoop,
@@ -23,7 +26,10 @@ from tests.pipeline.plain_loop import (
     squared_error,
 )
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = [
+    pytest.mark.usefixtures("no_leaks"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
 
 BATCHES = random_batches([6, 6, 5, 7, 6, 6])
 
@@ -152,16 +158,21 @@ def test_frozen_layers_may_be_cut_in_another_way(tmp_path: Path, keeps: str) -> 
             assert_same_state(pipeline.state_dict(), plain.state_dict())
 
 
-def test_the_weights_are_plain_torch_under_plain_names(tmp_path: Path) -> None:
+def test_plain_torch_reads_the_folder_as_a_distributed_checkpoint(tmp_path: Path) -> None:
     model = model_with_everything()
     with launched("thread", model, BATCHES, stages=2) as pipeline:
         list(pipeline.steps(1))
-        pipeline.save(tmp_path)
+        pipeline.save(tmp_path / "folder")
         state = pipeline.state_dict()
-    read = manifest.read(tmp_path)
-    assert read.step == 1 and list(read.names) == list(state)
-    shares = [torch.load(tmp_path / name, weights_only=True) for name in read.files]
-    assert_same_state({name: value for share in shares for name, value in share["weights"].items()}, state)
+    found = {"model": {name: torch.empty_like(value) for name, value in state.items()}}
+    dcp.load(found, checkpoint_id=tmp_path / "folder", no_dist=True)
+    assert_same_state(found["model"], state)
+
+    format_utils.dcp_to_torch_save(tmp_path / "folder", tmp_path / "file.pt")
+    whole = torch.load(tmp_path / "file.pt", weights_only=True)
+    assert_same_state(whole["model"], state)
+    assert whole["lp_pipe"]["step"] == 1
+    assert whole["optimizer"]["0.weight"]["exp_avg"].shape == state["0.weight"].shape
 
 
 class Refused:
@@ -185,8 +196,8 @@ def test_what_is_no_whole_checkpoint_is_refused_and_changes_nothing(tmp_path: Pa
         pipeline.save(folder)
         list(pipeline.steps(1))
         refused = Refused(pipeline, folder)
-        file = folder / manifest.read(folder).files[1]
-        content, text = file.read_bytes(), (folder / "manifest.json").read_text()
+        file, metadata = sorted(folder.glob("*.distcp"))[1], folder / ".metadata"
+        content, described = file.read_bytes(), metadata.read_bytes()
 
         file.unlink()
         refused.by(pp.CheckpointError, rf"cannot read .*{file.name}")
@@ -195,18 +206,48 @@ def test_what_is_no_whole_checkpoint_is_refused_and_changes_nothing(tmp_path: Pa
             refused.by(pp.CheckpointError, rf"cannot read .*{file.name}")
         file.write_bytes(content)
 
-        (folder / "manifest.json").write_text(json.dumps({**json.loads(text), "format": 99}))
-        refused.by(pp.CheckpointError, "format 99")
-        (folder / "manifest.json").write_text(text[:40])
-        refused.by(pp.CheckpointError, "damaged")
-        (folder / "manifest.json").unlink()
+        for damaged in (b"", described[:40], described[:-1], b"not torch", pickle.dumps({})):
+            metadata.write_bytes(damaged)
+            refused.by(pp.CheckpointError, r"\.metadata is damaged")
+        metadata.unlink()
         refused.by(pp.CheckpointError, "never finished")
         refused.folder = tmp_path / "nowhere"
         refused.by(pp.CheckpointError, "never finished")
+        for entry, message in (({"lp_pipe": {"format": 99}}, "format 99"), ({}, "no checkpoint of lp_pipe")):
+            refused.folder = tmp_path / message
+            save_with_plain_torch({**entry, "model": pipeline.state_dict()}, refused.folder)
+            refused.by(pp.CheckpointError, message)
 
-        (folder / "manifest.json").write_text(text)
+        metadata.write_bytes(described)
         pipeline.load(folder)
         assert pipeline.current_step() == 0
+
+
+class Acts:
+    """What a pickle may do that is more than data."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self._path,)
+
+
+@pytest.mark.parametrize("where", ["metadata", "entry"])
+def test_nothing_but_data_is_unpickled(tmp_path: Path, where: str) -> None:
+    with launched("thread", pp.Model([nn.Linear(D, D)], squared_error, sgd), stages=1) as pipeline:
+        folder, trace = tmp_path / "checkpoint", tmp_path / "trace"
+        pipeline.save(folder)
+        if where == "metadata":
+            (folder / ".metadata").write_bytes(pickle.dumps(Acts(trace)))
+        else:
+            save_with_plain_torch({"lp_pipe": [Acts(trace)], "model": pipeline.state_dict()}, folder)
+        Refused(pipeline, folder).by(pp.CheckpointError, "is damaged" if where == "metadata" else "cannot read")
+        assert not trace.exists()
+
+
+def save_with_plain_torch(state: dict[str, Any], folder: Path) -> None:
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, overwrite=True), no_dist=True)
 
 
 def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path: Path) -> None:
@@ -245,20 +286,57 @@ def test_a_checkpoint_that_cannot_be_replaced_stays_whole(tmp_path: Path) -> Non
         assert pipeline.fingerprint() == saved
 
 
+@pytest.mark.parametrize("save", ["save", "save_async"])
+def test_a_share_that_cannot_be_written_leaves_the_old_checkpoint_and_no_memory_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: str
+) -> None:
+    taken: list[Shares] = []
+
+    class Watched(Shares):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            taken.append(self)
+
+        def write_share(self, *args: Any) -> Any:
+            if self._worker == 1 and fails:
+                raise OSError("No space left on device")
+            return super().write_share(*args)
+
+    monkeypatch.setattr("lp_pipe.pipeline.worker.Shares", Watched)
+    with launched("thread", pp.Model([nn.Linear(1, 1), nn.Linear(1, 1)], squared_error, sgd), stages=2) as pipeline:
+        fails = False
+        pipeline.save(tmp_path)
+        fails, saved = True, pipeline.fingerprint()
+        pipeline.load_state_dict({name: value + 1 for name, value in pipeline.state_dict().items()})
+        with pytest.raises(OSError, match="No space left on device"):
+            done = getattr(pipeline, save)(tmp_path)
+            done.result()
+        assert len(taken) == 2 and not any(shares._held or shares._planned for shares in taken)
+        pipeline.load(tmp_path)
+        assert pipeline.fingerprint() == saved
+
+
+def test_a_checkpoint_fetches_no_weights_from_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The conductor asked for the whole model, at every save and load, to know the names."""
+    asked = []
+
+    def some(workers: Workers, ranks: Any, method: str, *args: Any) -> list[Any]:
+        asked.append(method)
+        return workers.each(ranks, method, [args] * len(ranks))
+
+    monkeypatch.setattr(Workers, "some", some)
+    with launched("thread", pp.Model([nn.Linear(1, 1), nn.Linear(1, 1)], squared_error, sgd), stages=2) as pipeline:
+        pipeline.save(tmp_path)
+        pipeline.load(tmp_path)
+    assert {"hold_share", "plan_share", "names", "read", "adopt"} <= {*asked}
+    assert "state_dict" not in asked
+
+
 def test_saving_again_leaves_one_checkpoint_in_the_folder(tmp_path: Path) -> None:
     (tmp_path / "mine.pt").touch()
     with launched("thread", pp.Model([nn.Linear(1, 1), nn.Linear(1, 1)], squared_error, sgd), stages=2) as pipeline:
         pipeline.save(tmp_path)
         pipeline.save(tmp_path)
-    files = manifest.read(tmp_path).files
-    assert {path.name for path in tmp_path.iterdir()} == {"manifest.json", "mine.pt", *files}
-
-
-def test_a_manifest_is_whole_or_not_there(tmp_path: Path) -> None:
-    written = manifest.Manifest(step=3, seed=1, files=("a", "b"), names=("0.weight",))
-    manifest.write(tmp_path, written)
-    assert manifest.read(tmp_path) == written
-    assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
-    (tmp_path / "manifest.json").unlink()
-    with pytest.raises(pp.CheckpointError, match=str(tmp_path)):
-        manifest.read(tmp_path)
+    files = {path.name for path in tmp_path.glob("*.distcp")}
+    assert len(files) == 2
+    assert {path.name for path in tmp_path.iterdir()} == {".metadata", "mine.pt", *files}

@@ -1,5 +1,8 @@
 """Stage workers keep their own and their neighbour's last states in memory, and can go back to them, to the bit."""
 
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +11,9 @@ from torch import nn
 
 import lp_pipe as lp
 import lp_pipe.pipeline as pp
-from lp_pipe.pipeline.mirrors import common_steps
+from lp_pipe.pipeline.mirrors import Mirror, Mirrors, common_steps
+from lp_pipe.pipeline.worker import StageWorker
+from lp_pipe.telemetry import waits
 from tests.pipeline.plain_loop import (
     D,
     PlainLoop,
@@ -23,6 +28,13 @@ from tests.pipeline.plain_loop import (
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 BATCHES = random_batches([6, 6, 5, 7, 6, 6])
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(
@@ -64,6 +76,9 @@ def test_the_last_two_are_kept_and_forgotten_with_another_state(tmp_path: Path) 
             pipeline.mirror()
         assert pipeline.mirrored_steps()[-2:] == [2, 3]
         pipeline.go_back(2)
+        with pytest.raises(lp.RemoteError, match=r"go_back\(7\): not every worker's .* there are: 2"):
+            pipeline.go_back(7)
+        assert pipeline.current_step() == 2 and pipeline.fingerprint()  # as before
         assert pipeline.mirrored_steps() == [2]  # step 3 comes again, and may come out otherwise
         pipeline.load(tmp_path)
         assert pipeline.mirrored_steps() == []
@@ -95,3 +110,50 @@ def test_after_a_death_only_steps_that_somebody_holds_of_every_worker_count() ->
     held: list[dict[int, list[int]]] = [{0: [4, 5], 2: [4, 5]}, {}, {2: [4, 5], 1: [4]}]
     assert common_steps(held) == [4]
     assert common_steps([held[0], {}, {}]) == []
+
+
+def test_a_mirror_that_was_on_its_way_does_not_come_after_going_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Step 2 comes again, and may be left out this time: a late copy of the first one's state would be taken for it.
+    keep, may_come = Mirrors.keep_mirror, threading.Event()
+    arrived: list[int] = []
+
+    def keep_slowly(mirrors: Mirrors, rank: int, mirror: Mirror) -> None:
+        if rank != mirrors._rank and mirror.step == 2:
+            assert may_come.wait(30.0)
+            arrived.append(rank)
+        keep(mirrors, rank, mirror)
+
+    monkeypatch.setattr(Mirrors, "keep_mirror", keep_slowly)
+    with launched("thread", model_with_everything(), BATCHES, stages=2, microbatches=4) as pipeline:
+        for _ in range(2):
+            pipeline.step()
+            pipeline.mirror()
+        release = threading.Timer(0.2, may_come.set)
+        release.start()
+        pipeline.go_back(1)
+        release.join()
+        until(lambda: len(arrived) == 2)
+        assert pipeline.mirrored_steps() == [1]
+
+
+def test_the_conductor_keeps_a_mirror_while_all_its_threads_wait_for_operations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # One of these operations may be the next mirror(), which waits until the one before has been taken.
+    infer, may_go_on = StageWorker.infer, threading.Event()
+
+    def infer_later(worker: StageWorker, *args: Any) -> Any:
+        assert may_go_on.wait(30.0)
+        return infer(worker, *args)
+
+    monkeypatch.setattr(StageWorker, "infer", infer_later)
+    with launched("thread", small_model(), BATCHES, stages=2, microbatches=4) as pipeline:
+        pipeline.step()
+        conductor = pipeline._conductor
+        evaluations = [conductor.futures.evaluate(BATCHES[:1]) for _ in range(max(pool.size for pool in waits.pools()))]
+        until(lambda: any(pool.active >= pool.size for pool in waits.pools()))
+        try:
+            conductor.futures.keep_mirror(1, Mirror(1, None, {})).result(10.0)
+        finally:
+            may_go_on.set()
+        assert all(evaluation.result(30.0) == pipeline.evaluate(BATCHES[:1]) for evaluation in evaluations)

@@ -13,6 +13,11 @@ import lp_pipe.pipeline as pp
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 WITHIN_S = 60.0
+_STAGE_0 = [
+    "  stages/0: backward of micro-batch 0, stage 0 (layers 0 to 0), step 0, 2 actions done",
+    # Threads of one process draw their random numbers in turn: there it may wait for stage 1's forward.
+    "  stages/0: forward of micro-batch 1, stage 0 (layers 0 to 0), step 0, 1 action done",
+]
 
 
 class Stuck(nn.Module):
@@ -47,22 +52,21 @@ def test_a_report_has_the_schedule_position_of_every_stage_and_all_stacks(mode: 
     pipeline = pp.add_pipeline(program, model, stages=[1], microbatches=2)
     program.add_node(lp.PyClassNode(Trainer, pipeline), label="trainer")
     with lp.launch(program, mode, run_dir=tmp_path, hang_after=0.5) as run:
-        text = reports(run, "stacks of all nodes:")
-        assert "  stages/0: backward of micro-batch 0, stage 0 (layers 0 to 0), step 0, 2 actions done" in text
+        text = reports(run)
         assert "  stages/1: forward of micro-batch 0, stage 1 (layers 1 to 2), step 0, 0 actions done" in text
         assert "in forward" in text.partition("stacks of all nodes:")[2]
         may_go_on.touch()
         run.wait(WITHIN_S)
 
 
-def reports(run: lp.Run, last: str) -> str:
+def reports(run: lp.Run) -> str:
     """Of a program in which everything that will come to a standstill has."""
     path = run.run_dir / "hangs.log"
     deadline = time.monotonic() + WITHIN_S
     while True:
         text = path.read_text() if path.exists() else ""
         stuck = text.rpartition("where the stages are")[2]
-        if last in stuck and "stages/1: forward" in stuck and "stages/0: backward" in stuck:
+        if "stages/1: forward" in stuck and "stacks of all nodes:" in stuck and any(map(stuck.__contains__, _STAGE_0)):
             return stuck
         assert time.monotonic() < deadline, text
         time.sleep(0.02)

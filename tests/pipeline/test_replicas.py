@@ -208,7 +208,7 @@ def test_a_checkpoint_of_replicas_is_loaded_by_any_number_of_them(tmp_path: Any)
         next(pipeline.steps(1))
         pipeline.save(tmp_path)
         expected = pipeline.state_dict()
-    assert len(list(tmp_path.glob("*.pt"))) == 2  # replica 0 of each worker
+    assert len(list(tmp_path.glob("*.distcp"))) == 2  # replica 0 of each worker
     with launched("thread", model, BATCHES, stages=3, replicas=(1, 3, 1), microbatches=4) as pipeline:
         pipeline.load(tmp_path)
         assert_same_state(pipeline.state_dict(), expected)

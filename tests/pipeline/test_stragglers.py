@@ -1,16 +1,23 @@
 """A stage that computes slowly is told of with its numbers: in the log, in the metrics, and to those who ask."""
 
+import contextlib
 import json
 import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch import Tensor, nn
 
 import lp_pipe as lp
 import lp_pipe.pipeline as pp
+from lp_pipe.pipeline.execution import Report
 from lp_pipe.pipeline.layer_names import layer_names
+from lp_pipe.pipeline.ranks import Ranks
+from lp_pipe.pipeline.stragglers import Stragglers
+from lp_pipe.pipeline.whereabouts import Whereabouts
 from tests.pipeline.plain_loop import D, random_batches, sgd, squared_error
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -57,3 +64,32 @@ def test_a_stage_that_is_slower_than_planned_is_told_of_once(
     assert told[0].endswith(f" ms per micro-batch instead of 1 ms (by the plan), after step {straggler.since}")
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records if record.get("straggler/stages/1", 0) >= 4] == [straggler.since]
+
+
+def test_a_straggler_of_whom_nobody_could_be_told_may_become_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A worker died just when the others were asked where they run: the step failed, and was made again.
+    class Workers:
+        is_one_dead = True
+
+        def all(self, method: str) -> list[Whereabouts]:
+            if self.is_one_dead:
+                raise lp.Unavailable("stages/1 has died")
+            return [Whereabouts("stages/0", "host", (0,)), Whereabouts("stages/1", "host", (1,))]
+
+    monkeypatch.setattr("lp_pipe.pipeline.stragglers.log_metrics", lambda metrics, step: None)  # outside of a node
+    config: Any = SimpleNamespace(ranks=Ranks((1, 1)), predicted_seconds=(0.01, 0.01))
+    workers: Any = Workers()
+    stragglers = Stragglers(config, workers)
+
+    def steps(busy_s: float) -> None:
+        reports = [Report(busy_s=0.01), Report(busy_s=busy_s)]
+        for step in range(20):
+            with contextlib.suppress(lp.Unavailable):
+                stragglers.note(step, reports, 1)
+
+    steps(0.05)
+    assert stragglers.now == []
+    steps(0.01)
+    workers.is_one_dead = False
+    steps(0.05)
+    assert [straggler.node for straggler in stragglers.now] == ["stages/1"]

@@ -1,0 +1,148 @@
+"""Transport for values that are partly on the host and partly on a GPU: two transports, one for each part.
+
+    sender                                            receiver
+      header: both parts' tokens and buffers    ──►  both parts begin to receive
+      finish? (a note, before it closes)        ──►
+                                                ◄──  finished: the GPU's part of all is here
+
+Closing waits for that, because a GPU's part may need the sender's process until it has arrived.
+"""
+
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lp_pipe.channels.arriving import ArrivingInlet
+from lp_pipe.channels.packing import CPU, Layout
+from lp_pipe.channels.transport import Inlet, Notify, Outlet
+from lp_pipe.errors import Unavailable
+
+_HEADER = struct.Struct("<QQB?")  # the host's token, the GPU's, how many buffers are the GPU's, is all on the host
+_FINISH, _FINISHED = b"finish", b"finished"  # other notes are of the GPU's transport
+_CLOSE_PATIENCE_S = 2.0
+
+
+class MixedOutlet(Outlet):
+    """can_send: whether the GPU's transport reaches this receiver; if not, all goes by the host."""
+
+    def __init__(self, host: Outlet, gpu: Outlet, can_send: Callable[[], bool] = lambda: True) -> None:
+        self._host = host
+        self._gpu = gpu
+        self._can_send = can_send
+        self._next = 0
+        self._gpu_tokens: dict[int, int] = {}
+        self._has_sent = False
+        self._notify: Notify | None = None
+        self._finished = threading.Event()
+
+    def begin(self, notify: Notify) -> None:
+        self._notify = notify
+        self._gpu.address = self.address
+        self._gpu.begin(notify)
+
+    def on_note(self, note: bytes) -> None:
+        if note == _FINISHED:
+            self._finished.set()
+        else:
+            self._gpu.on_note(note)
+
+    def write(self, layout: Layout, tensors: list[Tensor], credits: int) -> tuple[int, Sequence[Any]]:
+        specs = layout.tensor_specs
+        of_host, of_gpu = layout.parts
+        is_all_on_host = bool(of_gpu.specs) and not self._can_send()
+        if is_all_on_host:
+            of_host, of_gpu = layout, of_host.parts[1]  # which is empty
+            on_host, on_gpu = [tensor.cpu() for tensor in tensors], []
+        else:
+            on_host = [tensor for spec, tensor in zip(specs, tensors, strict=True) if not spec.is_on_gpu]
+            on_gpu = [tensor for spec, tensor in zip(specs, tensors, strict=True) if spec.is_on_gpu]
+        gpu_token, gpu_buffers = self._gpu.write(of_gpu, on_gpu, credits)
+        host_token, host_buffers = self._host.write(of_host, on_host, credits)
+        token = self._next
+        self._next += 1
+        self._gpu_tokens[token] = gpu_token
+        self._has_sent |= bool(on_gpu)
+        header = _HEADER.pack(host_token, gpu_token, len(gpu_buffers), is_all_on_host)
+        return token, [header, *gpu_buffers, *host_buffers]
+
+    def release(self, token: int) -> None:
+        gpu_token = self._gpu_tokens.pop(token, None)
+        if gpu_token is not None:
+            self._gpu.release(gpu_token)
+
+    def finish(self) -> None:
+        if not self._has_sent or self._notify is None:
+            return
+        self._gpu.finish()
+        with suppress(Unavailable):  # then nobody waits for it
+            self._notify(_FINISH)
+            self._finished.wait(_CLOSE_PATIENCE_S)
+
+    def close(self, reason: str) -> None:
+        self._finished.set()
+        self._host.close(reason)
+        self._gpu.close(reason)
+        self._gpu_tokens.clear()
+
+
+class _Parcel(NamedTuple):
+    on_host: Any
+    on_gpu: Any
+    is_all_on_host: bool
+
+
+class MixedInlet(Inlet):
+    """device: where the GPU's part is to be."""
+
+    def __init__(self, host: Inlet, gpu: ArrivingInlet, device: torch.device = CPU) -> None:
+        self._host = host
+        self._gpu = gpu
+        self._device = device
+        self._notify: Notify | None = None
+
+    def begin(self, notify: Notify) -> None:
+        self._notify = notify
+        self._gpu.address = self.address
+        self._gpu.begin(notify)
+
+    def on_note(self, note: bytes) -> None:
+        if note == _FINISH:
+            self._gpu.when_all_are_here(self._say_that_all_are_here)
+        else:
+            self._gpu.on_note(note)
+
+    def accept(self, token: int, buffers: Sequence[Any]) -> _Parcel:
+        host_token, gpu_token, count, is_all_on_host = _HEADER.unpack(buffers[0])
+        of_gpu, of_host = buffers[1 : 1 + count], buffers[1 + count :]
+        return _Parcel(self._host.accept(host_token, of_host), self._gpu.accept(gpu_token, of_gpu), is_all_on_host)
+
+    def read(self, layout: Layout, parcel: _Parcel) -> list[Tensor]:
+        if parcel.is_all_on_host:
+            pairs = zip(layout.tensor_specs, self._host.read(layout, parcel.on_host), strict=True)
+            return [tensor.to(self._device) if spec.is_on_gpu else tensor for spec, tensor in pairs]
+        of_host, of_gpu = layout.parts
+        on_host = iter(self._host.read(of_host, parcel.on_host))
+        on_gpu = iter(self._gpu.read(of_gpu, parcel.on_gpu))
+        return [next(on_gpu if spec.is_on_gpu else on_host) for spec in layout.tensor_specs]
+
+    def drop(self, parcel: _Parcel) -> None:
+        self._host.drop(parcel.on_host)
+        self._gpu.drop(parcel.on_gpu)
+
+    def end(self, reason: str) -> None:
+        self._host.end(reason)
+        self._gpu.end(reason)
+
+    def close(self, reason: str) -> None:
+        self._host.close(reason)
+        self._gpu.close(reason)
+
+    def _say_that_all_are_here(self) -> None:
+        assert self._notify is not None
+        with suppress(Unavailable):  # the sender has not waited
+            self._notify(_FINISHED)

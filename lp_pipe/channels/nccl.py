@@ -1,0 +1,150 @@
+"""NCCL between a channel's two ranks, for tensors on GPUs; those on the host pass as in stream.py.
+
+    sender (rank 0)                                     receiver (rank 1)
+      its GPU, the communicator's id ── notes ────────►
+                               ◄─────── notes ────────  its GPU
+      one byte                 ──────── NCCL ─────────►
+
+A message is copied on the stage's current stream, and sent and received on streams of the channel's own: a stage that
+computes delays neither. NCCL's connection is plain between hosts; only who was told the id can join it.
+"""
+
+import os
+import secrets
+import threading
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lp_pipe.channels import gpu, libnccl
+from lp_pipe.channels.by_ranks import RankInlet, RankOutlet
+from lp_pipe.channels.mixed import MixedInlet, MixedOutlet
+from lp_pipe.channels.note_store import NoteStore
+from lp_pipe.channels.packing import Layout
+from lp_pipe.channels.ranks import RECEIVER, SENDER, Backend
+from lp_pipe.channels.stream import StreamInlet, StreamOutlet
+from lp_pipe.channels.transport import TransferError
+
+
+def check(device: torch.device) -> None:
+    """Refuse an end that cannot use NCCL.
+
+    Raises:
+        ValueError: says why not.
+    """
+    gpu.check("nccl", device)
+    missing = libnccl.why_missing()
+    if missing is not None:
+        raise ValueError(f"channel kind 'nccl' needs NCCL: {missing}; install a torch that has it, or use 'auto'")
+
+
+class Nccl(Backend):
+    name = "nccl"
+    advice = "NCCL_SOCKET_IFNAME chooses the network, NCCL_DEBUG=INFO says what it does"
+
+    def __init__(self, device: torch.device) -> None:
+        check(device)
+        self.device = device
+        self._stream = torch.cuda.Stream(device=device)
+
+    def connect(self, store: NoteStore, rank: int, address: str, patience: timedelta) -> "Communicator":
+        store.set(f"address/{rank}", address)
+        store.set(f"gpu/{rank}", f"{gpu.name_of(self.device)} {os.getpid()}")
+        _tell_apart(store.get("gpu/0").decode(), store.get("gpu/1").decode())
+        if rank == SENDER:
+            store.set("id", libnccl.new_id())
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            communicator = Communicator(libnccl.init(store.get("id"), rank), self.device, self._stream)
+            # The first operation waits, here on the host, until the other end does the same; later ones must not.
+            first = [gpu.memory_on(self.device, 1).zero_()]
+            work = communicator.send(first, RECEIVER, 0) if rank == SENDER else communicator.recv(first, SENDER, 0)
+            work.wait(patience)
+        return communicator
+
+    def empty(self, size: int) -> Tensor:
+        return gpu.memory_on(self.device, size)
+
+    def tensors_in(self, memory: Tensor, layout: Layout) -> list[Tensor]:
+        return gpu.tensors_in(memory, layout)
+
+    def receiving(self) -> AbstractContextManager[Any]:
+        """Memory of the channel's stream, so that receiving waits for nothing that the stage computes."""
+        return torch.cuda.stream(self._stream)
+
+    def give_up(self, group: "Communicator") -> None:
+        group.abort("the sender is gone")
+
+    def close(self, group: "Communicator", rank: int) -> None:
+        group.abort("the channel is closed")
+
+
+class Communicator:
+    """Two ranks; `send` and `recv` are as torch.distributed's process groups have them, and queue on `stream`."""
+
+    def __init__(self, handle: Any, device: torch.device, stream: torch.cuda.Stream) -> None:
+        self._handle = handle
+        self._device = device
+        self._stream = stream
+        self._lock = threading.Lock()  # NCCL's functions take one thread at a time
+        self._ended: str | None = None
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> gpu.Queued:
+        """tag: messages arrive in their order, which is enough.
+
+        Raises:
+            RuntimeError: it was aborted, or NCCL refuses it.
+        """
+        return self._queue(libnccl.send, tensors, peer)
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> gpu.Queued:
+        """As `send`."""
+        return self._queue(libnccl.recv, tensors, peer)
+
+    def abort(self, reason: str) -> None:
+        """Free who waits, also on the GPU. Idempotent; does not block: NCCL may wait there for the other end."""
+        if self._ended is None:
+            self._ended = reason
+            threading.Thread(target=self._abort, name="abort nccl", daemon=True).start()
+
+    def _queue(self, do: Any, tensors: list[Tensor], peer: int) -> gpu.Queued:
+        (memory,) = tensors
+        with self._lock, torch.cuda.device(self._device):
+            if self._ended is not None:
+                raise RuntimeError(self._ended)
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            do(self._handle, memory.data_ptr(), memory.numel(), peer, self._stream.cuda_stream)
+            memory.record_stream(self._stream)  # not used for anything else until the stream is done with it
+            return gpu.Queued(self._stream, self._failure)
+
+    def _failure(self) -> str | None:
+        with self._lock:
+            return self._ended or libnccl.failure(self._handle)
+
+    def _abort(self) -> None:
+        with self._lock:
+            libnccl.abort(self._handle)
+
+
+def _tell_apart(one: str, other: str) -> None:
+    """Let NCCL take two processes on one GPU: only if it believes that they are on two hosts.
+
+    Raises:
+        TransferError: they are one process.
+    """
+    if one == other:
+        raise TransferError("nccl: both ends are in one process, on one GPU, which NCCL refuses: use channel='auto'")
+    if one.split()[0] == other.split()[0]:
+        os.environ.setdefault("NCCL_HOSTID", secrets.token_hex(8))
+
+
+class NcclOutlet(MixedOutlet):
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(StreamOutlet(), RankOutlet(Nccl(device)))
+
+
+class NcclInlet(MixedInlet):
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(StreamInlet(), RankInlet(Nccl(device)), device)

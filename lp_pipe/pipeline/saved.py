@@ -1,0 +1,88 @@
+"""What a checkpoint holds of a pipeline, taken apart into named entries, so that any cut finds what belongs to it.
+
+model.<name>                      a parameter or buffer, under each of its names
+optimizer.<name>.<key>            a parameter's optimizer state
+options.<name>                    the options of its group, which the scheduler changes
+lr_scheduler                      the scheduler's state
+versions.<worker>.newest          of an asynchronous schedule: the number of a worker's newest weights
+versions.<worker>.<version>.<name>    and older ones that are still in use
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+Key = tuple[str, ...]  # the parts of an entry's name: a parameter's own name has dots, too
+
+
+class Saved(NamedTuple):
+    """A checkpoint's contents: `optimizer` has state and options of every parameter, by name.
+
+    versions: what each worker of an asynchronous pipeline has added.
+    """
+
+    weights: dict[str, Tensor]
+    optimizer: dict[str, dict[str, Any]]
+    lr_scheduler: dict[str, Any] | None
+    versions: list[dict[str, Any]]
+
+
+def saved_of(share: Mapping[str, Any]) -> Saved:
+    """What one worker's share holds."""
+    versions = [share["versions"]] if "versions" in share else []
+    return Saved(share["weights"], share["optimizer"], share["lr_scheduler"], versions)
+
+
+def entries(share: Mapping[str, Any], worker: int) -> dict[Key, Any]:
+    """A share taken apart."""
+    found: dict[Key, Any] = {("model", name): value for name, value in share["weights"].items()}
+    # In one entry: to read one for each parameter would take as long again as the weights.
+    found["options", str(worker)] = {name: saved["options"] for name, saved in share["optimizer"].items()}
+    for name, saved in share["optimizer"].items():
+        found.update({("optimizer", name, key): value for key, value in saved["state"].items()})
+    if share["lr_scheduler"] is not None:
+        found["lr_scheduler",] = share["lr_scheduler"]
+    if "versions" in share:
+        found["versions", str(worker), "newest"] = share["versions"]["newest"]
+        for version, weights in share["versions"]["older"].items():
+            found.update({("versions", str(worker), str(version), name): value for name, value in weights.items()})
+    return found
+
+
+def is_of(key: Key, state: Collection[str], parameters: Collection[str]) -> bool:
+    """Whether the worker needs this entry that has such a state_dict, and owns these parameters."""
+    match key:
+        case ("model", name):
+            return name in state
+        case ("optimizer", name, _) | ("versions", _, _, name):
+            return name in parameters
+        case ("lr_scheduler",) | ("options", _) | ("versions", _, "newest"):
+            return True
+    return False
+
+
+def joined(found: Mapping[Key, Any]) -> Saved:
+    """Entries of any number of workers, put together."""
+    saved = Saved({}, {}, found.get(("lr_scheduler",)), [])
+    versions: dict[str, dict[str, Any]] = {}
+    for key, value in found.items():
+        match key:
+            case ("model", name):
+                saved.weights[name] = value
+            case ("options", _):
+                for name, options in value.items():
+                    _of_parameter(saved, name)["options"] = options
+            case ("optimizer", name, part):
+                _of_parameter(saved, name)["state"][part] = value
+            case ("versions", worker, "newest"):
+                versions.setdefault(worker, {"older": {}})["newest"] = value
+            case ("versions", worker, version, name):
+                older = versions.setdefault(worker, {"older": {}})["older"]
+                older.setdefault(int(version), {})[name] = value
+    saved.versions.extend(versions.values())
+    return saved
+
+
+def _of_parameter(saved: Saved, name: str) -> dict[str, Any]:
+    return saved.optimizer.setdefault(name, {"state": {}, "options": {}})

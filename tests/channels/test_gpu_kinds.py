@@ -1,0 +1,105 @@
+"""Which channels GPUs get, and what is said where they cannot have them. Needs no GPU; see tests/gpu for what does."""
+
+import json
+import os
+
+import pytest
+import torch
+
+from lp_pipe.channels import ChannelHub, gpu, kinds, libnccl, nccl, open_sender, transports
+from lp_pipe.channels.cuda_ipc import IpcOutlet
+from lp_pipe.channels.stream import StreamOutlet
+from lp_pipe.channels.transport import TransferError
+from lp_pipe.errors import ChannelClosed
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
+
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+@pytest.mark.skipif(not kinds.is_shm_supported, reason="no memfd_create")
+@pytest.mark.parametrize("kind", ["auto", "shm"])
+def test_shared_memory_leaves_tensors_on_gpus_where_they_are(kind: str) -> None:
+    assert kinds.choose(kind, "unix:/tmp/s", is_on_gpu=True) == "cuda_ipc"
+    assert kinds.choose(kind, "unix:/tmp/s", is_on_gpu=False) == "shm"
+
+
+def test_neither_threads_nor_hosts_get_cuda_ipc() -> None:
+    assert kinds.choose("auto", "inproc:hub", is_on_gpu=True) == "inproc"
+    assert kinds.choose("auto", "grpcs:h1:1", is_on_gpu=True) == "grpc"
+
+
+def test_nccl_is_plain_so_nobody_gets_it_without_asking() -> None:
+    assert "nccl" in kinds.PLAIN_KINDS
+    for endpoint in ("inproc:hub", "unix:/tmp/s", "grpcs:h1:1"):
+        assert kinds.choose("auto", endpoint, is_on_gpu=True) != "nccl"
+        assert kinds.choose("nccl", endpoint) == "nccl"
+
+
+def test_an_end_on_the_cpu_cannot_have_nccl(directory: str) -> None:
+    hub = ChannelHub(f"unix:{directory}/s", "stages/1")
+    hub.receiver("activations")
+    with pytest.raises(ValueError, match=r"'nccl' joins two GPUs, and this end is on the CPU: use device='cuda'"):
+        open_sender(hub.endpoint, "activations", kind="nccl")
+    hub.close("the test is over")
+
+
+@without_gpu
+def test_nccl_without_a_gpu_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'nccl' needs a GPU, and torch sees none here: use channel='auto'"):
+        nccl.Nccl(GPU)
+
+
+def test_nccl_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(libnccl, "LIBRARY", "libnccl-that-is-not-there.so.2")
+    libnccl._library.cache_clear()
+    try:
+        with pytest.raises(ValueError, match=r"needs NCCL: libnccl-that-is-not-there\.so\.2: .*or use 'auto'"):
+            nccl.check(GPU)
+    finally:
+        libnccl._library.cache_clear()
+
+
+def test_a_receiver_on_the_cpu_refuses_a_sender_with_nccl(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(transports._OF_GPUS, "nccl", (lambda device: StreamOutlet(), nccl.NcclInlet))
+    hub = ChannelHub(f"unix:{directory}/s", "stages/1")
+    receiver = hub.receiver("activations")
+    sender = open_sender(hub.endpoint, "activations", kind="nccl")
+    with pytest.raises(
+        ChannelClosed, match=r"stages/1: channel kind 'nccl' joins two GPUs, and this end is on the CPU"
+    ):
+        sender.send(0, torch.ones(1))
+    with pytest.raises(ChannelClosed, match="this end is on the CPU"):
+        receiver.receive(0, 10)
+    hub.close("the test is over")
+
+
+def test_two_processes_on_one_gpu_pass_for_two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL refuses two ranks on one GPU of one host."""
+    monkeypatch.delenv("NCCL_HOSTID", raising=False)
+    nccl._tell_apart("GPU-1 100", "GPU-2 101")
+    assert "NCCL_HOSTID" not in os.environ, "two GPUs of one host need not go by the network"
+    nccl._tell_apart("GPU-1 100", "GPU-1 101")
+    own = os.environ.pop("NCCL_HOSTID")
+    monkeypatch.setenv("NCCL_HOSTID", "the user's own")
+    nccl._tell_apart("GPU-1 100", "GPU-1 101")
+    assert os.environ["NCCL_HOSTID"] == "the user's own" != own
+
+
+def test_two_threads_on_one_gpu_cannot_have_nccl() -> None:
+    with pytest.raises(TransferError, match="in one process, on one GPU, which NCCL refuses: use channel='auto'"):
+        nccl._tell_apart("GPU-1 100", "GPU-1 100")
+
+
+@pytest.mark.parametrize(
+    ("process", "reachable", "can_send"),
+    [(0, ["GPU-1", "GPU-2"], True), (0, ["GPU-2"], False), (0, [], False), (os.getpid(), ["GPU-1"], False)],
+)
+def test_the_receiver_says_whose_memory_it_can_read(
+    process: int, reachable: list[str], can_send: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "name_of", lambda device: "GPU-1")
+    outlet = IpcOutlet(GPU)
+    outlet.on_note(json.dumps([process, reachable]).encode())
+    assert outlet.can_send == can_send

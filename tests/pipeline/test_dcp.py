@@ -1,0 +1,133 @@
+"""Workers write and read a torch Distributed Checkpoint without a process group."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+from lp_pipe.errors import CheckpointError, PipelineError
+from lp_pipe.pipeline.dcp_reading import SavedFolder
+from lp_pipe.pipeline.dcp_writing import Share, WholePlan
+from lp_pipe.pipeline.manifest import ENTRY, Manifest
+from lp_pipe.pipeline.saved import Key
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+MANIFEST = Manifest(step=3, seed=1, loss_scale=(2.0, 5))
+
+
+def write(
+    folder: Path, shares: Sequence[Mapping[Key, Any]], version: str = "step-3-a", tied: Sequence[Sequence[str]] = ()
+) -> None:
+    """As the conductor and its workers do."""
+    folder.mkdir(exist_ok=True)
+    writers = [Share({ENTRY: MANIFEST.as_entry(), **share}) for share in shares]
+    whole = WholePlan([writer.plan() for writer in writers], tied)
+    pairs = enumerate(zip(writers, whole.plans, strict=True))
+    whole.finish(folder, [writer.write(str(folder), version, worker, plan) for worker, (writer, plan) in pairs])
+
+
+def weights(**values: Any) -> dict[Key, Any]:
+    return {("model", name): value for name, value in values.items()}
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_what_workers_write_is_read_back_to_the_bit(tmp_path: Path) -> None:
+    odd: dict[str, Any] = {
+        "transposed": torch.randn(3, 4).T,
+        "channels_last": torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        "slice_of_more": torch.randn(100)[3:7],
+        "scalar": torch.tensor(2.5),
+        "empty": torch.empty(0, 3),
+        "bf16": torch.randn(5).bfloat16(),
+        "int64": torch.arange(3),
+        "bool": torch.tensor([True, False]),
+        "complex": torch.randn(3, dtype=torch.complex64),
+        "no_tensor": {"nested": [1, (2.0, None)], "tensor": torch.ones(2)},
+    }
+    write(tmp_path, [weights(**odd)])
+    found = SavedFolder(tmp_path)
+    assert (found.manifest(), found.names) == (MANIFEST, [*odd])
+    for (_, name), value in found.read(weights(**odd)).items():
+        if isinstance(value, Tensor):
+            assert value.dtype == odd[name].dtype and torch.equal(value, odd[name]), name
+    nested = found.read([("model", "no_tensor")])["model", "no_tensor"]
+    assert nested["nested"] == [1, (2.0, None)] and torch.equal(nested["tensor"], torch.ones(2))
+
+
+def test_who_needs_a_part_reads_the_files_that_have_it(tmp_path: Path) -> None:
+    write(tmp_path, [weights(a=torch.ones(2)), weights(b=torch.zeros(2))])
+    assert files(tmp_path) == [".metadata", "step-3-a-worker-0_0.distcp", "step-3-a-worker-1_0.distcp"]
+    (tmp_path / "step-3-a-worker-1_0.distcp").unlink()
+    found = SavedFolder(tmp_path)
+    assert torch.equal(found.read([("model", "a")])["model", "a"], torch.ones(2))
+    with pytest.raises(CheckpointError, match=r"cannot read .*worker-1_0\.distcp"):
+        found.read([("model", "b")])
+
+
+def test_an_entry_that_several_workers_have_is_written_by_the_first(tmp_path: Path) -> None:
+    write(tmp_path, [weights(a=torch.ones(1000)), weights(a=torch.ones(1000))])
+    assert files(tmp_path) == [".metadata", "step-3-a-worker-0_0.distcp"]  # nothing was left to the other
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_tied_parameter_is_written_once_and_read_under_each_name(tmp_path: Path, workers: int) -> None:
+    value = torch.randn(100_000)
+    first, last = weights(embedding=value), weights(other=torch.ones(3), head=value.clone())
+    shares = [first, last] if workers == 2 else [{**first, **last}]
+    write(tmp_path, shares, tied=[("model.embedding", "model.head")])
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 1.2 * value.nbytes
+    read = SavedFolder(tmp_path).read([("model", "embedding"), ("model", "head")])
+    assert all(torch.equal(found, value) for found in read.values())
+    plain = {"model": {"embedding": torch.zeros(100_000), "head": torch.zeros(100_000), "other": torch.zeros(3)}}
+    dcp.load(plain, checkpoint_id=tmp_path, no_dist=True)
+    assert torch.equal(plain["model"]["head"], value) and torch.equal(plain["model"]["embedding"], value)
+
+
+def test_a_folder_is_the_old_checkpoint_until_it_is_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch removed the old .metadata before it renamed the new one: killed between, there was none."""
+
+    def broken(*_: Any) -> None:
+        raise OSError("the disk is gone")
+
+    write(tmp_path, [weights(a=torch.zeros(2))], "step-1-a")
+    with monkeypatch.context() as patch:
+        patch.setattr(FileSystem, "rename", broken)
+        with pytest.raises(OSError, match="the disk is gone"):
+            write(tmp_path, [weights(a=torch.ones(2))], "step-2-b")
+    assert torch.equal(SavedFolder(tmp_path).read([("model", "a")])["model", "a"], torch.zeros(2))
+    write(tmp_path, [weights(a=torch.ones(2))], "step-3-c")
+    assert torch.equal(SavedFolder(tmp_path).read([("model", "a")])["model", "a"], torch.ones(2))
+    assert [name for name in files(tmp_path) if name.endswith(".distcp")] == ["step-3-c-worker-0_0.distcp"]
+
+
+def test_a_folder_without_metadata_was_never_finished(tmp_path: Path) -> None:
+    Share(weights(a=torch.ones(1))).write(str(tmp_path), "step-1-a", 0, Share(weights(a=torch.ones(1))).plan())
+    with pytest.raises(
+        CheckpointError, match=rf"{tmp_path} is no checkpoint: without \.metadata it was never finished"
+    ):
+        SavedFolder(tmp_path)
+
+
+def test_every_torn_metadata_is_damage(tmp_path: Path) -> None:
+    write(tmp_path, [weights(a=torch.ones(1))])
+    whole = (tmp_path / ".metadata").read_bytes()
+    for length in range(0, len(whole), 7):
+        (tmp_path / ".metadata").write_bytes(whole[:length])
+        with pytest.raises(CheckpointError, match=r"\.metadata is damaged"):
+            SavedFolder(tmp_path)
+
+
+def test_a_sparse_tensor_is_refused_by_its_name() -> None:
+    with pytest.raises(PipelineError, match=r"model\.mask is a tensor of layout torch\.sparse_coo"):
+        Share(weights(mask=torch.eye(2).to_sparse()))
