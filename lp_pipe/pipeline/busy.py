@@ -4,7 +4,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from lp_pipe.context import context, stop_event
 from lp_pipe.errors import NodeError, PipelineError, Unavailable
@@ -15,6 +15,7 @@ from lp_pipe.pipeline.layer_rounds import Work
 from lp_pipe.program import Program
 
 _LIMIT_S = 600.0  # of their lives, whatever becomes of those who wait for them
+_PATIENCE_S = 10.0  # for the reason why one does not answer any more
 
 
 @contextmanager
@@ -49,8 +50,8 @@ def others_busy(work: Work, count: int, limit_s: float = _LIMIT_S) -> Iterator[N
             for other in others:
                 other.rounds_done()
         except Unavailable:
-            run.stop()
-            run.wait()  # raises why
+            with suppress(TimeoutError):
+                run.wait(_PATIENCE_S)  # raises why, as soon as the launcher knows it
             raise
 
 
