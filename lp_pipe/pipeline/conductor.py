@@ -208,6 +208,7 @@ class Conductor:
         self._workers.all("is_up")  # waits for those that are on their way
         self._workers.all("reconnect", f", {time.time_ns()}")
         self._are_guarded = False
+        self._steps.stragglers.begin_again()
         self._steps.go_to(0)
         self._steps.torn = "a worker was restarted with the initial weights"
 

@@ -60,6 +60,12 @@ class Pace:
         is_time = self._steps % _EVERY == 0 and self._steps >= _WARM_UP + _WINDOW
         return self._look() if is_time else ([], [])
 
+    def begin_again(self) -> None:
+        """A worker was restarted, perhaps on another host. What the first steps took is still what counts as usual."""
+        for recent in self._recent:
+            recent.clear()
+        self._steps, self.slow = 0, {}
+
     def _look(self) -> tuple[list[Slow], list[int]]:
         medians = [median(recent) if recent else 0.0 for recent in self._recent]
         self._usual = self._usual or medians

@@ -27,6 +27,11 @@ class Stragglers:
     def now(self) -> list[Straggler]:
         return [self._by_rank[rank] for rank in sorted(self._by_rank)]
 
+    def begin_again(self) -> None:
+        """A worker was restarted, perhaps on another host: who is slow then is told of anew, with where it is."""
+        self._pace.begin_again()
+        self._by_rank = {}
+
     def note(self, step: int, reports: Sequence[Report], microbatches: int) -> None:
         """A step has ended."""
         news, well = self._pace.note([report.busy_s for report in reports], microbatches)

@@ -66,30 +66,51 @@ def test_a_stage_that_is_slower_than_planned_is_told_of_once(
     assert [record["step"] for record in records if record.get("straggler/stages/1", 0) >= 4] == [straggler.since]
 
 
-def test_a_straggler_of_whom_nobody_could_be_told_may_become_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A worker died just when the others were asked where they run: the step failed, and was made again.
-    class Workers:
-        is_one_dead = True
+class Workers:
+    """Two, of which the second may be dead."""
 
-        def all(self, method: str) -> list[Whereabouts]:
-            if self.is_one_dead:
-                raise lp.Unavailable("stages/1 has died")
-            return [Whereabouts("stages/0", "host", (0,)), Whereabouts("stages/1", "host", (1,))]
+    is_one_dead = False
+    host = "h1"
 
+    def all(self, method: str) -> list[Whereabouts]:
+        if self.is_one_dead:
+            raise lp.Unavailable("stages/1 has died")
+        return [Whereabouts("stages/0", "h0", (0,)), Whereabouts("stages/1", self.host, (1,))]
+
+
+@pytest.fixture
+def stragglers(monkeypatch: pytest.MonkeyPatch) -> Stragglers:
+    """Of workers that should take 10 ms."""
     monkeypatch.setattr("lp_pipe.pipeline.stragglers.log_metrics", lambda metrics, step: None)  # outside of a node
     config: Any = SimpleNamespace(ranks=Ranks((1, 1)), predicted_seconds=(0.01, 0.01))
     workers: Any = Workers()
-    stragglers = Stragglers(config, workers)
+    return Stragglers(config, workers)
 
-    def steps(busy_s: float) -> None:
-        reports = [Report(busy_s=0.01), Report(busy_s=busy_s)]
-        for step in range(20):
-            with contextlib.suppress(lp.Unavailable):
-                stragglers.note(step, reports, 1)
 
-    steps(0.05)
+def steps(stragglers: Stragglers, busy_s: float) -> None:
+    """Twenty, in which the second worker takes so long."""
+    for step in range(20):
+        with contextlib.suppress(lp.Unavailable):
+            stragglers.note(step, [Report(busy_s=0.01), Report(busy_s=busy_s)], 1)
+
+
+def test_a_straggler_of_whom_nobody_could_be_told_may_become_well(stragglers: Stragglers) -> None:
+    # A worker died just when the others were asked where they run: the step failed, and was made again.
+    workers: Any = stragglers._workers
+    workers.is_one_dead = True
+    steps(stragglers, 0.05)
     assert stragglers.now == []
-    steps(0.01)
+    steps(stragglers, 0.01)
     workers.is_one_dead = False
-    steps(0.05)
+    steps(stragglers, 0.05)
     assert [straggler.node for straggler in stragglers.now] == ["stages/1"]
+
+
+def test_one_that_starts_again_on_another_host_is_told_of_anew(stragglers: Stragglers) -> None:
+    workers: Any = stragglers._workers
+    steps(stragglers, 0.05)
+    workers.host = "h2"
+    stragglers.begin_again()
+    assert stragglers.now == []
+    steps(stragglers, 0.05)
+    assert [(straggler.node, straggler.host) for straggler in stragglers.now] == [("stages/1", "h2")]

@@ -70,6 +70,12 @@ def trained(once: Once, delivered: Delivered, mode: str, run_dir: Path, kind: st
     return result
 
 
+# In processes it is shown every day by tests/integration/test_chaos.py.
+in_all_modes = pytest.mark.parametrize("mode", ["thread", pytest.param("process", marks=pytest.mark.slow)])
+
+
+@pytest.mark.usefixtures("no_leaks")
+@in_all_modes
 def test_synchronous_training_that_failed_is_resumed_and_ends_with_the_same_bits(
     mode: str, delivered: Delivered, once: Once, never: Once, tmp_path: Path
 ) -> None:
@@ -82,6 +88,8 @@ def test_synchronous_training_that_failed_is_resumed_and_ends_with_the_same_bits
     assert resumed.updates == undisturbed.updates == [[STEPS] * WORKERS] * SERVERS
 
 
+@pytest.mark.usefixtures("no_leaks")
+@in_all_modes
 def test_an_asynchronous_run_that_failed_and_is_resumed_loses_no_update_and_applies_none_twice(
     mode: str, delivered: Delivered, once: Once, tmp_path: Path
 ) -> None:
