@@ -76,7 +76,6 @@ class CourierClient:
         self._as_target = waits.Target(address, address_id or "", self._peer)
         self._link: Link | None = None
         self._link_lock = threading.Lock()
-        self._tried_since: dict[str, float] = {}  # registered endpoints, until one answers
         self._services = services_for(address_id) if address_id is not None else None
 
     @property
@@ -236,17 +235,16 @@ class CourierClient:
             self._link_lock.release()
 
     def _connect(self, method: str, deadline: float | None) -> Connection:
+        tried_since: dict[str, float] = {}  # by the endpoint that is registered
         while True:
             try:
-                found = connections.connect(self._address)
-                self._tried_since.clear()
-                return found
+                return connections.connect(self._address)
             except Unavailable as error:
                 if not self._wait_for_ready or isinstance(error, Unauthenticated):
                     raise type(error)(f"{self._peer}.{method}(): {error}") from error
                 why = str(error)
             endpoint = self._wait_until_up(method, deadline)
-            since = self._tried_since.setdefault(endpoint, time.monotonic())
+            since = tried_since.setdefault(endpoint, time.monotonic())
             if spanning.is_far(endpoint) and time.monotonic() - since > _OUT_OF_REACH_S:
                 # Its host and ours are alive, and know each other's launcher: only the way between the two is missing.
                 raise Unavailable(

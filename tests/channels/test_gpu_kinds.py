@@ -119,6 +119,7 @@ def test_two_threads_on_one_gpu_cannot_have_nccl() -> None:
 @pytest.mark.parametrize(
     ("process", "reachable", "can_send"),
     [(0, ["GPU-1", "GPU-2"], True), (0, ["GPU-2"], False), (0, [], False), (os.getpid(), ["GPU-1"], False)],
+    ids=["the sender's", "another", "none", "in one process"],
 )
 def test_the_receiver_says_whose_memory_it_can_read(
     process: int, reachable: list[str], can_send: bool, monkeypatch: pytest.MonkeyPatch
