@@ -123,6 +123,7 @@ def test_a_killed_sender_ends_a_blocked_receive(endpoint: str, kind: str) -> Non
     hub.close("done")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gloo"], indirect=True)
 def test_a_sender_that_is_killed_in_the_middle_of_a_message_ends_its_receive(endpoint: str) -> None:
     """gloo itself would let the receiver wait for half an hour."""

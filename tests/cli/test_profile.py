@@ -124,7 +124,8 @@ def make_program():
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_processes_that_keep_busy_end_with_the_command(number: int, folder: Path, start: Start) -> None:
     (folder / "long_program.py").write_text(LONG)
     run = start("profile", "long_program.py", "--busy=2")

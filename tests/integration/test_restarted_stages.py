@@ -98,7 +98,8 @@ def test_a_killed_stage_is_restarted_and_the_training_ends_with_the_same_bits(
     assert len(list((tmp_path / "deaths").iterdir())) == times
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1])
 def test_with_mirrors_no_step_that_was_finished_comes_again(tmp_path: Path, stage: int) -> None:
     options: dict[str, Any] = {"stage": stage, "schedule": "1f1b"}
     undisturbed = trained("thread", tmp_path / "whole", tmp_path / "never", times=0, **options)

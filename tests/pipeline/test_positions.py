@@ -43,7 +43,7 @@ class Trainer:
         lp.stop()
 
 
-@pytest.mark.parametrize("mode", ["thread", "process"])
+@pytest.mark.parametrize("mode", ["thread", pytest.param("process", marks=pytest.mark.slow)])
 def test_a_report_has_the_schedule_position_of_every_stage_and_all_stacks(mode: str, tmp_path: Path) -> None:
     program = lp.Program("positions")
     may_go_on = tmp_path / "may go on"
