@@ -57,6 +57,7 @@ def test_a_full_pipeline_trains_as_one_process_with_delayed_gradients(schedule: 
     assert_same_state(trained, weights)
 
 
+@pytest.mark.slow
 def test_stages_in_processes_train_the_same() -> None:
     model = pp.Model(layers(), squared_error, sgd)
     pipelines = [

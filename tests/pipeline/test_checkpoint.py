@@ -100,6 +100,7 @@ def test_optimizer_and_scheduler_go_on_whatever_they_are(tmp_path: Path, schedul
             assert_same_state(pipeline.state_dict(), plain.state_dict())
 
 
+@pytest.mark.slow
 def test_processes_write_and_read_the_same_checkpoints(tmp_path: Path) -> None:
     model = model_with_everything()
     plain = PlainLoop(model, 4, clip_grad_norm=0.5)

@@ -83,6 +83,7 @@ def test_every_schedule_trains_to_the_same_bits(
         assert_same_state(pipeline.state_dict(), plain.state_dict())
 
 
+@pytest.mark.slow
 def test_replicas_in_processes_train_to_the_same_bits_and_evaluate_between_steps() -> None:
     model = without_batch_norm()
     plain = PlainLoop(model, 6, replicas=[2, 2, 2, 2, 3, 3, 3, 3])
