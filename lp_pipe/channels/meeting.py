@@ -33,5 +33,5 @@ def receivers_address(endpoint: str, sender: str) -> str:
     """
     if not sender or is_loopback(sender):
         return sender or LOOPBACK
-    run = endpoint.removeprefix(spanning.NAME).partition("/")[0] if endpoint.startswith(spanning.NAME) else ""
+    run = spanning.run_and_address(endpoint)[0] if endpoint.startswith(spanning.NAME) else ""
     return spanning.own_address(run) or local_address_towards(sender)

@@ -223,7 +223,7 @@ class Checkpoints:
 
     def _begin_part(self, name: str, part: Any, aside: Path) -> "Future[None]":
         if saves_itself(part):
-            return part.save_async(aside / name)  # type: ignore[no-any-return]
+            return part.save_async(aside / name)
         folders.write_state(aside, name, part.state_dict())
         done: Future[None] = Future()
         done.set_result(None)

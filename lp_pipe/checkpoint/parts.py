@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 
 class Stateful(Protocol):
@@ -55,11 +55,11 @@ class Mirrors(Protocol):
         """Go on from one of them."""
 
 
-def saves_itself(part: Any) -> bool:
+def saves_itself(part: Any) -> TypeGuard[SavesItself]:
     """Asked of the class: a client has any method that it is asked for."""
     return callable(getattr(type(part), "save_async", None))
 
 
-def mirrors_itself(part: Any) -> bool:
+def mirrors_itself(part: Any) -> TypeGuard[Mirrors]:
     """As `saves_itself`."""
     return callable(getattr(type(part), "mirror", None))

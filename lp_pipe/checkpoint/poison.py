@@ -4,23 +4,14 @@ import contextlib
 import logging
 import re
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
+from lp_pipe.checkpoint.parts import Trainable
 from lp_pipe.context import stop_event
 from lp_pipe.errors import CheckpointError, EndOfData, NonFiniteError, PoisonBatchError, Unavailable
 
 _log = logging.getLogger(__name__)
 _NODE = re.compile(r"([^\s'\"]+/\d+)(?=[.:\s])")
-
-
-class Steppable(Protocol):
-    """What makes steps."""
-
-    def steps(self, n: int) -> Iterator[Any]:
-        """So many more."""
-
-    def skip_step(self, why: str) -> Any:
-        """The next one's result, without its batch and its update."""
 
 
 class TryAgain(Exception):
@@ -53,7 +44,7 @@ class Poison:
         """Whether a step is left out."""
         return step in self._why
 
-    def results(self, pipeline: Steppable, step: int, total: int) -> Iterator[Any]:
+    def results(self, pipeline: Trainable, step: int, total: int) -> Iterator[Any]:
         """Those of the steps from `step` on, one at a time where one of them is suspect; fewer at the end of the data.
 
         Raises:
@@ -84,7 +75,7 @@ class Poison:
                 self._failed(step + 1, error)
             raise
 
-    def _awaited(self, pipeline: Steppable, step: int, count: int) -> Iterator[Any]:
+    def _awaited(self, pipeline: Trainable, step: int, count: int) -> Iterator[Any]:
         results = pipeline.steps(count)
         while True:
             try:

@@ -77,6 +77,12 @@ def name_of(run: str, address: str) -> str:
     return f"{NAME}{run}/{address}"
 
 
+def run_and_address(name: str) -> tuple[str, str]:
+    """What `name_of` was given."""
+    run, _, address = name.removeprefix(NAME).partition("/")
+    return run, address
+
+
 def registered(endpoint: str) -> str:
     """What others must be told of a listener of this process: of one with a name, its two ways."""
     listener = _listeners.get(endpoint)
@@ -117,7 +123,7 @@ class SpanningListener(Listener):
     def __init__(self, name: str, on_connection: OnConnection) -> None:
         from lp_pipe.connections import grpc_stream  # slow to import, and must not be there before a fork
 
-        run, _, address = name.removeprefix(NAME).partition("/")
+        run, address = run_and_address(name)
         member = _member(run)
         self.endpoint = name  # what clients call it, too; see `registered`
         self._near = unix.listen(f"{unix.SCHEME}{member.socket_dir}/{address}", on_connection)
@@ -152,7 +158,7 @@ def connect(endpoint: str, idle_timeout_s: float | None = None) -> Connection:
         Unavailable: nobody listens there now.
     """
     if endpoint.startswith(NAME):
-        run, _, address = endpoint.removeprefix(NAME).partition("/")
+        run, address = run_and_address(endpoint)
         endpoint = _found(_member(run), address)
     ways = Ways.of(endpoint)
     member = _member(ways.run)

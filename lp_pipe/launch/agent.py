@@ -32,6 +32,7 @@ from lp_pipe.launch.tree_store import TreeStore
 from lp_pipe.launch.view import View
 from lp_pipe.launch.zygote import LAUNCHER_PATIENCE_S
 from lp_pipe.protos import supervision_pb2 as wire
+from lp_pipe.rpc.pool import settle
 
 _log = logging.getLogger(__name__)
 
@@ -260,12 +261,5 @@ def _usable(run_dir: Path) -> Path:
 def _in_thread(name: str, work: Callable[[], Any]) -> "Future[Any]":
     """What takes its time must not keep the link waiting."""
     done: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:  # belongs to the launcher, which asked
-            done.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
+    threading.Thread(target=settle, args=(done, work), name=name, daemon=True).start()
     return done

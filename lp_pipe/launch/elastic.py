@@ -191,9 +191,7 @@ class ElasticRun:
         if not is_over:
             raise TimeoutError(f"the program still runs after {timeout} s, on {self._num_hosts} hosts")
         self._interrupts.uninstall()
-        if self._error is not None:
-            self.has_raised_failure = True
-            raise self._error
+        self._raise_failure()
 
     def stop(self) -> None:
         """Stop in order, and return when nothing is left. Idempotent, any thread but a node's."""
@@ -210,7 +208,11 @@ class ElasticRun:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
-        if kind is None and self._error is not None:
+        if kind is None:
+            self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        if self._error is not None:
             self.has_raised_failure = True
             raise self._error
 

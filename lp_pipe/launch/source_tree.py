@@ -72,6 +72,11 @@ class SourceTree:
         lines = (f"{file.path}\0{file.digest}\0{file.is_executable}\n" for file in self.files)
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
+    def files_with(self, digests: Iterable[str]) -> list[TreeFile]:
+        """One for each of these contents, of which the tree may have several."""
+        wanted = set(digests)
+        return list({file.digest: file for file in self.files if file.digest in wanted}.values())
+
     def read(self, file: TreeFile) -> bytes:
         """
         Raises:
@@ -87,9 +92,9 @@ class SourceTree:
 
 
 def batches(files: Iterable[TreeFile]) -> Iterator[Sequence[TreeFile]]:
-    """Each content once, so many at a time as should be in memory."""
+    """So many at a time as should be in memory."""
     batch: list[TreeFile] = []
-    for file in {file.digest: file for file in files}.values():
+    for file in files:
         if batch and sum(other.size for other in batch) + file.size > _BATCH_BYTES:
             yield batch
             batch = []
@@ -124,8 +129,7 @@ def digest_of(data: bytes) -> str:
 
 def _send(tree: SourceTree, link: AgentLink) -> list[TreeFile]:
     """Returns what the host lacked."""
-    wanted = set(link.ask("lacking", tree).result(_PATIENCE_S))
-    files = list({file.digest: file for file in tree.files if file.digest in wanted}.values())
+    files = tree.files_with(link.ask("lacking", tree).result(_PATIENCE_S))
     for batch in batches(files):
         link.ask("take", [tree.read(file) for file in batch]).result(_PATIENCE_S)
     link.ask("lay_out", tree).result(_PATIENCE_S)

@@ -47,8 +47,7 @@ class TreeStore:
         Raises:
             LaunchError: as `take`; a file has changed meanwhile.
         """
-        lacking = set(self.lacking(tree))
-        for batch in batches(file for file in tree.files if file.digest in lacking):
+        for batch in batches(tree.files_with(self.lacking(tree))):
             self.take([tree.read(file) for file in batch])
         return dataclasses.replace(tree, copy=self.lay_out(tree))
 

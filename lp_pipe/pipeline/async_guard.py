@@ -13,7 +13,7 @@ from torch import nn
 
 from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.execution import Operation, Run
-from lp_pipe.pipeline.nonfinite import LOSS, Search, bad_gradient, error_of, first, is_finite
+from lp_pipe.pipeline.nonfinite import LOSS, Search, error_of, first, is_finite
 from lp_pipe.pipeline.recompute import is_recomputing
 from lp_pipe.pipeline.results import NonFinite
 from lp_pipe.pipeline.schedule import Action
@@ -47,11 +47,9 @@ class Guard:
         """
         if self._training.has_finite_gradients():
             return
-        found = bad_gradient(self._stage)
+        found = self._search.bad_gradient(self._stage)
         assert found is not None, "one of them is not finite"
-        layer, parameter = found
-        where = f"the gradient of {parameter!r} of layer {self._search.names[layer]}"
-        self._fail(step, "the gradients are not finite", True, microbatch, layer, where)
+        self._fail(step, "the gradients are not finite", True, microbatch, *found)
 
     def _layer(self, place: Place, layer: nn.Module, value: Any, skips: dict[str, Any]) -> Any:
         if is_recomputing():
@@ -80,6 +78,5 @@ class Guard:
             self._fail(operation.step, f"the loss is {loss.item()}", False, action.microbatch, layer, what)
 
     def _fail(self, step: int, what: str, is_backward: bool, microbatch: int, layer: int, where: str) -> None:
-        name = self._search.names.get(layer, LOSS)
-        place = NonFinite(is_backward, microbatch, layer, name, self._stage.index, self._search.node, where)
+        place = self._search.place(is_backward, self._stage, microbatch, layer, where)
         raise error_of(step, f"step {step}: {what}", place, _AFTER)

@@ -169,9 +169,8 @@ class Conductor:
         return self._queue.start(in_order).result()
 
     def _mirror(self, me: Any) -> int:
-        scale = self._steps.scale
         self._guard(me)
-        self._workers.all("mirror", self._steps.done, (scale.factor, scale.good_steps) if scale is not None else None)
+        self._workers.all("mirror", self._steps.done, self._steps.scale)
         return self._steps.done
 
     def _guard(self, me: Any) -> None:
@@ -184,8 +183,8 @@ class Conductor:
         self._workers.all("settle_mirrors")
         check_is_held(step, self._held_mirrors())
         self._steps.torn = f"going back to step {step} has failed"
-        scale = self._workers.all("go_back", step)[0]
-        self._steps.go_to(step, LossScale(*scale) if scale is not None else None)
+        scales: list[LossScale | None] = self._workers.all("go_back", step)
+        self._steps.go_to(step, scales[0])
 
     def _held_mirrors(self) -> list[int]:
         return common_steps(self._workers.all("mirrors_held"))

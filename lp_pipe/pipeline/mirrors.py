@@ -8,16 +8,17 @@ from typing import Any, NamedTuple
 from lp_pipe.channels.packing import copied
 from lp_pipe.context import context
 from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline.loss_scale import LossScale
 from lp_pipe.rpc.pool import DaemonPool
 
 _KEPT = 2  # while the newest is on its way to its guard, the one before is what all can go back to
 
 
 class Mirror(NamedTuple):
-    """share: what a checkpoint would hold of a worker. scale: the state of a LossScale, where there is one."""
+    """share: what a checkpoint would hold of a worker."""
 
     step: int
-    scale: tuple[float, int] | None
+    scale: LossScale | None
     share: dict[str, Any]
 
 
@@ -45,7 +46,7 @@ class Mirrors:
         """
         self._guard = guards[(self._rank + 1) % len(guards)]
 
-    def mirror(self, step: int, scale: tuple[float, int] | None) -> None:
+    def mirror(self, step: int, scale: LossScale | None) -> None:
         """Copy this worker's state in memory; the copy goes to the guard while training goes on.
 
         Waits until the one before has gone, so that no more than two are ever on their way.
@@ -78,7 +79,7 @@ class Mirrors:
         with self._lock:
             return self._held[rank][step]
 
-    def go_back(self, step: int) -> tuple[float, int] | None:
+    def go_back(self, step: int) -> LossScale | None:
         """Take this worker's state after so many steps, from its own memory or its guard's; returns the loss scale."""
         with self._lock:
             mirror = self._held.get(self._rank, {}).get(step)

@@ -77,11 +77,9 @@ class Search:
     def _backward(self, run: Run, action: Action, operation: Operation) -> None:
         run(action, operation)
         stage = self._stages[action.stage]
-        found = bad_gradient(stage)
+        found = self.bad_gradient(stage)
         if found is not None:
-            layer, parameter = found
-            what = f"the gradient of {parameter!r} of layer {self.names[layer]}"
-            self._note(True, stage, action.microbatch, layer, what)
+            self._note(True, stage, action.microbatch, *found)
 
     def _on_gradients(self, value: Any, stage: Stage, microbatch: int, layer: int, of: str) -> None:
         def look(gradient: Tensor) -> None:
@@ -92,9 +90,20 @@ class Search:
             if tensor.requires_grad:
                 tensor.register_hook(look)
 
+    def bad_gradient(self, stage: Stage) -> tuple[int, str] | None:
+        """The last layer of a stage with a gradient that is not finite, and which gradient that is."""
+        for index, layer in reversed(list(enumerate(stage.layers, start=stage.first_layer))):
+            for name, parameter in layer.named_parameters():
+                if parameter.grad is not None and not is_finite(parameter.grad):
+                    return index, f"the gradient of {name!r} of layer {self.names[index]}"
+        return None
+
+    def place(self, is_backward: bool, stage: Stage, microbatch: int, layer: int, what: str) -> NonFinite:
+        """Where something is not finite."""
+        return NonFinite(is_backward, microbatch, layer, self.names.get(layer, LOSS), stage.index, self.node, what)
+
     def _note(self, is_backward: bool, stage: Stage, microbatch: int, layer: int, what: str) -> None:
-        name = self.names.get(layer, LOSS)
-        self._found.append(NonFinite(is_backward, microbatch, layer, name, stage.index, self.node, what))
+        self._found.append(self.place(is_backward, stage, microbatch, layer, what))
 
 
 def first(found: Iterable[NonFinite]) -> NonFinite | None:
@@ -122,15 +131,6 @@ def described(what: str, found: NonFinite | None) -> str:
 def is_finite(value: Any) -> bool:
     """Whether no tensor of a value holds NaN or infinity."""
     return all(_is_finite(tensor.detach()) for tensor in tensors_of(value) if _may_be_infinite(tensor))
-
-
-def bad_gradient(stage: Stage) -> tuple[int, str] | None:
-    """The last layer of a stage with a gradient that is not finite, and the parameter's name in it."""
-    for index, layer in reversed(list(enumerate(stage.layers, start=stage.first_layer))):
-        for name, parameter in layer.named_parameters():
-            if parameter.grad is not None and not is_finite(parameter.grad):
-                return index, name
-    return None
 
 
 @contextlib.contextmanager

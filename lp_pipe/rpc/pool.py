@@ -37,7 +37,7 @@ class DaemonPool:
     def start(self, operation: Callable[[], T]) -> "Future[T]":
         """Its result or error, which belongs to whoever asks for it; never done, if the pool is closed before."""
         future: Future[T] = Future()
-        self.submit(_settle, future, operation)
+        self.submit(settle, future, operation)
         return future
 
     def ensure_thread(self) -> None:
@@ -89,7 +89,8 @@ class DaemonPool:
             del task, function, args  # a waiting thread must not keep the last call's tensors alive
 
 
-def _settle(future: "Future[Any]", operation: Callable[[], Any]) -> None:
+def settle(future: "Future[Any]", operation: Callable[[], Any]) -> None:
+    """Run an operation for whoever waits for the future."""
     try:
         result = operation()
     except BaseException as error:  # belongs to who waits, where it is raised

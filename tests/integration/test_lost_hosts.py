@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import lp_pipe as lp
 import lp_pipe.pipeline as pp
 from lp_pipe.checkpoint import Checkpoints
+from tests.integration.small import Feeder, squared_error
 from tests.launch.engines.programs import until
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -22,12 +23,6 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 @pytest.fixture
 def without_torch() -> None:
     """In place of tests/conftest.py's: loading torch in each stage by itself would take a second of each."""
-
-
-class Feeder:
-    def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        generator = torch.Generator().manual_seed(step)
-        return torch.randn(4, 6, generator=generator), torch.randn(4, 2, generator=generator)
 
 
 class LosesItsHost(nn.Module):
@@ -43,10 +38,6 @@ class LosesItsHost(nn.Module):
             self._mark.write_text(str(os.getpid()))
             os.kill(psutil.Process().parent().ppid(), signal.SIGKILL)  # above the template
         return value
-
-
-def squared_error(output: Tensor, target: Tensor) -> Tensor:
-    return ((output - target) ** 2).mean()
 
 
 def train(pipeline: pp.PipelineClient, fingerprint: Path) -> None:

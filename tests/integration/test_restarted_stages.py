@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import lp_pipe as lp
 import lp_pipe.pipeline as pp
 from lp_pipe.checkpoint import Checkpoints
+from tests.integration.small import Feeder, squared_error
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -19,12 +20,6 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 @pytest.fixture
 def without_torch() -> None:
     """In place of tests/conftest.py's: loading torch in each stage by itself would take a second of each."""
-
-
-class Feeder:
-    def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        generator = torch.Generator().manual_seed(step)
-        return torch.randn(4, 6, generator=generator), torch.randn(4, 2, generator=generator)
 
 
 class KillsItself(nn.Module):
@@ -42,10 +37,6 @@ class KillsItself(nn.Module):
             (self._folder / str(deaths)).touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return value
-
-
-def squared_error(output: Tensor, target: Tensor) -> Tensor:
-    return ((output - target) ** 2).mean()
 
 
 def trained(
