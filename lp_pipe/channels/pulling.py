@@ -8,9 +8,10 @@ from collections.abc import Callable
 from lp_pipe.channels.board import Bell
 from lp_pipe.connections import Connection, PulledConnection
 
-# What arrives within about the time that it takes to fall asleep and be woken is worth looking for awake.
-_LOOKING_S = 1e-4
-_MOST_SKIPPED = 64
+# What arrives within a few times as long as it takes to fall asleep and be woken is worth looking for awake: who sleeps
+# also finds its core's caches cold, and the other end has to wake it.
+_LOOKING_S = 3e-4
+_MOST_SKIPPED = 192
 
 
 class Pulling:

@@ -22,6 +22,7 @@ from lp_pipe.context import NodeContext, StopSignal, enter_process
 from lp_pipe.errors import Unavailable
 from lp_pipe.launch import os_text
 from lp_pipe.launch.execute import failure_from, run_node
+from lp_pipe.launch.freed_memory import keep_freed_memory
 from lp_pipe.launch.record import Failure
 from lp_pipe.launch.threads import set_process_threads
 from lp_pipe.launch.view import to_wire
@@ -251,6 +252,7 @@ def _run(start: wire.Start, payload: bytearray, supervision: Supervision) -> Fai
     supervision.count_calls = lambda: context.calls
     enter_process(context)
     set_process_threads(start.threads)
+    keep_freed_memory()
     if context.is_stopping:
         return None
     return run_node(node, context)

@@ -4,13 +4,14 @@ import contextlib
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from typing import Any
 
 from lp_pipe.context import context
 from lp_pipe.errors import NonFiniteError, Unavailable
 from lp_pipe.pipeline.execution import Report
 from lp_pipe.pipeline.worker import StageWorker
+from lp_pipe.rpc.calls import add_quick_callback
 from lp_pipe.rpc.pool import DaemonPool
 
 
@@ -22,7 +23,9 @@ class Workers:
         self._peers = list(peers)
         self._tag = 0
         self._pool = DaemonPool(1, "steps ahead")
-        context().exit_stack.callback(self._pool.close)
+        self._watchers = DaemonPool(1, "failed operations")
+        for pool in (self._pool, self._watchers):
+            context().exit_stack.callback(pool.close)
 
     def clients(self, own: Any) -> list[Any]:
         """Of all workers, by rank. own: one of this process's worker."""
@@ -45,7 +48,8 @@ class Workers:
         try:
             results = [getattr(self.own, method)(*args[0])]
         finally:
-            wait(futures)
+            for future in futures:
+                future.exception()  # unlike concurrent.futures.wait this reads the reply, and at once
         return results + [future.result() for future in futures]
 
     def all(self, method: str, *args: Any) -> list[Any]:
@@ -91,19 +95,23 @@ class Workers:
             for peer in self._peers:
                 peer.futures.abort(tag, reason)
 
-        return Attempt(abort, futures)
+        return Attempt(abort, futures, self._watchers)
 
 
 class Attempt:
-    """An operation's reports, or its failures; the first one frees all workers."""
+    """An operation's reports, or its failures; the first one frees all workers.
 
-    def __init__(self, abort: Callable[[str], None], futures: "Sequence[Future[Report]]") -> None:
+    watchers: where failures are handled of which nobody has asked yet.
+    """
+
+    def __init__(self, abort: Callable[[str], None], futures: "Sequence[Future[Report]]", watchers: DaemonPool) -> None:
         self._abort = abort
         self._futures = futures
+        self._watchers = watchers
         self._lock = threading.Lock()
         self._errors: list[BaseException] = []
         for future in futures:
-            future.add_done_callback(self._watch)
+            add_quick_callback(future, self._notice)
 
     def failure(self) -> BaseException | None:
         """What `reports` raises, if it does."""
@@ -136,6 +144,11 @@ class Attempt:
             # Not str(error): it may be empty, or the user's own and raise.
             first_line = traceback.format_exception_only(error)[0].splitlines()[0]
             self._abort(f"the operation failed on another stage: {first_line}")
+
+    def _notice(self, future: "Future[Report]") -> None:
+        """In the thread that has read the reply: others wait for it to read on."""
+        if future.exception() is not None:
+            self._watchers.submit(self._watch, future)
 
     def _watch(self, future: "Future[Report]") -> None:
         error = future.exception()

@@ -174,6 +174,16 @@ class CallFuture(Future[Any]):
             _callbacks.submit(settle)
 
 
+def add_quick_callback(future: Future[Any], fn: Callable[[Future[Any]], object]) -> None:
+    """As `add_done_callback`, but of a call where its reply is read: `fn` returns at once, and calls nobody.
+
+    That saves a hop between threads. An exception of `fn` is logged.
+    """
+    Future.add_done_callback(future, fn)
+    if isinstance(future, CallFuture) and future.sent is not None:
+        future.sent.attend()
+
+
 def _call_in(node: NodeContext, fn: Callable[[Future[Any]], object], future: Future[Any]) -> None:
     """Run a callback as code of the node that added it: the pool's threads belong to none."""
     with entered(node):

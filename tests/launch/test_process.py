@@ -1,6 +1,7 @@
 """What only holds where nodes are processes: their environment, their output, their isolation."""
 
 import os
+import resource
 import signal
 import sys
 import threading
@@ -88,6 +89,24 @@ def test_resources_set_variables_and_compute_threads(fresh: bool) -> None:
         assert probe.ask(os.getenv, "MY_VARIABLE") == "mine"
         assert probe.ask(os.getenv, "OMP_NUM_THREADS") == "2"
         assert probe.ask(lambda: lp.context().resources.threads) == 2
+
+
+def _pages_a_block() -> float:
+    """That the kernel has to give for a block of 4 MiB of which as much was freed before."""
+    before = 0
+    for count in range(60):
+        if count == 10:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        bytearray(4 << 20)
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / 50
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's malloc")
+def test_nodes_keep_freed_memory_for_their_next_step_unless_the_user_has_said_how() -> None:
+    with lp.launch(probes(), "process") as run:
+        assert run.client("probe").ask(_pages_a_block) < 100
+    with lp.launch(probes(env={"MALLOC_MMAP_THRESHOLD_": "65536"}, fresh_interpreter=True), "process") as run:
+        assert run.client("probe").ask(_pages_a_block) > 1000
 
 
 def test_variables_that_are_read_at_process_start_imply_a_fresh_interpreter() -> None:

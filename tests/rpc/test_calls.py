@@ -23,6 +23,7 @@ import lp_pipe as lp
 from lp_pipe import connections
 from lp_pipe.connections.credentials import Credentials
 from lp_pipe.rpc import Server
+from lp_pipe.rpc.calls import add_quick_callback
 
 WITHIN_S = 20.0
 
@@ -384,6 +385,18 @@ def test_a_callback_that_is_added_while_the_reply_arrives_may_call(serve: Serve)
             pass
         future.add_done_callback(lambda _, done=done: (client.add(1, 1), done.set()))
         assert done.wait(WITHIN_S)
+
+
+def test_a_quick_callback_runs_although_nobody_asks_for_the_result(serve: Serve) -> None:
+    client = serve(Calculator())
+    done = threading.Event()
+    add_quick_callback(client.futures.add(1, 1), lambda future: done.set() if future.result() == 2 else None)
+    assert done.wait(WITHIN_S)
+    settled = client.futures.add(1, 2)
+    assert settled.result() == 3
+    done.clear()
+    add_quick_callback(settled, lambda _: done.set())
+    assert done.is_set()
 
 
 def test_a_broken_callback_harms_nobody(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,42 @@
+"""What the process of a node does with memory that it has freed: it keeps it, because every step takes it again."""
+
+import ctypes
+import os
+from collections.abc import Callable
+
+# glibc's malloc.h
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -2, -3, -8
+
+_KEPT_BYTES = 1 << 29
+_GROWTH_BYTES = 1 << 26
+_LARGEST_BYTES = 1 << 25  # the most that every glibc takes; what is larger goes back to the kernel at once
+
+
+def keep_freed_memory() -> None:
+    """Let malloc keep what is freed, up to half a GiB, where it is glibc's and the user has not set it up himself.
+
+    By default activations of a step go back to the kernel, which clears their pages when the next step touches them.
+    One arena for all threads, because what was freed in one is of no use to another.
+    """
+    mallopt = _mallopt()
+    if mallopt is None or _is_set_up(os.environ):
+        return
+    mallopt(_MMAP_THRESHOLD, _LARGEST_BYTES)
+    mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
+    mallopt(_TOP_PAD, _GROWTH_BYTES)
+    mallopt(_ARENA_MAX, 1)
+
+
+def _mallopt() -> Callable[[int, int], int] | None:
+    try:
+        libc = ctypes.CDLL(None)
+        libc.gnu_get_libc_version  # noqa: B018  # others have a mallopt that does nothing, or something else
+        found: Callable[[int, int], int] = libc.mallopt
+    except (OSError, AttributeError):
+        return None
+    return found
+
+
+def _is_set_up(environment: "os._Environ[str] | dict[str, str]") -> bool:
+    is_named = any(name.startswith("MALLOC_") for name in environment)
+    return is_named or "glibc.malloc" in environment.get("GLIBC_TUNABLES", "") or "LD_PRELOAD" in environment
