@@ -14,6 +14,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -65,10 +66,12 @@ def cases(*, is_quick: bool) -> dict[str, Case]:
     if is_quick:
         return small
     hosts = pp.Topology([pp.Level("device", 4, bandwidth=10.0), pp.Level("host", 4, bandwidth=1.0)])
+    many = pp.Topology([pp.Level("device", 64, bandwidth=10.0)])
     return small | {
-        "3 modules of 4 branches, 8 devices": (branches([3] * 4, 3), one_level),
+        "3 x 4 branches, 8 devices": (branches([3] * 4, 3), one_level),
         "ResNet-50's size, 4 x 4 devices": (resnet_50(), hosts),
-        "chain of 200, 64 devices": (chain(200), pp.Topology([pp.Level("device", 64, bandwidth=10.0)])),
+        "chain of 200, 64 devices": (chain(200), many),
+        "chain of 1,000, 64 devices": (chain(1000), many),
     }
 
 
@@ -133,7 +136,7 @@ def _options(folder: pathlib.Path, topology: pp.Topology) -> list[str]:
 
 
 def _run(arguments: Sequence[str], folder: pathlib.Path) -> tuple[str, float, str]:
-    """What Python prints that runs it, its CPU seconds, and why it has failed, in few words."""
+    """What Python prints that runs it, its CPU seconds, and why it has failed."""
     before = _children_s()
     command = [sys.executable, *arguments]
     try:
@@ -141,7 +144,7 @@ def _run(arguments: Sequence[str], folder: pathlib.Path) -> tuple[str, float, st
     except subprocess.TimeoutExpired:
         return "", _children_s() - before, f"no plan in {TIMEOUT_S:g} s"
     said = done.stderr.splitlines() or ["it says nothing"]
-    return done.stdout, _children_s() - before, f"failed: {said[-1][:60]}" if done.returncode else ""
+    return done.stdout, _children_s() - before, f"failed: {said[-1]}" if done.returncode else ""
 
 
 def _children_s() -> float:
@@ -173,9 +176,19 @@ def show(figures: dict[str, Any]) -> None:
         ratios = [f"{their[key] / our[key]:.2f}" if is_like else "" for key in ("cpu_s", "slowest_s")]
         cpu = [f"{found['cpu_s']:.2f}" for found in (our, their)]
         slowest = [
-            "" if value is None else f"{value:.4f}" for value in (our["slowest_s"], their["slowest_s"], their["says_s"])
+            "" if value is None else f"{value:.4g}" for value in (our["slowest_s"], their["slowest_s"], their["says_s"])
         ]
         note = "; ".join(filter(None, (our["note"] and f"ours: {our['note']}", their["note"])))
-        rows.append([name, str(case["layers"]), *cpu, ratios[0], *slowest, ratios[1], note])
-    columns = ["", "layers", "CPU s", "theirs", "ratio", "slowest s", "theirs", "as it says", "ratio", "theirs"]
+        rows.append(
+            [
+                name,
+                str(case["layers"]),
+                *cpu,
+                ratios[0],
+                *slowest,
+                ratios[1],
+                textwrap.shorten(note, 32, placeholder="…"),
+            ]
+        )
+    columns = ["", "layers", "CPU s", "theirs", "ratio", "slowest s", "theirs", "says", "ratio", "theirs"]
     show_table("Beside PipeDream's published optimizer", columns, rows)
