@@ -110,11 +110,14 @@ def theirs(checkout: pathlib.Path, folder: pathlib.Path, profile: pp.Profile, to
     printed, cpu_s, problem = _run([SCRIPT.name, *_options(folder, topology)], folder_of_script)
     if problem:
         return Found(cpu_s, note=problem)
-    stage_of = stages_of_layers((folder / f"gpus={topology.devices}.txt").read_text())
+    written = folder / f"gpus={topology.devices}.txt"
+    if not written.is_file():
+        return Found(cpu_s, note="writes no plan")
+    stage_of = stages_of_layers(written.read_text())
     if left_out := len(profile.layers) - len(stage_of):
         return Found(cpu_s, note=f"{left_out} layers in no stage")
     if any(stage_of[profile.layers[a].name] > stage_of[profile.layers[b].name] for a, b in profile.links):
-        return Found(cpu_s, note="a layer reads from a later stage")
+        return Found(cpu_s, note="reads from a later stage")
     stages = nested(printed, stage_of, profile)
     plan = flat(stages, profile, seconds(stages, profile, topology.levels))
     says = re.search(r"(?m)^Time per stage in pipeline: (\S+)$", printed)
@@ -187,7 +190,7 @@ def show(figures: dict[str, Any]) -> None:
                 ratios[0],
                 *slowest,
                 ratios[1],
-                textwrap.shorten(note, 32, placeholder="…"),
+                textwrap.shorten(note, 28, placeholder="…"),
             ]
         )
     columns = ["", "layers", "CPU s", "theirs", "ratio", "slowest s", "theirs", "says", "ratio", "theirs"]

@@ -94,8 +94,9 @@ def test_a_search_that_starts_at_one_of_two_sources_is_told(tmp_path: Path) -> N
     [
         ("raise RecursionError('too deep')", "failed: RecursionError: too deep"),
         ("import os; os._exit(3)", "failed: it says nothing"),
+        ("print('done')", "writes no plan"),
         (STAND_IN.replace("enumerate(layers)", "enumerate(layers[:-1])"), "1 layers in no stage"),
-        (STAND_IN.replace("min(place, 1)", "1 - min(place, 1)"), "a layer reads from a later stage"),
+        (STAND_IN.replace("min(place, 1)", "1 - min(place, 1)"), "reads from a later stage"),
     ],
 )
 def test_without_a_plan_the_row_says_why(
@@ -104,7 +105,7 @@ def test_without_a_plan_the_row_says_why(
     their = found(checkout(tmp_path, script), chain(1, 2), devices(2))
     assert (their.slowest_s, their.note) == (None, note)
     published_optimizer.show({"a chain": {"layers": 2, "ours": asdict(Found(0.5, 1.5)), "theirs": asdict(their)}})
-    assert note in capsys.readouterr().out
+    assert note[:20] in capsys.readouterr().out
 
 
 def test_a_search_is_ended_after_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
