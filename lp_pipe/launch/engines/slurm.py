@@ -65,13 +65,20 @@ class SlurmEngine(Engine):
         return self._offers
 
     def start(self, invitation: Invitation) -> Sequence[Watched]:
-        names = [offer.name for offer in self._offers]
+        return self._step(invitation, [offer.name for offer in self._offers])
+
+    def start_again(self, invitation: Invitation, name: str) -> Watched:
+        return self._step(invitation, [name])[0]
+
+    def _step(self, invitation: Invitation, names: Sequence[str]) -> "list[Task]":
+        """One srun for the agents of these hosts, in Slurm's order."""
         where = [f"--nodes={len(names)}", f"--ntasks={len(names)}", f"--nodelist={','.join(names)}"]
         words = [self._python, *invitation.arguments(_NAME)]
         # All tasks have one command line: each learns from Slurm which of the hosts it is on.
         command = " ".join('"$SLURMD_NODENAME"' if word == _NAME else shlex.quote(word) for word in words)
         step = Subprocess(names, [*self._srun, *where, "sh", "-c", f"exec {command}"], invitation)
-        return [Task(name, number, step) for number, name in enumerate(names)]
+        in_use = set(names)
+        return [Task(name, number, step, in_use) for number, name in enumerate(names)]
 
     def _chosen(self, allocated: Sequence[str]) -> Sequence[str]:
         asked = self._asked or str(len(allocated))
@@ -86,12 +93,16 @@ class SlurmEngine(Engine):
 
 
 class Task(Watched):
-    """One task of the step that all agents are in. How it ended is what srun says of it, at the latest at the end."""
+    """One task of the step of several agents. How it ended is what srun says of it, at the latest at the end.
 
-    def __init__(self, host: str, number: int, step: Watched) -> None:
+    in_use: the hosts of the step whose tasks nobody has killed; of all its tasks the same set.
+    """
+
+    def __init__(self, host: str, number: int, step: Watched, in_use: set[str]) -> None:
         super().__init__([host])
         self._number = number
         self._step = step
+        self._in_use = in_use
 
     def how_it_ended(self) -> str | None:
         for line in self._step.last_lines():
@@ -113,8 +124,10 @@ class Task(Watched):
         return found
 
     def kill(self) -> None:
-        """The whole step: one task cannot be killed alone."""
-        self._step.kill()
+        """With the last of its step: one task cannot be killed alone, and its agent ends by itself."""
+        self._in_use.difference_update(self.hosts)
+        if not self._in_use:
+            self._step.kill()
 
 
 def is_inside() -> bool:

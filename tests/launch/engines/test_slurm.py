@@ -66,24 +66,28 @@ class _Step(Watched):
 )
 def test_srun_says_which_tasks_have_ended_while_the_others_run(line: str, ended: list[str | None]) -> None:
     step = _Step("2: hello", line)
-    assert [Task(f"node{number + 1}", number, step).how_it_ended() for number in range(3)] == ended
+    assert [Task(f"node{number + 1}", number, step, set()).how_it_ended() for number in range(3)] == ended
 
 
 def test_when_srun_ends_all_its_tasks_have() -> None:
     step = _Step("srun: error: Unable to create step: Invalid credential", ended="exit status 1")
-    task = Task("node1", 0, step)
+    task = Task("node1", 0, step, set())
     assert task.how_it_ended() == "srun: exit status 1"
     assert task.last_lines() == ["srun: error: Unable to create step: Invalid credential"]
 
 
 def test_a_task_has_its_own_lines_and_those_of_srun() -> None:
     step = _Step("01: mine: yes", "10: another's", "srun: both")
-    assert Task("node2", 1, step).last_lines() == ["mine: yes", "srun: both"]
+    assert Task("node2", 1, step, set()).last_lines() == ["mine: yes", "srun: both"]
 
 
-def test_a_task_is_killed_with_its_step() -> None:
-    step = _Step()
-    Task("node1", 0, step).kill()
+def test_a_step_is_killed_with_the_last_of_its_tasks() -> None:
+    step, in_use = _Step(), {"node1", "node2"}
+    first, second = Task("node1", 0, step, in_use), Task("node2", 1, step, in_use)
+    first.kill()
+    first.kill()
+    assert not step.is_killed
+    second.kill()
     assert step.is_killed
 
 

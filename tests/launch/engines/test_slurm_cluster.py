@@ -1,5 +1,6 @@
 """The slurm engine against a real Slurm: one slurmctld, and three slurmd on this machine."""
 
+import itertools
 import os
 import re
 import signal
@@ -106,6 +107,25 @@ def test_an_agent_that_is_killed_is_named_and_takes_neither_the_other_agents_alo
         run.wait(WITHIN_S)
     assert "node1" not in str(caught.value) and "node3" not in str(caught.value)
     until(lambda: are_gone(nodes))
+
+
+@pytest.mark.usefixtures("inside", "without_torch")
+def test_an_elastic_run_goes_on_without_a_lost_host_and_starts_its_agent_again() -> None:
+    with lp.launch_elastic(probes, "2:3", engine="slurm") as run:
+        agents()["node2"].kill()
+        until(lambda: run.num_hosts == 2)
+        names = [run.run.client("probe", index).ask(os.getenv, "SLURMD_NODENAME") for index in range(2)]
+        assert names == ["node1", "node3"]
+        until(lambda: "node2" in agents())
+        number = itertools.count(1)
+        until(lambda: _checkpoint(run.run_dir, next(number)) or run.num_hosts == 3)
+        names = [run.run.client("probe", index).ask(os.getenv, "SLURMD_NODENAME") for index in range(3)]
+        assert names == ["node1", "node2", "node3"]
+
+
+def _checkpoint(run_dir: Path, step: int) -> None:
+    """As a trainer would have saved one."""
+    (run_dir / "checkpoints" / f"step-{step:08}").mkdir(parents=True)
 
 
 @pytest.mark.usefixtures("inside", "without_torch")
