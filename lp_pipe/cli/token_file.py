@@ -25,7 +25,7 @@ def read_token_file(path: str) -> bytes:
 
 
 def is_private(status: os.stat_result, user: int, group: int) -> bool:
-    """Whether of all but root only this process's user may read the file.
+    """Whether, of all but root, one user alone may read the file: its owner, or the one of this process.
 
     Either the mode says so, or it is the file of a Secret in a pod: root's, whoever the pod runs as, and readable by a
     group, which must be that of this user alone. A group is taken for that if it has the user's own number, and is the

@@ -1,8 +1,10 @@
 """A namespace may enforce the Pod Security Standard `restricted`: it takes our pods as they are.
 
-Source: kubernetes.io/docs/concepts/security/pod-security-standards (as of Kubernetes 1.34), and what enforces it,
-k8s.io/pod-security-admission/policy, one file a check; what a check says of init and ephemeral containers has no object
-here: a pod of ours has none.
+Source: kubernetes.io/docs/concepts/security/pod-security-standards, and the checks that enforce it, by whose names we
+call them: kubernetes, staging/src/k8s.io/pod-security-admission/policy/check_*.go, to those of version 1.38. Those of
+`baseline` for seccomp and capabilities are left out, because `restricted` has stricter ones. Where a later version
+allows more, this table has what the first one does. Init and ephemeral containers, of which the checks speak too, our
+pods have none of.
 """
 
 from collections.abc import Callable
@@ -21,7 +23,7 @@ VOLUMES = {
 }
 SECCOMP = ("RuntimeDefault", "Localhost")
 APPARMOR = (None, "RuntimeDefault", "Localhost")
-SELINUX = (None, "", "container_t", "container_init_t", "container_kvm_t", "container_engine_t")
+SELINUX = (None, "", "container_t", "container_init_t", "container_kvm_t")
 SYSCTLS = {
     *("kernel.shm_rmid_forced", "net.ipv4.ip_local_port_range", "net.ipv4.ip_unprivileged_port_start"),
     *("net.ipv4.tcp_syncookies", "net.ipv4.ping_group_range"),
@@ -29,7 +31,6 @@ SYSCTLS = {
 PROBES = ("livenessProbe", "readinessProbe", "startupProbe")
 ANNOTATION = "container.apparmor.security.beta.kubernetes.io/"
 
-# By the name of the check; each with a change that it must refuse.
 BASELINE: dict[str, Check] = {
     "hostNamespaces": lambda pod: not any(pod["spec"].get(key) for key in ("hostNetwork", "hostPID", "hostIPC")),
     "hostPathVolumes": lambda pod: not any("hostPath" in volume for volume in pod["spec"]["volumes"]),
@@ -53,6 +54,7 @@ BASELINE: dict[str, Check] = {
     ),
     "procMount": lambda pod: all(one.get("procMount", "Default") == "Default" for one in of_containers(pod)),
     "sysctls": lambda pod: {one["name"] for one in of_pod(pod).get("sysctls", [])} <= SYSCTLS,
+    "ulimits": lambda pod: not any("ulimits" in one for one in of_containers(pod)),
     "windowsHostProcess": lambda pod: (
         not any(one.get("windowsOptions", {}).get("hostProcess") for one in contexts(pod))
     ),
@@ -69,6 +71,9 @@ RESTRICTED: dict[str, Check] = {
     "runAsUser": lambda pod: all(one.get("runAsUser") != 0 for one in contexts(pod)),
     "seccompProfile_restricted": lambda pod: all(
         of_pod(pod, one).get("seccompProfile", {}).get("type") in SECCOMP for one in of_containers(pod)
+    ),
+    "cgroupOptions_restricted": lambda pod: all(
+        one.get("cgroupOptions", {}).get("mountMode", "ReadOnly") == "ReadOnly" for one in of_containers(pod)
     ),
     "capabilities_restricted": lambda pod: all(
         "ALL" in one.get("capabilities", {}).get("drop", [])
@@ -121,6 +126,7 @@ def test_baseline_takes_those_of_root(kind: str) -> None:
     assert "home" not in [volume["name"] for volume in pod["spec"]["volumes"]]
 
 
+# By the name of a check, a change that it is there for.
 REFUSED = {
     "hostNamespaces": {"hostPID": True},
     "hostPathVolumes": {"volumes": [{"name": "v", "hostPath": {"path": "/"}}]},
@@ -131,12 +137,14 @@ REFUSED = {
     "seLinuxOptions": {"container": {"seLinuxOptions": {"type": "spc_t"}}},
     "procMount": {"container": {"procMount": "Unmasked"}},
     "sysctls": {"pod": {"sysctls": [{"name": "kernel.msgmax", "value": "1"}]}},
+    "ulimits": {"container": {"ulimits": [{"name": "memlock"}]}},
     "windowsHostProcess": {"pod": {"windowsOptions": {"hostProcess": True}}},
     "restrictedVolumes": {"volumes": [{"name": "v", "nfs": {"server": "s", "path": "/"}}]},
     "allowPrivilegeEscalation": {"container": {"allowPrivilegeEscalation": True}},
     "runAsNonRoot": {"pod": {"runAsNonRoot": False}},
     "runAsUser": {"container": {"runAsUser": 0}},
     "seccompProfile_restricted": {"pod": {"seccompProfile": {"type": "Unconfined"}}},
+    "cgroupOptions_restricted": {"container": {"cgroupOptions": {"mountMode": "Writable"}}},
     "capabilities_restricted": {"container": {"capabilities": {"drop": ["ALL"], "add": ["SYS_PTRACE"]}}},
 }
 
