@@ -1,7 +1,10 @@
 """What a node needs of the machine it runs on."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+Placement = Literal["even", "spread", "pack"]
 
 _PROCESS_START_PREFIXES = ("OMP_", "LD_", "CUDA_", "MKL_", "OPENBLAS_", "DYLD_", "PYTHON")
 
@@ -18,6 +21,13 @@ class Resources:
     env: variables set in the node's process; some only work at process start and imply fresh_interpreter.
     host: name of the host that the node must run on.
     fresh_interpreter: start the node by exec instead of forking it from the template process.
+
+    On several hosts (one host of its own fulfils all of these):
+
+    host_labels: what the node's host must be labelled with, all of it (`--hosts=h1:label=fast`).
+    placement: of the group's nodes. "even": on all hosts that have room, neighbours together; "spread": each on another
+        host; "pack": on as few hosts as have room for them.
+    colocate_with: label of a group, on whose hosts this one's nodes go: node i of n beside node i * m // n of its m.
     """
 
     cpus: int | None = None
@@ -27,6 +37,9 @@ class Resources:
     env: Mapping[str, str] = field(default_factory=dict)
     host: str | None = None
     fresh_interpreter: bool = False
+    host_labels: Sequence[str] = ()
+    placement: Placement = "even"
+    colocate_with: str | None = None
 
     def __post_init__(self) -> None:
         if self.threads < 1:
@@ -35,6 +48,15 @@ class Resources:
             raise ValueError(f"Resources(memory={self.memory}): a number of bytes, or None")
         if self.gpus < 0 or (self.cpus is not None and self.cpus < 1):
             raise ValueError(f"Resources(cpus={self.cpus}, gpus={self.gpus}): counts cannot be negative or zero cores")
+        if isinstance(self.host_labels, str):
+            raise ValueError(f"Resources(host_labels={self.host_labels!r}): write a list, [{self.host_labels!r}]")
+        if self.placement not in get_args(Placement):
+            known = ", ".join(map(repr, get_args(Placement)))
+            raise ValueError(f"Resources(placement={self.placement!r}): known are {known}")
+        if self.colocate_with is not None and (self.placement != "even" or self.host is not None):
+            raise ValueError(
+                f"Resources(colocate_with={self.colocate_with!r}): says where they go: leave placement and host out"
+            )
 
     @property
     def needs_fresh_interpreter(self) -> bool:

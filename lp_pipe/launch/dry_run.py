@@ -71,7 +71,7 @@ def _promised(offer: HostOffer) -> Hardware:
     here = this_host()
     cpus = here.cpus if offer.cpus is None else tuple(range(offer.cpus))
     memory = here.memory_bytes if offer.memory is None else offer.memory
-    return Hardware(frozenset({offer.name}), cpus, memory, tuple(map(str, range(offer.gpus or 0))))
+    return Hardware(frozenset({offer.name}), cpus, memory, tuple(map(str, range(offer.gpus or 0))), offer.labels)
 
 
 def _sources(tree: SourceTree) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any, Self
 from lp_pipe.errors import LaunchError
 from lp_pipe.launch.hardware import Hardware
 
-PROTOCOL = 2  # of agent_link.py, and of what agents and launchers call there
+PROTOCOL = 3  # of agent_link.py, and of what agents and launchers call there
 JOIN, WELCOME = "join", "welcome"
 
 
@@ -38,7 +38,8 @@ class Joining:
     hardware: Hardware
 
     def to_bytes(self) -> bytes:
-        hardware = asdict(self.hardware) | {"names": sorted(self.hardware.names)}
+        found = self.hardware
+        hardware = asdict(found) | {"names": sorted(found.names), "labels": sorted(found.labels)}
         return json.dumps(asdict(self) | {"hardware": hardware}).encode()
 
     @classmethod
@@ -62,6 +63,7 @@ class Joining:
                     tuple(hardware["cpus"]),
                     int(hardware["memory_bytes"]),
                     tuple(hardware["gpus"]),
+                    frozenset(hardware["labels"]),
                 ),
                 **fields,
             )

@@ -6,21 +6,28 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+LABELS = "LP_PIPE_HOST_LABELS"
+
 
 @dataclass(frozen=True)
 class Hardware:
-    """gpus: as CUDA_VISIBLE_DEVICES names them (numbers, or UUIDs where the launcher was given such)."""
+    """gpus: as CUDA_VISIBLE_DEVICES names them (numbers, or UUIDs where the launcher was given such).
+
+    labels: what `Resources(host_labels=...)` may ask for.
+    """
 
     names: frozenset[str]
     cpus: tuple[int, ...]
     memory_bytes: int
     gpus: tuple[str, ...]
+    labels: frozenset[str] = frozenset()
 
 
 def this_host() -> Hardware:
     """What this process may use itself."""
     name = socket.gethostname()
-    return Hardware(frozenset({"localhost", name, name.partition(".")[0]}), _cpus(), _memory_bytes(), _gpus())
+    names = frozenset({"localhost", name, name.partition(".")[0]})
+    return Hardware(names, _cpus(), _memory_bytes(), _gpus(), _labels())
 
 
 def _cpus() -> tuple[int, ...]:
@@ -42,6 +49,11 @@ def _gpus() -> tuple[str, ...]:
         return tuple(str(index) for index in range(torch.cuda.device_count()))
     drivers = len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) or len(list(Path("/dev").glob("nvidia[0-9]*")))
     return tuple(str(index) for index in range(drivers))
+
+
+def _labels() -> frozenset[str]:
+    """As whoever runs the host has labelled it."""
+    return frozenset(label for label in os.environ.get(LABELS, "").split(",") if label)
 
 
 def _named(visible: str) -> tuple[str, ...]:

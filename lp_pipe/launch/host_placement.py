@@ -1,19 +1,20 @@
 """On which of several hosts each node runs; refuses what they do not have together, before anything starts.
 
 A group's nodes go over the hosts in order, in blocks: neighbours (the stages of a pipeline) share a host wherever they
-can, and a group uses all hosts.
+can, and a group uses all hosts, unless its `Resources` say otherwise. Groups take what they want in the order of the
+program, each behind the group on whose hosts it goes.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 
 from lp_pipe.launch.engines.base import HostOffer
 from lp_pipe.launch.hardware import Hardware
 from lp_pipe.launch.placement import Place, place_all
+from lp_pipe.launch.rooms import Room, check_fit, shared_out
 from lp_pipe.launch.spec import NodeSpec
-
-_GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -22,33 +23,6 @@ class HostPlace:
 
     host: str
     place: Place
-
-
-@dataclass
-class _Room:
-    """What is left of a host."""
-
-    hardware: Hardware
-    gpus: int
-    memory: int
-    nodes: list[NodeSpec] = field(default_factory=list)
-
-    def count(self, spec: NodeSpec, wanted: int) -> int:
-        """How many of `wanted` such nodes fit."""
-        asked = spec.resources
-        if asked.host is not None and asked.host not in self.hardware.names:
-            return 0
-        if asked.cpus is not None and asked.cpus > len(self.hardware.cpus):
-            return 0
-        limits = [wanted]
-        limits += [self.gpus // asked.gpus] if asked.gpus else []
-        limits += [self.memory // asked.memory] if asked.memory else []
-        return min(limits)
-
-    def take(self, spec: NodeSpec) -> None:
-        self.gpus -= spec.resources.gpus
-        self.memory -= spec.resources.memory or 0
-        self.nodes.append(spec)
 
 
 def offered(offer: HostOffer, found: Hardware) -> Hardware:
@@ -61,7 +35,8 @@ def offered(offer: HostOffer, found: Hardware) -> Hardware:
     if offer.gpus is not None and offer.gpus > len(gpus):
         raise ValueError(f"host {offer.name!r} is said to have {offer.gpus} GPUs, but its agent has found {len(gpus)}")
     memory = found.memory_bytes if offer.memory is None else min(offer.memory, found.memory_bytes)
-    return Hardware(found.names | {offer.name}, cpus[: offer.cpus], memory, gpus[: offer.gpus])
+    labels = found.labels | offer.labels
+    return Hardware(found.names | {offer.name}, cpus[: offer.cpus], memory, gpus[: offer.gpus], labels)
 
 
 def place_on_hosts(nodes: Sequence[NodeSpec], hosts: Mapping[str, Hardware]) -> dict[str, HostPlace]:
@@ -98,7 +73,7 @@ def place_again(
             if taken[spec.node_id].host in rooms:
                 rooms[taken[spec.node_id].host].take(spec)
         try:
-            host_of = _hosts_of(nodes, rooms)
+            host_of = _hosts_of(nodes, rooms, staying, taken)
         except ValueError as error:
             missing = error
         else:
@@ -116,44 +91,51 @@ def _candidates(
         yield hosts
 
 
-def _rooms(hosts: Mapping[str, Hardware]) -> dict[str, _Room]:
-    return {name: _Room(hardware, len(hardware.gpus), hardware.memory_bytes) for name, hardware in hosts.items()}
+def _rooms(hosts: Mapping[str, Hardware]) -> dict[str, Room]:
+    return {name: Room(hardware, len(hardware.gpus), hardware.memory_bytes) for name, hardware in hosts.items()}
 
 
-def _hosts_of(nodes: Sequence[NodeSpec], rooms: Mapping[str, _Room]) -> dict[str, str]:
-    """By the name of the node of the program; takes the room."""
+def _hosts_of(
+    nodes: Sequence[NodeSpec],
+    rooms: Mapping[str, Room],
+    staying: Sequence[NodeSpec] = (),
+    taken: Mapping[str, HostPlace] = MappingProxyType({}),
+) -> dict[str, str]:
+    """By the name of the node of the program; takes the room. taken: the places of those that stay, by node_id."""
     groups: dict[str, dict[str, NodeSpec]] = {}
     for spec in nodes:
         groups.setdefault(spec.label, {}).setdefault(spec.name, spec)
-    host_of: dict[str, str] = {}
-    for label, members in groups.items():
-        specs = list(members.values())
-        shares = _shares(label, specs, rooms)
-        names = [name for name, share in shares.items() for _ in range(share)]
-        for spec, name in zip(specs, names, strict=True):
-            rooms[name].take(spec)
-            host_of[spec.name] = name
+    sizes = {spec.label: spec.group_size for spec in (*nodes, *staying)}
+    host_of = {spec.name: taken[spec.node_id].host for spec in staying}
+    for label in _bases_first(groups):
+        specs = list(groups[label].values())
+        base = _base_of(specs)
+        beside = [host_of.get(f"{base}/{spec.index * sizes.get(base, 0) // spec.group_size}") for spec in specs]
+        chosen = [host for host in beside if host is not None]
+        if chosen and len(chosen) == len(specs):
+            check_fit(label, specs, rooms, chosen, base)
+        else:  # also where those whom it should be near do not run any more
+            chosen = shared_out(label, specs, rooms)
+        for spec, host in zip(specs, chosen, strict=True):
+            rooms[host].take(spec)
+            host_of[spec.name] = host
     return host_of
 
 
-def _shares(label: str, specs: Sequence[NodeSpec], rooms: Mapping[str, _Room]) -> dict[str, int]:
-    """How many of a group's nodes go to each host: as even as the room allows."""
-    spec, left = specs[0], len(specs)
-    room = {name: one.count(spec, left) for name, one in rooms.items()}
-    if sum(room.values()) < left:
-        raise ValueError(_what_is_missing(label, spec, sum(room.values()), left, rooms))
-    if left == 1:  # beside as few others as possible
-        fitting = [name for name in rooms if room[name]]
-        return {min(fitting, key=lambda name: len(rooms[name].nodes)): 1}
-    shares = dict.fromkeys(rooms, 0)
-    while left:
-        open_hosts = [name for name in rooms if shares[name] < room[name]]
-        even = max(1, left // len(open_hosts))
-        for name in open_hosts:
-            more = min(even, room[name] - shares[name], left)
-            shares[name] += more
-            left -= more
-    return shares
+def _bases_first(groups: Mapping[str, Mapping[str, NodeSpec]]) -> list[str]:
+    """The labels, each behind that of the group on whose hosts it goes; there is no ring of them."""
+    ordered: list[str] = []
+    for label in groups:
+        chain = [label]
+        while (base := _base_of(groups[chain[-1]].values())) in groups:
+            chain.append(base)
+        ordered += [one for one in reversed(chain) if one not in ordered]
+    return ordered
+
+
+def _base_of(group: Iterable[NodeSpec]) -> str:
+    """The label of the group on whose hosts it goes; "" for most."""
+    return next(iter(group)).resources.colocate_with or ""
 
 
 def _places(
@@ -172,24 +154,3 @@ def _places(
         new = place_all(here[name], hardware, beside)
         found.update({node_id: HostPlace(name, place) for node_id, place in new.items()})
     return {spec.node_id: found[spec.node_id] for spec in nodes}
-
-
-def _what_is_missing(label: str, spec: NodeSpec, fitting: int, wanted: int, rooms: Mapping[str, _Room]) -> str:
-    asked = spec.resources
-    if asked.host is not None and not any(asked.host in room.hardware.names for room in rooms.values()):
-        return f"group {label!r} must run on host {asked.host!r}, which is not one of {', '.join(rooms)}"
-    wants = [
-        *([f"{asked.gpus} GPUs"] if asked.gpus else []),
-        *([f"{asked.memory / _GIB:.1f} GiB of memory"] if asked.memory else []),
-        *([f"{asked.cpus} cores"] if asked.cpus else []),
-    ]
-    where = f" on host {asked.host!r}" if asked.host is not None else ""
-    left = "; ".join(
-        f"{name}: {room.gpus} of {len(room.hardware.gpus)} GPUs, {room.memory / _GIB:.1f} GiB, "
-        f"{len(room.hardware.cpus)} cores"
-        for name, room in rooms.items()
-    )
-    return (
-        f"group {label!r} wants {' and '.join(wants)}{where} for each of its {wanted} nodes, but only {fitting} of "
-        f"them fit beside the groups before it. What the hosts have left: {left}"
-    )

@@ -30,10 +30,12 @@ def make_plan(program: Program, run_dir: Path, grace_s: float) -> Plan:
     """Validate the graph and lay out its nodes.
 
     Raises:
-        ValueError: no nodes, an empty MultiProcessingColocation, or a handle of a node that is not in the program.
+        ValueError: no nodes, an empty MultiProcessingColocation, a handle of a node that is not in the program, or
+            groups that are to be on each other's hosts.
     """
     if not program.get_all_nodes():
         raise ValueError(f"program {program.name!r} has no nodes: there is nothing to launch")
+    _check_colocations({label: program.options(label).resources.colocate_with for label in program.groups})
     edges = tuple(program.edges())
     specs = tuple(
         spec
@@ -43,6 +45,20 @@ def make_plan(program: Program, run_dir: Path, grace_s: float) -> Plan:
     )
     owners = {address: spec.node_id for spec in specs for address in spec.addresses}
     return Plan(program.name, specs, edges, owners, run_dir, grace_s)
+
+
+def _check_colocations(bases: Mapping[str, str | None]) -> None:
+    for label in bases:
+        chain = [label]
+        while (base := bases[chain[-1]]) is not None:
+            if base not in bases:
+                raise ValueError(
+                    f"group {chain[-1]!r} has Resources(colocate_with={base!r}), but the program's groups are "
+                    f"{', '.join(bases)}"
+                )
+            if base in chain:
+                raise ValueError(f"groups are colocated with each other in a ring: {' with '.join([*chain, base])}")
+            chain.append(base)
 
 
 def _spec_of(node: Node[Any], options: GroupOptions, group_size: int) -> NodeSpec:

@@ -15,7 +15,7 @@ _OF_A_HOST = frozenset(
         "CUDA_VISIBLE_DEVICES",
     ]
 )
-_PREFIXES_OF_A_HOST = ("SSH_", "XDG_", "DBUS_", "SLURM", "KUBERNETES_", "RAY_", "LP_PIPE_TEMPLATE")
+_PREFIXES_OF_A_HOST = ("SSH_", "XDG_", "DBUS_", "SLURM", "KUBERNETES_", "RAY_", "LP_PIPE_TEMPLATE", "LP_PIPE_HOST_")
 
 
 @dataclass(frozen=True)

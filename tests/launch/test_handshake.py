@@ -16,6 +16,12 @@ def test_what_an_agent_says_of_itself_comes_back_from_its_bytes() -> None:
     assert Joining.from_bytes(JOINING.to_bytes()) == JOINING
 
 
+def test_an_agent_says_how_its_host_is_labelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LP_PIPE_HOST_LABELS", "fast,ib")
+    joining = dataclasses.replace(JOINING, hardware=this_host())
+    assert Joining.from_bytes(joining.to_bytes()).hardware.labels == {"fast", "ib"}
+
+
 def test_releases_of_one_python_go_together() -> None:
     check_versions("h1", dataclasses.replace(OURS, python="3.11.2"), OURS, needs_torch=True)
 

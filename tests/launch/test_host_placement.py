@@ -13,8 +13,9 @@ from lp_pipe.launch.spec import NodeSpec
 GIB = 1 << 30
 
 
-def host(name: str, cpus: int = 8, gpus: int = 0, memory: int = 64 * GIB) -> Hardware:
-    return Hardware(frozenset({name}), tuple(range(cpus)), memory, tuple(map(str, range(gpus))))
+def host(name: str, cpus: int = 8, gpus: int = 0, memory: int = 64 * GIB, labels: str = "") -> Hardware:
+    gpu_names = tuple(map(str, range(gpus)))
+    return Hardware(frozenset({name}), tuple(range(cpus)), memory, gpu_names, frozenset(labels.split()))
 
 
 def hosts(*found: Hardware) -> dict[str, Hardware]:
@@ -69,6 +70,85 @@ def test_a_group_may_name_its_host() -> None:
         names(group("stages", 2, host="c"), hosts(host("a"), host("b")))
 
 
+def test_a_group_may_want_labels_of_its_hosts() -> None:
+    three = hosts(host("a", labels="fast"), host("b", labels="fast ib"), host("c", labels="ib fast"))
+    assert names(group("stages", 4, host_labels=["fast", "ib"]), three) == ["b", "b", "c", "c"]
+    with pytest.raises(
+        ValueError,
+        match="group 'stages' must run on a host that is labelled 'large' and 'fast'; the hosts' labels are a: fast; "
+        "b: fast, ib; c: fast, ib",
+    ):
+        names(group("stages", 1, host_labels=["large", "fast"]), three)
+
+
+def test_spread_gives_each_node_a_host_of_its_own() -> None:
+    three = hosts(host("a"), host("b"), host("c"))
+    nodes = [*group("trainer", 1), *group("replicas", 2, placement="spread")]
+    assert names(nodes, three) == ["a", "b", "c"]
+    assert names(group("replicas", 3, placement="spread"), three) == ["a", "b", "c"]
+    with pytest.raises(ValueError, match="wants a host of its own for each of its 4 nodes, but only 3 of them fit"):
+        names(group("replicas", 4, placement="spread"), three)
+
+
+def test_pack_takes_as_few_hosts_as_have_room() -> None:
+    three = hosts(host("a", gpus=1), host("b", gpus=4), host("c", gpus=2))
+    assert names(group("stages", 4, gpus=1, placement="pack"), three) == ["b"] * 4
+    assert names(group("stages", 5, gpus=1, placement="pack"), three) == ["a", "b", "b", "b", "b"]
+    assert names(group("stages", 6, gpus=1, placement="pack"), three) == ["b", "b", "b", "b", "c", "c"]
+    assert names(group("feeders", 3, placement="pack"), three) == ["a", "a", "a"]
+
+
+def test_a_group_may_go_where_another_one_is() -> None:
+    both = hosts(host("a", gpus=2), host("b", gpus=2))
+    feeders = group("feeders", 2, colocate_with="stages")
+    nodes = [*feeders, *group("caches", 1, colocate_with="feeders"), *group("stages", 4, gpus=1)]
+    assert names(nodes, both) == ["a", "b", "a", "a", "a", "b", "b"]
+    with pytest.raises(
+        ValueError,
+        match=r"group 'shadows' wants 1 GPUs for each of its 2 nodes, but only 0 of them fit .* b: 0 of 2 GPUs.*"
+        r"group 'shadows' must go where group 'stages' is: 2 nodes to host 'b'",
+    ):
+        names([*group("stages", 2, gpus=1, host="b"), *group("shadows", 2, gpus=1, colocate_with="stages")], both)
+
+
+def test_nodes_of_a_lost_host_stay_together_and_apart_as_they_were() -> None:
+    three = hosts(host("a"), host("b"), host("c"))
+    nodes = [*group("stages", 2, placement="spread"), *group("feeders", 2, colocate_with="stages")]
+    assert names(nodes, three) == ["a", "b", "a", "b"]
+    assert again(nodes, three, "b") == [("c", ()), ("c", ())]
+    with pytest.raises(ValueError, match="group 'stages' wants a host of its own"):
+        again(nodes, hosts(host("a"), host("b")), "b")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "why"),
+    [
+        ({"host_labels": "fast"}, r"host_labels='fast'\): write a list, \['fast'\]"),
+        ({"placement": "wide"}, "placement='wide'.*'even', 'spread', 'pack'"),
+        ({"colocate_with": "stages", "host": "a"}, "colocate_with='stages'.*leave placement and host out"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_where_it_is_written(wanted: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        lp.Resources(**wanted)
+
+
+@pytest.mark.parametrize(
+    ("bases", "why"),
+    [
+        ({"a": "nobody"}, r"group 'a' has Resources\(colocate_with='nobody'\), but the program's groups are a"),
+        ({"a": "b", "b": "c", "c": "a"}, "in a ring: a with b with c with a"),
+    ],
+)
+def test_groups_that_cannot_be_together_are_refused_in_every_mode(bases: dict[str, str], why: str) -> None:
+    program = lp.Program("rings")
+    for label, base in bases.items():
+        with program.group(label, resources=lp.Resources(colocate_with=base)):
+            program.add_node(lp.PyNode(print))
+    with pytest.raises(ValueError, match=why):
+        lp.launch(program, "thread")
+
+
 def test_what_all_hosts_together_lack_is_said_with_what_they_have_left() -> None:
     both = hosts(host("a", gpus=2), host("b", gpus=1))
     nodes = [*group("first", 1, gpus=1), *group("stages", 3, gpus=1)]
@@ -81,9 +161,9 @@ def test_what_all_hosts_together_lack_is_said_with_what_they_have_left() -> None
 
 
 def test_an_offer_limits_what_is_used_of_a_host_but_cannot_add_to_it() -> None:
-    found = host("its-own-name", cpus=8, gpus=4)
-    limited = offered(HostOffer("h1", cpus=2, gpus=1, memory=GIB), found)
-    assert limited == Hardware(frozenset({"h1", "its-own-name"}), (0, 1), GIB, ("0",))
+    found = host("its-own-name", cpus=8, gpus=4, labels="fast")
+    limited = offered(HostOffer("h1", cpus=2, gpus=1, memory=GIB, labels=frozenset({"ib"})), found)
+    assert limited == Hardware(frozenset({"h1", "its-own-name"}), (0, 1), GIB, ("0",), frozenset({"fast", "ib"}))
     with pytest.raises(ValueError, match="host 'h1' is said to have 5 GPUs, but its agent has found 4"):
         offered(HostOffer("h1", gpus=5), found)
 

@@ -285,6 +285,29 @@ def test_what_the_hosts_do_not_have_is_refused_before_any_node_starts(tmp_path: 
     assert not list(tmp_path.glob("logs/probe*"))
 
 
+@pytest.mark.slow
+def test_groups_are_put_on_hosts_with_labels_apart_and_together() -> None:
+    program = lp.Program("labels")
+    wanted = {
+        "feeder": lp.Resources(colocate_with="replica"),
+        "replica": lp.Resources(placement="spread", host_labels=["fast"]),
+        "table": lp.Resources(placement="pack", host_labels=["large"]),
+    }
+    for label, resources in wanted.items():
+        with program.group(label, resources=resources):
+            for _ in range(2):
+                program.add_node(lp.CourierNode(Probe))
+    with launched(program, "a:label=fast,b:label=large,c:label=fast:label=large") as run:
+        hosts = {name: agent_of(name).pid for name in "abc"}
+        nodes = {label: [run.client(label, index).ask(os.getpid) for index in range(2)] for label in wanted}
+        found = {label: [agent_above(pid) for pid in pids] for label, pids in nodes.items()}
+        assert found == {
+            "feeder": [hosts["a"], hosts["c"]],
+            "replica": [hosts["a"], hosts["c"]],
+            "table": [hosts["b"], hosts["b"]],
+        }
+
+
 def test_an_unknown_engine_is_an_error_that_names_those_that_there_are() -> None:
     with pytest.raises(ValueError, match=r"unknown engine 'nomad'; known are local, ssh, manual"):
         lp.launch(probes(), "multi_host", engine="nomad")

@@ -20,13 +20,14 @@ from typing import ClassVar
 class HostOffer:
     """A host, by the name that `Resources(host=...)` and messages call it, and at most what may be used of it.
 
-    None: whatever the agent finds there. memory: bytes.
+    None: whatever the agent finds there. memory: bytes. labels: beside those that the agent finds there.
     """
 
     name: str
     cpus: int | None = None
     gpus: int | None = None
     memory: int | None = None
+    labels: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,11 @@ from pathlib import Path
 from lp_pipe.launch.engines.base import HostOffer
 
 _LIMITS = ("cpus", "gpus", "memory_gib")
+_LABEL = "label="
 
 
 def read_hosts(text: str) -> list[HostOffer]:
-    """`NAME[:LIMIT=N[:LIMIT=N]...]`, separated by commas; or the name of a file of such, one a line, `#` for remarks.
+    """`NAME[:LIMIT=N]...[:label=L]...`, separated by commas; or the name of a file of such, one a line, # for remarks.
 
     Limits: cpus, gpus, memory_gib. An IPv6 address is written in brackets.
 
@@ -42,15 +43,21 @@ def _read_host(part: str) -> HostOffer:
         rest = rest.removeprefix(":")
     else:
         name, _, rest = part.partition(":")
-    limits = dict(_read_limit(part, limit) for limit in rest.split(":") if limit)
+    options = [option for option in rest.split(":") if option]
+    labels = frozenset(option.removeprefix(_LABEL) for option in options if option.startswith(_LABEL))
+    limits = dict(_read_limit(part, option) for option in options if not option.startswith(_LABEL))
     if not name or name.startswith("-"):
         raise ValueError(f"{part!r} is no host: write NAME or NAME:gpus=4")
     memory = limits.get("memory_gib")
-    return HostOffer(name, limits.get("cpus"), limits.get("gpus"), None if memory is None else memory << 30)
+    if "" in labels:
+        raise ValueError(f"{part!r}: a label is empty; write label=fast")
+    return HostOffer(name, limits.get("cpus"), limits.get("gpus"), None if memory is None else memory << 30, labels)
 
 
 def _read_limit(part: str, limit: str) -> tuple[str, int]:
     name, _, number = limit.partition("=")
     if name not in _LIMITS or not number.isdigit():
-        raise ValueError(f"{part!r}: {limit!r} is no limit of a host; write {', '.join(f'{one}=N' for one in _LIMITS)}")
+        raise ValueError(
+            f"{part!r}: {limit!r} is no limit of a host; write {', '.join(f'{one}=N' for one in _LIMITS)} or label=L"
+        )
     return name, int(number)

@@ -1,5 +1,6 @@
 """Agents on the hosts of a Slurm allocation: one job step with one task on each."""
 
+import dataclasses
 import os
 import re
 import shlex
@@ -58,7 +59,7 @@ class SlurmEngine(Engine):
                 "engine 'slurm': this is not inside a Slurm allocation; run it under salloc or sbatch, or let "
                 "`lp_pipe launch … --mode=multi_host --engine=slurm --hosts=N` submit it"
             )
-        allocated = offers(_hostnames(os.environ["SLURM_JOB_NODELIST"]), os.environ)
+        allocated = _labelled(offers(_hostnames(os.environ["SLURM_JOB_NODELIST"]), os.environ))
         names = self._chosen([offer.name for offer in allocated])
         self._offers = [offer for offer in allocated if offer.name in names]  # in srun's order, not the user's
         return self._offers
@@ -163,12 +164,27 @@ def _number(text: str | None) -> int | None:
     return int(text) if text and text.isdigit() else None
 
 
+def features(text: str) -> dict[str, frozenset[str]]:
+    """By host, those that are active now, of what `scontrol show node --oneliner` prints."""
+    found = re.findall(r"^NodeName=(\S+).* ActiveFeatures=(\S+)", text, re.MULTILINE)
+    return {name: frozenset(words.split(",")) - {"(null)"} for name, words in found}
+
+
+def _labelled(allocated: Sequence[HostOffer]) -> list[HostOffer]:
+    """Slurm's features are the labels."""
+    found = features(_scontrol("show", "node", ",".join(offer.name for offer in allocated), "--oneliner"))
+    return [dataclasses.replace(offer, labels=found.get(offer.name, frozenset())) for offer in allocated]
+
+
 def _hostnames(nodelist: str) -> list[str]:
-    command = ["scontrol", "show", "hostnames", nodelist]
+    return _scontrol("show", "hostnames", nodelist).split()
+
+
+def _scontrol(*words: str) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(["scontrol", *words], capture_output=True, text=True, check=False)
     except OSError as error:
         raise LaunchError(f"engine 'slurm': cannot run scontrol: {error}") from error
     if done.returncode or not done.stdout:
-        raise LaunchError(f"`{' '.join(command)}` failed: {done.stderr.strip() or 'it names no host'}")
-    return done.stdout.split()
+        raise LaunchError(f"`scontrol {' '.join(words)}` failed: {done.stderr.strip() or 'it names no host'}")
+    return done.stdout

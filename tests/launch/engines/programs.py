@@ -45,9 +45,9 @@ with lp.launch(program, "multi_host", **{options!r}) as run:
 """
 
 
-def probes(count: int = 2, gpus: int = 0) -> lp.Program:
+def probes(count: int = 2, **resources: Any) -> lp.Program:
     program = lp.Program("probes")
-    with program.group("probe", resources=lp.Resources(gpus=gpus)):
+    with program.group("probe", resources=lp.Resources(**resources)):
         for _ in range(count):
             program.add_node(lp.CourierNode(Probe))
     return program

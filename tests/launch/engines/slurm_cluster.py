@@ -48,7 +48,8 @@ PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 _NODE = (
     "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} "
-    "CPUs=4 Boards=1 SocketsPerBoard=1 CoresPerSocket=4 ThreadsPerCore=1 RealMemory=4000 Gres=gpu:2 State=UNKNOWN"
+    "CPUs=4 Boards=1 SocketsPerBoard=1 CoresPerSocket=4 ThreadsPerCore=1 RealMemory=4000 Gres=gpu:2 "
+    "Feature=all,of_{name} State=UNKNOWN"
 )
 
 

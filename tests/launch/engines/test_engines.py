@@ -17,8 +17,9 @@ from lp_pipe.launch.engines.host_list import read_hosts
 
 
 def test_hosts_are_written_in_a_row_or_in_a_file_with_what_may_be_used_of_them(tmp_path: Path) -> None:
-    expected = [HostOffer("h1"), HostOffer("me@h2", cpus=8, gpus=4), HostOffer("fe80::1", memory=2 << 30)]
-    text = "h1, me@h2:gpus=4:cpus=8,[fe80::1]:memory_gib=2"
+    labelled = HostOffer("me@h2", cpus=8, gpus=4, labels=frozenset({"fast", "ib"}))
+    expected = [HostOffer("h1"), labelled, HostOffer("fe80::1", memory=2 << 30)]
+    text = "h1, me@h2:gpus=4:label=fast:cpus=8:label=ib,[fe80::1]:memory_gib=2"
     assert read_hosts(text) == expected
     file = tmp_path / "hosts"
     file.write_text("# ours\n" + text.replace(",", "\n") + "  # the last one\n")
@@ -32,6 +33,7 @@ def test_hosts_are_written_in_a_row_or_in_a_file_with_what_may_be_used_of_them(t
         ("", "names no host"),
         ("h1:gpu=4", "'gpu=4' is no limit"),
         ("h1:gpus=many", "no limit"),
+        ("h1:label=", "a label is empty"),
         ("-oProxyCommand=x", "is no host"),
         ("/no/such/file", "cannot be read"),
     ],

@@ -4,7 +4,7 @@ import pytest
 
 import lp_pipe as lp
 from lp_pipe.launch.engines import HostOffer, SlurmEngine, Watched
-from lp_pipe.launch.engines.slurm import Task, offers
+from lp_pipe.launch.engines.slurm import Task, features, offers
 from lp_pipe.launch.engines.slurm_job import JobState, read_state, sbatch_arguments, script
 
 
@@ -22,6 +22,14 @@ def test_memory_may_be_counted_by_cores_and_what_slurm_does_not_say_is_the_agent
         HostOffer("a", cpus=4, memory=4 << 30)
     ]
     assert offers(["a", "b"], {}) == [HostOffer("a"), HostOffer("b")]
+
+
+def test_the_active_features_of_hosts_are_read_from_what_scontrol_prints() -> None:
+    text = (
+        "NodeName=node1 Arch=x86_64 CoresPerSocket=4 AvailableFeatures=ib,fast,slow ActiveFeatures=ib,fast Gres=gpu:2\n"
+        "NodeName=node2 Arch=x86_64 CoresPerSocket=4 AvailableFeatures=(null) ActiveFeatures=(null) Gres=gpu:2\n"
+    )
+    assert features(text) == {"node1": frozenset({"ib", "fast"}), "node2": frozenset()}
 
 
 @pytest.mark.parametrize(("text", "count"), [("2", 2), ("a100:2,v100:1", 3), ("a100", 1)])

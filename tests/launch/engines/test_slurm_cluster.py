@@ -74,6 +74,13 @@ def test_a_pipeline_on_some_of_the_hosts_has_the_parameters_of_thread_mode() -> 
 
 
 @pytest.mark.usefixtures("inside", "without_torch")
+def test_features_of_slurm_are_labels_of_the_hosts() -> None:
+    program = probes(2, host_labels=["all", "of_node2"])
+    with lp.launch(program, "multi_host", engine="slurm", hosts="node1,node2") as run:
+        assert {run.client("probe", index).ask(os.getenv, "SLURMD_NODENAME") for index in range(2)} == {"node2"}
+
+
+@pytest.mark.usefixtures("inside", "without_torch")
 def test_nodes_get_the_gpus_that_slurm_has_given_to_the_job() -> None:
     with lp.launch(probes(4, gpus=1), "multi_host", engine="slurm", hosts="2") as run:
         clients = [run.client("probe", index) for index in range(4)]
@@ -134,7 +141,9 @@ def test_more_or_other_hosts_than_the_allocation_has_are_refused() -> None:
         SlurmEngine("4").hosts()
     with pytest.raises(lp.LaunchError, match="the allocation has no node9"):
         SlurmEngine("node[2,9]").hosts()
-    assert SlurmEngine("2").hosts() == [HostOffer("node1", cpus=4, gpus=2), HostOffer("node2", cpus=4, gpus=2)]
+    assert SlurmEngine("2").hosts() == [
+        HostOffer(name, cpus=4, gpus=2, labels=frozenset({"all", f"of_{name}"})) for name in ("node1", "node2")
+    ]
 
 
 class _Recording(SlurmEngine):
