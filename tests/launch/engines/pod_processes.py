@@ -32,15 +32,15 @@ def why_not() -> str:
 
 
 class PodProcesses:
-    """From construction until `close`."""
+    """From construction until `close`. folder: where all of theirs is; other users may enter it, and root may write."""
 
     def __init__(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="lp-pods-", dir="/tmp"))  # the usual folder is ours alone
-        self._folder.chmod(0o755)
+        self.folder = Path(tempfile.mkdtemp(prefix="lp-pods-", dir="/tmp"))  # the usual folder is ours alone
+        self.folder.chmod(0o755)
 
     def start(self, pod: dict[str, Any], secret: bytes, index: int) -> "subprocess.Popen[str]":
         """Prints the log of its container, and ends with its exit status."""
-        folder = self._folder / pod["metadata"]["name"]
+        folder = self.folder / pod["metadata"]["name"]
         folder.mkdir()
         (container,) = pod["spec"]["containers"]
         volumes = volumes_of(pod, secret, folder)
@@ -60,7 +60,7 @@ class PodProcesses:
         )
 
     def close(self) -> None:
-        shutil.rmtree(self._folder)
+        shutil.rmtree(self.folder)
 
 
 def _command(security: Mapping[str, Any], arguments: list[str], kept: Path) -> list[str]:

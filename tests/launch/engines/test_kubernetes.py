@@ -288,6 +288,10 @@ class Echo:
     def source(self) -> str:
         return Path("word").read_text()
 
+    def write(self) -> str:
+        (lp.context().run_dir / "mine").write_text("hello")
+        return str(lp.context().run_dir)
+
 
 def program() -> lp.Program:
     found = lp.Program("in pods")
@@ -331,13 +335,15 @@ def test_a_pod_is_of_a_user_that_nobody_knows_and_that_has_a_home(
     monkeypatch.chdir(tmp_path / "sources")
     cluster.run_pods(1, pods.start)
     as_one = engine(cluster, hosts="1", run_as_user="54321")
-    with lp.launch(program(), "multi_host", engine=as_one, run_dir=tmp_path / "run", sync=".") as run:
+    with lp.launch(program(), "multi_host", engine=as_one, run_dir=pods.folder / "run", sync=".") as run:
         for index in range(2):
             user, group, name, home = run.client("echo", index).whoami()
             assert (user, group, name) == (54321, 54321, "lp_pipe")
             assert os.listdir(f"{home}/.cache/lp_pipe") == ["sync"]
             assert run.client("echo", index).source() == "hello"
-    assert "the run has ended" in (tmp_path / "run" / "agents" / "host-0.log").read_text()
+            assert run.client("echo", index).write() != str(run.run_dir)  # it is there, but of the launcher's user
+        assert "mine" not in os.listdir(run.run_dir)
+    assert "the run has ended" in (run.run_dir / "agents" / "host-0.log").read_text()
 
 
 @needs_address
