@@ -12,7 +12,7 @@ from lp_pipe.launch.engines.base import Engine, HostOffer, Invitation, Watched
 from lp_pipe.launch.engines.host_list import read_hosts
 from lp_pipe.launch.engines.kubernetes_manifest import HOST, KINDS, SECRET_FILE, Object, PodGroup
 from lp_pipe.launch.engines.kubernetes_pods import Pods
-from lp_pipe.launch.engines.kubernetes_user import NOBODY_ELSE, read_user
+from lp_pipe.launch.engines.kubernetes_user import NONROOT, read_user
 
 _MISSING = "engine 'kubernetes' needs the official client: pip install 'lp_pipe[kubernetes]'"
 _NAME_CHARS = 30  # with our endings, and those of Jobs and pods, 63 at most
@@ -35,7 +35,7 @@ class KubernetesEngine(Engine):
         "namespace": "default: the kubeconfig's, or the launcher's own",
         "kind": "jobset (default) or job",
         "kubeconfig": "in place of what kubectl would take",
-        "run_as_user": f"whom the pods run as (default: {NOBODY_ELSE}); 0: root",
+        "run_as_user": f"whom the pods run as (default: {NONROOT}); 0: root",
     }
 
     def __init__(
@@ -46,7 +46,7 @@ class KubernetesEngine(Engine):
         namespace: str = "",
         kind: str = "jobset",
         kubeconfig: str = "",
-        run_as_user: str = str(NOBODY_ELSE),
+        run_as_user: str = str(NONROOT),
     ) -> None:
         if not image:
             raise ValueError("engine 'kubernetes' needs image: one with Python and lp_pipe of the launcher's versions")

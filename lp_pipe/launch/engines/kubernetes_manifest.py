@@ -54,7 +54,7 @@ class PodGroup:
     limits: HostOffer
     arguments: Sequence[str]
     ports: Sequence[int]
-    user: int = users.NOBODY_ELSE
+    user: int = users.NONROOT
 
 
 def jobset_objects(group: PodGroup, secret: str) -> list[Object]:

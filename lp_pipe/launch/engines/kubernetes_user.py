@@ -6,7 +6,7 @@ the Pod Security Standard `restricted` takes the pod.
 
 from typing import Any
 
-NOBODY_ELSE = 65532  # "nonroot" of the distroless images; few others have it
+NONROOT = 65532  # called "nonroot" in the distroless images
 ROOT = 0
 HOME = "/home/lp_pipe"
 
@@ -25,7 +25,7 @@ def read_user(text: str) -> int:
         return int(text)
     raise ValueError(
         f"engine 'kubernetes': run_as_user={text!r} is no number of a user: write one of 0 (root) to {_LARGEST}; "
-        f"default: {NOBODY_ELSE}"
+        f"default: {NONROOT}"
     )
 
 
