@@ -66,7 +66,7 @@ class Surroundings:
 
 
 def _may_be_entered(folder: str) -> bool:
-    """One may be there and not be ours to enter: /root, for the user that a pod runs as."""
+    """One may be there and not be ours to enter: root's home, for the user that a pod runs as."""
     return os.path.isdir(folder) and os.access(folder, os.X_OK)
 
 

@@ -34,7 +34,7 @@ def folder() -> Iterator[Path]:
 
 
 def test_nodes_run_where_they_may_enter(folder: Path) -> None:
-    """A launcher in /root, and an image which has such a folder for root alone: nodes could not start."""
+    """A launcher in root's home, and an image that has such a folder for root alone: nodes could not start."""
     opened, closed, home = (folder / name for name in ("opened", "closed", "home"))
     for one in (opened, closed, home):
         one.mkdir(mode=0o755)

@@ -11,7 +11,7 @@ Pod = Mapping[str, Any]  # as the API has it: camelCase
 DELETED = "its pod was deleted: by somebody, or because another pod of the run had failed"
 
 _INDEX = "batch.kubernetes.io/job-completion-index"
-_PYTHON = "is there a `python` in the image, which the pod's user may run (not below /root)? --run-as-user=0 is root"
+_PYTHON = "is there a `python` in the image, which the pod's user may run? It is not root without --run-as-user=0"
 # A container that waits for one of these waits for ever; ErrImagePull, without BackOff, is tried again at once.
 _HOPELESS = {
     "ImagePullBackOff": "check --image, and that the cluster may pull it (imagePullSecrets of its service account)",
