@@ -30,15 +30,13 @@ _SERVICE, _METHOD = "lp_pipe.ConnectionService", "Connect"
 _TOKEN, _WELCOME = "lp-pipe-token", "lp-pipe-welcome"
 _CLOSE_PATIENCE_S = 0.2
 _LINGER_S = 5.0  # for a peer that takes its time over what was sent before the close
-_SILENT_LOSS_MS = 10_000  # a ping after so long without a byte, and the answer within as much again
+_SILENCE_S = 10.0
+_PINGS = 4  # in that time
 _HANDSHAKE_MS = 10_000  # for TLS and HTTP/2's first words; gRPC's own limit is two minutes
 
 _OPTIONS = [
     ("grpc.max_receive_message_length", CHUNK_BYTES),
     ("grpc.max_send_message_length", CHUNK_BYTES),
-    ("grpc.keepalive_time_ms", _SILENT_LOSS_MS),
-    ("grpc.keepalive_timeout_ms", _SILENT_LOSS_MS),
-    ("grpc.http2.ping_timeout_ms", _SILENT_LOSS_MS),  # 60 s if left alone, whatever the line above says (grpc 1.85)
     ("grpc.http2.max_pings_without_data", 0),  # no limit
     ("grpc.http2.max_ping_strikes", 0),  # a listener never takes offence at pings: a stalled stream has nothing else
     ("grpc.http2.lookahead_bytes", 4 * CHUNK_BYTES),
@@ -56,6 +54,7 @@ _SERVER_OPTIONS = [
     ("grpc.so_reuseport", 0),  # else two listeners could share a port
     ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
 ]
+_Options = list[tuple[str, int | str]]
 _ADVICE = "every process of a run must be given the same credentials, with use_credentials()"
 _GONE = "the connection ended without a word (the peer's process ended or was killed, or its host is out of reach)"
 
@@ -192,10 +191,16 @@ class GrpcConnection(Connection):
         self._release()
 
 
-def connect(endpoint: str, idle_timeout_s: float | None = None, credentials: Credentials | None = None) -> Connection:
+def connect(
+    endpoint: str,
+    idle_timeout_s: float | None = None,
+    credentials: Credentials | None = None,
+    silence_s: float = _SILENCE_S,
+) -> Connection:
     """Connect to a listener of a process of this run, on any host.
 
-    credentials: of the run; None: this process's (use_credentials).
+    credentials: of the run; None: this process's (use_credentials). silence_s: the connection has ended when the peer's
+    host has answered no ping for so long, or at most a quarter more.
 
     Raises:
         Unavailable: nobody listens there, or nobody answers within 5 s.
@@ -204,7 +209,7 @@ def connect(endpoint: str, idle_timeout_s: float | None = None, credentials: Cre
     where = _parse(endpoint)
     endpoint = str(where)  # messages do not show the token
     credentials = credentials or _credentials_for(where)
-    channel = _channel(where, credentials)
+    channel = _channel(where, credentials, silence_s)
     outbox = Outbox()
     call = channel.stream_stream(f"/{_SERVICE}/{_METHOD}")(outbox, metadata=[(_TOKEN, credentials.token)])
     try:
@@ -217,10 +222,12 @@ def connect(endpoint: str, idle_timeout_s: float | None = None, credentials: Cre
     return GrpcConnection(endpoint, call, outbox, call, channel.close, idle_timeout_s)
 
 
-def listen(endpoint: str, on_connection: OnConnection, credentials: Credentials | None = None) -> Listener:
+def listen(
+    endpoint: str, on_connection: OnConnection, credentials: Credentials | None = None, silence_s: float = _SILENCE_S
+) -> Listener:
     """Accept connections from processes of this run; with port 0 the listener's `endpoint` says which it got.
 
-    credentials: as for `connect`.
+    credentials, silence_s: as for `connect`.
 
     Raises:
         ValueError: a plain listener that other hosts can reach, or no endpoint at all.
@@ -228,14 +235,16 @@ def listen(endpoint: str, on_connection: OnConnection, credentials: Credentials 
         OSError: the address cannot be bound.
     """
     where = tcp_endpoint.parse(endpoint)
-    return GrpcListener(where, credentials or _credentials_for(where), on_connection)
+    return GrpcListener(where, credentials or _credentials_for(where), on_connection, silence_s)
 
 
 class GrpcListener(Listener):
-    def __init__(self, where: TcpEndpoint, credentials: Credentials, on_connection: OnConnection) -> None:
+    def __init__(
+        self, where: TcpEndpoint, credentials: Credentials, on_connection: OnConnection, silence_s: float
+    ) -> None:
         self._credentials = credentials
         self._on_connection = on_connection
-        self._server = grpc.server(_ThreadPerCall(), options=_SERVER_OPTIONS)
+        self._server = grpc.server(_ThreadPerCall(), options=[*_SERVER_OPTIONS, *_pings(silence_s)])
         handlers = {_METHOD: grpc.stream_stream_rpc_method_handler(self._accept)}
         self._server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(_SERVICE, handlers)])
         bound = where._replace(port=self._bind(where), bind="")
@@ -300,11 +309,21 @@ def _parse(endpoint: str) -> TcpEndpoint:
         raise Unavailable(str(error)) from error
 
 
-def _channel(where: TcpEndpoint, credentials: Credentials) -> grpc.Channel:
+def _pings(silence_s: float) -> _Options:
+    answer_ms = round(silence_s * 1000)
+    return [
+        ("grpc.keepalive_time_ms", answer_ms // _PINGS),
+        ("grpc.keepalive_timeout_ms", answer_ms),
+        ("grpc.http2.ping_timeout_ms", answer_ms),  # 60 s if left alone, whatever the line above says (grpc 1.85)
+    ]
+
+
+def _channel(where: TcpEndpoint, credentials: Credentials, silence_s: float = _SILENCE_S) -> grpc.Channel:
+    options = [*_CLIENT_OPTIONS, *_pings(silence_s)]
     if not where.is_secure:
-        return grpc.insecure_channel(where.target, options=_CLIENT_OPTIONS)
+        return grpc.insecure_channel(where.target, options=options)
     tls = grpc.ssl_channel_credentials(credentials.authority, credentials.key, credentials.certificate)
-    return grpc.secure_channel(where.target, tls, options=_CLIENT_OPTIONS)
+    return grpc.secure_channel(where.target, tls, options=options)
 
 
 def _server_credentials(credentials: Credentials) -> grpc.ServerCredentials:

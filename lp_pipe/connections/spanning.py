@@ -30,7 +30,7 @@ class Member:
 
     host: the same for processes that reach each other by unix sockets. find: where a server is right now, by address.
     socket_dir, reached_at: where its servers listen, for its own host and for the others ("NAME" or "NAME@BIND");
-    "" for the launcher, which has none.
+    "" for the launcher, which has none. silence_s: after which connections to other hosts have ended.
     """
 
     run: str
@@ -39,6 +39,7 @@ class Member:
     find: "Callable[[str], Future[str]]" = field(repr=False)
     socket_dir: str = ""
     reached_at: str = ""
+    silence_s: float = 7.0
 
 
 class Ways(NamedTuple):
@@ -128,7 +129,8 @@ class SpanningListener(Listener):
         self.endpoint = name  # what clients call it, too; see `registered`
         self._near = unix.listen(f"{unix.SCHEME}{member.socket_dir}/{address}", on_connection)
         try:
-            self._far = grpc_stream.listen(f"{SECURE}{member.reached_at}:0", on_connection, member.credentials)
+            where = f"{SECURE}{member.reached_at}:0"
+            self._far = grpc_stream.listen(where, on_connection, member.credentials, member.silence_s)
         except BaseException:
             self._near.close()
             raise
@@ -166,7 +168,7 @@ def connect(endpoint: str, idle_timeout_s: float | None = None) -> Connection:
         return unix.connect(ways.near, idle_timeout_s)
     from lp_pipe.connections import grpc_stream
 
-    return grpc_stream.connect(ways.far, idle_timeout_s, member.credentials)
+    return grpc_stream.connect(ways.far, idle_timeout_s, member.credentials, member.silence_s)
 
 
 def _found(member: Member, address: str) -> str:

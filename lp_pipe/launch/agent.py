@@ -146,6 +146,7 @@ class Agent:
                 host=f"{self.name}/{os.getpid()}",
                 reached_at=f"[{self.address}]" if ":" in self.address else self.address,
                 credentials=self._credentials.to_bytes(),
+                silence_s=assignment.silence_s,
             ),
             preload=assignment.preload,
             orphan_s=assignment.orphan_s,

@@ -16,7 +16,7 @@ from lp_pipe.nodes import PyNode
 class Assignment:
     """payloads: of each node, by node_id; an agent does not look into them.
 
-    run: the name under which its processes know it (connections/spanning.py). preload, orphan_s: see Template.
+    run, silence_s: what its processes are members of, see spanning.Member. preload, orphan_s: see Template.
     """
 
     run: str
@@ -29,6 +29,7 @@ class Assignment:
     surroundings: Surroundings
     preload: tuple[str, ...]
     orphan_s: float
+    silence_s: float
 
     def plan(self) -> Plan:
         """The part of the program that runs on one host."""

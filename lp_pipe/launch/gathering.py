@@ -27,7 +27,7 @@ OnLost = Callable[["RemoteAgent", str], None]
 
 
 class Patience(NamedTuple):
-    """join_s: for all agents to join. silence_s: an agent that says nothing for so long counts as lost."""
+    """join_s: for all agents to join. silence_s: a host that says nothing for so long counts as lost."""
 
     join_s: float = 60.0
     silence_s: float = 7.0
@@ -101,6 +101,7 @@ class Gathering:
         self._listen = listen
         self._interface = interface
         self._patience = patience
+        self.silence_s = patience.silence_s
         self._needs_torch = False
         self._agents: dict[str, RemoteAgent] = {}
         self._offers: dict[str, HostOffer] = {}
@@ -207,7 +208,7 @@ class Gathering:
         return listener, Invitation(addresses, self._credentials.to_bytes(), log_dir, self._interface)
 
     def _accept(self, connection: Connection) -> None:
-        RemoteAgent(connection, self, self._patience.silence_s).start()
+        RemoteAgent(connection, self, self.silence_s).start()
 
     def _where(self) -> tuple[str, list[str]]:
         """What to bind, and the names by which agents may try to reach it."""

@@ -69,7 +69,8 @@ def launch(
     interface: of every host, by name or address, by which the others reach it; default: that towards the launcher.
     sync: a folder of sources that every host gets; what it has already is not sent again. Nodes whose launcher's folder
         or import path is inside find it in the copy, and modules in it are imported there; others travel by value.
-    join_timeout: seconds for all hosts to join. host_timeout: a host that is silent for so long counts as lost.
+    join_timeout: seconds for all hosts to join. host_timeout: a host that is silent for so long counts as lost, to
+        the launcher and to the other hosts.
 
     Raises:
         TypeError: not a Program.

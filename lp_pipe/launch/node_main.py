@@ -73,8 +73,8 @@ class Supervision:
         run = start.membership.run
         self._endpoint_prefix = spanning.name_of(run, "")
         credentials = Credentials.from_bytes(start.membership.credentials)
-        host, reached_at = start.membership.host, start.membership.reached_at
-        spanning.join(spanning.Member(run, host, credentials, self.find, folder, reached_at))
+        host, reached_at, silence_s = start.membership.host, start.membership.reached_at, start.membership.silence_s
+        spanning.join(spanning.Member(run, host, credentials, self.find, folder, reached_at, silence_s))
 
     def end(self, failure: Failure | None) -> None:
         """Report how the node's code ended."""

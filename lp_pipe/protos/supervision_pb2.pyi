@@ -59,16 +59,18 @@ class Start(_message.Message):
     def __init__(self, label: _Optional[str] = ..., index: _Optional[int] = ..., group_size: _Optional[int] = ..., run_dir: _Optional[str] = ..., socket_dir: _Optional[str] = ..., cwd: _Optional[str] = ..., sys_path: _Optional[_Iterable[str]] = ..., env: _Optional[_Mapping[str, str]] = ..., threads: _Optional[int] = ..., argv: _Optional[_Iterable[str]] = ..., cpus: _Optional[_Iterable[int]] = ..., grace_s: _Optional[float] = ..., log_level: _Optional[int] = ..., devices: _Optional[_Iterable[int]] = ..., membership: _Optional[_Union[Membership, _Mapping]] = ...) -> None: ...
 
 class Membership(_message.Message):
-    __slots__ = ("run", "host", "reached_at", "credentials")
+    __slots__ = ("run", "host", "reached_at", "credentials", "silence_s")
     RUN_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     REACHED_AT_FIELD_NUMBER: _ClassVar[int]
     CREDENTIALS_FIELD_NUMBER: _ClassVar[int]
+    SILENCE_S_FIELD_NUMBER: _ClassVar[int]
     run: str
     host: str
     reached_at: str
     credentials: bytes
-    def __init__(self, run: _Optional[str] = ..., host: _Optional[str] = ..., reached_at: _Optional[str] = ..., credentials: _Optional[bytes] = ...) -> None: ...
+    silence_s: float
+    def __init__(self, run: _Optional[str] = ..., host: _Optional[str] = ..., reached_at: _Optional[str] = ..., credentials: _Optional[bytes] = ..., silence_s: _Optional[float] = ...) -> None: ...
 
 class Register(_message.Message):
     __slots__ = ("address", "endpoint")

@@ -118,7 +118,7 @@ class Hosts:
         """In place of the host's cable, one that can be made slow, lossy, or one-way."""
         netns = self._netns(name)
         _run("ip", "-n", netns, "link", "del", "eth0")
-        made = Wire(f"{self._mark}br", netns, "eth0", f"{self.address(name)}/24")
+        made = Wire(f"{self._mark}br0", netns, "eth0", f"{self.address(name)}/24")
         self._wires.append(made)
         self._wait_for_sshd(name)
         return made
