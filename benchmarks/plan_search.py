@@ -1,7 +1,6 @@
 """How long plans take to find, on models that the published optimizer is slow at, and whether they are the best.
 
-Times are of this process's CPU. PipeDream's optimizer takes 26 to 49 s for a DAG of ResNet-50's size on 4 x 4 devices;
-it is not run here.
+Times are of this process's CPU. `published_optimizer` runs PipeDream's beside it, where there is a checkout of it.
 """
 
 import math
@@ -104,6 +103,17 @@ def branches(lengths: Sequence[int], modules: int) -> pp.Profile:
         edges += [(branch, end) for branch in ends]
         last, end = end, end + 1
     return _profile(end, edges)
+
+
+def towers(lengths: Sequence[int], trunk: int) -> pp.Profile:
+    """Chains that each start with a source of their own, joined by a last chain."""
+    edges: list[tuple[int, int]] = []
+    ends, end = [], 0
+    for length in lengths:
+        ends.append(_run(edges, None, end, length))
+        end += length
+    edges += [(last, end) for last in ends]
+    return _profile(1 + _run(edges, None, end, trunk), edges)
 
 
 def _run(edges: list[tuple[int, int]], before: int | None, first: int, count: int) -> int:

@@ -32,7 +32,7 @@ def best(
     """The slowest stage or side of the best plan; inf if none fits the memory."""
     everything = frozenset(range(len(profile.layers)))
     costs = [
-        _seconds(plan, profile, topology.levels, cost_model, again)
+        seconds(plan, profile, topology.levels, cost_model, again)
         for plan in _plans(frozenset(), everything, profile, topology.levels, max_replicas)
         for again in _choices(_flat(plan), recompute)
         if topology.memory is None
@@ -100,9 +100,14 @@ def _sequences(
                         yield (Stage(start, cut, replicas, inside), *rest)
 
 
-def _seconds(
-    plan: Sequence[Stage], profile: Profile, levels: Sequence[Level], cost_model: str, again: Sequence[Stage]
+def seconds(
+    plan: Sequence[Stage],
+    profile: Profile,
+    levels: Sequence[Level],
+    cost_model: str = "pipedream",
+    again: Sequence[Stage] = (),
 ) -> float:
+    """The slowest stage or side of that plan. again: the stages that run their forward twice."""
     level = levels[-1]
     slowest = 0.0
     for place, stage in enumerate(plan):
@@ -111,7 +116,7 @@ def _seconds(
         forwards = 2 if stage in again else 1
         compute = sum(forwards * layer.forward_s + layer.backward_s for layer in own)
         if stage.inside:
-            compute = _seconds(stage.inside, profile, levels[:-1], cost_model, again)
+            compute = seconds(stage.inside, profile, levels[:-1], cost_model, again)
         exchange = 4 * (r - 1) * sum(layer.parameter_bytes for layer in own) / (r * level.bandwidth)
         exchange += 2 * (r - 1) * level.latency
         took = (compute + exchange if cost_model == "pipedream" else max(compute, exchange)) / r
