@@ -1,14 +1,13 @@
 """`lp_pipe agent`: run the part of a program that belongs on this host, for a launcher elsewhere."""
 
 import argparse
-import os
 import signal
 import socket
-import stat
 import sys
 from collections.abc import Sequence
 
 from lp_pipe.cli.errors import DONE, NODE_FAILED, NotLaunched, UsageError
+from lp_pipe.cli.token_file import MAX_SECRET_BYTES, read_token_file
 from lp_pipe.connections.credentials import Credentials
 from lp_pipe.errors import LaunchError
 from lp_pipe.launch.agent import run_agent
@@ -18,7 +17,6 @@ _DESCRIPTION = """\
 Join a run of `lp_pipe launch --mode=multi_host`, and run there what its launcher says, until the run ends. Engines
 start this on every host; on hosts that no engine reaches you start it by hand.
 """
-_MAX_SECRET_BYTES = 1 << 16
 
 
 def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -60,17 +58,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
 
 def _read_credentials(path: str) -> Credentials:
     try:
-        return Credentials.from_bytes(sys.stdin.buffer.readline(_MAX_SECRET_BYTES) if path == "-" else _read(path))
+        data = sys.stdin.buffer.readline(MAX_SECRET_BYTES) if path == "-" else read_token_file(path)
+        return Credentials.from_bytes(data)
     except ValueError as error:
         raise UsageError(f"--token-file={path}: {error}") from error
-
-
-def _read(path: str) -> bytes:
-    try:
-        with open(path, "rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            if stat.S_ISREG(mode) and mode & (stat.S_IRWXG | stat.S_IRWXO):
-                raise UsageError(f"--token-file={path}: others may read it; chmod 600 {path}")
-            return file.read(_MAX_SECRET_BYTES)
-    except OSError as error:
-        raise UsageError(f"--token-file={path}: {error.strerror}") from error

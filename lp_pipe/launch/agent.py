@@ -1,5 +1,6 @@
 """The agent of one host: does there what process mode does on the launcher's, for a launcher elsewhere."""
 
+import contextlib
 import logging
 import os
 import socket
@@ -251,12 +252,12 @@ def _connect(addresses: Sequence[str], credentials: Credentials, patience_s: flo
 
 
 def _usable(run_dir: Path) -> Path:
-    """The run's folder, where this host can have one of that name; else one of its own."""
-    try:
+    """The run's folder, where this host can have one of that name for this user; else one of its own."""
+    with contextlib.suppress(OSError):
         run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return Path(tempfile.mkdtemp(prefix="lp_pipe-run-"))
-    return run_dir
+    if os.access(run_dir, os.W_OK | os.X_OK):
+        return run_dir
+    return Path(tempfile.mkdtemp(prefix="lp_pipe-run-"))
 
 
 def _in_thread(name: str, work: Callable[[], Any]) -> "Future[Any]":

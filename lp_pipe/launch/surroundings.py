@@ -50,7 +50,7 @@ class Surroundings:
         ours = {name: value for name, value in os.environ.items() if _is_of_a_host(name)}
         cwd = self._synced(self.cwd, tree)
         if cwd is None:
-            cwd = self.cwd if os.path.isdir(self.cwd) else os.getcwd()
+            cwd = next(filter(_may_be_entered, [self.cwd, os.getcwd(), os.path.expanduser("~")]), "/")
         synced = {path: found for path in self.sys_path if (found := self._synced(path, tree)) is not None}
         shared = (path for path in self.sys_path if path not in synced and os.path.isdir(path))
         paths = dict.fromkeys([*synced.values(), *sys.path, *shared])
@@ -63,6 +63,11 @@ class Surroundings:
         below = os.path.relpath(os.path.realpath(folder), self.synced)
         found = os.path.normpath(os.path.join(tree, below))
         return None if below.startswith("..") or not os.path.isdir(found) else found
+
+
+def _may_be_entered(folder: str) -> bool:
+    """One may be there and not be ours to enter: root's home, for the user that a pod runs as."""
+    return os.path.isdir(folder) and os.access(folder, os.X_OK)
 
 
 def _is_of_a_host(name: str) -> bool:

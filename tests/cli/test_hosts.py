@@ -53,13 +53,14 @@ def test_a_dry_run_says_which_node_would_run_where_and_starts_none(target: str, 
 
 def test_a_dry_run_for_a_cluster_prints_the_manifest_below_the_places(target: str, command: Command) -> None:
     flags = ["--mode=multi_host", "--engine=kubernetes", "--hosts=2:cpus=4", "--image=train:1", "--namespace=team"]
-    done = command("launch", target, *flags, "--kind=job", "--dry-run")
+    done = command("launch", target, *flags, "--kind=job", "--run-as-user=1000", "--dry-run")
     assert done.returncode == 0, done.stderr
     places, _, manifest = done.stdout.partition("\n\n")
     assert places.splitlines()[:3] == ["server/0  host-0", "server/1  host-1", "asking/0  host-0"]
     secret, service, job = yaml.safe_load_all(manifest)
     assert [one["kind"] for one in (secret, service, job)] == ["Secret", "Service", "Job"]
     assert secret["stringData"] == {"secret": "LEFT-OUT"} and job["spec"]["completions"] == 2
+    assert job["spec"]["template"]["spec"]["securityContext"]["runAsUser"] == 1000
     refused = command("launch", target, *flags[:2], "--hosts=2", "--dry-run")
     assert refused.returncode == 3 and "engine 'kubernetes' needs image" in refused.stderr
 

@@ -12,6 +12,7 @@ from lp_pipe.launch.engines.base import Engine, HostOffer, Invitation, Watched
 from lp_pipe.launch.engines.host_list import read_hosts
 from lp_pipe.launch.engines.kubernetes_manifest import HOST, KINDS, SECRET_FILE, Object, PodGroup
 from lp_pipe.launch.engines.kubernetes_pods import Pods
+from lp_pipe.launch.engines.kubernetes_user import NONROOT, read_user
 
 _MISSING = "engine 'kubernetes' needs the official client: pip install 'lp_pipe[kubernetes]'"
 _NAME_CHARS = 30  # with our endings, and those of Jobs and pods, 63 at most
@@ -23,7 +24,8 @@ class KubernetesEngine(Engine):
 
     image: with Python of the launcher's version, as `python`, and lp_pipe. namespace: default: the kubeconfig's, or
     that of the launcher's own pod. kind: "jobset" (default), or "job", which every cluster has. kubeconfig: a file, in
-    place of what `kubectl` would take.
+    place of what `kubectl` would take. run_as_user: the number of whom the pods run as, and of their group; 0: root,
+    for images that need it, which a namespace that enforces the Pod Security Standard `restricted` refuses.
 
     The secret is a Secret, which is deleted with the run. docs/multi_host.md says what rights the launcher needs.
     """
@@ -33,16 +35,25 @@ class KubernetesEngine(Engine):
         "namespace": "default: the kubeconfig's, or the launcher's own",
         "kind": "jobset (default) or job",
         "kubeconfig": "in place of what kubectl would take",
+        "run_as_user": f"whom the pods run as (default: {NONROOT}); 0: root",
     }
 
     def __init__(
-        self, hosts: str = "", *, image: str = "", namespace: str = "", kind: str = "jobset", kubeconfig: str = ""
+        self,
+        hosts: str = "",
+        *,
+        image: str = "",
+        namespace: str = "",
+        kind: str = "jobset",
+        kubeconfig: str = "",
+        run_as_user: str = str(NONROOT),
     ) -> None:
         if not image:
             raise ValueError("engine 'kubernetes' needs image: one with Python and lp_pipe of the launcher's versions")
         if kind not in KINDS:
             raise ValueError(f"engine 'kubernetes': kind={kind!r} is neither of {', '.join(KINDS)}")
         self._count, self._limits = _read_count(hosts)
+        self._user = read_user(run_as_user)
         self._image, self._namespace, self._kind, self._kubeconfig = image, namespace, kind, kubeconfig
         self._pods: Pods | None = None
 
@@ -88,6 +99,7 @@ class KubernetesEngine(Engine):
             limits=self._limits,
             arguments=[*invitation.arguments(HOST, SECRET_FILE), *_JOIN_PATIENCE],
             ports=sorted({int(address.rpartition(":")[2]) for address in invitation.addresses}),
+            user=self._user,
         )
         return KINDS[self._kind](group, secret)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lp_pipe.launch.engines import kubernetes_user as users
 from lp_pipe.launch.engines.base import HostOffer
 
 Object = dict[str, Any]
@@ -19,7 +20,6 @@ RUN_LABEL = "lp-pipe/run"
 INSTANCE_LABEL = "app.kubernetes.io/instance"
 
 _GPU = "nvidia.com/gpu"
-_OWNER_READS = 0o400
 # When nobody deletes the objects (a launcher that was killed), the cluster does, so long after the pods' end.
 _TTL_S = 300
 # An agent listens at nothing; it is well while it has a connection to the launcher, which drops one that is silent. So
@@ -43,7 +43,7 @@ class PodGroup:
     """`count` equal pods.
 
     name: of all objects. run: what people call the run; a label's value. limits: of each pod (its name is not used).
-    arguments: of the interpreter. ports: of the launcher.
+    arguments: of the interpreter. ports: of the launcher. user: whom their processes run as.
     """
 
     name: str
@@ -54,6 +54,7 @@ class PodGroup:
     limits: HostOffer
     arguments: Sequence[str]
     ports: Sequence[int]
+    user: int = users.NONROOT
 
 
 def jobset_objects(group: PodGroup, secret: str) -> list[Object]:
@@ -120,7 +121,7 @@ def _job_spec(group: PodGroup, more: Object) -> Object:
 
 
 def _pod_spec(group: PodGroup) -> Object:
-    secret = {"secretName": group.name, "defaultMode": _OWNER_READS}
+    secret = {"secretName": group.name, "defaultMode": users.secret_mode(group.user)}
     spread = {
         "maxSkew": 1,
         "topologyKey": "kubernetes.io/hostname",
@@ -134,12 +135,13 @@ def _pod_spec(group: PodGroup) -> Object:
         "enableServiceLinks": False,
         # Then the agent is not process 1, which would ignore SIGTERM and would have to reap what others leave.
         "shareProcessNamespace": True,
-        "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
+        "securityContext": users.pod_security(group.user),
         "topologySpreadConstraints": [spread],
         "containers": [_container(group)],
         "volumes": [
             {"name": "secret", "secret": secret},
             {"name": "shm", "emptyDir": {"medium": "Memory"}},  # 64 MiB otherwise: too small for channels
+            *users.home_volumes(group.user),
         ],
     }
 
@@ -151,19 +153,15 @@ def _container(group: PodGroup) -> Object:
         "image": group.image,
         "command": ["python"],
         "args": [*group.arguments],
+        **users.environment(group.user),
         "resources": _resources(group.limits),
         "startupProbe": {**is_joined, "periodSeconds": 2, "timeoutSeconds": 5, "failureThreshold": 30},
         "livenessProbe": {**is_joined, "periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 3},
-        # Root inside, and without a single capability: a secret's file of mode 0400 is root's, whoever the pod runs as.
-        "securityContext": {
-            "runAsUser": 0,
-            "privileged": False,
-            "allowPrivilegeEscalation": False,
-            "capabilities": {"drop": ["ALL"]},
-        },
+        "securityContext": users.container_security(group.user),
         "volumeMounts": [
             {"name": "secret", "mountPath": SECRET_FILE.rpartition("/")[0], "readOnly": True},
             {"name": "shm", "mountPath": "/dev/shm"},
+            *users.home_mounts(group.user),
         ],
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }

@@ -11,6 +11,7 @@ Pod = Mapping[str, Any]  # as the API has it: camelCase
 DELETED = "its pod was deleted: by somebody, or because another pod of the run had failed"
 
 _INDEX = "batch.kubernetes.io/job-completion-index"
+_PYTHON = "is there a `python` in the image, which the pod's user may run? It is not root without --run-as-user=0"
 # A container that waits for one of these waits for ever; ErrImagePull, without BackOff, is tried again at once.
 _HOPELESS = {
     "ImagePullBackOff": "check --image, and that the cluster may pull it (imagePullSecrets of its service account)",
@@ -18,12 +19,12 @@ _HOPELESS = {
     "ErrImageNeverPull": "load the image on the cluster's nodes, or push it where they can pull it",
     "CreateContainerConfigError": "see `kubectl describe pod`",
     "CreateContainerError": "see `kubectl describe pod`",
-    "RunContainerError": "is there a `python` in the image?",
+    "RunContainerError": _PYTHON,
 }
 _ENDED_BY = {
     "Evicted": "ask for what it needs, such as --hosts=2:memory_gib=32, so that it is not the first to go",
     "OOMKilled": "it used more memory than its limit: ask for more, such as --hosts=2:memory_gib=32",
-    "StartError": "is there a `python` in the image?",
+    "StartError": _PYTHON,
 }
 
 

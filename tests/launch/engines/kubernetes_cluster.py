@@ -238,7 +238,7 @@ class PretendCluster:
         (container,) = pod["spec"]["containers"]
         path = self._folder / f"secret-{index}"
         path.write_bytes(secret)
-        path.chmod(0o400)
+        path.chmod(0o400)  # it runs as whom it is run by; as the pod's user: pod_processes.py
         replaced = {"$(JOB_COMPLETION_INDEX)": str(index), "/run/lp_pipe/secret": str(path)}
         command = [sys.executable, *(_replace(part, replaced) for part in container["args"])]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

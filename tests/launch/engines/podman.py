@@ -17,6 +17,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from tests.launch.engines.kubelet import volumes_of
+
 _PROGRAMS = ("podman", "runc", "catatonit")
 _REPOSITORY = Path(__file__).parents[3]
 _CONFIG = """\
@@ -84,12 +86,8 @@ class Podman:
         (container,) = spec["containers"]
         # Kubernetes does that by itself; this podman does not.
         container["args"] = [part.replace("$(JOB_COMPLETION_INDEX)", str(index)) for part in container["args"]]
-        folder = self._folder / pod["metadata"]["name"] / "secret"
-        folder.mkdir()
-        (place,) = [number for number, one in enumerate(spec["volumes"]) if "secret" in one]
-        (folder / "secret").write_bytes(secret)
-        (folder / "secret").chmod(spec["volumes"][place]["secret"]["defaultMode"])
-        spec["volumes"][place] = _host_path(spec["volumes"][place]["name"], str(folder))
+        made = volumes_of(pod, secret, self._folder / pod["metadata"]["name"])
+        spec["volumes"] = [_host_path(name, str(folder)) for name, folder in made.items()]
         for number, path in enumerate(sorted({"/usr", sys.prefix, sys.base_prefix, str(_REPOSITORY)})):
             spec["volumes"].append(_host_path(f"host{number}", path))
             container["volumeMounts"].append({"name": f"host{number}", "mountPath": path, "readOnly": True})

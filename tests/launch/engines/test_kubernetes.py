@@ -1,5 +1,6 @@
 """Programs on a pretend cluster, through the official client; no real API server is to be had here."""
 
+import getpass
 import os
 import re
 import subprocess
@@ -16,6 +17,7 @@ import yaml
 import lp_pipe as lp
 from lp_pipe.launch.engines import Invitation, KubernetesEngine, kubernetes_pods, make_engine
 from lp_pipe.launch.network import addresses_for
+from tests.launch.engines import pod_processes
 from tests.launch.engines.kubernetes_cluster import PretendCluster, Refusal
 
 WITHIN_S = 20.0
@@ -250,6 +252,9 @@ def test_a_cluster_that_has_gone_is_not_waited_for(
         ("", {"image": "train"}, "write how many pods"),
         ("0", {"image": "train"}, "write how many pods"),
         ("h1,h2", {"image": "train"}, "write how many pods"),
+        ("1", {"image": "train", "run_as_user": "me"}, "run_as_user='me' is no number of a user"),
+        ("1", {"image": "train", "run_as_user": "-1"}, "run_as_user='-1' is no number of a user"),
+        ("1", {"image": "train", "run_as_user": str(1 << 31)}, "write one of 0 \\(root\\) to 2147483647"),
     ],
 )
 def test_options_that_make_no_sense(hosts: str, options: dict[str, str], said: str) -> None:
@@ -277,6 +282,16 @@ class Echo:
     def pid(self) -> int:
         return os.getpid()
 
+    def whoami(self) -> tuple[int, int, str, str]:
+        return os.getuid(), os.getgid(), getpass.getuser(), os.path.expanduser("~")
+
+    def source(self) -> str:
+        return Path("word").read_text()
+
+    def write(self) -> str:
+        (lp.context().run_dir / "mine").write_text("hello")
+        return str(lp.context().run_dir)
+
 
 def program() -> lp.Program:
     found = lp.Program("in pods")
@@ -297,6 +312,38 @@ def test_the_commands_of_the_pods_run_a_program(no_leaks: None, cluster: Pretend
         assert len(pids | {os.getpid()}) == 3
     assert not cluster.objects
     assert "the run has ended" in (tmp_path / "run" / "agents" / "host-1.log").read_text()
+
+
+@pytest.fixture
+def pods() -> Iterator[pod_processes.PodProcesses]:
+    made = pod_processes.PodProcesses()
+    yield made
+    made.close()
+
+
+@needs_address
+@pytest.mark.skipif(bool(pod_processes.why_not()), reason=pod_processes.why_not() or "it can be done")
+def test_a_pod_is_of_a_user_that_nobody_knows_and_that_has_a_home(
+    no_leaks: None,
+    pods: pod_processes.PodProcesses,
+    cluster: PretendCluster,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "sources").mkdir()
+    (tmp_path / "sources" / "word").write_text("hello")
+    monkeypatch.chdir(tmp_path / "sources")
+    cluster.run_pods(1, pods.start)
+    as_one = engine(cluster, hosts="1", run_as_user="54321")
+    with lp.launch(program(), "multi_host", engine=as_one, run_dir=pods.folder / "run", sync=".") as run:
+        for index in range(2):
+            user, group, name, home = run.client("echo", index).whoami()
+            assert (user, group, name) == (54321, 54321, "lp_pipe")
+            assert os.listdir(f"{home}/.cache/lp_pipe") == ["sync"]
+            assert run.client("echo", index).source() == "hello"
+            assert run.client("echo", index).write() != str(run.run_dir)  # it is there, but of the launcher's user
+        assert "mine" not in os.listdir(run.run_dir)
+    assert "the run has ended" in (run.run_dir / "agents" / "host-0.log").read_text()
 
 
 @needs_address

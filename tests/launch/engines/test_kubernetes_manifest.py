@@ -2,7 +2,6 @@
 
 import json
 import socket
-import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -93,16 +92,18 @@ def without_other_fields(schema: Any) -> Any:
     return {**found, "additionalProperties": False} if is_closed else found
 
 
+@pytest.mark.parametrize(("user", "mode"), [(65532, 0o440), (1000, 0o440), (0, 0o400)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_secret_is_a_file_of_its_owner_and_nowhere_else(kind: str) -> None:
-    objects = KINDS[kind](group(), "very secret")
+def test_the_secret_is_a_file_that_only_the_pods_user_reads_and_nowhere_else(kind: str, user: int, mode: int) -> None:
+    objects = KINDS[kind](group(user=user), "very secret")
     assert [one["kind"] for one in objects if "very secret" in json.dumps(one)] == ["Secret"]
     pod = job_of(objects)["template"]["spec"]
     (volume,) = [one for one in pod["volumes"] if "secret" in one]
-    assert volume["secret"]["defaultMode"] == stat.S_IRUSR
-    assert "fsGroup" not in pod["securityContext"]  # it would make the file readable for a group
+    assert volume["secret"]["defaultMode"] == mode
+    # It makes the files readable for that group, so it is there only where the user needs that.
+    assert pod["securityContext"].get("fsGroup", 0) == user
     (container,) = pod["containers"]
-    assert "env" not in container and container["args"][-1] == SECRET_FILE
+    assert container["args"][-1] == SECRET_FILE
     assert {"name": volume["name"], "mountPath": "/run/lp_pipe", "readOnly": True} in container["volumeMounts"]
 
 

@@ -1,6 +1,9 @@
 """The pods of the Kubernetes engine, really run: with their user, capabilities, process namespace and secret."""
 
+import getpass
+import os
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +26,19 @@ class Node:
         with open("/proc/self/status") as file:
             (line,) = [line for line in file if line.startswith("CapEff")]
         return int(line.split()[1], 16)
+
+    def whoami(self) -> tuple[int, int, list[int]]:
+        return os.getuid(), os.getgid(), os.getgroups()
+
+    def name(self) -> str:
+        return getpass.getuser()
+
+    def write_files(self) -> list[str]:
+        """Where this user can: at home, among temporary files, in the run's folder and in shared memory."""
+        folders = [Path.home(), Path(tempfile.gettempdir()), Path(lp.context().run_dir), Path("/dev/shm")]
+        for folder in folders:
+            (folder / f"file-of-{os.getpid()}").write_text("hello")
+        return [str(folder) for folder in folders]
 
     def process_1(self) -> str:
         return Path("/proc/1/cmdline").read_bytes().decode()
@@ -51,14 +67,26 @@ def cluster(pods: podman.Podman, tmp_path: Path) -> Iterator[PretendCluster]:
     made.close()
 
 
-def launch(cluster: PretendCluster) -> lp.Run:
-    engine = KubernetesEngine("2", image=podman.IMAGE, kubeconfig=cluster.kubeconfig)
+def launch(cluster: PretendCluster, **options: str) -> lp.Run:
+    engine = KubernetesEngine("2", image=podman.IMAGE, kubeconfig=cluster.kubeconfig, **options)
     return lp.launch(program(), "multi_host", engine=engine)
 
 
-def test_a_program_runs_in_pods_without_any_privilege(cluster: PretendCluster, pods: podman.Podman) -> None:
+def test_a_program_runs_in_pods_of_a_user_that_nobody_knows(cluster: PretendCluster, pods: podman.Podman) -> None:
     with launch(cluster) as run:
         for index in range(2):
+            node, pod = run.client("node", index), cluster.pod(index)
+            assert (node.whoami(), node.capabilities()) == ((65532, 65532, [65532]), 0)
+            assert (node.name(), node.write_files()[0]) == ("lp_pipe", "/home/lp_pipe")
+            pods.execute(pod, pod["spec"]["containers"][0]["livenessProbe"]["exec"]["command"])
+            assert pods.execute(pod, ["/bin/stat", "-c", "%a %u %g", "/run/lp_pipe/secret"]) == "440 0 65532\n"
+    assert not cluster.objects
+
+
+def test_root_in_a_pod_is_without_any_privilege(cluster: PretendCluster, pods: podman.Podman) -> None:
+    with launch(cluster, run_as_user="0") as run:
+        for index in range(2):
+            assert run.client("node", index).whoami()[:2] == (0, 0)
             assert run.client("node", index).capabilities() == 0
             assert "lp_pipe" not in run.client("node", index).process_1()
             pod = cluster.pod(index)
