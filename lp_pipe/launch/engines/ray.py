@@ -66,6 +66,7 @@ class RayEngine(Engine):
         self._ray: Any = None
         self._is_connection_ours = False
         self._group: Any = None
+        self._bundle: Mapping[str, int] = {}
         self._actors: list[Any] = []
         self._offers: list[HostOffer] = []
         self._names: list[str] = []
@@ -83,17 +84,24 @@ class RayEngine(Engine):
         return self._offers
 
     def start(self, invitation: Invitation) -> Sequence[Watched]:
+        return [self._run(index, invitation) for index in range(len(self._actors))]
+
+    def start_again(self, invitation: Invitation, name: str) -> Watched:
+        index = [offer.name for offer in self._offers].index(name)
+        with self._errors_of_ray():
+            self._ray.kill(self._actors[index])
+            self._actors[index] = self._actor(index)  # once the bundle has a host, which may be another one
+            return self._run(index, invitation)
+
+    def _run(self, index: int, invitation: Invitation) -> RayAgent:
         # By this address the cluster knows this host.
         ours = f"{self._ray.util.get_node_ip_address()}:{invitation.addresses[0].rpartition(':')[2]}"
         invitation = dataclasses.replace(invitation, addresses=list(dict.fromkeys([*invitation.addresses, ours])))
-        before: Counter[str] = Counter()
-        started: list[Watched] = []
-        for offer, name, actor in zip(self._offers, self._names, self._actors, strict=True):
-            method = actor.run.options(num_returns="streaming")
-            output = method.remote(invitation.arguments(offer.name), invitation.secret, before[name], offer.cpus)
-            started.append(RayAgent(self._ray, offer.name, actor, output, invitation.log_dir))
-            before[name] += 1
-        return started
+        offer, actor = self._offers[index], self._actors[index]
+        share = self._names[:index].count(self._names[index])
+        method = actor.run.options(num_returns="streaming")
+        output = method.remote(invitation.arguments(offer.name), invitation.secret, share, offer.cpus)
+        return RayAgent(self._ray, offer.name, actor, output, invitation.log_dir)
 
     def close(self) -> None:
         if self._ray is None:
@@ -124,18 +132,16 @@ class RayEngine(Engine):
                 f"engine 'ray': the cluster had no room for {count} hosts with {_in_words(bundle)} each "
                 f"({self._strategy}) for {self._timeout_s:g} s. Free are {left} on {len(self._ray.nodes())} hosts"
             )
+        self._bundle = bundle
+        self._actors = [self._actor(index) for index in range(count)]
+
+    def _actor(self, index: int) -> Any:
+        """A new one for a bundle of the placement group."""
         scheduling = importlib.import_module("ray.util.scheduling_strategies")
-        remote = self._ray.remote(AgentActor)
-        self._actors = [
-            remote.options(
-                num_cpus=bundle["CPU"],
-                num_gpus=bundle.get("GPU", 0),
-                scheduling_strategy=scheduling.PlacementGroupSchedulingStrategy(
-                    self._group, placement_group_bundle_index=index
-                ),
-            ).remote()
-            for index in range(count)
-        ]
+        where = scheduling.PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
+        cpus, gpus = self._bundle["CPU"], self._bundle.get("GPU", 0)
+        options = {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": where}
+        return self._ray.remote(AgentActor).options(**options).remote()
 
     def _totals(self) -> dict[str, float]:
         return {name: total for name, total in self._ray.cluster_resources().items() if name in ("CPU", "GPU")}

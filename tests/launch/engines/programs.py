@@ -53,6 +53,14 @@ def probes(count: int = 2, **resources: Any) -> lp.Program:
     return program
 
 
+def grown(run: lp.ElasticRun, num_hosts: int) -> bool:
+    """Whether an elastic run has so many hosts; if not, a checkpoint is saved, with which it may grow."""
+    folder = run.run_dir / "checkpoints"
+    if run.num_hosts != num_hosts:
+        (folder / f"step-{len(list(folder.glob('*'))) + 1:08}").mkdir(parents=True)
+    return run.num_hosts == num_hosts
+
+
 def asking(count: int, variable: str) -> lp.Program:
     """Nodes, one of which asks the others for an environment variable, prints it, and stops the program."""
 

@@ -24,6 +24,7 @@ from tests.launch.engines.programs import (
     are_gone,
     asking,
     char_gpt,
+    grown,
     probes,
     seen_by_others,
     trained,
@@ -190,6 +191,22 @@ def test_a_signal_handler_of_the_program_is_kept(address: str) -> None:
     with lp.launch(probes(1), "multi_host", **options(address), hosts="1") as run:
         run.client("probe").ask(abs, -1)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_an_elastic_run_starts_a_lost_agent_again_also_on_a_new_node_of_the_cluster(cluster: Any, address: str) -> None:
+    with lp.launch_elastic(probes, "1:2", **options(address)) as run:
+        agents()[f"{HOST}-2"].kill()
+        until(lambda: run.num_hosts == 1)
+        until(lambda: grown(run, 2))
+        raylets = [int(run.run.client("probe", index).ask(os.getenv, "RAY_RAYLET_PID")) for index in range(2)]
+        (node,) = cluster.worker_nodes
+        assert node.all_processes["raylet"][0].process.pid in raylets
+        cluster.remove_node(node, allow_graceful=False)
+        until(lambda: run.num_hosts == 1)
+        cluster.add_node(**_NODE)
+        until(lambda: grown(run, 2))
+        assert run.run.client("probe", 1).ask(abs, -1) == 1
 
 
 @pytest.mark.usefixtures("without_torch")

@@ -1,6 +1,5 @@
 """The slurm engine against a real Slurm: one slurmctld, and three slurmd on this machine."""
 
-import itertools
 import os
 import re
 import signal
@@ -23,6 +22,7 @@ from tests.launch.engines.programs import (
     are_gone,
     asking,
     char_gpt,
+    grown,
     probes,
     seen_by_others,
     trained,
@@ -117,15 +117,9 @@ def test_an_elastic_run_goes_on_without_a_lost_host_and_starts_its_agent_again()
         names = [run.run.client("probe", index).ask(os.getenv, "SLURMD_NODENAME") for index in range(2)]
         assert names == ["node1", "node3"]
         until(lambda: "node2" in agents())
-        number = itertools.count(1)
-        until(lambda: _checkpoint(run.run_dir, next(number)) or run.num_hosts == 3)
+        until(lambda: grown(run, 3))
         names = [run.run.client("probe", index).ask(os.getenv, "SLURMD_NODENAME") for index in range(3)]
         assert names == ["node1", "node2", "node3"]
-
-
-def _checkpoint(run_dir: Path, step: int) -> None:
-    """As a trainer would have saved one."""
-    (run_dir / "checkpoints" / f"step-{step:08}").mkdir(parents=True)
 
 
 @pytest.mark.usefixtures("inside", "without_torch")
