@@ -12,6 +12,7 @@ from lp_pipe.connections import Connection, PulledConnection
 # also finds its core's caches cold, and the other end has to wake it.
 _LOOKING_S = 3e-4
 _MOST_SKIPPED = 192
+_TAKEN_AWAY_S = 5e-5  # whoever had the core meanwhile needs it more
 
 
 class Pulling:
@@ -102,7 +103,8 @@ class _Looking:
             self._skipped += 1
             return False
         self._skipped = 0
-        end = time.monotonic() + _LOOKING_S
+        now = time.monotonic()
+        end = now + _LOOKING_S
         while True:
             if bell is not None and bell.count() != seen:
                 self._misses = 0
@@ -110,7 +112,8 @@ class _Looking:
             if connection.is_ready():  # lets other threads of this process run
                 self._misses = 0
                 return False
-            if time.monotonic() >= end:
+            before, now = now, time.monotonic()
+            if now >= end or now - before > _TAKEN_AWAY_S:
                 self._misses += 1
                 return False
             os.sched_yield()

@@ -61,15 +61,19 @@ def test_wrong_arguments_of_launch() -> None:
             lp.launch(wrong, "thread")  # type: ignore[arg-type]
 
 
-def test_launch_returns_before_the_nodes_are_up_and_wait_gives_up(mode: str) -> None:
-    program = program_of(lp.PyNode(time.sleep, 1.5))
-    began = time.monotonic()
-    run = lp.launch(program, mode, grace=3.0)
+def test_launch_returns_while_the_nodes_run_and_wait_gives_up(mode: str, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+
+    def pass_gate() -> None:
+        while not gate.exists():
+            time.sleep(0.01)
+
+    run = lp.launch(program_of(lp.PyNode(pass_gate)), mode, grace=3.0)
     with pytest.raises(TimeoutError):
         run.wait(0.05)
     with pytest.raises(TimeoutError):
         run.wait(timeout=0)
-    assert time.monotonic() - began < 1.4
+    gate.touch()
     run.wait(30)
     run.wait(0)
     assert run.status()["node0"][0]["state"] == "finished"

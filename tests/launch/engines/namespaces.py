@@ -50,6 +50,7 @@ cd /
 
 
 _numbers = itertools.count()
+_LETTERS = "abcdefgh"
 
 
 def why_not() -> str:
@@ -69,8 +70,8 @@ class Hosts:
 
     def __init__(self, count: int, *, is_ipv6: bool = False, is_doubled: bool = False) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="lp-hosts-", dir="/run"))  # not /tmp, of which each has its own
-        number = next(_numbers)
-        self._mark = f"lp{os.getpid() % 100_000}{'abcdefgh'[number]}"
+        number = next(_numbers) % len(_LETTERS)  # they are used again: so many are never there at a time
+        self._mark = f"lp{os.getpid() % 100_000}{_LETTERS[number]}"
         self._nets = _networks(os.getpid(), number, is_ipv6=is_ipv6)[: 2 if is_doubled else 1]
         self._inits: list[subprocess.Popen[bytes]] = []
         self._wires: list[Wire] = []
