@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 Placement = Literal["even", "spread", "pack"]
 
-_PROCESS_START_PREFIXES = ("OMP_", "LD_", "CUDA_", "MKL_", "OPENBLAS_", "DYLD_", "PYTHON")
+_PROCESS_START_PREFIXES = ("OMP_", "LD_", "CUDA_", "MKL_", "OPENBLAS_", "DYLD_", "PYTHON", "MALLOC_", "GLIBC_")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +50,9 @@ class Resources:
             raise ValueError(f"Resources(cpus={self.cpus}, gpus={self.gpus}): counts cannot be negative or zero cores")
         if isinstance(self.host_labels, str):
             raise ValueError(f"Resources(host_labels={self.host_labels!r}): write a list, [{self.host_labels!r}]")
+        object.__setattr__(self, "host_labels", tuple(self.host_labels))
+        if not all(isinstance(label, str) and label for label in self.host_labels):
+            raise ValueError(f"Resources(host_labels={list(self.host_labels)}): labels are words")
         if self.placement not in get_args(Placement):
             known = ", ".join(map(repr, get_args(Placement)))
             raise ValueError(f"Resources(placement={self.placement!r}): known are {known}")

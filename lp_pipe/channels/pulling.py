@@ -88,7 +88,7 @@ class Pulling:
 class _Looking:
     """Looks for a moment whether something arrives, before its thread sleeps.
 
-    Where that is in vain (the peer computes for longer) it is done ever more rarely: what it costs stays below 2 µs a
+    Where that is in vain (the peer computes for longer) it is done ever more rarely: what it costs goes down to 2 µs a
     wait. A peer that waits for this very core gets it.
     """
 
@@ -107,10 +107,10 @@ class _Looking:
         end = now + _LOOKING_S
         while True:
             if bell is not None and bell.count() != seen:
-                self._misses = 0
+                self._misses //= 2
                 return True
             if connection.is_ready():  # lets other threads of this process run
-                self._misses = 0
+                self._misses //= 2
                 return False
             before, now = now, time.monotonic()
             if now >= end or now - before > _TAKEN_AWAY_S:

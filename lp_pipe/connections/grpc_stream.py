@@ -31,7 +31,8 @@ _TOKEN, _WELCOME = "lp-pipe-token", "lp-pipe-welcome"
 _CLOSE_PATIENCE_S = 0.2
 _LINGER_S = 5.0  # for a peer that takes its time over what was sent before the close
 _SILENCE_S = 10.0
-_PINGS = 4  # in that time
+# The launcher says a host lost that is silent for so long, or a quarter more; its peers are to notice it after that.
+_ANSWER_SHARE, _PAUSE_SHARE = 1.2, 0.125
 _HANDSHAKE_MS = 10_000  # for TLS and HTTP/2's first words; gRPC's own limit is two minutes
 
 _OPTIONS = [
@@ -200,7 +201,7 @@ def connect(
     """Connect to a listener of a process of this run, on any host.
 
     credentials: of the run; None: this process's (use_credentials). silence_s: the connection has ended when the peer's
-    host has answered no ping for so long, or at most a quarter more.
+    process has answered no ping for a fifth more than that, or at most for a third more.
 
     Raises:
         Unavailable: nobody listens there, or nobody answers within 5 s.
@@ -310,9 +311,9 @@ def _parse(endpoint: str) -> TcpEndpoint:
 
 
 def _pings(silence_s: float) -> _Options:
-    answer_ms = round(silence_s * 1000)
+    answer_ms = round(silence_s * _ANSWER_SHARE * 1000)
     return [
-        ("grpc.keepalive_time_ms", answer_ms // _PINGS),
+        ("grpc.keepalive_time_ms", round(silence_s * _PAUSE_SHARE * 1000)),
         ("grpc.keepalive_timeout_ms", answer_ms),
         ("grpc.http2.ping_timeout_ms", answer_ms),  # 60 s if left alone, whatever the line above says (grpc 1.85)
     ]

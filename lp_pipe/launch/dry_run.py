@@ -1,5 +1,6 @@
 """Which node would run where, with what, and over which channel it would speak to whom: in words, without any node."""
 
+import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from lp_pipe.launch.launcher import named_engine
 from lp_pipe.launch.placement import place_all
 from lp_pipe.launch.plan import Plan, make_plan, serialize_nodes
 from lp_pipe.launch.source_tree import SourceTree
+from lp_pipe.launch.spec import NodeSpec
 from lp_pipe.program import Program
 
 _KNOWN_AT_THE_START = ["", "# Chosen when it is started: names, the launcher's address and port, the secret."]
@@ -58,8 +60,9 @@ def planned(
     )
     if preview is not None:
         promised = {offer.name: _promised(offer) for offer in known.hosts()}
-        places = place_on_hosts(plan.nodes, promised)
-        return [*_nodes(places), *_edges(plan, places), *tree, *_KNOWN_AT_THE_START, *preview.splitlines()]
+        nodes, remark = _without_labels(plan.nodes)
+        places = place_on_hosts(nodes, promised)
+        return [*_nodes(places), *remark, *_edges(plan, places), *tree, *_KNOWN_AT_THE_START, *preview.splitlines()]
     options = MultiHostOptions(known, listen, interface, Patience(join_timeout, host_timeout))
     gathered = gather(plan, options, generate_credentials())
     gathered.gathering.close(patience_s=3.0)
@@ -72,6 +75,14 @@ def _promised(offer: HostOffer) -> Hardware:
     cpus = here.cpus if offer.cpus is None else tuple(range(offer.cpus))
     memory = here.memory_bytes if offer.memory is None else offer.memory
     return Hardware(frozenset({offer.name}), cpus, memory, tuple(map(str, range(offer.gpus or 0))), offer.labels)
+
+
+def _without_labels(nodes: Sequence[NodeSpec]) -> tuple[list[NodeSpec], list[str]]:
+    """The hosts that are to come may have any; what is to be said of that."""
+    free = [dataclasses.replace(one, resources=dataclasses.replace(one.resources, host_labels=())) for one in nodes]
+    asking = dict.fromkeys(one.label for one in nodes if one.resources.host_labels)
+    remark = f"# As if every host had the labels that {', '.join(asking)} want: they are known when it has started."
+    return free, [remark] if asking else []
 
 
 def _sources(tree: SourceTree) -> list[str]:

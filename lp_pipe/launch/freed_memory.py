@@ -13,10 +13,10 @@ _LARGEST_BYTES = 1 << 25  # the most that every glibc takes; what is larger goes
 
 
 def keep_freed_memory() -> None:
-    """Let malloc keep what is freed, up to half a GiB, where it is glibc's and the user has not set it up himself.
+    """Let malloc keep half a GiB of what is freed, where it is glibc's and the user has not set it up himself.
 
     By default activations of a step go back to the kernel, which clears their pages when the next step touches them.
-    One arena for all threads, because what was freed in one is of no use to another.
+    One arena for all threads, because what was freed in one is of no use to another: called before there are any.
     """
     mallopt = _mallopt()
     if mallopt is None or _is_set_up(os.environ):

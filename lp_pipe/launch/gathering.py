@@ -5,7 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from lp_pipe.connections import Connection, Frame, Listener, frames
 from lp_pipe.connections.credentials import Credentials
@@ -22,15 +22,21 @@ _log = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 0.2
 _ALIVE_EVERY_S = 1.0
+_MOST_SILENCE_S = 86_400.0
 
 OnLost = Callable[["RemoteAgent", str], None]
 
 
-class Patience(NamedTuple):
+@dataclass(frozen=True)
+class Patience:
     """join_s: for all agents to join. silence_s: a host that says nothing for so long counts as lost."""
 
     join_s: float = 60.0
     silence_s: float = 7.0
+
+    def __post_init__(self) -> None:
+        if not 1.0 <= self.silence_s <= _MOST_SILENCE_S:
+            raise ValueError(f"host_timeout={self.silence_s:g}: from 1 to {_MOST_SILENCE_S:g} seconds")
 
 
 class RemoteAgent:
@@ -185,7 +191,7 @@ class Gathering:
         if self._is_over.is_set():
             return
         self._lost.add(agent.name)
-        why = self._explained(agent.name, reason)
+        why = self._explained(agent.name, reason, is_silent=agent.is_silent)
         with self._changed:
             if self._on_lost is None:
                 self._early_losses.append((agent, why))
@@ -202,7 +208,8 @@ class Gathering:
 
         self._offers = {offer.name: offer for offer in self._engine.hosts()}
         where = self._where()
-        listener = grpc_stream.listen(f"{SECURE}{where[0]}", self._accept, self._credentials)
+        silence_s = 2 * self.silence_s  # of gRPC: the watch, which knows what silence is, comes first
+        listener = grpc_stream.listen(f"{SECURE}{where[0]}", self._accept, self._credentials, silence_s)
         port = listener.endpoint.rpartition(":")[2]
         addresses = [f"[{name}]:{port}" if ":" in name else f"{name}:{port}" for name in where[1]]
         return listener, Invitation(addresses, self._credentials.to_bytes(), log_dir, self._interface)
@@ -244,9 +251,11 @@ class Gathering:
             details.append(f"{', '.join(one.hosts)}: {state}{said}")
         return "\n  ".join([head, *details])
 
-    def _explained(self, name: str, reason: str) -> str:
+    def _explained(self, name: str, reason: str, *, is_silent: bool) -> str:
         watched = next((one for one in self._watched if name in one.hosts), None)
-        deadline = time.monotonic() + (watched.LAST_NEWS_S if watched is not None else 0.0)
+        # Of a host that is only silent nobody will say that anything has ended.
+        news_s = watched.LAST_NEWS_S if watched is not None and not is_silent else 0.0
+        deadline = time.monotonic() + news_s
         while watched is not None and (how := watched.how_it_ended()) is None and time.monotonic() < deadline:
             time.sleep(_LOOK_EVERY_S / 10)
         ended = f" (its agent ended: {how})" if watched is not None and how else ""

@@ -53,7 +53,7 @@ def _gpus() -> tuple[str, ...]:
 
 def _labels() -> frozenset[str]:
     """As whoever runs the host has labelled it."""
-    return frozenset(label for label in os.environ.get(LABELS, "").split(",") if label)
+    return frozenset(label.strip() for label in os.environ.get(LABELS, "").split(",")) - {""}
 
 
 def _named(visible: str) -> tuple[str, ...]:

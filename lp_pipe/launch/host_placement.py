@@ -110,15 +110,20 @@ def _hosts_of(
     for label in _bases_first(groups):
         specs = list(groups[label].values())
         base = _base_of(specs)
-        beside = [host_of.get(f"{base}/{spec.index * sizes.get(base, 0) // spec.group_size}") for spec in specs]
-        chosen = [host for host in beside if host is not None]
-        if chosen and len(chosen) == len(specs):
-            check_fit(label, specs, rooms, chosen, base)
-        else:  # also where those whom it should be near do not run any more
-            chosen = shared_out(label, specs, rooms)
-        for spec, host in zip(specs, chosen, strict=True):
+        beside = {
+            spec.name: host
+            for spec in specs
+            if (host := host_of.get(f"{base}/{spec.index * sizes.get(base, 0) // spec.group_size}")) is not None
+        }
+        tied = [spec for spec in specs if spec.name in beside]
+        check_fit(label, tied, rooms, list(beside.values()), base)
+        for spec in tied:
+            rooms[beside[spec.name]].take(spec)
+        free = [spec for spec in specs if spec.name not in beside]  # also those whose base does not run any more
+        for spec, host in zip(free, shared_out(label, free, rooms) if free else [], strict=True):
             rooms[host].take(spec)
-            host_of[spec.name] = host
+            beside[spec.name] = host
+        host_of.update(beside)
     return host_of
 
 

@@ -192,6 +192,7 @@ class Supervision:
 
 def main(node_id: str, endpoint: str, attempt: int) -> int:
     """Run one node in this process; returns the exit status. attempt: how often the node was restarted before."""
+    keep_freed_memory()  # before there is a second thread, which would get an arena of its own
     supervision = Supervision(endpoint)
     supervision.send(hello=wire.Hello(node_id=node_id, pid=os.getpid(), attempt=attempt))
     start, frame = supervision.started.result()
@@ -252,7 +253,6 @@ def _run(start: wire.Start, payload: bytearray, supervision: Supervision) -> Fai
     supervision.count_calls = lambda: context.calls
     enter_process(context)
     set_process_threads(start.threads)
-    keep_freed_memory()
     if context.is_stopping:
         return None
     return run_node(node, context)

@@ -8,6 +8,7 @@ from lp_pipe.launch.hardware import Hardware
 from lp_pipe.launch.spec import NodeSpec
 
 _GIB = 1 << 30
+_MANY = 1 << 30
 
 
 @dataclass
@@ -54,7 +55,7 @@ def shared_out(label: str, specs: Sequence[NodeSpec], rooms: Mapping[str, Room])
     if sum(room.values()) < wanted:
         raise ValueError(_what_is_missing(label, spec, sum(room.values()), wanted, rooms))
     if spec.resources.placement == "pack":
-        shares = _packed(room, wanted)
+        shares = _packed({name: one.count(spec, _MANY) for name, one in rooms.items()}, wanted)
     elif wanted == 1 or spec.resources.placement == "spread":  # beside as few others as possible
         fewest_first = sorted((name for name in rooms if room[name]), key=lambda name: len(rooms[name].nodes))
         shares = dict.fromkeys(fewest_first[:wanted], 1)
@@ -70,10 +71,12 @@ def check_fit(label: str, specs: Sequence[NodeSpec], rooms: Mapping[str, Room], 
         ValueError: they do not.
     """
     for name, wanted in Counter(chosen).items():
-        fitting = rooms[name].count(specs[0], wanted) if name in rooms else 0
+        must = f"group {label!r} must go where group {to!r} is: {wanted} nodes to host {name!r}"
+        if name not in rooms:
+            raise ValueError(f"{must}, which is not one of {', '.join(rooms)}")
+        fitting = rooms[name].count(specs[0], wanted)
         if fitting < wanted:
-            what = _what_is_missing(label, specs[0], fitting, wanted, {name: rooms[name]} if name in rooms else rooms)
-            raise ValueError(f"{what} (group {label!r} must go where group {to!r} is: {wanted} nodes to host {name!r})")
+            raise ValueError(f"{_what_is_missing(label, specs[0], fitting, wanted, {name: rooms[name]})} ({must})")
 
 
 def _packed(room: Mapping[str, int], wanted: int) -> dict[str, int]:
@@ -110,7 +113,8 @@ def _what_is_missing(label: str, spec: NodeSpec, fitting: int, wanted: int, room
             f"{name}: {', '.join(sorted(room.hardware.labels)) or 'none'}" for name, room in rooms.items()
         )
         needed = " and ".join(map(repr, asked.host_labels))
-        return f"group {label!r} must run on a host that is labelled {needed}; the hosts' labels are {labels}"
+        where = f"host {asked.host!r}, if it is" if asked.host is not None else "a host that is"
+        return f"group {label!r} must run on {where} labelled {needed}; the hosts' labels are {labels}"
     wants = [
         *([f"{asked.gpus} GPUs"] if asked.gpus else []),
         *([f"{asked.memory / _GIB:.1f} GiB of memory"] if asked.memory else []),

@@ -1,6 +1,7 @@
 """All workers of a pipeline, as the one that conducts it calls them."""
 
 import contextlib
+import logging
 import threading
 import traceback
 from collections.abc import Callable, Sequence
@@ -13,6 +14,8 @@ from lp_pipe.pipeline.execution import Report
 from lp_pipe.pipeline.worker import StageWorker
 from lp_pipe.rpc.calls import add_quick_callback
 from lp_pipe.rpc.pool import DaemonPool
+
+_log = logging.getLogger(__name__)
 
 
 class Workers:
@@ -128,7 +131,7 @@ class Attempt:
             Exception: the failure that came first; a worker that only lost its neighbour does not count as first.
         """
         for future in self._futures:
-            self._watch(future)  # the future wakes this thread before it calls `_watch`
+            self._watch(future)  # the future wakes this thread before it calls `_notice`
         if self._errors:
             raise first_cause(self._errors)
         return [future.result() for future in self._futures]
@@ -148,7 +151,13 @@ class Attempt:
     def _notice(self, future: "Future[Report]") -> None:
         """In the thread that has read the reply: others wait for it to read on."""
         if future.exception() is not None:
-            self._watchers.submit(self._watch, future)
+            self._watchers.submit(self._watch_aside, future)
+
+    def _watch_aside(self, future: "Future[Report]") -> None:
+        try:
+            self._watch(future)
+        except Exception:  # the thread is for further failures, too
+            _log.exception("after a failure the other workers could not be freed from waiting")
 
     def _watch(self, future: "Future[Report]") -> None:
         error = future.exception()

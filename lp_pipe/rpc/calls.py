@@ -177,7 +177,7 @@ class CallFuture(Future[Any]):
 def add_quick_callback(future: Future[Any], fn: Callable[[Future[Any]], object]) -> None:
     """As `add_done_callback`, but of a call where its reply is read: `fn` returns at once, and calls nobody.
 
-    That saves a hop between threads. An exception of `fn` is logged.
+    That saves a hop between threads. `fn` may not add callbacks to the same future. An exception of it is logged.
     """
     Future.add_done_callback(future, fn)
     if isinstance(future, CallFuture) and future.sent is not None:

@@ -1,11 +1,13 @@
 """Which host each node gets: groups go over all hosts in blocks, and what does not fit is refused in words."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import lp_pipe as lp
-from lp_pipe.launch.engines import HostOffer
+from lp_pipe.launch.dry_run import planned
+from lp_pipe.launch.engines import HostOffer, KubernetesEngine
 from lp_pipe.launch.hardware import Hardware
 from lp_pipe.launch.host_placement import offered, place_again, place_on_hosts
 from lp_pipe.launch.spec import NodeSpec
@@ -95,6 +97,7 @@ def test_pack_takes_as_few_hosts_as_have_room() -> None:
     assert names(group("stages", 4, gpus=1, placement="pack"), three) == ["b"] * 4
     assert names(group("stages", 5, gpus=1, placement="pack"), three) == ["a", "b", "b", "b", "b"]
     assert names(group("stages", 6, gpus=1, placement="pack"), three) == ["b", "b", "b", "b", "c", "c"]
+    assert names(group("stages", 2, gpus=1, placement="pack"), three) == ["c", "c"]
     assert names(group("feeders", 3, placement="pack"), three) == ["a", "a", "a"]
 
 
@@ -210,3 +213,12 @@ def test_a_lost_host_that_the_others_have_no_room_for_is_refused_with_what_is_mi
         again(group("stages", 1, host="b"), both, "b")
     with pytest.raises(ValueError, match="no host is left"):
         again(group("stages", 1), hosts(host("a")), "a")
+
+
+def test_a_dry_run_takes_labels_of_hosts_that_are_still_to_come_for_granted(tmp_path: Path) -> None:
+    program = lp.Program("labels")
+    with program.group("tables", resources=lp.Resources(host_labels=["large"])):
+        program.add_node(lp.PyNode(print))
+    lines = planned(program, "multi_host", tmp_path, engine=KubernetesEngine("2", image="train:1"))
+    assert lines[0].split() == ["tables/0", "host-0"]
+    assert "labels that tables want: they are known when it has started" in lines[1]

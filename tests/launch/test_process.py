@@ -105,7 +105,7 @@ def _pages_a_block() -> float:
 def test_nodes_keep_freed_memory_for_their_next_step_unless_the_user_has_said_how() -> None:
     with lp.launch(probes(), "process") as run:
         assert run.client("probe").ask(_pages_a_block) < 100
-    with lp.launch(probes(env={"MALLOC_MMAP_THRESHOLD_": "65536"}, fresh_interpreter=True), "process") as run:
+    with lp.launch(probes(env={"MALLOC_MMAP_THRESHOLD_": "65536"}), "process") as run:
         assert run.client("probe").ask(_pages_a_block) > 1000
 
 

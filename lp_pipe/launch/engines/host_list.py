@@ -44,7 +44,7 @@ def _read_host(part: str) -> HostOffer:
     else:
         name, _, rest = part.partition(":")
     options = [option for option in rest.split(":") if option]
-    labels = frozenset(option.removeprefix(_LABEL) for option in options if option.startswith(_LABEL))
+    labels = frozenset(option.removeprefix(_LABEL).strip() for option in options if option.startswith(_LABEL))
     limits = dict(_read_limit(part, option) for option in options if not option.startswith(_LABEL))
     if not name or name.startswith("-"):
         raise ValueError(f"{part!r} is no host: write NAME or NAME:gpus=4")

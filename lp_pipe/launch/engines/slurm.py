@@ -1,6 +1,7 @@
 """Agents on the hosts of a Slurm allocation: one job step with one task on each."""
 
 import dataclasses
+import logging
 import os
 import re
 import shlex
@@ -22,6 +23,7 @@ _NAME = "HOST"
 _TASKS_ENDED = re.compile(r"srun: error: [^ ]+: tasks? ([\d,-]+): (\w.*)")
 _LABELLED = re.compile(r" *(\d+): (.*)")
 _MIB = 1 << 20
+_log = logging.getLogger(__name__)
 
 
 class SlurmEngine(Engine):
@@ -179,13 +181,17 @@ def _number(text: str | None) -> int | None:
 
 def features(text: str) -> dict[str, frozenset[str]]:
     """By host, those that are active now, of what `scontrol show node --oneliner` prints."""
-    found = re.findall(r"^NodeName=(\S+).* ActiveFeatures=(\S+)", text, re.MULTILINE)
+    found = re.findall(r"^NodeName=(\S+) .*?\bActiveFeatures=(\S+)", text, re.MULTILINE)
     return {name: frozenset(words.split(",")) - {"(null)"} for name, words in found}
 
 
 def _labelled(allocated: Sequence[HostOffer]) -> list[HostOffer]:
-    """Slurm's features are the labels."""
-    found = features(_scontrol("show", "node", ",".join(offer.name for offer in allocated), "--oneliner"))
+    """Slurm's features are the labels; without them most programs do."""
+    try:
+        found = features(_scontrol("show", "node", ",".join(offer.name for offer in allocated), "--oneliner"))
+    except LaunchError as error:
+        _log.warning("engine 'slurm': the hosts have no labels: %s", error)
+        found = {}
     return [dataclasses.replace(offer, labels=found.get(offer.name, frozenset())) for offer in allocated]
 
 

@@ -26,7 +26,8 @@ def test_memory_may_be_counted_by_cores_and_what_slurm_does_not_say_is_the_agent
 
 def test_the_active_features_of_hosts_are_read_from_what_scontrol_prints() -> None:
     text = (
-        "NodeName=node1 Arch=x86_64 CoresPerSocket=4 AvailableFeatures=ib,fast,slow ActiveFeatures=ib,fast Gres=gpu:2\n"
+        "NodeName=node1 Arch=x86_64 CoresPerSocket=4 AvailableFeatures=ib,fast,slow ActiveFeatures=ib,fast "
+        "Comment=with ActiveFeatures=none\n"
         "NodeName=node2 Arch=x86_64 CoresPerSocket=4 AvailableFeatures=(null) ActiveFeatures=(null) Gres=gpu:2\n"
     )
     assert features(text) == {"node1": frozenset({"ib", "fast"}), "node2": frozenset()}
