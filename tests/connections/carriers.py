@@ -1,6 +1,7 @@
 """Listeners and connections of one kind, for tests that hold for every kind."""
 
 import queue
+import random
 import socket
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -40,12 +41,15 @@ class Carrier:
         self.is_tcp = f"{kind}:" in tcp_endpoint.SCHEMES
         self.accepted: queue.Queue[Connection] = queue.Queue()
         self._made: list[Connection] = []
+        # A loopback address that no other test has: a port that is free there stays free.
+        self.host = ".".join(["127", *(str(random.randrange(1, 255)) for _ in range(3))])
         self._taken_port = socket.socket()
-        self._taken_port.bind(("127.0.0.1", 0))
-        self.listener = connections.listen(f"{kind}:" + ("127.0.0.1:0" if self.is_tcp else f"{folder}/test"), self.take)
+        self._taken_port.bind((self.host, 0))
+        where = f"{self.host}:0" if self.is_tcp else f"{folder}/test"
+        self.listener = connections.listen(f"{kind}:{where}", self.take)
         self.endpoint = self.listener.endpoint
         port = self._taken_port.getsockname()[1]
-        self.nowhere = f"{kind}:127.0.0.1:{port}" if self.is_tcp else f"{self.endpoint}-other"
+        self.nowhere = f"{kind}:{self.host}:{port}" if self.is_tcp else f"{self.endpoint}-other"
 
     def take(self, connection: Connection) -> None:
         self._made.append(connection)

@@ -44,7 +44,7 @@ def assert_works(carrier: Carrier) -> None:
 
 def test_the_listener_says_which_port_it_got(tcp: Carrier) -> None:
     scheme, host, port = tcp.listener.endpoint.split(":")
-    assert (scheme, host) == (tcp.listener.endpoint.split(":")[0], "127.0.0.1")
+    assert scheme in ("grpc", "grpcs") and host == tcp.host
     assert int(port) > 0
     with pytest.raises(OSError, match="cannot listen at"):
         connections.listen(tcp.listener.endpoint, print)  # two listeners never share a port
