@@ -4,6 +4,7 @@ Moments: "any" one; "write", while a checkpoint is being written; "restart", whi
 while a killed process is being restarted in its place.
 """
 
+import contextlib
 import os
 import pathlib
 import random
@@ -98,6 +99,17 @@ class Run:
     def last_lines(self) -> str:
         return "\n".join(self._output.read_text(errors="replace").splitlines()[-30:])
 
+    def what_it_does(self) -> str:
+        """The stacks of its processes, its reports of hangs, and what it printed last."""
+        command = [sys.executable, "-m", "lp_pipe", "stacks", str(self._folder)]
+        told = "its stacks cannot be had"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            stacks = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+            told = stacks.stdout + stacks.stderr
+        reports = self._folder / "hangs.log"
+        hangs = reports.read_text(errors="replace")[-20_000:] if reports.exists() else "no reports of hangs"
+        return f"{told}\n{hangs}\n{self.last_lines()}"
+
     def left(self) -> list[int]:
         """Processes that are still there, after 15 s at most."""
         deadline = time.monotonic() + 15
@@ -130,6 +142,9 @@ def disturbed(program: Program, folder: pathlib.Path, chance: Chance) -> Round:
             while moments and process.poll() is None:
                 strikes += _strikes(run, process, chance, moments.pop(), is_resumed)
             process.wait(_PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            struck = ", ".join(f"{strike.signal} {strike.victim} ({strike.moment})" for strike in strikes)
+            raise RuntimeError(f"the run hangs, after {struck or 'no strike'}:\n{run.what_it_does()}") from None
         finally:
             process.kill()
             process.wait()
