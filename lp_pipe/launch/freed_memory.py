@@ -19,7 +19,7 @@ def keep_freed_memory() -> None:
     One arena for all threads, because what was freed in one is of no use to another: called before there are any.
     """
     mallopt = _mallopt()
-    if mallopt is None or _is_set_up(os.environ):
+    if mallopt is None or _is_set_up():
         return
     mallopt(_MMAP_THRESHOLD, _LARGEST_BYTES)
     mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
@@ -37,6 +37,6 @@ def _mallopt() -> Callable[[int, int], int] | None:
     return found
 
 
-def _is_set_up(environment: "os._Environ[str] | dict[str, str]") -> bool:
-    is_named = any(name.startswith("MALLOC_") for name in environment)
-    return is_named or "glibc.malloc" in environment.get("GLIBC_TUNABLES", "") or "LD_PRELOAD" in environment
+def _is_set_up() -> bool:
+    is_named = any(name.startswith("MALLOC_") for name in os.environ)
+    return is_named or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or "LD_PRELOAD" in os.environ

@@ -106,8 +106,7 @@ class Gathering:
         self._credentials = credentials
         self._listen = listen
         self._interface = interface
-        self._patience = patience
-        self.silence_s = patience.silence_s
+        self.patience = patience
         self._needs_torch = False
         self._agents: dict[str, RemoteAgent] = {}
         self._offers: dict[str, HostOffer] = {}
@@ -208,14 +207,14 @@ class Gathering:
 
         self._offers = {offer.name: offer for offer in self._engine.hosts()}
         where = self._where()
-        silence_s = 2 * self.silence_s  # of gRPC: the watch, which knows what silence is, comes first
+        silence_s = 2 * self.patience.silence_s  # of gRPC: the watch, which knows what silence is, comes first
         listener = grpc_stream.listen(f"{SECURE}{where[0]}", self._accept, self._credentials, silence_s)
         port = listener.endpoint.rpartition(":")[2]
         addresses = [f"[{name}]:{port}" if ":" in name else f"{name}:{port}" for name in where[1]]
         return listener, Invitation(addresses, self._credentials.to_bytes(), log_dir, self._interface)
 
     def _accept(self, connection: Connection) -> None:
-        RemoteAgent(connection, self, self.silence_s).start()
+        RemoteAgent(connection, self, self.patience.silence_s).start()
 
     def _where(self) -> tuple[str, list[str]]:
         """What to bind, and the names by which agents may try to reach it."""
@@ -230,7 +229,7 @@ class Gathering:
         return f"{_bracketed(found[0])}@{anywhere}:0", found
 
     def _wait(self) -> None:
-        deadline = time.monotonic() + self._patience.join_s
+        deadline = time.monotonic() + self.patience.join_s
         while missing := [name for name in self._offers if name not in self._agents or name in self._lost]:
             ended = [one for one in self._watched if not set(one.hosts).isdisjoint(missing) and one.how_it_ended()]
             if ended or self._refusals or time.monotonic() >= deadline:
@@ -245,7 +244,7 @@ class Gathering:
             if set(one.hosts).isdisjoint(missing):
                 continue
             how = one.how_it_ended()
-            state = f"its agent ended ({how})" if how else f"nothing was heard of it for {self._patience.join_s:g} s"
+            state = f"its agent ended ({how})" if how else f"nothing was heard of it for {self.patience.join_s:g} s"
             lines = one.last_lines()[-5:]
             said = "".join(f"\n      {line}" for line in lines) if lines else "; it had printed nothing"
             details.append(f"{', '.join(one.hosts)}: {state}{said}")

@@ -59,7 +59,7 @@ def make_host(plan: Plan, metrics: MetricsLog, options: MultiHostOptions) -> tup
     run = uuid.uuid4().hex
     ports = PortsElsewhere(plan, gathered.agents, lambda node_id: host.where(node_id))
     coordinator = Coordinator(plan, lambda address: spanning.name_of(run, address), metrics, ports.reserve)
-    silence_s = gathered.gathering.silence_s
+    silence_s = gathered.gathering.patience.silence_s
     spanning.join(spanning.Member(run, "the launcher", credentials, coordinator.find, silence_s=silence_s))
     host = MultiHost(run, plan, coordinator, payloads, gathered, ports, shipped, options.tree)
     return host, coordinator
@@ -196,7 +196,7 @@ class MultiHost(Host):
             surroundings=self._surroundings,
             preload=tuple(loaded_here()),
             orphan_s=orphan_s(self._plan.nodes, self._gathered.is_elastic),
-            silence_s=self._gathered.gathering.silence_s,
+            silence_s=self._gathered.gathering.patience.silence_s,
         )
 
     def _send_tree(self, agents: Mapping[str, RemoteAgent]) -> None:

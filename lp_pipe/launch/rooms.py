@@ -8,7 +8,7 @@ from lp_pipe.launch.hardware import Hardware
 from lp_pipe.launch.spec import NodeSpec
 
 _GIB = 1 << 30
-_MANY = 1 << 30
+_MANY = 1 << 30  # nodes that need nothing which could run out
 
 
 @dataclass
@@ -20,12 +20,12 @@ class Room:
     memory: int
     nodes: list[NodeSpec] = field(default_factory=list)
 
-    def count(self, spec: NodeSpec, wanted: int) -> int:
-        """How many of `wanted` such nodes fit."""
+    def count(self, spec: NodeSpec) -> int:
+        """How many such nodes fit."""
         asked = spec.resources
         if not self.is_asked_for(spec) or (asked.cpus is not None and asked.cpus > len(self.hardware.cpus)):
             return 0
-        limits = [wanted]
+        limits = [_MANY]
         limits += [self.gpus // asked.gpus] if asked.gpus else []
         limits += [self.memory // asked.memory] if asked.memory else []
         if asked.placement == "spread":
@@ -51,11 +51,11 @@ def shared_out(label: str, specs: Sequence[NodeSpec], rooms: Mapping[str, Room])
         ValueError: they do not fit; says what is missing.
     """
     spec, wanted = specs[0], len(specs)
-    room = {name: one.count(spec, wanted) for name, one in rooms.items()}
+    room = {name: one.count(spec) for name, one in rooms.items()}
     if sum(room.values()) < wanted:
         raise ValueError(_what_is_missing(label, spec, sum(room.values()), wanted, rooms))
     if spec.resources.placement == "pack":
-        shares = _packed({name: one.count(spec, _MANY) for name, one in rooms.items()}, wanted)
+        shares = _packed(room, wanted)
     elif wanted == 1 or spec.resources.placement == "spread":  # beside as few others as possible
         fewest_first = sorted((name for name in rooms if room[name]), key=lambda name: len(rooms[name].nodes))
         shares = dict.fromkeys(fewest_first[:wanted], 1)
@@ -74,7 +74,7 @@ def check_fit(label: str, specs: Sequence[NodeSpec], rooms: Mapping[str, Room], 
         must = f"group {label!r} must go where group {to!r} is: {wanted} nodes to host {name!r}"
         if name not in rooms:
             raise ValueError(f"{must}, which is not one of {', '.join(rooms)}")
-        fitting = rooms[name].count(specs[0], wanted)
+        fitting = rooms[name].count(specs[0])
         if fitting < wanted:
             raise ValueError(f"{_what_is_missing(label, specs[0], fitting, wanted, {name: rooms[name]})} ({must})")
 

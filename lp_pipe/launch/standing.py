@@ -62,7 +62,7 @@ class StandingGathering(Gathering):
         Raises:
             LaunchError: there were not so many in time.
         """
-        deadline = time.monotonic() + self._patience.join_s
+        deadline = time.monotonic() + self.patience.join_s
         while not is_stopping.is_set():
             up = self.up()
             is_late = time.monotonic() >= deadline

@@ -15,6 +15,11 @@ from lp_pipe.connections.credentials import current_credentials
 WITHIN_S = 20.0
 
 
+def own_loopback() -> str:
+    """A loopback address that no other test has: a port that is free there stays free."""
+    return ".".join(["127", *(str(random.randrange(1, 255)) for _ in range(3))])
+
+
 class End:
     """One end of a connection, and what has arrived there."""
 
@@ -41,8 +46,7 @@ class Carrier:
         self.is_tcp = f"{kind}:" in tcp_endpoint.SCHEMES
         self.accepted: queue.Queue[Connection] = queue.Queue()
         self._made: list[Connection] = []
-        # A loopback address that no other test has: a port that is free there stays free.
-        self.host = ".".join(["127", *(str(random.randrange(1, 255)) for _ in range(3))])
+        self.host = own_loopback()
         self._taken_port = socket.socket()
         self._taken_port.bind((self.host, 0))
         where = f"{self.host}:0" if self.is_tcp else f"{folder}/test"

@@ -14,7 +14,7 @@ import lp_pipe as lp
 from lp_pipe.launch import elastic
 from lp_pipe.launch.elastic import HostCount
 from lp_pipe.launch.engines import Invitation, LocalEngine, Watched
-from tests.launch.engines.programs import are_gone, until
+from tests.launch.engines.programs import are_gone, grown, until
 
 WITHIN_S = 30.0
 
@@ -38,6 +38,17 @@ def make_program(num_hosts: int, **options: Any) -> lp.Program:
         for _ in range(num_hosts):
             program.add_node(lp.CourierNode(Where, num_hosts))
     return program
+
+
+def running(function: Callable[[], None]) -> Callable[[int], lp.Program]:
+    """A program of one node that calls the function, however many hosts there are."""
+
+    def make(num_hosts: int) -> lp.Program:
+        program = lp.Program("one")
+        program.add_node(lp.PyNode(function), label="one")
+        return program
+
+    return make
 
 
 class Patient(LocalEngine):
@@ -85,7 +96,7 @@ def test_a_lost_host_leaves_a_smaller_program_and_its_return_a_larger_one_with_t
         engine.may_come_back.set()
         until(lambda: len(run._standing.up()) == 3)
         assert everywhere(run) == two  # until there is a checkpoint that is newer than the host
-        until(lambda: checkpoint(run, len(list((run.run_dir / "checkpoints").iterdir())) + 1) or run.num_hosts == 3)
+        until(lambda: grown(run, 3))
         assert [row[0] for row in everywhere(run)] == [3, 3, 3]
 
 
@@ -113,12 +124,7 @@ def test_a_failure_of_the_program_itself_ends_it() -> None:
     def fail() -> None:
         raise ValueError("mine")
 
-    def make(num_hosts: int) -> lp.Program:
-        program = lp.Program("failing")
-        program.add_node(lp.PyNode(fail), label="failing")
-        return program
-
-    run, _ = launched(make, "2", "1:2")
+    run, _ = launched(running(fail), "2", "1:2")
     with pytest.raises(lp.NodeError, match="ValueError: mine"):
         run.wait(WITHIN_S)
 
@@ -136,12 +142,7 @@ def test_so_does_one_long_after_the_loss_of_a_host_that_it_did_not_need(
         until((tmp_path / "fail").exists)
         raise ValueError("mine")
 
-    def make(num_hosts: int) -> lp.Program:
-        program = lp.Program("failing")
-        program.add_node(lp.PyNode(fail), label="failing")
-        return program
-
-    run, _ = launched(make, "2", "1:1")
+    run, _ = launched(running(fail), "2", "1:1")
     until((tmp_path / "starts").exists)
     (spare,) = [child for child in psutil.Process().children() if "--name local1 " in " ".join(child.cmdline())]
     spare.kill()
@@ -154,12 +155,7 @@ def test_so_does_one_long_after_the_loss_of_a_host_that_it_did_not_need(
 
 @pytest.mark.slow
 def test_a_program_that_stops_itself_is_over(tmp_path: Path) -> None:
-    def make(num_hosts: int) -> lp.Program:
-        program = lp.Program("stopping")
-        program.add_node(lp.PyNode(lp.stop), label="stopping")
-        return program
-
-    run, _ = launched(make, "1", "1:2", run_dir=tmp_path)
+    run, _ = launched(running(lp.stop), "1", "1:2", run_dir=tmp_path)
     run.wait(WITHIN_S)
     assert run.is_over and run.run_dir == tmp_path
 

@@ -8,7 +8,6 @@ import gc
 import os
 import pickle
 import queue
-import random
 import socket
 import sys
 import threading
@@ -25,6 +24,7 @@ from lp_pipe import connections
 from lp_pipe.connections.credentials import Credentials
 from lp_pipe.rpc import Server
 from lp_pipe.rpc.calls import add_quick_callback
+from tests.connections.carriers import own_loopback
 
 WITHIN_S = 20.0
 
@@ -36,8 +36,7 @@ def endpoint(request: pytest.FixtureRequest, socket_home: Path, run_credentials:
     """Every carrier; nobody listens there yet."""
     if request.param not in ("grpc", "grpcs"):
         return f"{request.param}:{socket_home}/server"
-    # A loopback address that no other test has: a port that is free there stays free.
-    host = ".".join(["127", *(str(random.randrange(1, 255)) for _ in range(3))])
+    host = own_loopback()
     with socket.create_server((host, 0)) as sock:
         return f"{request.param}:{host}:{sock.getsockname()[1]}"
 
