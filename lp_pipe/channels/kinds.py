@@ -15,6 +15,7 @@ _FITTING = {
     "local": ("shm", "gloo", "nccl", "stream"),
     "grpc": ("grpc",),
     "grpcs": ("grpc", "gloo", "nccl"),  # "auto" is never one of PLAIN_KINDS
+    "tls": ("grpc", "gloo", "nccl"),
 }
 _ADVICE = {
     "grpc": "the receiving end listens at no grpc endpoint",
@@ -55,7 +56,7 @@ def choose(kind: str, endpoint: str, *, is_on_gpu: bool = False) -> str:
 
 def _fitting(endpoint: str) -> tuple[str, ...]:
     if endpoint.startswith(spanning.WAYS):
-        return (*_FITTING["unix"], "grpc") if spanning.is_near(endpoint) else _FITTING["grpcs"]
+        return (*_FITTING["unix"], "grpc") if spanning.is_near(endpoint) else _FITTING["tls"]
     scheme = "inproc" if local.is_inside(endpoint) else endpoint.partition(":")[0]
     return _FITTING.get(scheme, ("stream",))
 
