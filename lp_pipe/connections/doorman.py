@@ -1,6 +1,5 @@
 """Lets in who has a certificate of the run and shows its token: one thread, however long strangers take."""
 
-import contextlib
 import os
 import selectors
 import socket
@@ -24,6 +23,7 @@ _MAX_TOKEN_BYTES = 1024
 _PATIENCE_S = 10.0
 _MOST_VISITORS = 1024  # at a time; for more, the first of them must go
 _ACCEPT_PAUSE_S = 0.1
+_DISCARDED_BYTES = 1 << 16
 
 _Steps = Generator[int, None, None]
 
@@ -92,7 +92,7 @@ class Doorman:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         guest = self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
         if len(self._visitors) >= _MOST_VISITORS:
-            self._refuse(next(iter(self._visitors.values())), "too many others wanted to come in")
+            self._send_away(next(iter(self._visitors.values())), "too many others wanted to come in")
         visitor = _Visitor(guest, f"{address[0]}:{address[1]}", self._credentials)
         self._visitors[guest] = visitor
         self._selector.register(guest, selectors.EVENT_READ, visitor)
@@ -107,7 +107,12 @@ class Doorman:
             self._forget(visitor)
             self._on_guest(visitor.sock, visitor.address)
         except (OSError, _Refusal) as error:
-            self._refuse(visitor, str(error) if isinstance(error, _Refusal) else f"it could not be greeted: {error}")
+            if visitor.is_refused:
+                self._send_away(visitor)
+                return
+            self._refusals.note(visitor.address, str(error))
+            visitor.refuse()
+            self._go_on(visitor)
         else:
             self._selector.modify(visitor.sock, event, visitor)
 
@@ -120,13 +125,11 @@ class Doorman:
         for visitor in list(self._visitors.values()):
             if visitor.deadline > time.monotonic():
                 return
-            self._refuse(visitor, f"it has not shown who it is for {_PATIENCE_S:g} s")
+            self._send_away(visitor, f"it has not shown who it is for {_PATIENCE_S:g} s")
 
-    def _refuse(self, visitor: "_Visitor", why: str) -> None:
-        self._refusals.note(visitor.address, why)
-        self._send_away(visitor)
-
-    def _send_away(self, visitor: "_Visitor") -> None:
+    def _send_away(self, visitor: "_Visitor", why: str = "") -> None:
+        if why and not visitor.is_refused:
+            self._refusals.note(visitor.address, why)
         self._forget(visitor)
         visitor.sock.close()
 
@@ -140,14 +143,20 @@ class _Refusal(Exception):
 
 
 class _Visitor:
-    """Somebody who is not in yet. steps: each yields the event that it waits for."""
+    """Somebody who is not in yet, or has been refused. steps: each yields the event that it waits for."""
 
     def __init__(self, sock: ssl.SSLSocket, address: str, credentials: Credentials) -> None:
         self.sock = sock
         self.address = address
         self.deadline = time.monotonic() + _PATIENCE_S
-        self._credentials = credentials
+        self.is_refused = False
         self.steps = self._show_who_it_is()
+        self._credentials = credentials
+
+    def refuse(self) -> None:
+        """It may still read why: what comes from it meanwhile is thrown away, or closing would take back the answer."""
+        self.is_refused = True
+        self.steps = self._leave()
 
     def _show_who_it_is(self) -> _Steps:
         yield from self._try(self.sock.do_handshake)
@@ -155,13 +164,20 @@ class _Visitor:
         if magic != MAGIC or length > _MAX_TOKEN_BYTES:
             raise _Refusal("it does not speak as lp_pipe of this version does")
         token = yield from self._read(length)
-        refusal = "" if self._credentials.is_token(token) else f"it showed {'a wrong' if token else 'no'} token"
-        answer = refusal.replace("it", "the peer", 1).encode()
+        refusal = "" if self._credentials.is_token(token) else f"showed {'a wrong' if token else 'no'} token"
+        answer = f"the peer {refusal}".encode() if refusal else b""
         yield from self._try(self.sock.send, GREETING.pack(MAGIC, len(answer)) + answer)
         if refusal:
-            with contextlib.suppress(OSError):
-                socket.socket.shutdown(self.sock, socket.SHUT_WR)
-            raise _Refusal(refusal)
+            raise _Refusal(f"it {refusal}")
+
+    def _leave(self) -> _Steps:
+        socket.socket.shutdown(self.sock, socket.SHUT_WR)
+        while True:
+            try:
+                if not socket.socket.recv(self.sock, _DISCARDED_BYTES):
+                    raise _Refusal
+            except BlockingIOError:
+                yield selectors.EVENT_READ
 
     def _read(self, size: int) -> Generator[int, None, bytes]:
         data = b""

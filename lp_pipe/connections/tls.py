@@ -167,8 +167,6 @@ def _greeted(sock: socket.socket, endpoint: str, credentials: Credentials, deadl
         found.sendall(GREETING.pack(MAGIC, len(token)) + token)
         _, length = GREETING.unpack(_read(found, GREETING.size, deadline))
         refusal = _read(found, length, deadline).decode(errors="replace")
-        if refusal:
-            raise Unauthenticated(f"{endpoint} refused this process: {refusal}; {_ADVICE}")
     except ssl.SSLError as error:
         found.close()
         raise Unauthenticated(_unlike(endpoint, error)) from error
@@ -182,6 +180,9 @@ def _greeted(sock: socket.socket, endpoint: str, credentials: Credentials, deadl
     except BaseException:  # also Ctrl+C
         found.close()
         raise
+    if refusal:
+        found.close()
+        raise Unauthenticated(f"{endpoint} refused this process: {refusal}; {_ADVICE}")
     return found
 
 

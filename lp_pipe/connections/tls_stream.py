@@ -78,7 +78,7 @@ class TlsStream:
         """At most one record; None when nothing is there."""
         try:
             with self._inside:
-                return self._socket.recv_into(target)
+                return self._socket.read(len(target), target)  # type: ignore[return-value]  # with a buffer: how many
         except ssl.SSLWantReadError:
             return None
 
