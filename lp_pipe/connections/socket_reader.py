@@ -1,5 +1,6 @@
 """Frames out of a stream socket, as far as they have arrived: reading may stop anywhere and go on later."""
 
+import mmap
 import socket
 from collections import deque
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from lp_pipe.connections.frames import Frame, FrameError
 from lp_pipe.connections.loans import Borrower
 
 _READ_AHEAD_BYTES = 1 << 16
+_BELIEVED_BYTES = 1 << 26  # of more only what has come takes memory, whatever was announced
 _CONTROL_BYTES = socket.CMSG_SPACE(4 * loans.MOST_DESCRIPTORS)
 
 
@@ -116,10 +118,11 @@ class SocketReader:
         self._frame = Frame(header.kind, header.id, header.name, body, buffers)
         return True
 
-    def _piece(self, size: int) -> bytearray:
+    def _piece(self, size: int) -> bytearray | memoryview:
+        """Memory that is filled as the bytes come."""
         if not self._missing and size <= self._end - self._start:
             return bytearray(self._take(size))
-        piece = bytearray(size)
+        piece = bytearray(size) if size <= _BELIEVED_BYTES else _lazy_memory(size)
         if size:
             self._missing.append(memoryview(piece))
         return piece
@@ -139,3 +142,15 @@ class SocketReader:
             larger[:rest] = self._ahead
             self._ahead = larger
         return self._ahead[rest:]
+
+
+def _lazy_memory(size: int) -> memoryview:
+    """The kernel gives each page when it is written to.
+
+    Raises:
+        MemoryError: there is not so much on this machine.
+    """
+    try:
+        return memoryview(mmap.mmap(-1, size))
+    except OSError as error:
+        raise MemoryError(f"{size} bytes") from error
