@@ -139,12 +139,15 @@ class _Incoming:
 
     def _read_until_attached(self, connection: PulledConnection) -> None:
         """The receiver reads from then on, unless the tensors themselves come through the socket."""
-        while self.is_open and (self._receiver is None or not kinds.is_pulled(self.opening.kind)):
+        while self.is_open and (self._receiver is None or not kinds.is_pulled(self.opening.kind, connection)):
             if connection.wait(None):
                 connection.read()
+        receiver = self._receiver
+        if receiver is not None and self.is_open and kinds.is_streamed(self.opening.kind):
+            receiver._be_attended(connection)
         connection.done_reading()
-        if self._receiver is not None:
-            self._receiver._wake()
+        if receiver is not None:
+            receiver._wake()
 
     def _on_frame(self, frame: Frame) -> None:
         if frame.kind == frames.CHANNEL_OPEN:

@@ -3,7 +3,7 @@
 import os
 import secrets
 
-from lp_pipe.connections import local, spanning
+from lp_pipe.connections import Connection, PulledConnection, local, spanning
 
 KINDS = ("auto", "inproc", "shm", "grpc", "gloo", "nccl")
 PLAIN_KINDS = ("gloo", "nccl")  # whose tensors anybody can read who reads what passes on the network
@@ -81,17 +81,25 @@ def hub_endpoint(kind: str, usual: str) -> str:
     return f"grpc:127.0.0.1:0#{secrets.token_hex(32)}"
 
 
-def is_pulled(kind: str) -> bool:
-    """Whether the ends read their connection themselves: not where the tensors go through the socket.
+def is_pulled(kind: str, connection: Connection) -> bool:
+    """Whether the ends read their connection themselves, and no thread of its own.
 
-    Two stages that send to each other, and read only when they have sent, would wait for each other for ever.
+    Where the tensors go through it, two stages that send to each other, and read only when they have sent, would wait
+    for each other for ever: only if sending never waits.
     """
-    return kind == "shm"
+    if not isinstance(connection, PulledConnection) or not is_shm_supported:
+        return False
+    return kind == "shm" or (is_streamed(kind) and connection.can_begin_sending)
+
+
+def is_streamed(kind: str) -> bool:
+    """Whether the tensors go through the connection itself."""
+    return kind in ("stream", "grpc")
 
 
 def is_posted(kind: str) -> bool:
     """Whether a thread of the channel's own sends, because sending takes as long as the bytes take to travel."""
-    return kind in ("stream", "grpc", "nccl")
+    return is_streamed(kind) or kind == "nccl"
 
 
 def carries_gpu(kind: str) -> bool:

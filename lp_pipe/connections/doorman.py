@@ -29,7 +29,10 @@ _Steps = Generator[int, None, None]
 
 
 class Doorman:
-    """Accepts at `listening` until it is closed; `on_guest` gets each socket and the peer's address, and must not block."""
+    """Accepts at `listening` until it is closed.
+
+    on_guest: gets the socket and the address of each who may come in, and must not block.
+    """
 
     def __init__(
         self,

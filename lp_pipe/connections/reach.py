@@ -96,7 +96,7 @@ class Reach:
 
 
 def _probe(sock: socket.socket, pause_s: float) -> bool:
-    """Let the kernel ask for acknowledgements, at least once in so many seconds; False if not of a peer that is full."""
+    """Let the kernel ask for acknowledgements once in so many seconds; False if less often of a peer that is full."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     seconds = max(1, round(pause_s))
     for option, value in (

@@ -43,8 +43,10 @@ class SocketConnection(PulledConnection):
         self._silent_end = _ENDED  # the reason when it ends without one
 
     @abstractmethod
-    def _send_pieces(self, pieces: list[Piece], descriptors: Sequence[int] = ()) -> None:
+    def _send_pieces(self, pieces: list[Piece], descriptors: Sequence[int] = (), *, may_wait: bool = True) -> None:
         """Block until all of them are on their way, the descriptors with the first byte; with the lock held.
+
+        may_wait: else it is `begin_sending`, and does not block.
 
         Raises:
             OSError: the socket is of no more use.
@@ -110,12 +112,12 @@ class SocketConnection(PulledConnection):
     def send(self, frame: Frame) -> None:
         self._send(frames.encode(frame))
 
-    def _send(self, pieces: list[Piece], descriptors: Sequence[int] = ()) -> None:
+    def _send(self, pieces: list[Piece], descriptors: Sequence[int] = (), *, may_wait: bool = True) -> None:
         with self._send_lock:
             if self._closed_reason is not None:
                 raise Unavailable(f"connection to {self.peer} is closed: {self._closed_reason}")
             try:
-                self._send_pieces(pieces, descriptors)
+                self._send_pieces(pieces, descriptors, may_wait=may_wait)
             except OSError as error:
                 # Mid-frame the stream is of no more use; the reader sees the end and reports it once.
                 self._shutdown()

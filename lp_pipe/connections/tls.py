@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from lp_pipe.connections import reach, tcp_endpoint
+from lp_pipe.connections import frames, reach, tcp_endpoint
 from lp_pipe.connections.base import Connection, Listener, OnConnection, OnFrame
 from lp_pipe.connections.credentials import RUN_NAME, Credentials, current_credentials
 from lp_pipe.connections.doorman import GREETING, MAGIC, Doorman
@@ -34,7 +34,7 @@ _ENDED = "the connection ended without a word (the peer's process ended or was k
 
 
 class TlsConnection(SocketConnection):
-    """sock: after handshake and greeting. silence_s: it has ended when its host has answered nothing for a third more."""
+    """sock: after handshake and greeting. silence_s: it ends when its host answers nothing for a third more."""
 
     def __init__(self, sock: ssl.SSLSocket, peer: str, silence_s: float, idle_timeout_s: float | None = None) -> None:
         self._stream = TlsStream(sock, idle_timeout_s)
@@ -49,8 +49,17 @@ class TlsConnection(SocketConnection):
     def is_ready(self) -> bool:
         return self._stream.has_decrypted() or super().is_ready()
 
-    def _send_pieces(self, pieces: list[Piece], descriptors: Sequence[int] = ()) -> None:
-        self._stream.send_all(pieces)
+    can_begin_sending = True
+
+    def begin_sending(self, frame: Frame) -> bool:
+        self._send(frames.encode(frame), may_wait=False)
+        return not self._stream.has_rest
+
+    def finish_sending(self) -> None:
+        self._send([])
+
+    def _send_pieces(self, pieces: list[Piece], descriptors: Sequence[int] = (), *, may_wait: bool = True) -> None:
+        self._stream.send(pieces, may_wait=may_wait)
 
     def _limit_sending(self, seconds: float) -> None:
         self._stream.send_timeout_s = seconds
@@ -213,4 +222,6 @@ def _bound(where: TcpEndpoint) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address[:2], family=family, backlog=1024)
     except OSError as error:
-        raise OSError(error.errno, f"cannot listen at {where} ({where.bind_target}): {error.strerror or error}") from error
+        raise OSError(
+            error.errno, f"cannot listen at {where} ({where.bind_target}): {error.strerror or error}"
+        ) from error

@@ -7,6 +7,7 @@ import select
 import socket
 import ssl
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 from lp_pipe.connections.credentials import Credentials
@@ -19,7 +20,9 @@ _HANG_UP = select.POLLHUP | select.POLLERR
 
 
 class TlsStream:
-    """Reads and sends like a blocking socket. OpenSSL lets one thread into a connection at a time, so none waits inside.
+    """Reads and sends like a blocking socket.
+
+    OpenSSL lets one thread at a time into a connection, so none waits inside.
 
     sock: connected, after the handshake. idle_timeout_s: a read that waits for longer is a TimeoutError.
     """
@@ -30,12 +33,13 @@ class TlsStream:
         self._inside = threading.Lock()
         self._idle_timeout_s = idle_timeout_s
         self.send_timeout_s: float | None = None
+        self._rest: deque[memoryview] = deque()
 
     def has_decrypted(self) -> bool:
         """Whether there is something to read that the kernel does not know of."""
         return self._socket.pending() > 0
 
-    def recv_into(self, target: memoryview, size: int, flags: int) -> int:
+    def recv_into(self, target: memoryview, size: int = 0, flags: int = 0, /) -> int:
         """As a socket's, but what is there is read as far as it fits; 0 at the end.
 
         Raises:
@@ -53,16 +57,25 @@ class TlsStream:
                 count += more
         return count
 
-    def send_all(self, pieces: Sequence[Piece]) -> None:
-        """Block until the kernel has all of them, or a part for `send_timeout_s`.
+    @property
+    def has_rest(self) -> bool:
+        """Whether `send` has left something, because it was not to wait."""
+        return bool(self._rest)
+
+    def send(self, pieces: Sequence[Piece], *, may_wait: bool) -> None:
+        """Block until the kernel has the rest and all of these, or nothing for `send_timeout_s`; or never block.
 
         Raises:
             OSError: the connection is broken, or has taken nothing for too long.
         """
-        for piece in _joined(pieces):
-            rest = memoryview(piece)
-            while rest:
-                rest = rest[self._write(rest[:_SLICE_BYTES]) :]
+        self._rest.extend(map(memoryview, _joined(pieces)))
+        while self._rest:
+            count = self._write(self._rest[0][:_SLICE_BYTES], may_wait=may_wait)
+            if count is None:
+                return
+            self._rest[0] = self._rest[0][count:]
+            if not self._rest[0]:
+                self._rest.popleft()
 
     def _read_later(self, target: memoryview) -> int | None:
         while True:
@@ -82,12 +95,15 @@ class TlsStream:
         except ssl.SSLWantReadError:
             return None
 
-    def _write(self, data: memoryview) -> int:
+    def _write(self, data: memoryview, *, may_wait: bool) -> int | None:
+        """None when there is no room: then the next call must be with the same data, with which OpenSSL has begun."""
         while True:
             try:
                 with self._inside:
                     return self._socket.send(data)
-            except ssl.SSLWantWriteError:  # the same call again, once there is room: OpenSSL has begun with it
+            except ssl.SSLWantWriteError:
+                if not may_wait:
+                    return None
                 if not _wait(self._socket, select.POLLOUT, self.send_timeout_s):
                     raise TimeoutError("the peer does not read") from None
 

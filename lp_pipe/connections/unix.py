@@ -49,7 +49,7 @@ class UnixConnection(SocketConnection):
             segments = [buffer.segment for buffer in frame.buffers if type(buffer) is Ticket and buffer.segment]
         self._send(pieces, [segment.descriptor for segment in segments])
 
-    def _send_pieces(self, pieces: list[Piece], descriptors: Sequence[int] = ()) -> None:
+    def _send_pieces(self, pieces: list[Piece], descriptors: Sequence[int] = (), *, may_wait: bool = True) -> None:
         _send_all(self._socket, pieces, descriptors)
 
     def _limit_sending(self, seconds: float) -> None:

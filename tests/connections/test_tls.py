@@ -5,7 +5,6 @@ import dataclasses
 import os
 import pickle
 import queue
-import select
 import socket
 import ssl
 import subprocess
@@ -25,7 +24,6 @@ from lp_pipe.connections import Connection, Frame, doorman, frames, reach, tls
 from lp_pipe.connections.credentials import (
     RUN_NAME,
     Credentials,
-    current_credentials,
     generate_credentials,
     use_credentials,
 )
@@ -160,7 +158,7 @@ def test_without_the_runs_certificate_nothing_is_unpickled(
             made = context(run_credentials, own, tmp_path)
             if stranger == "an old TLS":
                 made.maximum_version = ssl.TLSVersion.TLSv1_2
-            with pytest.raises(OSError), made.wrap_socket(bare) as sock:  # noqa: PT011 - the one or the other
+            with pytest.raises(OSError), made.wrap_socket(bare) as sock:
                 sock.sendall(data)
                 if not sock.recv(1):
                     raise ConnectionResetError
@@ -191,7 +189,7 @@ def test_a_client_whose_certificate_the_listener_does_not_know_is_told_so(
 ) -> None:
     other = generate_credentials()
     use_credentials(dataclasses.replace(run_credentials, certificate=other.certificate, key=other.key))
-    with pytest.raises(Unauthenticated, match="refused this process.*use_credentials"):
+    with pytest.raises(Unauthenticated, match=r"refused this process.*use_credentials"):
         connections.connect(server.endpoint)
 
 
