@@ -164,9 +164,9 @@ def test_many_devices_of_three_speeds_count_as_devices_of_fewer() -> None:
 def test_hundreds_of_layers_on_64_devices_in_a_given_order_take_seconds() -> None:
     # To find the stages of the best plan took ten times as long as to find how fast it is.
     started = time.process_time()
-    plan = pp.partition(random_chain(400), topology(*[1.0] * 30, *[0.5] * 20, *[0.25] * 14), device_order="given")
+    plan = pp.partition(random_chain(500), topology(*[1.0] * 30, *[0.5] * 20, *[0.25] * 14), device_order="given")
     assert time.process_time() - started < 8
-    assert plan.proven_gap < 0.1
+    assert plan.proven_gap == 0
 
 
 def test_speeds_are_rounded_to_neighbours() -> None:
