@@ -30,6 +30,10 @@ class Attention:
         """The owner has something else to do."""
         self._attendant.set(self, _ARMED)
 
+    def end(self) -> None:
+        """The owner has closed it."""
+        self._attendant.forget(self)
+
 
 class Attendant:
     """One thread per process, for all connections that were given to it."""
@@ -53,20 +57,24 @@ class Attendant:
                 self._epoll = select.epoll()
                 threading.Thread(target=self._run, args=(self._epoll,), name="attend channels", daemon=True).start()
             self._attended[attention.descriptor] = attention
-            self._epoll.register(attention.descriptor, 0)  # the kernel has forgotten who had this descriptor before
+            self._epoll.register(attention.descriptor, 0)
         attention.resume()
         return attention
 
     def set(self, attention: Attention, events: int) -> None:
-        """Of a connection that has not ended."""
+        if attention.connection.closed_reason is not None:
+            self.forget(attention)
+            return
         with self._lock:
-            if self._attended.get(attention.descriptor) is not attention or self._epoll is None:
-                return
-            if attention.connection.closed_reason is not None:
+            if self._attended.get(attention.descriptor) is attention and self._epoll is not None:
+                with contextlib.suppress(OSError):  # it is being closed
+                    self._epoll.modify(attention.descriptor, events)
+
+    def forget(self, attention: Attention) -> None:
+        """The kernel does so when the descriptor is closed; another connection may have it by now."""
+        with self._lock:
+            if self._attended.get(attention.descriptor) is attention:
                 del self._attended[attention.descriptor]
-                return
-            with contextlib.suppress(OSError):  # it is being closed
-                self._epoll.modify(attention.descriptor, events)
 
     def _run(self, epoll: select.epoll) -> None:
         while True:

@@ -142,12 +142,11 @@ class _Incoming:
         while self.is_open and (self._receiver is None or not kinds.is_pulled(self.opening.kind, connection)):
             if connection.wait(None):
                 connection.read()
-        receiver = self._receiver
-        if receiver is not None and self.is_open and kinds.is_streamed(self.opening.kind):
-            receiver._be_attended(connection)
         connection.done_reading()
-        if receiver is not None:
-            receiver._wake()
+        if self._receiver is not None:
+            if kinds.is_streamed(self.opening.kind):
+                self._receiver._be_attended(connection)
+            self._receiver._wake()
 
     def _on_frame(self, frame: Frame) -> None:
         if frame.kind == frames.CHANNEL_OPEN:

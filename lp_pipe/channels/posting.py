@@ -54,8 +54,14 @@ class Posting(Connection):
         self._mark_closed(reason)
         self._queue.put(None)
         if self._thread is not None and threading.current_thread() is not self._thread:
-            self._thread.join(_CLOSE_PATIENCE_S)
+            self._wait_while_it_goes_on(self._thread)
         self.inner.close(reason)
+
+    def _wait_while_it_goes_on(self, thread: threading.Thread) -> None:
+        seen: tuple[int, int] | None = None
+        while thread.is_alive() and (now := (self._waiting, self.inner.sent_bytes)) != seen:
+            seen = now
+            thread.join(_CLOSE_PATIENCE_S)
 
     def _on_end(self, reason: str) -> None:
         self._mark_closed(reason)

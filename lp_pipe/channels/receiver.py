@@ -93,6 +93,8 @@ class Receiver:
         if connection is not None and inlet is not None:
             connection.close(reason)
             inlet.close(reason)
+            if self._pulling.attention is not None:
+                self._pulling.attention.end()
 
     @property
     def is_open(self) -> bool:
@@ -197,7 +199,9 @@ class Receiver:
 
     def _be_attended(self, connection: PulledConnection) -> None:
         """While nobody waits here, another thread reads what comes."""
-        self._pulling.attention = attendant.shared.attend(connection, self._wake)
+        attention = attendant.shared.attend(connection, self._wake)
+        self._pulling.attention = attention
+        attention.resume()  # who began to wait before knew of no attention, and may have kept it from reading
 
     def _wake(self) -> None:
         """Nobody else reads the connection any more."""

@@ -41,6 +41,11 @@ class Connection(ABC):
 
     can_begin_sending = False
 
+    @property
+    def sent_bytes(self) -> int:
+        """Where a carrier counts them, so that who waits sees that it goes on."""
+        return 0
+
     def begin_sending(self, frame: Frame) -> bool:
         """Send as much as goes without waiting, if `can_begin_sending`; else False: `finish_sending` must follow.
 

@@ -51,6 +51,10 @@ class TlsConnection(SocketConnection):
 
     can_begin_sending = True
 
+    @property
+    def sent_bytes(self) -> int:
+        return self._stream.sent_bytes
+
     def begin_sending(self, frame: Frame) -> bool:
         self._send(frames.encode(frame), may_wait=False)
         return not self._stream.has_rest

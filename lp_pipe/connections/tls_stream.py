@@ -33,6 +33,7 @@ class TlsStream:
         self._inside = threading.Lock()
         self._idle_timeout_s = idle_timeout_s
         self.send_timeout_s: float | None = None
+        self.sent_bytes = 0
         self._rest: deque[memoryview] = deque()
 
     def has_decrypted(self) -> bool:
@@ -73,6 +74,7 @@ class TlsStream:
             count = self._write(self._rest[0][:_SLICE_BYTES], may_wait=may_wait)
             if count is None:
                 return
+            self.sent_bytes += count
             self._rest[0] = self._rest[0][count:]
             if not self._rest[0]:
                 self._rest.popleft()
