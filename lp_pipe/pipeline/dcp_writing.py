@@ -28,9 +28,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from lp_pipe.pipeline.saved import Key
-from lp_pipe.pipeline.share_file import Described, Written, is_share
+from lp_pipe.pipeline.share_file import Described, Description, Written, is_share
 
-METADATA = ".metadata"
+_METADATA = ".metadata"
 
 
 class WholePlan:
@@ -56,7 +56,7 @@ class WholePlan:
         """Make the folder a checkpoint, at once; then delete what the one before has left there."""
         places = {key: (share.file, *place) for share in written for key, place in share.places.items()}
         places.update({key: places[first] for key, first in self._first.items()})
-        _replace(folder / METADATA, pickle.dumps(_metadata(self._described, places)))
+        _replace(folder / _METADATA, pickle.dumps(_metadata(self._described, places)))
         files = {share.file for share in written}
         for path in folder.iterdir():
             if is_share(path) and path.name not in files:
@@ -71,12 +71,12 @@ def _metadata(described: Described, places: Mapping[Key, tuple[str, int, int]]) 
     return Metadata(entries, {name: key for key, name in names.items()}, storage, version=CURRENT_DCP_VERSION)
 
 
-def _index(name: str, what: tuple[torch.dtype, tuple[int, ...]] | None) -> MetadataIndex:
+def _index(name: str, what: Description) -> MetadataIndex:
     return MetadataIndex(name) if what is None else MetadataIndex(name, _origin(len(what[1])), 0)
 
 
 @functools.lru_cache(maxsize=1024)  # also because pickle writes the same object once
-def _entry(what: tuple[torch.dtype, tuple[int, ...]] | None) -> TensorStorageMetadata | BytesStorageMetadata:
+def _entry(what: Description) -> TensorStorageMetadata | BytesStorageMetadata:
     if what is None:
         return BytesStorageMetadata()
     dtype, shape = what[0], torch.Size(what[1])

@@ -13,11 +13,12 @@ from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline import quick_save
 from lp_pipe.pipeline.saved import Key
 
-# A tensor's dtype and shape; None: anything else. Plain tuples, which are quickly sent.
-Described = dict[Key, tuple[torch.dtype, tuple[int, ...]] | None]
+# Of an entry: a tensor's dtype and shape; None: anything else. Plain tuples, which are quickly sent.
+Description = tuple[torch.dtype, tuple[int, ...]] | None
+Described = dict[Key, Description]
 
 _NAME = "{version}-worker-{worker}_0.distcp"
-# So large that the disk is asked rarely: each time, the step that is being trained takes the GIL.
+# So large that the file is seldom written to: each time, this thread and the step that is being trained swap the GIL.
 _BUFFER_BYTES = 1 << 20
 
 
