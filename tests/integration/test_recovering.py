@@ -69,9 +69,8 @@ def train(pipeline: pp.PipelineClient, evaluator: Any, deaths: Deaths, run_dir: 
                     deaths.strike("trainer")
             step = pipeline.current_step()
             loss = evaluator.evaluate(step)
-            checkpoints.save(step, wait=False)
+            checkpoints.save(step, wait=step == STEPS)
             is_done = step == STEPS
-    checkpoints.wait_until_written()
     (run_dir / "result").write_text(f"{loss} {pipeline.fingerprint()}")
     lp.stop()
 
