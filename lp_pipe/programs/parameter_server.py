@@ -22,6 +22,7 @@ import functools
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -153,7 +154,9 @@ def _work_for_a_generation(task: TrainingTask, servers: Sequence[lp.CourierClien
             for server, snapshot, part in zip(servers, snapshots, parts, strict=True)
         )
         step += 1
-    all_of(servers[:1], "outlive", generation)
+    over = servers[0].futures.outlive(generation)
+    wait([over])  # reports of hangs do not count this one: the others may still have much to do
+    results_of([over])
 
 
 @until_the_stop()

@@ -71,6 +71,8 @@ class Evaluator:
 
 def train(pipeline: pp.PipelineClient, evaluator: Any, deaths: Deaths, run_dir: Path) -> None:
     checkpoints = Checkpoints({"pipeline": pipeline})
+    pipeline.fingerprint()  # all are up
+    deaths.strike("stages at once", int((run_dir / "pid of stages 1").read_text()))
     checkpoints.begin(pipeline)
     is_done = False
     while not is_done:
@@ -119,6 +121,7 @@ def trained(mode: str, run_dir: Path, places: tuple[str, ...], stages: int) -> s
         pytest.param(("feeder", "evaluator", "trainer"), marks=pytest.mark.slow),
         pytest.param(("stages 1",), marks=pytest.mark.slow),
         pytest.param(("stages 0",), marks=pytest.mark.slow),
+        pytest.param(("stages at once",), marks=pytest.mark.slow),
     ],
     ids=" and ".join,
 )
