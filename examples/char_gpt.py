@@ -375,7 +375,7 @@ class Trainer:
 
     def run(self) -> None:
         restarts = self._config.on_failure == "restart"
-        # In both cases, after `lp_pipe launch … --resume=RUN`, where the run has ended.
+        # There is one after `lp_pipe launch … --resume=RUN`, and where this node was restarted.
         resumed = self._checkpoints.begin(self._pipeline) if restarts else self._checkpoints.restore()
         if resumed is not None:
             say(f"going on from step {resumed.step}, as {resumed.path} has it")
