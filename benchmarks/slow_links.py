@@ -1,8 +1,8 @@
 """A pipeline beside data parallelism, over a fast and a slow link between two emulated hosts, and what was predicted.
 
 Two network namespaces are joined by a link, whose two directions tbf limits. A level's bandwidth counts what a device
-sends and receives together, so that of a link of R bytes/s each way is 2 R. lp_pipe has no mode for several hosts that
-could launch the program there: the parties are plain processes, of lp_pipe's stages and channels (`link_party`).
+sends and receives together, so that of a link of R bytes/s each way is 2 R. The parties are plain processes, of
+lp_pipe's stages and channels (`link_party`), so that nothing else, such as a launcher's streams, goes over the link.
 
 Layers sleep instead of computing, so that what is compared with the prediction are the links. The first layer takes
 most of the time: with a fast link data parallelism is faster, with a slow one the pipeline.

@@ -18,6 +18,7 @@ _EXAMPLES = """\
 examples:
   lp_pipe partition profile.json topology.toml -o plan.toml
   lp_pipe partition graph.txt topology.toml --straight      PipeDream's own format; no replicas
+  lp_pipe partition profile.json topology.toml --schedule=pipedream_2bw --optimizer-bytes=3      asynchronous, Adam
 
 topology.toml, from the innermost level outwards, in bytes and bytes/s:
   memory = 16e9
@@ -54,11 +55,18 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "--schedule",
         default="1f1b",
         metavar="NAME",
-        help="1f1b (default), gpipe, or auto: the one with the faster step",
+        help="1f1b (default), gpipe, pipedream, pipedream_2bw; or auto: 1f1b or gpipe, the one with the faster step",
     )
     add("--recompute", default="none", metavar="WHAT", help="none (default), full, or auto: the stages that have to")
     add(
         "--microbatches", type=int, default=8, metavar="M", help="of a step, which the schedule depends on (default: 8)"
+    )
+    add(
+        "--optimizer-bytes",
+        type=float,
+        default=2.0,
+        metavar="X",
+        help="where the topology limits memory: per byte of parameters, of optimizer state and gradients (default: 2)",
     )
     add("--device-order", default="any", metavar="WHAT", help="where devices have speeds: any (default), or as given")
     add("--json", action="store_true", help="print the plan as JSON")
@@ -83,6 +91,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
             cost_model=arguments.cost_model,
             schedule=arguments.schedule,
             recompute=arguments.recompute,
+            optimizer_bytes_per_parameter_byte=arguments.optimizer_bytes,
             microbatches=arguments.microbatches,
             device_order=arguments.device_order,
         )

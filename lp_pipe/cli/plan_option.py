@@ -1,6 +1,7 @@
 """`--plan FILE` of the commands that build a target's program: its pipeline gets the plan's stages and replicas."""
 
 import argparse
+import sys
 from collections.abc import Sequence
 
 from lp_pipe.cli.errors import NotLaunched, UsageError
@@ -36,6 +37,8 @@ def load_planned(arguments: argparse.Namespace, program_flags: Sequence[str]) ->
             except NotLaunched as error:
                 raise place.refusal or error from error
             place.check(program)
+            for difference in place.unused(program):
+                print(f"lp_pipe: {difference}", file=sys.stderr)
             return program
     except PartitionError as error:
         raise UsageError(str(error)) from error

@@ -2,12 +2,13 @@
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lp_pipe.cli import hosts
 from lp_pipe.cli.errors import NotLaunched, UsageError
 from lp_pipe.cli.table import table
-from lp_pipe.cli.targets import load_program
+from lp_pipe.cli.targets import load_program, own_failure
 from lp_pipe.errors import LpPipeError, PartitionError, PipelineError, SerializationError
 from lp_pipe.launch.launcher import named_engine
 
@@ -38,7 +39,12 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     )
     add = parser.add_argument
     add("target", metavar="TARGET", nargs="?", help="path/file.py[:name] or package.module[:name]")
-    add("-o", "--output", metavar="FILE", help="write the profile, as JSON; with --links the topology, as TOML")
+    add(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="write the profile, as JSON (FILE.txt: as PipeDream's graph.txt); with --links the topology, as TOML",
+    )
     add("--links", action="store_true", help="measure the links within and between --hosts, by calls between nodes")
     add("--devices-per-host", type=int, default=1, metavar="N", help="with --links: for the topology (default: 1)")
     add("--group", metavar="LABEL", help="of which pipeline, if the program has several")
@@ -59,8 +65,9 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
 
     Raises:
         UsageError: there is no such target or pipeline, it cannot be measured so, or the file cannot be written.
-        NotLaunched: torch is missing, or the target's own code raised.
+        NotLaunched: torch is missing, or the target's own code raised, its layers too.
     """
+    _check_output(arguments.output)
     if arguments.links:
         return _profile_links(arguments)
     if arguments.target is None:
@@ -73,9 +80,11 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
     try:
         profile = profile_program(program, group=arguments.group, device=arguments.device, busy=arguments.busy)
         if arguments.output:
-            profile.save(arguments.output)
+            (profile.to_pipedream if arguments.output.endswith(".txt") else profile.save)(arguments.output)
     except (PipelineError, PartitionError, SerializationError) as error:
         raise UsageError(str(error)) from error
+    except Exception as error:  # whatever a layer or the loss raises
+        raise NotLaunched(own_failure(arguments.target, error)) from error
     print(_as_table(profile))
     if arguments.output:
         print(f"wrote {arguments.output}")
@@ -85,6 +94,10 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
 def _profile_links(arguments: argparse.Namespace) -> int:
     from lp_pipe.pipeline.link_profile import measure_links, topology_of
 
+    if arguments.target is not None:
+        raise UsageError(f"--links measures the links between hosts, not {arguments.target}: leave one of them out")
+    if arguments.devices_per_host < 1:
+        raise UsageError(f"--devices-per-host={arguments.devices_per_host}: a host has at least 1")
     options = hosts.launch_options(arguments)
     try:
         engine = named_engine(
@@ -101,6 +114,12 @@ def _profile_links(arguments: argparse.Namespace) -> int:
     if arguments.output:
         print(f"wrote {arguments.output}")
     return 0
+
+
+def _check_output(file: str | None) -> None:
+    """Before the minutes that a measurement may take."""
+    if file is not None and not (folder := Path(file).absolute().parent).is_dir():
+        raise UsageError(f"cannot write {file}: there is no folder {folder}")
 
 
 def _as_table(profile: "Profile") -> str:

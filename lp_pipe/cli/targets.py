@@ -96,10 +96,10 @@ def _find_module(target: Target) -> Path:
         spec = importlib.util.find_spec(target.place) if is_name else None
     except ModuleNotFoundError as error:
         if not target.place.startswith(f"{error.name}"):
-            raise NotLaunched(_own_failure(target.place, error)) from error
+            raise NotLaunched(own_failure(target.place, error)) from error
         spec = None
     except Exception as error:  # whatever the package's __init__ raises
-        raise NotLaunched(_own_failure(target.place, error)) from error
+        raise NotLaunched(own_failure(target.place, error)) from error
     if spec is None:
         file = f"{target.place}.py"
         hint = f"; did you mean {file!r}?" if Path(file).is_file() else "; a file is given as path/file.py"
@@ -182,11 +182,11 @@ def _guarded(text: str, user_code: Callable[[], Any]) -> Any:
     try:
         return user_code()
     except Exception as error:
-        raise NotLaunched(_own_failure(text, error)) from error
+        raise NotLaunched(own_failure(text, error)) from error
 
 
-def _own_failure(text: str, error: Exception) -> str:
-    """One line, and the frames of the target's own code below it."""
+def own_failure(text: str, error: Exception) -> str:
+    """Of the target TEXT: one line, and the frames of its own code below it."""
     full = "".join(traceback.format_exception(error))
     frames = [line for line in fold_traceback(full, Path.cwd()) if not line.startswith("  …")]
     first_line = next(iter(str(error).splitlines()), "")

@@ -90,6 +90,7 @@ def add_pipeline(
     place = taken(program, group)
     if place is not None:
         stages, replicas = place.plan, 1
+        place.compare(program, schedule, recompute, microbatches)
     plan: Plan | None = None
     with explained(place, group):
         if isinstance(stages, Plan):

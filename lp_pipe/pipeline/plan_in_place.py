@@ -17,6 +17,7 @@ class PlanInPlace:
     """source: what errors call it, its file. group: of which pipeline; None: of a program's only one.
 
     pipelines: those that were added meanwhile, each as its program and group. refusal: why one could not take the plan.
+    differences: what of the plan does not count, since a program says otherwise.
     """
 
     plan: Plan
@@ -24,11 +25,32 @@ class PlanInPlace:
     group: str | None = None
     pipelines: list[tuple[Program, str]] = field(default_factory=list)
     refusal: PartitionError | None = None
+    differences: list[tuple[Program, str]] = field(default_factory=list)
 
     def refuse(self, problem: object) -> PartitionError:
         """The error to raise, which names the source; kept, since the program's own code may wrap it."""
         self.refusal = PartitionError(f"{self.source}: {problem}")
         return self.refusal
+
+    def compare(self, program: Program, schedule: object, recompute: object, microbatches: int) -> None:
+        """With what the program says itself, which comes first; None: it leaves that to the plan."""
+        own = getattr(schedule, "name", schedule)
+        if self.plan.schedule is not None and own not in (None, self.plan.schedule):
+            self._differ(program, "schedule", self.plan.schedule, own)
+        if recompute not in (None, "full") and any(stage.recompute == "full" for stage in self.plan.stages):
+            self._differ(program, "stages: recompute", "full", recompute)
+        if self.plan.microbatches not in (None, microbatches):
+            self._differ(program, "microbatches", self.plan.microbatches, microbatches)
+
+    def _differ(self, program: Program, what: str, planned: object, own: object) -> None:
+        text = (
+            f"{what}: the program says {own!r}, which counts, and not the plan's {planned!r}: its memory and times are"
+        )
+        self.differences.append((program, f"{self.source}: {text} predicted for that"))
+
+    def unused(self, program: Program) -> list[str]:
+        """What the program decides otherwise than the plan."""
+        return [text for one, text in self.differences if one is program]
 
     def groups(self, program: Program) -> list[str]:
         """Of the program's pipelines."""

@@ -32,8 +32,11 @@ def as_planned(
 
     Raises:
         PartitionError: the plan is for another model, or the user's schedule has several stages on each worker.
+        ScheduleError: the plan's schedule does not exist, also where the user's own takes its place.
     """
     cuts = plan.cuts(layer_names(sources))
+    if plan.schedule is not None:
+        default_chunks(plan.schedule)
     chosen = schedule if schedule is not None else plan.schedule or "1f1b"
     if isinstance(chosen, str) and (chunks or default_chunks(chosen)) > 1:
         raise PartitionError(

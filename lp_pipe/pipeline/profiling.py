@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import median, quantiles
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import nn
 
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.busy import others_busy
-from lp_pipe.pipeline.device import computing_with
+from lp_pipe.pipeline.device import check_devices, chosen_device, computing_with
 from lp_pipe.pipeline.layer_names import layer_names
 from lp_pipe.pipeline.layer_rounds import Measured, Work
 from lp_pipe.pipeline.model import Model, sources_of
@@ -35,7 +36,7 @@ def profile(model: Model, sample_input: Any, sample_target: Any, *, device: str 
     stages that compute at once. They are launched for it, and end with it, so that the model must pickle.
 
     Raises:
-        PipelineError: the model cannot be built, or the other processes have not kept busy.
+        PipelineError: the model cannot be built, there is no such device, or the other processes have not kept busy.
         SerializationError: with busy, the model or the sample does not pickle.
     """
     if not isinstance(model, Model):
@@ -47,6 +48,8 @@ def profile(model: Model, sample_input: Any, sample_target: Any, *, device: str 
 
 def profile_layers(work: Work, busy: int = 1) -> Profile:
     """As `profile`."""
+    (name,) = check_devices(work.device, 1)
+    work = replace(work, device=str(chosen_device(name, 0)))
     rounds = work.rounds()
     with others_busy(work, busy - 1), computing_with(Resources().threads):
         rounds.warm_up()

@@ -48,6 +48,14 @@ def test_schedule_and_recompute_are_chosen_when_asked(files: list[str], capsys: 
     assert [stage.recompute for stage in plan.stages] == ["none", "none"]
 
 
+def test_what_the_optimizer_keeps_counts_as_memory(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    pp.Profile((pp.LayerProfile("a", 1.0, 1.0, 0.0, 100.0),)).save("profile.json")
+    pp.Topology([pp.Level("device", 2, bandwidth=1e9)], memory=300).save("topology.toml")
+    assert main(["partition", *files]) == 0
+    assert main(["partition", *files, "--optimizer-bytes=3"]) == 2
+    assert "needs at least 400 bytes, 100 more" in capsys.readouterr().err
+
+
 def test_devices_of_different_speeds_are_named(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     pp.Topology([pp.Level("device", 2, bandwidth=1e9, speeds=(0.5, 1.0))]).save("topology.toml")
     assert main(["partition", *files, "--straight", "--recompute=full", "--device-order=given"]) == 0

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,10 @@ def make_program(**options):
 
 def interleaved():
     return make_program(schedule="interleaved")
+
+
+def gpipe():
+    return make_program(schedule="gpipe", recompute="none")
 
 
 def two():
@@ -122,6 +127,21 @@ def test_a_planned_program_trains(target: str, command: Command) -> None:
     assert "loss" in done.stdout and "stages/2" in done.stdout
 
 
+def test_what_of_the_plan_the_program_decides_otherwise_is_said(
+    target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stages = tuple(replace(stage, replicas=1, recompute="full") for stage in PLAN.stages)
+    replace(PLAN, stages=stages, schedule="pipedream", microbatches=8).save("plan.toml")
+    assert main(["graph", f"{target}:gpipe", "--plan=plan.toml"]) == 0
+    schedule, recompute, microbatches = capsys.readouterr().err.splitlines()
+    assert schedule.startswith("lp_pipe: plan.toml: schedule: the program says 'gpipe', which counts, and not the plan")
+    assert recompute.startswith("lp_pipe: plan.toml: stages: recompute: the program says 'none'")
+    assert microbatches.startswith("lp_pipe: plan.toml: microbatches: the program says 2, which counts, and not the")
+    replace(PLAN, stages=stages, schedule="pipedream", microbatches=2).save("plan.toml")
+    assert main(["graph", target, "--plan=plan.toml"]) == 0
+    assert not capsys.readouterr().err
+
+
 def test_of_several_pipelines_the_plan_is_for_the_named_one(target: str) -> None:
     assert main(["graph", f"{target}:two", "--plan=plan.toml", "--plan-group=others", "-o", "graph.json"]) == 0
     drawn = nodes("graph.json")
@@ -139,6 +159,7 @@ def test_of_several_pipelines_the_plan_is_for_the_named_one(target: str) -> None
         (["", "--plan=mixed.toml"], "mixed.toml: stages: stage 0 of the plan has '2.Linear'"),
         (["", "--plan=many.toml"], "many.toml: stages: replicas=[3] with microbatches=2"),
         (["", "--plan=odd.toml"], "odd.toml: schedule: "),
+        ([":gpipe", "--plan=odd.toml"], "odd.toml: schedule: "),
         (
             [":interleaved", "--plan=plan.toml"],
             "plan.toml: stages: schedule 'interleaved' runs 2 stages on each worker",

@@ -58,6 +58,19 @@ def needy():
 
 def empty():
     return lp.Program("empty")
+
+
+class Broken(nn.Module):
+    def forward(self, x):
+        raise ArithmeticError("does not add up")
+
+
+def broken():
+    program = lp.Program("broken")
+    feeder = program.add_node(lp.CourierNode(Feeder), label="feeder")
+    model = pp.Model([nn.Linear(4, 4), Broken()], nn.functional.mse_loss, lambda named: torch.optim.SGD(named, lr=0.1))
+    pp.add_pipeline(program, model, stages=1, microbatches=2, inputs=feeder)
+    return program
 """
 
 
@@ -86,6 +99,10 @@ def test_a_programs_pipeline_is_profiled_on_its_feeders_first_microbatch(
         (["two", "--group=feeder"], "group 'feeder' is no pipeline"),
         (["needy"], "node needy/0 needs a client of feeder/0"),
         (["empty"], "has no pipeline"),
+        (["make_program", "--device=gpu"], "'gpu' is none of 'auto', 'cpu', 'cuda'"),
+        (["make_program", "--device=cuda:99"], "device='cuda:99': this process sees"),
+        (["make_program", "-o", "no/such/folder.json"], "cannot write no/such/folder.json: there is no folder"),
+        (["make_program", "--links"], "--links measures the links between hosts"),
     ],
 )
 def test_what_cannot_be_profiled_is_said(
@@ -93,6 +110,21 @@ def test_what_cannot_be_profiled_is_said(
 ) -> None:
     assert main(["profile", f"{target}:{name[0]}", *name[1:]]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_what_a_layer_raises_is_one_line_with_its_own_frame(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", f"{target}:broken"]) == 3
+    error = capsys.readouterr().err
+    assert error.startswith(f"lp_pipe: {target}:broken raised ArithmeticError: does not add up\n")
+    assert "in forward" in error and "Traceback" not in error
+
+
+def test_a_profile_is_written_as_pipedreams_where_the_file_is_called_so(target: str) -> None:
+    assert main(["profile", target, "-o", "graph.txt"]) == 0
+    assert [layer.name for layer in pp.Profile.from_pipedream("graph.txt").layers] == ["0.Linear", "1.ReLU", "2.Linear"]
+    pp.Topology([pp.Level("device", 2, bandwidth=1e9)]).save("topology.toml")
+    assert main(["partition", "graph.txt", "topology.toml", "--straight", "-o", "plan.toml"]) == 0
+    assert main(["graph", target, "--plan=plan.toml"]) == 0
 
 
 LONG = """

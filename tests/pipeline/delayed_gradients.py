@@ -86,6 +86,11 @@ class DelayedLoop:
         self.step_index += 1
         return total
 
+    def evaluate(self, batch: tuple[Tensor, Tensor]) -> float:
+        module = copy.deepcopy(self.module).eval()
+        with torch.no_grad():
+            return float(self.model.loss(module(batch[0]), batch[1]))
+
     def _weight(self, microbatch: int, ys: Sequence[Tensor]) -> float:
         if not self.is_uniform:
             return 1.0

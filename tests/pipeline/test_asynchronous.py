@@ -135,6 +135,47 @@ def test_every_action_uses_the_version_that_the_paper_says() -> None:
             assert versions(double, stage, op) == [0, 0, 0, 0, 1, 1, 1, 2, 3, 3, 3, 4]
 
 
+def test_every_replica_uses_the_version_of_its_round_and_takes_the_backwards_of_its_forwards() -> None:
+    """PipeDream, section 3.3: 1F1B-RR. Here stages update after 1, 3 and 1 micro-batches, 4, 1 and 0 updates late."""
+    model = pp.Model(layers(), squared_error, sgd)
+    options = {"stages": [2, 4], "replicas": [1, 3, 1], "schedule": "pipedream", "microbatches": 6}
+    with launched("thread", model, random_batches([12, 12, 12]), **options) as pipeline:
+        traces = pipeline.trace(3)
+    places = [(0, 0, 1, 1, 4), (1, 0, 3, 3, 1), (1, 1, 3, 3, 1), (1, 2, 3, 3, 1), (2, 0, 1, 1, 0)]
+    for rank, (stage, replica, replicas, every, delay) in enumerate(places):
+        own = range(replica, 6, replicas)
+        for step, trace in enumerate(traces):
+            late = {j: max(0, (6 * step + j) // every - delay) for j in own}
+            wanted = {f"{stage}{op}{j}": version for op in "FB" for j, version in late.items()}
+            assert dict(trace.versions[rank]) == wanted
+
+
+def test_epochs_are_evaluated_and_saved_while_the_pipeline_is_full(tmp_path: Path) -> None:
+    """Three batches an epoch, the last of them smaller; the learning rate falls every two steps, in the loop as here.
+
+    What is evaluated are the weights after `current_step()` steps, of all stages.
+    """
+    *batches, test = random_batches([8, 8, 5] * 3 + [6])
+    model = model_with_everything(loss=squared_error)
+    options = {"stages": CUTS, "schedule": "pipedream", "microbatches": 4}
+    seen: dict[int, float] = {}
+    with launched_many("thread", [(model, batches, options)] * 2) as (pipeline, resumed):
+        for result in pipeline.steps():
+            if result.step % 3 == 2:
+                seen[pipeline.current_step()] = pipeline.evaluate([test]).loss
+                if result.step == 2:
+                    pipeline.save(tmp_path)
+        resumed.load(tmp_path)
+        list(resumed.steps())
+        assert resumed.fingerprint() == pipeline.fingerprint()
+        assert resumed.evaluate([test]).loss == seen[9]
+    loop, expected = DelayedLoop(model, CUTS, 4, stashed(4)), {}
+    for step, batch in enumerate(batches, start=1):
+        loop.step(batch)
+        expected[step] = loop.evaluate(test)
+    assert seen == {step: expected[step] for step in (4, 7, 9)}
+
+
 def test_the_pipeline_stays_full_between_steps() -> None:
     """A stage forwards the next step's first micro-batches before this step's last backward."""
     model = pp.Model(layers(), squared_error, sgd)

@@ -10,6 +10,8 @@ from typing import Any
 
 from lp_pipe.errors import PartitionError
 
+_LARGEST = 1e60  # beyond all seconds and bytes
+
 
 def read_json(path: str | Path) -> dict[str, Any]:
     """The object in a JSON file.
@@ -95,15 +97,17 @@ def check_keys(table: Any, *, required: Sequence[str], optional: Sequence[str] =
 
 
 def checked_number(value: Any, where: str, *, above_zero: bool = False) -> float:
-    """The number, finite and not negative.
+    """The number, finite and not negative, and not so large or close to 0 that sums or quotients would overflow.
 
     Raises:
         PartitionError: it is not.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not _is_finite(value):
         raise PartitionError(f"{where}: {value!r} is no finite number")
     if value < 0 or (above_zero and not value):
         raise PartitionError(f"{where}: {value!r} must be {'above' if above_zero else 'at least'} 0")
+    if value > _LARGEST or (above_zero and value < 1 / _LARGEST):
+        raise PartitionError(f"{where}: {value!r} is too {'large' if value > _LARGEST else 'small'} to count with")
     return value
 
 
@@ -123,11 +127,18 @@ def toml_string(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number that no float can be
+        return False
+
+
 def _read(path: str | Path, kind: str, parse: Callable[[str], Any]) -> dict[str, Any]:
     text = read_text(path)
     try:
         value = parse(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the latter of what is nested thousands deep
         raise PartitionError(f"{path}: not {kind}: {error}") from error
     if not isinstance(value, dict):
         raise PartitionError(f"{path}: a {kind} object is needed, not {type(value).__name__}")

@@ -36,6 +36,7 @@ def read(path: str | Path) -> tuple[list[Node], list[tuple[str, str]]]:
     """
     nodes: dict[str, Node] = {}
     edges: list[tuple[str, str]] = []
+    lines: list[int] = []  # of the edges
     for number, line in enumerate(read_text(path).splitlines(), start=1):
         where = f"{path}, line {number}"
         parts = line.strip().split(" -- ")
@@ -43,15 +44,16 @@ def read(path: str | Path) -> tuple[list[Node], list[tuple[str, str]]]:
             if len(parts) != 2:
                 raise PartitionError(f"{where}: an edge is written <tab>node1 -- node2, not {line.strip()!r}")
             edges.append((parts[0], parts[1]))
+            lines.append(number)
         elif line.strip():
             node = _node(parts, where)
             if node.name in nodes:
                 raise PartitionError(f"{where}: there is already a node {node.name!r}")
             nodes[node.name] = node
-    for edge in edges:
+    for number, edge in zip(lines, edges, strict=True):
         for name in edge:
             if name not in nodes:
-                raise PartitionError(f"{path}: edge {' -- '.join(edge)}: there is no node {name!r}")
+                raise PartitionError(f"{path}, line {number}: edge {' -- '.join(edge)}: there is no node {name!r}")
     kept = _without_inputs_and_unused(nodes, edges)
     return sorted(kept, key=_by_number), [edge for edge in edges if {*edge} <= {node.name for node in kept}]
 
@@ -60,10 +62,12 @@ def write(path: str | Path, nodes: Sequence[Node], edges: Sequence[tuple[str, st
     """Write such a file.
 
     Raises:
-        PartitionError: the file cannot be written.
+        PartitionError: a name cannot be told from what the format has around it, or the file cannot be written.
     """
     lines = []
     for node in nodes:
+        if " -- " in node.name or node.name != node.name.strip() or len(node.name.splitlines()) > 1:
+            raise PartitionError(f"{path}: the layer's name {node.name!r} cannot be written in this format: rename it")
         values = (node.forward_s * 1000, node.backward_s * 1000, *node.sizes)
         fields = ", ".join(f"{name}={value!r}" for name, value in zip(_FIELDS, map(float, values), strict=True))
         lines.append(f"{node.name} -- {node.description} -- {fields}")

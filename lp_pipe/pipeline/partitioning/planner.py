@@ -19,9 +19,9 @@ from lp_pipe.pipeline.partitioning.plan import Plan
 from lp_pipe.pipeline.partitioning.pricing import Priced, as_plan, fits, slowest, with_runners_up
 from lp_pipe.pipeline.partitioning.profile import Profile
 from lp_pipe.pipeline.partitioning.reasons import reason, with_schedule_chosen
-from lp_pipe.pipeline.partitioning.search import smallest_memory
 from lp_pipe.pipeline.partitioning.states import States, states_of
 from lp_pipe.pipeline.partitioning.step_time import step_seconds
+from lp_pipe.pipeline.partitioning.thrift import thriftiest
 from lp_pipe.pipeline.partitioning.topology import Topology
 from lp_pipe.pipeline.partitioning.unequal import ORDERS, UnequalDevices
 
@@ -153,7 +153,7 @@ class _Planner:
     def _check_memory(self, memory: Memory | None) -> None:
         if memory is None:
             return
-        needed = smallest_memory(self._states, memory, self._topology.devices)
+        needed = thriftiest(self._states, memory, self._topology.devices).bytes
         if needed > memory.limit:
             again = ", recompute='auto'" if memory.recompute == "none" else ""
             raise PartitionError(
@@ -170,19 +170,26 @@ class _Planner:
         if count is None:
             stages = self._devices.searched(states, max_replicas, memory)
         else:
-            kept = evenly(order.count, count)
+            kept = self._some_cuts(order, count, memory)
             for _ in range(_REFINEMENTS + 1):
                 states = order.only(kept)
                 stages = self._devices.searched(states, max_replicas, memory)
                 if stages is None:
                     break
-                kept = near([kept[stage.end] for stage in stages], order.count, count)
+                kept = near([kept[stage.end] for stage in stages], order.count, len(kept))
         if stages is None:
             raise PartitionError(
                 "memory: no plan was found that fits, among fewer cuts than there are, since to try all would take too "
                 "long; use more memory or a topology of one level"
             )
         return stages, states
+
+    def _some_cuts(self, order: States, count: int, memory: Memory | None) -> list[int]:
+        """So many places to cut, among them those of a plan that fits, so that one is found where there is one."""
+        if memory is None:
+            return evenly(order.count, count)
+        thrifty = thriftiest(order, memory, self._topology.devices).cuts
+        return sorted({*evenly(order.count, max(2, count - len(thrifty))), *thrifty})
 
     def _others(self, memory: Memory | None) -> list[Plan]:
         """Plans of simpler kinds that keep to the limits."""

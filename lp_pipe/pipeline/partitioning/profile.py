@@ -136,7 +136,7 @@ class Profile:
         nodes = [
             pipedream_file.Node(
                 layer.name,
-                layer.name,
+                f"Layer({layer.name})",  # what begins with Input or __getitem__ may be dropped
                 layer.forward_s,
                 layer.backward_s,
                 (layer.activation_bytes, layer.parameter_bytes),

@@ -255,20 +255,6 @@ def _kept(states: States, memory: Memory, stages_from_here: int) -> Floats:
     return kept
 
 
-def smallest_memory(states: States, memory: Memory, devices: int) -> float:
-    """Bytes of the fullest device of the plan that needs least; of the first plan that fits, if one does."""
-    needs = np.full(states.count, np.inf)
-    needs[-1] = 0
-    smallest = np.inf
-    for stages in range(1, min(devices, states.count - 1) + 1):
-        needed = np.where(states.within, memory_needed(states, memory, stages), np.inf)
-        needs = np.maximum(needed, needs[None, :]).min(axis=1)
-        smallest = min(smallest, float(needs[0]))
-        if smallest <= memory.limit:
-            break
-    return smallest
-
-
 def _differences(values: Floats) -> Floats:
     """By [start, end]; none is negative, though sums of numbers that are not exact may be."""
     return np.maximum(values[None, :] - values[:, None], 0)

@@ -31,7 +31,7 @@ from lp_pipe.pipeline.partitioning.states import Floats, States
 from lp_pipe.pipeline.partitioning.topology import Level
 
 ORDERS = ("any", "given")
-_MOST_WORK = 4e8  # numbers compared, a second or two
+_MOST_WORK = 8.5e8  # numbers compared, some seconds: 500 layers on 64 devices in a given order, 1,000 on 8 in any
 _OVERHEAD = 3000  # numbers that could be compared in the time of calling numpy once
 
 
@@ -202,7 +202,7 @@ class _Tables:
 
     def _solve(self) -> None:
         for stages in range(1, self._most + 1):
-            costs = self._costs(stages)
+            costs = self._costs(stages, slice(None))
             behind = self._best[self._after(stages)]
             for place in reversed(range(len(self._takings))):
                 taken = self._takings[place]
@@ -218,20 +218,20 @@ class _Tables:
         """So many options that their numbers stay in the cache, more or less."""
         return max(1, 1_000_000 // self._states.count**2)
 
-    def _costs(self, stages: int) -> Floats:
+    def _costs(self, stages: int, starts: slice) -> Floats:
         """By kind of option, start and end: a stage and its two sides, where so many stages are left with it."""
         states, level, model = self._states, self._level, self._model
-        seconds = device_seconds(states, self._memory, stages - 1)
-        parameters = np.maximum(states.parameters[None, :] - states.parameters[:, None], 0)
-        crossing = np.maximum(states.crossing[:, None], states.crossing[None, :])
-        costs = np.empty((len(self._kinds), states.count, states.count))
+        seconds = device_seconds(states, self._memory, stages - 1)[starts]
+        parameters = np.maximum(states.parameters[None, :] - states.parameters[starts, None], 0)
+        crossing = np.maximum(states.crossing[starts, None], states.crossing[None, :])
+        costs = np.empty((len(self._kinds), *seconds.shape))
         for (replicas, speed), kind in self._kinds.items():
             stage = model.stage(seconds / speed, parameters, replicas, level)
             costs[kind] = np.maximum(stage, model.boundary(crossing, replicas, level))
         return costs
 
     def _choice(self, stages: int, place: int, state: int, enough: float) -> _Step:
-        costs = self._costs(stages)[:, state]
+        costs = self._costs(stages, slice(state, state + 1))[:, 0]
         for taking in sorted(self._takings[place]):  # as few devices as do, and slow ones
             behind = self._best[self._after(stages), taking.then]
             ends = np.flatnonzero(np.maximum(costs[self._kinds[taking[:2]]], behind) <= enough)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lp_pipe.pipeline as pp
+from lp_pipe.pipeline.partitioning import bounds
 from tests.pipeline.partitioning.brute_force import best, fullest
 
 VGG16 = Path(__file__).parents[2] / "data" / "vgg16_graph.txt"
@@ -148,6 +149,21 @@ def test_a_memory_limit_that_no_plan_keeps_says_by_how_much() -> None:
     assert len(pp.partition(profile, pp.Topology(ONE_LEVEL, memory=300)).stages) == 2
     with pytest.raises(pp.PartitionError, match="needs at least 300 bytes, 1 more than the topology's memory of 299"):
         pp.partition(profile, pp.Topology(ONE_LEVEL, memory=299))
+
+
+@pytest.mark.parametrize("counts", [(16,), (4, 4)])
+def test_where_not_all_cuts_can_be_tried_a_plan_that_fits_is_found_if_there_is_one(
+    counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Evenly spaced cuts alone had none between the two layers that do not fit on one device.
+    sizes = [1.0] * 40 + [100.0, 100.0] + [1.0] * 40
+    profile = pp.Profile(tuple(pp.LayerProfile(f"l{i}", 1.0, 2.0, 0.0, size) for i, size in enumerate(sizes)))
+    topology = pp.Topology([pp.Level("x", count, 1e9) for count in counts], memory=3 * 150)
+    monkeypatch.setattr(bounds, "_MOST_WORK", 2e5)
+    plan = pp.partition(profile, topology)
+    assert [name for stage in plan.stages for name in stage.layers] == [layer.name for layer in profile.layers]
+    assert fullest(plan, profile, "1f1b", 2.0, 8) <= 3 * 150
+    assert plan.slowest_seconds >= 82 * 3 / 16
 
 
 def test_recomputing_stages_keep_less_and_compute_more() -> None:

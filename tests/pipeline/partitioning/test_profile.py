@@ -47,6 +47,8 @@ def test_layers_are_ordered_by_who_reads_whom() -> None:
             {"layers": [layer("a", parameter_bytes="1 MB")]},
             r"parameter_bytes \(layer 'a'\): '1 MB' is no finite number",
         ),
+        ({"layers": [layer("a", forward_s=10**400)]}, r"layers\[0\].forward_s \(layer 'a'\): 10+ is no finite number"),
+        ({"layers": [layer("a", forward_s=1e300)]}, r"layers\[0\].forward_s \(layer 'a'\): 1e\+300 is too large"),
         ({"layers": [layer("a", peak_bytes=-1)]}, r"layers\[0\].peak_bytes \(layer 'a'\): -1 must be at least 0"),
         ({"layers": [layer("a", forward_spread_s="x")]}, r"forward_spread_s \(layer 'a'\): 'x' is no finite number"),
         ({"layers": [layer("a", speed=1)]}, r"layers\[0\]: speed is not known"),
@@ -68,6 +70,9 @@ def test_a_file_that_is_no_json_or_is_not_there_is_named(tmp_path: Path) -> None
     (tmp_path / "bad.json").write_text('{"layers":')
     with pytest.raises(pp.PartitionError, match=r"bad.json: not JSON: .*line 1"):
         pp.Profile.load(tmp_path / "bad.json")
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    with pytest.raises(pp.PartitionError, match=r"deep.json: not JSON: .*recursion"):
+        pp.Profile.load(tmp_path / "deep.json")
     with pytest.raises(pp.PartitionError, match=r"cannot read .*absent.json: No such file"):
         pp.Profile.load(tmp_path / "absent.json")
 
@@ -88,6 +93,16 @@ def test_a_graph_is_written_as_pipedream_does(tmp_path: Path) -> None:
     again = pp.Profile.from_pipedream(tmp_path / "graph.txt")
     assert [vars(each) for each in again.layers] == [pytest.approx(vars(each)) for each in profile.layers]
     assert again.links == profile.links
+
+
+def test_layers_of_any_name_are_written_or_refused(tmp_path: Path) -> None:
+    names = "InputProjection", "__getitem__"
+    profile = pp.Profile(tuple(pp.LayerProfile(name, 1.0, 2.0, 3.0, 4.0) for name in names))
+    profile.to_pipedream(tmp_path / "graph.txt")
+    assert {each.name for each in pp.Profile.from_pipedream(tmp_path / "graph.txt").layers} == {*names}
+    for name in ("a -- b", "a\nb", "\ta"):
+        with pytest.raises(pp.PartitionError, match=r"graph.txt: the layer's name .* cannot be written"):
+            pp.Profile((pp.LayerProfile(name, 1.0, 2.0, 3.0, 4.0),)).to_pipedream(tmp_path / "graph.txt")
 
 
 def node(name: str, description: str = "Linear", size: str = "1.0") -> str:
@@ -116,7 +131,7 @@ def test_lists_of_sizes_are_summed_and_what_nobody_uses_is_dropped(tmp_path: Pat
         (node("a").replace("forward_compute_time=1.0, ", ""), "line 1: forward_compute_time is missing"),
         (node("a").replace("=2.0", "=-2.0"), "line 1: backward_compute_time: -2.0 must be at least 0"),
         (node("a") + "\ta\n", "line 2: an edge is written"),
-        (node("a") + "\ta -- z\n", "edge a -- z: there is no node 'z'"),
+        (node("a") + "\ta -- z\n", "line 2: edge a -- z: there is no node 'z'"),
         ("", "layers: there are none"),
     ],
 )

@@ -30,6 +30,7 @@ def test_latency_may_be_left_out(tmp_path: Path) -> None:
         (GOOD.replace("4", "0"), r"levels\[0\].count \(level 'device'\): 0 must be a whole number of at least 1"),
         (GOOD.replace("1e10", "0"), r"levels\[0\].bandwidth \(level 'device'\): 0 must be above 0"),
         (GOOD.replace("1e10", "'fast'"), r"bandwidth \(level 'device'\): 'fast' is no finite number"),
+        (GOOD.replace("1e10", "1e-300"), r"bandwidth \(level 'device'\): 1e-300 is too small"),
         (GOOD + "latency = -1", r"latency \(level 'device'\): -1 must be at least 0"),
         (GOOD + GOOD.replace("bandwidth", "speed"), r"levels\[1\]: bandwidth is missing"),
         (GOOD + "speeds = [1.0]", r"levels\[0\].speeds \(level 'device'\): a list of 4 numbers is needed, .* \[1.0\]"),
