@@ -218,10 +218,10 @@ def test_wrong_options_are_refused(tmp_path: Path, options: dict[str, Any]) -> N
 class Training:
     """Counts its steps, keeps its states in memory, and loses a worker before step `dies_before`, once."""
 
-    def __init__(self, dies_before: int, loses: tuple[int, ...] = ()) -> None:
+    def __init__(self, dies_before: int | None = None, loses: tuple[int, ...] = ()) -> None:
         self.done = 0
         self.held: list[int] = []
-        self._dies_before: int | None = dies_before
+        self._dies_before = dies_before
         self._loses = loses
 
     def current_step(self) -> int:
@@ -282,6 +282,59 @@ def test_after_a_death_all_parts_go_back_as_little_as_they_can(
     lp.launch(program, "thread", run_dir=tmp_path).wait(20)
     assert steps == [*range(7), *comes_again, 7, 8]
     assert counter.value == 9
+
+
+def test_a_loop_of_ones_own_goes_back_to_the_newest_checkpoint_after_a_death(tmp_path: Path) -> None:
+    training = Training(dies_before=7)
+    steps, is_ended_by_death = [], []
+
+    def train() -> None:
+        checkpoints = Checkpoints({"training": training}, tmp_path / "checkpoints")
+        assert checkpoints.begin(training) is None
+        while training.current_step() < 9:
+            is_ended_by_death.append(True)
+            with checkpoints.recovering(training):
+                steps.extend(result.step for result in training.steps(3))
+                checkpoints.save(training.current_step(), wait=False)
+                is_ended_by_death[-1] = False
+        checkpoints.wait_until_written()
+
+    program = lp.Program("rounds")
+    program.add_node(lp.PyNode(train), label="trainer")
+    lp.launch(program, "thread", run_dir=tmp_path).wait(20)
+    assert steps == [*range(7), 6, 7, 8]
+    assert is_ended_by_death == [False, False, True, False]
+
+
+def test_what_is_no_death_leaves_the_loop(tmp_path: Path) -> None:
+    training = Training()
+
+    def train() -> None:
+        checkpoints = Checkpoints({"training": training}, tmp_path / "checkpoints")
+        checkpoints.begin(training)
+        with checkpoints.recovering(training):
+            raise ValueError("a mistake")
+
+    program = lp.Program("mistaken")
+    program.add_node(lp.PyNode(train), label="trainer")
+    with pytest.raises(lp.NodeError, match="ValueError: a mistake"):
+        lp.launch(program, "thread", run_dir=tmp_path).wait(20)
+
+
+def test_the_beginning_is_saved_once_and_then_gone_on_from(tmp_path: Path) -> None:
+    begun = []
+
+    def begin() -> None:
+        training = Training()
+        training.done = len(begun)
+        begun.append(Checkpoints({"training": training}, tmp_path / "checkpoints").begin(training))
+        assert training.done == 0
+
+    for run in range(2):
+        program = lp.Program("begun")
+        program.add_node(lp.PyNode(begin), label="trainer")
+        lp.launch(program, "thread", run_dir=tmp_path / str(run)).wait(20)
+    assert [found and found.step for found in begun] == [None, 0]
 
 
 def test_a_part_that_cannot_stay_in_memory_is_refused(tmp_path: Path) -> None:
