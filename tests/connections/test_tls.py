@@ -55,6 +55,19 @@ def test_the_listener_says_which_port_it_got(carrier: Carrier) -> None:
         connections.listen(carrier.listener.endpoint, print)  # two listeners never share a port
 
 
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here that takes IPv4 as well")
+def test_a_listener_at_any_address_is_reached_by_both_internet_protocols(
+    no_leaks: None, run_credentials: Credentials
+) -> None:
+    accepted: queue.Queue[Connection] = queue.Queue()
+    with contextlib.closing(connections.listen("tls:localhost@[::]:0", accepted.put)) as listener:
+        port = listener.endpoint.rpartition(":")[2]
+        for address in ("127.0.0.1", "[::1]"):
+            connection = connections.connect(f"tls:{address}:{port}")
+            accepted.get(timeout=WITHIN_S).close()
+            connection.close()
+
+
 def test_hosts_connect_by_a_name_that_is_not_the_address_that_was_bound(
     no_leaks: None, run_credentials: Credentials
 ) -> None:
