@@ -1,5 +1,6 @@
 """Lets in who has a certificate of the run and shows its token: one thread, however long strangers take."""
 
+import contextlib
 import os
 import selectors
 import socket
@@ -91,15 +92,25 @@ class Doorman:
             if not isinstance(error, BlockingIOError | ConnectionError):
                 time.sleep(_ACCEPT_PAUSE_S)  # out of file descriptors: later there may be some again
             return
-        sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        guest = self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        where = f"{address[0]}:{address[1]}"
+        try:
+            guest = self._wrapped(sock)
+        except OSError as error:  # it has left again: a reset connection cannot be wrapped
+            sock.close()
+            self._refusals.note(where, str(error))
+            return
         if len(self._visitors) >= _MOST_VISITORS:
             self._send_away(next(iter(self._visitors.values())), "too many others wanted to come in")
-        visitor = _Visitor(guest, f"{address[0]}:{address[1]}", self._credentials)
+        visitor = _Visitor(guest, where, self._credentials)
         self._visitors[guest] = visitor
         self._selector.register(guest, selectors.EVENT_READ, visitor)
         self._go_on(visitor)
+
+    def _wrapped(self, sock: socket.socket) -> ssl.SSLSocket:
+        sock.getpeername()  # of one that was reset it fails; the ssl module would not close that
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
 
     def _go_on(self, visitor: "_Visitor") -> None:
         if visitor.sock not in self._visitors:
@@ -108,7 +119,7 @@ class Doorman:
             event = next(visitor.steps)
         except StopIteration:
             self._forget(visitor)
-            self._on_guest(visitor.sock, visitor.address)
+            self._let_in(visitor)
         except (OSError, _Refusal) as error:
             if visitor.is_refused:
                 self._send_away(visitor)
@@ -118,6 +129,12 @@ class Doorman:
             self._go_on(visitor)
         else:
             self._selector.modify(visitor.sock, event, visitor)
+
+    def _let_in(self, visitor: "_Visitor") -> None:
+        try:
+            self._on_guest(visitor.sock, visitor.address)
+        except Exception as error:  # out of descriptors or threads: who comes later may find some
+            self._refusals.note(visitor.address, f"it could not be taken in: {type(error).__name__}: {error}")
 
     def _patience_s(self) -> float | None:
         for visitor in self._visitors.values():
@@ -176,11 +193,10 @@ class _Visitor:
     def _leave(self) -> _Steps:
         socket.socket.shutdown(self.sock, socket.SHUT_WR)
         while True:
-            try:
+            with contextlib.suppress(BlockingIOError):
                 if not socket.socket.recv(self.sock, _DISCARDED_BYTES):
                     raise _Refusal
-            except BlockingIOError:
-                yield selectors.EVENT_READ
+            yield selectors.EVENT_READ  # also if there is more: who never stops sending must not stop the others
 
     def _read(self, size: int) -> Generator[int, None, bytes]:
         data = b""

@@ -123,7 +123,12 @@ class TlsListener(Listener):
         self._doorman.close()
 
     def _let_in(self, sock: ssl.SSLSocket, address: str) -> None:
-        self._on_connection(TlsConnection(sock, f"client of {self.endpoint} ({address})", self._silence_s))
+        connection = TlsConnection(sock, f"client of {self.endpoint} ({address})", self._silence_s)
+        try:
+            self._on_connection(connection)
+        except BaseException as error:
+            connection.close(f"it could not be taken in: {type(error).__name__}: {error}")
+            raise
 
 
 def listen(

@@ -2,11 +2,14 @@
 
 import contextlib
 import dataclasses
+import errno
 import os
 import pickle
 import queue
+import selectors
 import socket
 import ssl
+import struct
 import subprocess
 import sys
 import textwrap
@@ -14,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import cast
 
 import psutil
 import pytest
@@ -263,6 +267,61 @@ def test_of_too_many_strangers_the_first_must_go(carrier: Carrier, monkeypatch: 
         ]
         assert everything(strangers[0]) == everything(strangers[1]) == b""
         assert_works(carrier)
+
+
+def test_who_leaves_before_being_let_in_closes_the_door_to_nobody(no_leaks: None, run_credentials: Credentials) -> None:
+    # Once the ssl module's error about such a socket ended the thread that accepts: one port scan, and no more guests.
+    is_held, may_go_on = threading.Event(), threading.Event()
+    accepted: queue.Queue[Connection] = queue.Queue()
+
+    def hold(connection: Connection) -> None:
+        is_held.set()
+        may_go_on.wait(WITHIN_S)
+        accepted.put(connection)
+
+    with contextlib.closing(connections.listen("tls:127.0.0.1:0", hold)) as listener:
+        first = connections.connect(listener.endpoint)
+        assert is_held.wait(WITHIN_S)
+        for data in (b"", b"x" * 100):
+            stranger = socket.create_connection(("127.0.0.1", int(listener.endpoint.rpartition(":")[2])))
+            stranger.sendall(data)
+            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            stranger.close()  # with a reset
+        may_go_on.set()
+        second = connections.connect(listener.endpoint)
+        for connection in (first, accepted.get(timeout=WITHIN_S), second, accepted.get(timeout=WITHIN_S)):
+            connection.close()
+        assert listener.refusals.count == 2  # type: ignore[attr-defined]
+
+
+def test_a_guest_who_cannot_be_taken_in_is_told_so_and_the_next_one_is_not_affected(
+    no_leaks: None, run_credentials: Credentials
+) -> None:
+    accepted: queue.Queue[Connection] = queue.Queue()
+    errors = [OSError(errno.EMFILE, "Too many open files")]
+
+    def take(connection: Connection) -> None:
+        if errors:
+            raise errors.pop()
+        accepted.put(connection)
+
+    with contextlib.closing(connections.listen("tls:127.0.0.1:0", take)) as listener:
+        assert "Too many open files" in End(connections.connect(listener.endpoint)).start().reason()
+        connection = connections.connect(listener.endpoint)
+        accepted.get(timeout=WITHIN_S).close()
+        connection.close()
+
+
+def test_who_is_refused_and_never_stops_sending_has_to_let_the_others_pass(run_credentials: Credentials) -> None:
+    near, far = socket.socketpair()
+    with near, far:
+        for end in (near, far):
+            end.setblocking(False)
+        far.send(b"x" * 3 * doorman._DISCARDED_BYTES)
+        visitor = doorman._Visitor(cast(ssl.SSLSocket, near), "somewhere", run_credentials)
+        visitor.refuse()
+        assert next(visitor.steps) == selectors.EVENT_READ
+        assert near.recv(1)  # it was not read to the end at once
 
 
 # What a peer costs that is slow, or lost.
