@@ -10,7 +10,9 @@ from lp_pipe.connections import PulledConnection
 
 IS_SUPPORTED = hasattr(select, "epoll")
 
-_ARMED = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT if IS_SUPPORTED else 0
+# With ONESHOT even so: epoll tells of a hang-up in any case, and while a forked child has the socket it would for ever.
+_PAUSED = select.EPOLLONESHOT if IS_SUPPORTED else 0
+_ARMED = select.EPOLLIN | select.EPOLLRDHUP | _PAUSED if IS_SUPPORTED else 0
 
 
 class Attention:
@@ -24,7 +26,7 @@ class Attention:
 
     def pause(self) -> None:
         """The owner reads now, as the one thread that does."""
-        self._attendant.set(self, 0)
+        self._attendant.set(self, _PAUSED)
 
     def resume(self) -> None:
         """The owner has something else to do."""
@@ -57,7 +59,7 @@ class Attendant:
                 self._epoll = select.epoll()
                 threading.Thread(target=self._run, args=(self._epoll,), name="attend channels", daemon=True).start()
             self._attended[attention.descriptor] = attention
-            self._epoll.register(attention.descriptor, 0)
+            self._epoll.register(attention.descriptor, _PAUSED)
         attention.resume()
         return attention
 

@@ -35,6 +35,7 @@ class SocketConnection(PulledConnection):
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self._interruption = -1
+        self._interruption_lock = threading.Lock()  # not for sending: whoever interrupts must not wait for a slow peer
         self._on_frame: OnFrame | None = None
         self._send_lock = threading.Lock()
         self._idle_timeout_s = idle_timeout_s
@@ -93,7 +94,7 @@ class SocketConnection(PulledConnection):
         self._poll.register(self._interruption, select.POLLIN)
 
     def interrupt(self) -> None:
-        with self._send_lock:  # held when the descriptor is closed
+        with self._interruption_lock:  # held when the descriptor is closed
             if self._interruption >= 0:
                 os.eventfd_write(self._interruption, 1)
 
@@ -192,6 +193,7 @@ class SocketConnection(PulledConnection):
         if self._reading.acquire(blocking=False):  # and kept: nobody reads from now on
             with self._send_lock:
                 self._socket.close()
+            with self._interruption_lock:
                 if self._interruption >= 0:
                     os.close(self._interruption)
                     self._interruption = -1

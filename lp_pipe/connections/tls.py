@@ -94,9 +94,9 @@ class TlsConnection(SocketConnection):
 
     def _discard(self, deadline: float) -> None:
         scrap = memoryview(bytearray(_DISCARDED_BYTES))
-        while self.wait(max(0.0, deadline - time.monotonic())):
+        while (left_s := deadline - time.monotonic()) > 0:  # a wait may end for nothing, by `interrupt`
             with contextlib.suppress(BlockingIOError):
-                if not self._stream.recv_into(scrap, 0, socket.MSG_DONTWAIT):
+                if self.wait(left_s) and not self._stream.recv_into(scrap, 0, socket.MSG_DONTWAIT):
                     return
 
     def _on_silence(self) -> None:

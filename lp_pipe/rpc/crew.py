@@ -1,6 +1,7 @@
 """The threads of a server: those that run handlers also read the callers' sockets, which saves a hop to another."""
 
 import contextlib
+import functools
 import os
 import select
 import threading
@@ -175,14 +176,18 @@ class _Source:
 
     def __init__(self, connection: PulledConnection) -> None:
         self._connection = connection
-        self._is_ready = False
+        self._is_ready = self._is_at_end = False
 
-    def read(self) -> None:
+    def read(self, *, is_at_end: bool = False) -> None:
+        """is_at_end: the peer has closed, and nobody will tell of it again: it is read up to that."""
         self._is_ready = True
+        self._is_at_end |= is_at_end
         while self._is_ready and self._connection.try_reading():
             try:
                 self._is_ready = False
                 self._connection.read()
+                if self._is_at_end and self._connection.closed_reason is None and self._connection.is_ready():
+                    self._is_ready = True  # the read ended where the data did
             finally:
                 self._connection.done_reading()
 
@@ -201,9 +206,10 @@ class _Waiting:
         self._epoll: select.epoll | None = None
         self._event = -1
         self._is_closed = False
-        self._actions: dict[int, Callable[[], None]] = {}
+        self._actions: dict[int, Callable[..., None]] = {}
 
-    def add(self, descriptor: int, action: Callable[[], None]) -> None:
+    def add(self, descriptor: int, action: Callable[..., None]) -> None:
+        """Readable: `action()`; and where the peer has closed: `action(is_at_end=True)`."""
         with self._lock:
             if self._is_closed:
                 return
@@ -231,8 +237,11 @@ class _Waiting:
         if self._epoll is None:
             self._tokens.get()
             return None
-        for descriptor, _ in self._epoll.poll(maxevents=1):
-            return self._actions.get(descriptor)
+        for descriptor, events in self._epoll.poll(maxevents=1):
+            action = self._actions.get(descriptor)
+            if action is not None and events & select.EPOLLRDHUP:
+                return functools.partial(action, is_at_end=True)
+            return action
         return None
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ import pytest
 
 import lp_pipe as lp
 from lp_pipe import connections
-from lp_pipe.connections import Connection, Frame, doorman, frames, reach, tls
+from lp_pipe.connections import Connection, Frame, PulledConnection, doorman, frames, reach, tls
 from lp_pipe.connections.credentials import (
     RUN_NAME,
     Credentials,
@@ -395,6 +395,49 @@ def test_what_was_sent_before_the_close_arrives_although_the_peer_is_slow(carrie
     server.connection.start(on_frame, server.reasons.put)
     assert server.reason() == "all sent"
     assert got == list(range(50))
+
+
+def test_what_was_sent_before_the_close_arrives_although_a_wait_was_interrupted(carrier: Carrier) -> None:
+    # As a channel's sender closes: the interruption ended the reading in the background, so that what the peer sent
+    # afterwards (credits) came to a closed socket, and took back what was still on its way to the peer.
+    client, server = carrier.pair()
+    assert isinstance(client.connection, PulledConnection)
+    client.connection.make_interruptible()
+    client.connection.attach(client.frames.put, client.reasons.put)
+    for number in range(100):
+        client.connection.send(Frame(frames.CALL, number, "", b"x" * 20_000))
+    client.connection.interrupt()
+    client.connection.close("all sent")
+    got: list[int] = []
+
+    def on_frame(frame: Frame) -> None:
+        got.append(frame.id)
+        server.connection.send(Frame(frames.RESULT, frame.id))
+        time.sleep(0.001)  # the slow peer itself
+
+    server.connection.start(on_frame, server.reasons.put)
+    assert server.reason() == "all sent"
+    assert got == list(range(100))
+
+
+def test_a_wait_can_be_interrupted_while_a_peer_that_does_not_read_keeps_a_sender(carrier: Carrier) -> None:
+    # The sender held the lock that `interrupt` took: a channel could neither be aborted nor closed meanwhile.
+    client, server = carrier.pair()
+    assert isinstance(client.connection, PulledConnection)
+    client.connection.make_interruptible()
+    client.connection.attach(client.frames.put, client.reasons.put)
+    sending = threading.Thread(target=client.connection.send, args=(Frame(frames.CALL, 1, "", b"x" * (64 << 20)),))
+    sending.start()
+    sending.join(0.3)
+    assert sending.is_alive()
+    interrupting = threading.Thread(target=client.connection.interrupt, daemon=True)
+    interrupting.start()
+    interrupting.join(WITHIN_S / 4)
+    assert not interrupting.is_alive()
+    assert not client.connection.wait(WITHIN_S)
+    server.start()
+    assert server.next().id == 1
+    sending.join(WITHIN_S)
 
 
 def test_a_process_that_closes_and_exits_is_understood(carrier: Carrier, run_credentials: Credentials) -> None:

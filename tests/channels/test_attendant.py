@@ -1,0 +1,67 @@
+"""One thread reads for all channels of a process, and sleeps while there is nothing to read."""
+
+import os
+import queue
+import threading
+from typing import Any
+
+import pytest
+
+from lp_pipe.channels import attendant
+from lp_pipe.connections import Frame, PulledConnection, frames
+from tests.connections.carriers import WITHIN_S, OpenCarrier
+from tests.connections.conftest import open_carrier as open_carrier
+
+pytestmark = pytest.mark.skipif(not attendant.IS_SUPPORTED, reason="no epoll on this system")
+
+
+class Counted(dict[int, Any]):
+    """What the attendant looks up when it wakes."""
+
+    looks = 0
+
+    def get(self, *args: Any) -> Any:
+        self.looks += 1
+        return super().get(*args)
+
+
+def test_what_arrives_is_read_while_the_owner_does_something_else(open_carrier: OpenCarrier) -> None:
+    client, server = open_carrier("tls").pair()
+    client.start()
+    assert isinstance(server.connection, PulledConnection)
+    server.connection.attach(server.frames.put, server.reasons.put)
+    was_read: queue.Queue[None] = queue.Queue()
+    attendant.shared.attend(server.connection, lambda: was_read.put(None))
+    for number in range(3):
+        client.connection.send(Frame(frames.CALL, number))
+        assert server.next().id == number
+        was_read.get(timeout=WITHIN_S)
+    client.connection.close("that was all")
+    assert server.reason() == "that was all"
+
+
+def test_a_hang_up_wakes_it_once_although_a_forked_child_still_has_the_socket(
+    open_carrier: OpenCarrier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # While an owner reads, nothing is asked for; epoll tells of a hang-up all the same, and did so for ever, taking a
+    # core, where the kernel could not forget the socket because a child of os.fork() had it.
+    client, server = open_carrier("tls").pair()
+    client.start()
+    connection = server.connection
+    assert isinstance(connection, PulledConnection)
+    connection.attach(server.frames.put, server.reasons.put)
+    attention = attendant.shared.attend(connection, lambda: None)
+    looks = Counted(attendant.shared._attended)
+    monkeypatch.setattr(attendant.shared, "_attended", looks)
+    kept = os.dup(connection.fileno())  # as a child would
+    assert connection.try_reading()
+    attention.pause()
+    client.connection.close("done")
+    while connection.closed_reason is None and connection.wait(WITHIN_S):
+        connection.read()
+    connection.done_reading()
+    attention.end()
+    assert server.reason() == "done"
+    threading.Event().wait(0.1)
+    assert looks.looks < 20
+    os.close(kept)

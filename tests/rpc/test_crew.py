@@ -1,0 +1,49 @@
+"""A server's threads notice the ends of connections, however late they come to look."""
+
+import queue
+import socket
+import threading
+
+import pytest
+
+from lp_pipe.connections import Frame, frames
+from lp_pipe.connections.unix import UnixConnection
+from lp_pipe.rpc import crew
+from lp_pipe.rpc.crew import Crew
+
+pytestmark = pytest.mark.skipif(not crew.IS_SUPPORTED, reason="no epoll on this system")
+_WITHIN_S = 20.0
+
+
+def test_an_end_is_noticed_that_came_with_the_last_data_while_all_threads_were_busy(no_leaks: None) -> None:
+    # epoll tells of both at once, and only once: whoever stopped reading where the data did never heard of the end, and
+    # the server kept what a client had begun that was killed right after it had sent something.
+    threads = Crew(1, "test")
+    arrived: queue.Queue[Frame] = queue.Queue()
+    reasons: queue.Queue[str] = queue.Queue()
+    is_held, may_go_on = threading.Event(), threading.Event()
+
+    def hold(frame: Frame) -> None:
+        is_held.set()
+        may_go_on.wait(_WITHIN_S)
+
+    (near, peer), (blocker, blocking_peer) = socket.socketpair(), socket.socketpair()
+    connection, other = UnixConnection(near, "peer"), UnixConnection(blocker, "other peer")
+    connection.attach(arrived.put, reasons.put)
+    other.attach(hold, lambda reason: None)
+    with blocking_peer, peer:
+        for one in (connection, other):
+            threads.read(one)
+        peer.sendall(b"".join(frames.encode(Frame(frames.CALL, 1))))
+        assert arrived.get(timeout=_WITHIN_S).id == 1
+        threads.submit(may_go_on.wait, _WITHIN_S)
+        blocking_peer.sendall(b"".join(frames.encode(Frame(frames.CALL, 2))))  # which the thread in reserve reads
+        assert is_held.wait(_WITHIN_S)
+        peer.sendall(b"".join(frames.encode(Frame(frames.CALL, 3))))
+        peer.close()
+        may_go_on.set()
+        assert arrived.get(timeout=_WITHIN_S).id == 3
+        assert "ended" in reasons.get(timeout=_WITHIN_S)
+        threads.forget(other)
+        other.close()
+    threads.close()
