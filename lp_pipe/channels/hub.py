@@ -142,11 +142,13 @@ class _Incoming:
         while self.is_open and (self._receiver is None or not kinds.is_pulled(self.opening.kind, connection)):
             if connection.wait(None):
                 connection.read()
-        connection.done_reading()
-        if self._receiver is not None:
-            if kinds.is_streamed(self.opening.kind):
-                self._receiver._be_attended(connection)
-            self._receiver._wake()
+        try:
+            if self._receiver is not None and kinds.is_streamed(self.opening.kind):
+                self._receiver._be_attended(connection)  # as long as it is read here, nobody gives the descriptor back
+        finally:
+            connection.done_reading()
+            if self._receiver is not None:
+                self._receiver._attended_from_now_on()
 
     def _on_frame(self, frame: Frame) -> None:
         if frame.kind == frames.CHANNEL_OPEN:

@@ -198,10 +198,13 @@ class Receiver:
             connection.send(Frame(frames.CHANNEL_OPEN, self.credits, body=announcement))
 
     def _be_attended(self, connection: PulledConnection) -> None:
-        """While nobody waits here, another thread reads what comes."""
-        attention = attendant.shared.attend(connection, self._wake)
-        self._pulling.attention = attention
-        attention.resume()  # who began to wait before knew of no attention, and may have kept it from reading
+        """While nobody waits here, another thread reads what comes; called by the one thread that reads."""
+        self._pulling.attention = attendant.shared.attend(connection, self._wake)
+
+    def _attended_from_now_on(self) -> None:
+        if self._pulling.attention is not None:
+            self._pulling.attention.resume()  # what came meanwhile found the reading taken
+        self._wake()
 
     def _wake(self) -> None:
         """Nobody else reads the connection any more."""

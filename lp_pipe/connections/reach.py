@@ -25,7 +25,7 @@ _INFO_BYTES = 232
 class _Watched(NamedTuple):
     """is_probed: also while the peer's window is full; without TCP_RTO_MAX_MS that gets ever rarer."""
 
-    sock: socket.socket
+    sock: "weakref.ref[socket.socket]"
     limit_ms: float
     is_probed: bool
     on_silence: "weakref.WeakMethod[Callable[[], object]]"
@@ -48,7 +48,7 @@ class Reach:
     def watch(self, sock: socket.socket, silence_s: float, on_silence: Callable[[], object]) -> None:
         """Call `on_silence` once when nothing was acknowledged for a fifth more than `silence_s`, or at most a third.
 
-        on_silence: a bound method, which is not kept alive. `forget` before the socket is closed.
+        sock; on_silence, a bound method: they are not kept alive. `forget` before the socket is closed.
         """
         if not IS_SUPPORTED:
             return
@@ -57,7 +57,8 @@ class Reach:
         with self._lock:
             self._pause_s = min(self._pause_s, pause_s) if self._watched else pause_s
             limit_ms = 1000 * silence_s * _LIMIT_SHARE
-            self._watched[id(sock)] = _Watched(sock, limit_ms, is_probed, weakref.WeakMethod(on_silence))
+            self._watched[id(sock)] = _Watched(weakref.ref(sock), limit_ms, is_probed, weakref.WeakMethod(on_silence))
+            self._has_changed.notify()  # it may be about to sleep for longer
             if not self._is_running:
                 self._is_running = True
                 threading.Thread(target=self._run, name="reach of other hosts", daemon=True).start()
@@ -76,22 +77,26 @@ class Reach:
                 if not self._watched:
                     self._is_running = False
                     return
-                watched = list(self._watched.values())
-            for one in watched:
-                if self._is_lost(one) and (on_silence := one.on_silence()) is not None:
+                watched = list(self._watched.items())
+            for key, one in watched:
+                if self._is_lost(key, one) and (on_silence := one.on_silence()) is not None:
                     on_silence()
 
-    def _is_lost(self, one: _Watched) -> bool:
+    def _is_lost(self, key: int, one: _Watched) -> bool:
         """Asked once for each that is."""
         with self._lock:  # while it is held nobody closes the socket
-            if self._watched.get(id(one.sock)) is not one:
+            if self._watched.get(key) is not one:
+                return False
+            sock = one.sock()
+            if sock is None:  # nobody has closed it, and nobody has it any more
+                del self._watched[key]
                 return False
             with contextlib.suppress(OSError):
-                info = one.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+                info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
                 is_full = len(info) >= _INFO_BYTES and not _NUMBER.unpack_from(info, _WINDOW)[0]
                 if _NUMBER.unpack_from(info, _SINCE_ACK_MS)[0] <= one.limit_ms or (is_full and not one.is_probed):
                     return False
-            del self._watched[id(one.sock)]
+            del self._watched[key]
             return True
 
 

@@ -1,6 +1,7 @@
 """A connection over a stream socket, which is read by the very thread that waits for what arrives."""
 
 import contextlib
+import errno
 import os
 import select
 import socket
@@ -122,7 +123,11 @@ class SocketConnection(PulledConnection):
             except OSError as error:
                 # Mid-frame the stream is of no more use; the reader sees the end and reports it once.
                 self._shutdown()
-                raise Unavailable(f"connection to {self.peer} broke while sending: {error}") from error
+                why = self._farewell or str(error)
+                raise Unavailable(f"connection to {self.peer} broke while sending: {why}") from error
+            except BaseException:  # Ctrl+C: what came next would be taken for the rest of this frame
+                self._shutdown()
+                raise
 
     def close(self, reason: str = "closed") -> None:
         if self._closed_reason is not None:
@@ -159,7 +164,9 @@ class SocketConnection(PulledConnection):
                 if frame.kind == frames.CLOSE:
                     return self._end(frame.name)
                 self._deliver(frame, self._on_frame)
-        except (BlockingIOError, TimeoutError):
+        except (BlockingIOError, TimeoutError) as error:
+            if error.errno == errno.ETIMEDOUT:  # the kernel's own
+                return self._end(f"connection lost: {error}")
             if flags & socket.MSG_DONTWAIT:
                 return True  # all there was is read
             return self._end(f"nothing heard for {self._idle_timeout_s} s")

@@ -100,7 +100,8 @@ class TlsConnection(SocketConnection):
                     return
 
     def _on_silence(self) -> None:
-        self._silent_end = f"its host has answered nothing for {self._silence_s:g} s: it is out of reach"
+        # Also where it ends inside a frame, and for those who send.
+        self._farewell = f"its host has answered nothing for {self._silence_s:g} s: it is out of reach"
         self._shutdown()
 
     def _dispose(self) -> None:
@@ -176,7 +177,12 @@ def connect(
 
 def _greeted(sock: socket.socket, endpoint: str, credentials: Credentials, deadline: float) -> ssl.SSLSocket:
     """Show who this is, and see who they are."""
-    found = client_context(credentials).wrap_socket(sock, server_hostname=RUN_NAME, do_handshake_on_connect=False)
+    context = client_context(credentials)
+    try:
+        found = context.wrap_socket(sock, server_hostname=RUN_NAME, do_handshake_on_connect=False)
+    except OSError as error:  # of a connection that was reset already
+        sock.close()
+        raise Unavailable(f"{endpoint} closed the connection before it began: {error}") from error
     try:
         found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         _set_timeout(found, deadline)

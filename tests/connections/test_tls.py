@@ -3,9 +3,11 @@
 import contextlib
 import dataclasses
 import errno
+import gc
 import os
 import pickle
 import queue
+import select
 import selectors
 import socket
 import ssl
@@ -15,9 +17,10 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -32,6 +35,7 @@ from lp_pipe.connections.credentials import (
     use_credentials,
 )
 from lp_pipe.connections.doorman import GREETING, MAGIC
+from lp_pipe.connections.socket_connection import SocketConnection
 from lp_pipe.connections.tls_stream import client_context
 from lp_pipe.errors import Unauthenticated, Unavailable
 from lp_pipe.rpc import Server
@@ -472,6 +476,76 @@ def test_a_host_that_acknowledges_nothing_is_out_of_reach(carrier: Carrier) -> N
     client, server = End(connection).start(), carrier.accept().start()
     assert "answered nothing for 0.2 s" in client.reason()
     assert server.reason()
+
+
+@pytest.mark.skipif(not reach.IS_SUPPORTED, reason="this system does not say when something was acknowledged")
+def test_out_of_reach_is_the_reason_also_inside_a_frame(carrier: Carrier) -> None:
+    client, server = End(tls.connect(carrier.endpoint, silence_s=0.2)).start(), carrier.accept().start()
+    assert isinstance(server.connection, tls.TlsConnection)
+    server.connection._send(frames.encode(Frame(frames.CALL, 1, "", b"x" * 100))[:1])
+    assert "answered nothing for 0.2 s" in client.reason()
+
+
+def test_the_kernels_own_time_limit_is_an_end_and_not_a_pause(
+    carrier: Carrier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Told once only: taken for "nothing is there", it left a connection that nobody would read again.
+    client, _ = carrier.pair()
+    assert isinstance(client.connection, tls.TlsConnection)
+    client.connection.attach(client.frames.put, client.reasons.put)
+
+    def time_out(flags: int) -> int:
+        raise TimeoutError(errno.ETIMEDOUT, "Connection timed out")
+
+    monkeypatch.setattr(client.connection._reader, "receive", time_out)
+    assert client.connection.try_reading()
+    client.connection.read()
+    client.connection.done_reading()
+    assert "timed out" in client.reason()
+
+
+def test_who_forgets_a_connection_without_closing_it_ends_it(carrier: Carrier) -> None:
+    connection = tls.connect(carrier.endpoint)
+    server = carrier.accept().start()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        del connection
+        gc.collect()
+    assert "without a word" in server.reason()
+
+
+def test_a_connection_that_was_reset_before_the_greeting_is_unavailable(run_credentials: Credentials) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        sock = socket.create_connection(listening.getsockname())
+        accepted, _ = listening.accept()
+        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        accepted.close()
+        select.select([sock], [], [], WITHIN_S)
+        with pytest.raises(Unavailable, match="closed the connection before it began"):
+            tls._greeted(sock, "tls:there", run_credentials, time.monotonic() + WITHIN_S)
+
+
+@pytest.mark.parametrize("kind", ["unix", "tls"])
+def test_a_send_that_was_interrupted_ends_the_connection(
+    no_leaks: None, open_carrier: OpenCarrier, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    # Else what is sent next is taken for the rest of the frame.
+    client, server = open_carrier(kind).pair()
+    client.start()
+    server.start()
+    assert isinstance(client.connection, SocketConnection)
+    send_pieces = client.connection._send_pieces
+
+    def interrupted(pieces: list[Any], descriptors: Sequence[int] = (), *, may_wait: bool = True) -> None:
+        send_pieces(pieces[:1], descriptors, may_wait=may_wait)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(client.connection, "_send_pieces", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        client.connection.send(Frame(frames.CALL, 1, "", b"x" * 100))
+    assert server.reason() == "the peer ended inside a frame"
+    assert client.reason()
+    assert server.frames.empty()
 
 
 @pytest.mark.slow
