@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 import lp_pipe.pipeline as pp
 from lp_pipe.pipeline.partitioning import bounds
-from tests.pipeline.partitioning.brute_force import best, fullest
+from lp_pipe.pipeline.partitioning.cost import Memory
+from tests.pipeline.partitioning.brute_force import best, fullest, held
 
 VGG16 = Path(__file__).parents[2] / "data" / "vgg16_graph.txt"
 ONE_LEVEL = (pp.Level("device", 4, 10.0),)
@@ -142,6 +143,47 @@ def test_plans_within_a_memory_limit_equal_brute_force(
         plan = pp.partition(profile, topology, **options)  # type: ignore[arg-type]
         assert plan.slowest_seconds == pytest.approx(expected)
         assert fullest(plan, profile, schedule, 2.0, 3) <= memory
+
+
+@quick
+@given(
+    st.lists(st.integers(1, 6), min_size=1, max_size=5),
+    st.integers(1, 12),
+    st.sampled_from(["1f1b", "gpipe", "pipedream", "pipedream_2bw"]),
+)
+def test_a_replica_holds_its_share_of_what_keeps_all_devices_behind_it_busy(
+    replicas: list[int], microbatches: int, schedule: str
+) -> None:
+    memory = Memory(0.0, 0.0, schedule, "none", microbatches)
+    counted = [memory.waiting_on(own, sum(replicas[stage + 1 :])) for stage, own in enumerate(replicas)]
+    assert counted == list(held(schedule, tuple(replicas), microbatches))
+
+
+def test_a_stage_before_a_replicated_one_has_a_version_of_its_weights_for_each_device() -> None:
+    # Counted by stages, replicas 1, 3 and 1 seemed to fit; stage 0 held 10 * (5 + 2) bytes.
+    layers = tuple(
+        pp.LayerProfile(name, s / 3, s * 2 / 3, 0.0, 10.0) for name, s in (("a", 1.0), ("b", 3.0), ("c", 1.0))
+    )
+    profile, level = pp.Profile(layers), pp.Level("device", 5, 1e9)
+
+    def replicas(memory: float) -> list[int]:
+        plan = pp.partition(profile, pp.Topology((level,), memory), schedule="pipedream")
+        assert fullest(plan, profile, "pipedream", 2.0, 8) <= memory
+        return [stage.replicas for stage in plan.stages]
+
+    assert replicas(70) == [1, 3, 1] and replicas(69) != [1, 3, 1]
+    with pytest.raises(pp.PartitionError, match="needs at least 40 bytes"):  # replicas of the first stage share
+        pp.partition(profile, pp.Topology((level,), 39), schedule="pipedream")
+
+
+def test_on_nested_levels_an_error_says_what_plans_there_need() -> None:
+    # One level could have 1 and 3 replicas, so that the last stage's three hold 2 micro-batches each, not 3.
+    profile = chain([1, 1], activations=6)
+    one, nested = (pp.Topology([pp.Level("x", count, 1e9) for count in counts], memory=1) for counts in ((4,), (2, 2)))
+    with pytest.raises(pp.PartitionError, match="on 4 devices the fullest needs at least 12 bytes"):
+        pp.partition(profile, one, schedule="gpipe", microbatches=4)
+    with pytest.raises(pp.PartitionError, match="on 4 devices the fullest needs at least 12 bytes"):
+        pp.partition(profile, nested, schedule="gpipe", microbatches=4)
 
 
 def test_a_memory_limit_that_no_plan_keeps_says_by_how_much() -> None:
