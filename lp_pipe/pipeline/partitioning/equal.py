@@ -4,6 +4,7 @@ import numpy as np
 
 from lp_pipe.pipeline.partitioning.bounds import affordable, evenly, flat, lower_bound
 from lp_pipe.pipeline.partitioning.cost import CostModel, Memory
+from lp_pipe.pipeline.partitioning.hosts import hosts_of
 from lp_pipe.pipeline.partitioning.pricing import Priced, priced, recomputed
 from lp_pipe.pipeline.partitioning.profile import Profile
 from lp_pipe.pipeline.partitioning.search import Search
@@ -39,7 +40,9 @@ class EqualDevices:
         if not np.isfinite(search.seconds()):
             return None
         parts = search.parts()
-        return priced(parts, states, levels, self._model, recomputed(parts, states, memory, self._recompute))
+        again = recomputed(parts, states, memory, self._recompute)
+        stages = priced(parts, states, levels, self._model, again)
+        return [stage._replace(hosts=hosts) for stage, hosts in zip(stages, hosts_of(parts, levels), strict=True)]
 
     def lower_bound(self, states: States, profile: Profile, max_replicas: int) -> float:
         """Seconds that no plan beats, where not all cuts could be searched."""

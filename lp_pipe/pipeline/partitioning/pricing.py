@@ -17,7 +17,7 @@ class Priced(NamedTuple):
     """A stage on devices, between two states, with its replicas over all levels.
 
     forward_s, backward_s: of one micro-batch on one replica. link_s: one way over the boundary before it.
-    exchange_s: an all-reduce of its replicas. devices: which, where they are unequal.
+    exchange_s: an all-reduce of its replicas. devices: which, where they are unequal. hosts: of each replica, if known.
     """
 
     start: int
@@ -31,6 +31,7 @@ class Priced(NamedTuple):
     exchange_s: float = 0.0
     is_recomputed: bool = False
     devices: tuple[int, ...] = ()
+    hosts: tuple[int, ...] = ()
 
     @property
     def timing(self) -> Timing:
@@ -97,6 +98,7 @@ def as_plan(stages: Sequence[Priced], states: States, order: Sequence[int], name
             stage.boundary_seconds,
             "full" if stage.is_recomputed else "none",
             stage.devices,
+            stage.hosts,
         )
         for stage in stages
     )

@@ -144,6 +144,7 @@ class UnequalDevices:
             float(model.exchange(parameters, replicas, level)),
             is_recomputed,
             devices,
+            devices if level.name == "host" else (),
         )
 
 
