@@ -41,6 +41,10 @@ class CostModel(NamedTuple):
         """Seconds per micro-batch on a side of the boundary that has so many replicas."""
         return (2 * crossing / level.bandwidth + 2 * level.latency * (crossing > 0)) / replicas
 
+    def message(self, crossing: float, level: Level) -> float:
+        """Seconds of one way over a boundary: half of the bandwidth is for the other way, whether or not it is used."""
+        return 2 * crossing / level.bandwidth + level.latency * (crossing > 0)
+
 
 class Waiting(NamedTuple):
     """What a replica of a stage holds at most: micro-batches that wait for their backward, and versions of its weights.

@@ -80,7 +80,7 @@ def priced(
         lifted = [_replicated(stage, part, states, level, model) for stage in inside]
         if place:
             lifted[0] = _with_side(lifted[0], model.boundary(states.crossing[part.start], part.replicas, level))
-            lifted[0] = lifted[0]._replace(link_s=float(model.boundary(states.crossing[part.start], 2, level)))
+            lifted[0] = lifted[0]._replace(link_s=model.message(float(states.crossing[part.start]), level))
         if place < len(parts) - 1:
             lifted[-1] = _with_side(lifted[-1], model.boundary(states.crossing[part.end], part.replicas, level))
         stages += lifted

@@ -140,7 +140,7 @@ class UnequalDevices:
             max(sides),
             forward,
             compute - forward,
-            float(model.boundary(states.crossing[step.start], 2, level)),
+            model.message(float(states.crossing[step.start]), level),
             float(model.exchange(parameters, replicas, level)),
             is_recomputed,
             devices,

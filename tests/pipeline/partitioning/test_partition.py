@@ -234,6 +234,15 @@ def test_of_equally_fast_schedules_the_one_that_keeps_less_is_chosen() -> None:
     assert plan.reason.endswith("A step of 8 micro-batches takes 27 s with 1f1b (gpipe: 27 s).")
 
 
+@pytest.mark.parametrize("speeds", [None, (1.0, 0.5)])
+def test_a_message_has_half_of_the_bandwidth_which_counts_both_ways(speeds: tuple[float, ...] | None) -> None:
+    level = pp.Level("device", 2, bandwidth=20.0, latency=0.25, speeds=speeds)
+    plan = pp.partition(chain([6, 3], activations=10), pp.Topology((level,)), straight=True, microbatches=1)
+    assert len(plan.stages) == 2 and plan.stages[0].boundary_seconds == pytest.approx(2 * 10 / 20 + 2 * 0.25)
+    computing = 6 + 3 / (speeds or [1.0])[-1]  # the heavy layer has the fast device
+    assert plan.step_seconds == pytest.approx(computing + 2 * (10 / 10 + 0.25))  # the activation, and its gradient
+
+
 def test_gpipe_is_chosen_where_slow_links_would_make_1f1b_wait_and_memory_allows_it() -> None:
     profile = chain([3] * 4, activations=10)
     level = pp.Level("device", 4, bandwidth=7.0)  # a message takes about half as long as a stage
