@@ -16,8 +16,6 @@ from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import grpc
-
 from lp_pipe.connections.credentials import Credentials
 from lp_pipe.launch import agent, handshake
 from lp_pipe.launch.assignment import Assignment
@@ -144,8 +142,6 @@ class Crowd:
 
 
 def main() -> None:
-    # Clients of gRPC look ten times a second whether a message has come: for hundreds in one process that is too much.
-    grpc._common.MAXIMUM_WAIT_TIMEOUT = 5.0
     crowd = Crowd(int(sys.argv[1]), int(sys.argv[2]))
     print("ready", flush=True)
     for line in sys.stdin:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.link_party < job
 
-The pipeline is lp_pipe's stages and schedule over its gRPC channels with mTLS; data parallelism all-reduces with
+The pipeline is lp_pipe's stages and schedule over its channels with TLS; data parallelism all-reduces with
 torch's gloo, after every micro-batch, as the cost model has it. The first line on stdin is the job; the party says on
 stdout how far it is, waits for a line on stdin each time, and in the end says how many seconds its steps took.
 """
@@ -66,7 +66,7 @@ def layers(units_s: list[float], weights: int) -> list[nn.Module]:
 def pipeline_step(job: Job) -> Callable[[int], None]:
     """One step of 1F1B; the other stage is at the other end of the link."""
     use_credentials(Credentials.from_bytes(base64.b64decode(job.credentials)))
-    hub = ChannelHub(f"grpcs:{job.addresses[job.rank]}:{PORT}", f"stages/{job.rank}")
+    hub = ChannelHub(f"tls:{job.addresses[job.rank]}:{PORT}", f"stages/{job.rank}")
     names = ("activations", "gradients")
     receiver = hub.receiver(names[1 - job.rank])
     everything = layers(job.units_s, job.weights)
@@ -76,7 +76,7 @@ def pipeline_step(job: Job) -> Callable[[int], None]:
     x, target = torch.ones(job.rows, job.width), torch.ones(job.rows, 1)
     _wait_for_the_other()
     sender = open_sender(
-        f"grpcs:{job.addresses[1 - job.rank]}:{PORT}", names[job.rank], kind="grpc", name=f"stages/{job.rank}"
+        f"tls:{job.addresses[1 - job.rank]}:{PORT}", names[job.rank], kind="grpc", name=f"stages/{job.rank}"
     )
 
     def step(number: int) -> None:

@@ -4,8 +4,8 @@
 
 The hosts are network namespaces with an sshd each (root), joined without a limit of bandwidth; all share this machine's
 cores, and stages compute with one thread. Calls: `add(1, 2)` from one host to the other, beside grpcio's with the same
-certificates. Throughput: steps of one model in multi_host mode over gRPC and over gloo channels, beside process mode;
-all run at once and take turns.
+certificates. Throughput: steps of one model in multi_host mode over TLS (channel="grpc") and over gloo, beside process
+mode; all run at once and take turns.
 Start: from launch() until 4 nodes that import torch have answered, 2 on each host, beside `python -c "import torch"`
 by ssh on both hosts at once.
 """

@@ -45,7 +45,7 @@ class Raw:
 
 
 def serve(address: str, credentials: Credentials) -> None:
-    servers = {name: Server(Target(), f"grpcs:{address}:0", thread_pool_size=size) for name, size in _pools().items()}
+    servers = {name: Server(Target(), f"tls:{address}:0", thread_pool_size=size) for name, size in _pools().items()}
     raw = grpc.server(ThreadPoolExecutor(16))
     add = grpc.unary_unary_rpc_method_handler(lambda args, _: Target().add(*args), pickle.loads, pickle.dumps)
     raw.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bench", {"add": add}),))

@@ -21,7 +21,7 @@ from typing import Any
 
 import lp_pipe as lp
 from benchmarks.report import machine, show_table, write_json
-from lp_pipe.connections import grpc_stream  # noqa: F401 - so that it counts as imported before
+from lp_pipe.connections import tls  # noqa: F401 - so that it counts as imported before
 from lp_pipe.launch import multi_host
 from lp_pipe.launch.engines import Engine, HostOffer, Invitation, Watched
 from lp_pipe.launch.gathering import Patience

@@ -1,4 +1,4 @@
-"""What a call over TCP costs: lp_pipe over a gRPC stream, with and without mTLS, and grpcio's own unary calls.
+"""What a call over TCP costs: lp_pipe over TLS, over a gRPC stream with and without mTLS, and grpcio's unary calls.
 
     python -m benchmarks.tcp [--repeats 7] [--quick] [--json FILE]
 
@@ -121,10 +121,12 @@ def open_parties(stack: contextlib.ExitStack) -> dict[str, Party]:
     data = credentials.to_bytes()
     parties: dict[str, Party] = {BASE: Grpc(stack.enter_context(child(serve_grpc)))}
     for name, scheme, threads in (
-        ("lp_pipe, mTLS, inline", "grpcs", 0),
-        ("lp_pipe, mTLS", "grpcs", 16),
-        ("lp_pipe, plain, inline", "grpc", 0),
-        ("lp_pipe, plain", "grpc", 16),
+        ("lp_pipe, TLS, inline", "tls", 0),
+        ("lp_pipe, TLS", "tls", 16),
+        ("lp_pipe, gRPC with mTLS, inline", "grpcs", 0),
+        ("lp_pipe, gRPC with mTLS", "grpcs", 16),
+        ("lp_pipe, plain gRPC, inline", "grpc", 0),
+        ("lp_pipe, plain gRPC", "grpc", 16),
     ):
         address = stack.enter_context(child(serve_lp_pipe, data, f"{scheme}:127.0.0.1:0", threads))
         parties[name] = LpPipe(address)

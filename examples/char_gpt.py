@@ -13,6 +13,7 @@ Shapes: B sequences, T characters of context, D width, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -53,6 +54,7 @@ class Config:
     learning_rate: float = 5e-3
     eval_every: int = 100
     sample_length: int = 400
+    on_failure: str = "stop"
 
 
 DEFAULT = Config()
@@ -71,6 +73,7 @@ flags.DEFINE_float("dropout", DEFAULT.dropout, "Share of activations dropped.", 
 flags.DEFINE_float("learning_rate", DEFAULT.learning_rate, "Peak, after the warm-up.", lower_bound=0.0)
 flags.DEFINE_integer("eval_every", DEFAULT.eval_every, "Steps between evaluations.", lower_bound=1)
 flags.DEFINE_integer("sample_length", DEFAULT.sample_length, "Characters of the sample at the end.", lower_bound=0)
+flags.DEFINE_enum("on_failure", DEFAULT.on_failure, ["stop", "restart"], "What becomes of a node that has died.")
 flags.register_multi_flags_validator(
     ["width", "heads"], lambda values: values["width"] % values["heads"] == 0, "--heads must divide --width"
 )
@@ -354,7 +357,11 @@ def metrics_of(result: pp.StepResult, config: Config) -> dict[str, float]:
 
 
 class Trainer:
-    """Drive the pipeline: train and evaluate in turn, save, show what came out; then end the program."""
+    """Drive the pipeline: train and evaluate in turn, save, show what came out; then end the program.
+
+    With on_failure="restart" the death of any node, of this one too, takes it back to the newest checkpoint, and it
+    goes on from there: what it has said since then comes again.
+    """
 
     def __init__(
         self, pipeline: pp.PipelineClient, evaluator: lp.CourierClient, feeder: lp.CourierClient, config: Config
@@ -364,21 +371,32 @@ class Trainer:
         self._feeder = feeder
         self._config = config
         self._checkpoints = Checkpoints({"pipeline": pipeline})
+        self._is_done = False
 
     def run(self) -> None:
-        resumed = self._checkpoints.restore()  # after `lp_pipe launch … --resume=RUN`
-        self._step = self._pipeline.current_step()
+        restarts = self._config.on_failure == "restart"
+        # There is one after `lp_pipe launch … --resume=RUN`, and where this node was restarted.
+        resumed = self._checkpoints.begin(self._pipeline) if restarts else self._checkpoints.restore()
         if resumed is not None:
-            say(f"going on from step {self._step}, as {resumed.path} has it")
+            say(f"going on from step {resumed.step}, as {resumed.path} has it")
         # Rounds of steps, not one long iteration: an evaluation must find no step under way that was begun ahead.
-        while self._step < self._config.steps and not lp.stop_event().is_set():
+        while not self._is_done and not lp.stop_event().is_set():
+            with self._checkpoints.recovering(self._pipeline) if restarts else contextlib.nullcontext():
+                self._go_on()
+        if not lp.stop_event().is_set():
+            lp.stop()
+
+    def _go_on(self) -> None:
+        """One more round, or what comes after the last one."""
+        self._step = self._pipeline.current_step()
+        if self._step < self._config.steps:
             self._train(min(self._config.eval_every, self._config.steps - self._step))
             if not lp.stop_event().is_set():
                 self._evaluate()
                 self._save()
-        if not lp.stop_event().is_set():
+        else:
             self._show_results()
-            lp.stop()
+            self._is_done = True
 
     def _train(self, num_steps: int) -> None:
         for result in self._pipeline.steps(num_steps):
@@ -434,7 +452,9 @@ def build_program(config: Config) -> lp.Program:
         seed=config.seed,
     )
     program = lp.Program("char_gpt")
-    feeder = program.add_node(lp.CourierNode(Feeder, config.batch_size, config.context, config.seed), label="feeder")
+    options: Any = {"on_failure": config.on_failure}
+    with program.group("feeder", **options):
+        feeder = program.add_node(lp.CourierNode(Feeder, config.batch_size, config.context, config.seed))
     pipeline = pp.add_pipeline(
         program,
         model,
@@ -442,9 +462,12 @@ def build_program(config: Config) -> lp.Program:
         schedule=config.schedule,
         microbatches=config.microbatches,
         inputs=feeder,
+        **options,
     )
-    evaluator = program.add_node(lp.CourierNode(Evaluator, pipeline, feeder), label="evaluator")
-    program.add_node(lp.PyClassNode(Trainer, pipeline, evaluator, feeder, config), label="trainer")
+    with program.group("evaluator", **options):
+        evaluator = program.add_node(lp.CourierNode(Evaluator, pipeline, feeder))
+    with program.group("trainer", **options):
+        program.add_node(lp.PyClassNode(Trainer, pipeline, evaluator, feeder, config))
     return program
 
 

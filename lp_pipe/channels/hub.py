@@ -139,11 +139,13 @@ class _Incoming:
 
     def _read_until_attached(self, connection: PulledConnection) -> None:
         """The receiver reads from then on, unless the tensors themselves come through the socket."""
-        while self.is_open and (self._receiver is None or not kinds.is_pulled(self.opening.kind)):
+        while self.is_open and (self._receiver is None or not kinds.is_pulled(self.opening.kind, connection)):
             if connection.wait(None):
                 connection.read()
         connection.done_reading()
         if self._receiver is not None:
+            if kinds.is_streamed(self.opening.kind):
+                self._receiver._be_attended(connection)
             self._receiver._wake()
 
     def _on_frame(self, frame: Frame) -> None:

@@ -3,7 +3,7 @@
 import os
 import secrets
 
-from lp_pipe.connections import local, spanning
+from lp_pipe.connections import Connection, PulledConnection, local, spanning
 
 KINDS = ("auto", "inproc", "shm", "grpc", "gloo", "nccl")
 PLAIN_KINDS = ("gloo", "nccl")  # whose tensors anybody can read who reads what passes on the network
@@ -15,6 +15,7 @@ _FITTING = {
     "local": ("shm", "gloo", "nccl", "stream"),
     "grpc": ("grpc",),
     "grpcs": ("grpc", "gloo", "nccl"),  # "auto" is never one of PLAIN_KINDS
+    "tls": ("grpc", "gloo", "nccl"),
 }
 _ADVICE = {
     "grpc": "the receiving end listens at no grpc endpoint",
@@ -55,7 +56,7 @@ def choose(kind: str, endpoint: str, *, is_on_gpu: bool = False) -> str:
 
 def _fitting(endpoint: str) -> tuple[str, ...]:
     if endpoint.startswith(spanning.WAYS):
-        return (*_FITTING["unix"], "grpc") if spanning.is_near(endpoint) else _FITTING["grpcs"]
+        return (*_FITTING["unix"], "grpc") if spanning.is_near(endpoint) else _FITTING["tls"]
     scheme = "inproc" if local.is_inside(endpoint) else endpoint.partition(":")[0]
     return _FITTING.get(scheme, ("stream",))
 
@@ -80,17 +81,25 @@ def hub_endpoint(kind: str, usual: str) -> str:
     return f"grpc:127.0.0.1:0#{secrets.token_hex(32)}"
 
 
-def is_pulled(kind: str) -> bool:
-    """Whether the ends read their connection themselves: not where the tensors go through the socket.
+def is_pulled(kind: str, connection: Connection) -> bool:
+    """Whether the ends read their connection themselves, and no thread of its own.
 
-    Two stages that send to each other, and read only when they have sent, would wait for each other for ever.
+    Where the tensors go through it, two stages that send to each other, and read only when they have sent, would wait
+    for each other for ever: only if sending never waits.
     """
-    return kind == "shm"
+    if not isinstance(connection, PulledConnection) or not is_shm_supported:
+        return False
+    return kind == "shm" or (is_streamed(kind) and connection.can_begin_sending)
+
+
+def is_streamed(kind: str) -> bool:
+    """Whether the tensors go through the connection itself."""
+    return kind in ("stream", "grpc")
 
 
 def is_posted(kind: str) -> bool:
     """Whether a thread of the channel's own sends, because sending takes as long as the bytes take to travel."""
-    return kind in ("stream", "grpc", "nccl")
+    return is_streamed(kind) or kind == "nccl"
 
 
 def carries_gpu(kind: str) -> bool:

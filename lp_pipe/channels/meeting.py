@@ -20,7 +20,7 @@ def senders_address(endpoint: str) -> str:
         if ways.is_near:
             return LOOPBACK
         run, endpoint = ways.run, ways.far
-    if not endpoint.startswith(tcp_endpoint.SECURE):
+    if not endpoint.startswith((tcp_endpoint.SECURE, tcp_endpoint.TLS)):
         return LOOPBACK
     return spanning.own_address(run) or local_address_towards(tcp_endpoint.parse(endpoint).host)
 

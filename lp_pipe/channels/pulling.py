@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from lp_pipe.channels.attendant import Attention
 from lp_pipe.channels.board import Bell
 from lp_pipe.connections import Connection, PulledConnection
 
@@ -18,14 +19,15 @@ _TAKEN_AWAY_S = 5e-5  # whoever had the core meanwhile needs it more
 class Pulling:
     """Like a condition's `wait_for`, for what arrives on a connection. `state` is the end's own condition.
 
-    A connection that pushes (in one process, between hosts), or that another thread reads, is only waited for.
-    bell: where there is a board, this end's.
+    A connection that pushes (in one process, over gRPC), or that another thread reads, is only waited for.
+    bell: where there is a board, this end's. attention: where another thread reads while this end does something else.
     """
 
     def __init__(self, state: threading.Condition) -> None:
         self._state = state
         self._connection: PulledConnection | None = None
         self.bell: Bell | None = None
+        self.attention: Attention | None = None
         self._looking = _Looking()
 
     def attach(self, connection: Connection) -> None:
@@ -63,6 +65,8 @@ class Pulling:
                 connection.read()
         finally:
             connection.done_reading()
+            if self.attention is not None:
+                self.attention.resume()
 
     def wake(self) -> None:
         """Let everybody who waits look again; called with the lock held."""
@@ -72,6 +76,8 @@ class Pulling:
 
     def _read(self, connection: PulledConnection, seen: int, timeout_s: float | None) -> None:
         bell = self.bell
+        if self.attention is not None:
+            self.attention.pause()
         try:
             if self._looking.look(connection, bell, seen) or (bell is not None and not bell.arm(seen)):
                 return  # something is on the board
@@ -83,6 +89,8 @@ class Pulling:
                     bell.disarm()
         finally:
             connection.done_reading()
+            if self.attention is not None:
+                self.attention.resume()
 
 
 class _Looking:

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lp_pipe.channels import packing
-from lp_pipe.channels.board import Board
+from lp_pipe.channels import attendant, packing
+from lp_pipe.channels.board import MANY_CREDITS, Board
 from lp_pipe.channels.messages import AS_FRAME, NUDGE, Abort, tag_and_layout
 from lp_pipe.channels.pulling import Pulling
 from lp_pipe.channels.transport import Inlet, TransferError
-from lp_pipe.connections import Connection, Frame, frames
+from lp_pipe.connections import Connection, Frame, PulledConnection, frames
 from lp_pipe.errors import ChannelClosed, Unavailable
 from lp_pipe.telemetry import waits
 
@@ -33,6 +33,7 @@ class Receiver:
         self._connection: Connection | None = None
         self._inlet: Inlet | None = None
         self._board: Board | None = None
+        self._unreturned = 0  # credits, where several go back at once
         self._framed: deque[Frame] = deque()  # messages that the board will say are next
         self._layout: _PackedLayout | None = None
         self._state = threading.Condition(threading.Lock())
@@ -92,6 +93,8 @@ class Receiver:
         if connection is not None and inlet is not None:
             connection.close(reason)
             inlet.close(reason)
+            if self._pulling.attention is not None:
+                self._pulling.attention.end()
 
     @property
     def is_open(self) -> bool:
@@ -152,9 +155,20 @@ class Receiver:
         assert self._connection is not None
         with contextlib.suppress(Unavailable):  # the sender has gone and needs no credit
             if self._board is None:
-                self._connection.send(Frame(frames.CHANNEL_CREDIT, message.token))
+                self._send_credit(message)
             elif self._board.take():
                 self._connection.send(NUDGE)
+
+    def _send_credit(self, message: "_Message") -> None:
+        assert self._connection is not None and self._inlet is not None
+        number = message.token
+        if not self._inlet.has_tokens:
+            with self._state:
+                self._unreturned += 1
+                if self.credits >= MANY_CREDITS and self._unreturned < self.credits - self.credits // 2:
+                    return
+                number, self._unreturned = self._unreturned, 0
+        self._connection.send(Frame(frames.CHANNEL_CREDIT, number))
 
     def _broken(self, error: str) -> str:
         """Why a transfer failed; the connection knows better, a moment later."""
@@ -182,6 +196,12 @@ class Receiver:
         inlet.begin(lambda note: connection.send(Frame(frames.CHANNEL_NOTE, body=note)))
         with contextlib.suppress(Unavailable):  # then _on_close follows
             connection.send(Frame(frames.CHANNEL_OPEN, self.credits, body=announcement))
+
+    def _be_attended(self, connection: PulledConnection) -> None:
+        """While nobody waits here, another thread reads what comes."""
+        attention = attendant.shared.attend(connection, self._wake)
+        self._pulling.attention = attention
+        attention.resume()  # who began to wait before knew of no attention, and may have kept it from reading
 
     def _wake(self) -> None:
         """Nobody else reads the connection any more."""

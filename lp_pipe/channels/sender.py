@@ -81,12 +81,14 @@ class Sender:
         self._outlet.close(reason)
 
     def _begin(self, kind: str) -> None:
-        if kinds.is_pulled(kind) and isinstance(self._connection, PulledConnection):
-            self._connection.make_interruptible()
-            self._connection.attach(self._on_frame, self._on_close)
-            self._pulling.attach(self._connection)
-        else:
+        carrier = self._connection.inner if isinstance(self._connection, Posting) else self._connection
+        if not isinstance(carrier, PulledConnection) or not kinds.is_pulled(kind, carrier):
             self._connection.start(self._on_frame, self._on_close)
+            return
+        carrier.make_interruptible()
+        attach = self._connection.attach if isinstance(self._connection, Posting) else carrier.attach
+        attach(self._on_frame, self._on_close)
+        self._pulling.attach(carrier)
 
     def _send(self, tag: int, layout: Layout, header: bytes, tensors: list[Tensor]) -> None:
         try:
@@ -142,7 +144,7 @@ class Sender:
         with self._state:
             if is_grant:
                 self._total_credits = frame.id
-            self._credits += frame.id if is_grant else 1
+            self._credits += frame.id if is_grant or not self._outlet.has_tokens else 1
             self._state.notify_all()
 
     def _open_board(self, announced: bytes) -> bool:
@@ -187,7 +189,7 @@ def open_sender(
         target = waits.Target(where, peer=peer)
         sender = Sender(connection, outlet, label, target, carries_gpu=kinds.carries_gpu(kind))
         sender._begin(kind)
-        has_board = is_board_supported and kinds.is_pulled(kind) and isinstance(connection, PulledConnection)
+        has_board = is_board_supported and kind == "shm" and isinstance(connection, PulledConnection)
         connection.send(Opening(channel, kind, name, has_board, address).frame())
     except (Unavailable, OSError) as error:
         raise Unavailable(f"{label}: {error}") from error

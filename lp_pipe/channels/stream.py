@@ -14,6 +14,8 @@ from lp_pipe.channels.transport import Inlet, Outlet
 class StreamOutlet(Outlet):
     """The buffers are copies: they are sent later, when the tensors may have changed (see posting.py)."""
 
+    has_tokens = False
+
     def __init__(self) -> None:
         self._memory = Recycler()
 
@@ -23,6 +25,8 @@ class StreamOutlet(Outlet):
 
 
 class StreamInlet(Inlet):
+    has_tokens = False
+
     def accept(self, token: int, buffers: Sequence[Any]) -> Any:
         return buffers
 

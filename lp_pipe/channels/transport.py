@@ -22,10 +22,12 @@ class Half:
 
     All are called by the connection's thread, or by whoever closes, and must not block for long.
 
-    address: of this host, where a transport that makes connections of its own listens.
+    address: of this host, where a transport that makes connections of its own listens. has_tokens: whether each message
+    has one, which comes back when it was received; else several are told at once.
     """
 
     address = LOOPBACK
+    has_tokens = True
 
     def begin(self, notify: Notify) -> None:
         """Both ends are there; `notify` sends a note to the other half, which may come before its own `begin`.

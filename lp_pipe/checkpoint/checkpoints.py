@@ -150,7 +150,7 @@ class Checkpoints:
         pipeline: one of the parts. Fewer results come when the feeder has no more.
         mirror_every: steps after which all parts are kept in memory as well: of a pipeline each stage worker's state by
             the next worker (PipelineClient.mirror), of other parts here. Then the death of a stage worker costs at most
-            so many steps; where neighbours have died at a time, all go back to the newest checkpoint.
+            so many steps; where neighbours have died at a time, or it is newer, all go back to the newest checkpoint.
 
         Raises:
             PoisonBatchError: a step has failed too often.
@@ -161,22 +161,52 @@ class Checkpoints:
         if mirror_every is not None:
             check_can_mirror(mirror_every, self._parts)
         poison = Poison(tries, on_poison, getattr(pipeline, "steps_ahead", 0))
-        self._restore_or_save_the_beginning(pipeline)
+        self.begin(pipeline)
         while True:
-            try:
+            with self.recovering(pipeline):
                 for result in poison.results(pipeline, pipeline.current_step(), total):
                     yield result
                     # Behind a step that is left out at once: to go back before it would be to try it again.
                     is_left_out = result.step in poison
                     with poison.ahead_of(result.step):
                         if mirror_every is not None and (is_left_out or (result.step + 1) % mirror_every == 0):
-                            self._in_memory.keep()
+                            self._in_memory.keep(pipeline.current_step())
                         if is_left_out or (result.step + 1) % save_every == 0:
                             self.save(pipeline.current_step(), wait=False)
                 self.wait_until_written()
                 return
-            except (Unavailable, CheckpointError, TryAgain) as error:
-                self._recover(pipeline, error)
+
+    def begin(self, pipeline: Trainable) -> Checkpoint | None:
+        """As `restore`; where there is no checkpoint, save the beginning, so that there is one to go back to.
+
+        What dies meanwhile is waited for, as in `recovering`.
+
+        Raises:
+            CheckpointError: as `save` and `restore`.
+            Unavailable: a node is gone, and the program is ending.
+        """
+        while True:
+            with self.recovering(pipeline):
+                found = self.restore()
+                if found is None:
+                    self.save(pipeline.current_step())
+                return found
+
+    @contextlib.contextmanager
+    def recovering(self, pipeline: Trainable) -> Iterator[None]:
+        """For a loop of your own, when `steps` does not fit: what becomes of it when a node dies and is restarted.
+
+        The death of a node that takes part ends the body, which is no error: all parts are back at the newest
+        checkpoint then, and `pipeline.current_step()` is where to go on. Comes after `begin`; save in the body.
+
+        Raises:
+            CheckpointError: as `save` and `restore`.
+            Unavailable: a node is gone, and the program is ending.
+        """
+        try:
+            yield
+        except (Unavailable, CheckpointError, TryAgain) as error:
+            self._recover(pipeline, error)
 
     def _recover(self, pipeline: Trainable, error: Exception) -> None:
         if isinstance(error, TryAgain):
@@ -205,17 +235,15 @@ class Checkpoints:
             _log.warning("%s", str(error).partition("\n")[0])
 
     def _go_back(self) -> None:
-        if not self._in_memory.go_back():
+        if not self._in_memory.go_back(least=self._newest_step()):
             self.restore()
 
-    def _restore_or_save_the_beginning(self, pipeline: Trainable) -> None:
-        while True:
-            try:
-                if self.restore() is None:
-                    self.save(pipeline.current_step())
-                return
-            except (Unavailable, CheckpointError) as error:
-                self._recover(pipeline, error)
+    def _newest_step(self) -> int:
+        """Of the checkpoints; -1 when there is none, or its manifest is damaged."""
+        with contextlib.suppress(CheckpointError):
+            for path in checkpoints_in(self.folder)[-1:]:
+                return open_checkpoint(path).step
+        return -1
 
     def _join(self) -> None:
         if self._writing is not None:

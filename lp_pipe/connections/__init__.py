@@ -55,7 +55,11 @@ def listen(endpoint: str, on_connection: OnConnection) -> Listener:
 
 def _carrier(endpoint: str) -> ModuleType:
     scheme = endpoint[: endpoint.find(":") + 1]
-    if scheme in tcp_endpoint.SCHEMES:
+    if scheme == tcp_endpoint.TLS:
+        from lp_pipe.connections import tls  # of no use to most processes
+
+        return tls
+    if scheme in tcp_endpoint.GRPC_SCHEMES:
         from lp_pipe.connections import grpc_stream  # grpc is slow to import, and must not be there before a fork
 
         return grpc_stream

@@ -39,6 +39,24 @@ class Connection(ABC):
             Unavailable: the connection is closed; the message holds the reason.
         """
 
+    can_begin_sending = False
+
+    @property
+    def sent_bytes(self) -> int:
+        """Where a carrier counts them, so that who waits sees that it goes on."""
+        return 0
+
+    def begin_sending(self, frame: Frame) -> bool:
+        """Send as much as goes without waiting, if `can_begin_sending`; else False: `finish_sending` must follow.
+
+        Until then the buffers must not change. Raises as `send`.
+        """
+        raise NotImplementedError
+
+    def finish_sending(self) -> None:
+        """Send the rest; blocks like `send`, and raises as it does."""
+        raise NotImplementedError
+
     @abstractmethod
     def close(self, reason: str = "closed") -> None:
         """Close both directions; the peer's `on_close` gets `reason`. Idempotent, never blocks for long."""

@@ -4,23 +4,29 @@ import logging
 import threading
 
 _log = logging.getLogger(__name__)
+_MOST_REASONS = 100
 
 
 class Refusals:
     """Of one listener, whose name is `label`.
 
-    The log has the 1st, the 2nd, the 4th, the 8th, … of them: whoever is not let in must not fill the disk either.
+    The log has the 1st, the 2nd, the 4th, the 8th, … for each reason: whoever is not let in must not fill the disk, and
+    those who only knock must not hide one who knows more.
     """
 
     def __init__(self, label: str) -> None:
         self.count = 0
         self._label = label
+        self._by_reason: dict[str, int] = {}
         self._lock = threading.Lock()
 
     def note(self, stranger: str, why: str) -> None:
         """Called once for each; any thread."""
         with self._lock:
             self.count += 1
-            count = self.count
+            total = self.count
+            key = why if why in self._by_reason or len(self._by_reason) < _MOST_REASONS else ""
+            count = self._by_reason[key] = self._by_reason.get(key, 0) + 1
         if count & (count - 1) == 0:
-            _log.warning("%s has refused %s: %s (refused so far: %d)", self._label, stranger, why, count)
+            so_far = f"{count} times so far, of {total} in all"
+            _log.warning("%s has refused %s: %s (%s)", self._label, stranger, why, so_far)

@@ -1,21 +1,33 @@
 """Frames out of a stream socket, as far as they have arrived: reading may stop anywhere and go on later."""
 
+import mmap
 import socket
 from collections import deque
 from collections.abc import Sequence
+from typing import Protocol
 
 from lp_pipe.connections import frames, loans
-from lp_pipe.connections.frames import Frame
+from lp_pipe.connections.frames import Frame, FrameError
 from lp_pipe.connections.loans import Borrower
 
 _READ_AHEAD_BYTES = 1 << 16
+_BELIEVED_BYTES = 1 << 26  # of more only what has come takes memory, whatever was announced
 _CONTROL_BYTES = socket.CMSG_SPACE(4 * loans.MOST_DESCRIPTORS)
 
 
-class SocketReader:
-    """Cuts a byte stream into frames; reads ahead a little, and large pieces straight into their own memory."""
+class Readable(Protocol):
+    """A socket, or what reads like one."""
 
-    def __init__(self, sock: socket.socket, borrower: Borrower) -> None:
+    def recv_into(self, buffer: memoryview, nbytes: int = 0, flags: int = 0, /) -> int: ...
+
+
+class SocketReader:
+    """Cuts a byte stream into frames; reads ahead a little, and large pieces straight into their own memory.
+
+    borrower: None where no memory can be lent.
+    """
+
+    def __init__(self, sock: Readable, borrower: Borrower | None = None) -> None:
         self._socket = sock
         self._borrower = borrower
         self._ahead = memoryview(bytearray(_READ_AHEAD_BYTES))
@@ -32,7 +44,8 @@ class SocketReader:
 
     def close(self) -> None:
         """Keep no memory of the peer's; what was handed out stays as long as it is used."""
-        self._borrower.close()
+        if self._borrower is not None:
+            self._borrower.close()
 
     def receive(self, flags: int) -> int:
         """One read of the socket; 0 at the end of the stream.
@@ -54,6 +67,7 @@ class SocketReader:
         return count
 
     def _receive(self, target: memoryview, flags: int) -> int:
+        assert self._borrower is not None and isinstance(self._socket, socket.socket)
         count, control, _, _ = self._socket.recvmsg_into([target], _CONTROL_BYTES, flags | socket.MSG_CMSG_CLOEXEC)
         if control:
             self._borrower.take(control)
@@ -74,6 +88,8 @@ class SocketReader:
             return None
         frame, self._frame = self._frame, None
         if self._loans and frame is not None:
+            if self._borrower is None:
+                raise FrameError("a frame lends memory, which cannot be lent between hosts")
             buffers = list(frame.buffers)
             for index in self._loans:
                 buffers[index] = self._borrower.open(buffers[index])
@@ -95,16 +111,18 @@ class SocketReader:
         body = self._piece(header.body_bytes)
         buffers = [self._piece(size) for size in header.buffer_bytes]
         self._loans = header.loans
-        if buffers and not self._may_borrow and loans.is_supported and max(header.buffer_bytes) >= loans.LEAST_BYTES:
+        is_large = max(header.buffer_bytes, default=0) >= loans.LEAST_BYTES
+        if is_large and self._borrower is not None and not self._may_borrow and loans.is_supported:
             self._may_borrow = True
             self._borrower.welcome()
         self._frame = Frame(header.kind, header.id, header.name, body, buffers)
         return True
 
-    def _piece(self, size: int) -> bytearray:
+    def _piece(self, size: int) -> bytearray | memoryview:
+        """Memory that is filled as the bytes come."""
         if not self._missing and size <= self._end - self._start:
             return bytearray(self._take(size))
-        piece = bytearray(size)
+        piece = bytearray(size) if size <= _BELIEVED_BYTES else _lazy_memory(size)
         if size:
             self._missing.append(memoryview(piece))
         return piece
@@ -124,3 +142,15 @@ class SocketReader:
             larger[:rest] = self._ahead
             self._ahead = larger
         return self._ahead[rest:]
+
+
+def _lazy_memory(size: int) -> memoryview:
+    """The kernel gives each page when it is written to.
+
+    Raises:
+        MemoryError: there is not so much on this machine.
+    """
+    try:
+        return memoryview(mmap.mmap(-1, size))
+    except OSError as error:
+        raise MemoryError(f"{size} bytes") from error

@@ -1,7 +1,7 @@
 """Servers of a run on several hosts: reached by unix socket from their own host, by mTLS from the others.
 
     name:RUN/ADDRESS                                a server of the run, wherever it is right now
-    hosts:RUN|HOST|unix:PATH|grpcs:NAME:PORT        what its process has registered: the host, and both ways to it
+    hosts:RUN|HOST|unix:PATH|tls:NAME:PORT          what its process has registered: the host, and both ways to it
 
 Nobody knows a server's port before it has bound one, and another one has another. So clients hold names, and whoever
 connects asks the run where the server is (`Member.find`), and takes the way that fits its own host.
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from lp_pipe.connections import unix
 from lp_pipe.connections.base import Connection, Listener, OnConnection
 from lp_pipe.connections.credentials import Credentials
-from lp_pipe.connections.tcp_endpoint import SECURE
+from lp_pipe.connections.tcp_endpoint import TLS
 from lp_pipe.errors import Unauthenticated, Unavailable
 
 NAME, WAYS = "name:", "hosts:"
@@ -122,15 +122,15 @@ def known_as(endpoint: str) -> str:
 
 class SpanningListener(Listener):
     def __init__(self, name: str, on_connection: OnConnection) -> None:
-        from lp_pipe.connections import grpc_stream  # slow to import, and must not be there before a fork
+        from lp_pipe.connections import tls  # of no use to most processes
 
         run, address = run_and_address(name)
         member = _member(run)
         self.endpoint = name  # what clients call it, too; see `registered`
         self._near = unix.listen(f"{unix.SCHEME}{member.socket_dir}/{address}", on_connection)
         try:
-            where = f"{SECURE}{member.reached_at}:0"
-            self._far = grpc_stream.listen(where, on_connection, member.credentials, member.silence_s)
+            where = f"{TLS}{member.reached_at}:0"
+            self._far = tls.listen(where, on_connection, member.credentials, member.silence_s)
         except BaseException:
             self._near.close()
             raise
@@ -166,9 +166,9 @@ def connect(endpoint: str, idle_timeout_s: float | None = None) -> Connection:
     member = _member(ways.run)
     if ways.host == member.host:
         return unix.connect(ways.near, idle_timeout_s)
-    from lp_pipe.connections import grpc_stream
+    from lp_pipe.connections import tls
 
-    return grpc_stream.connect(ways.far, idle_timeout_s, member.credentials, member.silence_s)
+    return tls.connect(ways.far, idle_timeout_s, member.credentials, member.silence_s)
 
 
 def _found(member: Member, address: str) -> str:

@@ -1,4 +1,4 @@
-"""Endpoints over TCP: `grpc:HOST:PORT`, plain and on this host only, or `grpcs:HOST:PORT`, mTLS.
+"""Endpoints over TCP: `tls:HOST:PORT`; `grpc:HOST:PORT`, plain and on this host only, or `grpcs:HOST:PORT`, mTLS.
 
 `grpc:HOST:PORT#TOKEN` is a listener with a token of its own, in place of the run's: whoever is told it may connect.
 """
@@ -6,8 +6,9 @@
 import ipaddress
 from typing import NamedTuple
 
-PLAIN, SECURE = "grpc:", "grpcs:"
-SCHEMES = (PLAIN, SECURE)
+PLAIN, SECURE, TLS = "grpc:", "grpcs:", "tls:"
+GRPC_SCHEMES = (PLAIN, SECURE)
+SCHEMES = (*GRPC_SCHEMES, TLS)
 
 
 class TcpEndpoint(NamedTuple):
@@ -24,7 +25,7 @@ class TcpEndpoint(NamedTuple):
 
     @property
     def is_secure(self) -> bool:
-        return self.scheme == SECURE
+        return self.scheme != PLAIN
 
     @property
     def target(self) -> str:
@@ -46,7 +47,7 @@ class TcpEndpoint(NamedTuple):
 
 
 def parse(endpoint: str) -> TcpEndpoint:
-    """Read `grpc[s]:HOST:PORT`, or `grpcs:HOST@BIND:PORT`, for a listener that others reach as HOST.
+    """Read `SCHEME:HOST:PORT`, or `SCHEME:HOST@BIND:PORT`, for a listener that others reach as HOST.
 
     Only a plain endpoint may have a token: with mTLS the run's credentials decide.
 
@@ -58,12 +59,12 @@ def parse(endpoint: str) -> TcpEndpoint:
     hosts, _, port = endpoint.removeprefix(scheme).rpartition(":")
     host, _, bind = hosts.partition("@")
     if scheme not in SCHEMES or not host or not port.isdigit() or int(port) > 65535:
-        raise ValueError(f"{endpoint!r} is not grpc:HOST:PORT or grpcs:HOST:PORT")
+        raise ValueError(f"{endpoint!r} is not tls:HOST:PORT, grpc:HOST:PORT or grpcs:HOST:PORT")
     found = TcpEndpoint(scheme, host.strip("[]"), int(port), bind.strip("[]"), token)
     if found.is_secure and token:
         raise ValueError(f"{endpoint}: an endpoint with mTLS has no token of its own")
     if not found.is_secure and not (_is_loopback(found.host) and _is_loopback(found.bind or found.host)):
-        raise ValueError(f"{endpoint}: without encryption only on this host (127.0.0.1); use {SECURE}{hosts}:{port}")
+        raise ValueError(f"{endpoint}: without encryption only on this host (127.0.0.1); use {TLS}{hosts}:{port}")
     if _is_wildcard(found.host):
         raise ValueError(f"{endpoint} does not say how others reach this host; use {scheme}NAME@{hosts}:{port}")
     return found

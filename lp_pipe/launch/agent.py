@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from lp_pipe.connections import Connection, Frame, frames
 from lp_pipe.connections.credentials import Credentials
 from lp_pipe.connections.routes import local_address_towards
-from lp_pipe.connections.tcp_endpoint import SECURE
+from lp_pipe.connections.tcp_endpoint import TLS
 from lp_pipe.errors import LaunchError, Unauthenticated, Unavailable
 from lp_pipe.launch import handshake
 from lp_pipe.launch.agent_link import ALIVE, AgentLink
@@ -232,14 +232,14 @@ class _Calls:
 
 def _connect(addresses: Sequence[str], credentials: Credentials, patience_s: float) -> tuple[Connection, str]:
     """To the first that answers: of several addresses of the launcher's host not all may be reachable from here."""
-    from lp_pipe.connections import grpc_stream  # slow to import, and other commands do without
+    from lp_pipe.connections import tls  # other commands do without
 
     deadline = time.monotonic() + patience_s
     errors: dict[str, str] = {}
     while time.monotonic() < deadline:
         for address in addresses:
             try:
-                return grpc_stream.connect(f"{SECURE}{address}", LAUNCHER_PATIENCE_S, credentials), address
+                return tls.connect(f"{TLS}{address}", LAUNCHER_PATIENCE_S, credentials), address
             except Unauthenticated as error:
                 raise LaunchError(f"host {socket.gethostname()}: {error}") from error
             except Unavailable as error:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from lp_pipe.connections import Connection, Frame, Listener, frames
 from lp_pipe.connections.credentials import Credentials
 from lp_pipe.connections.silence import SilenceWatch
-from lp_pipe.connections.tcp_endpoint import SECURE
+from lp_pipe.connections.tcp_endpoint import TLS
 from lp_pipe.errors import LaunchError
 from lp_pipe.launch import handshake
 from lp_pipe.launch.agent_link import ALIVE, AgentLink
@@ -203,12 +203,12 @@ class Gathering:
             raise LaunchError(f"host {host!r} is not one of this run's: {', '.join(self._offers)}")
 
     def _listen_for_agents(self, log_dir: str) -> tuple[Listener, Invitation]:
-        from lp_pipe.connections import grpc_stream  # slow to import, and most programs do without
+        from lp_pipe.connections import tls  # most programs do without
 
         self._offers = {offer.name: offer for offer in self._engine.hosts()}
         where = self._where()
-        silence_s = 2 * self.patience.silence_s  # of gRPC: the watch, which knows what silence is, comes first
-        listener = grpc_stream.listen(f"{SECURE}{where[0]}", self._accept, self._credentials, silence_s)
+        silence_s = 2 * self.patience.silence_s  # of the host: the watch, which knows what silence is, comes first
+        listener = tls.listen(f"{TLS}{where[0]}", self._accept, self._credentials, silence_s)
         port = listener.endpoint.rpartition(":")[2]
         addresses = [f"[{name}]:{port}" if ":" in name else f"{name}:{port}" for name in where[1]]
         return listener, Invitation(addresses, self._credentials.to_bytes(), log_dir, self._interface)

@@ -76,7 +76,7 @@ def add_pipeline(
         NonFiniteError that names the layer, or "skip": its update is left out, and `StepResult.why_skipped` says why.
     inputs: handle of a feeder, a CourierNode with `batch(step) -> (input, target) | None`, a pure function of the step.
     on_failure, max_restarts: as those of `Program.group`. "restart" starts a dead worker again, in its place; the node
-        that trains then brings all back to a checkpoint (`lp_pipe.checkpoint.Checkpoints.steps`).
+        that trains then brings all back to a checkpoint (`Checkpoints.steps`, or `.recovering`).
 
     Raises:
         PipelineError: the model cannot be cut so.

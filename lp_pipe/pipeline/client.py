@@ -130,8 +130,8 @@ class PipelineClient:
     def recover(self) -> None:
         """Join the stage workers anew, after one of them has died and was restarted (`add_pipeline(on_failure=...)`).
 
-        Waits until all are up. The healthy ones keep their processes; then `load` brings all to the same step:
-        `lp_pipe.checkpoint.Checkpoints.steps` does both.
+        Waits until all are up. The healthy ones keep their processes; then `load` brings all to the same step, unless
+        nothing has been trained yet: `lp_pipe.checkpoint.Checkpoints.steps` and `.recovering` do both.
 
         Raises:
             Unavailable: one of them has died meanwhile; try again.

@@ -45,6 +45,7 @@ class Conductor:
         self._model = WholeModel(pipeline, self._workers)
         self._config = pipeline
         self._are_guarded = False
+        self._are_joined = False
         self._last = pipeline.ranks.of(pipeline.placement[-1])
         make_steps = SynchronousSteps if pipeline.updates is None else AsynchronousSteps
         self._steps: Steps = make_steps(pipeline, self._workers, feeder)
@@ -161,12 +162,19 @@ class Conductor:
         def in_order() -> T:
             if not may_be_torn:
                 self._steps.check_whole()
+                self._join()
             if not may_run_on:
                 with contextlib.suppress(Exception) if may_be_torn else contextlib.nullcontext():
                     self._steps.settle()
             return operation()
 
         return self._queue.start(in_order).result()
+
+    def _join(self) -> None:
+        """Once: a worker that dies is found out later by not having been asked, also between two operations."""
+        if not self._are_joined:
+            self._workers.all("join")
+            self._are_joined = True
 
     def _mirror(self, me: Any) -> int:
         self._guard(me)
@@ -206,10 +214,11 @@ class Conductor:
     def _recover(self) -> None:
         self._workers.all("is_up")  # waits for those that are on their way
         self._workers.all("reconnect", f", {time.time_ns()}")
-        self._are_guarded = False
+        self._are_joined, self._are_guarded = True, False
         self._steps.stragglers.begin_again()
         self._steps.go_to(0)
-        self._steps.torn = "a worker was restarted with the initial weights"
+        if not all(self._workers.all("is_as_built")):
+            self._steps.torn = "a worker was restarted with the initial weights"
 
     def _profile_memory(self, steps: int) -> list[StageMemory]:
         self._steps.forget_ahead()

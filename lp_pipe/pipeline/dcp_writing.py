@@ -6,116 +6,93 @@
         | ---- write -------->  a file of its own, flushed to the disk
       `.metadata`, last of all: which entry lies where
 
-Planner, files and metadata are torch's; it takes 0.7 s to import them, so import this module where it is used.
+The format is torch's, and so are the classes of the metadata; it takes 0.7 s to import them, so import this module
+where it is used. (Not its planner and its writer: they took ten times as long for the entries of a small model.)
 """
 
+import functools
+import os
+import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter, _StoragePrefix
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
-from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.saved import Key
+from lp_pipe.pipeline.share_file import Described, Description, Written, is_share
 
-_PREFIX = "{version}-worker-{worker}_"  # torch appends "0.distcp"
-
-
-def is_share(path: Path) -> bool:
-    """Whether a worker wrote it."""
-    return path.match(_PREFIX.format(version="step-*", worker="*") + "*.distcp")
-
-
-class Share:
-    """What one worker writes. The entries must not change until they are written.
-
-    Raises:
-        PipelineError: torch Distributed Checkpoint has no place for one of them.
-    """
-
-    def __init__(self, entries: Mapping[Key, Any]) -> None:
-        for key, value in entries.items():
-            _check_dense(key, value)
-        self._keys = {".".join(key): key for key in entries}
-        self._planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._planner.set_up_planner({".".join(key): value for key, value in entries.items()})
-
-    def plan(self) -> SavePlan:
-        """All of them; by planner_data plain torch makes nested dicts of the flat names."""
-        return replace(self._planner.create_local_plan(), planner_data=self._keys)
-
-    def write(self, folder: str, version: str, worker: int, plan: SavePlan) -> list[WriteResult]:
-        """Write what the plan has left to this worker, under names that no checkpoint in the folder has yet."""
-        if not plan.items:
-            return []  # torch would leave an empty file
-        prefix = _StoragePrefix(_PREFIX.format(version=version, worker=worker))
-        final = self._planner.finish_plan(replace(plan, storage_data=prefix))
-        written: list[WriteResult] = _writer(folder).write_data(final, self._planner).wait()
-        return written
+_METADATA = ".metadata"
 
 
 class WholePlan:
-    """What all workers together write. tied: groups of entries that are one and the same tensor."""
+    """What all workers together write. tied: groups of entries that are one and the same tensor.
 
-    def __init__(self, plans: Sequence[SavePlan], tied: Sequence[Sequence[str]]) -> None:
-        present = {item.index.fqn for plan in plans for item in plan.items}
-        groups = [[name for name in names if name in present] for names in tied]
-        self._first = {name: names[0] for names in groups for name in names[1:] if name != names[0]}
-        # Of several workers that have an entry the lowest writes it: so the file depends on nothing but the cut.
-        planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-        self.plans: list[SavePlan]
-        self._metadata: Metadata
-        self.plans, self._metadata = planner.create_global_plan([self._without_others(plan) for plan in plans])
+    left_out: what each worker need not write. Of several that have an entry the first one writes it: so the files
+    depend on nothing but the cut.
+    """
 
-    def finish(self, folder: Path, results: Sequence[list[WriteResult]]) -> None:
+    def __init__(self, described: Sequence[Described], tied: Sequence[Sequence[Key]]) -> None:
+        self._described: Described = {}
+        for share in described:
+            self._described.update({key: what for key, what in share.items() if key not in self._described})
+        groups = [[key for key in keys if key in self._described] for keys in tied]
+        self._first = {key: keys[0] for keys in groups for key in keys[1:] if key != keys[0]}
+        self.left_out: list[set[Key]] = []
+        taken = {*self._first}
+        for share in described:
+            self.left_out.append(share.keys() & taken)
+            taken |= share.keys()
+
+    def finish(self, folder: Path, written: Sequence[Written]) -> None:
         """Make the folder a checkpoint, at once; then delete what the one before has left there."""
-        found = {result.index.fqn: result for written in results for result in written}
-        others = [_renamed(found[first], name) for name, first in self._first.items()]
-        described = self._metadata.state_dict_metadata
-        described.update({name: described[first] for name, first in self._first.items()})
-        _writer(folder).finish(self._metadata, [*results, others])
-        files = {result.storage_data.relative_path for result in found.values()}
+        places = {key: (share.file, *place) for share in written for key, place in share.places.items()}
+        places.update({key: places[first] for key, first in self._first.items()})
+        _replace(folder / _METADATA, pickle.dumps(_metadata(self._described, places)))
+        files = {share.file for share in written}
         for path in folder.iterdir():
             if is_share(path) and path.name not in files:
                 path.unlink()
 
-    def _without_others(self, plan: SavePlan) -> SavePlan:
-        return replace(plan, items=[item for item in plan.items if item.index.fqn not in self._first])
+
+def _metadata(described: Described, places: Mapping[Key, tuple[str, int, int]]) -> Metadata:
+    """What torch's reader needs; by planner_data it makes nested dicts of the flat names."""
+    names = {key: ".".join(key) for key in described}
+    entries = {names[key]: _entry(what) for key, what in described.items()}
+    storage = {_index(names[key], what): _StorageInfo(*places[key]) for key, what in described.items()}
+    return Metadata(entries, {name: key for key, name in names.items()}, storage, version=CURRENT_DCP_VERSION)
 
 
-def _check_dense(key: Key, value: Any) -> None:
-    if isinstance(value, Tensor) and value.layout != torch.strided:
-        raise PipelineError(
-            f"{'.'.join(key)} is a tensor of layout {value.layout}, but a checkpoint holds dense ones only: keep it "
-            "dense, or register the buffer with persistent=False"
-        )
+def _index(name: str, what: Description) -> MetadataIndex:
+    return MetadataIndex(name) if what is None else MetadataIndex(name, _origin(len(what[1])), 0)
 
 
-def _renamed(result: WriteResult, name: str) -> WriteResult:
-    """The same bytes of the same file under another name."""
-    return replace(result, index=MetadataIndex(name, result.index.offset, result.index.index))
+@functools.lru_cache(maxsize=1024)  # also because pickle writes the same object once
+def _entry(what: Description) -> TensorStorageMetadata | BytesStorageMetadata:
+    if what is None:
+        return BytesStorageMetadata()
+    dtype, shape = what[0], torch.Size(what[1])
+    return TensorStorageMetadata(TensorProperties(dtype), shape, [ChunkStorageMetadata(_origin(len(shape)), shape)])
 
 
-class _Files(FileSystem):
-    def rm_file(self, path: Any) -> None:
-        """Torch removes an older .metadata, then renames the new one: killed between, there would be none."""
+@functools.cache
+def _origin(dimensions: int) -> torch.Size:
+    return torch.Size([0] * dimensions)
 
 
-class _Writer(FileSystemWriter):
-    def storage_meta(self) -> StorageMeta | None:
-        """Torch's has the folder's path, and a folder may be moved."""
-        return None
-
-
-def _writer(folder: str | Path) -> _Writer:
-    # copy_ahead: torch waits for the current device's stream only, and a stage may be on another one.
-    writer = _Writer(folder, sync_files=True, per_thread_copy_ahead=0)
-    writer.fs = _Files()
-    return writer
+def _replace(path: Path, data: bytes) -> None:
+    """At once, and on the disk before that: whoever is killed between leaves the old one."""
+    aside = path.with_name(f"{path.name}.tmp")
+    with aside.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.rename(path)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from lp_pipe.pipeline import safetensors_file
 from lp_pipe.pipeline.dcp_reading import SavedFolder
-from lp_pipe.pipeline.dcp_writing import is_share
+from lp_pipe.pipeline.share_file import is_share
 
 
 def is_saved_model(folder: Path) -> bool:

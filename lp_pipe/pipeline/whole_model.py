@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from lp_pipe.errors import PipelineError
@@ -17,6 +16,7 @@ from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.loss_scale import LossScale
 from lp_pipe.pipeline.manifest import Manifest
 from lp_pipe.pipeline.names import in_order
+from lp_pipe.pipeline.quick_save import elements_of
 from lp_pipe.pipeline.stage import check_shapes
 from lp_pipe.pipeline.workers import Workers
 
@@ -71,9 +71,7 @@ class WholeModel:
         for value in self.state_dict().values():
             if not isinstance(value, Tensor):
                 continue  # a module's get_extra_state() may be anything
-            # Not reshape(-1): one element may have any stride and counts as contiguous, but has no bytes to view then.
-            flat = value.detach().contiguous().as_strided((value.numel(),), (1,))
-            digest.update(flat.view(torch.uint8).numpy().data)
+            digest.update(elements_of(value.detach().contiguous()))
         return digest.hexdigest()
 
     def save(self, path: Path, step: int, scale: LossScale | None) -> None:
@@ -101,9 +99,9 @@ class WholeModel:
         from lp_pipe.pipeline.dcp_writing import WholePlan
 
         path.mkdir(parents=True, exist_ok=True)
-        tied = [[f"model.{name}" for name in names] for names in self._config.tied_outside]
+        tied = [[("model", name) for name in names] for names in self._config.tied_outside]
         whole = WholePlan(self._workers.some(self._ranks, "plan_share", copy.version, copy.manifest), tied)
-        arguments = [(str(path), copy.version, plan) for plan in whole.plans]
+        arguments = [(str(path), copy.version, left_out) for left_out in whole.left_out]
         whole.finish(path, self._workers.each(self._ranks, "write_share", arguments))
 
     @contextmanager

@@ -28,6 +28,7 @@ from lp_pipe.pipeline.metering import Metering
 from lp_pipe.pipeline.microbatches import aligned, apart
 from lp_pipe.pipeline.mirrors import Mirrors
 from lp_pipe.pipeline.nonfinite import Search
+from lp_pipe.pipeline.past import Past
 from lp_pipe.pipeline.reduction import Reduction
 from lp_pipe.pipeline.results import StageMemory
 from lp_pipe.pipeline.saved import Saved, is_of, joined, saved_of
@@ -67,6 +68,8 @@ class StageWorker:
         }
         self.training = Training(list(self._stages.values()), pipeline.optimizer, pipeline.lr_scheduler)
         self._saved: Saved | None = None
+        self._past = Past(node.name)
+        self.join, self.is_as_built = self._past.join, self._past.is_as_built
         mirrors = Mirrors(worker.rank, self._share, lambda share: self._take(saved_of(share)))
         self.guarded_by, self.forget_mirrors = mirrors.guarded_by, mirrors.forget_mirrors
         self.mirror, self.go_back = mirrors.mirror, mirrors.go_back
@@ -93,6 +96,7 @@ class StageWorker:
 
     def reconnect(self, epoch: str) -> None:
         """New channels to all neighbours, one of which was restarted; the same `epoch` for all workers."""
+        self._past.join_again()
         self.discard()
         for ends in (self._links, self._reduction):
             ends.close("a worker was restarted")
@@ -103,6 +107,7 @@ class StageWorker:
 
         scale: a factor of the losses, for the backwards; the gradients are without it afterwards.
         """
+        self._past.changes()
         schedule = self._config.schedule_for(task.microbatches)
         self._buffers_before = None
         operation = self._intake.operation(task, scale)
@@ -127,6 +132,7 @@ class StageWorker:
     def train_ahead(self, task: Task, ahead: Task | None, after: int) -> Report:
         """One step of an asynchronous schedule, updates included; see AsyncWorker.run."""
         assert self._async is not None, "only an asynchronous schedule has such steps"
+        self._past.changes()
         with current(self._device):
             return self._async.run(task, ahead, after)
 
@@ -152,6 +158,7 @@ class StageWorker:
         Raises:
             Exception: the optimizer's or scheduler's own; other stages may have done the step.
         """
+        self._past.changes()
         if self._async is not None:
             self._async.discard()  # a step that is left out, perhaps the one of which some forwards are done
         try:
@@ -205,6 +212,7 @@ class StageWorker:
 
     def state_dict(self) -> dict[str, Tensor]:
         """This worker's part of the model."""
+        self._past.check()
         with self._async.between_steps() if self._async is not None else contextlib.nullcontext():
             return dict(to_host(self._own_state(), self._device))
 
@@ -213,6 +221,7 @@ class StageWorker:
         return list(self._own_state())
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self._past.changes()
         if self._async is not None:
             self._async.forget_versions()
         for stage in self._stages.values():

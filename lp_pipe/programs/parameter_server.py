@@ -2,38 +2,45 @@
 
     lp_pipe launch lp_pipe.programs.parameter_server -- --mode=async --num_workers=3
 
-    workers/0 --- push(gradient) ---> servers/0, first part of the parameters <--- at_least(version) ---+
-    workers/1 --- push(gradient) ---> servers/1, second part, ...             <-------------------------+--- evaluator
+    workers/0 --- push(gradient) ---> servers/0, first part of the parameters <--- take(version) ---+
+    workers/1 --- push(gradient) ---> servers/1, second part, ...             <---------------------+--- evaluator
 
 "sync": a step takes one gradient from each worker, summed in the order of the ranks: the same parameters to the last
 bit however long anybody takes. "async": each gradient is applied as it comes, to parameters that may have moved on
 since they were read; the later it is (its staleness), the less it counts. In both, each gradient is applied once, also
-when its worker dies and starts again.
+when something dies and starts again.
 
-The evaluator saves a checkpoint whenever it looks at the parameters. After a crash, or a stop, `lp_pipe launch …
---resume=RUN` goes on from the newest one: "sync" ends with the same bits, and in "async", too, each step of each worker
-is applied once on every server.
+A worker that has died asks the servers where it was. The evaluator saves a checkpoint whenever it looks at the
+parameters; when a server or itself has died it takes all servers back to the newest one, and the workers follow: "sync"
+ends with the same bits, and in "async", too, each step of each worker is applied once on every server. So it does after
+`lp_pipe launch … --resume=RUN`, when the whole program was stopped or has crashed.
 Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server" (OSDI 2014), 3.4 and 5.1.
 """
 
+import contextlib
 import functools
 import hashlib
+import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 import lp_pipe as lp
 from lp_pipe.checkpoint import Checkpoints
-from lp_pipe.errors import CheckpointError
+from lp_pipe.programs.all_shards import Parameters, all_of, results_of
 from lp_pipe.programs.digits import load_digits
 from lp_pipe.programs.options import option, parse_options
-from lp_pipe.programs.parameter_shards import SHARDS, Sgd, Shard, ShardState, Snapshot
+from lp_pipe.programs.parameter_shards import SHARDS, GoneBack, Joined, Sgd, Snapshot
 from lp_pipe.programs.waiting import until_the_stop
 
 Vector = NDArray[np.float64]
+
+_log = logging.getLogger(__name__)
+_PAUSE_S = 0.02  # before another try: a peer that is gone for good makes each try short
 
 
 class TrainingTask(Protocol):
@@ -88,10 +95,11 @@ def parameter_server(
 
     mode: "sync" or "async", see above.
     num_servers: shards of the parameters; the result in sync mode does not depend on it.
-    on_result: called once, in the evaluator's node, after the last update.
+    on_result: called in the evaluator's node after the last update; once, if the evaluator does not die just then.
     evaluations: how often the evaluator looks at the parameters on the way, and saves them, the last time included.
 
-    A worker that dies starts again. A server or the evaluator that dies ends the program, which can be resumed.
+    Whatever dies starts again in its place, and all go on; after the fourth failure of a node the program ends, and can
+    be resumed.
 
     Raises:
         ValueError: unknown mode, a number below 1.
@@ -104,97 +112,87 @@ def parameter_server(
     program = lp.Program(name)
     num_versions = steps if mode == "sync" else steps * num_workers
     cuts = sorted({num_versions * number // evaluations for number in range(1, evaluations + 1)} - {0})
-    with program.group("servers"):
-        make = functools.partial(parameter_shard, mode, task, num_servers, num_workers, sgd or Sgd(), cuts)
-        servers = [program.add_node(lp.CourierNode(make, index)) for index in range(num_servers)]
+    with program.group("servers", on_failure="restart"):
+        make = functools.partial(SHARDS[mode], sgd or Sgd(), cuts)
+        servers = [program.add_node(lp.CourierNode(make)) for _ in range(num_servers)]
     with program.group("workers", on_failure="restart"):
         for rank in range(num_workers):
             program.add_node(lp.PyNode(work, task, servers, rank, steps))
-    program.add_node(lp.PyNode(watch, task, servers, cuts, on_result), label="evaluator")
+    with program.group("evaluator", on_failure="restart"):
+        program.add_node(lp.PyNode(watch, task, servers, num_workers, cuts, on_result))
     return program
-
-
-def parameter_shard(
-    mode: str, task: TrainingTask, num_servers: int, num_workers: int, sgd: Sgd, cuts: Sequence[int], index: int
-) -> Shard:
-    """The server of the index-th part of the parameters; the evaluator opens it, or loads its state before."""
-    part = np.array_split(task.initial_parameters(), num_servers)[index]
-    return SHARDS[mode](part.copy(), num_workers, sgd, cuts, is_open=False)
 
 
 @until_the_stop()
 def work(task: TrainingTask, servers: Sequence[lp.CourierClient], rank: int, steps: int) -> None:
-    """Compute and push gradients from where this rank has come to, which is 0 unless it has died on the way."""
+    """Compute and push gradients, in one generation after another."""
+    while not lp.stop_event().is_set():
+        with contextlib.suppress(GoneBack):
+            _work_for_a_generation(task, servers, rank, steps)
+        lp.wait_for_stop(_PAUSE_S)
+
+
+def _work_for_a_generation(task: TrainingTask, servers: Sequence[lp.CourierClient], rank: int, steps: int) -> None:
+    """From where this rank has come to; until the generation's end, also when all steps are done.
+
+    Raises:
+        GoneBack: that is now.
+    """
+    joined: list[Joined] = all_of(servers, "join", rank)
+    generation = joined[0].generation
+    if any(one.generation != generation for one in joined):
+        raise GoneBack("the servers are about to go back, one after another")
     # Servers may be one step apart when a worker dies between its pushes: who has this step's gradient refuses it.
-    steps_taken: list[int | None] = _all(servers, "next_step", rank)
-    if None in steps_taken:
-        return  # the program stops
-    step = min(taken for taken in steps_taken if taken is not None)
-    snapshots: list[Snapshot] = _all(servers, "pull", step)
+    step = min(one.step for one in joined)
+    snapshots: list[Snapshot] = all_of(servers, "pull", generation, step)
     while step < steps:
         parameters = np.concatenate([snapshot.parameters for snapshot in snapshots])
         gradient = task.gradient(parameters, step, rank)
         parts = np.split(gradient, np.cumsum([len(snapshot.parameters) for snapshot in snapshots])[:-1])
-        calls = [
-            server.futures.push(rank, step, snapshot.version, part)
+        snapshots = results_of(
+            server.futures.push(generation, rank, step, snapshot.version, part)
             for server, snapshot, part in zip(servers, snapshots, parts, strict=True)
-        ]
-        snapshots = [call.result() for call in calls]
-        if None in snapshots:
-            return  # the program stops
+        )
         step += 1
-
-
-class Parameters:
-    """All servers' states of one version, as a part of checkpoints."""
-
-    def __init__(self, servers: Sequence[lp.CourierClient]) -> None:
-        self._servers = servers
-        self.states: list[ShardState] = []
-
-    @property
-    def version(self) -> int:
-        return self.states[0].snapshot.version if self.states else 0
-
-    def take(self, version: int) -> bool:
-        """Wait for it; False when the program stops."""
-        states: list[ShardState | None] = _all(self._servers, "take", version)
-        if None in states:
-            return False
-        self.states = [state for state in states if state is not None]
-        return True
-
-    def whole(self) -> Vector:
-        return np.concatenate([state.snapshot.parameters for state in self.states])
-
-    def mean_staleness(self) -> float:
-        return float(np.mean([state.snapshot.mean_staleness for state in self.states]))
-
-    def state_dict(self) -> list[ShardState]:
-        return self.states
-
-    def load_state_dict(self, states: list[ShardState]) -> None:
-        if len(states) != len(self._servers):
-            wrong = f"the checkpoint is of {len(states)} servers, this program has {len(self._servers)}"
-            raise CheckpointError(f"{wrong}: resume it with num_servers={len(states)}")
-        calls = [server.futures.load_state(state) for server, state in zip(self._servers, states, strict=True)]
-        for call in calls:
-            call.result()
-        self.states = states
+    over = servers[0].futures.outlive(generation)
+    wait([over])  # reports of hangs do not count this one: the others may still have much to do
+    results_of([over])
 
 
 @until_the_stop()
-def watch(task: TrainingTask, servers: Sequence[lp.CourierClient], cuts: Sequence[int], on_result: OnResult) -> None:
-    """Evaluate and save as the parameters get newer; after the last update deliver the result and end the program."""
-    parameters = Parameters(servers)
+def watch(
+    task: TrainingTask,
+    servers: Sequence[lp.CourierClient],
+    num_workers: int,
+    cuts: Sequence[int],
+    on_result: OnResult,
+) -> None:
+    """Begin where the newest checkpoint is; do it again whenever a server has died, and all others follow."""
+    parameters = Parameters(servers, task.initial_parameters, num_workers)
     checkpoints = Checkpoints({"parameters": parameters})
-    checkpoints.restore()
-    _all(servers, "open")
-    for version in cuts:
-        if version <= parameters.version:
-            continue  # before the newest checkpoint
-        if not parameters.take(version):
-            return  # the program stops
+    why = ""
+    while not lp.stop_event().is_set():
+        try:
+            parameters.go_back(checkpoints)
+            if why:
+                _log.warning("all have gone back to version %d: %s", parameters.version, why)
+            _watch_a_generation(task, parameters, checkpoints, cuts, on_result)
+            return
+        except GoneBack as reason:
+            why = str(reason).splitlines()[0]
+            lp.wait_for_stop(_PAUSE_S)
+
+
+def _watch_a_generation(
+    task: TrainingTask, parameters: Parameters, checkpoints: Checkpoints, cuts: Sequence[int], on_result: OnResult
+) -> None:
+    """Evaluate and save as the parameters get newer; after the last update deliver the result and end the program.
+
+    Raises:
+        GoneBack: a server has died, or the program stops.
+    """
+    for version in [cut for cut in cuts if cut > parameters.version]:
+        parameters.take(version)
         checkpoints.save(version, wait=version == cuts[-1])
         staleness = parameters.mean_staleness()
         metrics = {**task.evaluate(parameters.whole()), "staleness": staleness, "total_steps": cuts[-1]}
@@ -210,11 +208,6 @@ def watch(task: TrainingTask, servers: Sequence[lp.CourierClient], cuts: Sequenc
         )
     )
     lp.stop()
-
-
-def _all(servers: Sequence[lp.CourierClient], method: str, *args: Any) -> list[Any]:
-    """The method's results of all servers, which are called at the same time."""
-    return [call.result() for call in [getattr(server.futures, method)(*args) for server in servers]]
 
 
 # --- The example: scikit-learn's handwritten digits ---

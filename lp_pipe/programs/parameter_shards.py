@@ -2,12 +2,17 @@
 
 Handlers are async: however many workers wait for a step, they pin no thread, and no lock is needed.
 
+A shard has no parameters of its own: the evaluator opens it with a state, under the name of a *generation*. When
+something has died the evaluator opens all shards anew, with the states of one version, under a new name; calls of the
+generation before are refused, and their callers begin again.
+
 At some versions, agreed on beforehand, every shard keeps its state for the evaluator to take: all shards' states of one
 version are a consistent cut. Arrays are never changed in place, so keeping one costs memory but no copy.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,97 +46,92 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class ShardState:
-    """All that a shard needs to go on from a version."""
+    """All that a shard needs to go on from a version.
+
+    updates: gradients applied, by rank; repeated: gradients refused because they had been taken before.
+    """
 
     snapshot: Snapshot
     velocity: Vector
     updates: tuple[int, ...]
-    repeated: int
-    max_staleness: int
-    sum_staleness: int
+    repeated: int = 0
+    max_staleness: int = 0
+    sum_staleness: int = 0
+
+
+def at_the_beginning(parameters: Vector, num_workers: int) -> ShardState:
+    """The state of a shard that has had no gradient."""
+    return ShardState(Snapshot(0, parameters), np.zeros_like(parameters), (0,) * num_workers)
+
+
+class Joined(NamedTuple):
+    """What a worker begins with. step: how many of its gradients have been taken."""
+
+    generation: str
+    step: int
+
+
+class GoneBack(RuntimeError):
+    """The caller's generation is over: begin again with a new one, if the program does not stop."""
 
 
 _MAX_CUTS = 2  # that wait to be taken; workers wait then, so that a slow evaluator costs no more memory than that
 
 
-@dataclass(frozen=True)
-class Counts:
-    """updates: gradients applied, by rank; repeated: gradients refused because they had been taken before."""
-
-    updates: list[int]
-    repeated: int
-    max_staleness: int
-
-
 class Shard:
-    """What both kinds of server have in common.
+    """What both kinds of server have in common. Workers wait until it is opened.
 
     cuts: versions of which the state is kept until `take` asks for it.
-    is_open: whether it serves workers at once; else it waits for `open` or `load_state`.
+
+    Raises (every call with a generation): GoneBack: it is over, or the program stops.
     """
 
-    def __init__(
-        self,
-        parameters: Vector,
-        num_workers: int,
-        sgd: Sgd,
-        cuts: Collection[int] = (),
-        *,
-        is_open: bool = True,
-    ) -> None:
+    _current: Snapshot
+    _updates: list[int]
+
+    def __init__(self, sgd: Sgd, cuts: Collection[int] = ()) -> None:
         self._sgd = sgd
-        self._velocity = np.zeros_like(parameters)
-        # The last two versions: a worker that starts again may find this shard one step ahead of another.
-        self._previous = self._current = Snapshot(0, parameters)
-        self._updates = [0] * num_workers
-        self._repeated = 0
-        self._max_staleness = 0
-        self._sum_staleness = 0
-        self._changes = Changes()
         self._cuts = frozenset(cuts)
-        self._kept: dict[int, ShardState] = {}
-        self._is_open = is_open
+        self._generation: str | None = None
+        self._changes = Changes()
 
-    async def next_step(self, rank: int) -> int | None:
-        """How many gradients of this worker have been taken; None when the program stops."""
-        while not self._is_open:
-            if not await self._changes.wait():
-                return None
-        return self._updates[rank]
-
-    async def at_least(self, version: int) -> Snapshot | None:
-        """Wait for this many updates; the newest parameters then, or None when the program stops."""
-        while self._current.version < version:
-            if not await self._changes.wait():
-                return None
-        return self._current
-
-    async def take(self, version: int) -> ShardState | None:
-        """Wait for this version, one of `cuts`, and take its state, once; None when the program stops."""
-        while version not in self._kept:
-            assert version > self._current.version, f"the state of version {version} was taken, or is none of the cuts"
-            if not await self._changes.wait():
-                return None
-        state = self._kept.pop(version)
-        self._changes.notify()
-        return state
-
-    async def open(self) -> None:
-        """Serve workers from now on."""
-        self._is_open = True
-        self._changes.notify()
-
-    async def load_state(self, state: ShardState) -> None:
-        """Go on from there; before any worker is served."""
-        assert not self._is_open, "workers have been served, and know newer parameters"
+    async def open(self, generation: str, state: ShardState) -> None:
+        """Go on from there; whatever has been done or kept since is forgotten."""
+        self._generation = generation
+        # The last two versions: a worker that starts again may find this shard one step ahead of another.
         self._previous = self._current = state.snapshot
         self._velocity = state.velocity
         self._updates = list(state.updates)
         self._repeated, self._max_staleness = state.repeated, state.max_staleness
         self._sum_staleness = state.sum_staleness
+        self._kept: dict[int, ShardState] = {}
+        self._changes.notify()
 
-    async def counts(self) -> Counts:
-        return Counts(self._updates, self._repeated, self._max_staleness)
+    async def join(self, rank: int) -> Joined:
+        """Wait until it is open; where this worker begins.
+
+        Raises:
+            GoneBack: the program stops.
+        """
+        while self._generation is None:
+            await self._change()
+        return Joined(self._generation, self._updates[rank])
+
+    async def take(self, generation: str, version: int) -> ShardState:
+        """Wait for this version, one of `cuts`, and take its state, once."""
+        await self._until(generation, lambda: version in self._kept or version <= self._current.version)
+        assert version in self._kept, f"the state of version {version} was taken, or is none of the cuts"
+        state = self._kept.pop(version)
+        self._changes.notify()
+        return state
+
+    async def outlive(self, generation: str) -> None:
+        """Wait for the generation's end, which is a GoneBack."""
+        await self._until(generation, lambda: False)
+
+    def _state(self) -> ShardState:
+        counts = (self._repeated, self._max_staleness, self._sum_staleness)
+        return ShardState(self._current, self._velocity, tuple(self._updates), *counts)
 
     def _apply(self, gradient: Vector) -> None:
         parameters, self._velocity = self._sgd.step(self._current.parameters, self._velocity, gradient)
@@ -141,16 +141,23 @@ class Shard:
             self._kept[version] = self._state()
         self._changes.notify()
 
-    def _state(self) -> ShardState:
-        counts = (self._repeated, self._max_staleness, self._sum_staleness)
-        return ShardState(self._current, self._velocity, tuple(self._updates), *counts)
+    async def _until_there_is_room(self, generation: str) -> None:
+        """Until the evaluator has taken enough."""
+        await self._until(generation, lambda: len(self._kept) < _MAX_CUTS)
 
-    async def _may_go_on(self) -> bool:
-        """Once the evaluator has taken enough; False when the program stops."""
-        while len(self._kept) >= _MAX_CUTS:
-            if not await self._changes.wait():
-                return False
-        return True
+    async def _until(self, generation: str, is_so: Callable[[], bool]) -> None:
+        self._check(generation)
+        while not is_so():
+            await self._change()
+            self._check(generation)
+
+    async def _change(self) -> None:
+        if not await self._changes.wait():
+            raise GoneBack("the program stops")
+
+    def _check(self, generation: str) -> None:
+        if generation != self._generation:
+            raise GoneBack(f"generation {generation} is over, now there is {self._generation or 'none yet'}")
 
     def _is_repeated(self, rank: int, step: int) -> bool:
         """Whether the gradient has been taken, from a worker that died before it knew."""
@@ -166,27 +173,29 @@ class SyncShard(Shard):
     Version v has taken the gradients of steps 0 to v - 1, so a step begins with the version of its own number.
     """
 
-    def __init__(
-        self, parameters: Vector, num_workers: int, sgd: Sgd, cuts: Collection[int] = (), *, is_open: bool = True
-    ) -> None:
-        super().__init__(parameters, num_workers, sgd, cuts, is_open=is_open)
-        self._gradients: list[Vector | None] = [None] * num_workers
+    async def open(self, generation: str, state: ShardState) -> None:
+        """As Shard's; gradients that wait for others are forgotten, too."""
+        self._gradients: list[Vector | None] = [None] * len(state.updates)
+        await super().open(generation, state)
 
-    async def pull(self, step: int) -> Snapshot:
+    async def pull(self, generation: str, step: int) -> Snapshot:
         """The parameters that this step's gradients are computed from."""
-        return self._previous if step == self._previous.version else self._current
+        self._check(generation)
+        return self._at(step)
 
-    async def push(self, rank: int, step: int, version: int, gradient: Vector) -> Snapshot | None:
-        """Wait until all workers have pushed this step; the next one's parameters, or None when the program stops."""
+    async def push(self, generation: str, rank: int, step: int, version: int, gradient: Vector) -> Snapshot:
+        """Wait until all workers have pushed this step; the next one's parameters."""
         assert version == step, f"worker {rank} computed step {step} from version {version}"
-        if not await self._may_go_on():
-            return None
+        await self._until_there_is_room(generation)
         if not self._is_repeated(rank, step):
             self._gradients[rank] = gradient
             self._updates[rank] += 1
             self._step_if_complete()
-        is_there = await self.at_least(step + 1)
-        return await self.pull(step + 1) if is_there else None
+        await self._until(generation, lambda: self._current.version > step)
+        return self._at(step + 1)
+
+    def _at(self, step: int) -> Snapshot:
+        return self._previous if step == self._previous.version else self._current
 
     def _step_if_complete(self) -> None:
         gradients = [gradient for gradient in self._gradients if gradient is not None]
@@ -205,14 +214,14 @@ class AsyncShard(Shard):
     that was right long ago, and training diverges. Source: Zhang et al., "Staleness-aware Async-SGD" (IJCAI 2016).
     """
 
-    async def pull(self, step: int) -> Snapshot:
+    async def pull(self, generation: str, step: int) -> Snapshot:
         """The newest parameters."""
+        self._check(generation)
         return self._current
 
-    async def push(self, rank: int, step: int, version: int, gradient: Vector) -> Snapshot | None:
-        """Apply the gradient, which was computed from this version; the parameters now, or None at the stop."""
-        if not await self._may_go_on():
-            return None
+    async def push(self, generation: str, rank: int, step: int, version: int, gradient: Vector) -> Snapshot:
+        """Apply the gradient, which was computed from this version; the parameters now."""
+        await self._until_there_is_room(generation)
         if not self._is_repeated(rank, step):
             staleness = self._current.version - version
             self._sum_staleness += staleness

@@ -18,8 +18,8 @@ def directory() -> Iterator[str]:
     shutil.rmtree(path)
 
 
-@pytest.fixture(params=["inproc", "shm", "shm by frames", "stream", "grpc", "gloo"])
-def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+@pytest.fixture(params=["inproc", "shm", "shm by frames", "stream", "grpc", "tls", "gloo"])
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, run_credentials: object) -> str:
     kind, _, without_board = str(request.param).partition(" ")
     if without_board:
         monkeypatch.setattr(sender, "is_board_supported", False)

@@ -1,5 +1,6 @@
 """A peer that is killed: who notices, how soon, and what is left."""
 
+import base64
 import os
 import shutil
 import signal
@@ -15,11 +16,18 @@ import pytest
 import torch
 
 from lp_pipe.channels import ChannelHub, Receiver, kinds, open_sender
+from lp_pipe.connections.credentials import Credentials
 from lp_pipe.errors import ChannelClosed
 
-KINDS = ["shm", "grpc", "gloo"]
+KINDS = ["shm", "grpc", "tls", "gloo"]
 PATIENCE_S = 20.0
 PROMPT_S = 2.0
+
+TRUSTED = """
+import base64, os
+from lp_pipe.connections.credentials import Credentials, use_credentials
+use_credentials(Credentials.from_bytes(base64.b64decode(os.environ["LP_TEST_CREDENTIALS"])))
+"""
 
 SENDING = """
 import sys, torch
@@ -55,14 +63,20 @@ sys.stdin.read()
 
 
 @pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
+def way(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture
-def endpoint(kind: str) -> Iterator[str]:
+def kind(way: str) -> str:
+    return "grpc" if way == "tls" else way  # what "auto" takes between hosts
+
+
+@pytest.fixture
+def endpoint(way: str, run_credentials: Credentials, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setenv("LP_TEST_CREDENTIALS", base64.b64encode(run_credentials.to_bytes()).decode())
     directory = tempfile.mkdtemp(prefix="lp")
-    yield kinds.hub_endpoint(kind, f"unix:{directory}/s")
+    yield "tls:127.0.0.1:0" if way == "tls" else kinds.hub_endpoint(way, f"unix:{directory}/s")
     shutil.rmtree(directory)
 
 
@@ -78,7 +92,7 @@ class Peer:
     """Another process; its lines on stdout say how far it is."""
 
     def __init__(self, code: str, *args: str) -> None:
-        command = [sys.executable, "-c", code, *args]
+        command = [sys.executable, "-c", TRUSTED + code, *args]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def line(self) -> str:
@@ -124,7 +138,7 @@ def test_a_killed_sender_ends_a_blocked_receive(endpoint: str, kind: str) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gloo"], indirect=True)
+@pytest.mark.parametrize("way", ["gloo"], indirect=True)
 def test_a_sender_that_is_killed_in_the_middle_of_a_message_ends_its_receive(endpoint: str) -> None:
     """gloo itself would let the receiver wait for half an hour."""
     hub = ChannelHub(endpoint, "stages/1")

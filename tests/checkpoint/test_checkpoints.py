@@ -218,10 +218,10 @@ def test_wrong_options_are_refused(tmp_path: Path, options: dict[str, Any]) -> N
 class Training:
     """Counts its steps, keeps its states in memory, and loses a worker before step `dies_before`, once."""
 
-    def __init__(self, dies_before: int, loses: tuple[int, ...] = ()) -> None:
+    def __init__(self, dies_before: int | None = None, loses: tuple[int, ...] = ()) -> None:
         self.done = 0
         self.held: list[int] = []
-        self._dies_before: int | None = dies_before
+        self._dies_before = dies_before
         self._loses = loses
 
     def current_step(self) -> int:
@@ -261,19 +261,26 @@ class Training:
 
 
 @pytest.mark.parametrize(
-    ("loses", "comes_again"),
-    [((), []), ((7,), [6]), ((6, 7), [4, 5, 6])],
-    ids=["to the newest state in memory", "to the one before", "to the checkpoint, when both are lost"],
+    ("mirror_every", "loses", "comes_again"),
+    [(1, (), []), (1, (7,), [6]), (1, (6, 7), [4, 5, 6]), (3, (6,), [4, 5, 6]), (3, (), [6]), (2, (6,), [4, 5, 6])],
+    ids=[
+        "to the newest state in memory",
+        "to the one before",
+        "to the checkpoint, when both are lost",
+        "to the checkpoint, when it is newer than the one before",
+        "to the state in memory, when it is newer than the checkpoint",
+        "to the one in memory, when the checkpoint is no newer",
+    ],
 )
 def test_after_a_death_all_parts_go_back_as_little_as_they_can(
-    tmp_path: Path, loses: tuple[int, ...], comes_again: list[int]
+    tmp_path: Path, mirror_every: int, loses: tuple[int, ...], comes_again: list[int]
 ) -> None:
     training, counter = Training(dies_before=7, loses=loses), Counter()
     steps = []
 
     def train() -> None:
         checkpoints = Checkpoints({"training": training, "counter": counter}, tmp_path / "checkpoints")
-        for result in checkpoints.steps(training, 9, save_every=4, mirror_every=1):
+        for result in checkpoints.steps(training, 9, save_every=4, mirror_every=mirror_every):
             counter.value += 1
             steps.append(result.step)
 
@@ -282,6 +289,59 @@ def test_after_a_death_all_parts_go_back_as_little_as_they_can(
     lp.launch(program, "thread", run_dir=tmp_path).wait(20)
     assert steps == [*range(7), *comes_again, 7, 8]
     assert counter.value == 9
+
+
+def test_a_loop_of_ones_own_goes_back_to_the_newest_checkpoint_after_a_death(tmp_path: Path) -> None:
+    training = Training(dies_before=7)
+    steps, is_ended_by_death = [], []
+
+    def train() -> None:
+        checkpoints = Checkpoints({"training": training}, tmp_path / "checkpoints")
+        assert checkpoints.begin(training) is None
+        while training.current_step() < 9:
+            is_ended_by_death.append(True)
+            with checkpoints.recovering(training):
+                steps.extend(result.step for result in training.steps(3))
+                checkpoints.save(training.current_step(), wait=False)
+                is_ended_by_death[-1] = False
+        checkpoints.wait_until_written()
+
+    program = lp.Program("rounds")
+    program.add_node(lp.PyNode(train), label="trainer")
+    lp.launch(program, "thread", run_dir=tmp_path).wait(20)
+    assert steps == [*range(7), 6, 7, 8]
+    assert is_ended_by_death == [False, False, True, False]
+
+
+def test_what_is_no_death_leaves_the_loop(tmp_path: Path) -> None:
+    training = Training()
+
+    def train() -> None:
+        checkpoints = Checkpoints({"training": training}, tmp_path / "checkpoints")
+        checkpoints.begin(training)
+        with checkpoints.recovering(training):
+            raise ValueError("a mistake")
+
+    program = lp.Program("mistaken")
+    program.add_node(lp.PyNode(train), label="trainer")
+    with pytest.raises(lp.NodeError, match="ValueError: a mistake"):
+        lp.launch(program, "thread", run_dir=tmp_path).wait(20)
+
+
+def test_the_beginning_is_saved_once_and_then_gone_on_from(tmp_path: Path) -> None:
+    begun = []
+
+    def begin() -> None:
+        training = Training()
+        training.done = len(begun)
+        begun.append(Checkpoints({"training": training}, tmp_path / "checkpoints").begin(training))
+        assert training.done == 0
+
+    for run in range(2):
+        program = lp.Program("begun")
+        program.add_node(lp.PyNode(begin), label="trainer")
+        lp.launch(program, "thread", run_dir=tmp_path / str(run)).wait(20)
+    assert [found and found.step for found in begun] == [None, 0]
 
 
 def test_a_part_that_cannot_stay_in_memory_is_refused(tmp_path: Path) -> None:

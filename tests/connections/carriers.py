@@ -3,13 +3,15 @@
 import queue
 import random
 import socket
+import ssl
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import grpc
 
 from lp_pipe import connections
-from lp_pipe.connections import Connection, Frame, grpc_stream, tcp_endpoint
+from lp_pipe.connections import Connection, Frame, frames, grpc_stream, tcp_endpoint, tls
 from lp_pipe.connections.credentials import current_credentials
 
 WITHIN_S = 20.0
@@ -74,6 +76,11 @@ class Carrier:
 
     def send_raw(self, data: bytes) -> Callable[[], object]:
         """Send bytes as an authenticated peer that may be no lp_pipe, and nothing more; returns what closes it."""
+        if self.endpoint.startswith(tcp_endpoint.TLS):
+            stranger = raw_tls(self.endpoint)
+            stranger.sendall(data)
+            socket.socket.shutdown(stranger, socket.SHUT_WR)
+            return stranger.close
         if self.is_tcp:
             return self._send_raw_message(data)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -95,6 +102,21 @@ class Carrier:
 
 
 OpenCarrier = Callable[[str], Carrier]
+
+
+def assert_works(carrier: Carrier) -> None:
+    client, server = carrier.pair()
+    client.start()
+    server.start()
+    client.connection.send(Frame(frames.CALL, 1))
+    assert server.next().id == 1
+
+
+def raw_tls(endpoint: str) -> ssl.SSLSocket:
+    """The stream under a connection, after the greeting."""
+    where = tcp_endpoint.parse(endpoint)
+    sock = socket.create_connection((where.host, where.port), timeout=WITHIN_S)
+    return tls._greeted(sock, endpoint, current_credentials(), time.monotonic() + WITHIN_S)
 
 
 def raw_stream(endpoint: str, messages: Iterable[bytes], token: str | None) -> tuple[grpc.Channel, grpc.Call]:

@@ -23,12 +23,12 @@ from lp_pipe.errors import Unavailable
 from tests.connections.carriers import WITHIN_S, Carrier, End, OpenCarrier
 
 
-@pytest.fixture(params=["inproc", "unix", "local", "grpc", "grpcs"])
+@pytest.fixture(params=["inproc", "unix", "local", "grpc", "grpcs", "tls"])
 def carrier(request: pytest.FixtureRequest, no_leaks: None, open_carrier: OpenCarrier) -> Carrier:
     return open_carrier(request.param)
 
 
-@pytest.fixture(params=["unix", "grpc", "grpcs"])
+@pytest.fixture(params=["unix", "grpc", "grpcs", "tls"])
 def wire(request: pytest.FixtureRequest, no_leaks: None, open_carrier: OpenCarrier) -> Carrier:
     """A carrier between processes."""
     return open_carrier(request.param)

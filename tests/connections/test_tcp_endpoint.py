@@ -11,6 +11,7 @@ from lp_pipe.connections.tcp_endpoint import parse
         ("grpc:127.0.0.1:80", "grpc:127.0.0.1:80", "127.0.0.1:80", "127.0.0.1:80"),
         ("grpc:localhost:0", "grpc:localhost:0", "localhost:0", "localhost:0"),
         ("grpc:[::1]:80", "grpc:[::1]:80", "[::1]:80", "[::1]:80"),
+        ("tls:node17:80", "tls:node17:80", "node17:80", "node17:80"),
         ("grpcs:node17:80", "grpcs:node17:80", "node17:80", "node17:80"),
         ("grpcs:node17@0.0.0.0:0", "grpcs:node17:0", "node17:0", "0.0.0.0:0"),
         ("grpcs:node17@[::]:0", "grpcs:node17:0", "node17:0", "[::]:0"),
@@ -27,11 +28,11 @@ def test_an_endpoint_says_where_to_connect_and_where_to_bind(
     "endpoint", ["grpc:node17:0", "grpc:0.0.0.0:0", "grpc:127.0.0.1@0.0.0.0:0", "grpc:10.0.0.1:5", "grpc:[::]:0"]
 )
 def test_without_encryption_only_on_this_host(endpoint: str) -> None:
-    with pytest.raises(ValueError, match="use grpcs:"):
+    with pytest.raises(ValueError, match="use tls:"):
         parse(endpoint)
 
 
-@pytest.mark.parametrize("endpoint", ["grpcs:0.0.0.0:0", "grpcs:[::]:0"])
+@pytest.mark.parametrize("endpoint", ["grpcs:0.0.0.0:0", "tls:[::]:0"])
 def test_a_listener_must_say_how_others_reach_it(endpoint: str) -> None:
     with pytest.raises(ValueError, match="NAME@"):
         parse(endpoint)
@@ -39,7 +40,7 @@ def test_a_listener_must_say_how_others_reach_it(endpoint: str) -> None:
 
 @pytest.mark.parametrize("endpoint", ["grpc:", "grpc:host", "grpc::80", "grpc:127.0.0.1:x", "grpc:[::1]:70000", "x"])
 def test_anything_else_is_refused(endpoint: str) -> None:
-    with pytest.raises(ValueError, match="is not grpc:HOST:PORT"):
+    with pytest.raises(ValueError, match="is not tls:HOST:PORT"):
         parse(endpoint)
 
 

@@ -61,11 +61,11 @@ def test_all_modes_cuts_and_schedules_give_the_same_parameters_in_full_size(tmp_
 class Demo:
     """A demo that trains until it is disturbed; its events, as `--json` prints them."""
 
-    def __init__(self, cwd: Path) -> None:
-        arguments = command(*SMALL, "--steps=100000", "--eval_every=20")
+    def __init__(self, cwd: Path, *flags: str) -> None:
+        arguments = command(*SMALL, *(flags or ("--steps=100000", "--eval_every=20")))
         arguments.insert(arguments.index("--"), "--json")
         self.process = subprocess.Popen(arguments, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        self.wait_for_step(25)
+        self.wait_for_step(5 if flags else 25)
         self.family = psutil.Process(self.process.pid).children(recursive=True)
 
     def wait_for_step(self, step: int) -> None:
@@ -138,3 +138,26 @@ def test_ctrl_c_ends_the_demo_and_says_what_was_saved(demo: Demo) -> None:
     assert "checkpoint" in errors
     assert seconds < 10
     assert not demo.survivors(1)
+
+
+RESTARTED = ("--steps=60", "--eval_every=4", "--on_failure=restart")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "victims",
+    [("feeder/0",), ("stages/0",), ("stages/1",), ("evaluator/0",), ("trainer/0",), ("evaluator/0", "feeder/0")],
+    ids=" and ".join,
+)
+def test_with_restarts_a_killed_node_changes_nothing(victims: tuple[str, ...], tmp_path: Path) -> None:
+    undisturbed = fingerprint(*SMALL, *RESTARTED[:2], mode="thread", cwd=tmp_path)
+    demo = Demo(tmp_path, *RESTARTED)
+    processes = [demo.node(victim) for victim in victims]
+    for step, process in zip((10, 20), processes, strict=False):
+        demo.wait_for_step(step)
+        process.kill()
+    demo.family += psutil.Process(demo.process.pid).children(recursive=True)
+    output, errors = demo.process.communicate(timeout=100)
+    assert demo.process.returncode == 0, errors
+    assert re.findall(r"parameters sha256 ([0-9a-f]{64})", output) == [undisturbed]
+    assert not demo.survivors(5)

@@ -7,15 +7,14 @@ import random
 import socket
 import ssl
 import tempfile
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-import grpc
 import psutil
 
-from lp_pipe.connections import Frame, frames, grpc_stream, tcp_endpoint
+from lp_pipe.connections import Frame, frames
 from lp_pipe.connections.credentials import Credentials
+from lp_pipe.connections.doorman import GREETING, MAGIC
 
 WITHIN_S = 20.0
 AT_A_TIME = 100
@@ -91,7 +90,6 @@ def tls_context(shown: Credentials | None) -> ssl.SSLContext:
     """A client that trusts whatever server, and shows this certificate, or none."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    context.set_alpn_protocols(["h2"])
     if shown is not None:
         with tempfile.NamedTemporaryFile() as file:
             file.write(shown.key + shown.certificate)
@@ -133,42 +131,38 @@ def through_tls(port: int, shown: Credentials | None, data: bytes) -> bytes:
 
 
 class Stream:
-    """The stream under a connection, opened with any credentials: sends `messages`, then stays open.
+    """The stream under a connection, opened with any credentials: sends `data`, then stays open."""
 
-    messages: each must fit one message of gRPC, or the stream ends.
-    """
-
-    def __init__(self, port: int, shown: Credentials, messages: Iterable[bytes], token: str | None = None) -> None:
-        self._messages = iter(messages)
-        self._is_over = threading.Event()
-        options = [*grpc_stream._CLIENT_OPTIONS, ("grpc.max_send_message_length", -1)]
-        tls = grpc.ssl_channel_credentials(shown.authority, shown.key, shown.certificate)
-        where = tcp_endpoint.parse(f"grpcs:127.0.0.1:{port}")
-        self._channel = grpc.secure_channel(where.target, tls, options)
-        stub = self._channel.stream_stream(f"/{grpc_stream._SERVICE}/{grpc_stream._METHOD}")
-        shown_token = shown.token if token is None else token
-        self._call = stub(self._send(), metadata=[(grpc_stream._TOKEN, shown_token)])
-
-    def _send(self) -> Iterator[bytes]:
-        yield from self._messages
-        self._is_over.wait(WITHIN_S * 3)
+    def __init__(self, port: int, shown: Credentials, data: bytes, token: str | None = None) -> None:
+        shown_token = (shown.token if token is None else token).encode()
+        self._bare = socket.create_connection(("127.0.0.1", port), WITHIN_S)
+        self._tls: ssl.SSLSocket | None = None
+        with contextlib.suppress(OSError):  # then `is_welcome` is False
+            self._tls = tls_context(shown).wrap_socket(self._bare)
+            self._tls.sendall(GREETING.pack(MAGIC, len(shown_token)) + shown_token + data)
 
     def is_welcome(self) -> bool:
-        """Wait for the first answer."""
-        return grpc_stream._WELCOME in dict(self._call.initial_metadata() or ())
+        """Wait for the answer to the greeting."""
+        return self._received(GREETING.size) == GREETING.pack(MAGIC, 0)
 
-    def end(self) -> tuple[bytes, grpc.StatusCode]:
-        """Wait until the other side ends it: what it had sent, and how it ended."""
+    def end(self) -> bytes:
+        """Wait until the other side ends it: what it had sent."""
         said = b""
-        with contextlib.suppress(grpc.RpcError):
-            for message in self._call:
-                said += message
-        return said, self._call.code()
+        while data := self._received(1 << 16):
+            said += data
+        return said
+
+    def _received(self, size: int) -> bytes:
+        """Of a connection that is refused nothing, however that shows; a TimeoutError when nothing comes at all."""
+        try:
+            return self._tls.recv(size) if self._tls is not None else b""
+        except TimeoutError:
+            raise
+        except OSError:
+            return b""
 
     def close(self) -> None:
-        self._is_over.set()
-        self._call.cancel()
-        self._channel.close()
+        (self._tls or self._bare).close()
 
 
 def secrets_in(text: bytes, ours: Credentials) -> bool:

@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystem
 
 from lp_pipe.errors import CheckpointError, PipelineError
 from lp_pipe.pipeline.dcp_reading import SavedFolder
-from lp_pipe.pipeline.dcp_writing import Share, WholePlan
+from lp_pipe.pipeline.dcp_writing import WholePlan
 from lp_pipe.pipeline.manifest import ENTRY, Manifest
 from lp_pipe.pipeline.saved import Key
+from lp_pipe.pipeline.share_file import Share
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -22,14 +22,14 @@ MANIFEST = Manifest(step=3, seed=1, loss_scale=(2.0, 5))
 
 
 def write(
-    folder: Path, shares: Sequence[Mapping[Key, Any]], version: str = "step-3-a", tied: Sequence[Sequence[str]] = ()
+    folder: Path, shares: Sequence[Mapping[Key, Any]], version: str = "step-3-a", tied: Sequence[Sequence[Key]] = ()
 ) -> None:
     """As the conductor and its workers do."""
     folder.mkdir(exist_ok=True)
-    writers = [Share({ENTRY: MANIFEST.as_entry(), **share}) for share in shares]
-    whole = WholePlan([writer.plan() for writer in writers], tied)
-    pairs = enumerate(zip(writers, whole.plans, strict=True))
-    whole.finish(folder, [writer.write(str(folder), version, worker, plan) for worker, (writer, plan) in pairs])
+    writers = [Share({ENTRY: MANIFEST.as_entry(), **share}, copy=False) for share in shares]
+    whole = WholePlan([writer.describe() for writer in writers], tied)
+    pairs = enumerate(zip(writers, whole.left_out, strict=True))
+    whole.finish(folder, [writer.write(str(folder), version, worker, others) for worker, (writer, others) in pairs])
 
 
 def weights(**values: Any) -> dict[Key, Any]:
@@ -83,7 +83,7 @@ def test_a_tied_parameter_is_written_once_and_read_under_each_name(tmp_path: Pat
     value = torch.randn(100_000)
     first, last = weights(embedding=value), weights(other=torch.ones(3), head=value.clone())
     shares = [first, last] if workers == 2 else [{**first, **last}]
-    write(tmp_path, shares, tied=[("model.embedding", "model.head")])
+    write(tmp_path, shares, tied=[[("model", "embedding"), ("model", "head")]])
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 1.2 * value.nbytes
     read = SavedFolder(tmp_path).read([("model", "embedding"), ("model", "head")])
     assert all(torch.equal(found, value) for found in read.values())
@@ -102,7 +102,7 @@ def test_a_folder_is_the_old_checkpoint_until_it_is_the_new_one(
 
     write(tmp_path, [weights(a=torch.zeros(2))], "step-1-a")
     with monkeypatch.context() as patch:
-        patch.setattr(FileSystem, "rename", broken)
+        patch.setattr(Path, "rename", broken)
         with pytest.raises(OSError, match="the disk is gone"):
             write(tmp_path, [weights(a=torch.ones(2))], "step-2-b")
     assert torch.equal(SavedFolder(tmp_path).read([("model", "a")])["model", "a"], torch.zeros(2))
@@ -112,7 +112,7 @@ def test_a_folder_is_the_old_checkpoint_until_it_is_the_new_one(
 
 
 def test_a_folder_without_metadata_was_never_finished(tmp_path: Path) -> None:
-    Share(weights(a=torch.ones(1))).write(str(tmp_path), "step-1-a", 0, Share(weights(a=torch.ones(1))).plan())
+    Share(weights(a=torch.ones(1)), copy=False).write(str(tmp_path), "step-1-a", 0, ())
     with pytest.raises(
         CheckpointError, match=rf"{tmp_path} is no checkpoint: without \.metadata it was never finished"
     ):
@@ -130,4 +130,26 @@ def test_every_torn_metadata_is_damage(tmp_path: Path) -> None:
 
 def test_a_sparse_tensor_is_refused_by_its_name() -> None:
     with pytest.raises(PipelineError, match=r"model\.mask is a tensor of layout torch\.sparse_coo"):
-        Share(weights(mask=torch.eye(2).to_sparse()))
+        Share(weights(mask=torch.eye(2).to_sparse()), copy=True)
+
+
+def test_the_metadata_says_what_torch_itself_would_say(tmp_path: Path) -> None:
+    state = {"0.weight": torch.randn(3, 4), "0.bias": torch.randn(3).bfloat16(), "scalar": torch.tensor(1.0)}
+    write(tmp_path / "ours", [{**weights(**state), ("lr_scheduler",): 7}])
+    dcp.save({"model": state, "lr_scheduler": 7, "lp_pipe": 3}, checkpoint_id=tmp_path / "torch", no_dist=True)
+    ours, theirs = (dcp.FileSystemReader(tmp_path / name).read_metadata() for name in ("ours", "torch"))
+    assert ours.state_dict_metadata == theirs.state_dict_metadata
+    assert ours.planner_data == theirs.planner_data
+    assert ours.storage_data.keys() == theirs.storage_data.keys()
+    assert ours.version == theirs.version
+
+
+def test_a_copy_is_of_the_moment_at_which_it_was_taken(tmp_path: Path) -> None:
+    tensor, options = torch.zeros(3), {"lr": 1.0}
+    share = Share({ENTRY: MANIFEST.as_entry(), ("model", "a"): tensor, ("options", "0"): options}, copy=True)
+    tensor.add_(1)
+    options["lr"] = 2.0
+    whole = WholePlan([share.describe()], ())
+    whole.finish(tmp_path, [share.write(str(tmp_path), "step-3-a", 0, ())])
+    found = SavedFolder(tmp_path).read([("model", "a"), ("options", "0")])
+    assert torch.equal(found["model", "a"], torch.zeros(3)) and found["options", "0"] == {"lr": 1.0}

@@ -1,11 +1,8 @@
 """Synchronous and asynchronous SGD on real digits."""
 
-import asyncio
 import dataclasses
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +10,8 @@ import pytest
 import lp_pipe as lp
 from lp_pipe.programs.digits import Digits, Vector, load_digits
 from lp_pipe.programs.parameter_server import TrainingResult, parameter_server
-from lp_pipe.programs.parameter_shards import AsyncShard, Sgd, Shard, SyncShard
-from tests.programs.conftest import WITHIN_S, Delivered, Once, kill_this_process, stop_when
+from lp_pipe.programs.parameter_shards import Sgd
+from tests.programs.conftest import Delivered, Once, kill_this_process, stop_when
 
 SGD = Sgd(learning_rate=0.1, momentum=0.9)
 
@@ -108,49 +105,6 @@ def test_what_cannot_be_is_refused(digits: Digits) -> None:
         parameter_server(digits, num_workers=1, steps=1, on_result=print, mode="bsp")
     with pytest.raises(ValueError, match="num_workers=0"):
         parameter_server(digits, num_workers=0, steps=1, on_result=print)
-
-
-# --- Shards, without a program around them ---
-
-
-@pytest.fixture
-def in_a_node(no_leaks: None) -> Callable[[Callable[[], Any]], None]:
-    def run(function: Callable[[], Any]) -> None:
-        program = lp.Program("shards")
-        program.add_node(lp.PyNode(lambda: asyncio.run(function())), label="node")
-        lp.launch(program, "thread").wait(WITHIN_S)
-
-    return run
-
-
-def test_a_worker_that_died_between_two_shards_goes_on_where_the_slower_one_is(in_a_node: Any) -> None:
-    async def body() -> None:
-        ahead, behind = (SyncShard(np.zeros(2), num_workers=2, sgd=Sgd(1.0, 0.0)) for _ in range(2))
-        gradient = np.ones(2)
-        others = [asyncio.create_task(shard.push(1, 0, 0, 3 * gradient)) for shard in (ahead, behind)]
-        assert (await ahead.push(0, 0, 0, gradient)).parameters.tolist() == [-2.0, -2.0]
-        # Dead, and started again: one shard is at step 1, the other waits for step 0.
-        assert [await shard.next_step(0) for shard in (ahead, behind)] == [1, 0]
-        assert [(await shard.pull(0)).parameters.tolist() for shard in (ahead, behind)] == [[0, 0], [0, 0]]
-        again = [await shard.push(0, 0, 0, gradient) for shard in (ahead, behind)]
-        assert [(snapshot.version, snapshot.parameters.tolist()) for snapshot in again] == [(1, [-2, -2])] * 2
-        assert [(await shard.counts()).repeated for shard in (ahead, behind)] == [1, 0]
-        await asyncio.gather(*others)
-
-    in_a_node(body)
-
-
-def test_a_repeated_asynchronous_gradient_is_refused_and_staleness_counted(in_a_node: Any) -> None:
-    async def body() -> None:
-        shard: Shard = AsyncShard(np.zeros(1), num_workers=2, sgd=Sgd(1.0, 0.0))
-        await shard.push(0, 0, 0, np.ones(1))
-        await shard.push(0, 0, 0, np.ones(1))
-        newest = await shard.push(1, 0, 0, np.ones(1))  # one update late: it counts a half
-        assert (newest.version, newest.parameters.tolist(), newest.mean_staleness) == (2, [-1.5], 0.5)
-        counts = await shard.counts()
-        assert (counts.updates, counts.repeated, counts.max_staleness) == ([1, 1], 1, 1)
-
-    in_a_node(body)
 
 
 def test_the_gradient_is_the_slope_of_the_loss(digits: Digits) -> None:

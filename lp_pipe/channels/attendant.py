@@ -1,0 +1,98 @@
+"""Reads what arrives on channels while their owners compute; who waits for a value reads it himself, without a hop."""
+
+import contextlib
+import os
+import select
+import threading
+from collections.abc import Callable
+
+from lp_pipe.connections import PulledConnection
+
+IS_SUPPORTED = hasattr(select, "epoll")
+
+_ARMED = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT if IS_SUPPORTED else 0
+
+
+class Attention:
+    """To one connection. on_read: called when the attendant has read, and leaves the reading to others."""
+
+    def __init__(self, attendant: "Attendant", connection: PulledConnection, on_read: Callable[[], object]) -> None:
+        self.connection = connection
+        self.descriptor = connection.fileno()
+        self.on_read = on_read
+        self._attendant = attendant
+
+    def pause(self) -> None:
+        """The owner reads now, as the one thread that does."""
+        self._attendant.set(self, 0)
+
+    def resume(self) -> None:
+        """The owner has something else to do."""
+        self._attendant.set(self, _ARMED)
+
+    def end(self) -> None:
+        """The owner has closed it."""
+        self._attendant.forget(self)
+
+
+class Attendant:
+    """One thread per process, for all connections that were given to it."""
+
+    def __init__(self) -> None:
+        self._reset()
+        os.register_at_fork(after_in_child=self._reset)  # the child has no such thread, and must not use its epoll
+
+    def _reset(self) -> None:
+        self._lock = threading.Lock()
+        self._epoll: select.epoll | None = None
+        self._attended: dict[int, Attention] = {}
+
+    def attend(self, connection: PulledConnection, on_read: Callable[[], object]) -> Attention:
+        """From now on, until it ends, read what arrives there whenever no other thread does."""
+        attention = Attention(self, connection, on_read)
+        with self._lock:
+            if attention.descriptor < 0:
+                return attention  # it has ended already
+            if self._epoll is None:
+                self._epoll = select.epoll()
+                threading.Thread(target=self._run, args=(self._epoll,), name="attend channels", daemon=True).start()
+            self._attended[attention.descriptor] = attention
+            self._epoll.register(attention.descriptor, 0)
+        attention.resume()
+        return attention
+
+    def set(self, attention: Attention, events: int) -> None:
+        if attention.connection.closed_reason is not None:
+            self.forget(attention)
+            return
+        with self._lock:
+            if self._attended.get(attention.descriptor) is attention and self._epoll is not None:
+                with contextlib.suppress(OSError):  # it is being closed
+                    self._epoll.modify(attention.descriptor, events)
+
+    def forget(self, attention: Attention) -> None:
+        """The kernel does so when the descriptor is closed; another connection may have it by now."""
+        with self._lock:
+            if self._attended.get(attention.descriptor) is attention:
+                del self._attended[attention.descriptor]
+
+    def _run(self, epoll: select.epoll) -> None:
+        while True:
+            for descriptor, _ in epoll.poll():
+                attention = self._attended.get(descriptor)
+                if attention is not None and attention.connection.try_reading():  # else its reader resumes
+                    self._read(attention)
+
+    def _read(self, attention: Attention) -> None:
+        connection = attention.connection
+        try:
+            if connection.is_ready():
+                with contextlib.suppress(Exception):  # it has ended the connection, and is its reason
+                    connection.read()
+        finally:
+            connection.done_reading()
+        attention.resume()
+        attention.on_read()
+
+
+shared = Attendant()

@@ -1,0 +1,202 @@
+"""A connection over a stream socket, which is read by the very thread that waits for what arrives."""
+
+import contextlib
+import os
+import select
+import socket
+import threading
+from abc import abstractmethod
+from collections.abc import Sequence
+
+from lp_pipe.connections import frames
+from lp_pipe.connections.base import OnClose, OnFrame, PulledConnection
+from lp_pipe.connections.frames import Frame, FrameError
+from lp_pipe.connections.socket_reader import SocketReader
+from lp_pipe.errors import Unavailable
+
+Piece = bytes | bytearray | memoryview
+
+CLOSE_PATIENCE_S = 0.2
+_ENDED = "the peer's process closed the connection without a word (it ended or was killed)"
+_ENDED_INSIDE = "the peer ended inside a frame"
+_RDHUP = getattr(select, "POLLRDHUP", 0)  # elsewhere than on Linux an end of both directions shows even so
+
+
+class SocketConnection(PulledConnection):
+    """What is the same for all stream sockets; a subclass says how bytes get into them.
+
+    idle_timeout_s: the peer counts as dead when nothing arrived for so long (it must send pings then).
+    """
+
+    def __init__(self, sock: socket.socket, reader: SocketReader, peer: str, idle_timeout_s: float | None) -> None:
+        super().__init__(peer)
+        self._socket = sock
+        self._reader = reader
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+        self._interruption = -1
+        self._on_frame: OnFrame | None = None
+        self._send_lock = threading.Lock()
+        self._idle_timeout_s = idle_timeout_s
+        self._farewell: str | None = None
+        self._is_over = False
+        self._silent_end = _ENDED  # the reason when it ends without one
+
+    @abstractmethod
+    def _send_pieces(self, pieces: list[Piece], descriptors: Sequence[int] = (), *, may_wait: bool = True) -> None:
+        """Block until all of them are on their way, the descriptors with the first byte; with the lock held.
+
+        may_wait: else it is `begin_sending`, and does not block.
+
+        Raises:
+            OSError: the socket is of no more use.
+        """
+
+    @abstractmethod
+    def _limit_sending(self, seconds: float) -> None:
+        """From now on `_send_pieces` blocks no longer than that; not a limit for those who read."""
+
+    def start(self, on_frame: OnFrame, on_close: OnClose) -> None:
+        self.attach(on_frame, on_close)
+        if self.try_reading():  # else it is closed already
+            threading.Thread(target=self._read_to_end, name=f"read {self.peer}", daemon=True).start()
+
+    def attach(self, on_frame: OnFrame, on_close: OnClose) -> None:
+        self._on_frame = on_frame
+        self._attach(on_close)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def wait(self, timeout_s: float | None) -> bool:
+        events = self._poll.poll(None if timeout_s is None else timeout_s * 1000)
+        if self._interruption < 0:
+            return bool(events)
+        descriptors = [descriptor for descriptor, _ in events]
+        if self._interruption in descriptors:
+            os.eventfd_read(self._interruption)
+        return self._socket.fileno() in descriptors
+
+    def is_ready(self) -> bool:
+        return bool(self._poll.poll(0))
+
+    def has_peer_closed(self) -> bool:
+        descriptor = self._socket.fileno()
+        if descriptor < 0:
+            return True
+        poll = select.poll()  # one object is for one thread at a time
+        poll.register(descriptor, _RDHUP)
+        return bool(poll.poll(0))
+
+    def make_interruptible(self) -> None:
+        self._interruption = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._poll.register(self._interruption, select.POLLIN)
+
+    def interrupt(self) -> None:
+        with self._send_lock:  # held when the descriptor is closed
+            if self._interruption >= 0:
+                os.eventfd_write(self._interruption, 1)
+
+    def read_next(self) -> None:
+        self._read_once()
+
+    def read(self) -> None:
+        while self._read_once(socket.MSG_DONTWAIT) and not self._reader.is_drained:
+            pass
+
+    def done_reading(self) -> None:
+        self._reading.release()
+        if self._is_over:
+            self._dispose()
+
+    def send(self, frame: Frame) -> None:
+        self._send(frames.encode(frame))
+
+    def _send(self, pieces: list[Piece], descriptors: Sequence[int] = (), *, may_wait: bool = True) -> None:
+        with self._send_lock:
+            if self._closed_reason is not None:
+                raise Unavailable(f"connection to {self.peer} is closed: {self._closed_reason}")
+            try:
+                self._send_pieces(pieces, descriptors, may_wait=may_wait)
+            except OSError as error:
+                # Mid-frame the stream is of no more use; the reader sees the end and reports it once.
+                self._shutdown()
+                raise Unavailable(f"connection to {self.peer} broke while sending: {error}") from error
+
+    def close(self, reason: str = "closed") -> None:
+        if self._closed_reason is not None:
+            return
+        self._farewell = reason  # the peer may answer it by closing before this method is through
+        # A sender that is stuck because the peer does not read must not keep us from closing.
+        if self._send_lock.acquire(timeout=CLOSE_PATIENCE_S):
+            try:
+                self._limit_sending(CLOSE_PATIENCE_S)
+                self._send_pieces(frames.encode(Frame(frames.CLOSE, name=reason[:1000])))
+            except OSError:
+                pass  # the peer is gone already; it needs no reason
+            finally:
+                self._send_lock.release()
+        self._leave(reason)
+
+    def _leave(self, reason: str) -> None:
+        """The last frame was sent, and must still be there for the peer to read."""
+        self._end(reason)
+        self._dispose()
+
+    def _read_to_end(self) -> None:
+        while self._read_once():
+            pass
+        self.done_reading()
+
+    def _read_once(self, flags: int = 0) -> bool:
+        """Deliver the frames that one read completes; False when the connection is at its end."""
+        assert self._on_frame is not None
+        try:
+            if not self._reader.receive(flags):
+                return self._end(_ENDED_INSIDE if self._reader.is_inside_frame else self._silent_end)
+            while (frame := self._reader.next_frame()) is not None:
+                if frame.kind == frames.CLOSE:
+                    return self._end(frame.name)
+                self._deliver(frame, self._on_frame)
+        except (BlockingIOError, TimeoutError):
+            if flags & socket.MSG_DONTWAIT:
+                return True  # all there was is read
+            return self._end(f"nothing heard for {self._idle_timeout_s} s")
+        except OSError as error:
+            return self._end(f"connection lost: {error}")
+        except FrameError as error:
+            return self._end(str(error))
+        except MemoryError:
+            return self._end("a frame arrived that does not fit into memory")
+        except BaseException as error:  # also Ctrl+C in a thread that reads: what it has read is lost
+            self._end(f"a frame could not be handled: {type(error).__name__}: {error}")
+            raise
+        return True
+
+    def _deliver(self, frame: Frame, on_frame: OnFrame) -> None:
+        on_frame(frame)
+
+    def _end(self, reason: str) -> bool:
+        self._shutdown()
+        if self._mark_closed(self._farewell or reason):
+            self._is_over = True  # not before `on_close` has returned: until then the descriptor is ours
+        return False
+
+    def _shutdown(self) -> None:
+        """Frees a reader, and a sender that waits for a frozen peer."""
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+
+    def _dispose(self) -> None:
+        """Give the descriptor back, once nobody can be using it: the last one to read does it, or who closes."""
+        if self._reading.acquire(blocking=False):  # and kept: nobody reads from now on
+            with self._send_lock:
+                self._socket.close()
+                if self._interruption >= 0:
+                    os.close(self._interruption)
+                    self._interruption = -1
+            self._free()
+
+    def _free(self) -> None:
+        """What is not needed without the socket."""
+        self._reader.close()

@@ -1,0 +1,232 @@
+"""Two hosts: frames over TLS 1.3, each end with a certificate of the run.
+
+    tls:HOST:PORT         whoever has a certificate of the run, and shows its token
+    tls:HOST@BIND:PORT    to listen at BIND, where others reach it as HOST
+
+A call takes a third of grpcio's time with the same certificates: the thread that waits for the reply reads it itself.
+"""
+
+import contextlib
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Sequence
+
+from lp_pipe.connections import frames, reach, tcp_endpoint
+from lp_pipe.connections.base import Connection, Listener, OnConnection, OnFrame
+from lp_pipe.connections.credentials import RUN_NAME, Credentials, current_credentials
+from lp_pipe.connections.doorman import GREETING, MAGIC, Doorman
+from lp_pipe.connections.frames import Frame
+from lp_pipe.connections.refusals import Refusals
+from lp_pipe.connections.socket_connection import Piece, SocketConnection
+from lp_pipe.connections.socket_reader import SocketReader
+from lp_pipe.connections.tcp_endpoint import TcpEndpoint
+from lp_pipe.connections.tls_stream import TlsStream, client_context
+from lp_pipe.errors import Unauthenticated, Unavailable
+
+_CONNECT_PATIENCE_S = 5.0
+_LINGER_S = 5.0  # for a peer that takes its time over what was sent before the close
+_SILENCE_S = 10.0
+_DISCARDED_BYTES = 1 << 16
+_ADVICE = "every process of a run must be given the same credentials, with use_credentials()"
+_ENDED = "the connection ended without a word (the peer's process ended or was killed, or its host is out of reach)"
+
+
+class TlsConnection(SocketConnection):
+    """sock: after handshake and greeting. silence_s: it ends when its host answers nothing for a third more."""
+
+    def __init__(self, sock: ssl.SSLSocket, peer: str, silence_s: float, idle_timeout_s: float | None = None) -> None:
+        self._stream = TlsStream(sock, idle_timeout_s)
+        super().__init__(sock, SocketReader(self._stream), peer, idle_timeout_s)
+        self._silence_s = silence_s
+        self._silent_end = _ENDED
+        reach.shared.watch(sock, silence_s, self._on_silence)
+
+    def wait(self, timeout_s: float | None) -> bool:
+        return self._stream.has_decrypted() or super().wait(timeout_s)
+
+    def is_ready(self) -> bool:
+        return self._stream.has_decrypted() or super().is_ready()
+
+    can_begin_sending = True
+
+    @property
+    def sent_bytes(self) -> int:
+        return self._stream.sent_bytes
+
+    def begin_sending(self, frame: Frame) -> bool:
+        self._send(frames.encode(frame), may_wait=False)
+        return not self._stream.has_rest
+
+    def finish_sending(self) -> None:
+        self._send([])
+
+    def _send_pieces(self, pieces: list[Piece], descriptors: Sequence[int] = (), *, may_wait: bool = True) -> None:
+        self._stream.send(pieces, may_wait=may_wait)
+
+    def _limit_sending(self, seconds: float) -> None:
+        self._stream.send_timeout_s = seconds
+
+    def _deliver(self, frame: Frame, on_frame: OnFrame) -> None:
+        if self._closed_reason is None:  # else it is read only for the peer to come to the end
+            on_frame(frame)
+
+    def _leave(self, reason: str) -> None:
+        # To close a TCP socket with something unread in it would take back what was sent.
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(self._socket, socket.SHUT_WR)
+        if self._mark_closed(reason):
+            threading.Thread(target=self._linger, name=f"linger {self.peer}", daemon=True).start()
+
+    def _linger(self) -> None:
+        """Until the peer has read all that was sent before the close, and has closed as well, but not for ever."""
+        deadline = time.monotonic() + _LINGER_S
+        if self._reading.acquire(timeout=_LINGER_S):
+            with contextlib.suppress(OSError):
+                self._discard(deadline)
+            self._shutdown()
+            self._is_over = True
+            self.done_reading()
+        else:
+            self._is_over = True
+            self._shutdown()  # whoever reads comes to the end, and does the rest
+
+    def _discard(self, deadline: float) -> None:
+        scrap = memoryview(bytearray(_DISCARDED_BYTES))
+        while self.wait(max(0.0, deadline - time.monotonic())):
+            with contextlib.suppress(BlockingIOError):
+                if not self._stream.recv_into(scrap, 0, socket.MSG_DONTWAIT):
+                    return
+
+    def _on_silence(self) -> None:
+        self._silent_end = f"its host has answered nothing for {self._silence_s:g} s: it is out of reach"
+        self._shutdown()
+
+    def _dispose(self) -> None:
+        reach.shared.forget(self._socket)
+        super()._dispose()
+
+
+class TlsListener(Listener):
+    def __init__(
+        self, where: TcpEndpoint, credentials: Credentials, on_connection: OnConnection, silence_s: float
+    ) -> None:
+        self._on_connection = on_connection
+        self._silence_s = silence_s
+        listening = _bound(where)
+        self.endpoint = str(where._replace(port=listening.getsockname()[1], bind=""))
+        self.refusals = Refusals(self.endpoint)
+        self._doorman = Doorman(listening, credentials, self.refusals, self._let_in)
+
+    def close(self) -> None:
+        self._doorman.close()
+
+    def _let_in(self, sock: ssl.SSLSocket, address: str) -> None:
+        self._on_connection(TlsConnection(sock, f"client of {self.endpoint} ({address})", self._silence_s))
+
+
+def listen(
+    endpoint: str, on_connection: OnConnection, credentials: Credentials | None = None, silence_s: float = _SILENCE_S
+) -> Listener:
+    """Accept connections from processes of this run; with port 0 the listener's `endpoint` says which it got.
+
+    credentials, silence_s: as for `connect`.
+
+    Raises:
+        ValueError: no such endpoint.
+        Unauthenticated: this process has no credentials.
+        OSError: the address cannot be bound.
+    """
+    return TlsListener(tcp_endpoint.parse(endpoint), credentials or current_credentials(), on_connection, silence_s)
+
+
+def connect(
+    endpoint: str,
+    idle_timeout_s: float | None = None,
+    credentials: Credentials | None = None,
+    silence_s: float = _SILENCE_S,
+) -> Connection:
+    """Connect to a listener of a process of this run, on any host.
+
+    credentials: of the run; None: this process's (use_credentials). silence_s: the connection has ended when the peer's
+    host has acknowledged nothing for a fifth more than that, or at most for a third more.
+
+    Raises:
+        Unavailable: nobody listens there, or nobody answers within 5 s.
+        Unauthenticated: whoever listens is not of this run, or does not take this process for one of it.
+    """
+    try:
+        where = tcp_endpoint.parse(endpoint)
+    except ValueError as error:
+        raise Unavailable(str(error)) from error
+    credentials = credentials or current_credentials()
+    deadline = time.monotonic() + _CONNECT_PATIENCE_S
+    try:
+        sock = socket.create_connection((where.host, where.port), timeout=_CONNECT_PATIENCE_S)
+    except OSError as error:
+        raise Unavailable(f"nobody listens at {endpoint}: {error.strerror or error}") from error
+    return TlsConnection(_greeted(sock, endpoint, credentials, deadline), endpoint, silence_s, idle_timeout_s)
+
+
+def _greeted(sock: socket.socket, endpoint: str, credentials: Credentials, deadline: float) -> ssl.SSLSocket:
+    """Show who this is, and see who they are."""
+    found = client_context(credentials).wrap_socket(sock, server_hostname=RUN_NAME, do_handshake_on_connect=False)
+    try:
+        found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _set_timeout(found, deadline)
+        found.do_handshake()
+        token = credentials.token.encode()
+        found.sendall(GREETING.pack(MAGIC, len(token)) + token)
+        _, length = GREETING.unpack(_read(found, GREETING.size, deadline))
+        refusal = _read(found, length, deadline).decode(errors="replace")
+    except ssl.SSLError as error:
+        found.close()
+        raise Unauthenticated(_unlike(endpoint, error)) from error
+    except TimeoutError as error:
+        found.close()
+        raise Unavailable(f"{endpoint} did not answer within {_CONNECT_PATIENCE_S:g} s") from error
+    except OSError as error:
+        found.close()
+        why = f"it ended this very moment, or does not take this process for one of its run ({_ADVICE})"
+        raise Unavailable(f"{endpoint} closed the connection before it began: {why}: {error}") from error
+    except BaseException:  # also Ctrl+C
+        found.close()
+        raise
+    if refusal:
+        found.close()
+        raise Unauthenticated(f"{endpoint} refused this process: {refusal}; {_ADVICE}")
+    return found
+
+
+def _read(sock: ssl.SSLSocket, size: int, deadline: float) -> bytes:
+    data = b""
+    while len(data) < size:
+        _set_timeout(sock, deadline)
+        part = sock.recv(size - len(data))
+        if not part:
+            raise ConnectionResetError("end of the stream")
+        data += part
+    return data
+
+
+def _set_timeout(sock: socket.socket, deadline: float) -> None:
+    sock.settimeout(max(0.001, deadline - time.monotonic()))
+
+
+def _unlike(endpoint: str, error: ssl.SSLError) -> str:
+    if error.reason and "ALERT" in error.reason:
+        return f"{endpoint} refused this process: {error.reason}; {_ADVICE}"
+    return f"{endpoint} is not of this run, or does not speak TLS: {error.reason or error}; {_ADVICE}"
+
+
+def _bound(where: TcpEndpoint) -> socket.socket:
+    host, port = where.bind or where.host, where.port
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        takes_both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        return socket.create_server(address[:2], family=family, backlog=1024, dualstack_ipv6=takes_both)
+    except OSError as error:
+        raise OSError(
+            error.errno, f"cannot listen at {where} ({where.bind_target}): {error.strerror or error}"
+        ) from error
