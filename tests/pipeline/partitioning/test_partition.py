@@ -176,14 +176,13 @@ def test_a_stage_before_a_replicated_one_has_a_version_of_its_weights_for_each_d
         pp.partition(profile, pp.Topology((level,), 39), schedule="pipedream")
 
 
-def test_on_nested_levels_an_error_says_what_plans_there_need() -> None:
-    # One level could have 1 and 3 replicas, so that the last stage's three hold 2 micro-batches each, not 3.
-    profile = chain([1, 1], activations=6)
-    one, nested = (pp.Topology([pp.Level("x", count, 1e9) for count in counts], memory=1) for counts in ((4,), (2, 2)))
-    with pytest.raises(pp.PartitionError, match="on 4 devices the fullest needs at least 12 bytes"):
-        pp.partition(profile, one, schedule="gpipe", microbatches=4)
-    with pytest.raises(pp.PartitionError, match="on 4 devices the fullest needs at least 12 bytes"):
-        pp.partition(profile, nested, schedule="gpipe", microbatches=4)
+@pytest.mark.parametrize(("counts", "needed"), [((4,), 9), ((2, 2), 10)])
+def test_an_error_says_what_plans_on_these_levels_need(counts: tuple[int, ...], needed: int) -> None:
+    # On one level replicas 1 and 3 hold 3 * 1 and 1 * 9 bytes; nested there are no three, and one stage holds 1 + 9.
+    profile = pp.Profile((pp.LayerProfile("a", 1.0, 1.0, 1.0, 0.0), pp.LayerProfile("b", 1.0, 1.0, 9.0, 0.0)))
+    topology = pp.Topology([pp.Level("x", count, 1e9) for count in counts], memory=needed - 1)
+    with pytest.raises(pp.PartitionError, match=f"on 4 devices the fullest needs at least {needed} bytes, 1 more"):
+        pp.partition(profile, topology, schedule="gpipe", microbatches=3)
 
 
 def test_a_memory_limit_that_no_plan_keeps_says_by_how_much() -> None:
