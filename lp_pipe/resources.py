@@ -62,6 +62,11 @@ class Resources:
             )
 
     @property
+    def says_where(self) -> bool:
+        """True when it chooses among several hosts, so that no plan does."""
+        return self.host is not None or self.colocate_with is not None or self.placement != "even"
+
+    @property
     def needs_fresh_interpreter(self) -> bool:
         """True when a fork of the template could not honour `env` (it was read when the process started)."""
         return self.fresh_interpreter or any(name.startswith(_PROCESS_START_PREFIXES) for name in self.env)

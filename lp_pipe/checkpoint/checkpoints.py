@@ -150,7 +150,7 @@ class Checkpoints:
         pipeline: one of the parts. Fewer results come when the feeder has no more.
         mirror_every: steps after which all parts are kept in memory as well: of a pipeline each stage worker's state by
             the next worker (PipelineClient.mirror), of other parts here. Then the death of a stage worker costs at most
-            so many steps; where neighbours have died at a time, all go back to the newest checkpoint.
+            so many steps; where neighbours have died at a time, or it is newer, all go back to the newest checkpoint.
 
         Raises:
             PoisonBatchError: a step has failed too often.
@@ -170,7 +170,7 @@ class Checkpoints:
                     is_left_out = result.step in poison
                     with poison.ahead_of(result.step):
                         if mirror_every is not None and (is_left_out or (result.step + 1) % mirror_every == 0):
-                            self._in_memory.keep()
+                            self._in_memory.keep(pipeline.current_step())
                         if is_left_out or (result.step + 1) % save_every == 0:
                             self.save(pipeline.current_step(), wait=False)
                 self.wait_until_written()
@@ -235,8 +235,15 @@ class Checkpoints:
             _log.warning("%s", str(error).partition("\n")[0])
 
     def _go_back(self) -> None:
-        if not self._in_memory.go_back():
+        if not self._in_memory.go_back(least=self._newest_step()):
             self.restore()
+
+    def _newest_step(self) -> int:
+        """Of the checkpoints; -1 when there is none, or its manifest is damaged."""
+        with contextlib.suppress(CheckpointError):
+            for path in checkpoints_in(self.folder)[-1:]:
+                return open_checkpoint(path).step
+        return -1
 
     def _join(self) -> None:
         if self._writing is not None:

@@ -10,6 +10,7 @@ from lp_pipe.checkpoint.parts import mirrors_itself, saves_itself
 class _Cut(NamedTuple):
     """All parts at one moment, in memory. mirrored: which state, of parts that keep it themselves."""
 
+    step: int
     mirrored: dict[str, int]
     states: dict[str, Any]
 
@@ -21,18 +22,18 @@ class InMemory:
         self._parts = parts
         self._cuts: list[_Cut] = []
 
-    def keep(self) -> None:
-        """All parts as they are now, and as they were the time before."""
+    def keep(self, step: int) -> None:
+        """All parts as they are now, after so many steps, and as they were the time before."""
         mirrored = {name: part.mirror() for name, part in self._parts.items() if mirrors_itself(part)}
         others = {name: part for name, part in self._parts.items() if name not in mirrored}
         states = {name: copy.deepcopy(part.state_dict()) for name, part in others.items()}
-        self._cuts = [*self._cuts[-1:], _Cut(mirrored, states)]
+        self._cuts = [*self._cuts[-1:], _Cut(step, mirrored, states)]
 
-    def go_back(self) -> bool:
-        """To the newest state that is there of all parts; False when there is none."""
+    def go_back(self, *, least: int) -> bool:
+        """To the newest state that is there of all parts; False when there is none of so many steps."""
         held = {name: part.mirrored_steps() for name, part in self._parts.items() if mirrors_itself(part)}
-        while self._cuts:
-            mirrored, states = self._cuts[-1]
+        while self._cuts and self._cuts[-1].step >= least:
+            _, mirrored, states = self._cuts[-1]
             if all(step in held[name] for name, step in mirrored.items()):
                 for name, step in mirrored.items():
                     self._parts[name].go_back(step)

@@ -115,7 +115,7 @@ def _as_table(plan: "Plan") -> str:
     rows = [
         [
             str(index),
-            str(stage.replicas) + (f" on {', '.join(map(str, stage.devices))}" if stage.devices else ""),
+            f"{stage.replicas}{_places('on', stage.devices)}{_places('on hosts', stage.hosts)}",
             f"{len(stage.layers)}: {_ends(stage.layers)}" + (" (recomputed)" if stage.recompute == "full" else ""),
             seconds(stage.predicted_seconds),
             seconds(stage.boundary_seconds),
@@ -123,6 +123,10 @@ def _as_table(plan: "Plan") -> str:
         for index, stage in enumerate(plan.stages)
     ]
     return table(["STAGE", "REPLICAS", "LAYERS", "COMPUTE + ALL-REDUCE", "BOUNDARY"], rows)
+
+
+def _places(what: str, places: Sequence[int | str]) -> str:
+    return f" {what} {', '.join(map(str, places))}" if places else ""
 
 
 def _ends(layers: Sequence[str]) -> str:

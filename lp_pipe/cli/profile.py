@@ -110,7 +110,7 @@ def _profile_links(arguments: argparse.Namespace) -> int:
     except (LpPipeError, ValueError) as error:
         raise NotLaunched(f"the links cannot be measured: {error}") from error
     rows = [[link.sender, link.receiver, f"{link.latency * 1e6:.0f} us", f"{link.bandwidth:.3g}"] for link in links]
-    print(table(["FROM", "TO", "LATENCY", "BYTES/S"], rows))
+    print(table(["FROM", "TO", "LATENCY", "BYTES/S BOTH WAYS"], rows))
     if arguments.output:
         print(f"wrote {arguments.output}")
     return 0

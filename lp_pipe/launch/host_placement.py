@@ -1,8 +1,8 @@
 """On which of several hosts each node runs; refuses what they do not have together, before anything starts.
 
 A group's nodes go over the hosts in order, in blocks: neighbours (the stages of a pipeline) share a host wherever they
-can, and a group uses all hosts, unless its `Resources` say otherwise. Groups take what they want in the order of the
-program, each behind the group on whose hosts it goes.
+can, and a group uses all hosts, unless its `Resources` or a plan say otherwise. Groups take what they want in the
+order of the program, each behind the group on whose hosts it goes.
 """
 
 import dataclasses
@@ -13,7 +13,8 @@ from types import MappingProxyType
 from lp_pipe.launch.engines.base import HostOffer
 from lp_pipe.launch.hardware import Hardware
 from lp_pipe.launch.placement import Place, place_all
-from lp_pipe.launch.rooms import Room, check_fit, shared_out
+from lp_pipe.launch.planned_hosts import planned_hosts
+from lp_pipe.launch.rooms import Room, check_fit, shared_out, take_planned
 from lp_pipe.launch.spec import NodeSpec
 
 
@@ -45,7 +46,7 @@ def place_on_hosts(nodes: Sequence[NodeSpec], hosts: Mapping[str, Hardware]) -> 
     Raises:
         ValueError: a group wants more than all hosts together have left, or a host that is not there.
     """
-    return _places(nodes, hosts, _hosts_of(nodes, _rooms(hosts)), {})
+    return _places(nodes, hosts, _hosts_of(nodes, _rooms(hosts), planned=planned_hosts(nodes, hosts)), {})
 
 
 def place_again(
@@ -58,7 +59,7 @@ def place_again(
     """New places for the nodes of a host that is lost, beside those that stay where `places` says.
 
     A host without nodes, a spare, takes all of them if it can; else (unless `only_spares`) they go where there is room,
-    as at the start.
+    as at the start, but wherever a plan had them.
 
     Raises:
         ValueError: the hosts that are left do not have what a group wants.
@@ -100,8 +101,12 @@ def _hosts_of(
     rooms: Mapping[str, Room],
     staying: Sequence[NodeSpec] = (),
     taken: Mapping[str, HostPlace] = MappingProxyType({}),
+    planned: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, str]:
-    """By the name of the node of the program; takes the room. taken: the places of those that stay, by node_id."""
+    """By the name of the node of the program; takes the room.
+
+    taken: the places of those that stay, by node_id. planned: the hosts that a plan names.
+    """
     groups: dict[str, dict[str, NodeSpec]] = {}
     for spec in nodes:
         groups.setdefault(spec.label, {}).setdefault(spec.name, spec)
@@ -119,6 +124,10 @@ def _hosts_of(
         check_fit(label, tied, rooms, list(beside.values()), base)
         for spec in tied:
             rooms[beside[spec.name]].take(spec)
+        for spec in specs:
+            if spec.name in planned:
+                take_planned(spec, planned[spec.name], rooms)
+                beside[spec.name] = planned[spec.name]
         free = [spec for spec in specs if spec.name not in beside]  # also those whose base does not run any more
         for spec, host in zip(free, shared_out(label, free, rooms) if free else [], strict=True):
             rooms[host].take(spec)

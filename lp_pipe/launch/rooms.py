@@ -79,6 +79,18 @@ def check_fit(label: str, specs: Sequence[NodeSpec], rooms: Mapping[str, Room], 
             raise ValueError(f"{_what_is_missing(label, specs[0], fitting, wanted, {name: rooms[name]})} ({must})")
 
 
+def take_planned(spec: NodeSpec, host: str, rooms: Mapping[str, Room]) -> None:
+    """Give a node the room on the host that a plan names for it.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if not rooms[host].count(spec):
+        missing = _what_is_missing(spec.label, spec, 0, 1, {host: rooms[host]})
+        raise ValueError(f"{missing} (the plan names host {host!r} for {spec.name})")
+    rooms[host].take(spec)
+
+
 def _packed(room: Mapping[str, int], wanted: int) -> dict[str, int]:
     """As few hosts as possible: those with the most room, and in the end the smallest that takes what is left."""
     shares: dict[str, int] = {}

@@ -14,12 +14,13 @@ class Node(ABC, Generic[HandleT]):
     """A unit of the program: a callable and its arguments, run in a thread or process of its own.
 
     `label` and `index` are set when the node is added to a program. `notes`: short lines that pictures of the program
-    show with it.
+    show with it. `planned_host`: on which of several hosts it starts, a name or a place among them; None: on any.
     """
 
     label: str = ""
     index: int = 0
     notes: tuple[str, ...] = ()
+    planned_host: int | str | None = None
     is_colocated: bool = False
 
     def __init__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:

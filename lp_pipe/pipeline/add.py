@@ -22,7 +22,7 @@ from lp_pipe.pipeline.names import outer_name, own_names
 from lp_pipe.pipeline.on_nan import check_on_nan
 from lp_pipe.pipeline.partitioning.plan import Plan
 from lp_pipe.pipeline.plan_in_place import explained, taken
-from lp_pipe.pipeline.planned import as_planned, notes, replica_seconds
+from lp_pipe.pipeline.planned import as_planned, notes, planned_host, replica_seconds
 from lp_pipe.pipeline.precision import check_precision
 from lp_pipe.pipeline.schedule import Schedule
 from lp_pipe.pipeline.segments import Recompute, check_recompute
@@ -90,7 +90,7 @@ def add_pipeline(
     place = taken(program, group)
     if place is not None:
         stages, replicas = place.plan, 1
-        place.compare(program, schedule, recompute, microbatches)
+        place.compare(program, schedule, recompute, microbatches, resources)
     plan: Plan | None = None
     with explained(place, group):
         if isinstance(stages, Plan):
@@ -231,6 +231,7 @@ def _add_nodes(
         neighbours = {receiver: hubs[receiver] for receiver in _receivers(config, worker.rank)}
         owner, replica = config.ranks.places[worker.rank]
         node.notes = notes(plan, owner, replica) if plan is not None else ()
+        node.planned_host = planned_host(plan, owner, replica)
         needs_batches = worker.rank == 0 or owner in (config.placement[0], config.placement[-1])
         options: dict[str, Any] = {"feeder": inputs if needs_batches else None}
         if worker.rank == 0:

@@ -19,10 +19,14 @@ from lp_pipe.resources import Resources
 _LARGE_BYTES = 16 << 20
 _SMALL_CALLS = 30
 _LARGE_CALLS = 5
+_PATIENCE_S = 600.0  # for 16 MiB each way
 
 
 class Link(NamedTuple):
-    """One way, from a process of `sender` to one of `receiver`. latency: seconds. bandwidth: bytes per second."""
+    """Between a process of `sender` and one of `receiver`. latency: seconds, one way.
+
+    bandwidth: bytes per second, both ways together while as much goes each way: what a plan's cost model counts.
+    """
 
     sender: str
     receiver: str
@@ -31,11 +35,12 @@ class Link(NamedTuple):
 
 
 def measure_links(hosts: Sequence[str], **options: Any) -> list[Link]:
-    """First within each host, between two processes there; then from each host to the next one, and to the first.
+    """First within each host, between two processes there; then between each host and the next one, and the first.
 
     hosts: names that the engine knows. options: of `launch`, such as engine= and hosts=.
-    One link at a time, with nothing else of ours on it. Arrays take the way of a call's: through shared memory in a
-    host, in a stream with mTLS between hosts. So it is the bandwidth that a program gets, not that of the cable.
+    One link at a time, both ways at once, with nothing else of ours on it. Arrays take the way of a call's: through
+    shared memory in a host, in a stream with mTLS between hosts. So it is the bandwidth that a program gets, not that
+    of the cable.
 
     Raises: as `launch`.
     """
@@ -61,14 +66,23 @@ class Probe:
     def take(self, data: np.ndarray[Any, Any]) -> None:
         """Receive it."""
 
+    def give(self, size: int) -> np.ndarray[Any, Any]:
+        """Send so many bytes."""
+        return np.zeros(size, np.uint8)
+
     def measure(self, other: Any) -> tuple[float, float]:
-        """Latency and bandwidth to another probe: medians."""
+        """Latency to another probe, and the bandwidth of both ways at once: medians."""
         small, large = np.zeros(1, np.uint8), np.zeros(_LARGE_BYTES, np.uint8)
-        for data in (small, large):  # connections and memory are warm from now on
-            other.take(data)
+
+        def exchange() -> None:
+            calls = [other.futures.take(large), other.futures.give(_LARGE_BYTES)]
+            for call in calls:
+                call.result(_PATIENCE_S)
+
+        exchange()  # connections and memory are warm from now on
         latency = _median_s(lambda: other.take(small), _SMALL_CALLS) / 2
-        seconds = _median_s(lambda: other.take(large), _LARGE_CALLS)
-        return latency, _LARGE_BYTES / max(seconds - 2 * latency, 1e-9)
+        seconds = _median_s(exchange, _LARGE_CALLS)
+        return latency, 2 * _LARGE_BYTES / max(seconds - 2 * latency, 1e-9)
 
 
 def topology_of(links: Sequence[Link], devices_per_host: int) -> Topology:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from lp_pipe.errors import LpPipeError, PartitionError, ScheduleError
 from lp_pipe.pipeline.partitioning.plan import Plan
 from lp_pipe.program import Program
+from lp_pipe.resources import Resources
 
 _current: ContextVar["PlanInPlace | None"] = ContextVar("plan_in_place", default=None)
 
@@ -32,7 +33,9 @@ class PlanInPlace:
         self.refusal = PartitionError(f"{self.source}: {problem}")
         return self.refusal
 
-    def compare(self, program: Program, schedule: object, recompute: object, microbatches: int) -> None:
+    def compare(
+        self, program: Program, schedule: object, recompute: object, microbatches: int, resources: Resources | None
+    ) -> None:
         """With what the program says itself, which comes first; None: it leaves that to the plan."""
         own = getattr(schedule, "name", schedule)
         if self.plan.schedule is not None and own not in (None, self.plan.schedule):
@@ -41,6 +44,9 @@ class PlanInPlace:
             self._differ(program, "stages: recompute", "full", recompute)
         if self.plan.microbatches not in (None, microbatches):
             self._differ(program, "microbatches", self.plan.microbatches, microbatches)
+        if resources is not None and resources.says_where and any(stage.hosts for stage in self.plan.stages):
+            text = f"stages: hosts: the program says itself where they go, by {resources}, which counts"
+            self.differences.append((program, f"{self.source}: {text}"))
 
     def _differ(self, program: Program, what: str, planned: object, own: object) -> None:
         text = (

@@ -55,8 +55,15 @@ def notes(plan: Plan, stage: int, replica: int) -> tuple[str, ...]:
         f"stage {stage}" + (f", replica {replica} of {planned.replicas}" if planned.replicas > 1 else ""),
         f"{counted}: {planned.layers[0]}" + (f" … {planned.layers[-1]}" if len(planned.layers) > 1 else ""),
         *_times(planned),
+        *([f"host {host}"] if (host := planned_host(plan, stage, replica)) is not None else []),
     ]
     return tuple(lines)
+
+
+def planned_host(plan: Plan | None, stage: int, replica: int) -> int | str | None:
+    """Where the plan has this replica: a name, or a place among the hosts of a launch; None: it does not say."""
+    hosts = plan.stages[stage].hosts if plan is not None else ()
+    return hosts[replica] if hosts else None
 
 
 def replica_seconds(plan: Plan | None) -> tuple[float, ...]:

@@ -261,19 +261,26 @@ class Training:
 
 
 @pytest.mark.parametrize(
-    ("loses", "comes_again"),
-    [((), []), ((7,), [6]), ((6, 7), [4, 5, 6])],
-    ids=["to the newest state in memory", "to the one before", "to the checkpoint, when both are lost"],
+    ("mirror_every", "loses", "comes_again"),
+    [(1, (), []), (1, (7,), [6]), (1, (6, 7), [4, 5, 6]), (3, (6,), [4, 5, 6]), (3, (), [6]), (2, (6,), [4, 5, 6])],
+    ids=[
+        "to the newest state in memory",
+        "to the one before",
+        "to the checkpoint, when both are lost",
+        "to the checkpoint, when it is newer than the one before",
+        "to the state in memory, when it is newer than the checkpoint",
+        "to the one in memory, when the checkpoint is no newer",
+    ],
 )
 def test_after_a_death_all_parts_go_back_as_little_as_they_can(
-    tmp_path: Path, loses: tuple[int, ...], comes_again: list[int]
+    tmp_path: Path, mirror_every: int, loses: tuple[int, ...], comes_again: list[int]
 ) -> None:
     training, counter = Training(dies_before=7, loses=loses), Counter()
     steps = []
 
     def train() -> None:
         checkpoints = Checkpoints({"training": training, "counter": counter}, tmp_path / "checkpoints")
-        for result in checkpoints.steps(training, 9, save_every=4, mirror_every=1):
+        for result in checkpoints.steps(training, 9, save_every=4, mirror_every=mirror_every):
             counter.value += 1
             steps.append(result.step)
 

@@ -33,6 +33,16 @@ def test_a_plan_is_printed_with_its_reason_and_written(files: list[str], capsys:
     assert [stage.layers for stage in pp.Plan.load("plan.toml").stages] == [("a",), ("b", "c")]
 
 
+def test_the_hosts_of_a_nested_plan_are_printed(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    pp.Topology([pp.Level("device", 1, bandwidth=1e9), pp.Level("host", 2, bandwidth=1e9)]).save("topology.toml")
+    assert main(["partition", *files, "--straight", "-o", "plan.toml"]) == 0
+    assert [line[:21] for line in capsys.readouterr().out.splitlines()[1:3]] == [
+        "0      1 on hosts 0  ",
+        "1      1 on hosts 1  ",
+    ]
+    assert [stage.hosts for stage in pp.Plan.load("plan.toml").stages] == [(0,), (1,)]
+
+
 def test_a_plan_is_printed_as_json(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["partition", *files, "--json", "--max-replicas=1"]) == 0
     plan = json.loads(capsys.readouterr().out)

@@ -59,6 +59,10 @@ def gpipe():
     return make_program(schedule="gpipe", recompute="none")
 
 
+def pinned():
+    return make_program(resources=lp.Resources(placement="pack"))
+
+
 def two():
     program = make_program()
     add(program, "others", stages=1)
@@ -125,6 +129,21 @@ def test_a_planned_program_trains(target: str, command: Command) -> None:
     done = command("launch", target, "--plan=plan.toml", "--mode=thread")
     assert done.returncode == 0, done.stderr
     assert "loss" in done.stdout and "stages/2" in done.stdout
+
+
+def test_replicas_go_to_the_hosts_that_the_plan_names(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    stages = tuple(replace(stage, replicas=2, hosts=("host-1", 0)) for stage in PLAN.stages)
+    replace(PLAN, stages=stages).save("plan.toml")
+    options = ["--plan=plan.toml", "--mode=multi_host", "--engine=kubernetes", "--image=train:1", "--dry-run"]
+    assert main(["launch", target, *options, "--hosts=2"]) == 0
+    nodes = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("stages/")][:4]
+    assert nodes == [["stages/0", "host-1"], ["stages/1", "host-0"], ["stages/2", "host-1"], ["stages/3", "host-0"]]
+    assert main(["launch", target, *options, "--hosts=1"]) == 3
+    assert "the plan names hosts that are not there: host 'host-1' for stages/0" in capsys.readouterr().err
+    assert main(["graph", target, "--plan=plan.toml"]) == 0
+    assert "· host host-1" in capsys.readouterr().out
+    assert main(["launch", f"{target}:pinned", *options, "--hosts=1"]) == 0  # the program says where
+    assert "plan.toml: stages: hosts: the program says itself where they go" in capsys.readouterr().err
 
 
 def test_what_of_the_plan_the_program_decides_otherwise_is_said(

@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc
 
 from lp_pipe import connections
-from lp_pipe.connections import Connection, Frame, grpc_stream, tcp_endpoint, tls
+from lp_pipe.connections import Connection, Frame, frames, grpc_stream, tcp_endpoint, tls
 from lp_pipe.connections.credentials import current_credentials
 
 WITHIN_S = 20.0
@@ -102,6 +102,14 @@ class Carrier:
 
 
 OpenCarrier = Callable[[str], Carrier]
+
+
+def assert_works(carrier: Carrier) -> None:
+    client, server = carrier.pair()
+    client.start()
+    server.start()
+    client.connection.send(Frame(frames.CALL, 1))
+    assert server.next().id == 1
 
 
 def raw_tls(endpoint: str) -> ssl.SSLSocket:

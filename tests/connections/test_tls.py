@@ -5,27 +5,21 @@ import dataclasses
 import errno
 import gc
 import os
-import pickle
 import queue
 import select
 import selectors
 import socket
 import ssl
 import struct
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-import psutil
 import pytest
 
-import lp_pipe as lp
 from lp_pipe import connections
 from lp_pipe.connections import Connection, Frame, PulledConnection, doorman, frames, reach, tls
 from lp_pipe.connections.credentials import (
@@ -39,28 +33,13 @@ from lp_pipe.connections.socket_connection import SocketConnection
 from lp_pipe.connections.tls_stream import client_context
 from lp_pipe.errors import Unauthenticated, Unavailable
 from lp_pipe.rpc import Server
-from tests.connections.carriers import WITHIN_S, Carrier, End, OpenCarrier, raw_tls
+from tests.connections.carriers import WITHIN_S, Carrier, End, OpenCarrier, assert_works, raw_tls
+from tests.connections.payloads import Mark, Target, call_frame
 
 
 @pytest.fixture
 def carrier(no_leaks: None, open_carrier: OpenCarrier) -> Carrier:
     return open_carrier("tls")
-
-
-def assert_works(carrier: Carrier) -> None:
-    client, server = carrier.pair()
-    client.start()
-    server.start()
-    client.connection.send(Frame(frames.CALL, 1))
-    assert server.next().id == 1
-
-
-def test_the_listener_says_which_port_it_got(carrier: Carrier) -> None:
-    scheme, host, port = carrier.listener.endpoint.split(":")
-    assert (scheme, host) == ("tls", carrier.host)
-    assert int(port) > 0
-    with pytest.raises(OSError, match="cannot listen at"):
-        connections.listen(carrier.listener.endpoint, print)  # two listeners never share a port
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here that takes IPv4 as well")
@@ -76,40 +55,7 @@ def test_a_listener_at_any_address_is_reached_by_both_internet_protocols(
             connection.close()
 
 
-def test_hosts_connect_by_a_name_that_is_not_the_address_that_was_bound(
-    no_leaks: None, run_credentials: Credentials
-) -> None:
-    accepted: queue.Queue[Connection] = queue.Queue()
-    with contextlib.closing(connections.listen("tls:localhost@0.0.0.0:0", accepted.put)) as listener:
-        assert listener.endpoint.startswith("tls:localhost:")
-        client = End(connections.connect(listener.endpoint)).start()
-        server = End(accepted.get(timeout=WITHIN_S)).start()
-        client.connection.send(Frame(frames.CALL, 1))
-        assert server.next().id == 1
-        client.connection.close()
-
-
 # Who may connect.
-
-
-class Target:
-    def add(self, item: object) -> None:
-        pass
-
-
-class Mark:
-    """Creates a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
-        return Path.touch, (self.path,)
-
-
-def call_frame(mark: Mark) -> bytes:
-    """What a client sends to call `add` with an argument that leaves a mark."""
-    return b"".join(frames.encode(Frame(frames.CALL, 1, "add", pickle.dumps(((mark,), {})))))
 
 
 @pytest.fixture
@@ -187,24 +133,6 @@ def test_without_the_runs_certificate_nothing_is_unpickled(
     assert server.calls == 0
 
 
-def test_raw_bytes_to_the_port_reach_nobody(server: Server) -> None:
-    for data in (os.urandom(5000), b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x00\x05" + os.urandom(500)):
-        with tcp(server) as sock:
-            sock.sendall(data)
-            everything(sock)
-    assert server.calls == 0
-    assert lp.list_methods(lp.CourierClient(server.endpoint, call_timeout=WITHIN_S)) == ["add"]
-
-
-def test_a_client_with_other_credentials_is_told_what_to_do_and_does_not_wait(server: Server) -> None:
-    use_credentials(generate_credentials())
-    with pytest.raises(Unauthenticated, match=r"add\(\).*use_credentials\(\)"):
-        lp.CourierClient(server.endpoint, wait_for_ready=True).add(1, 2)
-    use_credentials(None)
-    with pytest.raises(Unauthenticated, match="no credentials"):
-        lp.CourierClient(server.endpoint, wait_for_ready=True).add(1, 2)
-
-
 def test_a_client_whose_certificate_the_listener_does_not_know_is_told_so(
     server: Server, run_credentials: Credentials
 ) -> None:
@@ -229,21 +157,6 @@ def test_who_does_not_answer_is_unavailable(
     monkeypatch.setattr(tls, "_CONNECT_PATIENCE_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as listening, pytest.raises(Unavailable, match=r"within 0\.2 s"):
         connections.connect(f"tls:127.0.0.1:{listening.getsockname()[1]}")
-
-
-def test_a_listener_needs_credentials(no_leaks: None) -> None:
-    with pytest.raises(Unauthenticated, match="use_credentials"):
-        connections.listen("tls:127.0.0.1:0", print)
-
-
-@pytest.mark.parametrize("token", ["wrong", ""])
-def test_a_certificate_alone_is_not_enough(carrier: Carrier, run_credentials: Credentials, token: str) -> None:
-    use_credentials(dataclasses.replace(run_credentials, token=token))
-    with pytest.raises(Unauthenticated, match="token"):
-        carrier.connect()
-    assert carrier.accepted.empty()
-    use_credentials(run_credentials)
-    assert_works(carrier)
 
 
 # Strangers who take their time.
@@ -331,76 +244,6 @@ def test_who_is_refused_and_never_stops_sending_has_to_let_the_others_pass(run_c
 # What a peer costs that is slow, or lost.
 
 
-def test_a_peer_that_does_not_read_costs_bounded_memory(carrier: Carrier) -> None:
-    client, server = carrier.pair()
-    client.start()
-    is_free = threading.Event()
-    got: queue.Queue[int] = queue.Queue()
-
-    def on_frame(frame: Frame) -> None:
-        is_free.wait(WITHIN_S)
-        got.put(frame.id)
-
-    server.connection.start(on_frame, server.reasons.put)
-    before = psutil.Process().memory_info().rss
-    data = b"x" * (1 << 20)
-    sent: queue.Queue[int] = queue.Queue()
-
-    def send() -> None:
-        for number in range(200):
-            client.connection.send(Frame(frames.CALL, number, "", b"", [data]))
-            sent.put(number)
-
-    sending = threading.Thread(target=send)
-    sending.start()
-    with pytest.raises(queue.Empty):
-        while True:
-            sent.get(timeout=0.5)
-    assert psutil.Process().memory_info().rss - before < 64 << 20  # of 200 MiB
-    is_free.set()
-    assert [got.get(timeout=WITHIN_S) for _ in range(200)] == list(range(200))
-    sending.join(WITHIN_S)
-
-
-def test_both_ends_send_at_once_and_more_than_the_network_holds(carrier: Carrier) -> None:
-    client, server = carrier.pair()
-    client.start()
-    server.start()
-    data = os.urandom(1 << 20) * 30
-
-    def send(end: End) -> None:
-        for number in range(3):
-            end.connection.send(Frame(frames.CALL, number, "", b"", [data]))
-
-    threads = [threading.Thread(target=send, args=(end,)) for end in (client, server)]
-    for thread in threads:
-        thread.start()
-    for end in (client, server):
-        for number in range(3):
-            frame = end.next()
-            assert (frame.id, frame.buffers[0]) == (number, data)
-    for thread in threads:
-        thread.join(WITHIN_S)
-
-
-def test_what_was_sent_before_the_close_arrives_although_the_peer_is_slow(carrier: Carrier) -> None:
-    client, server = carrier.pair()
-    client.start()
-    got: list[int] = []
-
-    def on_frame(frame: Frame) -> None:
-        time.sleep(0.02)  # the slow peer itself
-        got.append(frame.id)
-
-    server.connection.send(Frame(frames.CALL, 7, "", b"x" * 10_000))  # which nobody will read
-    for number in range(50):
-        client.connection.send(Frame(frames.CALL, number, "", b"x" * 10_000))
-    client.connection.close("all sent")
-    server.connection.start(on_frame, server.reasons.put)
-    assert server.reason() == "all sent"
-    assert got == list(range(50))
-
-
 def test_what_was_sent_before_the_close_arrives_although_a_wait_was_interrupted(carrier: Carrier) -> None:
     # As a channel's sender closes: the interruption ended the reading in the background, so that what the peer sent
     # afterwards (credits) came to a closed socket, and took back what was still on its way to the peer.
@@ -442,30 +285,6 @@ def test_a_wait_can_be_interrupted_while_a_peer_that_does_not_read_keeps_a_sende
     server.start()
     assert server.next().id == 1
     sending.join(WITHIN_S)
-
-
-def test_a_process_that_closes_and_exits_is_understood(carrier: Carrier, run_credentials: Credentials) -> None:
-    source = """
-        import sys
-        from lp_pipe import connections
-        from lp_pipe.connections import Frame, credentials, frames
-        credentials.use_credentials(credentials.Credentials.from_bytes(sys.stdin.buffer.read()))
-        connection = connections.connect(sys.argv[1])
-        connection.start(print, lambda reason: None)
-        connection.send(Frame(frames.CALL, 5, "", b"x" * 1_000_000))
-        if sys.argv[2] == "close":
-            connection.close("that was all")
-    """
-    for how, reason in (("close", "that was all"), ("exit", "ended")):
-        command = [sys.executable, "-c", textwrap.dedent(source), carrier.endpoint, how]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as peer:
-            assert peer.stdin is not None and peer.stderr is not None
-            with peer.stdin:
-                peer.stdin.write(run_credentials.to_bytes())
-            server = carrier.accept().start()
-            assert (peer.stderr.read(), peer.wait(WITHIN_S)) == (b"", 0)
-        assert reason in server.reason()
-        assert how == "exit" or server.next().id == 5
 
 
 @pytest.mark.skipif(not reach.IS_SUPPORTED, reason="this system does not say when something was acknowledged")
@@ -562,35 +381,8 @@ def test_a_peer_that_reads_nothing_for_long_is_within_reach(carrier: Carrier) ->
     sending.join(WITHIN_S)
 
 
-def test_nothing_is_left_after_closing(no_leaks: None, open_carrier: OpenCarrier) -> None:
-    def rounds(number: int) -> int:
-        for _ in range(number):
-            with contextlib.closing(open_carrier("tls")) as carrier:
-                client, server = carrier.pair()
-                client.start()
-                server.start()
-                client.connection.close()
-                assert server.reason()
-        return psutil.Process().num_fds()
-
-    before = rounds(3)
-    assert rounds(20) - before < 10
-
-
 def test_a_certificate_is_never_in_a_file_that_others_can_read(run_credentials: Credentials) -> None:
     client_context.__globals__["_contexts"].cache_clear()
     names = set(os.listdir(os.environ.get("TMPDIR", "/tmp")))
     client_context(run_credentials)
     assert set(os.listdir(os.environ.get("TMPDIR", "/tmp"))) == names
-
-
-@pytest.mark.slow
-def test_a_gibibyte_goes_as_one_buffer(carrier: Carrier) -> None:
-    client, server = carrier.pair()
-    client.start()
-    server.start()
-    data = bytearray(1 << 30)
-    data[-1] = 7
-    client.connection.send(Frame(frames.CALL, 1, "", b"", [data]))
-    (buffer,) = server.next().buffers
-    assert (len(buffer), buffer[-1]) == (1 << 30, 7)

@@ -1,5 +1,6 @@
 """Which host each node gets: groups go over all hosts in blocks, and what does not fit is refused in words."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,46 @@ def test_a_group_may_name_its_host() -> None:
     assert names(nodes, hosts(host("a"), host("b"))) == ["b", "b", "a"]
     with pytest.raises(ValueError, match="group 'stages' must run on host 'c', which is not one of a, b"):
         names(group("stages", 2, host="c"), hosts(host("a"), host("b")))
+
+
+def planned_on(label: str, *wanted: int | str | None, **resources: Any) -> list[NodeSpec]:
+    nodes = group(label, len(wanted), **resources)
+    for spec, one in zip(nodes, wanted, strict=True):
+        node: lp.PyNode = lp.PyNode(print)
+        node.planned_host = one
+        nodes[spec.index] = dataclasses.replace(spec, node=node)
+    return nodes
+
+
+def test_a_plan_may_name_the_host_of_each_node_or_its_place() -> None:
+    two = hosts(host("a"), host("b"))
+    assert names(planned_on("stages", 0, 1, 0, 1), two) == ["a", "b", "a", "b"]
+    beside = group("logs", 4, colocate_with="stages")
+    assert names([*beside, *planned_on("stages", "b", "b", "a", None)], two) == ["b", "b", "a", "a", "b", "b", "a", "a"]
+
+
+def test_hosts_of_a_plan_that_are_not_there_are_all_named() -> None:
+    nodes = planned_on("stages", 0, 2, "c", 2)
+    with pytest.raises(ValueError, match=r"host 2 for stages/1, stages/3; host 'c' for stages/2. There are 0: a, 1: b"):
+        names(nodes, hosts(host("a"), host("b")))
+
+
+def test_a_planned_host_without_room_is_refused() -> None:
+    both = hosts(host("a", gpus=1), host("b", gpus=4))
+    assert names(planned_on("stages", 1, 1, 0, gpus=1), both) == ["b", "b", "a"]
+    with pytest.raises(ValueError, match=r"a: 0 of 1 GPUs.*\(the plan names host 'a' for stages/1\)"):
+        names(planned_on("stages", 0, 0, gpus=1), both)
+
+
+def test_what_a_program_says_of_hosts_comes_before_a_plan() -> None:
+    both = hosts(host("a"), host("b"))
+    assert names(planned_on("stages", 0, 7, host="b"), both) == ["b", "b"]
+    assert names(planned_on("stages", 1, 1, placement="spread"), both) == ["a", "b"]
+
+
+def test_when_a_host_is_lost_its_planned_nodes_go_where_there_is_room() -> None:
+    both = hosts(host("a"), host("b"))
+    assert again(planned_on("stages", 0, 1), both, "b") == [("a", ())]
 
 
 def test_a_group_may_want_labels_of_its_hosts() -> None:

@@ -1,11 +1,15 @@
 """The links between hosts become a topology."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import lp_pipe.pipeline as pp
 from lp_pipe.cli.main import main
+from lp_pipe.pipeline import link_profile
 from lp_pipe.pipeline.link_profile import Link
 
 
@@ -21,6 +25,37 @@ def test_without_links_or_devices_there_is_no_topology() -> None:
         pp.topology_of([], 1)
     with pytest.raises(pp.PartitionError, match=r"levels\[0\].count"):
         pp.topology_of([Link("a", "a", 1e-6, 4e9)], 0)
+
+
+class OtherProbe:
+    """Its calls end only when one of each kind runs at the same time."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self._pool = pool
+        self._both = threading.Barrier(2, timeout=10)
+        self.moved = 0
+        self.futures = self
+
+    def take(self, data: Any) -> Any:
+        return self._pool.submit(self._meet, data.nbytes) if data.nbytes > 1 else None
+
+    def give(self, size: int) -> Any:
+        return self._pool.submit(self._meet, size)
+
+    def _meet(self, size: int) -> None:
+        self._both.wait()
+        self.moved += size
+
+
+def test_bandwidth_is_that_of_both_ways_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    # One way alone was measured, where the cost model counts what a device sends and receives together.
+    monkeypatch.setattr(link_profile, "_median_s", lambda call, times: [call(), 0.5][-1])
+    with ThreadPoolExecutor(2) as pool:
+        other = OtherProbe(pool)
+        latency, bandwidth = link_profile.Probe().measure(other)
+    sizes = 2 * 16 * 2**20
+    assert other.moved == 2 * sizes  # once to warm up, once measured
+    assert (latency, bandwidth) == (0.25, sizes / 1e-9)  # all of the half second was latency
 
 
 @pytest.mark.slow

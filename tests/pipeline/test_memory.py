@@ -6,6 +6,7 @@ import pytest
 from torch import Tensor, nn
 
 import lp_pipe.pipeline as pp
+from lp_pipe.pipeline.partitioning.cost import Memory
 from tests.pipeline.plain_loop import PlainLoop, adam, assert_same_state, launched, launched_many, random_batches
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -74,6 +75,30 @@ def test_an_asynchronous_stage_holds_its_activations_and_older_weights(
         assert stage.weight_version_bytes == (count - 1) * parameters
     assert first.activation_bytes == 2 * LAYERS * ACTIVATION
     assert (last.stash_bytes, last.activation_bytes) == ((LAYERS + 1) * ACTIVATION,) * 2
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_replicas_hold_what_plans_count_of_them(recompute: str) -> None:
+    """A plan once counted stages, not devices: with replicas 1, 3 and 1 it knew of three of the first one's five."""
+    schedules, replicas, microbatches = ["gpipe", "1f1b", "pipedream", "pipedream_2bw"], [1, 3, 1], 15
+    model = pp.Model([pp.Layer(block) for _ in replicas], loss, adam)
+    batches = random_batches([microbatches * ROWS] * 3, WIDTH)
+    shared = {"stages": [1, 2], "replicas": replicas, "microbatches": microbatches, "recompute": recompute}
+    pipelines = [(model, batches, {"schedule": schedule, **shared}) for schedule in schedules]
+    with launched_many("thread", pipelines) as clients:
+        for client in clients:
+            client.step()  # in which recomputed layers keep copies, until it is known that they do not write to them
+        found = {schedule: client.profile_memory(2) for schedule, client in zip(schedules, clients, strict=True)}
+    for schedule, stages in found.items():
+        memory = Memory(0.0, 0.0, schedule, recompute, microbatches)
+        for stage in stages:
+            waiting = memory.waiting_on(replicas[stage.worker], sum(replicas[stage.worker + 1 :]))
+            entering = ACTIVATION if stage.worker else 0  # the first stage's inputs are the batch
+            held = ACTIVATION + (entering if recompute == "none" else 0)  # a Linear saves its input, a plan its output
+            counted = memory.needed(0, held, entering, waiting)
+            where = (schedule, stage.worker, stage.replica)
+            assert (*where, stage.activation_bytes) == (*where, counted)
+            assert (*where, stage.weight_version_bytes) == (*where, (waiting.versions - 1) * stage.parameter_bytes)
 
 
 def test_recompute_keeps_the_inputs_of_all_and_the_activations_of_one() -> None:

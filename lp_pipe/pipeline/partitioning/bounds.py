@@ -20,24 +20,35 @@ def work(states: int, levels: tuple[Level, ...], memory: Memory | None) -> float
         is_top = depth == len(levels)
         inner, devices = devices, devices * level.count
         pairs = states**2 / 2 if is_top else states**3 / 6
-        tables = 1.0
-        if memory is not None:
-            all_devices = int(np.prod([level.count for level in levels]))
-            behind = 1 if is_top else min(all_devices, states)
-            tables = behind * min(devices, states) * min(inner, states)
-        # Each call of numpy costs as much as some thousand numbers.
-        total += tables * (pairs * level.count**2 / 2 + 2000 * states * level.count)
+        if memory is None:
+            counts = [1] * level.count
+        else:
+            # By devices used, and by those behind: how many of them the first stage may have with r replicas.
+            tables = 1 if is_top else _behind(levels, depth)
+            used = np.arange(1, devices + 1)
+            counts = [tables * int(np.minimum(used // r, inner).sum()) for r in range(1, level.count + 1)]
+        for r, count in enumerate(counts, start=1):
+            columns = 1 if memory is not None and depth == 1 else level.count - r + 1
+            # Each call of numpy costs as much as some thousand numbers.
+            total += count * (pairs * columns + 2000 * states)
         if is_top and memory is None and depth == 1:
-            total -= pairs * level.count**2 / 2  # of which a window is enough
+            total -= pairs * level.count * (level.count + 1) / 2  # of which a window is enough
     return total
+
+
+def _behind(levels: tuple[Level, ...], depth: int) -> int:
+    """How many different numbers of devices may be behind for each replica that the levels above `depth` make."""
+    devices, copies = (int(np.prod([level.count for level in some])) for some in (levels, levels[depth:]))
+    return sum(-(-devices // replicas) for replicas in range(1, copies + 1))
 
 
 def affordable(states: int, most: int, levels: tuple[Level, ...], memory: Memory | None) -> int | None:
     """How many states, of `most` that are each within the next, can be searched in seconds; None: all `states` can."""
-    if work(states, levels, memory) <= _MOST_WORK:
+    most_work = _MOST_WORK if memory is None else 2 * _MOST_WORK  # in tables so small that they take no longer
+    if work(states, levels, memory) <= most_work:
         return None
     count = most
-    while count > 2 and work(count, levels, memory) > _MOST_WORK:
+    while count > 2 and work(count, levels, memory) > most_work:
         count = max(2, int(count * 0.95))
     return count
 

@@ -41,15 +41,27 @@ class CostModel(NamedTuple):
         """Seconds per micro-batch on a side of the boundary that has so many replicas."""
         return (2 * crossing / level.bandwidth + 2 * level.latency * (crossing > 0)) / replicas
 
+    def message(self, crossing: float, level: Level) -> float:
+        """Seconds of one way over a boundary: half of the bandwidth is for the other way, whether or not it is used."""
+        return 2 * crossing / level.bandwidth + level.latency * (crossing > 0)
+
+
+class Waiting(NamedTuple):
+    """What a replica of a stage holds at most: micro-batches that wait for their backward, and versions of its weights.
+
+    versions: with the newest.
+    """
+
+    microbatches: Values
+    versions: Values
+
 
 class Memory(NamedTuple):
     """What a stage holds on each device, and how much it may.
 
     A stage's weights with what the optimizer keeps for them, and the activations of the micro-batches that wait for
-    their backward: with 1F1B as many as there are stages from this one to the last, with GPipe all. Asynchronous 1F1B
-    has a version of the weights for each of them, PipeDream-2BW two. A recomputed stage
-    keeps only its input of each, and all activations of one while that runs again. With recompute "auto" a stage is
-    recomputed where it would not fit otherwise.
+    their backward. A recomputed stage keeps only its input of each, and all activations of one while that runs again.
+    With recompute "auto" a stage is recomputed where it would not fit otherwise.
     """
 
     limit: float
@@ -58,31 +70,51 @@ class Memory(NamedTuple):
     recompute: str
     microbatches: int
 
-    def needed(self, parameters: Values, activations: Values, entering: Values, stages_from_here: int) -> Values:
+    def waiting(self, behind: Values, own: int) -> Waiting:
+        """Of a replica with `own` of a step's micro-batches, and so many devices for each replica in later stages.
+
+        1F1B keeps all devices from a stage on busy: each replica has its share of their micro-batches, rounded up
+        (schedule/updates.py: in_flight). The asynchronous schedules are never drained, so that a step's number of
+        micro-batches is no limit; PipeDream has a version of the weights for each, 2BW two.
+        """
+        return {
+            "gpipe": Waiting(own, 1),
+            "1f1b": Waiting(np.minimum(1 + behind, own), 1),
+            "pipedream": Waiting(1 + behind, 1 + behind),
+            "pipedream_2bw": Waiting(1 + behind, 2),
+        }[self.schedule]
+
+    def waiting_on(self, replicas: int, devices_behind: Values) -> Waiting:
+        """Of a stage with so many replicas, and so many devices in all later stages together."""
+        return self.waiting(-(-devices_behind // replicas), -(-self.microbatches // replicas))
+
+    def alike(self, behind: int, own: int, devices: int) -> tuple[int, int]:
+        """Numbers with which `waiting` says the same of any stages on so many devices; wherever possible the same."""
+        if self.schedule == "gpipe":
+            return 0, own
+        if self.schedule in ASYNCHRONOUS:
+            return behind, 0
+        own = min(own, behind + devices)
+        return min(behind, own - 1), own
+
+    def needed(self, parameters: Values, activations: Values, entering: Values, waiting: Waiting) -> Values:
         """Bytes of a stage's device; with recompute "auto" in the way that needs less.
 
         entering: bytes that cross the boundary before the stage.
         """
-        kept = self.kept(parameters, activations, stages_from_here)
+        kept = self.kept(parameters, activations, waiting)
         if self.recompute == "none":
             return kept
-        waiting = self._waiting(stages_from_here) * entering
-        again = parameters * self._copies(stages_from_here) + waiting + activations
+        again = parameters * self._copies(waiting) + waiting.microbatches * entering + activations
         return again if self.recompute == "full" else np.minimum(kept, again)
 
-    def kept(self, parameters: Values, activations: Values, stages_from_here: int) -> Values:
+    def kept(self, parameters: Values, activations: Values, waiting: Waiting) -> Values:
         """Bytes of a stage's device where nothing is recomputed."""
-        return parameters * self._copies(stages_from_here) + self._waiting(stages_from_here) * activations
+        return parameters * self._copies(waiting) + waiting.microbatches * activations
 
-    def _copies(self, stages_from_here: int) -> float:
+    def _copies(self, waiting: Waiting) -> Values:
         """Of the parameters: the versions that are in use, and what the optimizer keeps."""
-        versions = {"pipedream": stages_from_here, "pipedream_2bw": 2}.get(self.schedule, 1)
-        return versions + self.optimizer_bytes_per_parameter_byte
-
-    def _waiting(self, stages_from_here: int) -> int:
-        if self.schedule in ASYNCHRONOUS:  # never drained, so that a step's number of micro-batches is no limit
-            return stages_from_here
-        return self.microbatches if self.schedule == "gpipe" else min(stages_from_here, self.microbatches)
+        return waiting.versions + self.optimizer_bytes_per_parameter_byte
 
 
 def checked_model(cost_model: str) -> CostModel:

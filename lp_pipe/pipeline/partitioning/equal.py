@@ -4,6 +4,7 @@ import numpy as np
 
 from lp_pipe.pipeline.partitioning.bounds import affordable, evenly, flat, lower_bound
 from lp_pipe.pipeline.partitioning.cost import CostModel, Memory
+from lp_pipe.pipeline.partitioning.hosts import hosts_of
 from lp_pipe.pipeline.partitioning.pricing import Priced, priced, recomputed
 from lp_pipe.pipeline.partitioning.profile import Profile
 from lp_pipe.pipeline.partitioning.search import Search
@@ -36,10 +37,12 @@ class EqualDevices:
         levels = self._levels
         upper = self._upper(states, levels, max_replicas) if memory is None and len(levels) == 1 else np.inf
         search = Search(states, levels, self._model, max_replicas, memory, upper)
-        if not np.isfinite(search.seconds()[-1]):
+        if not np.isfinite(search.seconds()):
             return None
-        parts = search.parts(levels[-1].count)
-        return priced(parts, states, levels, self._model, recomputed(parts, states, memory, self._recompute))
+        parts = search.parts()
+        again = recomputed(parts, states, memory, self._recompute)
+        stages = priced(parts, states, levels, self._model, again)
+        return [stage._replace(hosts=hosts) for stage, hosts in zip(stages, hosts_of(parts, levels), strict=True)]
 
     def lower_bound(self, states: States, profile: Profile, max_replicas: int) -> float:
         """Seconds that no plan beats, where not all cuts could be searched."""
@@ -48,15 +51,15 @@ class EqualDevices:
             one_level = (flat(self._levels),)
             upper = self._upper(states, one_level, max_replicas)
             search = Search(states, one_level, self._model, max_replicas, upper=upper)
-            bound = max(bound, search.seconds()[-1])
+            bound = max(bound, search.seconds())
         return bound
 
     def _upper(self, states: States, levels: tuple[Level, ...], max_replicas: int) -> float:
         """Seconds of a plan that is found fast: without replicas, and with few places to cut."""
         if states.count <= _WINDOWED:
             return np.inf
-        straight = Search(states, levels, self._model, 1).seconds()[-1] * _ROUNDING
+        straight = Search(states, levels, self._model, 1).seconds() * _ROUNDING
         if max_replicas == 1:
             return straight
         few = states.only(evenly(states.count, _WINDOWED))
-        return min(straight, Search(few, levels, self._model, max_replicas, upper=straight).seconds()[-1] * _ROUNDING)
+        return min(straight, Search(few, levels, self._model, max_replicas, upper=straight).seconds() * _ROUNDING)

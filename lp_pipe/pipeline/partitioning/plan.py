@@ -17,6 +17,7 @@ from lp_pipe.pipeline.partitioning.fields import (
 )
 
 _SECONDS = ("predicted_seconds", "boundary_seconds")
+_OF_A_STAGE = (*_SECONDS, "recompute", "devices", "hosts")
 _OPTIONAL = ("slowest_seconds", "proven_gap", "reason", "runners_up", "schedule", "microbatches", "step_seconds")
 
 
@@ -26,6 +27,7 @@ class PlannedStage:
 
     recompute: "none" or "full", which keeps its inputs only; None: the plan does not say.
     devices: which ones of the topology, by their place in its `speeds`; empty where they are all alike.
+    hosts: of each replica, by name or by place among the hosts of a launch, from 0; empty: wherever there is room.
     """
 
     layers: tuple[str, ...]
@@ -34,6 +36,7 @@ class PlannedStage:
     boundary_seconds: float = 0.0
     recompute: str | None = None
     devices: tuple[int, ...] = ()
+    hosts: tuple[int | str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,9 @@ def _lines(plan: Plan, prefix: str) -> Iterator[str]:
             yield f"recompute = {toml_string(stage.recompute)}"
         if stage.devices:
             yield f"devices = {list(stage.devices)}"
+        if stage.hosts:
+            names = ", ".join(toml_string(host) if isinstance(host, str) else str(host) for host in stage.hosts)
+            yield f"hosts = [{names}]  # of each replica: a name, or its place among the hosts of the launch, from 0"
         yield "layers = ["
         yield from (f"    {toml_string(name)}," for name in stage.layers)
         yield "]"
@@ -158,7 +164,7 @@ def _lines(plan: Plan, prefix: str) -> Iterator[str]:
 
 
 def _stage(table: Any, where: str) -> PlannedStage:
-    check_keys(table, required=("layers", "replicas"), optional=(*_SECONDS, "recompute", "devices"), where=where)
+    check_keys(table, required=("layers", "replicas"), optional=_OF_A_STAGE, where=where)
     layers = table["layers"]
     if not isinstance(layers, list) or not layers or not all(isinstance(name, str) for name in layers):
         raise PartitionError(f"{where}: layers: a list with the names of at least one layer is needed, not {layers!r}")
@@ -168,7 +174,12 @@ def _stage(table: Any, where: str) -> PlannedStage:
         raise PartitionError(f"{where}: recompute: {recompute!r}: a stage has 'none' or 'full'")
     replicas = checked_count(table["replicas"], f"{where}: replicas")
     return PlannedStage(
-        tuple(layers), replicas, **seconds, recompute=recompute, devices=_devices(table, replicas, where)
+        tuple(layers),
+        replicas,
+        **seconds,
+        recompute=recompute,
+        devices=_devices(table, replicas, where),
+        hosts=_hosts(table, replicas, where),
     )
 
 
@@ -179,6 +190,22 @@ def _devices(table: dict[str, Any], replicas: int, where: str) -> tuple[int, ...
     if len(devices) not in (0, replicas):
         raise PartitionError(f"{where}: devices: there are {len(devices)} for {replicas} replicas")
     return tuple(devices)
+
+
+def _hosts(table: dict[str, Any], replicas: int, where: str) -> tuple[int | str, ...]:
+    hosts = table.get("hosts", [])
+    if not isinstance(hosts, list) or not all(_is_host(host) for host in hosts):
+        raise PartitionError(
+            f"{where}: hosts: a list with a name or a whole number of at least 0 for each replica is needed, not "
+            f"{hosts!r}"
+        )
+    if len(hosts) not in (0, replicas):
+        raise PartitionError(f"{where}: hosts: there are {len(hosts)} for {replicas} replicas")
+    return tuple(hosts)
+
+
+def _is_host(host: Any) -> bool:
+    return host != "" if isinstance(host, str) else type(host) is int and host >= 0
 
 
 def _tables(table: dict[str, Any], key: str, where: str) -> list[Any]:

@@ -21,7 +21,7 @@ from lp_pipe.pipeline.partitioning.profile import Profile
 from lp_pipe.pipeline.partitioning.reasons import reason, with_schedule_chosen
 from lp_pipe.pipeline.partitioning.states import States, states_of
 from lp_pipe.pipeline.partitioning.step_time import step_seconds
-from lp_pipe.pipeline.partitioning.thrift import thriftiest
+from lp_pipe.pipeline.partitioning.thrift import least_bytes, thriftiest
 from lp_pipe.pipeline.partitioning.topology import Topology
 from lp_pipe.pipeline.partitioning.unequal import ORDERS, UnequalDevices
 
@@ -153,14 +153,22 @@ class _Planner:
     def _check_memory(self, memory: Memory | None) -> None:
         if memory is None:
             return
-        needed = thriftiest(self._states, memory, self._topology.devices).bytes
+        needed = thriftiest(self._states, memory, self._topology.devices, self._max_replicas).bytes
         if needed > memory.limit:
-            again = ", recompute='auto'" if memory.recompute == "none" else ""
-            raise PartitionError(
-                f"memory: no plan fits: on {self._topology.devices} devices the fullest needs at least {needed:,.0f} "
-                f"bytes, {needed - memory.limit:,.0f} more than the topology's memory of "
-                f"{memory.limit:,.0f}; use more devices{again}, or smaller micro-batches"
-            )
+            raise self._too_little(memory, needed)
+
+    def _too_little(self, memory: Memory, needed: float) -> PartitionError:
+        """needed: what any plan on one level needs, and so on several."""
+        states, levels = self._states, self._topology.levels
+        can_search = self._devices.affordable(states.count, states.count, self._max_replicas, memory) is None
+        if len(levels) > 1 and can_search:
+            needed = least_bytes(states, levels, memory, self._max_replicas)
+        again = ", recompute='auto'" if memory.recompute == "none" else ""
+        return PartitionError(
+            f"memory: no plan fits: on {self._topology.devices} devices the fullest needs at least {needed:,.0f} "
+            f"bytes, {needed - memory.limit:,.0f} more than the topology's memory of "
+            f"{memory.limit:,.0f}; use more devices{again}, or smaller micro-batches"
+        )
 
     def _best(self, max_replicas: int, memory: Memory | None) -> tuple[list[Priced], States]:
         """The best stages, and the states they are between: fewer than there are, where all would take too long."""
@@ -169,6 +177,8 @@ class _Planner:
         stages = None
         if count is None:
             stages = self._devices.searched(states, max_replicas, memory)
+            if stages is None and memory is not None:
+                raise self._too_little(memory, memory.limit)
         else:
             kept = self._some_cuts(order, count, memory)
             for _ in range(_REFINEMENTS + 1):
@@ -188,7 +198,7 @@ class _Planner:
         """So many places to cut, among them those of a plan that fits, so that one is found where there is one."""
         if memory is None:
             return evenly(order.count, count)
-        thrifty = thriftiest(order, memory, self._topology.devices).cuts
+        thrifty = thriftiest(order, memory, self._topology.devices, self._max_replicas).cuts
         return sorted({*evenly(order.count, max(2, count - len(thrifty))), *thrifty})
 
     def _others(self, memory: Memory | None) -> list[Plan]:

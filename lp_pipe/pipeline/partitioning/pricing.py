@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import NamedTuple
 
-from lp_pipe.pipeline.partitioning.cost import CostModel, Memory
+from lp_pipe.pipeline.partitioning.cost import CostModel, Memory, Waiting
 from lp_pipe.pipeline.partitioning.plan import Plan, PlannedStage
 from lp_pipe.pipeline.partitioning.search import Part
 from lp_pipe.pipeline.partitioning.states import States
@@ -16,7 +17,7 @@ class Priced(NamedTuple):
     """A stage on devices, between two states, with its replicas over all levels.
 
     forward_s, backward_s: of one micro-batch on one replica. link_s: one way over the boundary before it.
-    exchange_s: an all-reduce of its replicas. devices: which, where they are unequal.
+    exchange_s: an all-reduce of its replicas. devices: which, where they are unequal. hosts: of each replica, if known.
     """
 
     start: int
@@ -30,6 +31,7 @@ class Priced(NamedTuple):
     exchange_s: float = 0.0
     is_recomputed: bool = False
     devices: tuple[int, ...] = ()
+    hosts: tuple[int, ...] = ()
 
     @property
     def timing(self) -> Timing:
@@ -39,15 +41,27 @@ class Priced(NamedTuple):
 Leaves = frozenset[tuple[int, int]]  # stages on devices, each by its two states
 
 
+class _Leaf(NamedTuple):
+    """A stage on devices, between two states, with its replicas over all levels."""
+
+    start: int
+    end: int
+    replicas: int
+
+
 def recomputed(parts: Sequence[Part], states: States, memory: Memory | None, recompute: str) -> Leaves:
     """The stages that run their forward again: all, none, or those that would not fit otherwise."""
     leaves = list(_leaves(parts))
     if recompute == "full":
-        return frozenset(leaves)
+        return frozenset((leaf.start, leaf.end) for leaf in leaves)
     if recompute == "none" or memory is None:
         return frozenset()
-    behind = enumerate(reversed(leaves), start=1)
-    return frozenset(leaf for count, leaf in behind if _kept(leaf, states, memory, count) > memory.limit)
+    waiting = _waiting([leaf.replicas for leaf in leaves], memory)
+    return frozenset(
+        (leaf.start, leaf.end)
+        for leaf, held in zip(leaves, waiting, strict=True)
+        if _kept(leaf.start, leaf.end, states, memory, held) > memory.limit
+    )
 
 
 def priced(
@@ -66,7 +80,7 @@ def priced(
         lifted = [_replicated(stage, part, states, level, model) for stage in inside]
         if place:
             lifted[0] = _with_side(lifted[0], model.boundary(states.crossing[part.start], part.replicas, level))
-            lifted[0] = lifted[0]._replace(link_s=float(model.boundary(states.crossing[part.start], 2, level)))
+            lifted[0] = lifted[0]._replace(link_s=model.message(float(states.crossing[part.start]), level))
         if place < len(parts) - 1:
             lifted[-1] = _with_side(lifted[-1], model.boundary(states.crossing[part.end], part.replicas, level))
         stages += lifted
@@ -84,6 +98,7 @@ def as_plan(stages: Sequence[Priced], states: States, order: Sequence[int], name
             stage.boundary_seconds,
             "full" if stage.is_recomputed else "none",
             stage.devices,
+            stage.hosts,
         )
         for stage in stages
     )
@@ -97,18 +112,10 @@ def slowest(stages: Sequence[Priced]) -> float:
 
 def fits(stages: Sequence[Priced], states: States, memory: Memory) -> bool:
     """Whether each stage keeps to the limit."""
+    waiting = _waiting([stage.replicas for stage in stages], memory)
     return all(
-        bytes_needed(stage, states, memory, len(stages) - place) <= memory.limit for place, stage in enumerate(stages)
+        _bytes_needed(stage, states, memory, held) <= memory.limit for stage, held in zip(stages, waiting, strict=True)
     )
-
-
-def bytes_needed(stage: Priced, states: States, memory: Memory, stages_from_here: int) -> float:
-    """Of each of the stage's devices."""
-    if not stage.is_recomputed:
-        return _kept((stage.start, stage.end), states, memory, stages_from_here)
-    parameters = states.parameters[stage.end] - states.parameters[stage.start]
-    activations = states.activations[stage.end] - states.activations[stage.start]
-    return float(memory.needed(parameters, activations, states.crossing[stage.start], stages_from_here))
 
 
 def with_runners_up(plan: Plan, others: Sequence[Plan]) -> Plan:
@@ -126,15 +133,31 @@ def _shape(plan: Plan) -> tuple[tuple[tuple[str, ...], int], ...]:
     return tuple((stage.layers, stage.replicas) for stage in plan.stages)
 
 
-def _leaves(parts: Sequence[Part]) -> Iterator[tuple[int, int]]:
+def _leaves(parts: Sequence[Part], copies: int = 1) -> Iterator[_Leaf]:
+    """copies: of the whole of them, over the levels above."""
     for part in parts:
-        yield from _leaves(part.inside) if part.inside else [(part.start, part.end)]
+        replicas = copies * part.replicas
+        yield from _leaves(part.inside, replicas) if part.inside else [_Leaf(part.start, part.end, replicas)]
 
 
-def _kept(leaf: tuple[int, int], states: States, memory: Memory, stages_from_here: int) -> float:
-    start, end = leaf
+def _waiting(replicas: Sequence[int], memory: Memory) -> list[Waiting]:
+    """Of each stage's replicas."""
+    from_here = reversed(list(accumulate(reversed(replicas))))
+    return [memory.waiting_on(own, total - own) for own, total in zip(replicas, from_here, strict=True)]
+
+
+def _bytes_needed(stage: Priced, states: States, memory: Memory, waiting: Waiting) -> float:
+    """Of each of the stage's devices."""
+    if not stage.is_recomputed:
+        return _kept(stage.start, stage.end, states, memory, waiting)
+    parameters = states.parameters[stage.end] - states.parameters[stage.start]
+    activations = states.activations[stage.end] - states.activations[stage.start]
+    return float(memory.needed(parameters, activations, states.crossing[stage.start], waiting))
+
+
+def _kept(start: int, end: int, states: States, memory: Memory, waiting: Waiting) -> float:
     parameters = states.parameters[end] - states.parameters[start]
-    return float(memory.kept(parameters, states.activations[end] - states.activations[start], stages_from_here))
+    return float(memory.kept(parameters, states.activations[end] - states.activations[start], waiting))
 
 
 def _alone(part: Part, states: States, again: Leaves) -> Priced:

@@ -5,23 +5,27 @@ On a level with D devices (or groups of them), from the last layer backwards:
     rest[s, e, d] = min over t, r of max(stage s..t with r replicas, its two sides of the boundaries, rest[t, e, d - r])
 
 for every end e, since the level above plans its stages with what this level takes for s..e on all its D devices. Where
-memory is limited there is one such table for each number of stages: what a stage stashes depends on how many follow it.
+memory is limited there is one such table for each number of devices that are used: of all levels, since what a replica
+holds depends on how many devices work behind it.
 
 Source: PipeDream (Narayanan et al., SOSP 2019), section 3.1; here with both sides of a boundary, and idle devices.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
-from lp_pipe.pipeline.partitioning.cost import CostModel, Memory, Values
+from lp_pipe.pipeline.partitioning.cost import CostModel, Memory, Values, Waiting
 from lp_pipe.pipeline.partitioning.states import Floats, States
 from lp_pipe.pipeline.partitioning.topology import Level
 
 _PAIRS = 20_000  # of an end and a number of replicas, at once: what the cache holds
 _ROUNDING = 1e-6
-_ANY = 0  # in place of a number of stages, where that does not matter
+_ANY = 0  # in place of a number of devices, where that does not matter
+
+
+OnADevice = Callable[[States, Memory | None, Waiting], Floats]  # by [start, end] of a stage that holds so much
 
 
 class Part(NamedTuple):
@@ -41,17 +45,23 @@ class _Table(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Which tables: of how many levels, of at most so many replicas, with so many stages behind (0 where no matter)."""
+    """Which tables: of how many levels, of at most so many replicas.
+
+    Where memory is limited, in one of the replicas that the levels above make of these: how many devices for each of
+    them work behind it, rounded up, and how many micro-batches of a step it has. Both 0 where that does not matter.
+    """
 
     depth: int
     replicas: int
     behind: int
+    own: int
 
 
 class Search:
     """One search, with all its tables.
 
     max_replicas: of a stage, over all levels. upper: seconds that a plan is known for; slower ones are left out.
+    on_a_device: what the search minimises, of a stage there; default: its seconds.
     """
 
     def __init__(
@@ -62,94 +72,113 @@ class Search:
         max_replicas: int,
         memory: Memory | None = None,
         upper: float = np.inf,
+        on_a_device: OnADevice | None = None,
     ) -> None:
         self._states = states
         self._levels = levels
         self._model = model
         self._memory = memory
         self._upper = upper
+        self._on_a_device = on_a_device if on_a_device is not None else device_seconds
         self._devices = [int(np.prod([level.count for level in levels[:depth]])) for depth in range(len(levels) + 1)]
         self._tables: dict[_Place, dict[int, _Table]] = {}
-        self._bottom: dict[int, dict[int, Floats]] = {}
+        self._bottom: dict[Waiting, Floats] = {}
         # What a group computes in the time that a plan is known for; 0 where no layer takes any.
         of_group = max(upper * self._devices[-2], np.finfo(np.float64).tiny)
         self._least_groups = np.ceil((states.compute[-1] - states.compute) / of_group - _ROUNDING).astype(int)
         self._least_groups_before = np.ceil(states.compute / of_group - _ROUNDING).astype(int)
-        self._top = self._place(len(levels), max_replicas, 0)
+        self._top = self._place(len(levels), max_replicas, 0, memory.microbatches if memory is not None else 0)
 
-    def seconds(self) -> list[float]:
-        """The slowest stage or boundary of the best plan on at most 1, 2, … groups of the outermost level; or inf."""
-        tables = self._solved(self._top).values()
-        return [
-            float(min(table.whole[0, 0, count] for table in tables)) for count in range(1, self._count(self._top) + 1)
-        ]
+    def seconds(self) -> float:
+        """The slowest stage or boundary of the best plan; or inf."""
+        return min(float(table.whole[0, 0, -1]) for table in self._solved(self._top).values())
 
-    def parts(self, groups: int) -> list[Part]:
-        """The best plan on at most so many groups of the outermost level, with as few of them as that takes."""
+    def parts(self) -> list[Part]:
+        """The best plan, with as few groups of the outermost level as that takes."""
         tables = self._solved(self._top)
-        stages = min(tables, key=lambda count: float(tables[count].whole[0, 0, groups]))
-        return self._traced(self._top, stages, 0, self._states.count - 1, groups)
+        used = min(tables, key=lambda count: float(tables[count].whole[0, 0, -1]))
+        return self._traced(self._top, used, 0, self._states.count - 1)
 
-    def _place(self, depth: int, replicas: int, behind: int) -> _Place:
-        return _Place(depth, min(replicas, self._devices[depth]), behind)
+    def _place(self, depth: int, replicas: int, behind: int, own: int) -> _Place:
+        replicas = min(replicas, self._devices[depth])
+        if self._memory is None:
+            return _Place(depth, replicas, 0, 0)
+        return _Place(depth, replicas, *self._memory.alike(behind, own, self._devices[depth]))
+
+    def _below(self, place: _Place, replicas: int, behind: int) -> _Place:
+        """Inside of a stage with so many replicas on this level, and so many devices behind it on this level.
+
+        To round up level by level is the same as to divide by all replicas and round up once.
+        """
+        behind = -(-(place.behind + behind) // replicas)
+        return self._place(place.depth - 1, place.replicas // replicas, behind, -(-place.own // replicas))
 
     def _count(self, place: _Place) -> int:
         return self._levels[place.depth - 1].count
 
+    def _left(self, place: _Place, groups: int, replicas: int) -> int:
+        """Which column of the tables is for as many groups less; negative: there are too few.
+
+        Of groups that are devices so many as are used are needed: such tables have one column.
+        """
+        return 0 if self._memory is not None and place.depth == 1 else groups - replicas
+
     def _solved(self, place: _Place) -> dict[int, _Table]:
-        """The tables by number of stages."""
+        """The tables by number of devices used."""
         if place in self._tables:
             return self._tables[place]
         n, devices = self._states.count, self._count(place)
         ends = 1 if place == self._top else n
         tables = self._tables[place] = {}
-        most = min(self._devices[place.depth], n - 1)
-        for stages in [_ANY] if self._memory is None else range(1, most + 1):
-            shape = (n, ends, devices + 1)
-            tables[stages] = _Table(np.full(shape, np.inf), np.full(shape, np.inf))
-            options = list(self._options(place, stages))
+        most = min(self._devices[place.depth], (n - 1) * place.replicas)
+        for used in [_ANY] if self._memory is None else range(1, most + 1):
+            shape = (n, ends, self._left(place, devices, 0) + 1)
+            tables[used] = _Table(np.full(shape, np.inf), np.full(shape, np.inf))
+            options = list(self._options(place, used))
             for start in reversed(range(n - 1)):
-                if place == self._top and stages == _ANY and self._upper < np.inf:
+                if place == self._top and used == _ANY and self._upper < np.inf:
                     self._fill_window(place, start, [inside for _, _, inside in options])
                     continue
                 for first, replicas, inside in options:
-                    self._fill(place, stages, start, first, replicas, inside)
+                    self._fill(place, used, start, first, replicas, inside)
         return tables
 
-    def _options(self, place: _Place, stages: int) -> Iterator[tuple[int, int, Floats]]:
-        """For the first stage of this level: its own stages, its replicas, and what it takes inside."""
+    def _options(self, place: _Place, used: int) -> Iterator[tuple[int, int, Floats]]:
+        """For the first stage of this level: its devices, its replicas, and what it takes inside.
+
+        used: devices of it and of what is behind it on this level.
+        """
         for replicas in range(1, min(self._count(place), place.replicas) + 1):
-            for first in [_ANY] if stages == _ANY else range(1, stages + 1):
-                below = self._place(place.depth - 1, place.replicas // replicas, place.behind + stages - first)
-                inside = self._inside(below)
-                if first in inside:
-                    yield first, replicas, inside[first]
+            for first in [_ANY] if used == _ANY else range(replicas, used + 1, replicas):
+                inside = self._inside(self._below(place, replicas, used - first))
+                if first // replicas in inside:
+                    yield first, replicas, inside[first // replicas]
 
     def _inside(self, place: _Place) -> dict[int, Floats]:
-        """Seconds by [start, end], by number of stages, that a stage takes on all devices of the levels below."""
+        """Seconds by [start, end], by number of devices used, that a stage takes on all devices of the levels below."""
         if place.depth == 0:
-            return self._on_a_device(place.behind)
-        return {stages: table.whole[:, :, -1] for stages, table in self._solved(place).items()}
+            return self._leaves(place)
+        return {used: table.whole[:, :, -1] for used, table in self._solved(place).items()}
 
-    def _on_a_device(self, behind: int) -> dict[int, Floats]:
-        if behind not in self._bottom:
-            stages = _ANY if self._memory is None else 1
-            self._bottom[behind] = {stages: device_seconds(self._states, self._memory, behind)}
-        return self._bottom[behind]
+    def _leaves(self, place: _Place) -> dict[int, Floats]:
+        waiting = self._memory.waiting(place.behind, place.own) if self._memory is not None else Waiting(0, 0)
+        if waiting not in self._bottom:
+            self._bottom[waiting] = self._on_a_device(self._states, self._memory, waiting)
+        return {_ANY if self._memory is None else 1: self._bottom[waiting]}
 
-    def _fill(self, place: _Place, stages: int, start: int, first: int, replicas: int, inside: Floats) -> None:
-        """Offer all stages that begin at `start`, with so many replicas, to the tables."""
+    def _fill(self, place: _Place, used: int, start: int, first: int, replicas: int, inside: Floats) -> None:
+        """Offer all stages that begin at `start`, with so many devices and replicas, to the tables."""
         stage, leaving, entering = self._costs(place, start, replicas, inside)
-        table, devices = self._tables[place][stages], self._count(place)
+        table, left = self._tables[place][used], self._left(place, self._count(place), replicas)
         ends = slice(None) if place == self._top else slice(start + 1, None)
-        found = np.full((table.whole[start, ends].shape[0], devices - replicas + 1), np.inf)
-        if stages == _ANY or first < stages:
-            behind = self._tables[place][stages - first].rest[start + 1 :, ends, : devices - replicas + 1]
+        found = np.full((table.whole[start, ends].shape[0], left + 1), np.inf)
+        if used == _ANY or first < used:
+            behind = self._tables[place][used - first].rest[start + 1 :, ends, : left + 1]
             found = np.maximum(behind, leaving[:, None, None]).min(axis=0)
-        if first == stages:  # it may be the only one
+        if first == used:  # it may be the only one
             alone = stage[-1:] if place == self._top else stage
             found = np.minimum(found, alone[:, None])
-        whole, rest = table.whole[start, ends, replicas:], table.rest[start, ends, replicas:]
+        whole, rest = table.whole[start, ends, -left - 1 :], table.rest[start, ends, -left - 1 :]
         np.minimum(whole, found, out=whole)
         np.minimum(rest, np.maximum(found, entering), out=rest)
 
@@ -193,65 +222,66 @@ class Search:
         leaving = np.maximum(stage, self._model.boundary(states.crossing[start + 1 :], replicas, level))
         return stage, leaving, self._model.boundary(states.crossing[start], replicas, level)
 
-    def _traced(self, place: _Place, stages: int, start: int, end: int, devices: int) -> list[Part]:
+    def _traced(self, place: _Place, used: int, start: int, end: int) -> list[Part]:
         """The stages of a stretch: again the choices that made its number."""
         if place.depth == 0:
             return []
         column = 0 if place == self._top else end
         tables = self._tables[place]
-        enough = float(tables[stages].whole[start, column, devices])
+        enough = float(tables[used].whole[start, column, -1])
         behind_boundary = False
         parts: list[Part] = []
         while start != end:
-            row = (tables[stages].rest if behind_boundary else tables[stages].whole)[start, column]
-            devices = int(np.flatnonzero(row <= enough)[0])  # as few as do
-            first, replicas, cut = self._choice(place, stages, start, end, devices, enough, behind_boundary)
-            below = self._place(place.depth - 1, place.replicas // replicas, place.behind + stages - first)
-            inside = self._traced(below, first, start, cut, self._count(below)) if below.depth else []
+            row = (tables[used].rest if behind_boundary else tables[used].whole)[start, column]
+            groups = int(np.flatnonzero(row <= enough)[0])  # as few as do
+            first, replicas, cut = self._choice(place, used, start, end, groups, enough, behind_boundary)
+            below = self._below(place, replicas, used - first)
+            inside = self._traced(below, first // replicas, start, cut) if below.depth else []
             parts.append(Part(start, cut, replicas, inside))
-            start, stages, devices, behind_boundary = cut, stages - first, devices - replicas, True
+            start, used, behind_boundary = cut, used - first, True
         return parts
 
     def _choice(
-        self, place: _Place, stages: int, start: int, end: int, devices: int, enough: float, behind_boundary: bool
+        self, place: _Place, used: int, start: int, end: int, groups: int, enough: float, behind_boundary: bool
     ) -> tuple[int, int, int]:
-        """Of the first stage of a stretch: its own stages, its replicas and its end."""
+        """Of the first stage of a stretch: its devices, its replicas and its end."""
         column = 0 if place == self._top else end
-        for first, replicas, inside in self._options(place, stages):
+        for first, replicas, inside in self._options(place, used):
             stage, leaving, entering = self._costs(place, start, replicas, inside)
-            if replicas > devices or (behind_boundary and entering > enough):
+            left = self._left(place, groups, replicas)
+            if left < 0 or (behind_boundary and entering > enough):
                 continue
-            if first == stages and stage[end - start - 1] <= enough:
+            if first == used and stage[end - start - 1] <= enough:
                 return first, replicas, end
-            if stages == _ANY or first < stages:
-                rest = self._tables[place][stages - first].rest[start + 1 :, column, devices - replicas]
+            if used == _ANY or first < used:
+                rest = self._tables[place][used - first].rest[start + 1 :, column, left]
                 cuts = np.flatnonzero((leaving <= enough) & (rest <= enough))
                 if len(cuts):
                     return first, replicas, start + 1 + int(cuts[-1])
         raise AssertionError("the table holds a number that none of its choices makes")
 
 
-def device_seconds(states: States, memory: Memory | None, behind: int) -> Floats:
-    """By [start, end] of a stage what it takes on a device, with so many stages behind it; inf: it does not fit."""
+def device_seconds(states: States, memory: Memory | None, waiting: Waiting) -> Floats:
+    """By [start, end] of a stage what it takes on a device that holds so much of it; inf: it does not fit."""
     seconds: Floats = np.where(states.within, _differences(states.compute), np.inf)
     if memory is None:
         return seconds
     if memory.recompute == "auto":
-        does_fit = _kept(states, memory, behind + 1) <= memory.limit
+        does_fit = _kept(states, memory, waiting) <= memory.limit
         seconds = seconds + np.where(does_fit, 0.0, _differences(states.forward))
-    return np.where(memory_needed(states, memory, behind + 1) <= memory.limit, seconds, np.inf)
+    return np.where(memory_needed(states, memory, waiting) <= memory.limit, seconds, np.inf)
 
 
-def memory_needed(states: States, memory: Memory, stages_from_here: int) -> Floats:
+def memory_needed(states: States, memory: Memory, waiting: Waiting) -> Floats:
     """Bytes of a device by [start, end] of its stage."""
     parameters, activations = _differences(states.parameters), _differences(states.activations)
-    needed: Floats = memory.needed(parameters, activations, states.crossing[:, None], stages_from_here)
+    needed: Floats = memory.needed(parameters, activations, states.crossing[:, None], waiting)
     return needed
 
 
-def _kept(states: States, memory: Memory, stages_from_here: int) -> Floats:
+def _kept(states: States, memory: Memory, waiting: Waiting) -> Floats:
     """Bytes of a device by [start, end] of its stage, if nothing is recomputed."""
-    kept: Floats = memory.kept(_differences(states.parameters), _differences(states.activations), stages_from_here)
+    kept: Floats = memory.kept(_differences(states.parameters), _differences(states.activations), waiting)
     return kept
 
 

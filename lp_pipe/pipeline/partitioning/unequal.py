@@ -5,7 +5,7 @@ From the last layer backwards, by state s of the model and place p of the device
     best[p, s] = min over t, and the devices that a stage may take at p, of max(stage s..t on them, best[then, t])
 
 where a stage on r devices of at least speed v takes (C/v + 4(r-1)W/(rB)) / r, and has its two sides of the boundaries.
-Where memory is limited there is one such table for each number of stages.
+Where memory is limited there is one such table for each number of devices used from s on.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lp_pipe.pipeline.partitioning.cost import CostModel, Memory
+from lp_pipe.pipeline.partitioning.cost import CostModel, Memory, Waiting
 from lp_pipe.pipeline.partitioning.device_orders import (
     Taking,
     Takings,
@@ -61,10 +61,11 @@ class UnequalDevices:
     def affordable(self, states: int, most: int, max_replicas: int, memory: Memory | None) -> int | None:
         """How many states, of `most` that are each within the next, can be searched in seconds; None: all `states`."""
         takings = self._takings(self._speeds_below, max_replicas)
-        if _work(takings, states, memory) <= _MOST_WORK:
+        devices = len(self._speeds)
+        if _work(takings, states, memory, devices) <= _MOST_WORK:
             return None
         count = most
-        while count > 2 and _work(takings, count, memory) > _MOST_WORK:
+        while count > 2 and _work(takings, count, memory, devices) > _MOST_WORK:
             count = max(2, int(count * 0.9))
         return count
 
@@ -139,10 +140,11 @@ class UnequalDevices:
             max(sides),
             forward,
             compute - forward,
-            float(model.boundary(states.crossing[step.start], 2, level)),
+            model.message(float(states.crossing[step.start]), level),
             float(model.exchange(parameters, replicas, level)),
             is_recomputed,
             devices,
+            devices if level.name == "host" else (),
         )
 
 
@@ -163,7 +165,7 @@ class _Step(NamedTuple):
 
 
 class _Tables:
-    """One search. _best[number of stages, place, state]: seconds; of any number at 1 where memory is no matter."""
+    """One search. _best[devices used, place, state]: seconds; of any number at 1 where memory is no matter."""
 
     def __init__(self, states: States, takings: Takings, level: Level, model: CostModel, memory: Memory | None) -> None:
         self._states = states
@@ -172,7 +174,7 @@ class _Tables:
         self._model = model
         self._memory = memory
         self._kinds = {kind: i for i, kind in enumerate(sorted({taking[:2] for some in takings for taking in some}))}
-        self._most = 1 if memory is None else min(level.count, states.count - 1)
+        self._most = _most_used(takings, states.count, level.count) if memory is not None else 1
         self._best = np.full((self._most + 1, len(takings), states.count), np.inf)
         self._best[0, :, -1] = 0
         if memory is None:
@@ -188,60 +190,74 @@ class _Tables:
         """The stages of the best plan."""
         if not np.isfinite(self.seconds):
             return None
-        stages, place, state = 1 + int(self._best[1:, 0, 0].argmin()), 0, 0
+        used, place, state = 1 + int(self._best[1:, 0, 0].argmin()), 0, 0
         enough = self.seconds
         steps = []
         while state != self._states.count - 1:
-            step = self._choice(stages, place, state, enough)
+            step = self._choice(used, place, state, enough)
             steps.append(step)
-            stages, place, state = self._after(stages), step.taking.then, step.end
+            used, place, state = self._after(used, step.taking.replicas), step.taking.then, step.end
         return steps
 
-    def _after(self, stages: int) -> int:
-        return stages if self._memory is None else stages - 1
+    def _after(self, used: int, replicas: int) -> int:
+        return used if self._memory is None else used - replicas
+
+    def _within(self, takings: Sequence[Taking], used: int) -> list[Taking]:
+        """Those that take no more devices than are to be used."""
+        return [taking for taking in takings if self._memory is None or taking.replicas <= used]
 
     def _solve(self) -> None:
-        for stages in range(1, self._most + 1):
-            costs = self._costs(stages, slice(None))
-            behind = self._best[self._after(stages)]
+        for used in range(1, self._most + 1):
+            costs = self._costs(used, slice(None))
             for place in reversed(range(len(self._takings))):
-                taken = self._takings[place]
+                taken = self._within(self._takings[place], used)
                 for some in range(0, len(taken), self._at_once):
                     part = taken[some : some + self._at_once]
                     kinds = [self._kinds[taking[:2]] for taking in part]
-                    rest = behind[[taking.then for taking in part]]
+                    after = [self._after(used, taking.replicas) for taking in part]
+                    rest = self._best[after, [taking.then for taking in part]]
                     found = np.maximum(costs[kinds], rest[:, None, :]).min(axis=(0, 2))
-                    np.minimum(self._best[stages, place], found, out=self._best[stages, place])
+                    np.minimum(self._best[used, place], found, out=self._best[used, place])
 
     @property
     def _at_once(self) -> int:
         """So many options that their numbers stay in the cache, more or less."""
         return max(1, 1_000_000 // self._states.count**2)
 
-    def _costs(self, stages: int, starts: slice) -> Floats:
-        """By kind of option, start and end: a stage and its two sides, where so many stages are left with it."""
+    def _costs(self, used: int, starts: slice) -> Floats:
+        """By kind of option, start and end: a stage and its two sides, where so many devices are used with it."""
         states, level, model = self._states, self._level, self._model
-        seconds = device_seconds(states, self._memory, stages - 1)[starts]
         parameters = np.maximum(states.parameters[None, :] - states.parameters[starts, None], 0)
         crossing = np.maximum(states.crossing[starts, None], states.crossing[None, :])
-        costs = np.empty((len(self._kinds), *seconds.shape))
+        costs = np.full((len(self._kinds), *parameters.shape), np.inf)
+        of_a_device: dict[Waiting, Floats] = {}
         for (replicas, speed), kind in self._kinds.items():
-            stage = model.stage(seconds / speed, parameters, replicas, level)
+            if self._memory is not None and replicas > used:
+                continue
+            waiting = self._memory.waiting_on(replicas, used - replicas) if self._memory is not None else Waiting(0, 0)
+            if waiting not in of_a_device:
+                of_a_device[waiting] = device_seconds(states, self._memory, waiting)[starts]
+            stage = model.stage(of_a_device[waiting] / speed, parameters, replicas, level)
             costs[kind] = np.maximum(stage, model.boundary(crossing, replicas, level))
         return costs
 
-    def _choice(self, stages: int, place: int, state: int, enough: float) -> _Step:
-        costs = self._costs(stages, slice(state, state + 1))[:, 0]
-        for taking in sorted(self._takings[place]):  # as few devices as do, and slow ones
-            behind = self._best[self._after(stages), taking.then]
+    def _choice(self, used: int, place: int, state: int, enough: float) -> _Step:
+        costs = self._costs(used, slice(state, state + 1))[:, 0]
+        for taking in sorted(self._within(self._takings[place], used)):  # as few devices as do, and slow ones
+            behind = self._best[self._after(used, taking.replicas), taking.then]
             ends = np.flatnonzero(np.maximum(costs[self._kinds[taking[:2]]], behind) <= enough)
             if len(ends):
                 return _Step(state, int(ends[-1]), taking)
         raise AssertionError("the table holds a number that none of its choices makes")
 
 
-def _work(takings: Takings, states: int, memory: Memory | None) -> float:
+def _work(takings: Takings, states: int, memory: Memory | None, devices: int) -> float:
     """About how many numbers a search compares."""
     options = sum(len(some) for some in takings)
-    tables = 1 if memory is None else min(states, max((taking.replicas for taking in takings[0]), default=1))
+    tables = 1 if memory is None else _most_used(takings, states, devices)
     return tables * (options * states**2 + _OVERHEAD * len(takings))
+
+
+def _most_used(takings: Takings, states: int, devices: int) -> int:
+    """Devices that a plan may use."""
+    return min((states - 1) * max(taking.replicas for taking in takings[0]), devices)

@@ -1,10 +1,15 @@
 """Plans by trying everything: written apart from lp_pipe's search, for small profiles."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
 from itertools import combinations
 from typing import NamedTuple
 
+import lp_pipe.pipeline as pp
 from lp_pipe.pipeline import Level, Plan, Profile, Topology
+from lp_pipe.pipeline.schedule import replicated, share
+from lp_pipe.pipeline.schedule.updates import Timing, Updates, turns
 
 Layers = frozenset[int]
 
@@ -113,7 +118,7 @@ def seconds(
     for place, stage in enumerate(plan):
         own = [profile.layers[i] for i in stage.end - stage.start]
         r = stage.replicas
-        forwards = 2 if stage in again else 1
+        forwards = 2 if any(stage[:2] == other[:2] for other in again) else 1
         compute = sum(forwards * layer.forward_s + layer.backward_s for layer in own)
         if stage.inside:
             compute = seconds(stage.inside, profile, levels[:-1], cost_model, again)
@@ -134,8 +139,36 @@ def _crossing(done: Layers, profile: Profile) -> float:
     return sum(profile.layers[i].activation_bytes for i in awaited)
 
 
-def _flat(plan: Sequence[Stage]) -> list[Stage]:
-    return [flat for stage in plan for flat in (_flat(stage.inside) if stage.inside else [stage])]
+def _flat(plan: Sequence[Stage], copies: int = 1) -> list[Stage]:
+    """The innermost stages, each with its replicas over all levels."""
+    flat: list[Stage] = []
+    for stage in plan:
+        own = stage._replace(replicas=copies * stage.replicas)
+        flat += _flat(stage.inside, own.replicas) if stage.inside else [own]
+    return flat
+
+
+@cache
+def held(schedule: str, replicas: tuple[int, ...], microbatches: int) -> tuple[tuple[int, int], ...]:
+    """By stage what the engine runs: the most micro-batches that wait on a replica, and versions of its weights."""
+    if schedule in ("pipedream", "pipedream_2bw"):
+        timings = Updates(coalesced=schedule == "pipedream_2bw").timings(replicas)
+        return tuple(
+            (_most_in_flight(timing, own), 2 if schedule == "pipedream_2bw" else timing.delay + 1)
+            for timing, own in zip(timings, replicas, strict=True)
+        )
+    made = replicated(schedule, list(replicas), microbatches)
+    first = replace(made, workers=tuple(share(made.workers[worker], own, 0) for worker, own in enumerate(replicas)))
+    return tuple((peak, 1) for peak in pp.peak_activations(first))
+
+
+def _most_in_flight(timing: Timing, replicas: int) -> int:
+    """On the first replica of a stage, in the steady state: with many micro-batches in this step and the next."""
+    waiting, most, many = 0, 0, 100 * timing.every
+    for turn in turns(timing, 0, replicas, many, ahead=many):
+        waiting += {"F": 1, "B": -1, "U": 0}[turn.op]
+        most = max(most, waiting)
+    return most
 
 
 def _bytes(
@@ -146,14 +179,12 @@ def _bytes(
     microbatches: int,
     again: Sequence[Stage],
 ) -> Iterator[float]:
-    for place, stage in enumerate(stages):
+    counts = held(schedule, tuple(stage.replicas for stage in stages), microbatches)
+    for stage, (waiting, versions) in zip(stages, counts, strict=True):
         own = [profile.layers[i] for i in stage.end - stage.start]
-        behind = len(stages) - place
-        waiting = {"gpipe": microbatches, "1f1b": min(behind, microbatches)}.get(schedule, behind)
-        versions = {"pipedream": behind, "pipedream_2bw": 2}.get(schedule, 1)
         weights = sum(layer.parameter_bytes for layer in own) * (versions + optimizer)
         activations = sum(layer.activation_bytes for layer in own)
-        if stage in again:
+        if any(stage[:2] == other[:2] for other in again):
             yield weights + waiting * _crossing(stage.start, profile) + activations
         else:
             yield weights + waiting * activations

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 import lp_pipe.pipeline as pp
 from lp_pipe.pipeline.partitioning import bounds
-from tests.pipeline.partitioning.brute_force import best, fullest
+from lp_pipe.pipeline.partitioning.cost import Memory
+from tests.pipeline.partitioning.brute_force import best, fullest, held
 
 VGG16 = Path(__file__).parents[2] / "data" / "vgg16_graph.txt"
 ONE_LEVEL = (pp.Level("device", 4, 10.0),)
@@ -144,6 +145,46 @@ def test_plans_within_a_memory_limit_equal_brute_force(
         assert fullest(plan, profile, schedule, 2.0, 3) <= memory
 
 
+@quick
+@given(
+    st.lists(st.integers(1, 6), min_size=1, max_size=5),
+    st.integers(1, 12),
+    st.sampled_from(["1f1b", "gpipe", "pipedream", "pipedream_2bw"]),
+)
+def test_a_replica_holds_its_share_of_what_keeps_all_devices_behind_it_busy(
+    replicas: list[int], microbatches: int, schedule: str
+) -> None:
+    memory = Memory(0.0, 0.0, schedule, "none", microbatches)
+    counted = [memory.waiting_on(own, sum(replicas[stage + 1 :])) for stage, own in enumerate(replicas)]
+    assert counted == list(held(schedule, tuple(replicas), microbatches))
+
+
+def test_a_stage_before_a_replicated_one_has_a_version_of_its_weights_for_each_device() -> None:
+    # Counted by stages, replicas 1, 3 and 1 seemed to fit; stage 0 held 10 * (5 + 2) bytes.
+    layers = tuple(
+        pp.LayerProfile(name, s / 3, s * 2 / 3, 0.0, 10.0) for name, s in (("a", 1.0), ("b", 3.0), ("c", 1.0))
+    )
+    profile, level = pp.Profile(layers), pp.Level("device", 5, 1e9)
+
+    def replicas(memory: float) -> list[int]:
+        plan = pp.partition(profile, pp.Topology((level,), memory), schedule="pipedream")
+        assert fullest(plan, profile, "pipedream", 2.0, 8) <= memory
+        return [stage.replicas for stage in plan.stages]
+
+    assert replicas(70) == [1, 3, 1] and replicas(69) != [1, 3, 1]
+    with pytest.raises(pp.PartitionError, match="needs at least 40 bytes"):  # replicas of the first stage share
+        pp.partition(profile, pp.Topology((level,), 39), schedule="pipedream")
+
+
+@pytest.mark.parametrize(("counts", "needed"), [((4,), 9), ((2, 2), 10)])
+def test_an_error_says_what_plans_on_these_levels_need(counts: tuple[int, ...], needed: int) -> None:
+    # On one level replicas 1 and 3 hold 3 * 1 and 1 * 9 bytes; nested there are no three, and one stage holds 1 + 9.
+    profile = pp.Profile((pp.LayerProfile("a", 1.0, 1.0, 1.0, 0.0), pp.LayerProfile("b", 1.0, 1.0, 9.0, 0.0)))
+    topology = pp.Topology([pp.Level("x", count, 1e9) for count in counts], memory=needed - 1)
+    with pytest.raises(pp.PartitionError, match=f"on 4 devices the fullest needs at least {needed} bytes, 1 more"):
+        pp.partition(profile, topology, schedule="gpipe", microbatches=3)
+
+
 def test_a_memory_limit_that_no_plan_keeps_says_by_how_much() -> None:
     profile = chain([1, 1], parameters=100)
     assert len(pp.partition(profile, pp.Topology(ONE_LEVEL, memory=300)).stages) == 2
@@ -190,6 +231,15 @@ def test_of_equally_fast_schedules_the_one_that_keeps_less_is_chosen() -> None:
     assert (plan.schedule, plan.microbatches) == ("1f1b", 8)
     assert plan.step_seconds == pytest.approx(3 * (8 + 1))  # the bubble is one more micro-batch
     assert plan.reason.endswith("A step of 8 micro-batches takes 27 s with 1f1b (gpipe: 27 s).")
+
+
+@pytest.mark.parametrize("speeds", [None, (1.0, 0.5)])
+def test_a_message_has_half_of_the_bandwidth_which_counts_both_ways(speeds: tuple[float, ...] | None) -> None:
+    level = pp.Level("device", 2, bandwidth=20.0, latency=0.25, speeds=speeds)
+    plan = pp.partition(chain([6, 3], activations=10), pp.Topology((level,)), straight=True, microbatches=1)
+    assert len(plan.stages) == 2 and plan.stages[0].boundary_seconds == pytest.approx(2 * 10 / 20 + 2 * 0.25)
+    computing = 6 + 3 / (speeds or [1.0])[-1]  # the heavy layer has the fast device
+    assert plan.step_seconds == pytest.approx(computing + 2 * (10 / 10 + 0.25))  # the activation, and its gradient
 
 
 def test_gpipe_is_chosen_where_slow_links_would_make_1f1b_wait_and_memory_allows_it() -> None:

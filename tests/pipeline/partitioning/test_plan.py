@@ -45,6 +45,11 @@ def test_a_person_may_write_stages_and_replicas_only(tmp_path: Path) -> None:
         ("[[stages]]\nlayers = ['a']\nreplicas = 1\nrecompute = 'auto'", r"stages\[0\]: recompute: 'auto'"),
         ("[[stages]]\nlayers = ['a']\nreplicas = 1\ndevices = [-1]", r"stages\[0\]: devices: a list of whole"),
         ("[[stages]]\nlayers = ['a']\nreplicas = 1\ndevices = [0, 1]", r"devices: there are 2 for 1 replicas"),
+        ("[[stages]]\nlayers = ['a']\nreplicas = 1\nhosts = 'h1'", r"stages\[0\]: hosts: a list with a name or"),
+        ("[[stages]]\nlayers = ['a']\nreplicas = 1\nhosts = [-1]", r"stages\[0\]: hosts: a list with a name or"),
+        ("[[stages]]\nlayers = ['a']\nreplicas = 1\nhosts = ['']", r"stages\[0\]: hosts: a list with a name or"),
+        ("[[stages]]\nlayers = ['a']\nreplicas = 1\nhosts = [true]", r"stages\[0\]: hosts: a list with a name or"),
+        ("[[stages]]\nlayers = ['a']\nreplicas = 2\nhosts = ['h1']", r"stages\[0\]: hosts: there are 1 for 2 repl"),
         ("hosts = 3\n[[stages]]\nlayers = ['a']\nreplicas = 1", "hosts is not known"),
     ],
 )

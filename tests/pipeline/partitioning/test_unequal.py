@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import lp_pipe.pipeline as pp
 from lp_pipe.pipeline.partitioning import device_orders, unequal
 from lp_pipe.pipeline.partitioning.device_orders import rounded
-from tests.pipeline.partitioning.brute_force import Layers, closed_sets
+from tests.pipeline.partitioning.brute_force import Layers, closed_sets, held
 from tests.pipeline.partitioning.test_partition import chain, profiles, random_chain
 
 quick = settings(max_examples=25, deadline=None, derandomize=True)
@@ -49,18 +49,17 @@ def _slowest(plan: Assigned, profile: pp.Profile, topology: pp.Topology, recompu
     level = topology.levels[0]
     assert level.speeds is not None
     worst = 0.0
-    for place, (start, end, devices) in enumerate(plan):
+    counts = held("1f1b", tuple(len(devices) for _, _, devices in plan), 8)
+    for (waiting, _), (start, end, devices) in zip(counts, plan, strict=True):
         own = [profile.layers[i] for i in end - start]
         r, speed = len(devices), min(level.speeds[d] for d in devices)
         weights, activations = sum(x.parameter_bytes for x in own), sum(x.activation_bytes for x in own)
         sides = [_crossing(s, profile) for s in (start, end)]
         compute = sum(x.forward_s + x.backward_s for x in own)
-        if topology.memory is not None:
-            waiting = min(len(plan) - place, 8)
-            if weights * 3 + waiting * activations > topology.memory:
-                if recompute == "none" or weights * 3 + waiting * sides[0] + activations > topology.memory:
-                    return float("inf")
-                compute += sum(x.forward_s for x in own)
+        if topology.memory is not None and weights * 3 + waiting * activations > topology.memory:
+            if recompute == "none" or weights * 3 + waiting * sides[0] + activations > topology.memory:
+                return float("inf")
+            compute += sum(x.forward_s for x in own)
         took = (compute / speed + 4 * (r - 1) * weights / (r * level.bandwidth)) / r
         worst = max(worst, took, *(2 * side / level.bandwidth / r for side in sides))
     return worst
