@@ -2,10 +2,12 @@
 
 import contextlib
 import os
+import resource
 import selectors
 import socket
 import ssl
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -23,6 +25,7 @@ MAGIC = b"LPT1"
 _MAX_TOKEN_BYTES = 1024
 _PATIENCE_S = 10.0
 _MOST_VISITORS = 1024  # at a time; for more, the first of them must go
+_DESCRIPTORS_SHARE = 4  # nor may they have more than this part of what the process may open
 _ACCEPT_PAUSE_S = 0.1
 _DISCARDED_BYTES = 1 << 16
 
@@ -99,7 +102,7 @@ class Doorman:
             sock.close()
             self._refusals.note(where, str(error))
             return
-        if len(self._visitors) >= _MOST_VISITORS:
+        if len(self._visitors) >= min(_MOST_VISITORS, _most_descriptors() // _DESCRIPTORS_SHARE):
             self._send_away(next(iter(self._visitors.values())), "too many others wanted to come in")
         visitor = _Visitor(guest, where, self._credentials)
         self._visitors[guest] = visitor
@@ -215,3 +218,8 @@ class _Visitor:
                 yield selectors.EVENT_READ
             except ssl.SSLWantWriteError:
                 yield selectors.EVENT_WRITE
+
+
+def _most_descriptors() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft

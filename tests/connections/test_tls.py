@@ -175,6 +175,17 @@ def test_strangers_who_say_nothing_hold_up_nobody_and_are_counted(
     assert carrier.listener.refusals.count == 50  # type: ignore[attr-defined]
 
 
+def test_strangers_leave_most_of_the_descriptors_to_others(carrier: Carrier, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doorman, "_most_descriptors", lambda: 8)
+    host, port = carrier.endpoint.split(":")[1:]
+    with contextlib.ExitStack() as stack:
+        first, *_ = [
+            stack.enter_context(socket.create_connection((host, int(port)), timeout=WITHIN_S)) for _ in range(3)
+        ]
+        assert everything(first) == b""
+        assert_works(carrier)
+
+
 def test_of_too_many_strangers_the_first_must_go(carrier: Carrier, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doorman, "_MOST_VISITORS", 3)
     host, port = carrier.endpoint.split(":")[1:]

@@ -102,7 +102,7 @@ def test_half_handshakes_by_the_hundred_keep_nobody_waiting(target: Target) -> N
 @pytest.mark.slow
 def test_half_handshakes_are_thrown_out_after_ten_seconds(target: Target) -> None:
     before = strangers.open_descriptors(target.pids[0])
-    with strangers.held_open(target.ports[0], 500, strangers.client_hello()[:100]) as socks:
+    with strangers.held_open(target.ports[0], 200, strangers.client_hello()[:100]) as socks:
         began = time.monotonic()
         for sock in socks:
             strangers._answered(sock)
