@@ -12,6 +12,8 @@ IS_SUPPORTED = hasattr(select, "epoll")
 
 # With ONESHOT even so: epoll tells of a hang-up in any case, and while a forked child has the socket it would for ever.
 _PAUSED = select.EPOLLONESHOT if IS_SUPPORTED else 0
+# What fits into the system's buffers may wait there: a thread that is woken for it takes the core from who computes.
+_WORTH_WAKING_BYTES = 1 << 18
 _ARMED = select.EPOLLIN | select.EPOLLRDHUP | _PAUSED if IS_SUPPORTED else 0
 
 
@@ -27,9 +29,11 @@ class Attention:
     def pause(self) -> None:
         """The owner reads now, as the one thread that does."""
         self._attendant.set(self, _PAUSED)
+        self.connection.be_ready_at(1)
 
     def resume(self) -> None:
         """The owner has something else to do."""
+        self.connection.be_ready_at(_WORTH_WAKING_BYTES)
         self._attendant.set(self, _ARMED)
 
     def end(self) -> None:

@@ -148,7 +148,7 @@ class _Incoming:
         finally:
             connection.done_reading()
             if self._receiver is not None:
-                self._receiver._attended_from_now_on()
+                self._receiver._left_alone()
 
     def _on_frame(self, frame: Frame) -> None:
         if frame.kind == frames.CHANNEL_OPEN:

@@ -13,6 +13,7 @@ from lp_pipe.connections import Connection, PulledConnection
 # also finds its core's caches cold, and the other end has to wake it.
 _LOOKING_S = 3e-4
 _MOST_SKIPPED = 192
+_SOON_S = 0.05  # within which the rest of a frame comes, as a rule
 _TAKEN_AWAY_S = 5e-5  # whoever had the core meanwhile needs it more
 
 
@@ -61,6 +62,8 @@ class Pulling:
         if connection is None or not connection.try_reading():
             return
         try:
+            if self.attention is not None:
+                self.attention.pause()
             if connection.is_ready() and connection.wait(0):
                 connection.read()
         finally:
@@ -84,6 +87,8 @@ class Pulling:
             try:
                 if connection.wait(timeout_s):
                     connection.read()
+                    while connection.is_inside_frame and connection.closed_reason is None and connection.wait(_SOON_S):
+                        connection.read()
             finally:
                 if bell is not None:
                     bell.disarm()

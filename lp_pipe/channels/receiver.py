@@ -201,13 +201,13 @@ class Receiver:
         """While nobody waits here, another thread reads what comes; called by the one thread that reads."""
         self._pulling.attention = attendant.shared.attend(connection, self._wake)
 
-    def _attended_from_now_on(self) -> None:
-        if self._pulling.attention is not None:
-            self._pulling.attention.resume()  # what came meanwhile found the reading taken
+    def _left_alone(self) -> None:
+        """The thread that has read the connection so far does so no more."""
+        self.look()  # who did meanwhile found the reading taken
         self._wake()
 
     def _wake(self) -> None:
-        """Nobody else reads the connection any more."""
+        """Nobody else reads the connection just now."""
         with self._state:
             self._state.notify_all()
 

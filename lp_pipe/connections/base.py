@@ -131,6 +131,15 @@ class PulledConnection(Connection):
     def is_ready(self) -> bool:
         """Whether a `wait` would return at once."""
 
+    @property
+    @abstractmethod
+    def is_inside_frame(self) -> bool:
+        """Whether a frame has come in part."""
+
+    @abstractmethod
+    def be_ready_at(self, size: int) -> None:
+        """From now on it is ready, and ends a `wait`, when so many bytes are there, or no more fit, or at the end."""
+
     @abstractmethod
     def has_peer_closed(self) -> bool:
         """Whether the peer has closed its side, be it read or not; any thread."""

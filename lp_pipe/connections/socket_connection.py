@@ -82,6 +82,14 @@ class SocketConnection(PulledConnection):
     def is_ready(self) -> bool:
         return bool(self._poll.poll(0))
 
+    @property
+    def is_inside_frame(self) -> bool:
+        return self._reader.is_inside_frame
+
+    def be_ready_at(self, size: int) -> None:
+        with contextlib.suppress(OSError):  # it is closed
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
+
     def has_peer_closed(self) -> bool:
         descriptor = self._socket.fileno()
         if descriptor < 0:

@@ -25,17 +25,40 @@ class Counted(dict[int, Any]):
         return super().get(*args)
 
 
-def test_what_arrives_is_read_while_the_owner_does_something_else(open_carrier: OpenCarrier) -> None:
+def test_much_that_arrives_is_read_while_the_owner_does_something_else(open_carrier: OpenCarrier) -> None:
     client, server = open_carrier("tls").pair()
     client.start()
     assert isinstance(server.connection, PulledConnection)
     server.connection.attach(server.frames.put, server.reasons.put)
     was_read: queue.Queue[None] = queue.Queue()
-    attendant.shared.attend(server.connection, lambda: was_read.put(None))
+    attention = attendant.shared.attend(server.connection, lambda: was_read.put(None))
     for number in range(3):
-        client.connection.send(Frame(frames.CALL, number))
-        assert server.next().id == number
+        client.connection.send(Frame(frames.CALL, number, body=bytes(20 << 20)))
         was_read.get(timeout=WITHIN_S)
+        attention.pause()  # the rest, which the system has room for, is the owner's to read
+        while server.frames.empty():
+            server.connection.read_alone(0.01)  # or the attendant is just doing it
+        assert server.next().id == number
+        attention.resume()
+    client.connection.close("that was all")
+    assert server.reason() == "that was all"
+
+
+def test_little_that_arrives_waits_for_the_owner_and_wakes_nobody(open_carrier: OpenCarrier) -> None:
+    client, server = open_carrier("tls").pair()
+    client.start()
+    assert isinstance(server.connection, PulledConnection)
+    server.connection.attach(server.frames.put, server.reasons.put)
+    was_read: queue.Queue[None] = queue.Queue()
+    attention = attendant.shared.attend(server.connection, lambda: was_read.put(None))
+    client.connection.send(Frame(frames.CALL, 1))
+    with pytest.raises(queue.Empty):
+        was_read.get(timeout=0.2)
+    attention.pause()
+    assert server.connection.wait(WITHIN_S)
+    server.connection.read_alone(0)
+    assert server.next().id == 1
+    attention.resume()
     client.connection.close("that was all")
     assert server.reason() == "that was all"
 
