@@ -5,13 +5,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from queue import Empty, SimpleQueue
 
 from lp_pipe.connections import frames
-from lp_pipe.connections.frames import Frame
+from lp_pipe.connections.frames import Frame, Piece
+from lp_pipe.connections.memory import memory_for
 
 CHUNK_BYTES = 1 << 18  # measured with benchmarks/tcp.py: 512 KiB is alike, 128 KiB and 1 MiB are slower
 _MAX_WAITING_BYTES = 4 * CHUNK_BYTES
-_BELIEVED_BYTES = 1 << 26  # memory for so much is taken before it comes; for more, as it comes
-
-Piece = bytes | bytearray | memoryview
 
 
 def cut(pieces: Sequence[Piece]) -> Iterable[bytes]:
@@ -156,17 +154,17 @@ class ChunkReader:
         """Exactly `size` bytes, to look at before the next ones are read."""
         return self._take(size) if size <= len(self._rest) else memoryview(self._read(size))
 
-    def _read(self, size: int) -> bytearray:
+    def _read(self, size: int) -> bytearray | memoryview:
         """Exactly `size` bytes, in memory of their own (what is built on them stays writable)."""
         if size <= len(self._rest):
             return bytearray(self._take(size))
-        data = bytearray(min(size, _BELIEVED_BYTES))
+        data = memory_for(size)
         done = 0
         while done < size:
             if not self._refill():
                 raise ConnectionError(f"the peer ended inside a frame ({done} of {size} bytes)")
             part = self._take(min(size - done, len(self._rest)))
-            data[done : done + len(part)] = part  # grows past what was believed
+            data[done : done + len(part)] = part
             done += len(part)
         return data
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 # not by host names: hosts of a run have several, and addresses come and go.
 RUN_NAME = "lp-pipe.run"
 
+ADVICE = "every process of a run must be given the same credentials, with use_credentials()"
+
 _VALID = datetime.timedelta(days=3650)  # longer than any run: the authority's key is thrown away, nothing is renewed
 _CLOCK_SKEW = datetime.timedelta(days=1)
 

@@ -46,6 +46,9 @@ class Ticket(bytes):
     segment: Any = None
 
 
+Piece = bytes | bytearray | memoryview
+
+
 class FrameError(LpPipeError, ValueError):
     """Bytes that are not a frame, or a frame over the limits: the connection cannot be used any more."""
 
@@ -56,7 +59,7 @@ class Frame(NamedTuple):
     kind: int
     id: int = 0
     name: str = ""
-    body: bytes | bytearray | memoryview = b""
+    body: Piece = b""
     buffers: Sequence[Any] = ()
 
 
@@ -71,7 +74,7 @@ class Header(NamedTuple):
     loans: Sequence[int] = ()
 
 
-def encode(frame: Frame) -> list[bytes | bytearray | memoryview]:
+def encode(frame: Frame) -> list[Piece]:
     """The pieces of a frame in the order in which they go over the wire.
 
     Raises:
@@ -107,7 +110,7 @@ def header_length(prefix: bytes | memoryview) -> int:
     return int(length)
 
 
-def decode_header(data: bytes | bytearray | memoryview) -> Header:
+def decode_header(data: Piece) -> Header:
     """Parse and bound a header.
 
     Raises:

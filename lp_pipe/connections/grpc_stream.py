@@ -19,11 +19,11 @@ import grpc
 from lp_pipe.connections import frames, tcp_endpoint
 from lp_pipe.connections.base import Connection, Listener, OnClose, OnConnection, OnFrame
 from lp_pipe.connections.chunks import CHUNK_BYTES, ChunkReader, Outbox, cut
-from lp_pipe.connections.credentials import RUN_NAME, Credentials, current_credentials, only_token
+from lp_pipe.connections.credentials import ADVICE, RUN_NAME, Credentials, current_credentials, only_token
 from lp_pipe.connections.frames import Frame, FrameError
 from lp_pipe.connections.refusals import Refusals
 from lp_pipe.connections.silence import SilenceWatch
-from lp_pipe.connections.tcp_endpoint import TcpEndpoint
+from lp_pipe.connections.tcp_endpoint import GONE, TcpEndpoint, parse_to_connect
 from lp_pipe.errors import Unauthenticated, Unavailable
 
 _SERVICE, _METHOD = "lp_pipe.ConnectionService", "Connect"
@@ -56,8 +56,6 @@ _SERVER_OPTIONS = [
     ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
 ]
 _Options = list[tuple[str, int | str]]
-_ADVICE = "every process of a run must be given the same credentials, with use_credentials()"
-_GONE = "the connection ended without a word (the peer's process ended or was killed, or its host is out of reach)"
 
 
 class GrpcConnection(Connection):
@@ -100,7 +98,7 @@ class GrpcConnection(Connection):
         with self._send_lock:
             if self._closed_reason is None and all(map(self._outbox.put, cut(pieces))):
                 return
-        raise Unavailable(f"connection to {self.peer} is closed: {self._closed_reason or _GONE}")
+        raise Unavailable(f"connection to {self.peer} is closed: {self._closed_reason or GONE}")
 
     def close(self, reason: str = "closed") -> None:
         if self._closed_reason is not None:
@@ -158,7 +156,7 @@ class GrpcConnection(Connection):
 
     def _read_loop(self, on_frame: OnFrame) -> None:
         reader = ChunkReader(self._chunks())
-        reason = _GONE
+        reason = GONE
         try:
             while (frame := reader.read_frame()) is not None:
                 if frame.kind == frames.CLOSE:
@@ -207,7 +205,7 @@ def connect(
         Unavailable: nobody listens there, or nobody answers within 5 s.
         Unauthenticated: whoever listens is not of this run, or does not take this process for one of it.
     """
-    where = _parse(endpoint)
+    where = parse_to_connect(endpoint)
     endpoint = str(where)  # messages do not show the token
     credentials = credentials or _credentials_for(where)
     channel = _channel(where, credentials, silence_s)
@@ -303,13 +301,6 @@ def _credentials_for(where: TcpEndpoint) -> Credentials:
     return only_token(where.token) if where.token else current_credentials()
 
 
-def _parse(endpoint: str) -> TcpEndpoint:
-    try:
-        return tcp_endpoint.parse(endpoint)
-    except ValueError as error:
-        raise Unavailable(str(error)) from error
-
-
 def _pings(silence_s: float) -> _Options:
     answer_ms = round(silence_s * _ANSWER_SHARE * 1000)
     return [
@@ -336,15 +327,15 @@ def _refusal(endpoint: str, call: Any) -> Unavailable:
     """Why the stream did not begin."""
     code, details = call.code(), call.details()
     if code == grpc.StatusCode.UNAUTHENTICATED:
-        return Unauthenticated(f"{endpoint} refused this process: {details}; {_ADVICE}")
+        return Unauthenticated(f"{endpoint} refused this process: {details}; {ADVICE}")
     if "handshake failed" in details:
-        return Unauthenticated(f"{endpoint} is not of this run, or does not speak TLS: {details}; {_ADVICE}")
+        return Unauthenticated(f"{endpoint} is not of this run, or does not speak TLS: {details}; {ADVICE}")
     if "Socket closed" in details:
-        why = f"it ended this very moment, or does not take this process for one of its run ({_ADVICE})"
+        why = f"it ended this very moment, or does not take this process for one of its run ({ADVICE})"
         return Unavailable(f"{endpoint} closed the connection before it began: {why}")
     return Unavailable(f"nobody listens at {endpoint}: {details}")
 
 
 def _lost(error: grpc.RpcError) -> str:
     details = error.details() if isinstance(error, grpc.Call) else None
-    return f"{_GONE}: {details}" if details else _GONE
+    return f"{GONE}: {details}" if details else GONE

@@ -11,13 +11,11 @@ from collections.abc import Sequence
 
 from lp_pipe.connections import frames
 from lp_pipe.connections.base import OnClose, OnFrame, PulledConnection
-from lp_pipe.connections.frames import Frame, FrameError
+from lp_pipe.connections.frames import Frame, FrameError, Piece
 from lp_pipe.connections.socket_reader import SocketReader
 from lp_pipe.errors import Unavailable
 
-Piece = bytes | bytearray | memoryview
-
-CLOSE_PATIENCE_S = 0.2
+_CLOSE_PATIENCE_S = 0.2
 _ENDED = "the peer's process closed the connection without a word (it ended or was killed)"
 _ENDED_INSIDE = "the peer ended inside a frame"
 _RDHUP = getattr(select, "POLLRDHUP", 0)  # elsewhere than on Linux an end of both directions shows even so
@@ -142,9 +140,9 @@ class SocketConnection(PulledConnection):
             return
         self._farewell = reason  # the peer may answer it by closing before this method is through
         # A sender that is stuck because the peer does not read must not keep us from closing.
-        if self._send_lock.acquire(timeout=CLOSE_PATIENCE_S):
+        if self._send_lock.acquire(timeout=_CLOSE_PATIENCE_S):
             try:
-                self._limit_sending(CLOSE_PATIENCE_S)
+                self._limit_sending(_CLOSE_PATIENCE_S)
                 self._send_pieces(frames.encode(Frame(frames.CLOSE, name=reason[:1000])))
             except OSError:
                 pass  # the peer is gone already; it needs no reason

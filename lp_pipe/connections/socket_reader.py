@@ -1,6 +1,5 @@
 """Frames out of a stream socket, as far as they have arrived: reading may stop anywhere and go on later."""
 
-import mmap
 import socket
 from collections import deque
 from collections.abc import Sequence
@@ -9,9 +8,9 @@ from typing import Protocol
 from lp_pipe.connections import frames, loans
 from lp_pipe.connections.frames import Frame, FrameError
 from lp_pipe.connections.loans import Borrower
+from lp_pipe.connections.memory import memory_for
 
 _READ_AHEAD_BYTES = 1 << 16
-_BELIEVED_BYTES = 1 << 26  # of more only what has come takes memory, whatever was announced
 _CONTROL_BYTES = socket.CMSG_SPACE(4 * loans.MOST_DESCRIPTORS)
 
 
@@ -122,7 +121,7 @@ class SocketReader:
         """Memory that is filled as the bytes come."""
         if not self._missing and size <= self._end - self._start:
             return bytearray(self._take(size))
-        piece = bytearray(size) if size <= _BELIEVED_BYTES else _lazy_memory(size)
+        piece = memory_for(size)
         if size:
             self._missing.append(memoryview(piece))
         return piece
@@ -142,15 +141,3 @@ class SocketReader:
             larger[:rest] = self._ahead
             self._ahead = larger
         return self._ahead[rest:]
-
-
-def _lazy_memory(size: int) -> memoryview:
-    """The kernel gives each page when it is written to.
-
-    Raises:
-        MemoryError: there is not so much on this machine.
-    """
-    try:
-        return memoryview(mmap.mmap(-1, size))
-    except OSError as error:
-        raise MemoryError(f"{size} bytes") from error

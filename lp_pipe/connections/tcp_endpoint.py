@@ -6,9 +6,14 @@
 import ipaddress
 from typing import NamedTuple
 
+from lp_pipe.errors import Unavailable
+
 PLAIN, SECURE, TLS = "grpc:", "grpcs:", "tls:"
 GRPC_SCHEMES = (PLAIN, SECURE)
 SCHEMES = (*GRPC_SCHEMES, TLS)
+
+# What is said of a connection over TCP that has no reason of its own for its end.
+GONE = "the connection ended without a word (the peer's process ended or was killed, or its host is out of reach)"
 
 
 class TcpEndpoint(NamedTuple):
@@ -68,6 +73,18 @@ def parse(endpoint: str) -> TcpEndpoint:
     if _is_wildcard(found.host):
         raise ValueError(f"{endpoint} does not say how others reach this host; use {scheme}NAME@{hosts}:{port}")
     return found
+
+
+def parse_to_connect(endpoint: str) -> TcpEndpoint:
+    """As `parse`, for a client.
+
+    Raises:
+        Unavailable: it is no such endpoint, or a plain one of another host.
+    """
+    try:
+        return parse(endpoint)
+    except ValueError as error:
+        raise Unavailable(str(error)) from error
 
 
 def _bracketed(host: str) -> str:

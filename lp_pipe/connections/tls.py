@@ -15,13 +15,13 @@ from collections.abc import Sequence
 
 from lp_pipe.connections import frames, reach, tcp_endpoint
 from lp_pipe.connections.base import Connection, Listener, OnConnection, OnFrame
-from lp_pipe.connections.credentials import RUN_NAME, Credentials, current_credentials
+from lp_pipe.connections.credentials import ADVICE, RUN_NAME, Credentials, current_credentials
 from lp_pipe.connections.doorman import GREETING, MAGIC, Doorman
-from lp_pipe.connections.frames import Frame
+from lp_pipe.connections.frames import Frame, Piece
 from lp_pipe.connections.refusals import Refusals
-from lp_pipe.connections.socket_connection import Piece, SocketConnection
+from lp_pipe.connections.socket_connection import SocketConnection
 from lp_pipe.connections.socket_reader import SocketReader
-from lp_pipe.connections.tcp_endpoint import TcpEndpoint
+from lp_pipe.connections.tcp_endpoint import GONE, TcpEndpoint
 from lp_pipe.connections.tls_stream import TlsStream, client_context
 from lp_pipe.errors import Unauthenticated, Unavailable
 
@@ -29,18 +29,18 @@ _CONNECT_PATIENCE_S = 5.0
 _LINGER_S = 5.0  # for a peer that takes its time over what was sent before the close
 _SILENCE_S = 10.0
 _DISCARDED_BYTES = 1 << 16
-_ADVICE = "every process of a run must be given the same credentials, with use_credentials()"
-_ENDED = "the connection ended without a word (the peer's process ended or was killed, or its host is out of reach)"
 
 
 class TlsConnection(SocketConnection):
     """sock: after handshake and greeting. silence_s: it ends when its host answers nothing for a third more."""
 
+    can_begin_sending = True
+
     def __init__(self, sock: ssl.SSLSocket, peer: str, silence_s: float, idle_timeout_s: float | None = None) -> None:
         self._stream = TlsStream(sock, idle_timeout_s)
         super().__init__(sock, SocketReader(self._stream), peer, idle_timeout_s)
         self._silence_s = silence_s
-        self._silent_end = _ENDED
+        self._silent_end = GONE
         reach.shared.watch(sock, silence_s, self._on_silence)
 
     def wait(self, timeout_s: float | None) -> bool:
@@ -48,8 +48,6 @@ class TlsConnection(SocketConnection):
 
     def is_ready(self) -> bool:
         return self._stream.has_decrypted() or super().is_ready()
-
-    can_begin_sending = True
 
     @property
     def sent_bytes(self) -> int:
@@ -162,10 +160,7 @@ def connect(
         Unavailable: nobody listens there, or nobody answers within 5 s.
         Unauthenticated: whoever listens is not of this run, or does not take this process for one of it.
     """
-    try:
-        where = tcp_endpoint.parse(endpoint)
-    except ValueError as error:
-        raise Unavailable(str(error)) from error
+    where = tcp_endpoint.parse_to_connect(endpoint)
     credentials = credentials or current_credentials()
     deadline = time.monotonic() + _CONNECT_PATIENCE_S
     try:
@@ -177,37 +172,31 @@ def connect(
 
 def _greeted(sock: socket.socket, endpoint: str, credentials: Credentials, deadline: float) -> ssl.SSLSocket:
     """Show who this is, and see who they are."""
-    context = client_context(credentials)
-    try:
-        found = context.wrap_socket(sock, server_hostname=RUN_NAME, do_handshake_on_connect=False)
-    except OSError as error:  # of a connection that was reset already
-        sock.close()
-        raise Unavailable(f"{endpoint} closed the connection before it began: {error}") from error
-    try:
-        found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _set_timeout(found, deadline)
-        found.do_handshake()
-        token = credentials.token.encode()
-        found.sendall(GREETING.pack(MAGIC, len(token)) + token)
-        _, length = GREETING.unpack(_read(found, GREETING.size, deadline))
-        refusal = _read(found, length, deadline).decode(errors="replace")
-    except ssl.SSLError as error:
-        found.close()
-        raise Unauthenticated(_unlike(endpoint, error)) from error
-    except TimeoutError as error:
-        found.close()
-        raise Unavailable(f"{endpoint} did not answer within {_CONNECT_PATIENCE_S:g} s") from error
-    except OSError as error:
-        found.close()
-        why = f"it ended this very moment, or does not take this process for one of its run ({_ADVICE})"
-        raise Unavailable(f"{endpoint} closed the connection before it began: {why}: {error}") from error
-    except BaseException:  # also Ctrl+C
-        found.close()
-        raise
-    if refusal:
-        found.close()
-        raise Unauthenticated(f"{endpoint} refused this process: {refusal}; {_ADVICE}")
+    with contextlib.ExitStack() as unless_welcome:
+        unless_welcome.callback(sock.close)  # one that was reset already cannot be wrapped
+        try:
+            found = client_context(credentials).wrap_socket(
+                sock, server_hostname=RUN_NAME, do_handshake_on_connect=False
+            )
+            unless_welcome.callback(found.close)
+            refusal = _greet(found, credentials, deadline)
+        except OSError as error:
+            raise _no_greeting(endpoint, error) from error
+        if refusal:
+            raise Unauthenticated(f"{endpoint} refused this process: {refusal}; {ADVICE}")
+        unless_welcome.pop_all()
     return found
+
+
+def _greet(sock: ssl.SSLSocket, credentials: Credentials, deadline: float) -> str:
+    """Returns why they do not let this process in."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    _set_timeout(sock, deadline)
+    sock.do_handshake()
+    token = credentials.token.encode()
+    sock.sendall(GREETING.pack(MAGIC, len(token)) + token)
+    _, length = GREETING.unpack(_read(sock, GREETING.size, deadline))
+    return _read(sock, length, deadline).decode(errors="replace")
 
 
 def _read(sock: ssl.SSLSocket, size: int, deadline: float) -> bytes:
@@ -225,10 +214,17 @@ def _set_timeout(sock: socket.socket, deadline: float) -> None:
     sock.settimeout(max(0.001, deadline - time.monotonic()))
 
 
-def _unlike(endpoint: str, error: ssl.SSLError) -> str:
-    if error.reason and "ALERT" in error.reason:
-        return f"{endpoint} refused this process: {error.reason}; {_ADVICE}"
-    return f"{endpoint} is not of this run, or does not speak TLS: {error.reason or error}; {_ADVICE}"
+def _no_greeting(endpoint: str, error: OSError) -> Unavailable:
+    if isinstance(error, ssl.SSLError):
+        if error.reason and "ALERT" in error.reason:
+            return Unauthenticated(f"{endpoint} refused this process: {error.reason}; {ADVICE}")
+        return Unauthenticated(
+            f"{endpoint} is not of this run, or does not speak TLS: {error.reason or error}; {ADVICE}"
+        )
+    if isinstance(error, TimeoutError):
+        return Unavailable(f"{endpoint} did not answer within {_CONNECT_PATIENCE_S:g} s")
+    why = f"it ended this very moment, or does not take this process for one of its run ({ADVICE})"
+    return Unavailable(f"{endpoint} closed the connection before it began: {why}: {error}")
 
 
 def _bound(where: TcpEndpoint) -> socket.socket:

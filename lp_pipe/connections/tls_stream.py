@@ -11,8 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from lp_pipe.connections.credentials import Credentials
-
-Piece = bytes | bytearray | memoryview
+from lp_pipe.connections.frames import Piece
 
 _RECORD_BYTES = 1 << 14  # TLS encrypts so much at a time
 _SLICE_BYTES = 1 << 18  # reading waits while so much is being encrypted

@@ -12,10 +12,10 @@ from typing import Any
 
 from lp_pipe.connections import frames, loans
 from lp_pipe.connections.base import Connection, Listener, OnConnection, OnFrame
-from lp_pipe.connections.frames import Frame, Ticket
+from lp_pipe.connections.frames import Frame, Piece, Ticket
 from lp_pipe.connections.loans import Borrower, Lender
 from lp_pipe.connections.refusals import Refusals
-from lp_pipe.connections.socket_connection import Piece, SocketConnection
+from lp_pipe.connections.socket_connection import SocketConnection
 from lp_pipe.connections.socket_reader import SocketReader
 from lp_pipe.errors import Unavailable
 
