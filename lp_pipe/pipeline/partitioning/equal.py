@@ -4,10 +4,11 @@ import numpy as np
 
 from lp_pipe.pipeline.partitioning.bounds import affordable, evenly, flat, lower_bound
 from lp_pipe.pipeline.partitioning.cost import CostModel, Memory
+from lp_pipe.pipeline.partitioning.fastest import fastest
 from lp_pipe.pipeline.partitioning.hosts import hosts_of
 from lp_pipe.pipeline.partitioning.pricing import Priced, priced, recomputed
 from lp_pipe.pipeline.partitioning.profile import Profile
-from lp_pipe.pipeline.partitioning.search import Search
+from lp_pipe.pipeline.partitioning.search import Part, Search
 from lp_pipe.pipeline.partitioning.states import States
 from lp_pipe.pipeline.partitioning.topology import Level
 
@@ -30,24 +31,34 @@ class EqualDevices:
 
     def affordable(self, states: int, most: int, max_replicas: int, memory: Memory | None) -> int | None:
         """How many states, of `most` that are each within the next, can be searched in seconds; None: all `states`."""
-        return affordable(states, most, self._levels, memory)
+        if memory is None or len(self._levels) > 1:
+            return affordable(states, most, self._levels, memory)
+        return None if states == most or affordable(states, states, self._levels, memory) is None else most
 
     def searched(self, states: States, max_replicas: int, memory: Memory | None) -> list[Priced] | None:
         """The best stages between these states; None: none fit the memory."""
         levels = self._levels
-        upper = self._upper(states, levels, max_replicas) if memory is None and len(levels) == 1 else np.inf
-        search = Search(states, levels, self._model, max_replicas, memory, upper)
-        if not np.isfinite(search.seconds()):
+        parts = self._parts(states, max_replicas, memory)
+        if not parts:
             return None
-        parts = search.parts()
         again = recomputed(parts, states, memory, self._recompute)
         stages = priced(parts, states, levels, self._model, again)
         return [stage._replace(hosts=hosts) for stage, hosts in zip(stages, hosts_of(parts, levels), strict=True)]
 
-    def lower_bound(self, states: States, profile: Profile, max_replicas: int) -> float:
+    def _parts(self, states: States, max_replicas: int, memory: Memory | None) -> list[Part]:
+        levels, model = self._levels, self._model
+        if memory is not None and len(levels) == 1 and states.is_chain:
+            return fastest(states, levels[0], model, memory, max_replicas).parts
+        upper = self._upper(states, levels, max_replicas) if memory is None and len(levels) == 1 else np.inf
+        search = Search(states, levels, model, max_replicas, memory, upper)
+        return search.parts() if np.isfinite(search.seconds()) else []
+
+    def lower_bound(self, states: States, profile: Profile, max_replicas: int, memory: Memory | None) -> float:
         """Seconds that no plan beats, where not all cuts could be searched."""
         bound = lower_bound(states, self._levels, self._model, max_replicas, profile)
-        if states.is_complete:
+        if states.is_complete and states.is_chain and memory is not None:
+            bound = max(bound, fastest(states, flat(self._levels), self._model, memory, max_replicas).most)
+        elif states.is_complete:
             one_level = (flat(self._levels),)
             upper = self._upper(states, one_level, max_replicas)
             search = Search(states, one_level, self._model, max_replicas, upper=upper)

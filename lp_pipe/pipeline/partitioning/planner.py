@@ -130,9 +130,13 @@ class _Planner:
         bound = slowest(stages) if states.is_complete and is_exact else None
         if memory is not None and not fits(stages, states, memory):
             stages, states = self._best(self._max_replicas, memory)
-            bound = slowest(stages) if states.is_complete and is_exact else bound
+            if states.is_complete and is_exact:
+                bound = slowest(stages)
+            else:
+                least = self._devices.lower_bound(self._states, self._profile, self._max_replicas, memory)
+                bound = max(bound or 0.0, least)
         if bound is None:
-            bound = self._devices.lower_bound(self._states, self._profile, self._max_replicas)
+            bound = self._devices.lower_bound(self._states, self._profile, self._max_replicas, None)
         plan = self._as_plan(stages, states, "")
         gap = max(0.0, plan.slowest_seconds / bound - 1) if bound else 0.0
         plan = with_runners_up(replace(plan, proven_gap=gap), self._others(memory))
@@ -153,7 +157,7 @@ class _Planner:
     def _check_memory(self, memory: Memory | None) -> None:
         if memory is None:
             return
-        needed = thriftiest(self._states, memory, self._topology.devices, self._max_replicas).bytes
+        needed = thriftiest(self._states, memory, self._topology.devices, self._max_replicas).most
         if needed > memory.limit:
             raise self._too_little(memory, needed)
 
@@ -184,7 +188,7 @@ class _Planner:
             for _ in range(_REFINEMENTS + 1):
                 states = order.only(kept)
                 stages = self._devices.searched(states, max_replicas, memory)
-                if stages is None:
+                if stages is None or len(kept) == order.count:
                     break
                 kept = near([kept[stage.end] for stage in stages], order.count, len(kept))
         if stages is None:
@@ -196,7 +200,7 @@ class _Planner:
 
     def _some_cuts(self, order: States, count: int, memory: Memory | None) -> list[int]:
         """So many places to cut, among them those of a plan that fits, so that one is found where there is one."""
-        if memory is None:
+        if memory is None or count == order.count:
             return evenly(order.count, count)
         thrifty = thriftiest(order, memory, self._topology.devices, self._max_replicas).cuts
         return sorted({*evenly(order.count, max(2, count - len(thrifty))), *thrifty})

@@ -96,7 +96,7 @@ class UnequalDevices:
         devices = [tuple(sorted(way.devices[place] for place in places)) for places in served]
         return self._priced(steps, devices, states, memory)
 
-    def lower_bound(self, states: States, profile: Profile, max_replicas: int) -> float:
+    def lower_bound(self, states: States, profile: Profile, max_replicas: int, memory: Memory | None) -> float:
         """Seconds that no plan beats, where not all could be searched."""
         fastest = max(self._speeds)
         bound = float(states.compute[-1]) / sum(self._speeds)
