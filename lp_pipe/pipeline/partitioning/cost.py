@@ -117,6 +117,9 @@ class Memory(NamedTuple):
         return waiting.versions + self.optimizer_bytes_per_parameter_byte
 
 
+UNLIMITED = Memory(np.inf, 0.0, "gpipe", "none", 1)
+
+
 def checked_model(cost_model: str) -> CostModel:
     """The cost model of that name.
 

@@ -8,7 +8,7 @@ where a stage on r devices of at least speed v takes (C/v + 4(r-1)W/(rB)) / r, a
 Where memory is limited there is one such table for each number of devices used from s on.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -69,10 +69,20 @@ class UnequalDevices:
             count = max(2, int(count * 0.9))
         return count
 
+    def is_as_fast_within_memory(self, states: States, max_replicas: int) -> bool:
+        """Whether a search within a memory limit takes no longer than one without."""
+        return False
+
     def searched(self, states: States, max_replicas: int, memory: Memory | None) -> list[Priced] | None:
         """The best stages between these states; None: none fit the memory."""
         found = [self._found(way, states, max_replicas, memory) for way in self._ways()]
         return min((stages for stages in found if stages is not None), key=slowest, default=None)
+
+    def in_a_row(
+        self, states: States, max_replicas: int, memory: Memory | None, least: Callable[[], float]
+    ) -> list[Priced] | None:
+        """Not for devices of different speeds."""
+        return None
 
     def _ways(self) -> "list[_Way]":
         """How to search: one way is enough where that is exact."""
@@ -97,13 +107,15 @@ class UnequalDevices:
         return self._priced(steps, devices, states, memory)
 
     def lower_bound(self, states: States, profile: Profile, max_replicas: int, memory: Memory | None) -> float:
-        """Seconds that no plan beats, where not all could be searched."""
+        """Seconds that no plan beats, where not all could be searched; with a memory limit a rough bound only."""
         fastest = max(self._speeds)
         bound = float(states.compute[-1]) / sum(self._speeds)
         replicas: Floats = np.arange(1, max_replicas + 1, dtype=np.float64)
         for layer in profile.layers:
             compute = (layer.forward_s + layer.backward_s) / fastest
             bound = max(bound, float(self._model.stage(compute, layer.parameter_bytes, replicas, self._level).min()))
+        if memory is not None:
+            return bound
         if not states.is_complete or self.affordable(states.count, states.count, max_replicas, None) is not None:
             return bound
         takings = self._takings(rounded(self._speeds, self._kinds)[1] if self.inexact else self._speeds, max_replicas)
