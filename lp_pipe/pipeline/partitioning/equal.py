@@ -10,6 +10,7 @@ from lp_pipe.pipeline.partitioning.fastest import fastest
 from lp_pipe.pipeline.partitioning.hosts import hosts_of
 from lp_pipe.pipeline.partitioning.in_a_row import InARow
 from lp_pipe.pipeline.partitioning.pricing import Priced, priced, recomputed, slowest
+from lp_pipe.pipeline.partitioning.probing import fastest_found
 from lp_pipe.pipeline.partitioning.profile import Profile
 from lp_pipe.pipeline.partitioning.search import Part, Search
 from lp_pipe.pipeline.partitioning.states import States
@@ -20,7 +21,12 @@ _ROUNDING = 1 + 1e-9
 
 
 class EqualDevices:
-    """All devices of the levels."""
+    """All devices of the levels.
+
+    near: plans that take no more times the bound are good enough, where not all can be had.
+    """
+
+    near = 1.01
 
     def __init__(self, levels: tuple[Level, ...], model: CostModel, recompute: str) -> None:
         self._levels = levels
@@ -50,7 +56,7 @@ class EqualDevices:
             return None
         return self._priced(parts, states, memory)
 
-    def in_a_row(
+    def of_all_cuts(
         self, states: States, max_replicas: int, memory: Memory | None, least: Callable[[], float]
     ) -> list[Priced] | None:
         """Fast stages between all of these states, which are each within the next; None: none are found.
@@ -60,7 +66,7 @@ class EqualDevices:
         if len(self._levels) == 1:
             return None
         search = InARow(states, self._levels, self._model, memory or UNLIMITED, max_replicas)
-        parts = search.parts(least(), lambda parts: slowest(self._priced(parts, states, memory)))
+        parts = fastest_found(search.within, lambda parts: slowest(self._priced(parts, states, memory)), least())
         return self._priced(parts, states, memory) if parts else None
 
     def _priced(self, parts: list[Part], states: States, memory: Memory | None) -> list[Priced]:

@@ -11,7 +11,7 @@ time that is asked for the fewest places are kept from each state on, and of as 
 always best: links differ, and devices may be idle.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
 
 import numpy as np
@@ -21,11 +21,6 @@ from lp_pipe.pipeline.partitioning.fewest import Ints, between
 from lp_pipe.pipeline.partitioning.search import Part
 from lp_pipe.pipeline.partitioning.states import Bools, Floats, States
 from lp_pipe.pipeline.partitioning.topology import Level
-
-_ANY = 1e200  # seconds: whatever it takes
-_NEAR = 0.001  # more of a time counts as none
-_PROBES = 8
-_ATTEMPTS = 40
 
 
 class InARow:
@@ -39,27 +34,6 @@ class InARow:
         self._model = model
         self._memory = memory
         self._choices = _Choices(levels, max_replicas)
-
-    def parts(self, least: float, takes: Callable[[list[Part]], float]) -> list[Part]:
-        """The fastest plan that is found; empty where none fits. least: what no plan beats. takes: what one takes."""
-        best: list[Part] = []
-        for farther in range(_PROBES):  # what is found is mostly near to the bound
-            limit = least + least * _NEAR * 4**farther if farther < _PROBES - 1 else _ANY
-            best = self.within(limit)
-            if best:
-                break
-            least = limit
-        known = takes(best) if best else least
-        for _ in range(_ATTEMPTS):
-            if known <= least * (1 + _NEAR):
-                break
-            limit = (least + known) / 2
-            parts = self.within(limit)
-            if parts:
-                best, known = parts, min(limit, takes(parts))
-            else:
-                least = limit
-        return best
 
     def within(self, limit: float) -> list[Part]:
         """One that takes no more seconds than that, if one is found."""

@@ -1,5 +1,6 @@
 """Decide how to cut and replicate a model: from its profile and a topology to a plan."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -27,7 +28,6 @@ from lp_pipe.pipeline.partitioning.unequal import ORDERS, UnequalDevices
 
 _MOST_STATES = 2500  # tables grow with their square
 _MANY_CUTS = "this model has too many places to cut to search them all"
-_NEAR = 1.01  # times the bound: too near to it to look further
 _REFINEMENTS = 1  # searches of the cuts near the best ones, where not all can be searched
 
 
@@ -156,7 +156,7 @@ class _Planner:
         return stages, states, max(bound, within)
 
     def _bounded(self, memory: Memory | None) -> tuple[list[Priced], States, float]:
-        stages, states = self._best(self._max_replicas, memory)
+        stages, states = self._best(self._max_replicas, memory, self._devices.near)
         is_exact = states.is_complete and not self._devices.inexact
         return stages, states, slowest(stages) if is_exact else self._bound(self._max_replicas, memory)
 
@@ -180,8 +180,11 @@ class _Planner:
             f"{memory.limit:,.0f}; use more devices{again}, or smaller micro-batches"
         )
 
-    def _best(self, max_replicas: int, memory: Memory | None) -> tuple[list[Priced], States]:
-        """The best stages, and the states they are between; where to search all takes too long, good ones."""
+    def _best(self, max_replicas: int, memory: Memory | None, near: float) -> tuple[list[Priced], States]:
+        """The best stages, and the states they are between; where to search all takes too long, good ones.
+
+        near: those that take so many times the bound are good enough.
+        """
         states, order = self._states, self._prefixes
         count = self._devices.affordable(states.count, order.count, max_replicas, memory)
         if count is None:
@@ -190,8 +193,8 @@ class _Planner:
                 assert memory is not None, "without a limit any plan fits"
                 raise self._too_little(memory, memory.limit)
             return stages, states
-        found = self._in_a_row(order, max_replicas, memory)
-        if not found or slowest(found[0][0]) > _NEAR * self._bound(max_replicas, memory):
+        found = self._of_all_cuts(order, max_replicas, memory)
+        if not found or slowest(found[0][0]) > near * self._bound(max_replicas, memory):
             found += self._among_some(order, count, max_replicas, memory)
         if not found:
             raise PartitionError(
@@ -200,9 +203,11 @@ class _Planner:
             )
         return min(found, key=lambda stages: slowest(stages[0]))
 
-    def _in_a_row(self, order: States, max_replicas: int, memory: Memory | None) -> list[tuple[list[Priced], States]]:
+    def _of_all_cuts(
+        self, order: States, max_replicas: int, memory: Memory | None
+    ) -> list[tuple[list[Priced], States]]:
         """Of those plans that are found fast between all states of the order, the best one, if there are any."""
-        stages = self._devices.in_a_row(order, max_replicas, memory, lambda: self._bound(max_replicas, memory))
+        stages = self._devices.of_all_cuts(order, max_replicas, memory, lambda: self._bound(max_replicas, memory))
         return [(stages, order.only(range(order.count)))] if stages is not None else []
 
     def _among_some(
@@ -244,7 +249,7 @@ class _Planner:
             kinds.append(("all layers in one stage, data parallel", ends, self._max_replicas))
         found = [(text, states, self._devices.searched(states, replicas, None)) for text, states, replicas in kinds]
         if self._max_replicas > 1:
-            straight, states = self._best(1, None)
+            straight, states = self._best(1, None, math.inf)
             found.append(("a straight pipeline, without replicas", states, straight))
         return [
             self._as_plan(stages, states, text)

@@ -10,6 +10,7 @@ import lp_pipe.pipeline as pp
 from lp_pipe.pipeline.partitioning.cost import ASYNCHRONOUS, COST_MODELS, SCHEDULES, UNLIMITED, CostModel, Memory
 from lp_pipe.pipeline.partitioning.in_a_row import InARow
 from lp_pipe.pipeline.partitioning.pricing import fits, priced, recomputed, slowest
+from lp_pipe.pipeline.partitioning.probing import fastest_found
 from lp_pipe.pipeline.partitioning.search import Part
 from lp_pipe.pipeline.partitioning.states import states_of
 from lp_pipe.pipeline.partitioning.thrift import thriftiest
@@ -92,8 +93,9 @@ def test_nothing_that_is_found_beats_brute_force(
     profile, memory = profile_of(measured), Memory(limit, 2.0, schedule, "none", 3)
     bound = best(profile, pp.Topology(tuple(levels), limit), schedule=schedule, microbatches=3)
     states = states_of(profile, "none", 10)
-    parts = InARow(states, levels, MODEL, memory, 9).parts(
-        0.0, lambda parts: slowest(priced(parts, states, levels, MODEL, frozenset()))
+    search = InARow(states, levels, MODEL, memory, 9)
+    parts = fastest_found(
+        search.within, lambda parts: slowest(priced(parts, states, levels, MODEL, frozenset())), least=0.0
     )
     if parts:
         assert slowest(priced(parts, states, levels, MODEL, frozenset())) >= bound * 0.999999
