@@ -1,6 +1,7 @@
 """How a channel's end waits: it reads its connection itself, which saves a hop between threads for every message."""
 
 import os
+import resource
 import threading
 import time
 from collections.abc import Callable
@@ -9,12 +10,14 @@ from lp_pipe.channels.attendant import Attention
 from lp_pipe.channels.board import Bell
 from lp_pipe.connections import Connection, PulledConnection
 
-# What arrives within a few times as long as it takes to fall asleep and be woken is worth looking for awake: who sleeps
-# also finds its core's caches cold, and the other end has to wake it.
-_LOOKING_S = 3e-4
+# Whoever sleeps has to be woken, and finds its core's caches cold and its clock slow: on a virtual machine, whose host
+# gives an idle core to others, a stage that slept a moment before each action takes a tenth longer to compute.
+_LOOKING_S = 2e-2
 _MOST_SKIPPED = 192
 _SOON_S = 0.05  # within which the rest of a frame comes, as a rule
 _TAKEN_AWAY_S = 5e-5  # whoever had the core meanwhile needs it more
+_FOR_LONG_S = 5e-4  # and will need it again
+_WHOSE_SWITCHES = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
 
 
 class Pulling:
@@ -43,13 +46,13 @@ class Pulling:
             seen = self.bell.count() if self.bell is not None else 0  # before `is_so` looks at the board
             if is_so():
                 return True
-            remaining = None if deadline is None else deadline - time.monotonic()
-            if remaining is not None and remaining <= 0:
+            remaining = _until(deadline)
+            if remaining == 0:
                 return False
             if self._connection is not None and self._connection.try_reading():
                 self._state.release()
                 try:
-                    self._read(self._connection, seen, remaining)
+                    self._read(self._connection, seen, deadline)
                 finally:
                     self._state.acquire()
                     self._state.notify_all()  # of those who wait another one may read
@@ -77,15 +80,15 @@ class Pulling:
         if self._connection is not None:
             self._connection.interrupt()
 
-    def _read(self, connection: PulledConnection, seen: int, timeout_s: float | None) -> None:
+    def _read(self, connection: PulledConnection, seen: int, deadline: float | None) -> None:
         bell = self.bell
         if self.attention is not None:
             self.attention.pause()
         try:
-            if self._looking.look(connection, bell, seen) or (bell is not None and not bell.arm(seen)):
+            if self._looking.look(connection, bell, seen, deadline) or (bell is not None and not bell.arm(seen)):
                 return  # something is on the board
             try:
-                if connection.wait(timeout_s):
+                if connection.wait(_until(deadline)):
                     connection.read()
                     while connection.is_inside_frame and connection.closed_reason is None and connection.wait(_SOON_S):
                         connection.read()
@@ -99,10 +102,10 @@ class Pulling:
 
 
 class _Looking:
-    """Looks for a moment whether something arrives, before its thread sleeps.
+    """Looks for a while whether something arrives, before its thread sleeps.
 
-    Where that is in vain (the peer computes for longer) it is done ever more rarely: what it costs goes down to 2 µs a
-    wait. A peer that waits for this very core gets it.
+    Where that is in vain (the peer computes for longer) it is done ever more rarely. Another thread that could run on
+    this very core gets it.
     """
 
     def __init__(self) -> None:
@@ -110,14 +113,16 @@ class _Looking:
         self._misses = 0
         self._skipped = 0
 
-    def look(self, connection: PulledConnection, bell: Bell | None, seen: int) -> bool:
+    def look(self, connection: PulledConnection, bell: Bell | None, seen: int, deadline: float | None) -> bool:
         """Before a `wait`; True when the wait is over, because the bell's number is not `seen` any more."""
         if not self._is_possible or self._skipped < min(self._misses * self._misses, _MOST_SKIPPED):
             self._skipped += 1
             return False
         self._skipped = 0
         now = time.monotonic()
-        end = now + _LOOKING_S
+        end, switches = now + _LOOKING_S, _switches()
+        if deadline is not None:
+            end = min(end, deadline)
         while True:
             if bell is not None and bell.count() != seen:
                 self._misses //= 2
@@ -126,7 +131,19 @@ class _Looking:
                 self._misses //= 2
                 return False
             before, now = now, time.monotonic()
-            if now >= end or now - before > _TAKEN_AWAY_S:
+            if now >= end:
                 self._misses += 1
                 return False
+            if now - before > _TAKEN_AWAY_S and _switches() != switches:
+                self._misses += now - before > _FOR_LONG_S
+                return False
             os.sched_yield()
+
+
+def _switches() -> int:
+    """How often another thread of this machine has got this one's core; what a hypervisor takes is not among them."""
+    return resource.getrusage(_WHOSE_SWITCHES).ru_nivcsw
+
+
+def _until(deadline: float | None) -> float | None:
+    return None if deadline is None else max(0.0, deadline - time.monotonic())

@@ -5,6 +5,7 @@ from typing import Any
 
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.microbatches import check_pair
+from lp_pipe.rpc.futures_view import read_by
 
 
 class BatchSource:
@@ -28,5 +29,5 @@ class BatchSource:
         if batch is None:
             return None
         pair = check_pair(batch, f"the pipeline, from the feeder's batch({step}),")
-        self._ahead = (step + 1, self._feeder.futures.batch(step + 1))
+        self._ahead = (step + 1, read_by("thread", self._feeder).batch(step + 1))
         return pair

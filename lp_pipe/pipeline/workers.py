@@ -13,6 +13,7 @@ from lp_pipe.errors import NonFiniteError, Unavailable
 from lp_pipe.pipeline.execution import Report
 from lp_pipe.pipeline.worker import StageWorker
 from lp_pipe.rpc.calls import add_quick_callback
+from lp_pipe.rpc.futures_view import read_by
 from lp_pipe.rpc.pool import DaemonPool
 
 _log = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ class Workers:
         """As `some`, with arguments for each."""
         assert ranks[0] == 0, f"rank 0 is not the first of {ranks}"
         pairs = zip(ranks[1:], args[1:], strict=True)
-        futures = [getattr(self._peers[rank - 1].futures, method)(*own) for rank, own in pairs]
+        futures = [getattr(read_by("asker", self._peers[rank - 1]), method)(*own) for rank, own in pairs]
         try:
             results = [getattr(self.own, method)(*args[0])]
         finally:
@@ -66,7 +67,7 @@ class Workers:
             Exception: the failure that came first; a worker that only lost its neighbour does not count as first.
         """
         tag = self.new_tag()
-        attempt = self._attempt(tag, [run(peer.futures, tag, rank) for rank, peer in enumerate(self._peers, start=1)])
+        attempt = self._attempt(tag, self._start(lambda peer, rank: run(peer, tag, rank)))
         try:
             own = run(self.own, tag, 0)
         except BaseException as error:  # kept as the reason of the whole operation, raised below
@@ -83,7 +84,7 @@ class Workers:
 
         tag: the highest of what it waits for.
         """
-        peers = [run(peer.futures, rank) for rank, peer in enumerate(self._peers, start=1)]
+        peers = self._start(run)
         own: Future[Report] = self._pool.start(lambda: run(self.own, 0))
         return self._attempt(tag, [own, *peers])
 
@@ -91,6 +92,10 @@ class Workers:
         """Let all workers forget what a failed operation has left, once none works on it any more."""
         with contextlib.suppress(Unavailable):  # a worker that has died is the cause, or comes after it
             self.all("discard")
+
+    def _start(self, run: Callable[[Any, int], Any]) -> "list[Future[Report]]":
+        """On the other ranks."""
+        return [run(read_by("thread", peer), rank) for rank, peer in enumerate(self._peers, start=1)]
 
     def _attempt(self, tag: int, futures: "Sequence[Future[Report]]") -> "Attempt":
         def abort(reason: str) -> None:

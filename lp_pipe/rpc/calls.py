@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from lp_pipe.connections import Frame
 from lp_pipe.context import NodeContext, current_context, entered
@@ -50,6 +50,7 @@ class Sent(Protocol):
 
 
 Cancel = Callable[[Sent, int], bool]
+Reader = Literal["anybody", "asker", "thread"]  # who will read a reply
 
 
 class SyncCall:
@@ -89,11 +90,14 @@ class SyncCall:
 class CallFuture(Future[Any]):
     """A call in flight. `cancel()` forgets it, also while its handler runs (which is not interrupted).
 
-    target, method: what is called.
+    target, method: what is called. reader: of the reply; "anybody": whoever asks for it, or else a thread.
     """
 
-    def __init__(self, outcome: Callable[[Reply], Any], target: waits.Target, method: str) -> None:
+    def __init__(
+        self, outcome: Callable[[Reply], Any], target: waits.Target, method: str, reader: Reader = "anybody"
+    ) -> None:
         super().__init__()
+        self.reader: Reader = reader
         self._outcome = outcome
         self._target = target
         self._method = method

@@ -17,7 +17,7 @@ from lp_pipe.connections import Connection, frames, spanning
 from lp_pipe.context import services_for
 from lp_pipe.errors import DeadlineExceeded, SerializationError, Unauthenticated, Unavailable
 from lp_pipe.rpc import codec, deadlines, remote_error
-from lp_pipe.rpc.calls import CallFuture, Cancel, CancellableCall, Reply
+from lp_pipe.rpc.calls import CallFuture, Cancel, CancellableCall, Reader, Reply
 from lp_pipe.rpc.consuming import RemoteIterator, Stream
 from lp_pipe.rpc.explain import unpicklable
 from lp_pipe.rpc.exposed import LIST_METHODS
@@ -125,8 +125,10 @@ class CourierClient:
             raise self._too_late(method)
         return self._outcome(method, reply)
 
-    def _start(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Future[Any]":
-        future = CallFuture(functools.partial(self._outcome, method), self._as_target, method)
+    def _start(
+        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], reader: Reader = "anybody"
+    ) -> "Future[Any]":
+        future = CallFuture(functools.partial(self._outcome, method), self._as_target, method, reader)
         self._begin(method, args, kwargs, future, lambda link, call_id: link.forget(call_id))
         return future
 
@@ -153,9 +155,10 @@ class CourierClient:
             return
         if task.call.cancelled():
             task.call.deliver(CancelledError())
-        else:
-            self._send_task(link, task)
-            link.attend()  # somebody may wait for the future already, who did not know where to read
+            return
+        if isinstance(task.call, CallFuture):  # somebody may wait for it already, who did not know where to read
+            task.call.reader = "thread"
+        self._send_task(link, task)
 
     def _send_task(self, link: Link, task: "_Task") -> None:
         method, call = task.method, task.call

@@ -13,31 +13,38 @@ class Expected:
     def __init__(self) -> None:
         self.blocked: dict[int, SyncCall] = {}  # their threads wait, and may read
         self.futures: dict[int, CallFuture] = {}  # a thread may ask for them, and read then
+        self.promised: dict[int, CallFuture] = {}  # a thread will
         self.others: dict[int, PendingCall] = {}
         self.inboxes: dict[int, Inbox] = {}
 
     def __bool__(self) -> bool:
-        return bool(self.blocked or self.futures or self.others or self.inboxes)
+        return bool(self.blocked or self.futures or self.promised or self.others or self.inboxes)
 
     def is_urgent(self) -> bool:
         """Whether frames may come that no waiting thread will read."""
         return bool(self.others or self.inboxes)
 
     def add(self, call_id: int, call: PendingCall) -> None:
-        if isinstance(call, CallFuture):
-            self.futures[call_id] = call
-        else:
+        if not isinstance(call, CallFuture) or call.reader == "thread":
             self.others[call_id] = call
+        elif call.reader == "asker":
+            self.promised[call_id] = call
+        else:
+            self.futures[call_id] = call
 
     def take(self, call_id: int) -> PendingCall | None:
-        return self.blocked.pop(call_id, None) or self.futures.pop(call_id, None) or self.others.pop(call_id, None)
+        for calls in (self.blocked, self.futures, self.promised, self.others):
+            call: PendingCall | None = calls.pop(call_id, None)
+            if call is not None:
+                return call
+        return None
 
     def take_inbox(self, frame: Frame, is_last: bool) -> Inbox | None:
         return self.inboxes.pop(frame.id, None) if is_last else self.inboxes.get(frame.id)
 
     def fail(self, error: Exception) -> None:
         """Nothing will come any more."""
-        for waiting in (self.blocked, self.futures, self.others, self.inboxes):
+        for waiting in (self.blocked, self.futures, self.promised, self.others, self.inboxes):
             while waiting:
                 with contextlib.suppress(KeyError):
                     _, waiter = waiting.popitem()

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+from lp_pipe.rpc.calls import Reader
+
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
@@ -11,19 +13,30 @@ Kwargs = dict[str, Any]
 class Callee(Protocol):
     """What the view needs of a client."""
 
-    def _start(self, method: str, args: Args, kwargs: Kwargs) -> "Future[Any]": ...
+    def _start(self, method: str, args: Args, kwargs: Kwargs, reader: Reader = "anybody") -> "Future[Any]": ...
 
 
 class Futures:
-    """`client.futures.method(...)`, `client.futures(...)`."""
+    """`client.futures.method(...)`, `client.futures(...)`. reader: see `read_by`."""
 
-    def __init__(self, client: Callee) -> None:
+    def __init__(self, client: Callee, reader: Reader = "anybody") -> None:
         self._client = client
+        self._reader: Reader = reader
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> "Future[Any]":
-        return self._client._start("__call__", args, kwargs)
+        return self._client._start("__call__", args, kwargs, self._reader)
 
     def __getattr__(self, name: str) -> Callable[..., "Future[Any]"]:
         if name.startswith("_"):
             raise AttributeError(name)
-        return lambda *args, **kwargs: self._client._start(name, args, kwargs)
+        return lambda *args, **kwargs: self._client._start(name, args, kwargs, self._reader)
+
+
+def read_by(reader: Reader, client: Any) -> Any:
+    """`client.futures`, where it is known who will read the replies; to find out takes other threads' time.
+
+    reader: "asker", who starts them and will ask for each of them soon, by `result` or `exception`; or "thread": the
+    replies are long in coming, or callbacks wait for them, so that a thread reads from now on.
+    """
+    view = client.futures
+    return Futures(view._client, reader) if isinstance(view, Futures) else view

@@ -1,11 +1,13 @@
 """An end that waits looks for a moment whether something comes, before it sleeps, as long as that is of use."""
 
+import itertools
 import socket
 import threading
 from collections.abc import Iterator
 
 import pytest
 
+from lp_pipe.channels import pulling
 from lp_pipe.channels.pulling import Pulling
 from lp_pipe.connections import frames
 from lp_pipe.connections.frames import Frame
@@ -47,7 +49,8 @@ class End:
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[End, UnixConnection]]:
+def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[End, UnixConnection]]:
+    monkeypatch.setattr(pulling, "_switches", lambda: 0)  # whoever else uses this machine's cores
     near, far = socket.socketpair()
     end, peer = End(near), UnixConnection(far, "end")
     end.pulling._looking._is_possible = True  # also where a test has one core
@@ -70,6 +73,18 @@ def test_looking_is_worth_it_again_once_something_was_there(ends: tuple[End, Uni
     peer.send(Frame(frames.CHANNEL_NOTE))
     assert end.wait(1, PATIENCE_S)
     assert end.looks_in_a_wait() > 0
+
+
+def test_who_loses_the_core_to_another_thread_stops_looking(
+    ends: tuple[End, UnixConnection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end, _ = ends
+    monkeypatch.setattr(pulling, "_TAKEN_AWAY_S", -1.0)  # each look at the clock counts as late
+    switches = itertools.count()
+    monkeypatch.setattr(pulling, "_switches", lambda: next(switches))
+    assert end.looks_in_a_wait() == 1
+    monkeypatch.setattr(pulling, "_switches", lambda: 0)
+    assert end.looks_in_a_wait() > 1, "where only the hypervisor took it, looking goes on"
 
 
 def test_nobody_looks_where_there_is_one_core(ends: tuple[End, UnixConnection]) -> None:

@@ -1,0 +1,96 @@
+"""Futures of which it is known who will read their replies: no timer looks after them."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+
+import lp_pipe as lp
+from lp_pipe.rpc import deadlines
+from lp_pipe.rpc.futures_view import read_by
+from lp_pipe.rpc.server import Server
+
+WITHIN_S = 20.0
+
+
+class Doubler:
+    def __init__(self) -> None:
+        self.may_answer = threading.Event()
+
+    def double(self, number: int) -> int:
+        return 2 * number
+
+    def late(self, number: int) -> int:
+        assert self.may_answer.wait(WITHIN_S)
+        return 2 * number
+
+
+@pytest.fixture
+def doubler() -> Doubler:
+    return Doubler()
+
+
+@pytest.fixture
+def client(doubler: Doubler, socket_home: Path, no_leaks: None) -> Iterator[lp.CourierClient]:
+    server = Server(doubler, f"unix:{socket_home}/server", thread_pool_size=4)
+    client = lp.CourierClient(server.endpoint)
+    yield client
+    del client
+    server.close()
+
+
+@pytest.fixture
+def no_timers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def add(when: float, action: object) -> None:
+        raise AssertionError("a timer was set")
+
+    monkeypatch.setattr(deadlines.shared, "add", add)
+
+
+def readers() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("read ")}
+
+
+def test_who_asks_soon_reads_the_reply_himself(client: lp.CourierClient, no_timers: None) -> None:
+    assert client.double(1) == 2  # it is connected
+    before = readers()
+    futures = [read_by("asker", client).double(number) for number in range(10)]
+    assert [future.result(WITHIN_S) for future in futures] == [2 * number for number in range(10)]
+    assert readers() == before
+
+
+def test_a_thread_reads_for_who_asks_late(client: lp.CourierClient, no_timers: None) -> None:
+    assert client.double(1) == 2
+    settled = threading.Event()
+    future = read_by("thread", client).double(3)
+    Future.add_done_callback(future, lambda _: settled.set())  # the client's own would call a thread to read
+    assert settled.wait(WITHIN_S)
+    assert future.result(0) == 6
+
+
+@pytest.mark.parametrize("reader", ["asker", "thread"])
+def test_the_first_call_of_a_client_connects_whoever_reads(client: lp.CourierClient, reader: str) -> None:
+    future = read_by(reader, client).double(4)  # type: ignore[arg-type]
+    assert future.result(WITHIN_S) == 8
+
+
+def test_who_asks_soon_may_ask_while_a_thread_reads_for_another(client: lp.CourierClient, doubler: Doubler) -> None:
+    assert client.double(1) == 2
+    late = read_by("thread", client).late(5)
+    assert read_by("asker", client).double(6).result(WITHIN_S) == 12
+    doubler.may_answer.set()
+    assert late.result(WITHIN_S) == 10
+
+
+@pytest.mark.parametrize("reader", ["asker", "thread"])
+def test_the_end_of_the_server_settles_them(doubler: Doubler, socket_home: Path, reader: str) -> None:
+    server = Server(doubler, f"unix:{socket_home}/server", thread_pool_size=4)
+    client = lp.CourierClient(server.endpoint, wait_for_ready=False)
+    assert client.double(1) == 2
+    future = read_by(reader, client).late(1)  # type: ignore[arg-type]
+    server.close(0)
+    with pytest.raises(lp.Unavailable):
+        future.result(WITHIN_S)
+    doubler.may_answer.set()
