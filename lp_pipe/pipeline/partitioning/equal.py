@@ -21,12 +21,7 @@ _ROUNDING = 1 + 1e-9
 
 
 class EqualDevices:
-    """All devices of the levels.
-
-    near: plans that take no more times the bound are good enough, where not all can be had.
-    """
-
-    near = 1.01
+    """All devices of the levels."""
 
     def __init__(self, levels: tuple[Level, ...], model: CostModel, recompute: str) -> None:
         self._levels = levels
@@ -44,6 +39,10 @@ class EqualDevices:
         if count is None or len(self._levels) > 1:
             return count
         return None if states == most else most  # a chain is no trouble
+
+    def near(self, memory: Memory | None) -> float:
+        """Plans that take no more times the bound are good enough, where not all can be had."""
+        return 1.01
 
     def is_as_fast_within_memory(self, states: States, max_replicas: int) -> bool:
         """Whether a search within a memory limit takes no longer than one without."""

@@ -156,7 +156,7 @@ class _Planner:
         return stages, states, max(bound, within)
 
     def _bounded(self, memory: Memory | None) -> tuple[list[Priced], States, float]:
-        stages, states = self._best(self._max_replicas, memory, self._devices.near)
+        stages, states = self._best(self._max_replicas, memory, self._devices.near(memory))
         is_exact = states.is_complete and not self._devices.inexact
         return stages, states, slowest(stages) if is_exact else self._bound(self._max_replicas, memory)
 

@@ -38,12 +38,7 @@ _OVERHEAD = 3000  # numbers that could be compared in the time of calling numpy 
 
 
 class UnequalDevices:
-    """The devices of a level, with their speeds. order: "given" or "any" of them along the pipeline.
-
-    near: plans that take no more times the bound are good enough, where not all can be had.
-    """
-
-    near = 1.05
+    """The devices of a level, with their speeds. order: "given" or "any" of them along the pipeline."""
 
     def __init__(self, level: Level, model: CostModel, recompute: str, order: str) -> None:
         assert level.speeds is not None, "for equal devices there is another search"
@@ -75,6 +70,10 @@ class UnequalDevices:
         while count > 2 and _work(takings, count, memory, devices) > _MOST_WORK:
             count = max(2, int(count * 0.9))
         return count
+
+    def near(self, memory: Memory | None) -> float:
+        """Plans that take no more times the bound are good enough, where not all can be had."""
+        return 1.05 if memory is None else np.inf  # of which bounds take no account, and tables take a minute
 
     def is_as_fast_within_memory(self, states: States, max_replicas: int) -> bool:
         """Whether a search within a memory limit takes no longer than one without."""
