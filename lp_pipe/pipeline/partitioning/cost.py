@@ -70,7 +70,7 @@ class Memory(NamedTuple):
     recompute: str
     microbatches: int
 
-    def waiting(self, behind: Values, own: int) -> Waiting:
+    def waiting(self, behind: Values, own: Values) -> Waiting:
         """Of a replica with `own` of a step's micro-batches, and so many devices for each replica in later stages.
 
         1F1B keeps all devices from a stage on busy: each replica has its share of their micro-batches, rounded up
@@ -84,7 +84,7 @@ class Memory(NamedTuple):
             "pipedream_2bw": Waiting(1 + behind, 2),
         }[self.schedule]
 
-    def waiting_on(self, replicas: int, devices_behind: Values) -> Waiting:
+    def waiting_on(self, replicas: Values, devices_behind: Values) -> Waiting:
         """Of a stage with so many replicas, and so many devices in all later stages together."""
         return self.waiting(-(-devices_behind // replicas), -(-self.microbatches // replicas))
 
@@ -115,6 +115,9 @@ class Memory(NamedTuple):
     def _copies(self, waiting: Waiting) -> Values:
         """Of the parameters: the versions that are in use, and what the optimizer keeps."""
         return waiting.versions + self.optimizer_bytes_per_parameter_byte
+
+
+UNLIMITED = Memory(np.inf, 0.0, "gpipe", "none", 1)
 
 
 def checked_model(cost_model: str) -> CostModel:

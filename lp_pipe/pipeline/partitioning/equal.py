@@ -1,13 +1,18 @@
 """Search on devices that are all alike, on nested levels."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 from lp_pipe.pipeline.partitioning.bounds import affordable, evenly, flat, lower_bound
-from lp_pipe.pipeline.partitioning.cost import CostModel, Memory
+from lp_pipe.pipeline.partitioning.cost import UNLIMITED, CostModel, Memory
+from lp_pipe.pipeline.partitioning.fastest import fastest
 from lp_pipe.pipeline.partitioning.hosts import hosts_of
-from lp_pipe.pipeline.partitioning.pricing import Priced, priced, recomputed
+from lp_pipe.pipeline.partitioning.in_a_row import InARow
+from lp_pipe.pipeline.partitioning.pricing import Priced, priced, recomputed, slowest
+from lp_pipe.pipeline.partitioning.probing import fastest_found
 from lp_pipe.pipeline.partitioning.profile import Profile
-from lp_pipe.pipeline.partitioning.search import Search
+from lp_pipe.pipeline.partitioning.search import Part, Search
 from lp_pipe.pipeline.partitioning.states import States
 from lp_pipe.pipeline.partitioning.topology import Level
 
@@ -30,24 +35,59 @@ class EqualDevices:
 
     def affordable(self, states: int, most: int, max_replicas: int, memory: Memory | None) -> int | None:
         """How many states, of `most` that are each within the next, can be searched in seconds; None: all `states`."""
-        return affordable(states, most, self._levels, memory)
+        count = affordable(states, most, self._levels, memory)
+        if count is None or len(self._levels) > 1:
+            return count
+        return None if states == most else most  # a chain is no trouble
+
+    def near(self, memory: Memory | None) -> float:
+        """Plans that take no more times the bound are good enough, where not all can be had."""
+        return 1.01
+
+    def is_as_fast_within_memory(self, states: States, max_replicas: int) -> bool:
+        """Whether a search within a memory limit takes no longer than one without."""
+        return len(self._levels) > 1 and self.affordable(states.count, states.count, max_replicas, None) is not None
 
     def searched(self, states: States, max_replicas: int, memory: Memory | None) -> list[Priced] | None:
         """The best stages between these states; None: none fit the memory."""
-        levels = self._levels
-        upper = self._upper(states, levels, max_replicas) if memory is None and len(levels) == 1 else np.inf
-        search = Search(states, levels, self._model, max_replicas, memory, upper)
-        if not np.isfinite(search.seconds()):
+        parts = self._parts(states, max_replicas, memory)
+        if not parts:
             return None
-        parts = search.parts()
-        again = recomputed(parts, states, memory, self._recompute)
-        stages = priced(parts, states, levels, self._model, again)
-        return [stage._replace(hosts=hosts) for stage, hosts in zip(stages, hosts_of(parts, levels), strict=True)]
+        return self._priced(parts, states, memory)
 
-    def lower_bound(self, states: States, profile: Profile, max_replicas: int) -> float:
+    def of_all_cuts(
+        self, states: States, max_replicas: int, memory: Memory | None, least: Callable[[], float]
+    ) -> list[Priced] | None:
+        """Fast stages between all of these states, which are each within the next; None: none are found.
+
+        least: seconds that no plan beats.
+        """
+        if len(self._levels) == 1:
+            return None
+        search = InARow(states, self._levels, self._model, memory or UNLIMITED, max_replicas)
+        parts = fastest_found(search.within, lambda parts: slowest(self._priced(parts, states, memory)), least())
+        return self._priced(parts, states, memory) if parts else None
+
+    def _priced(self, parts: list[Part], states: States, memory: Memory | None) -> list[Priced]:
+        again = recomputed(parts, states, memory, self._recompute)
+        stages = priced(parts, states, self._levels, self._model, again)
+        return [stage._replace(hosts=hosts) for stage, hosts in zip(stages, hosts_of(parts, self._levels), strict=True)]
+
+    def _parts(self, states: States, max_replicas: int, memory: Memory | None) -> list[Part]:
+        levels, model = self._levels, self._model
+        is_long = affordable(states.count, states.count, levels, memory) is not None
+        if len(levels) == 1 and states.is_chain and (memory is not None or is_long):
+            return fastest(states, levels[0], model, memory or UNLIMITED, max_replicas).parts
+        upper = self._upper(states, levels, max_replicas) if memory is None and len(levels) == 1 else np.inf
+        search = Search(states, levels, model, max_replicas, memory, upper)
+        return search.parts() if np.isfinite(search.seconds()) else []
+
+    def lower_bound(self, states: States, profile: Profile, max_replicas: int, memory: Memory | None) -> float:
         """Seconds that no plan beats, where not all cuts could be searched."""
         bound = lower_bound(states, self._levels, self._model, max_replicas, profile)
-        if states.is_complete:
+        if states.is_complete and states.is_chain and memory is not None:
+            bound = max(bound, fastest(states, flat(self._levels), self._model, memory, max_replicas).most)
+        elif states.is_complete:
             one_level = (flat(self._levels),)
             upper = self._upper(states, one_level, max_replicas)
             search = Search(states, one_level, self._model, max_replicas, upper=upper)

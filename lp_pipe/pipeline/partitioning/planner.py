@@ -1,5 +1,6 @@
 """Decide how to cut and replicate a model: from its profile and a topology to a plan."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -120,19 +121,13 @@ class _Planner:
         self._max_replicas = max_replicas
         self._recompute = recompute
         self._states = states_of(profile, recompute, _MOST_STATES)
+        self._bounds: dict[tuple[int, Memory | None], float] = {}
         self._prefixes = self._states if self._states.is_chain else states_of(profile, recompute, 0)
 
     def plans(self, memory: Memory | None, schedules: Sequence[str], microbatches: int) -> list[Plan]:
         """The plan with the best stages, for each of the schedules, which the memory is for."""
         self._check_memory(memory)
-        stages, states = self._best(self._max_replicas, None)
-        is_exact = not self._devices.inexact
-        bound = slowest(stages) if states.is_complete and is_exact else None
-        if memory is not None and not fits(stages, states, memory):
-            stages, states = self._best(self._max_replicas, memory)
-            bound = slowest(stages) if states.is_complete and is_exact else bound
-        if bound is None:
-            bound = self._devices.lower_bound(self._states, self._profile, self._max_replicas)
+        stages, states, bound = self._searched(memory)
         plan = self._as_plan(stages, states, "")
         gap = max(0.0, plan.slowest_seconds / bound - 1) if bound else 0.0
         plan = with_runners_up(replace(plan, proven_gap=gap), self._others(memory))
@@ -150,10 +145,25 @@ class _Planner:
             for name in schedules
         ]
 
+    def _searched(self, memory: Memory | None) -> tuple[list[Priced], States, float]:
+        """The best stages that fit, the states they are between, and what no plan beats."""
+        if memory is None or self._devices.is_as_fast_within_memory(self._states, self._max_replicas):
+            return self._bounded(memory)
+        stages, states, bound = self._bounded(None)
+        if fits(stages, states, memory):
+            return stages, states, bound
+        stages, states, within = self._bounded(memory)
+        return stages, states, max(bound, within)
+
+    def _bounded(self, memory: Memory | None) -> tuple[list[Priced], States, float]:
+        stages, states = self._best(self._max_replicas, memory, self._devices.near(memory))
+        is_exact = states.is_complete and not self._devices.inexact
+        return stages, states, slowest(stages) if is_exact else self._bound(self._max_replicas, memory)
+
     def _check_memory(self, memory: Memory | None) -> None:
         if memory is None:
             return
-        needed = thriftiest(self._states, memory, self._topology.devices, self._max_replicas).bytes
+        needed = thriftiest(self._states, memory, self._topology.devices, self._max_replicas).most
         if needed > memory.limit:
             raise self._too_little(memory, needed)
 
@@ -170,33 +180,63 @@ class _Planner:
             f"{memory.limit:,.0f}; use more devices{again}, or smaller micro-batches"
         )
 
-    def _best(self, max_replicas: int, memory: Memory | None) -> tuple[list[Priced], States]:
-        """The best stages, and the states they are between: fewer than there are, where all would take too long."""
+    def _best(self, max_replicas: int, memory: Memory | None, near: float) -> tuple[list[Priced], States]:
+        """The best stages, and the states they are between; where to search all takes too long, good ones.
+
+        near: those that take so many times the bound are good enough.
+        """
         states, order = self._states, self._prefixes
         count = self._devices.affordable(states.count, order.count, max_replicas, memory)
-        stages = None
         if count is None:
             stages = self._devices.searched(states, max_replicas, memory)
-            if stages is None and memory is not None:
+            if stages is None:
+                assert memory is not None, "without a limit any plan fits"
                 raise self._too_little(memory, memory.limit)
-        else:
-            kept = self._some_cuts(order, count, memory)
-            for _ in range(_REFINEMENTS + 1):
-                states = order.only(kept)
-                stages = self._devices.searched(states, max_replicas, memory)
-                if stages is None:
-                    break
-                kept = near([kept[stage.end] for stage in stages], order.count, len(kept))
-        if stages is None:
+            return stages, states
+        found = self._of_all_cuts(order, max_replicas, memory)
+        if not found or slowest(found[0][0]) > near * self._bound(max_replicas, memory):
+            found += self._among_some(order, count, max_replicas, memory)
+        if not found:
             raise PartitionError(
                 "memory: no plan was found that fits, among fewer cuts than there are, since to try all would take too "
                 "long; use more memory or a topology of one level"
             )
-        return stages, states
+        return min(found, key=lambda stages: slowest(stages[0]))
+
+    def _of_all_cuts(
+        self, order: States, max_replicas: int, memory: Memory | None
+    ) -> list[tuple[list[Priced], States]]:
+        """Of those plans that are found fast between all states of the order, the best one, if there are any."""
+        stages = self._devices.of_all_cuts(order, max_replicas, memory, lambda: self._bound(max_replicas, memory))
+        return [(stages, order.only(range(order.count)))] if stages is not None else []
+
+    def _among_some(
+        self, order: States, count: int, max_replicas: int, memory: Memory | None
+    ) -> list[tuple[list[Priced], States]]:
+        """The best ones between so many states of the order; and between those near to theirs."""
+        found = []
+        kept = self._some_cuts(order, count, memory)
+        for _ in range(_REFINEMENTS + 1):
+            states = order.only(kept)
+            stages = self._devices.searched(states, max_replicas, memory)
+            if stages is None:
+                break
+            found.append((stages, states))
+            kept = near([kept[stage.end] for stage in stages], order.count, len(kept))
+            if len(kept) == order.count:
+                break
+        return found
+
+    def _bound(self, max_replicas: int, memory: Memory | None) -> float:
+        """Seconds that no plan beats."""
+        key = max_replicas, memory
+        if key not in self._bounds:
+            self._bounds[key] = self._devices.lower_bound(self._states, self._profile, max_replicas, memory)
+        return self._bounds[key]
 
     def _some_cuts(self, order: States, count: int, memory: Memory | None) -> list[int]:
         """So many places to cut, among them those of a plan that fits, so that one is found where there is one."""
-        if memory is None:
+        if memory is None or count == order.count:
             return evenly(order.count, count)
         thrifty = thriftiest(order, memory, self._topology.devices, self._max_replicas).cuts
         return sorted({*evenly(order.count, max(2, count - len(thrifty))), *thrifty})
@@ -209,7 +249,7 @@ class _Planner:
             kinds.append(("all layers in one stage, data parallel", ends, self._max_replicas))
         found = [(text, states, self._devices.searched(states, replicas, None)) for text, states, replicas in kinds]
         if self._max_replicas > 1:
-            straight, states = self._best(1, None)
+            straight, states = self._best(1, None, math.inf)
             found.append(("a straight pipeline, without replicas", states, straight))
         return [
             self._as_plan(stages, states, text)

@@ -49,7 +49,7 @@ class States:
     @property
     def is_chain(self) -> bool:
         """Whether each set is within the next."""
-        return bool(self.count == self.members.shape[1] + 1)
+        return bool(np.diagonal(self.within, 1).all())
 
     def only(self, kept: Sequence[int]) -> "States":
         """Fewer places to cut, which must be the first and the last and any between."""

@@ -8,12 +8,13 @@ where a stage on r devices of at least speed v takes (C/v + 4(r-1)W/(rB)) / r, a
 Where memory is limited there is one such table for each number of devices used from s on.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from lp_pipe.pipeline.partitioning.cost import CostModel, Memory, Waiting
+from lp_pipe.pipeline.partitioning.any_order import AnyOrder, Served, can_search
+from lp_pipe.pipeline.partitioning.cost import UNLIMITED, CostModel, Memory, Waiting
 from lp_pipe.pipeline.partitioning.device_orders import (
     Taking,
     Takings,
@@ -25,6 +26,7 @@ from lp_pipe.pipeline.partitioning.device_orders import (
     served_in_given_order,
 )
 from lp_pipe.pipeline.partitioning.pricing import Priced, recomputed, slowest
+from lp_pipe.pipeline.partitioning.probing import fastest_found
 from lp_pipe.pipeline.partitioning.profile import Profile
 from lp_pipe.pipeline.partitioning.search import Part, device_seconds
 from lp_pipe.pipeline.partitioning.states import Floats, States
@@ -69,10 +71,33 @@ class UnequalDevices:
             count = max(2, int(count * 0.9))
         return count
 
+    def near(self, memory: Memory | None) -> float:
+        """Plans that take no more times the bound are good enough, where not all can be had."""
+        return 1.05 if memory is None else np.inf  # of which bounds take no account, and tables take a minute
+
+    def is_as_fast_within_memory(self, states: States, max_replicas: int) -> bool:
+        """Whether a search within a memory limit takes no longer than one without."""
+        return False
+
     def searched(self, states: States, max_replicas: int, memory: Memory | None) -> list[Priced] | None:
         """The best stages between these states; None: none fit the memory."""
         found = [self._found(way, states, max_replicas, memory) for way in self._ways()]
+        if self.inexact and states.is_chain:
+            found.append(self.of_all_cuts(states, max_replicas, memory, lambda: self._least(states)))
         return min((stages for stages in found if stages is not None), key=slowest, default=None)
+
+    def of_all_cuts(
+        self, states: States, max_replicas: int, memory: Memory | None, least: Callable[[], float]
+    ) -> list[Priced] | None:
+        """Fast stages between all of these states, which are each within the next; None: none are found.
+
+        least: seconds that no plan beats.
+        """
+        if self._is_given or not can_search(self._speeds) or (memory is not None and self._recompute == "full"):
+            return None
+        search = AnyOrder(states, self._level, self._speeds, self._model, memory or UNLIMITED, max_replicas)
+        served = fastest_found(search.within, lambda served: slowest(self._priced(served, states, memory)), least())
+        return self._priced(served, states, memory) if served else None
 
     def _ways(self) -> "list[_Way]":
         """How to search: one way is enough where that is exact."""
@@ -94,20 +119,27 @@ class UnequalDevices:
         serve = served_in_given_order if way.is_given else served_in_any_order
         served = serve(way.speeds, [step.taking for step in steps])
         devices = [tuple(sorted(way.devices[place] for place in places)) for places in served]
-        return self._priced(steps, devices, states, memory)
+        stages = [Served(step.start, step.end, taken) for step, taken in zip(steps, devices, strict=True)]
+        return self._priced(stages, states, memory)
 
-    def lower_bound(self, states: States, profile: Profile, max_replicas: int) -> float:
-        """Seconds that no plan beats, where not all could be searched."""
+    def lower_bound(self, states: States, profile: Profile, max_replicas: int, memory: Memory | None) -> float:
+        """Seconds that no plan beats, where not all could be searched; with a memory limit a rough bound only."""
         fastest = max(self._speeds)
-        bound = float(states.compute[-1]) / sum(self._speeds)
+        bound = self._least(states)
         replicas: Floats = np.arange(1, max_replicas + 1, dtype=np.float64)
         for layer in profile.layers:
             compute = (layer.forward_s + layer.backward_s) / fastest
             bound = max(bound, float(self._model.stage(compute, layer.parameter_bytes, replicas, self._level).min()))
+        if memory is not None:
+            return bound
         if not states.is_complete or self.affordable(states.count, states.count, max_replicas, None) is not None:
             return bound
         takings = self._takings(rounded(self._speeds, self._kinds)[1] if self.inexact else self._speeds, max_replicas)
         return max(bound, _Tables(states, takings, self._level, self._model, None).seconds)
+
+    def _least(self, states: States) -> float:
+        """Seconds of all devices together."""
+        return float(states.compute[-1]) / sum(self._speeds)
 
     @property
     def _speeds_below(self) -> Sequence[float]:
@@ -116,31 +148,27 @@ class UnequalDevices:
     def _takings(self, speeds: Sequence[float], max_replicas: int) -> Takings:
         return (in_given_order if self._is_given else in_any_order)(speeds, max_replicas)
 
-    def _priced(
-        self, steps: Sequence["_Step"], served: Sequence[tuple[int, ...]], states: States, memory: Memory | None
-    ) -> list[Priced]:
-        parts = [Part(step.start, step.end, 1, []) for step in steps]
+    def _priced(self, stages: Sequence[Served], states: States, memory: Memory | None) -> list[Priced]:
+        parts = [Part(stage.start, stage.end, 1, []) for stage in stages]
         again = recomputed(parts, states, memory, self._recompute)
-        return [
-            self._stage(step, devices, states, (step.start, step.end) in again)
-            for step, devices in zip(steps, served, strict=True)
-        ]
+        return [self._stage(stage, states, (stage.start, stage.end) in again) for stage in stages]
 
-    def _stage(self, step: "_Step", devices: tuple[int, ...], states: States, is_recomputed: bool) -> Priced:
+    def _stage(self, served: Served, states: States, is_recomputed: bool) -> Priced:
+        start, end, devices = served
         replicas, level, model = len(devices), self._level, self._model
         speed = min(self._speeds[device] for device in devices)
-        forward, compute = (s / speed for s in states.seconds(step.start, step.end, is_recomputed))
-        parameters = float(states.parameters[step.end] - states.parameters[step.start])
-        sides = [float(model.boundary(states.crossing[state], replicas, level)) for state in (step.start, step.end)]
+        forward, compute = (s / speed for s in states.seconds(start, end, is_recomputed))
+        parameters = float(states.parameters[end] - states.parameters[start])
+        sides = [float(model.boundary(states.crossing[state], replicas, level)) for state in (start, end)]
         return Priced(
-            step.start,
-            step.end,
+            start,
+            end,
             replicas,
             float(model.stage(compute, parameters, replicas, level)),
             max(sides),
             forward,
             compute - forward,
-            model.message(float(states.crossing[step.start]), level),
+            model.message(float(states.crossing[start]), level),
             float(model.exchange(parameters, replicas, level)),
             is_recomputed,
             devices,

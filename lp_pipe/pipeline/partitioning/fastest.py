@@ -1,0 +1,67 @@
+"""The fastest plan of a chain on one level within a limited memory: whose slowest stage or side takes least.
+
+Whether a plan is as fast as that is a question for `fewest`: for all cuts of a thousand layers, and all replicas on 64
+devices, it takes some hundredths of a second. So the time between what no plan beats and what a known plan takes is
+halved until nothing lies between.
+"""
+
+import sys
+
+import numpy as np
+
+from lp_pipe.pipeline.partitioning.cost import CostModel, Memory
+from lp_pipe.pipeline.partitioning.fewest import ATTEMPTS, Asked, Found, Held, Ints, Pairs, between, fewest, with_least
+from lp_pipe.pipeline.partitioning.states import Floats, States
+from lp_pipe.pipeline.partitioning.topology import Level
+
+_ANY = sys.float_info.max  # seconds: whatever it takes
+_ROUNDING = 1e-6
+
+
+def fastest(states: States, level: Level, model: CostModel, memory: Memory, max_replicas: int) -> Found:
+    """The best plan, with its seconds as `most`; without cuts where none fits the memory."""
+    asked = Seconds(states, level, model, memory, max_replicas)
+    known = fewest(states, asked, _ANY)
+    if not known.cuts:
+        return known
+    least = float(states.compute[-1]) / level.count
+    return with_least(states, asked, known, least, ATTEMPTS)[0]
+
+
+class Seconds:
+    """What stages and sides of boundaries take. below: plans that take longer are left out."""
+
+    def __init__(self, states: States, level: Level, model: CostModel, memory: Memory, max_replicas: int) -> None:
+        self._states = states
+        self._level = level
+        self._model = model
+        self._memory = memory
+        self.pairs = Pairs(level.count, min(max_replicas, level.count))
+        self._held = Held(memory, self.pairs)
+        replicas = np.arange(1, self.pairs.max_replicas + 1)
+        self.sides: Floats = model.boundary(states.crossing[:, None], replicas, level)
+        self._leave_out(_ANY)
+
+    def stages(self, start: int, ends: Ints, places: Ints) -> Floats:
+        """By the search's rules: inf where they do not fit."""
+        states, memory = self._states, self._memory
+        parameters = between(states.parameters, start, ends)
+        activations = between(states.activations, start, ends)
+        waiting = self._held.at(places)
+        compute = between(states.compute, start, ends)
+        if memory.recompute == "auto":
+            does_fit = memory.kept(parameters, activations, waiting) <= memory.limit
+            compute = compute + np.where(does_fit, 0.0, between(states.forward, start, ends))
+        needed = memory.needed(parameters, activations, states.crossing[start], waiting)
+        seconds = self._model.stage(compute, parameters, self.pairs.replicas[places], self._level)
+        return np.where(needed <= memory.limit, seconds, np.inf)
+
+    def below(self, known: float) -> Asked:
+        """Each device has no more to compute than that: so many are needed at least before a state, and behind it."""
+        self._leave_out(known)
+        return self
+
+    def _leave_out(self, known: float) -> None:
+        of_device, compute = max(known, np.finfo(np.float64).tiny), self._states.compute
+        self.least_before: Ints = np.ceil(compute / of_device - _ROUNDING).astype(int)
+        self.least_behind: Ints = np.ceil((compute[-1] - compute) / of_device - _ROUNDING).astype(int)

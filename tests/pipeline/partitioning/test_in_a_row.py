@@ -1,0 +1,117 @@
+import random
+import time
+from math import prod
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import lp_pipe.pipeline as pp
+from lp_pipe.pipeline.partitioning.cost import ASYNCHRONOUS, COST_MODELS, SCHEDULES, UNLIMITED, CostModel, Memory
+from lp_pipe.pipeline.partitioning.in_a_row import InARow
+from lp_pipe.pipeline.partitioning.pricing import fits, priced, recomputed, slowest
+from lp_pipe.pipeline.partitioning.probing import fastest_found
+from lp_pipe.pipeline.partitioning.search import Part
+from lp_pipe.pipeline.partitioning.states import states_of
+from lp_pipe.pipeline.partitioning.thrift import thriftiest
+from tests.pipeline.partitioning.brute_force import best, fullest
+
+ALL_SCHEDULES = (*SCHEDULES, *ASYNCHRONOUS)
+GROUPS_OF_FOUR = (pp.Level("device", 4, 10.0), pp.Level("host", 3, 10.0))
+MODEL = CostModel("pipedream")
+numbers = st.integers(0, 8).map(float)
+
+
+def profile_of(measured: list[tuple[float, float, float, float]]) -> pp.Profile:
+    return pp.Profile(tuple(pp.LayerProfile(f"l{i}", *each) for i, each in enumerate(measured)))
+
+
+def test_a_stage_has_whole_groups_or_devices_of_one_which_it_may_share() -> None:
+    profile = profile_of(
+        [(8.0, 0.0, 0.0, 0.0), (2.0, 0.0, 0.0, 0.0), (1.0, 0.0, 0.0, 100.0)]
+    )  # replicas of the last are dear
+    search = InARow(states_of(profile, "none", 10), GROUPS_OF_FOUR, MODEL, UNLIMITED, 12)
+    assert search.within(0.99) == []
+    assert search.within(1.0) == [
+        Part(0, 1, 2, [Part(0, 1, 4, [])]),
+        Part(1, 3, 1, [Part(1, 2, 2, []), Part(2, 3, 1, [])]),
+    ]
+
+
+def test_stages_on_two_groups_send_over_the_link_between_them() -> None:
+    profile = profile_of([(3.0, 0.0, 8.0, 0.0), (3.0, 0.0, 1.0, 0.0), (3.0, 0.0, 8.0, 0.0), (3.0, 0.0, 0.0, 0.0)])
+    levels = (pp.Level("device", 2, 100.0), pp.Level("host", 2, 1.0))
+    assert [
+        (part.start, part.end, len(part.inside))
+        for part in InARow(states_of(profile, "none", 10), levels, MODEL, UNLIMITED, 1).within(3.0)
+    ] == [(0, 2, 2), (2, 4, 2)]
+    assert InARow(states_of(profile, "none", 10), levels[::-1], MODEL, UNLIMITED, 1).within(3.0) == []
+
+
+@pytest.mark.parametrize("schedule", ALL_SCHEDULES)
+def test_what_is_found_fits_and_keeps_to_the_time_and_to_the_devices_there_are(schedule: str) -> None:
+    draw = random.Random(2)
+    found = 0
+    for _ in range(300):
+        few = draw.choice([0.02, 1.0])  # bytes of parameters: replicas are cheap, or dear
+        layers = [(draw.random() ** 3, 0.1, draw.random(), few * draw.random()) for _ in range(draw.randint(2, 15))]
+        links = [(draw.choice([0.5, 3.0, 40.0]), draw.choice([0.0, 0.1])) for _ in range(draw.randint(2, 3))]
+        levels = [pp.Level("x", draw.randint(2, 3), bandwidth, latency) for bandwidth, latency in links]
+        recompute, most = draw.choice(["none", "full", "auto"]), draw.choice([2, 27])
+        limit = draw.choice([1e9, draw.uniform(1, 40)])
+        model, memory = CostModel(draw.choice(COST_MODELS)), Memory(limit, 2.0, schedule, recompute, 3)
+        states = states_of(profile_of(layers), recompute, 20)
+        asked = draw.uniform(1.0, 4.0) * float(states.compute[-1]) / prod(level.count for level in levels)
+        parts = InARow(states, levels, model, memory, most).within(asked)
+        if parts:
+            found += 1
+            stages = priced(parts, states, levels, model, recomputed(parts, states, memory, recompute))
+            assert slowest(stages) <= asked * 1.000001 and fits(stages, states, memory)
+            assert max(stage.replicas for stage in stages) <= most and _has_devices(parts, levels)
+    assert found > 50
+
+
+def _has_devices(parts: list[Part], levels: list[pp.Level]) -> bool:
+    *inner, level = levels
+    return sum(part.replicas for part in parts) <= level.count and (
+        not inner or all(_has_devices(part.inside, inner) for part in parts)
+    )
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    st.lists(st.tuples(numbers, numbers, numbers, numbers), min_size=1, max_size=4),
+    st.lists(
+        st.builds(pp.Level, st.just("x"), st.integers(1, 3), st.sampled_from([0.5, 40.0])), min_size=2, max_size=2
+    ),
+    st.integers(1, 150),
+    st.sampled_from(ALL_SCHEDULES),
+)
+def test_nothing_that_is_found_beats_brute_force(
+    measured: list[tuple[float, float, float, float]], levels: list[pp.Level], limit: int, schedule: str
+) -> None:
+    profile, memory = profile_of(measured), Memory(limit, 2.0, schedule, "none", 3)
+    bound = best(profile, pp.Topology(tuple(levels), limit), schedule=schedule, microbatches=3)
+    states = states_of(profile, "none", 10)
+    search = InARow(states, levels, MODEL, memory, 9)
+    parts = fastest_found(
+        search.within, lambda parts: slowest(priced(parts, states, levels, MODEL, frozenset())), least=0.0
+    )
+    if parts:
+        assert slowest(priced(parts, states, levels, MODEL, frozenset())) >= bound * 0.999999
+    assert not parts or bound < float("inf")
+
+
+@pytest.mark.parametrize(("counts", "schedule"), [((8, 8), "1f1b"), ((4, 4, 4), "pipedream")])
+def test_a_thousand_layers_on_nested_levels_within_little_memory_take_seconds_and_have_a_small_gap(
+    counts: tuple[int, ...], schedule: str
+) -> None:
+    draw = random.Random(0).random
+    profile = profile_of([(draw(), 2 * draw(), draw(), draw()) for _ in range(1000)])
+    least = thriftiest(states_of(profile, "none", 10), Memory(0.0, 2.0, schedule, "none", 8), 64, 64).most
+    levels = [pp.Level(f"level{i}", count, 10.0 / 3**i) for i, count in enumerate(counts)]
+    started = time.process_time()
+    plan = pp.partition(profile, pp.Topology(levels, memory=1.2 * least), schedule=schedule)
+    assert time.process_time() - started < 5
+    assert 0 <= plan.proven_gap < 0.01
+    assert fullest(plan, profile, schedule, 2.0, 8) <= 1.2 * least * (1 + 1e-12)
