@@ -10,8 +10,8 @@ from lp_pipe.channels.attendant import Attention
 from lp_pipe.channels.board import Bell
 from lp_pipe.connections import Connection, PulledConnection
 
-# Whoever sleeps has to be woken, and finds its core cold: on a virtual machine, whose host gives an idle core to others,
-# a stage that slept a moment before each action takes a tenth longer to compute.
+# Whoever sleeps has to be woken, and finds its core cold: on a virtual machine, whose host gives an idle core away, a
+# stage that slept a moment before each action takes a tenth longer to compute.
 _LOOKING_S = 2e-2
 _MOST_SKIPPED = 192
 _SOON_S = 0.05  # within which the rest of a frame comes, as a rule
