@@ -9,7 +9,7 @@ import pytest
 
 from lp_pipe.channels import attendant
 from lp_pipe.connections import Frame, PulledConnection, frames
-from tests.connections.carriers import WITHIN_S, OpenCarrier
+from tests.connections.carriers import WITHIN_S, End, OpenCarrier
 from tests.connections.conftest import open_carrier as open_carrier
 
 pytestmark = pytest.mark.skipif(not attendant.IS_SUPPORTED, reason="no epoll on this system")
@@ -25,13 +25,19 @@ class Counted(dict[int, Any]):
         return super().get(*args)
 
 
-def test_much_that_arrives_is_read_while_the_owner_does_something_else(open_carrier: OpenCarrier) -> None:
+def attended(open_carrier: OpenCarrier) -> tuple[End, End, attendant.Attention, "queue.Queue[None]"]:
+    """Both ends of a carrier, of which the attendant reads the server's; the queue has an item for each time it did."""
     client, server = open_carrier("tls").pair()
     client.start()
     assert isinstance(server.connection, PulledConnection)
     server.connection.attach(server.frames.put, server.reasons.put)
     was_read: queue.Queue[None] = queue.Queue()
-    attention = attendant.shared.attend(server.connection, lambda: was_read.put(None))
+    return client, server, attendant.shared.attend(server.connection, lambda: was_read.put(None)), was_read
+
+
+def test_much_that_arrives_is_read_while_the_owner_does_something_else(open_carrier: OpenCarrier) -> None:
+    client, server, attention, was_read = attended(open_carrier)
+    assert isinstance(server.connection, PulledConnection)
     for number in range(3):
         client.connection.send(Frame(frames.CALL, number, body=bytes(20 << 20)))
         was_read.get(timeout=WITHIN_S)
@@ -45,12 +51,8 @@ def test_much_that_arrives_is_read_while_the_owner_does_something_else(open_carr
 
 
 def test_little_that_arrives_waits_for_the_owner_and_wakes_nobody(open_carrier: OpenCarrier) -> None:
-    client, server = open_carrier("tls").pair()
-    client.start()
+    client, server, attention, was_read = attended(open_carrier)
     assert isinstance(server.connection, PulledConnection)
-    server.connection.attach(server.frames.put, server.reasons.put)
-    was_read: queue.Queue[None] = queue.Queue()
-    attention = attendant.shared.attend(server.connection, lambda: was_read.put(None))
     client.connection.send(Frame(frames.CALL, 1))
     with pytest.raises(queue.Empty):
         was_read.get(timeout=0.2)
@@ -68,12 +70,9 @@ def test_a_hang_up_wakes_it_once_although_a_forked_child_still_has_the_socket(
 ) -> None:
     # While an owner reads, nothing is asked for; epoll tells of a hang-up all the same, and did so for ever, taking a
     # core, where the kernel could not forget the socket because a child of os.fork() had it.
-    client, server = open_carrier("tls").pair()
-    client.start()
+    client, server, attention, _ = attended(open_carrier)
     connection = server.connection
     assert isinstance(connection, PulledConnection)
-    connection.attach(server.frames.put, server.reasons.put)
-    attention = attendant.shared.attend(connection, lambda: None)
     looks = Counted(attendant.shared._attended)
     monkeypatch.setattr(attendant.shared, "_attended", looks)
     kept = os.dup(connection.fileno())  # as a child would

@@ -103,9 +103,9 @@ class _Reach:
         self._by_memory: dict[tuple[int, int], Ints] = {}
 
     def first(self, replicas: int, speed: float, behind: int) -> Ints:
+        """With so many replicas on devices of that speed, and so many devices behind it."""
         count = self._states.count
         ends = np.arange(count)
-        """With so many replicas on devices of that speed, and so many devices behind it."""
         side = self._model.boundary(self._states.crossing, replicas, self._level) <= self._limit
         first = np.maximum(self._in_time(replicas, speed), self._in_memory(replicas, behind))
         following = np.minimum.accumulate(np.where(side, ends, count)[::-1])[::-1]  # where a stage may start

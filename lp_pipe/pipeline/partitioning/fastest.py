@@ -10,7 +10,8 @@ import sys
 import numpy as np
 
 from lp_pipe.pipeline.partitioning.cost import CostModel, Memory
-from lp_pipe.pipeline.partitioning.fewest import ATTEMPTS, Asked, Found, Held, Ints, Pairs, between, fewest, with_least
+from lp_pipe.pipeline.partitioning.fewest import ATTEMPTS, Asked, Found, Held, Ints, Pairs, fewest, with_least
+from lp_pipe.pipeline.partitioning.on_device import between, seconds_on_device
 from lp_pipe.pipeline.partitioning.states import Floats, States
 from lp_pipe.pipeline.partitioning.topology import Level
 
@@ -44,17 +45,10 @@ class Seconds:
 
     def stages(self, start: int, ends: Ints, places: Ints) -> Floats:
         """By the search's rules: inf where they do not fit."""
-        states, memory = self._states, self._memory
-        parameters = between(states.parameters, start, ends)
-        activations = between(states.activations, start, ends)
-        waiting = self._held.at(places)
-        compute = between(states.compute, start, ends)
-        if memory.recompute == "auto":
-            does_fit = memory.kept(parameters, activations, waiting) <= memory.limit
-            compute = compute + np.where(does_fit, 0.0, between(states.forward, start, ends))
-        needed = memory.needed(parameters, activations, states.crossing[start], waiting)
-        seconds = self._model.stage(compute, parameters, self.pairs.replicas[places], self._level)
-        return np.where(needed <= memory.limit, seconds, np.inf)
+        parameters = between(self._states.parameters, start, ends)
+        compute = seconds_on_device(self._states, self._memory, start, ends, self._held.at(places))
+        seconds: Floats = self._model.stage(compute, parameters, self.pairs.replicas[places], self._level)
+        return seconds
 
     def below(self, known: float) -> Asked:
         """Each device has no more to compute than that: so many are needed at least before a state, and behind it."""

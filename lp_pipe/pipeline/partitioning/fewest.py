@@ -90,12 +90,6 @@ def fewest(states: States, asked: Asked, limit: float) -> Found:
     return _Sweep(states, asked, limit).found()
 
 
-def between(values: Floats, start: int, ends: Ints) -> Floats:
-    """None is negative, though sums of numbers that are not exact may be."""
-    differences: Floats = np.maximum(values[ends] - values[start], 0)
-    return differences
-
-
 def with_least(states: States, asked: Asked, known: Found, least: float, attempts: int) -> tuple[Found, float]:
     """The plan that asks for least, where one is known; and what no plan asks less than.
 

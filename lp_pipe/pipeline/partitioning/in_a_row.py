@@ -17,7 +17,8 @@ from math import prod
 import numpy as np
 
 from lp_pipe.pipeline.partitioning.cost import CostModel, Memory
-from lp_pipe.pipeline.partitioning.fewest import Ints, between
+from lp_pipe.pipeline.partitioning.fewest import Ints
+from lp_pipe.pipeline.partitioning.on_device import between, seconds_on_device
 from lp_pipe.pipeline.partitioning.search import Part
 from lp_pipe.pipeline.partitioning.states import Bools, Floats, States
 from lp_pipe.pipeline.partitioning.topology import Level
@@ -144,16 +145,12 @@ class _Sweep:
     def _keeps(self, start: int, some: Ints) -> Bools:
         """Whether stages with these choices keep to the limits."""
         states, memory, choices, ends = self._states, self._memory, self._choices, self._first[some]
-        parameters, activations = between(states.parameters, start, ends), between(states.activations, start, ends)
         waiting = memory.waiting_on(choices.replicas[some], self._used[choices.is_first[some], ends])
-        seconds = between(states.compute, start, ends)
-        if memory.recompute == "auto":
-            does_fit = memory.kept(parameters, activations, waiting) <= memory.limit
-            seconds = seconds + np.where(does_fit, 0.0, between(states.forward, start, ends))
+        parameters = between(states.parameters, start, ends)
+        seconds = seconds_on_device(states, memory, start, ends, waiting)
         for level, replicas in zip(self._levels, choices.by_level, strict=True):
             seconds = self._model.stage(seconds, parameters, replicas[some], level)
-        needed = memory.needed(parameters, activations, states.crossing[start], waiting)
-        keeps: Bools = (seconds <= self._limit) & (needed <= memory.limit)
+        keeps: Bools = seconds <= self._limit
         return keeps
 
     def _choose(self, start: int, kind: int, some: Ints, used: Ints, places: Ints) -> int:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lp_pipe.pipeline.partitioning.cost import CostModel, Memory, Values, Waiting
+from lp_pipe.pipeline.partitioning.on_device import Index, bytes_on_device, seconds_on_device
 from lp_pipe.pipeline.partitioning.states import Floats, States
 from lp_pipe.pipeline.partitioning.topology import Level
 
@@ -263,28 +264,16 @@ class Search:
 
 def device_seconds(states: States, memory: Memory | None, waiting: Waiting) -> Floats:
     """By [start, end] of a stage what it takes on a device that holds so much of it; inf: it does not fit."""
-    seconds: Floats = np.where(states.within, _differences(states.compute), np.inf)
-    if memory is None:
-        return seconds
-    if memory.recompute == "auto":
-        does_fit = _kept(states, memory, waiting) <= memory.limit
-        seconds = seconds + np.where(does_fit, 0.0, _differences(states.forward))
-    return np.where(memory_needed(states, memory, waiting) <= memory.limit, seconds, np.inf)
+    seconds: Floats = np.where(states.within, seconds_on_device(states, memory, *_all(states), waiting), np.inf)
+    return seconds
 
 
 def memory_needed(states: States, memory: Memory, waiting: Waiting) -> Floats:
     """Bytes of a device by [start, end] of its stage."""
-    parameters, activations = _differences(states.parameters), _differences(states.activations)
-    needed: Floats = memory.needed(parameters, activations, states.crossing[:, None], waiting)
-    return needed
+    return bytes_on_device(states, memory, *_all(states), waiting)
 
 
-def _kept(states: States, memory: Memory, waiting: Waiting) -> Floats:
-    """Bytes of a device by [start, end] of its stage, if nothing is recomputed."""
-    kept: Floats = memory.kept(_differences(states.parameters), _differences(states.activations), waiting)
-    return kept
-
-
-def _differences(values: Floats) -> Floats:
-    """By [start, end]; none is negative, though sums of numbers that are not exact may be."""
-    return np.maximum(values[None, :] - values[:, None], 0)
+def _all(states: States) -> tuple[Index, Index]:
+    """Starts and ends."""
+    start, ends = np.ogrid[: states.count, : states.count]
+    return start, ends

@@ -3,7 +3,8 @@
 import numpy as np
 
 from lp_pipe.pipeline.partitioning.cost import ASYNCHRONOUS, CostModel, Memory, Values, Waiting
-from lp_pipe.pipeline.partitioning.fewest import ATTEMPTS, Asked, Found, Held, Ints, Pairs, between, fewest, with_least
+from lp_pipe.pipeline.partitioning.fewest import ATTEMPTS, Asked, Found, Held, Ints, Pairs, fewest, with_least
+from lp_pipe.pipeline.partitioning.on_device import bytes_on_device
 from lp_pipe.pipeline.partitioning.search import Search, memory_needed
 from lp_pipe.pipeline.partitioning.states import Floats, States
 from lp_pipe.pipeline.partitioning.topology import Level
@@ -63,10 +64,7 @@ class _BytesAsked:
         self.least_before = self.least_behind = np.zeros(states.count, dtype=int)
 
     def stages(self, start: int, ends: Ints, places: Ints) -> Floats:
-        states = self._states
-        parameters, activations = between(states.parameters, start, ends), between(states.activations, start, ends)
-        needed: Floats = self._memory.needed(parameters, activations, states.crossing[start], self._held.at(places))
-        return needed
+        return bytes_on_device(self._states, self._memory, start, ends, self._held.at(places))
 
     def below(self, known: float) -> Asked:
         return self

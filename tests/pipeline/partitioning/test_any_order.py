@@ -8,12 +8,9 @@ from lp_pipe.pipeline.partitioning.any_order import AnyOrder, Served
 from lp_pipe.pipeline.partitioning.cost import ASYNCHRONOUS, COST_MODELS, SCHEDULES, UNLIMITED, CostModel, Memory
 from lp_pipe.pipeline.partitioning.states import states_of
 from tests.pipeline.partitioning.brute_force import fullest
+from tests.pipeline.partitioning.test_fastest import profile_of
 
 FAST_LINKS = pp.Level("device", 3, 1e9)
-
-
-def profile_of(measured: list[tuple[float, float, float, float]]) -> pp.Profile:
-    return pp.Profile(tuple(pp.LayerProfile(f"l{i}", *each) for i, each in enumerate(measured)))
 
 
 def test_stages_get_devices_of_a_speed_that_they_need_wherever_those_are_in_the_list() -> None:

@@ -15,15 +15,12 @@ from lp_pipe.pipeline.partitioning.search import Part
 from lp_pipe.pipeline.partitioning.states import states_of
 from lp_pipe.pipeline.partitioning.thrift import thriftiest
 from tests.pipeline.partitioning.brute_force import best, fullest
+from tests.pipeline.partitioning.test_fastest import profile_of
 
 ALL_SCHEDULES = (*SCHEDULES, *ASYNCHRONOUS)
 GROUPS_OF_FOUR = (pp.Level("device", 4, 10.0), pp.Level("host", 3, 10.0))
 MODEL = CostModel("pipedream")
 numbers = st.integers(0, 8).map(float)
-
-
-def profile_of(measured: list[tuple[float, float, float, float]]) -> pp.Profile:
-    return pp.Profile(tuple(pp.LayerProfile(f"l{i}", *each) for i, each in enumerate(measured)))
 
 
 def test_a_stage_has_whole_groups_or_devices_of_one_which_it_may_share() -> None:
