@@ -98,8 +98,13 @@ def is_streamed(kind: str) -> bool:
 
 
 def is_posted(kind: str) -> bool:
-    """Whether a thread of the channel's own sends, because sending takes as long as the bytes take to travel."""
-    return is_streamed(kind) or kind == "nccl"
+    """Whether a thread of the channel's own sends what the system has no room for.
+
+    That takes as long as the bytes take to travel. Beside shared memory they are layouts, and large only where there
+    are thousands of tensors, or large values that are none; but two stages that sent those to each other would wait
+    for each other for ever.
+    """
+    return is_streamed(kind) or kind in ("shm", "nccl")
 
 
 def carries_gpu(kind: str) -> bool:

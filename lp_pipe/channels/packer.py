@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lp_pipe.channels import packing
@@ -43,7 +42,7 @@ class Packer:
         kind = type(value)
         if kind is Tensor:
             is_carried = value.is_cpu or (self._carries_gpu and value.is_cuda)
-            if not is_carried or value.layout is not torch.strided or value.is_quantized:
+            if not is_carried or not packing.is_copied(value):
                 return None
             tensors.append(value.detach())
             return value.dtype, value.shape, value.stride(), packing.is_on_gpu(value)

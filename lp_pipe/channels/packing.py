@@ -2,6 +2,7 @@
 
 import math
 import pickle
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +22,11 @@ _ALIGNMENT_BYTES = 64  # a cache line, and what torch's own allocator gives
 # Leaves that no two values can tell apart: the same objects do for all. Equal ones are the same on the wire, too, which
 # 0.0 and -0.0 are not.
 CONSTANTS = frozenset({bool, int, str, type(None)})
+
+# Torch has them, but cannot copy them.
+_NOT_COPIED = {
+    getattr(torch, name, None) for name in [f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)]
+}
 
 
 class TensorSpec(NamedTuple):
@@ -52,9 +58,11 @@ class Layout:
     """`specs` has an entry per leaf, None where the leaf is not a tensor; those leaves are pickled in `others`.
 
     `geometries` has an entry per tensor, None where the dense tensor is already as it was.
+    `structure` is pickled where containers keep values of their own beside their leaves: those may change in place, or
+    be equal and yet not the same (1 and True).
     """
 
-    treedef: pytree.TreeSpec
+    structure: pytree.TreeSpec | bytes
     specs: tuple[TensorSpec | None, ...]
     geometries: tuple[Geometry | None, ...]
     others: bytes
@@ -74,7 +82,7 @@ class Layout:
         """Of the tensors only: those of the host, those of the GPU."""
         of_host = tuple(spec for spec in self.tensor_specs if not spec.is_on_gpu)
         of_gpu = tuple(spec for spec in self.tensor_specs if spec.is_on_gpu)
-        return Layout(self.treedef, of_host, (), b""), Layout(self.treedef, of_gpu, (), b"")
+        return Layout(self.structure, of_host, (), b""), Layout(self.structure, of_gpu, (), b"")
 
     @cached_property
     def constants(self) -> list[Any] | None:
@@ -85,15 +93,19 @@ class Layout:
     @cached_property
     def assemble(self) -> Callable[[Iterator[Any]], Any]:
         """Make a value of its leaves."""
-        return _assembler(self.treedef)
+        structure = self.structure
+        if not isinstance(structure, bytes):
+            return _assembler(structure)
+        return lambda leaves: pytree.tree_unflatten(list(leaves), _treedef_of(codec.loads(structure)))
 
     def encode(self) -> bytes:
-        return _dumps((_portable(self.treedef), self.specs, self.geometries, self.others))
+        structure = self.structure if isinstance(self.structure, bytes) else _portable(self.structure)
+        return _dumps((structure, self.specs, self.geometries, self.others))
 
     @staticmethod
     def decode(data: bytes | bytearray | memoryview) -> "Layout":
-        portable, specs, geometries, others = codec.loads(bytes(data))
-        return Layout(_treedef_of(portable), specs, geometries, others)
+        structure, specs, geometries, others = codec.loads(bytes(data))
+        return Layout(structure if isinstance(structure, bytes) else _treedef_of(structure), specs, geometries, others)
 
 
 def pack(value: Any, *, carries_gpu: bool = True) -> tuple[Layout, list[Tensor]]:
@@ -120,7 +132,8 @@ def pack(value: Any, *, carries_gpu: bool = True) -> tuple[Layout, list[Tensor]]
         else:
             others.append(leaf)
             specs.append(None)
-    return Layout(treedef, tuple(specs), tuple(geometries), _dumps(others) if others else b""), tensors
+    structure = treedef if _is_plain(treedef) else _dumps(_portable(treedef))
+    return Layout(structure, tuple(specs), tuple(geometries), _dumps(others) if others else b""), tensors
 
 
 def unpack(layout: Layout, tensors: Sequence[Tensor]) -> Any:
@@ -179,6 +192,11 @@ def is_on_gpu(tensor: Tensor) -> bool:
     return tensor.is_cuda
 
 
+def is_copied(tensor: Tensor) -> bool:
+    """Whether torch can make a dense copy of it, bit by bit."""
+    return tensor.layout is torch.strided and not tensor.is_quantized and tensor.dtype not in _NOT_COPIED
+
+
 def _spec_of(tensor: Tensor) -> TensorSpec:
     # The strides go along because kernels may sum in another order for another memory format (channels_last).
     dense = tensor if tensor.is_contiguous() else torch.empty_like(tensor, device="meta")
@@ -202,10 +220,22 @@ def _restored(tensor: Tensor, geometry: Geometry | None) -> Tensor:
 
 
 def _check_is_plain(tensor: Tensor, carries_gpu: bool) -> None:
-    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided or tensor.is_quantized:
+    if tensor.dtype in _NOT_COPIED:
+        raise ValueError(f"a channel cannot carry {tensor.dtype}: send tensor.view(torch.uint8)")
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or not is_copied(tensor):
         raise ValueError(f"a channel carries dense tensors, not {type(tensor).__name__} of layout {tensor.layout}")
     if not (tensor.is_cpu or (carries_gpu and tensor.is_cuda)):
         raise ValueError(f"this channel carries CPU tensors, not one on {tensor.device}: send tensor.cpu()")
+
+
+def _is_plain(treedef: pytree.TreeSpec) -> bool:
+    """Whether there is nothing but leaves, tuples, lists, namedtuples, and dicts with names for keys."""
+    if treedef.is_leaf():
+        return True
+    context = treedef.context
+    is_dict = treedef.type in (dict, OrderedDict)
+    own_is_plain = all(type(key) is str for key in context) if is_dict else context is None or isinstance(context, type)
+    return own_is_plain and all(_is_plain(child) for child in treedef.children())
 
 
 def _assembler(treedef: pytree.TreeSpec) -> Callable[[Iterator[Any]], Any]:

@@ -39,10 +39,15 @@ class Posting(Connection):
         if self._closed_reason is not None:
             raise Unavailable(f"connection to {self.peer} is closed: {self._closed_reason}")
         with self._lock:
-            if self.inner.can_begin_sending and not self._waiting and _size_of(frame) <= _AT_ONCE_BYTES:
-                if self.inner.begin_sending(frame):
+            if not self._waiting:
+                size = _size_of(frame)
+                if self.inner.has_room_for(size):
+                    self.inner.send(frame)
                     return
-                frame = _REST
+                if self.inner.can_begin_sending and size <= _AT_ONCE_BYTES:
+                    if self.inner.begin_sending(frame):
+                        return
+                    frame = _REST
             self._waiting += 1
             self._queue.put(frame)
             if self._thread is None:

@@ -48,7 +48,7 @@ class Pulling:
                 return True
             remaining = _until(deadline)
             if remaining == 0:
-                return False
+                return timeout_s == 0 and self._has_come(is_so)
             if self._connection is not None and self._connection.try_reading():
                 self._state.release()
                 try:
@@ -58,6 +58,16 @@ class Pulling:
                     self._state.notify_all()  # of those who wait another one may read
             else:
                 self._state.wait(remaining)
+
+    def _has_come(self, is_so: Callable[[], bool]) -> bool:
+        """Without waiting; whoever gives no time at all has read nothing yet."""
+        self._state.release()
+        try:
+            self.look()
+        finally:
+            self._state.acquire()
+            self._state.notify_all()
+        return is_so()
 
     def look(self) -> None:
         """Read what is there, without waiting; called without the lock."""

@@ -183,13 +183,12 @@ def open_sender(
     try:
         address = meeting.senders_address(endpoint)
         outlet = transports.make_outlet(kind, address, device)
-        connection = connections.connect(kinds.way(kind, endpoint))
-        if kinds.is_posted(kind):
-            connection = Posting(connection)
+        carrier = connections.connect(kinds.way(kind, endpoint))
+        connection = Posting(carrier) if kinds.is_posted(kind) else carrier
         target = waits.Target(where, peer=peer)
         sender = Sender(connection, outlet, label, target, carries_gpu=kinds.carries_gpu(kind))
         sender._begin(kind)
-        has_board = is_board_supported and kind == "shm" and isinstance(connection, PulledConnection)
+        has_board = is_board_supported and kind == "shm" and isinstance(carrier, PulledConnection)
         connection.send(Opening(channel, kind, name, has_board, address).frame())
     except (Unavailable, OSError) as error:
         raise Unavailable(f"{label}: {error}") from error

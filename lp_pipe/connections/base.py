@@ -46,6 +46,10 @@ class Connection(ABC):
         """Where a carrier counts them, so that who waits sees that it goes on."""
         return 0
 
+    def has_room_for(self, size: int) -> bool:
+        """Whether a frame of so many bytes would go without waiting if sent now; False where that is not known."""
+        return False
+
     def begin_sending(self, frame: Frame) -> bool:
         """Send as much as goes without waiting, if `can_begin_sending`; else False: `finish_sending` must follow.
 

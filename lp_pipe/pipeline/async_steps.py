@@ -110,14 +110,14 @@ class AsynchronousSteps(Steps):
         task, attempt, began = self._begun.popleft()
         try:
             reports = attempt.reports()
-        except Exception as error:
+        except BaseException as error:  # layers may end in SystemExit, too
             self._fail(task.step, error)
         began, self._ended = max(began, self._ended), time.monotonic()
         self.done += 1
         seconds = self._ended - began
         return self._outcome(task, reports, began, seconds, seconds=seconds)
 
-    def _fail(self, step: int, error: Exception) -> NoReturn:
+    def _fail(self, step: int, error: BaseException) -> NoReturn:
         """End the step ahead as well, whose failure may be what ended this one.
 
         Raises:

@@ -164,7 +164,7 @@ class Conductor:
                 self._steps.check_whole()
                 self._join()
             if not may_run_on:
-                with contextlib.suppress(Exception) if may_be_torn else contextlib.nullcontext():
+                with contextlib.suppress(BaseException) if may_be_torn else contextlib.nullcontext():
                     self._steps.settle()
             return operation()
 

@@ -108,7 +108,7 @@ class Steps(ABC):
     def _apply(self, total_norm: Tensor | None, skip: bool) -> None:
         try:
             self._workers.all("apply", total_norm, skip)
-        except Exception as error:
+        except BaseException as error:  # an optimizer may end in SystemExit, too
             with contextlib.suppress(Unavailable):  # a worker that has died ends the program
                 if any(self._workers.all("has_updated")):
                     self.torn = self._torn_by(self.done, error)

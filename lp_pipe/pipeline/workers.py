@@ -16,6 +16,8 @@ from lp_pipe.rpc.calls import add_quick_callback
 from lp_pipe.rpc.futures_view import read_by
 from lp_pipe.rpc.pool import DaemonPool
 
+_MOST_SAID = 1000  # characters of a failure, to workers that only end because of it
+
 _log = logging.getLogger(__name__)
 
 
@@ -150,7 +152,7 @@ class Attempt:
             is_first = len(self._errors) == 1
         if is_first:
             # Not str(error): it may be empty, or the user's own and raise.
-            first_line = traceback.format_exception_only(error)[0].splitlines()[0]
+            first_line = traceback.format_exception_only(error)[0].splitlines()[0][:_MOST_SAID]
             self._abort(f"the operation failed on another stage: {first_line}")
 
     def _notice(self, future: "Future[Report]") -> None:

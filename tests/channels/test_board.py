@@ -91,7 +91,7 @@ def test_a_sender_killed_before_the_nudge_has_sent_its_value(hub: ChannelHub, mo
     monkeypatch.setattr(sender._connection, "send", nudges.append)
     sender.send(0, torch.full((1,), 5.0))
     assert nudges == [NUDGE] and is_blocked(receiving)
-    sender._connection._shutdown()  # type: ignore[attr-defined]  # as the kernel does for a process that is killed
+    sender._connection.inner._shutdown()  # type: ignore[attr-defined]  # as the kernel does for a process that is killed
     assert receiving.result(PATIENCE_S) == 5.0
     with pytest.raises(ChannelClosed, match="killed"):
         receiver.receive(0, PATIENCE_S)

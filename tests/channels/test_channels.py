@@ -1,7 +1,9 @@
 """What every channel keeps to, whichever way its tensors travel: order, credits, the choice of the way."""
 
+import contextlib
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -63,6 +65,21 @@ def test_channels_of_a_hub_do_not_wait_for_each_other(edge: Edge) -> None:
         to_fast.send(0, number)
         assert fast.receive(0, PATIENCE_S) == number
     assert slow.receive(0, PATIENCE_S) == "stays"
+
+
+def test_a_receiver_may_only_look(edge: Edge) -> None:
+    """Where it reads the connection itself it read nothing when it was to wait for no time at all."""
+    receiver, sender = edge.receiver(), edge.sender()
+
+    def value() -> object:
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            with contextlib.suppress(TimeoutError):
+                return receiver.receive(0, timeout_s=0)
+        return "nothing came"
+
+    in_thread(sender.send, 0, "something")
+    assert value() == "something"
 
 
 def test_a_timeout_names_channel_and_peer(edge: Edge) -> None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from lp_pipe.connections import Frame, frames
 from tests.channels.edges import PATIENCE_S, Edge, assert_same
@@ -170,3 +171,55 @@ def test_evaluation_and_training_share_a_channel(edge: Edge) -> None:
         with torch.inference_mode(is_inference):
             sender.send(0, torch.ones(3))
             assert_same(receiver.receive(0, PATIENCE_S), torch.ones(3))
+
+
+class Noted:
+    """A container with something of its own beside its tensor."""
+
+    def __init__(self, tensor: Tensor, note: Any) -> None:
+        self.tensor, self.note = tensor, note
+
+
+pytree.register_pytree_node(
+    Noted, lambda noted: ([noted.tensor], noted.note), lambda leaves, note: Noted(*leaves, note)
+)
+
+
+def test_what_containers_keep_beside_their_leaves_is_nobody_elses(edge: Edge) -> None:
+    """It was sent once, and then the same object for all values: changes in place did not travel, or did so twice."""
+    receiver, sender = edge.receiver(), edge.sender()
+    note = {"count": 0}
+    for count in range(3):
+        note["count"] = count
+        sender.send(0, Noted(torch.ones(2), note))
+    for count in range(3):
+        got = receiver.receive(0, PATIENCE_S)
+        assert got.note == {"count": count}
+        got.note["count"] = 9
+
+
+def test_containers_may_keep_what_cannot_be_compared(edge: Edge) -> None:
+    receiver, sender = edge.receiver(), edge.sender()
+    for number in range(3):
+        sender.send(0, Noted(torch.ones(2), torch.tensor([1, number])))
+        assert receiver.receive(0, PATIENCE_S).note.tolist() == [1, number]
+
+
+@pytest.mark.parametrize("key", [True, 1.0])
+def test_equal_keys_keep_their_types(edge: Edge, key: Any) -> None:
+    receiver, sender = edge.receiver(), edge.sender()
+    for sent in (1, key):
+        sender.send(0, {sent: torch.ones(1)})
+    assert [type(next(iter(receiver.receive(0, PATIENCE_S)))) for _ in range(2)] == [int, type(key)]
+
+
+@pytest.mark.skipif(not hasattr(torch, "uint4"), reason="a torch without it")
+def test_what_torch_cannot_copy_is_refused_and_the_channel_goes_on(edge: Edge) -> None:
+    """It broke the channel, and with it the pipeline, in the middle of a copy."""
+    receiver, sender = edge.receiver(credits=1), edge.sender()
+    data = torch.arange(4, dtype=torch.uint8)
+    for value in (data.view(torch.uint4), {"a": [data.view(torch.uint4)]}):
+        with pytest.raises(ValueError, match=r"torch.uint4: send tensor.view\(torch.uint8\)"):
+            sender.send(0, value)
+    sender.send(0, data)
+    assert_same(receiver.receive(0, PATIENCE_S), data)

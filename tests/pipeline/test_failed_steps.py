@@ -83,6 +83,45 @@ def test_an_update_that_fails_halfway_is_mended_by_a_checkpoint_only(tmp_path: P
         assert_same_state(pipeline.state_dict(), before)
 
 
+class _Leaves(torch.optim.SGD):
+    """Ends in its second step as no program should; `leaves` is what it raises."""
+
+    leaves: type[BaseException] | None = None
+    steps = 0
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        self.steps += 1
+        if self.leaves is not None and self.steps == 2:
+            raise self.leaves
+
+
+@pytest.mark.parametrize("leaves", [SystemExit, KeyboardInterrupt])
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_an_update_that_ends_in_an_exit_has_failed_as_well(
+    leaves: type[BaseException], schedule: str, tmp_path: Path
+) -> None:
+    """On the first stage, which conducts the others, it went unnoticed: the next step began with half an update."""
+
+    def optimizer(named: Any) -> _Leaves:
+        made = _Leaves([parameter for _, parameter in named], lr=0.1)
+        made.leaves = leaves if any(name.startswith("0.") for name, _ in named) else None
+        return made
+
+    model = pp.Model([nn.Linear(D, D), nn.Linear(D, D)], squared_error, optimizer)
+    with launched("thread", model, stages=2, microbatches=1, schedule=schedule) as pipeline:
+        pipeline.step(BATCHES[0])
+        pipeline.save(tmp_path)
+        before = pipeline.state_dict()
+        with pytest.raises(lp.RemoteError, match=leaves.__name__):
+            pipeline.step(BATCHES[1])
+        with pytest.raises(pp.PipelineError, match=rf"an update has failed .*: step 1, {leaves.__name__}"):
+            pipeline.step(BATCHES[1])
+        pipeline.load(tmp_path)
+        assert_same_state(pipeline.state_dict(), before)
+        assert pipeline.step(BATCHES[1]).step == 1
+
+
 class NeedsAClosure(torch.optim.Optimizer):
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {})
