@@ -194,7 +194,8 @@ def is_on_gpu(tensor: Tensor) -> bool:
 
 def is_copied(tensor: Tensor) -> bool:
     """Whether torch can make a dense copy of it, bit by bit."""
-    return tensor.layout is torch.strided and not tensor.is_quantized and tensor.dtype not in _NOT_COPIED
+    is_dense = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+    return is_dense and tensor.dtype not in _NOT_COPIED
 
 
 def _spec_of(tensor: Tensor) -> TensorSpec:
@@ -222,8 +223,11 @@ def _restored(tensor: Tensor, geometry: Geometry | None) -> Tensor:
 def _check_is_plain(tensor: Tensor, carries_gpu: bool) -> None:
     if tensor.dtype in _NOT_COPIED:
         raise ValueError(f"a channel cannot carry {tensor.dtype}: send tensor.view(torch.uint8)")
-    if type(tensor) not in (Tensor, torch.nn.Parameter) or not is_copied(tensor):
-        raise ValueError(f"a channel carries dense tensors, not {type(tensor).__name__} of layout {tensor.layout}")
+    if type(tensor) not in (Tensor, torch.nn.Parameter):
+        raise ValueError(f"a channel carries plain dense tensors, not a {type(tensor).__name__}")
+    if not is_copied(tensor):
+        kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else f"of layout {tensor.layout}"
+        raise ValueError(f"a channel carries dense tensors, not one that is {kind}")
     if not (tensor.is_cpu or (carries_gpu and tensor.is_cuda)):
         raise ValueError(f"this channel carries CPU tensors, not one on {tensor.device}: send tensor.cpu()")
 

@@ -109,7 +109,7 @@ class Execution:
             for action in actions:
                 self._at = action, operation
                 doing[action.op](action, operation)
-        except Exception as error:
+        except BaseException as error:  # layers may end in SystemExit, too
             if self._at is not None:
                 error.add_note(f"in {self._name}, {self._describe(self._at[0])}, step {operation.step}")
             raise

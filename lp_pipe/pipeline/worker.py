@@ -163,7 +163,7 @@ class StageWorker:
             self._async.discard()  # a step that is left out, perhaps the one of which some forwards are done
         try:
             self.training.step(total_norm, self._config.clip_grad_norm, skip=skip)
-        except Exception as error:
+        except BaseException as error:
             error.add_note(f"in {self._name}, update of stages {', '.join(map(str, self._stages))}")
             raise
 

@@ -143,6 +143,7 @@ def test_no_way_to_raise_hangs(how: str, type_name: str, stage: int, tmp_path: P
         with pytest.raises(lp.RemoteError) as caught:
             pipeline.step()
         assert caught.value.type_name == type_name
+        assert f"in stages/{stage}, forward of micro-batch" in str(caught.value)
         assert pipeline.step().loss == plain.step(BATCHES[0])
 
 
