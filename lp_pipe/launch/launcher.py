@@ -30,6 +30,8 @@ MODES: dict[str, _MakeHost] = {
     "multi_host": lambda plan, metrics, options: multi_host.make_host(plan, metrics, _needed(options)),
 }
 
+_MOST_NAME_BYTES = 150  # of the program's name in its run's folder; file systems take 255 in all
+
 
 def launch(
     program: Program,
@@ -153,6 +155,7 @@ def new_run_dir(parent: Path, name: str) -> Path:
     """A name for a run's folder that sorts by time and is new."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     safe = "".join(char if char.isalnum() or char in "-_" else "_" for char in name)
+    safe = safe.encode()[:_MOST_NAME_BYTES].decode(errors="ignore")
     return parent / f"{safe}-{stamp}-{os.getpid()}-{time.monotonic_ns() % 10**6:06d}"
 
 

@@ -219,6 +219,15 @@ def test_several_programs_at_a_time_are_independent(mode: str) -> None:
     run2.stop()
 
 
+@pytest.mark.parametrize("name", ["x" * 300, "\u540d" * 100, "a/b\n../c"])
+def test_a_program_may_have_any_name(name: str) -> None:
+    """The run's folder is named after it, and file systems have limits."""
+    program, handle = serving(program=name)
+    with lp.launch(program, "thread") as run:
+        assert run.client(handle).add(1, 2) == 3
+        assert run.run_dir.parent == Path(os.environ["LP_PIPE_RUNS"]).resolve()
+
+
 def test_the_same_program_may_be_launched_again(mode: str) -> None:
     program, server = serving()
     for _ in range(2):
