@@ -1,15 +1,15 @@
 """The optimizer's side of a worker: gradients, norms, steps, and what a checkpoint keeps of them."""
 
-import inspect
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lp_pipe.errors import CheckpointError, PipelineError
+from lp_pipe.errors import CheckpointError
 from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.execution import Report
+from lp_pipe.pipeline.factories import made_optimizer, made_scheduler
 from lp_pipe.pipeline.loss_scale import unscale
 from lp_pipe.pipeline.model import OptimizerFactory, SchedulerFactory
 from lp_pipe.pipeline.nonfinite import dense, is_finite
@@ -28,10 +28,9 @@ class Training:
         self.has_updated = False  # by the last step, which may have failed
         # Not for frozen ones alone: factories often leave these out, and torch refuses an empty list.
         if any(parameter.requires_grad for _, parameter in self._parameters):
-            self._optimizer = optimizer(list(self._parameters))
-            _refuse_closures(self._optimizer)
+            self._optimizer = made_optimizer(optimizer, self._parameters)
             if lr_scheduler is not None:
-                self._lr_scheduler = lr_scheduler(self._optimizer)
+                self._lr_scheduler = made_scheduler(lr_scheduler, self._optimizer)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -171,15 +170,6 @@ class Training:
                 if name in saved:
                     self._optimizer.state[parameter] = _beside(parameter, saved[name]["state"])
                     group.update(saved[name]["options"])
-
-
-def _refuse_closures(optimizer: torch.optim.Optimizer) -> None:
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise PipelineError(
-            f"{type(optimizer).__name__} evaluates the loss several times a step, which a pipeline cannot; use Adam, "
-            "SGD, …"
-        )
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

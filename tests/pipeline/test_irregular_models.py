@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import lp_pipe.pipeline as pp
 from tests.pipeline.plain_loop import (
@@ -17,6 +18,7 @@ from tests.pipeline.plain_loop import (
     launched,
     model_with_everything,
     random_batches,
+    sgd,
     squared_error,
 )
 
@@ -88,6 +90,17 @@ class Opens(nn.Module):
 class Closes(nn.Module):
     def forward(self, value: tuple[Tensor, Tensor]) -> Tensor:
         return value[0]
+
+
+class Checkpointed(nn.Module):
+    """Draws its dropout mask again in the backward, from torch's generator as it was in the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(D, D), nn.Dropout(0.4), nn.GELU(), nn.Linear(D, D), nn.Dropout(0.2))
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.block, x, use_reentrant=False) if self.training else self.block(x)
 
 
 def _dict_error(output: Tensor, target: dict[str, Tensor]) -> Tensor:
@@ -165,23 +178,68 @@ class Output:
     hidden: Tensor
 
 
+@dataclass(slots=True)
+class Compact:
+    hidden: Tensor
+
+
+class Box(dict[str, Any]):
+    """As users write them, for attributes: torch's pytree knows plain dicts only."""
+
+    __getattr__ = dict.__getitem__
+
+
+class Several:
+    def __init__(self, *parts: Any) -> None:
+        self.parts = list(parts)
+
+    @property
+    def hidden(self) -> Tensor:
+        return self.parts[0]["it"]
+
+
+WRAPPERS: dict[str, Any] = {
+    "Output 'hidden'": Output,
+    "Compact 'hidden'": Compact,
+    "Box 'hidden'": lambda x: Box(hidden=x, mask=None),
+    "Several 'parts.0.it'": lambda x: Several({"it": x}, "name"),
+}
+
+
 class Wraps(nn.Module):
-    def forward(self, x: Tensor) -> Output:
-        return Output(x)
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Any:
+        return WRAPPERS[self.kind](x)
 
 
 class Unwraps(nn.Module):
-    def forward(self, output: Output) -> Tensor:
-        return output.hidden
+    def forward(self, output: Any) -> Tensor:
+        hidden: Tensor = output.hidden
+        return hidden
 
 
-def test_an_object_that_hides_tensors_crosses_no_cut() -> None:
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_an_object_that_hides_tensors_crosses_no_cut(kind: str) -> None:
     """The tensors in it went along as data, so the stages before the cut were not trained, and nobody said so."""
-    model = pp.Model([LINEAR, pp.Layer(Wraps), pp.Layer(Unwraps), LINEAR], squared_error, adam)
+    model = pp.Model([LINEAR, pp.Layer(Wraps, kind), pp.Layer(Unwraps), LINEAR], squared_error, adam)
+    name, tensor = kind.split()
     with launched("thread", model, BATCHES, stages=[2], microbatches=1) as pipeline:
-        with pytest.raises(pp.PipelineError, match=r"holds a Output, whose tensor 'hidden' would lose its gradient"):
+        with pytest.raises(pp.PipelineError, match=rf"holds a {name}, whose tensor {tensor} would lose its gradient"):
             pipeline.step()
         pipeline.evaluate(BATCHES)  # nothing is lost here
     plain = PlainLoop(model, 2)
     with launched("thread", model, BATCHES, stages=[1, 3], microbatches=2) as pipeline:
         assert [result.loss for result in pipeline.steps()] == plain.steps(BATCHES)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_layers_that_checkpoint_draw_the_same_while_other_threads_draw(schedule: str) -> None:
+    """They set torch's generator in the backward, in the middle of another stage's forward."""
+    model = pp.Model([pp.Layer(Checkpointed) for _ in range(6)], squared_error, sgd)
+    plain = PlainLoop(model, 6)
+    with launched("thread", model, BATCHES, stages=3, schedule=schedule, microbatches=6) as pipeline:
+        assert [result.loss for result in pipeline.steps()] == plain.steps(BATCHES)
+        assert_same_state(pipeline.state_dict(), plain.state_dict())
