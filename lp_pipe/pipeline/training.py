@@ -10,6 +10,7 @@ from lp_pipe.errors import CheckpointError
 from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.execution import Report
 from lp_pipe.pipeline.factories import made_optimizer, made_scheduler
+from lp_pipe.pipeline.group_values import values_of_group, with_group_values
 from lp_pipe.pipeline.loss_scale import unscale
 from lp_pipe.pipeline.model import OptimizerFactory, SchedulerFactory
 from lp_pipe.pipeline.nonfinite import dense, is_finite
@@ -135,7 +136,7 @@ class Training:
         """Set optimizer and scheduler to what was saved; the weights are the stages' own business."""
         self._restore_optimizer(saved.optimizer)
         if self._lr_scheduler is not None and saved.lr_scheduler is not None:
-            self._lr_scheduler.load_state_dict(saved.lr_scheduler)
+            self._lr_scheduler.load_state_dict(self._for_own_groups(saved.lr_scheduler, saved.optimizer))
 
     def _versions(self) -> list[int]:
         return [parameter._version for _, parameter in self._parameters]
@@ -145,14 +146,25 @@ class Training:
         if self._optimizer is None:
             return {}
         names = {id(parameter): name for name, parameter in self._parameters}
-        return {
-            names[id(parameter)]: {"state": dict(self._optimizer.state.get(parameter, {})), "options": _options(group)}
-            for group in self._optimizer.param_groups
-            for parameter in group["params"]
-        }
+        groups, scheduler = self._optimizer.param_groups, self._scheduler_state() or {}
+        found: dict[str, dict[str, Any]] = {}
+        for index, group in enumerate(groups):
+            of_group = {"options": _options(group), "schedule": values_of_group(scheduler, len(groups), index)}
+            for parameter in group["params"]:
+                found[names[id(parameter)]] = {"state": dict(self._optimizer.state.get(parameter, {})), **of_group}
+        return found
 
     def _scheduler_state(self) -> dict[str, Any] | None:
         return self._lr_scheduler.state_dict() if self._lr_scheduler is not None else None
+
+    def _for_own_groups(self, scheduler: dict[str, Any], saved: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        names = {id(parameter): name for name, parameter in self._parameters}
+        groups = self._optimizer.param_groups if self._optimizer is not None else []
+        firsts = [names[id(group["params"][0])] if group["params"] else None for group in groups]
+        values = [saved.get(name, {}).get("schedule") if name is not None else None for name in firsts]
+        if not any(values):  # written before these were kept: as one process has it
+            return scheduler
+        return with_group_values(scheduler, self._lr_scheduler.state_dict(), values)
 
     def _trained_names(self) -> list[str]:
         """Without frozen parameters: a stage that has no others has saved nothing of them."""
