@@ -1,6 +1,7 @@
 """Add a pipeline to a program: one node per stage worker, connected by channels."""
 
 from collections.abc import Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from lp_pipe.pipeline.schedule import Schedule
 from lp_pipe.pipeline.segments import Recompute, check_recompute
 from lp_pipe.pipeline.skips import seen_by_setup, skip_edges
 from lp_pipe.pipeline.tied import Names, layer_of, refuse_shared_buffers, tied_edges, tied_names
+from lp_pipe.pipeline.unfit import refuse_unfit
 from lp_pipe.pipeline.worker import StageWorker
 from lp_pipe.program import Program
 from lp_pipe.resources import Resources
@@ -83,9 +85,10 @@ def add_pipeline(
         PartitionError: the plan is for another model.
         ScheduleError: the schedule does not exist for these numbers, or is not correct.
     """
-    _check(model, channel, microbatches, precision)
+    _check(model, channel, microbatches, precision, clip_grad_norm)
     check_recompute("none" if recompute is None else recompute)
     sources = [seen_by_setup(source) for source in sources_of(model)]
+    refuse_unfit(model.loss, sources)
     names = own_names(sources)
     place = taken(program, group)
     if place is not None:
@@ -138,7 +141,7 @@ def add_pipeline(
     return PipelineHandle(conductor, replicas_by_layer, is_asynchronous=made.updates is not None)
 
 
-def _check(model: Any, channel: str, microbatches: int, precision: str) -> None:
+def _check(model: Any, channel: str, microbatches: int, precision: str, clip_grad_norm: Any) -> None:
     """Refuse what can be seen to be wrong at once.
 
     Raises:
@@ -150,6 +153,8 @@ def _check(model: Any, channel: str, microbatches: int, precision: str) -> None:
         raise PipelineError(f"channel={channel!r}: {kinds.why_not(channel)}")
     if microbatches < 1:
         raise PipelineError(f"microbatches={microbatches}: a step needs at least 1")
+    if clip_grad_norm is not None and not (isinstance(clip_grad_norm, Real) and float(clip_grad_norm) > 0):
+        raise PipelineError(f"clip_grad_norm={clip_grad_norm!r}: give a number above 0, or None")
     check_precision(precision)
 
 

@@ -54,7 +54,8 @@ def loss_weights(targets: list[Any], loss_weight: LossWeight) -> list[float]:
     """
     if loss_weight == "one":
         return [1.0] * len(targets)
-    raw = [float(_samples(target) if loss_weight == "samples" else loss_weight(target)) for target in targets]  # type: ignore[operator]
+    weigh = _samples if isinstance(loss_weight, str) else loss_weight
+    raw = [_number(weigh(target)) for target in targets]
     total = sum(raw)
     if not total > 0:
         raise PipelineError(f"the loss weights of the batch's micro-batches add up to {total}: {raw}")
@@ -81,6 +82,14 @@ def apart(values: Mapping[int, Any]) -> dict[int, Any]:
 def _described(value: Any) -> str:
     size = f" of {len(value)}" if isinstance(value, (tuple, list)) else ""
     return f"{type(value).__name__}{size}"
+
+
+def _number(weight: Any) -> float:
+    try:
+        return float(weight)
+    except (TypeError, ValueError, RuntimeError) as error:
+        what = f"a tensor of shape {list(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
+        raise PipelineError(f"loss_weight must give a number for a micro-batch's target, not {what}") from error
 
 
 def _samples(target: Any) -> int:

@@ -139,12 +139,28 @@ def test_a_target_that_splits_otherwise_is_refused(source: str, target_size: int
         (lambda output, target: 1.0, "not float"),
         (lambda output, target: None, "not NoneType"),
         (lambda output, target: (output.mean(), {}, 1), "not tuple"),
+        (lambda output, target: (output.mean(), 0.5), "metrics must be a dict of numbers, not float"),
+        (
+            lambda output, target: (output.mean(), {"each": output}),
+            r"metric 'each' must be a number, not a .* \[4, 3, 8\]",
+        ),
+        (lambda output, target: (output.mean(), {"name": None}), "metric 'name' must be a number, not None"),
     ],
 )
 def test_a_loss_that_is_no_scalar_is_refused(loss: Any, message: str) -> None:
     model = pp.Model([LINEAR, LINEAR], loss, sgd)
     batch = random_batches([4])[0]
     with launched("thread", model, microbatches=1) as pipeline, pytest.raises(pp.PipelineError, match=message):
+        pipeline.step(batch)
+
+
+@pytest.mark.parametrize(
+    ("weight", "message"), [(lambda target: None, "not None"), (lambda target: target, r"tensor of shape \[4, 3, 8\]")]
+)
+def test_a_weight_that_is_no_number_is_refused(weight: Any, message: str) -> None:
+    model = pp.Model([LINEAR, LINEAR], squared_error, sgd, loss_weight=weight)
+    batch, expected = random_batches([4])[0], f"loss_weight must give a number .* {message}"
+    with launched("thread", model, microbatches=1) as pipeline, pytest.raises(pp.PipelineError, match=expected):
         pipeline.step(batch)
 
 
