@@ -28,7 +28,7 @@ from lp_pipe.pipeline.precision import check_precision
 from lp_pipe.pipeline.schedule import Schedule
 from lp_pipe.pipeline.segments import Recompute, check_recompute
 from lp_pipe.pipeline.skips import seen_by_setup, skip_edges
-from lp_pipe.pipeline.tied import Names, layer_of, refuse_shared_buffers, tied_edges, tied_names
+from lp_pipe.pipeline.tied import Names, layer_of, shared_buffers, tied_edges, tied_names
 from lp_pipe.pipeline.unfit import refuse_unfit
 from lp_pipe.pipeline.worker import StageWorker
 from lp_pipe.program import Program
@@ -123,6 +123,7 @@ def add_pipeline(
         tied_outside=tuple(tuple(outer_name(name, sources) for name in names) for names in tied),
         own_names=names,
         edges=tuple(edges),
+        shared_buffers=shared_buffers(sources, cuts),
         replicas=counts,
         devices=check_devices(device, len(made.workers), channel),
         updates=made.updates,
@@ -192,7 +193,6 @@ def _cuts(sources: Sequence[Any], stages: int | Sequence[int], pieces: int) -> l
         cuts = check_cuts(stages, len(sources))
     if len(cuts) + 1 != pieces:
         raise PipelineError(f"{len(cuts)} cut points make {len(cuts) + 1} stages, but the schedule has {pieces}")
-    refuse_shared_buffers(sources, cuts)
     return cuts
 
 

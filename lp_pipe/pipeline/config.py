@@ -37,6 +37,7 @@ class PipelineConfig:
         default_factory=dict
     )  # of modules that were split, with their place
     edges: tuple[Edge, ...] = ()
+    shared_buffers: Mapping[str, str] = field(default_factory=dict)  # by stages; with what to say if one writes to it
     replicas: tuple[int, ...] = ()  # of each worker
     devices: tuple[str, ...] = ()  # of each worker, as the user names them
     updates: Updates | None = None  # of an asynchronous schedule

@@ -58,6 +58,7 @@ class Stage:
 
     tied: parameters that other stages have, too, by the first of their names; those of earlier stages are borrowed.
     recompute: which layers keep only their inputs until the backward. device: where they are, and compute.
+    shared_buffers: names of those that other stages have copies of, with what to say when a forward writes to one.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Stage:
         recompute: Recompute = "none",
         precision: str = "fp32",
         device: torch.device = CPU,
+        shared_buffers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.index = index
         self.first_layer = first_layer
@@ -80,7 +82,7 @@ class Stage:
         for layer in layers:
             layer.to(device)
         self._tied = tied
-        self._buffers = WrittenBuffers(layers)
+        self._buffers = WrittenBuffers(layers, first_layer, shared_buffers)
         self._runs = [self._prepared(run) for run in runs_of(recompute, first_layer, layers)]
         self._borrowed = [tied[name] for name in tied if int(name.split(".", 1)[0]) < first_layer]
         self.activation_stash: dict[int, Stash] = {}
@@ -185,6 +187,8 @@ class Stage:
                 value = self._call(layers, step, microbatch, value, skips)
             else:
                 value = segment.forward(partial(self._call, layers, step, microbatch), value, skips)
+        if step == _EVALUATION:
+            return value
         stash.outputs = _edges(value)
         if skips:
             stash.stashed = {name: _edges(skip) for name, skip in skips.items()}

@@ -92,6 +92,21 @@ class Closes(nn.Module):
         return value[0]
 
 
+class HandsOnAParameter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompt, self.linear = nn.Parameter(torch.ones(D)), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.linear(x), self.prompt, self.prompt[:1]
+
+
+class TakesAParameter(nn.Module):
+    def forward(self, value: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        x, prompt, scale = value
+        return x * prompt + scale
+
+
 class Checkpointed(nn.Module):
     """Draws its dropout mask again in the backward, from torch's generator as it was in the forward."""
 
@@ -139,6 +154,12 @@ MODELS: dict[str, tuple[list[pp.Layer], Any, list[tuple[Any, Any]]]] = {
     "token ids": ([pp.Layer(nn.Embedding, 11, D), LINEAR, pp.Layer(nn.Linear, D, 11)], _cross_entropy, _tokens(4)),
     "tuple and dict": ([pp.Layer(TakesTwo), pp.Layer(TakesDict), LINEAR], _dict_error, _pairs(4)),
     "a parameter that is not used": ([LINEAR, pp.Layer(Passes), LINEAR], squared_error, BATCHES),
+    # A leaf of the graph even in an evaluation, which failed.
+    "a parameter among the outputs": (
+        [LINEAR, pp.Layer(HandsOnAParameter), pp.Layer(TakesAParameter), LINEAR],
+        squared_error,
+        BATCHES,
+    ),
     "stages without parameters": ([pp.Layer(nn.Tanh), LINEAR, pp.Layer(nn.ReLU)], squared_error, BATCHES),
     "frozen in front": ([pp.Layer(_frozen), LINEAR, LINEAR], squared_error, BATCHES),
     "frozen in the middle": ([LINEAR, pp.Layer(_frozen), LINEAR], squared_error, BATCHES),
