@@ -1,7 +1,8 @@
 """Tensors inside of objects that are no containers to torch's pytree, such as dataclasses and subclasses of dict."""
 
 import types
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections import deque
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,5 +35,5 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
                 yield name, getattr(value, name)
     if isinstance(value, Mapping):
         yield from ((str(key), part) for key, part in value.items())
-    elif isinstance(value, (Sequence, Set)) and not isinstance(value, range):
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):  # no other sequences: a data set is one, too
         yield from ((str(index), part) for index, part in enumerate(value))

@@ -264,9 +264,11 @@ def check_shapes(state: Mapping[str, Any], own: Mapping[str, Any], what: str) ->
     """Refuse before anything was changed what load_state_dict would refuse in the middle.
 
     Raises:
-        PipelineError: a tensor has another shape.
+        PipelineError: a tensor has another shape, or is none.
     """
     for name, value in own.items():
+        if isinstance(value, Tensor) and not isinstance(state[name], Tensor):
+            raise PipelineError(f"{what} of another model: {name} is a {type(state[name]).__name__} there, no tensor")
         if isinstance(value, Tensor) and state[name].shape != value.shape:
             shapes = f"shape {list(state[name].shape)} there and {list(value.shape)} here"
             raise PipelineError(f"{what} of another model: {name} has {shapes}")

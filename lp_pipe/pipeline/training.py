@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lp_pipe.errors import CheckpointError
+from lp_pipe.errors import CheckpointError, PipelineError
 from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.execution import Report
 from lp_pipe.pipeline.factories import made_optimizer, made_scheduler
@@ -51,7 +51,12 @@ class Training:
         return {stage: _norms(parameter.grad for _, parameter in items) for stage, items in self._by_stage.items()}
 
     def examine(self, report: Report, config: PipelineConfig, scale: float | None) -> None:
-        """What all stages must know of each other's gradients before they update. Takes the losses' factor out."""
+        """What all stages must know of each other's gradients before they update. Takes the losses' factor out.
+
+        Raises:
+            PipelineError: a layer has begun to train what was frozen at the start, and has no optimizer.
+        """
+        self._refuse_unfrozen()
         if scale is not None:
             report.overflowed = self._unscale_gradients(scale)
         if config.clip_grad_norm is not None:
@@ -156,6 +161,15 @@ class Training:
 
     def _scheduler_state(self) -> dict[str, Any] | None:
         return self._lr_scheduler.state_dict() if self._lr_scheduler is not None else None
+
+    def _refuse_unfrozen(self) -> None:
+        unfrozen = [name for name, parameter in self._parameters if parameter.grad is not None]
+        if self._optimizer is None and unfrozen:
+            raise PipelineError(
+                f"{', '.join(unfrozen)}: all parameters of this stage were frozen at the start, so that it has no "
+                "optimizer, but these have gradients now: cut so that something in the stage is trained from the "
+                "start, or begin with trainable parameters and a learning rate of 0"
+            )
 
     def _for_own_groups(self, scheduler: dict[str, Any], saved: dict[str, dict[str, Any]]) -> dict[str, Any]:
         names = {id(parameter): name for name, parameter in self._parameters}

@@ -264,3 +264,31 @@ def test_layers_that_checkpoint_draw_the_same_while_other_threads_draw(schedule:
     with launched("thread", model, BATCHES, stages=3, schedule=schedule, microbatches=6) as pipeline:
         assert [result.loss for result in pipeline.steps()] == plain.steps(BATCHES)
         assert_same_state(pipeline.state_dict(), plain.state_dict())
+
+
+class Thaws(nn.Module):
+    """Is frozen for the first three micro-batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D).requires_grad_(False)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Any:
+        self.seen += 1
+        return self.linear.requires_grad_(bool(self.seen > 3))(x)
+
+
+def test_a_layer_may_thaw_in_a_stage_that_has_an_optimizer_and_is_refused_in_one_that_has_none() -> None:
+    """There its gradients were dropped, step by step."""
+    model = pp.Model([LINEAR, pp.Layer(Thaws), LINEAR], squared_error, adam)
+    plain = PlainLoop(model, 2)
+    with launched("thread", model, BATCHES, stages=[1], microbatches=2) as pipeline:
+        assert [result.loss for result in pipeline.steps()] == plain.steps(BATCHES)
+        assert_same_state(pipeline.state_dict(), plain.state_dict())
+    with launched("thread", model, BATCHES, stages=[1, 2], microbatches=2) as pipeline:
+        pipeline.step()
+        before = pipeline.fingerprint()
+        with pytest.raises(pp.PipelineError, match=r"1\.linear\.weight, .* frozen at the start, .* no optimizer"):
+            pipeline.step()
+        assert pipeline.fingerprint() == before

@@ -179,6 +179,14 @@ def test_the_other_parts_of_a_model_are_checked_at_once() -> None:
         pp.Model([nn.ReLU()], squared_error, torch.optim.SGD([nn.Parameter(torch.ones(1))]))  # type: ignore[arg-type]
 
 
+def test_a_state_dict_of_something_else_than_tensors_is_refused() -> None:
+    model = pp.Model([nn.Linear(D, D)], squared_error, sgd)
+    with launched("thread", model, stages=1) as pipeline:
+        state = pipeline.state_dict()
+        with pytest.raises(pp.PipelineError, match=r"another model: 0\.weight is a ndarray there, no tensor"):
+            pipeline.load_state_dict({name: value.numpy() for name, value in state.items()})  # type: ignore[misc]
+
+
 class Scales(nn.Sequential):
     def forward(self, x: Any) -> Any:
         return super().forward(x) * 2
