@@ -21,6 +21,12 @@ def made_optimizer(factory: OptimizerFactory, named: Sequence[tuple[str, nn.Para
     try:
         optimizer = factory(list(named))
     except ValueError as error:
+        if "param groups should be with/without names" in str(error):
+            raise PipelineError(
+                f"optimizer={_name(factory)} makes groups of (name, parameter) pairs, of which one is empty on this "
+                f"stage worker ({', '.join(name for name, _ in named)}), and torch takes that for a group without "
+                "names: give groups of parameters alone"
+            ) from error
         if "empty parameter list" not in str(error):
             raise
         names = [name for name, parameter in named if parameter.requires_grad]

@@ -35,6 +35,19 @@ def test_an_optimizer_of_the_users_own_module_fails_the_start() -> None:
         lp.launch(program, "thread").wait(WITHIN_S)
 
 
+def test_groups_of_pairs_are_refused_where_one_is_empty_and_groups_of_parameters_are_not() -> None:
+    """A stage with an embedding alone has nothing without weight decay: torch's error said nothing of that."""
+
+    def by_kind(named: Any, pick: Any) -> torch.optim.Optimizer:
+        kinds = [pick(item) for item in named if item[1].ndim > 1], [pick(item) for item in named if item[1].ndim < 2]
+        return torch.optim.AdamW([{"params": kinds[0]}, {"params": kinds[1], "weight_decay": 0.0}])
+
+    with pytest.raises(pp.PipelineError, match=r"one is empty on this stage worker \(weight\).* parameters alone"):
+        made_optimizer(lambda named: by_kind(named, lambda item: item), NAMED[:1])
+    optimizer = made_optimizer(lambda named: by_kind(named, lambda item: item[1]), NAMED[:1])
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 0]
+
+
 @pytest.mark.parametrize(
     ("factory", "message"),
     [
