@@ -1,6 +1,7 @@
 """`lp_pipe schedule`: draw a schedule's timeline, or compare all of them, without a model."""
 
 import argparse
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from lp_pipe.pipeline.schedule import (
     Timeline,
     compare,
     make_schedule,
+    read_csv,
     schedules,
     search_schedule,
     simulate,
@@ -31,6 +33,7 @@ _WRITERS: dict[str, Callable[[Schedule, Timeline], str]] = {
     ".txt": lambda schedule, timeline: to_text(timeline),
 }
 _COMPARISON_WRITERS = (".json", ".txt")
+_MOST_ACTIONS = 20_000_000
 _UNIT_COSTS = Costs(forward=1, backward_input=1, backward_weight=1)
 _EXAMPLES = """\
 examples:
@@ -88,6 +91,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
         costs = _UNIT_COSTS if arguments.costs is None else Costs.load(arguments.costs)
         given = _read(arguments.name) if arguments.name and _is_file(arguments.name) else None
         _check(arguments, given)
+        _check_size(arguments)
         if arguments.compare:
             _compare(arguments, costs, given)
         else:
@@ -155,17 +159,23 @@ def _check(arguments: argparse.Namespace, given: Schedule | None) -> None:
             )
 
 
+def _check_size(arguments: argparse.Namespace) -> None:
+    """A slip of the finger is no reason to fill the memory; what is drawn of so many actions nobody can see."""
+    actions = 2 * (arguments.stages or 1) * (arguments.microbatches or 1) * (arguments.chunks or 1)
+    if actions > _MOST_ACTIONS:
+        raise UsageError(
+            f"--stages {arguments.stages} and --microbatches {arguments.microbatches} make {actions:,} actions: "
+            f"ask for {_MOST_ACTIONS:,} at most"
+        )
+
+
 def _is_file(name: str) -> bool:
-    return name not in schedules() and (name.endswith(".csv") or Path(name).is_file())
+    return name not in schedules() and (name.endswith(".csv") or os.path.isfile(name))  # False for names too long
 
 
 def _read(name: str) -> Schedule:
-    try:
-        return Schedule.from_csv(Path(name).read_text(encoding="utf-8"), Path(name).stem)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read {name}: {error}") from error
-    except ScheduleError as error:
-        raise UsageError(f"{name}: {error}") from error
+    stem = Path(name).stem
+    return read_csv(name, Path(name).name if stem in schedules() else stem)  # a comparison has both
 
 
 def _say_wrote(paths: Sequence[Path]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from lp_pipe.errors import ScheduleError
 from lp_pipe.pipeline.schedule.costs import Costs, Seconds
 from lp_pipe.pipeline.schedule.ir import Schedule
-from lp_pipe.pipeline.schedule.registry import default_chunks, make_schedule, schedules, takes_chunks
+from lp_pipe.pipeline.schedule.registry import check_sizes, default_chunks, make_schedule, schedules, takes_chunks
 from lp_pipe.pipeline.schedule.search import search_schedule
 from lp_pipe.pipeline.schedule.simulate import Timeline, simulate
 from lp_pipe.pipeline.schedule.verify import verify
@@ -61,7 +61,11 @@ def compare(
 
     chunks: of the schedules that take any; without, what they usually have. memory: activations that a worker may
     stash, counted as in `Compared`. more: schedules that have no name to be made by.
+
+    Raises:
+        ScheduleError: no schedule at all exists for these numbers, or one of `more` is wrong.
     """
+    check_sizes("a comparison", stages=stages, microbatches=microbatches, chunks=1 if chunks is None else chunks)
     ranked, left_out = [], {}
     for name, own_chunks, make in _parties(stages, microbatches, costs, chunks, links, memory):
         try:

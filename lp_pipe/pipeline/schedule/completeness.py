@@ -21,12 +21,15 @@ def check_complete(schedule: Schedule) -> None:
     """
     if not schedule.placement:
         raise ScheduleError(f"schedule {schedule.name!r} has no actions")
-    for worker in range(len(schedule.workers)):
-        states = _replay(schedule, worker)
+    done = [_replay(schedule, worker) for worker in range(len(schedule.workers))]
+    for worker, states in enumerate(done):
         missing = next(_missing(schedule, worker, states), None)
         if missing is not None:
             end = len(schedule.workers[worker])
-            raise ScheduleError(f"schedule {schedule.name!r}: {location(worker, end, missing)}: is missing: add it")
+            why = f" ({_largest(schedule)})" if missing.op == "F" else ""
+            raise ScheduleError(
+                f"schedule {schedule.name!r}: {location(worker, end, missing)}: is missing: add it{why}"
+            )
 
 
 def _replay(schedule: Schedule, worker: int) -> _States:
@@ -46,9 +49,21 @@ def _replay(schedule: Schedule, worker: int) -> _States:
 def _before(action: Action, last: Op | None) -> str:
     if action.op not in _NEXT or action.microbatch < 0:
         return "there is no such action"
+    if last == "F" and action.op == "W":
+        return f"{action._replace(op='I')} has not run yet"
     if last is None:
         return f"{action._replace(op='F')} has not run yet"
     return f"{action._replace(op=last)} has run already"
+
+
+def _largest(schedule: Schedule) -> str:
+    """How many micro-batches there are, and who says so: that may be what is wrong."""
+    count = schedule.microbatches
+    for worker, actions in enumerate(schedule.workers):
+        for action in actions:
+            if action.microbatch == count - 1:
+                return f"there are {count} micro-batches, since worker {worker} has {action}"
+    raise AssertionError("some action has the largest number")
 
 
 def _missing(schedule: Schedule, worker: int, states: _States) -> Iterator[Action]:

@@ -17,9 +17,10 @@ Op = Literal["F", "B", "I", "W"]
 WORDS: dict[Op, str] = {"F": "forward", "B": "backward", "I": "backward for inputs", "W": "backward for weights"}
 
 # The cells of torch.distributed.pipelining (2.13): `_Action.__repr__`.
-_COMPUTE = re.compile(r"(\d+)([FBIW])(\d+)")
+_COMPUTE = re.compile(r"(\d{1,18})([FBIW])(\d{1,18})")
 _COMMUNICATION = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
+_SHOWN = 40  # letters of a cell that is something else
 
 
 class Action(NamedTuple):
@@ -102,12 +103,16 @@ class Schedule:
         """Read what torch.distributed.pipelining or `to_csv` wrote.
 
         Empty cells (idle) and torch's communication are skipped; an overlapped pair becomes its two actions in order.
+        So is the mark that spreadsheets put at the beginning of a file.
 
         Raises:
             ScheduleError: a cell is not an action.
         """
-        rows = csv.reader(text.rstrip().splitlines())
-        return cls(name, tuple(tuple(_row_actions(row, line)) for line, row in enumerate(rows, start=1)))
+        rows = csv.reader(text.removeprefix("\ufeff").rstrip().splitlines())
+        try:
+            return cls(name, tuple(tuple(_row_actions(row, line)) for line, row in enumerate(rows, start=1)))
+        except csv.Error as error:
+            raise ScheduleError(f"line {rows.line_num}: {error}") from error
 
 
 def location(worker: int, position: int, action: Action) -> str:
@@ -139,7 +144,7 @@ def _parse(cell: str, line: int, column: int) -> Action | None:
     match = _COMPUTE.fullmatch(cell)
     if match is None:
         raise ScheduleError(
-            f"line {line}, cell {column}: {cell!r} is not an action: "
+            f"line {line}, cell {column}: {cell[:_SHOWN]!r} is not an action: "
             "write stage, then F, B, I or W, then micro-batch, such as 0F3"
         )
     return Action(cast(Op, match[2]), int(match[1]), int(match[3]))

@@ -20,7 +20,7 @@ from lp_pipe.pipeline.schedule.orders import (
     start_times,
     to_schedule,
 )
-from lp_pipe.pipeline.schedule.registry import make_schedule, register_schedule
+from lp_pipe.pipeline.schedule.registry import check_sizes, make_schedule, register_schedule
 from lp_pipe.pipeline.schedule.simulate import simulate
 from lp_pipe.pipeline.schedule.stash import check_memory, limits_by_worker
 from lp_pipe.pipeline.schedule.verify import verify
@@ -55,7 +55,7 @@ def search_schedule(
     """
     if chunks is None:
         chunks = _chunks_of(costs, stages)
-    make_schedule("looped_bfs", stages, microbatches, chunks)  # refuses impossible numbers
+    check_sizes("schedule 'auto'", stages=stages, microbatches=microbatches, chunks=chunks)
     limits = _limits(memory, stages, microbatches, chunks)
     candidates = []
     for placement in _placements(stages, chunks):
