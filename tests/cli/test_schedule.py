@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lp_pipe.cli.main import main
+from lp_pipe.pipeline.partitioning import LayerProfile, Profile
 from lp_pipe.pipeline.schedule import Costs, Schedule, make_schedule, schedules
 
 SMALL = ["--stages", "2", "--microbatches", "2"]
@@ -103,6 +104,37 @@ def test_no_traceback_where_nothing_can_be_printed(redirection: str) -> None:
     assert ended.returncode == (3 if "full" in redirection else 0)
 
 
+def profile_of_four_layers() -> Profile:
+    """The first takes twice as long as each of the others, and half of each backward is for the weights."""
+    times = ((2, 4, 2), (1, 2, 1), (1, 2, 1), (1, 2, 1))
+    return Profile(tuple(LayerProfile(f"{i}", f, b, 1, 1, backward_weight_s=w) for i, (f, b, w) in enumerate(times)))
+
+
+def test_costs_may_be_a_profile(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile_of_four_layers().save("profile.json")
+    two = Costs(forward=[2, 3], backward_input=[2, 3], backward_weight=[2, 3])
+    two.save("costs.json")
+    for name in ("1f1b", "zb_h1", "auto"):
+        assert main(["schedule", name, *SMALL, "--costs=profile.json"]) == 0
+        drawn = capsys.readouterr().out
+        assert main(["schedule", name, *SMALL, "--costs=costs.json"]) == 0
+        assert drawn == capsys.readouterr().out
+
+
+def test_all_schedules_are_compared_by_a_profile_each_with_its_own_cuts(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile_of_four_layers().save("profile.json")
+    assert main(["schedule", "--compare", "--stages=2", "--microbatches=4", "--costs=profile.json", "--json"]) == 0
+    ranked = {
+        (party["name"], party["chunks"]): party["makespan_s"] for party in json.loads(capsys.readouterr().out)["ranked"]
+    }
+    assert ranked["gpipe", 1] == 4 * 9 + 6
+    assert ranked["auto", 2] <= ranked["zbv", 2] < ranked["gpipe", 1]
+    assert main(["schedule", "--compare", "--stages=3", "--microbatches=6", "--costs=profile.json"]) == 0
+    assert "  zbv: the profile: cannot cut 4 layers into 6 stages" in capsys.readouterr().out
+
+
 WRONG = {
     "schedule": "which schedule? Give one of 1f1b, auto, ",
     "schedule 1f1b --stages 2": "--microbatches is missing: give a number, such as --microbatches 4",
@@ -133,6 +165,8 @@ WRONG = {
     "schedule --compare --stages 2 --microbatches 2 --chunks 0": "a comparison with chunks=0: ",
     "schedule auto --stages 2 --microbatches 2 --chunks 0": "schedule 'auto' with chunks=0: ",
     f"schedule {'a' * 300} --stages 2 --microbatches 2": "no schedule 'aaa",
+    "schedule 1f1b --stages 5 --microbatches 2 --costs profile.json": "the profile: cannot cut 4 layers into 5 stages",
+    "schedule 1f1b --stages 2 --microbatches 2 --costs layers.json": "layers.json: layers: a list of layers is needed",
     "schedule digits.csv": f"digits.csv: line 1, cell 1: '{'9' * 40}' is not an action: ",
     "schedule long.csv": "long.csv: line 1: field larger than field limit (131072)",
     "schedule slip.csv": "schedule 'slip': worker 1, position 3, action 1B1: 1F1 has not run yet: ",
@@ -148,6 +182,8 @@ def test_wrong_usage_is_one_line_and_exit_status_2(line: str, folder: Path, caps
     Path("long.csv").write_text("9" * 200_000 + "F0,0B0\n")  # more than the csv module takes
     Path("slip.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F11,1B1\n")
     Path("huge.json").write_text('{"forward": 1' + "0" * 400 + ', "backward_input": 1, "backward_weight": 1}')
+    profile_of_four_layers().save("profile.json")
+    Path("layers.json").write_text('{"layers": 4}')
     Path("deep.json").write_text("[" * 100_000)
     Costs(forward=[1, 1, 1], backward_input=1, backward_weight=1).save("three.json")
     assert main(line.split()) == 2

@@ -14,13 +14,17 @@ _States = dict[tuple[int, int], Op]  # (stage, micro-batch) -> what has last bee
 def check_complete(schedule: Schedule) -> None:
     """Refuse a schedule with missing, repeated or unknown actions.
 
-    Each (stage, micro-batch) has one F, then (unless all is forward) one B, or one I and later one W.
+    Every worker has actions. Each (stage, micro-batch) has one F, then (unless all is forward) one B, or one I and
+    later one W.
 
     Raises:
         ScheduleError: names the first such action.
     """
     if not schedule.placement:
         raise ScheduleError(f"schedule {schedule.name!r} has no actions")
+    for worker, actions in enumerate(schedule.workers):
+        if not actions:
+            raise ScheduleError(f"schedule {schedule.name!r}: worker {worker} has no actions: leave out its line")
     done = [_replay(schedule, worker) for worker in range(len(schedule.workers))]
     for worker, states in enumerate(done):
         missing = next(_missing(schedule, worker, states), None)

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from lp_pipe.errors import ScheduleError
 from lp_pipe.pipeline.schedule.ir import Op
@@ -59,6 +59,17 @@ class Costs:
         return Costs(
             **{name: _recut(value, stages, workers, f"costs.{name}") for name, value in asdict(self).items()},
         )
+
+
+class Divisible(Protocol):
+    """The costs of a model that may be cut into any number of stages."""
+
+    def cut_into(self, stages: int, workers: int) -> Costs:
+        """The costs of that many stages, of which each worker has equally many.
+
+        Raises:
+            ScheduleError: the model cannot be cut so.
+        """
 
 
 def one_each(seconds: Seconds, count: int, what: str, unit: str) -> list[float]:

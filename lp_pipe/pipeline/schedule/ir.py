@@ -78,12 +78,9 @@ class Schedule:
             for stage in sorted({action.stage for action in actions}):
                 if owners.setdefault(stage, worker) != worker:
                     raise ScheduleError(_two_owners(self, stage, owners[stage], worker))
-        for stage in range(len(owners)):
-            if stage not in owners:
-                raise ScheduleError(
-                    f"schedule {self.name!r}: no worker runs stage {stage}, but there are actions of stage "
-                    f"{max(owners)}: number the stages 0, 1, 2, ..."
-                )
+        for stage, worker in owners.items():
+            if not 0 <= stage < len(owners):
+                raise ScheduleError(_out_of_range(self, stage, worker, len(owners)))
         return tuple(owners[stage] for stage in range(len(owners)))
 
     def first_microbatches(self, count: int) -> Self:
@@ -126,6 +123,15 @@ def _two_owners(schedule: Schedule, stage: int, first: int, second: int) -> str:
     return (
         f"schedule {schedule.name!r}: {location(second, position, actions[position])}: stage {stage} "
         f"already belongs to worker {first}: give all its actions to one worker"
+    )
+
+
+def _out_of_range(schedule: Schedule, stage: int, worker: int, count: int) -> str:
+    actions = schedule.workers[worker]
+    position = next(index for index, action in enumerate(actions) if action.stage == stage)
+    return (
+        f"schedule {schedule.name!r}: {location(worker, position, actions[position])}: there is no stage {stage}: "
+        f"number the {count} stages from 0 to {count - 1}"
     )
 
 

@@ -30,6 +30,7 @@ def test_each_stage_runs_each_micro_batch_once() -> None:
             "0F2: is missing: add it .there are 12 micro-batches, since worker 1 has 1F11",
         ),
         ("", "has no actions"),
+        ("0F0,0B0\n\n1F0,1B0", "worker 1 has no actions: leave out its line"),
     ],
 )
 def test_the_first_offending_action_is_named(text: str, message: str) -> None:
