@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from benchmarks.workloads import Workload, loss
+from lp_pipe.pipeline.schedule import Action, make_schedule
 
 _TORCH_SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
@@ -88,10 +89,14 @@ class LoneHalf:
     """One stage's whole computation without its neighbour: what it received is made up beforehand.
 
     Its weights never move (the learning rate is next to nothing), or the made-up gradients would lead them astray.
+    schedule: whose order of forwards and backwards; None: each backward comes right behind its forward, so that one
+    micro-batch's activations are all that is in memory.
     """
 
-    def __init__(self, workload: Workload, microbatches: int, rank: int) -> None:
+    def __init__(self, workload: Workload, microbatches: int, rank: int, schedule: str | None = None) -> None:
         self._half = workload.half(rank)
+        alternating = [Action(op, rank, index) for index in range(microbatches) for op in ("F", "B")]
+        self._actions = make_schedule(schedule, 2, microbatches).workers[rank] if schedule else alternating
         self._optimizer = workload.optimizer(list(self._half.named_parameters()))
         for group in self._optimizer.param_groups:
             group["lr"] = 1e-12
@@ -100,9 +105,8 @@ class LoneHalf:
         if rank:
             with torch.no_grad():
                 self._inputs = tuple(workload.half(0)(x).detach() for x in self._inputs)
-        self._finish: Callable[[Tensor, int], None] = self._backward_from_loss if rank else self._backward
-        self._wants_gradient = bool(rank)
-        self._gradients: list[Tensor] = []
+        self._computes_loss = bool(rank)
+        self._gradients: list[Tensor] = []  # of the outputs, where no loss is computed
 
     def run(self, first_step: int, steps: int) -> Timing:
         times = [self._step() for _ in range(steps)]
@@ -111,23 +115,28 @@ class LoneHalf:
     def _step(self) -> tuple[float, float]:
         """All micro-batches, then the optimizer; returns the seconds of both together and of the optimizer."""
         start = time.monotonic()
-        for index, x in enumerate(self._inputs):
-            # A copy, as each micro-batch is new memory that somebody has just written in a real pipeline too.
-            received = x.clone().requires_grad_() if self._wants_gradient else x
-            self._finish(self._half(received), index)
+        outputs: dict[int, Tensor] = {}
+        for op, _, index in self._actions:
+            if op == "F":
+                outputs[index] = self._forward(index)
+            else:
+                outputs.pop(index).backward(None if self._computes_loss else self._gradients[index])
         computed = time.monotonic()
         self._optimizer.step()
         self._optimizer.zero_grad()
         end = time.monotonic()
         return end - start, end - computed
 
-    def _backward_from_loss(self, output: Tensor, index: int) -> None:
-        (loss(output, self._targets[index]) / len(self._targets)).backward()
-
-    def _backward(self, output: Tensor, index: int) -> None:
+    def _forward(self, index: int) -> Tensor:
+        x = self._inputs[index]
+        if self._computes_loss:
+            # A copy, as each micro-batch is new memory that somebody has just written in a real pipeline too.
+            output: Tensor = self._half(x.clone().requires_grad_())
+            return loss(output, self._targets[index]) / len(self._targets)
+        output = self._half(x)
         if not self._gradients:
             self._gradients = [torch.randn_like(output) * 1e-4 for _ in self._inputs]
-        output.backward(self._gradients[index])
+        return output
 
 
 def _timed(workload: Workload, step: Callable[[Tensor, Tensor], float], indices: range) -> Timing:
@@ -188,6 +197,7 @@ def _rank_main(
     parties: dict[str, Party] = {"single": SingleLoop(workload, microbatches)} if rank == 0 else {}
     parties["halves"] = LoneHalf(workload, microbatches, rank)
     for schedule in schedules:
+        parties[f"halves/{schedule}"] = LoneHalf(workload, microbatches, rank, schedule)
         parties[f"torch/{schedule}"] = TorchPipeline(workload, microbatches, schedule, rank)
     while (command := commands.recv()) is not None:
         party, first_step, steps = command

@@ -35,14 +35,14 @@ def assert_is_spread(values: dict[str, Any]) -> None:
 def test_pipeline_compares_every_party_on_both_models() -> None:
     result = figures("pipeline")
     assert set(result["models"]) == {"mlp", "gpt"}
-    engines = {f"{engine}/{schedule}" for engine in ("lp_pipe", "torch") for schedule in SCHEDULES}
+    parties = {f"{party}/{schedule}" for party in ("lp_pipe", "torch", "limit") for schedule in SCHEDULES}
     for model in result["models"].values():
-        assert set(model["parties"]) == {"single", "limit", *engines}
+        assert set(model["parties"]) == {"single", "limit", *parties}
         for party in model["parties"].values():
             assert_is_spread(party["samples_per_s"])
             assert_is_spread(party["step_ms"])
         for schedule in SCHEDULES:
-            for other in ("single", "limit", "torch"):
+            for other in ("single", "limit", "own_limit", "torch"):
                 assert_is_spread(model["ratios"][schedule][f"lp_pipe_to_{other}"])
             assert model["losses"][f"lp_pipe/{schedule}"] == model["losses"]["single"]
         assert set(model["lp_pipe_step_parts_ms"]) == set(SCHEDULES)
