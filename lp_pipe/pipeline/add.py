@@ -25,6 +25,7 @@ from lp_pipe.pipeline.plan_in_place import explained, taken
 from lp_pipe.pipeline.planned import as_planned, notes, planned_host, replica_seconds
 from lp_pipe.pipeline.precision import check_precision
 from lp_pipe.pipeline.schedule import Schedule
+from lp_pipe.pipeline.schedule.registry import registered
 from lp_pipe.pipeline.segments import Recompute, check_recompute
 from lp_pipe.pipeline.skips import seen_by_setup, skip_edges
 from lp_pipe.pipeline.tied import Names, layer_of, refuse_shared_buffers, tied_edges, tied_names
@@ -125,6 +126,7 @@ def add_pipeline(
         updates=made.updates,
         on_nan=on_nan,
         predicted_seconds=replica_seconds(plan),
+        registered=None if name is None else registered(name),
     )
     check_on_nan(on_nan, is_asynchronous=made.updates is not None)
     if made.updates is not None:

@@ -13,13 +13,15 @@ Generator = Callable[[int, int, int], Schedule]
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class Registered:
+    """A function that has a name, and how many chunks it is called with."""
+
     generator: Generator
     default_chunks: int
     fixed_chunks: bool
 
 
-_ENTRIES: dict[str, _Entry] = {}
+_ENTRIES: dict[str, Registered] = {}
 
 
 def schedules() -> list[str]:
@@ -84,13 +86,28 @@ def register_schedule(
             _check_made(name, made, stages, microbatches)
             return made
 
-        _ENTRIES[name] = _Entry(checked, default_chunks, fixed_chunks)
+        _ENTRIES[name] = Registered(checked, default_chunks, fixed_chunks)
         return checked
 
     return register
 
 
-def _entry(name: str) -> _Entry:
+def registered(name: str) -> Registered | None:
+    """What another process has to `adopt` for this name; None: it comes with lp_pipe.
+
+    Raises:
+        ScheduleError: there is no such name.
+    """
+    entry = _entry(name)
+    return None if entry.generator.__module__.startswith(f"{__package__}.") else entry
+
+
+def adopt(name: str, entry: Registered) -> None:
+    """Make available here what was registered in the process that sent it."""
+    _ENTRIES.setdefault(name, entry)
+
+
+def _entry(name: str) -> Registered:
     if name not in _ENTRIES:
         nearest = get_close_matches(str(name), schedules(), n=1, cutoff=0.0)[0]
         raise ScheduleError(f"no schedule {name!r}: did you mean {nearest!r}? There are {', '.join(schedules())}")
