@@ -60,7 +60,8 @@ def add_pipeline(
     stages: number of stage workers (cuts balanced by parameters), or the cut points (index of each later first layer),
         or a plan of `pp.partition`, with its replicas.
     chunks: virtual stages per worker; default: what the schedule needs.
-    schedule: a name in `schedules()`, a Schedule, or a path to CSV; default: the plan's, or "1f1b".
+    schedule: a name in `schedules()`, or a Schedule or path to CSV, which are for one number of workers and of
+        micro-batches; default: the plan's, or "1f1b".
     microbatches: slices of a batch per step, over all replicas; small batches may give fewer.
     replicas: processes that share a worker's micro-batches (j runs on replica j mod r) and sum their gradients in rank
         order; one number, or one per worker. BatchNorm statistics are those of replica 0's micro-batches.
