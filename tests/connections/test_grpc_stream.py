@@ -112,7 +112,7 @@ def test_a_message_over_the_limit_ends_the_connection(tcp: Carrier) -> None:
     assert_works(tcp)
 
 
-@pytest.mark.parametrize("scheme", ["grpc", "grpcs"])
+@pytest.mark.parametrize("scheme", [pytest.param("grpc", marks=pytest.mark.slow), "grpcs"])
 def test_a_peer_that_answers_no_more_is_noticed(
     no_leaks: None,
     run_credentials: Credentials,

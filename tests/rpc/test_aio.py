@@ -190,7 +190,7 @@ def test_cancelling_a_task_cancels_the_async_handler(serve: Serve) -> None:
 
 
 def test_a_deadline_passes_in_a_loop_too(serve: Serve) -> None:
-    client = serve(Gate, client={"call_timeout": 0.05})
+    client = serve(Gate, client={"call_timeout": 0.05}, grace=0.1)
 
     async def main() -> None:
         with pytest.raises(lp.DeadlineExceeded, match=r"wait\(\)"):
