@@ -1,6 +1,7 @@
 """Every stage runs every micro-batch once, forward before backward."""
 
 from collections.abc import Iterator
+from itertools import islice
 
 from lp_pipe.errors import ScheduleError
 from lp_pipe.pipeline.schedule.ir import Action, Op, Schedule, location
@@ -25,15 +26,18 @@ def check_complete(schedule: Schedule) -> None:
     for worker, actions in enumerate(schedule.workers):
         if not actions:
             raise ScheduleError(f"schedule {schedule.name!r}: worker {worker} has no actions: leave out its line")
-    done = [_replay(schedule, worker) for worker in range(len(schedule.workers))]
-    for worker, states in enumerate(done):
-        missing = next(_missing(schedule, worker, states), None)
-        if missing is not None:
-            end = len(schedule.workers[worker])
-            why = f" ({_largest(schedule)})" if missing.op == "F" else ""
-            raise ScheduleError(
-                f"schedule {schedule.name!r}: {location(worker, end, missing)}: is missing: add it{why}"
-            )
+    # What is there and wrong comes first: a slip of the pen makes other actions seem to be missing.
+    missing = [action for worker in range(len(schedule.workers)) for action in _first_missing(schedule, worker)]
+    if missing:
+        worker = schedule.placement[missing[0].stage]
+        why = f" ({_largest(schedule)})" if missing[0].op == "F" else ""
+        at = location(worker, len(schedule.workers[worker]), missing[0])
+        raise ScheduleError(f"schedule {schedule.name!r}: {at}: is missing: add it{why}")
+
+
+def _first_missing(schedule: Schedule, worker: int) -> Iterator[Action]:
+    """One at most, and not the states: there are millions."""
+    return islice(_missing(schedule, worker, _replay(schedule, worker)), 1)
 
 
 def _replay(schedule: Schedule, worker: int) -> _States:

@@ -44,8 +44,8 @@ def search_schedule(
     """Search for the schedule of `stages` workers with the shortest step, as `simulate` has it; the same every time.
 
     Never slower than any of lp_pipe's named schedules with as many virtual stages that keeps within the limit: greedy
-    list schedules and all of those are where a local search begins. Several chunks are laid out in turn (as "interleaved" has them)
-    and back and forth (as "zbv"), whichever is faster.
+    list schedules and all of those are where a local search begins. Several chunks are laid out in turn (as
+    "interleaved" has them) and back and forth (as "zbv"), whichever is faster.
 
     chunks: virtual stages a worker; without, as many as lists in costs have numbers for, or 1. memory: activations that
     a worker may stash, one number or one per worker. links: as in `simulate`.
