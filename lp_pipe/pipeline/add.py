@@ -26,6 +26,7 @@ from lp_pipe.pipeline.plan_in_place import explained, taken
 from lp_pipe.pipeline.planned import as_planned, notes, planned_host, replica_seconds
 from lp_pipe.pipeline.precision import check_precision
 from lp_pipe.pipeline.schedule import Schedule
+from lp_pipe.pipeline.schedule.registry import registered
 from lp_pipe.pipeline.segments import Recompute, check_recompute
 from lp_pipe.pipeline.skips import seen_by_setup, skip_edges
 from lp_pipe.pipeline.tied import Names, layer_of, shared_buffers, tied_edges, tied_names
@@ -61,7 +62,8 @@ def add_pipeline(
     stages: number of stage workers (cuts balanced by parameters), or the cut points (index of each later first layer),
         or a plan of `pp.partition`, with its replicas.
     chunks: virtual stages per worker; default: what the schedule needs.
-    schedule: a name in `schedules()`, a Schedule, or a path to CSV; default: the plan's, or "1f1b".
+    schedule: a name in `schedules()`, or a Schedule or path to CSV, which are for one number of workers and of
+        micro-batches; default: the plan's, or "1f1b".
     microbatches: slices of a batch per step, over all replicas; small batches may give fewer.
     replicas: processes that share a worker's micro-batches (j runs on replica j mod r) and sum their gradients in rank
         order; one number, or one per worker. BatchNorm statistics are those of replica 0's micro-batches.
@@ -129,6 +131,7 @@ def add_pipeline(
         updates=made.updates,
         on_nan=on_nan,
         predicted_seconds=replica_seconds(plan),
+        registered=None if name is None else registered(name),
     )
     check_on_nan(on_nan, is_asynchronous=made.updates is not None)
     if made.updates is not None:
