@@ -20,7 +20,7 @@ def comparison_text(comparison: Comparison) -> str:
     ]
     lines = [
         table(["SCHEDULE", "CHUNKS", "MAKESPAN", "BUBBLE", "PEAK ACTIVATIONS"], rows),
-        "The same model on the same workers: of c chunks each takes 1/c of the time, and its activation counts 1/c.",
+        "The same model on the same workers: c chunks share what one would take, and an activation of each counts 1/c.",
         *(["", "Left out:"] if comparison.left_out else []),
         *(f"  {name}: {reason}" for name, reason in comparison.left_out.items()),
     ]

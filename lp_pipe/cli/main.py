@@ -1,6 +1,7 @@
 """The command `lp_pipe`: reads the command line, runs one command, returns the exit status."""
 
 import argparse
+import errno
 import importlib.metadata
 import os
 import platform
@@ -25,7 +26,7 @@ from lp_pipe.cli import (
     status,
     stop,
 )
-from lp_pipe.cli.errors import INTERRUPTED, CommandError, UsageError, nearest
+from lp_pipe.cli.errors import INTERRUPTED, NOT_LAUNCHED, CommandError, UsageError, nearest
 from lp_pipe.launch.signals import Terminated
 
 _COMMANDS = {
@@ -66,7 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = _parse(own)
         arguments.given = given
         status: int = arguments.run(arguments, program_flags)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed by who started us: `lp_pipe ... >&-`
+            sys.stdout.flush()
     except CommandError as error:
         print(f"lp_pipe: {error}", file=sys.stderr)
         return error.status
@@ -74,9 +76,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("lp_pipe: interrupted", file=sys.stderr)
         return INTERRUPTED + (signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
     except BrokenPipeError:  # such as `lp_pipe graph ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return _READER_GONE
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        _drop_output()
+        print(f"lp_pipe: cannot print: {error.strerror}", file=sys.stderr)
+        return NOT_LAUNCHED
     return status
+
+
+def _drop_output() -> None:
+    """What is left of it, which would be written at the end, cannot be."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:

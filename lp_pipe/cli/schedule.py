@@ -1,6 +1,7 @@
 """`lp_pipe schedule`: draw a schedule's timeline, or compare all of them, without a model."""
 
 import argparse
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -8,13 +9,16 @@ from pathlib import Path
 from lp_pipe.cli.comparison import comparison_json, comparison_text, comparison_trace
 from lp_pipe.cli.errors import UsageError, nearest
 from lp_pipe.cli.files import output_path, write_file
-from lp_pipe.errors import ScheduleError
+from lp_pipe.errors import PartitionError, ScheduleError
+from lp_pipe.pipeline.partitioning import Profile
+from lp_pipe.pipeline.profile_costs import ProfileCosts, is_profile
 from lp_pipe.pipeline.schedule import (
     Costs,
     Schedule,
     Timeline,
     compare,
     make_schedule,
+    read_csv,
     schedules,
     search_schedule,
     simulate,
@@ -31,6 +35,7 @@ _WRITERS: dict[str, Callable[[Schedule, Timeline], str]] = {
     ".txt": lambda schedule, timeline: to_text(timeline),
 }
 _COMPARISON_WRITERS = (".json", ".txt")
+_MOST_ACTIONS = 20_000_000
 _UNIT_COSTS = Costs(forward=1, backward_input=1, backward_weight=1)
 _EXAMPLES = """\
 examples:
@@ -39,9 +44,11 @@ examples:
   lp_pipe schedule auto --stages 4 --microbatches 8 --costs costs.json -o auto.csv
   lp_pipe schedule my.csv --costs costs.json
   lp_pipe schedule --compare --stages 4 --microbatches 8 --links 0.1
+  lp_pipe schedule --compare --stages 4 --microbatches 8 --costs profile.json
 
 costs.json holds seconds, each one number or a list with one per virtual stage:
   {"forward": 0.010, "backward_input": [0.010, 0.012, 0.010, 0.015], "backward_weight": 0.008}
+or is what `lp_pipe profile TARGET -o costs.json` has measured, which is cut into as many equally slow stages as can be
 """
 
 
@@ -61,7 +68,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     add("--stages", type=int, metavar="P", help="workers")
     add("--microbatches", type=int, metavar="M", help="per step")
     add("--chunks", type=int, metavar="C", help="virtual stages a worker; without: what the schedule needs")
-    add("--costs", metavar="FILE.json", help="seconds of forward, backward_input, backward_weight; without: 1 each")
+    add("--costs", metavar="FILE.json", help="seconds of each action (see below), or a profile; without: 1 each")
     add("--links", type=float, metavar="SECONDS", help="what a message takes from one worker to the next; without: 0")
     add("--memory", type=int, metavar="N", help="activations that a worker may stash; without: no limit")
     add("--compare", action="store_true", help="rank all schedules that exist for these numbers")
@@ -85,37 +92,47 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
         UsageError: there is no such schedule for these numbers, or a file cannot be read or written.
     """
     try:
-        costs = _UNIT_COSTS if arguments.costs is None else Costs.load(arguments.costs)
+        costs = _UNIT_COSTS if arguments.costs is None else _costs(arguments.costs)
         given = _read(arguments.name) if arguments.name and _is_file(arguments.name) else None
         _check(arguments, given)
+        _check_size(arguments)
         if arguments.compare:
             _compare(arguments, costs, given)
         else:
             _draw(arguments, costs, given or _make(arguments, costs))
-    except ScheduleError as error:
+    except (ScheduleError, PartitionError) as error:
         raise UsageError(str(error)) from error
     return 0
 
 
-def _draw(arguments: argparse.Namespace, costs: Costs, schedule: Schedule) -> None:
+def _costs(path: str) -> Costs | ProfileCosts:
+    """What the file has: costs, or a profile."""
+    return ProfileCosts(Profile.load(path)) if is_profile(path) else Costs.load(path)
+
+
+def _of_stages(costs: Costs | ProfileCosts, stages: int, workers: int) -> Costs:
+    """Costs as they are: a number is what each virtual stage takes."""
+    return costs if isinstance(costs, Costs) else costs.cut_into(stages, workers)
+
+
+def _draw(arguments: argparse.Namespace, costs: Costs | ProfileCosts, schedule: Schedule) -> None:
     verify(schedule, memory=arguments.memory)
-    timeline = simulate(schedule, costs, arguments.links)
+    timeline = simulate(schedule, _of_stages(costs, schedule.stages, len(schedule.workers)), arguments.links)
     for path in arguments.output:
         write_file(path, _WRITERS[path.suffix](schedule, timeline))
     print(to_text(timeline), end="")
     _say_wrote(arguments.output)
 
 
-def _make(arguments: argparse.Namespace, costs: Costs) -> Schedule:
+def _make(arguments: argparse.Namespace, costs: Costs | ProfileCosts) -> Schedule:
     name, stages, microbatches, chunks = arguments.name, arguments.stages, arguments.microbatches, arguments.chunks
     if name == "auto":
-        return search_schedule(
-            stages, microbatches, costs, chunks=chunks, memory=arguments.memory, links=arguments.links
-        )
+        own = _of_stages(costs, stages * (chunks or 1), stages)
+        return search_schedule(stages, microbatches, own, chunks=chunks, memory=arguments.memory, links=arguments.links)
     return make_schedule(name, stages, microbatches, chunks)
 
 
-def _compare(arguments: argparse.Namespace, costs: Costs, given: Schedule | None) -> None:
+def _compare(arguments: argparse.Namespace, costs: Costs | ProfileCosts, given: Schedule | None) -> None:
     comparison = compare(
         len(given.workers) if given else arguments.stages,
         given.microbatches if given else arguments.microbatches,
@@ -155,17 +172,23 @@ def _check(arguments: argparse.Namespace, given: Schedule | None) -> None:
             )
 
 
+def _check_size(arguments: argparse.Namespace) -> None:
+    """A slip of the finger is no reason to fill the memory; what is drawn of so many actions nobody can see."""
+    actions = 2 * (arguments.stages or 1) * (arguments.microbatches or 1) * (arguments.chunks or 1)
+    if actions > _MOST_ACTIONS:
+        raise UsageError(
+            f"--stages {arguments.stages} and --microbatches {arguments.microbatches} make {actions:,} actions: "
+            f"ask for {_MOST_ACTIONS:,} at most"
+        )
+
+
 def _is_file(name: str) -> bool:
-    return name not in schedules() and (name.endswith(".csv") or Path(name).is_file())
+    return name not in schedules() and (name.endswith(".csv") or os.path.isfile(name))  # False for names too long
 
 
 def _read(name: str) -> Schedule:
-    try:
-        return Schedule.from_csv(Path(name).read_text(encoding="utf-8"), Path(name).stem)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read {name}: {error}") from error
-    except ScheduleError as error:
-        raise UsageError(f"{name}: {error}") from error
+    stem = Path(name).stem
+    return read_csv(name, Path(name).name if stem in schedules() else stem)  # a comparison has both
 
 
 def _say_wrote(paths: Sequence[Path]) -> None:

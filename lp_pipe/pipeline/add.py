@@ -1,6 +1,7 @@
 """Add a pipeline to a program: one node per stage worker, connected by channels."""
 
 from collections.abc import Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,11 @@ from lp_pipe.pipeline.plan_in_place import explained, taken
 from lp_pipe.pipeline.planned import as_planned, notes, planned_host, replica_seconds
 from lp_pipe.pipeline.precision import check_precision
 from lp_pipe.pipeline.schedule import Schedule
+from lp_pipe.pipeline.schedule.registry import registered
 from lp_pipe.pipeline.segments import Recompute, check_recompute
 from lp_pipe.pipeline.skips import seen_by_setup, skip_edges
-from lp_pipe.pipeline.tied import Names, layer_of, refuse_shared_buffers, tied_edges, tied_names
+from lp_pipe.pipeline.tied import Names, layer_of, shared_buffers, tied_edges, tied_names
+from lp_pipe.pipeline.unfit import refuse_unfit
 from lp_pipe.pipeline.worker import StageWorker
 from lp_pipe.program import Program
 from lp_pipe.resources import Resources
@@ -59,7 +62,8 @@ def add_pipeline(
     stages: number of stage workers (cuts balanced by parameters), or the cut points (index of each later first layer),
         or a plan of `pp.partition`, with its replicas.
     chunks: virtual stages per worker; default: what the schedule needs.
-    schedule: a name in `schedules()`, a Schedule, or a path to CSV; default: the plan's, or "1f1b".
+    schedule: a name in `schedules()`, or a Schedule or path to CSV, which are for one number of workers and of
+        micro-batches; default: the plan's, or "1f1b".
     microbatches: slices of a batch per step, over all replicas; small batches may give fewer.
     replicas: processes that share a worker's micro-batches (j runs on replica j mod r) and sum their gradients in rank
         order; one number, or one per worker. BatchNorm statistics are those of replica 0's micro-batches.
@@ -83,9 +87,10 @@ def add_pipeline(
         PartitionError: the plan is for another model.
         ScheduleError: the schedule does not exist for these numbers, or is not correct.
     """
-    _check(model, channel, microbatches, precision)
+    _check(model, channel, microbatches, precision, clip_grad_norm)
     check_recompute("none" if recompute is None else recompute)
     sources = [seen_by_setup(source) for source in sources_of(model)]
+    refuse_unfit(model.loss, sources)
     names = own_names(sources)
     place = taken(program, group)
     if place is not None:
@@ -120,11 +125,13 @@ def add_pipeline(
         tied_outside=tuple(tuple(outer_name(name, sources) for name in names) for names in tied),
         own_names=names,
         edges=tuple(edges),
+        shared_buffers=shared_buffers(sources, cuts),
         replicas=counts,
         devices=check_devices(device, len(made.workers), channel),
         updates=made.updates,
         on_nan=on_nan,
         predicted_seconds=replica_seconds(plan),
+        registered=None if name is None else registered(name),
     )
     check_on_nan(on_nan, is_asynchronous=made.updates is not None)
     if made.updates is not None:
@@ -138,7 +145,7 @@ def add_pipeline(
     return PipelineHandle(conductor, replicas_by_layer, is_asynchronous=made.updates is not None)
 
 
-def _check(model: Any, channel: str, microbatches: int, precision: str) -> None:
+def _check(model: Any, channel: str, microbatches: int, precision: str, clip_grad_norm: Any) -> None:
     """Refuse what can be seen to be wrong at once.
 
     Raises:
@@ -150,6 +157,8 @@ def _check(model: Any, channel: str, microbatches: int, precision: str) -> None:
         raise PipelineError(f"channel={channel!r}: {kinds.why_not(channel)}")
     if microbatches < 1:
         raise PipelineError(f"microbatches={microbatches}: a step needs at least 1")
+    if clip_grad_norm is not None and not (isinstance(clip_grad_norm, Real) and float(clip_grad_norm) > 0):
+        raise PipelineError(f"clip_grad_norm={clip_grad_norm!r}: give a number above 0, or None")
     check_precision(precision)
 
 
@@ -187,7 +196,6 @@ def _cuts(sources: Sequence[Any], stages: int | Sequence[int], pieces: int) -> l
         cuts = check_cuts(stages, len(sources))
     if len(cuts) + 1 != pieces:
         raise PipelineError(f"{len(cuts)} cut points make {len(cuts) + 1} stages, but the schedule has {pieces}")
-    refuse_shared_buffers(sources, cuts)
     return cuts
 
 

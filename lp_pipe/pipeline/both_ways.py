@@ -14,7 +14,7 @@ from lp_pipe.launch import launch
 from lp_pipe.pipeline.add import add_pipeline
 from lp_pipe.pipeline.device import computing_with
 from lp_pipe.pipeline.message import tensors_of
-from lp_pipe.pipeline.model import Model
+from lp_pipe.pipeline.model import Model, check_in_order
 from lp_pipe.pipeline.plain import PlainLoop
 from lp_pipe.pipeline.recompute import is_recomputing
 from lp_pipe.pipeline.rng import current_microbatch
@@ -120,13 +120,16 @@ def _watched(model: Model, log: _Log) -> Model:
         return replace(model, layers=_watched_function(layers, log))
     if not isinstance(layers, (nn.Sequential, nn.ModuleList, Sequence)):
         return model  # add_pipeline says what is wrong with it
+    check_in_order(layers)
     return replace(model, layers=[_watch(seen_by_setup(layer), index, log) for index, layer in enumerate(layers)])
 
 
 def _watched_function(function: Callable[[], Any], log: _Log) -> Callable[[], Iterator[nn.Module]]:
     def layers() -> Iterator[nn.Module]:
+        made = function()
+        check_in_order(made)
         memo: dict[int, Any] = {}  # one for all layers, so that what they share stays shared
-        for index, layer in enumerate(function()):
+        for index, layer in enumerate(made):
             yield _watch(copy.deepcopy(layer, memo), index, log)
 
     return layers

@@ -11,6 +11,7 @@ from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.model import FromFunction, Layer, built_by_function
 from lp_pipe.pipeline.rng import layer_rng
 from lp_pipe.pipeline.skips import Skip
+from lp_pipe.pipeline.unfit import refuse_lazy
 from lp_pipe.pipeline.wrapper import Wrapper
 
 
@@ -18,7 +19,7 @@ def build_layers(sources: Sequence[Any], first_layer: int, seed: int) -> list[nn
     """The stage's own modules: ready-made ones are copied, parameters shared between them stay shared.
 
     Raises:
-        PipelineError: a factory returned something else than a module.
+        PipelineError: a factory returned something else than a module, or one whose parameters have no shape.
     """
     functions: dict[Callable[[], Any], list[nn.Module]] = {}
     layers: list[nn.Module] = []
@@ -42,12 +43,16 @@ def build_layers(sources: Sequence[Any], first_layer: int, seed: int) -> list[nn
     copies = copy.deepcopy([layers[position] for position in ready])
     for position, module in zip(ready, copies, strict=True):
         layers[position] = module
+    for index, layer in enumerate(layers, start=first_layer):
+        refuse_lazy(layer, f"layer {index}")
     return layers
 
 
 def parameter_count(source: Any) -> int:
     """Numbers in the parameters of a layer; a factory is run on the meta device, if it can be, to allocate nothing."""
-    return sum(parameter.numel() for parameter in outlined(source).parameters())
+    module = outlined(source)
+    refuse_lazy(module, "a layer")
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def outlined(source: Any) -> nn.Module:

@@ -1,10 +1,11 @@
 """The schedule that `add_pipeline` is asked for, made and proven."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from lp_pipe.errors import PipelineError, ScheduleError
-from lp_pipe.pipeline.schedule import Schedule, default_chunks, forward_on, replicated, schedules, verify
+from lp_pipe.pipeline.schedule import Schedule, default_chunks, forward_on, read_csv, replicated, schedules, verify
 from lp_pipe.pipeline.schedule.channels import Edge
 
 _CREDITS = 4
@@ -17,18 +18,46 @@ def chosen_schedule(
     chunks: int | None,
     replicas: int | Sequence[int],
 ) -> tuple[Schedule, str | None, tuple[int, ...]]:
-    """The schedule, its name if it can be made again for another number of micro-batches, each worker's replicas."""
+    """The schedule, its name if it can be made again for another number of micro-batches, each worker's replicas.
+
+    Raises:
+        ScheduleError: it does not exist for these numbers, is for others, cannot be read, or does not train.
+        PipelineError: the replicas or cut points do not fit it.
+    """
     if isinstance(schedule, Schedule):
         made, name = schedule, None
-    elif schedule in schedules() or not Path(schedule).exists():
+    elif _is_file(str(schedule)):
+        made, name = read_csv(schedule), None
+    else:
         name = str(schedule)
         counts = _counts(replicas, _worker_count(stages, chunks, name), microbatches)
         made = replicated(name, counts, microbatches, chunks)
-    else:
-        made, name = Schedule.from_csv(Path(schedule).read_text(encoding="utf-8"), name=Path(schedule).stem), None
     if made.forward_only:
         raise ScheduleError(f"schedule {made.name!r} has no backwards: it evaluates, but a pipeline trains")
+    if name is None:
+        _check_asked(made, stages, microbatches, chunks)
     return made, name, _counts(replicas, len(made.workers), microbatches)
+
+
+def _is_file(schedule: str) -> bool:
+    return schedule not in schedules() and (schedule.endswith(".csv") or os.path.isfile(schedule))
+
+
+def _check_asked(made: Schedule, stages: int | Sequence[int], microbatches: int, chunks: int | None) -> None:
+    """Refuse what contradicts a schedule that has its own numbers.
+
+    Nobody need have asked for two stages, which are add_pipeline's default.
+    """
+    workers = len(made.workers)
+    if made.microbatches != microbatches:
+        wrong, right = f"microbatches={microbatches}", f"use microbatches={made.microbatches}"
+    elif isinstance(stages, int) and stages not in (2, workers):
+        wrong, right = f"stages={stages}", f"use stages={workers}"
+    elif chunks is not None and chunks * workers != made.stages:
+        wrong, right = f"chunks={chunks}", "leave them out"
+    else:
+        return
+    raise ScheduleError(f"schedule {made.name!r} with {wrong}: it is written down for other numbers: {right}")
 
 
 def _counts(replicas: int | Sequence[int], workers: int, microbatches: int) -> tuple[int, ...]:

@@ -8,8 +8,9 @@ from typing import Any
 from lp_pipe.errors import ScheduleError
 from lp_pipe.pipeline.model import Loss, LossWeight, OptimizerFactory, SchedulerFactory
 from lp_pipe.pipeline.ranks import Ranks
-from lp_pipe.pipeline.schedule import Schedule, replicated
+from lp_pipe.pipeline.schedule import Schedule, replicated, verify
 from lp_pipe.pipeline.schedule.channels import Channels, Edge
+from lp_pipe.pipeline.schedule.registry import Registered, adopt
 from lp_pipe.pipeline.schedule.updates import Timing, Updates
 
 
@@ -18,7 +19,7 @@ class PipelineConfig:
     """The same for all workers. `placement[v]` is the worker of virtual stage v."""
 
     placement: tuple[int, ...]
-    schedule: str | Schedule
+    schedule: str | Schedule  # a name: it can be made again, for other numbers of micro-batches
     chunks: int
     microbatches: int
     loss: Loss
@@ -37,11 +38,13 @@ class PipelineConfig:
         default_factory=dict
     )  # of modules that were split, with their place
     edges: tuple[Edge, ...] = ()
+    shared_buffers: Mapping[str, str] = field(default_factory=dict)  # by stages; with what to say if one writes to it
     replicas: tuple[int, ...] = ()  # of each worker
     devices: tuple[str, ...] = ()  # of each worker, as the user names them
     updates: Updates | None = None  # of an asynchronous schedule
     on_nan: str = "ignore"
     predicted_seconds: tuple[float, ...] = ()  # by a plan, of each worker: per micro-batch of one replica
+    registered: Registered | None = None  # of a schedule whose name only the launching process need know
 
     @property
     def timings(self) -> tuple[Timing, ...]:
@@ -74,10 +77,12 @@ class PipelineConfig:
         """The schedule for a batch that split into so many micro-batches (small batches give fewer).
 
         Raises:
-            ScheduleError: it was given for another number.
+            ScheduleError: it was given for another number, or a user's function makes a wrong one for this number.
         """
         if isinstance(self.schedule, str):
-            return _made(self.schedule, self.replicas, microbatches, self.chunks, usual=self.microbatches)
+            if self.registered is None:
+                return _made(self.schedule, self.replicas, microbatches, self.chunks, usual=self.microbatches)
+            return _users(self, self.schedule, self.registered, microbatches)
         if microbatches != self.schedule.microbatches:
             raise ScheduleError(
                 f"schedule {self.schedule.name!r} is written for {self.schedule.microbatches} micro-batches, but this "
@@ -96,6 +101,34 @@ class WorkerConfig:
     rank: int
     sources: Mapping[int, tuple[int, Sequence[Any]]]
     owners: Mapping[int, Any] = field(default_factory=dict)
+
+
+def _users(config: PipelineConfig, name: str, registered: Registered, microbatches: int) -> Schedule:
+    """One made by a function that is not ours, of which add_pipeline has only proven what it makes of a whole batch."""
+    adopt(name, registered)
+    made = _proven(registered, name, config.replicas, microbatches, config.chunks, config.credits, config.edges)
+    if made.placement != config.placement:
+        raise ScheduleError(
+            f"schedule {name!r} has its stages on workers {made.placement} with microbatches={microbatches}, and on "
+            f"{config.placement} with microbatches={config.microbatches}: give each stage the same worker"
+        )
+    return made
+
+
+@cache
+def _proven(
+    registered: Registered,
+    name: str,
+    replicas: tuple[int, ...],
+    microbatches: int,
+    chunks: int,
+    credits: int,
+    edges: tuple[Edge, ...],
+) -> Schedule:
+    """registered: so that a function of the same name that is registered later is not mistaken for it."""
+    made = replicated(name, replicas, microbatches, chunks)
+    verify(made, credits=credits // 2, edges=edges)
+    return made
 
 
 @cache

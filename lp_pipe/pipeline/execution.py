@@ -1,12 +1,13 @@
 """Actions of a schedule, done on a worker's stages: what comes from where, what is computed, and where it goes."""
 
+import copy
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.config import PipelineConfig
@@ -14,6 +15,7 @@ from lp_pipe.pipeline.device import to_host
 from lp_pipe.pipeline.links import Links
 from lp_pipe.pipeline.loss_scale import scaled
 from lp_pipe.pipeline.message import Message, to_message
+from lp_pipe.pipeline.model import Loss
 from lp_pipe.pipeline.precision import autocast
 from lp_pipe.pipeline.results import NonFinite
 from lp_pipe.pipeline.schedule import Action
@@ -75,6 +77,7 @@ class Execution:
     ) -> None:
         self._device = device
         self._config = config
+        self._criterion = own_loss(config.loss, device)
         self._channels = config.channels
         self._stages = stages
         self._links = links
@@ -188,16 +191,18 @@ class Execution:
         That is what a product with the weight would hand down to it, without the product.
         """
         with autocast(self._config.precision, self._device.type):
-            result = self._config.loss(output, operation.targets[microbatch])
+            result = self._criterion(output, operation.targets[microbatch])
         loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = f"one of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise PipelineError(f"the loss function must return a scalar tensor, or (scalar, metrics), not {what}")
+        if not isinstance(metrics, Mapping):
+            raise PipelineError(f"the loss function's metrics must be a dict of numbers, not {type(metrics).__name__}")
         weight = operation.weights[microbatch]
         report = operation.report
         report.loss += loss.item() * weight
         for name, value in metrics.items():
-            report.metrics[name] = report.metrics.get(name, 0.0) + _number(value) * weight
+            report.metrics[name] = report.metrics.get(name, 0.0) + _number(name, value) * weight
         if operation.gradient_weights is not None:
             weight = operation.gradient_weights[microbatch]
         if operation.scale is None:
@@ -216,5 +221,14 @@ class Execution:
         return f"{WORDS[action.op]} of micro-batch {action.microbatch}, stage {action.stage} ({layers})"
 
 
-def _number(value: Any) -> float:
-    return float(value.detach() if isinstance(value, Tensor) else value)
+def own_loss(loss: Loss, device: torch.device) -> Loss:
+    """One whose buffers (weights of classes) are where the stage computes, and that is not the user's own."""
+    return copy.deepcopy(loss).to(device) if isinstance(loss, nn.Module) else loss
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value.detach() if isinstance(value, Tensor) else value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise PipelineError(f"the loss function's metric {name!r} must be a number, not {what}") from error

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline.hidden import hidden_tensors
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,10 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 def _refuse_hidden_tensors(leaf: Any) -> None:
-    for name, attribute in getattr(leaf, "__dict__", {}).items():
-        if isinstance(attribute, Tensor) and attribute.requires_grad:
+    for name, tensor in hidden_tensors(leaf):
+        if tensor.requires_grad:
             raise PipelineError(
                 f"the stage's output holds a {type(leaf).__name__}, whose tensor {name!r} would lose its gradient on "
-                "the way to the next stage: return tensors in tuples, lists or dicts, or cut elsewhere"
+                "the way to the next stage: return tensors in tuples, lists or plain dicts, cut elsewhere, or tell "
+                "torch of the class (torch.utils._pytree.register_pytree_node)"
             )

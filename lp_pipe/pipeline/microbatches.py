@@ -1,6 +1,6 @@
 """Cut a batch into micro-batches exactly as the plain loop does: torch.chunk along the first dimension."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -8,6 +8,7 @@ from torch.utils import _pytree as pytree
 
 from lp_pipe.channels.packing import copied
 from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline.hidden import hidden_tensors
 from lp_pipe.pipeline.model import LossWeight
 
 _ALIGNMENT_BYTES = 64
@@ -28,9 +29,12 @@ def split(value: Any, microbatches: int) -> list[Any]:
     """At most `microbatches` slices (torch.chunk may give fewer) of a tensor, or of nested containers of tensors.
 
     Raises:
-        PipelineError: no tensor to split, or tensors that give different numbers of slices.
+        PipelineError: no tensor to split, or tensors that give different numbers of slices, or in a container that
+            torch does not know.
     """
     leaves, spec = pytree.tree_flatten(value)
+    for leaf in leaves:
+        _refuse_unknown_container(leaf)
     # .data: a layer that writes in place to one slice has not changed the others, which autograd may have saved.
     chunked = [[part.data for part in _aligned(leaf).chunk(microbatches)] for leaf in leaves if _is_batched(leaf)]
     if not chunked:
@@ -54,7 +58,8 @@ def loss_weights(targets: list[Any], loss_weight: LossWeight) -> list[float]:
     """
     if loss_weight == "one":
         return [1.0] * len(targets)
-    raw = [float(_samples(target) if loss_weight == "samples" else loss_weight(target)) for target in targets]  # type: ignore[operator]
+    weigh = _samples if isinstance(loss_weight, str) else loss_weight
+    raw = [_number(weigh(target)) for target in targets]
     total = sum(raw)
     if not total > 0:
         raise PipelineError(f"the loss weights of the batch's micro-batches add up to {total}: {raw}")
@@ -78,9 +83,28 @@ def apart(values: Mapping[int, Any]) -> dict[int, Any]:
     return found
 
 
+def _refuse_unknown_container(leaf: Any) -> None:
+    """Such as a tokenizer's UserDict: every micro-batch would get all of it."""
+    if isinstance(leaf, (Mapping, Sequence)) and not isinstance(leaf, (str, bytes)):
+        for name, _ in hidden_tensors(leaf):
+            raise PipelineError(
+                f"the batch holds a {type(leaf).__name__}, whose tensor {name!r} would not be cut into micro-batches: "
+                "give tuples, lists and plain dicts of tensors, as dict(batch), or tell torch of the class "
+                "(torch.utils._pytree.register_pytree_node)"
+            )
+
+
 def _described(value: Any) -> str:
     size = f" of {len(value)}" if isinstance(value, (tuple, list)) else ""
     return f"{type(value).__name__}{size}"
+
+
+def _number(weight: Any) -> float:
+    try:
+        return float(weight)
+    except (TypeError, ValueError, RuntimeError) as error:
+        what = f"a tensor of shape {list(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
+        raise PipelineError(f"loss_weight must give a number for a micro-batch's target, not {what}") from error
 
 
 def _samples(target: Any) -> int:

@@ -70,6 +70,8 @@ class Model:
         for name in ("loss", "optimizer"):
             if not callable(getattr(self, name)):
                 raise PipelineError(f"{name}={getattr(self, name)!r} is not callable")
+        if self.lr_scheduler is not None and not callable(self.lr_scheduler):
+            raise PipelineError(f"lr_scheduler={self.lr_scheduler!r} is not callable: give a function of the optimizer")
         for pair in self.tied:
             if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(isinstance(name, str) for name in pair):
                 raise PipelineError(
@@ -90,12 +92,37 @@ def sources_of(model: Model) -> list[Any]:
         built = built_by_function(layers, model.seed)
         _check(built)
         return [FromFunction(layers, index, module) for index, module in enumerate(built)]
-    sources = list(layers) if isinstance(layers, (nn.Sequential, nn.ModuleList, Sequence)) else None
-    if sources is None:
+    if not isinstance(layers, (nn.Sequential, nn.ModuleList, Sequence)):
         kind = type(layers).__name__
         raise PipelineError(f"layers must be a sequence of modules or pp.Layer, or a function that returns one: {kind}")
+    check_in_order(layers)
+    sources = list(layers)
     _check(sources, Layer)
     return sources
+
+
+def check_in_order(layers: Any) -> None:
+    """Refuse a Sequential that does more than to call its layers, which is all that the stages will do.
+
+    Raises:
+        PipelineError: says what it does.
+    """
+    from torch import nn
+
+    if isinstance(layers, nn.Sequential):
+        kind = type(layers)
+        hooks = (layers._forward_pre_hooks, layers._forward_hooks, layers._backward_pre_hooks, layers._backward_hooks)
+        own = {
+            "a forward of its own": kind.forward is not nn.Sequential.forward and not hasattr(kind, "calls_in_order"),
+            "hooks": any(hooks),
+            "parameters or buffers of its own": bool(layers._parameters or layers._buffers),
+        }
+        for what, has_it in own.items():
+            if has_it:
+                raise PipelineError(
+                    f"layers is a {kind.__name__} with {what}, which the stages would leave out, because they call "
+                    "the layers in it: cut it by pp.split(), or put all that it does into its layers"
+                )
 
 
 def _check(sources: Sequence[Any], *or_else: type) -> None:
@@ -143,4 +170,5 @@ def built_by_function(function: Callable[[], Any], seed: int) -> "list[nn.Module
         made = function()
     if not isinstance(made, Iterable):
         raise PipelineError(f"the function must return a sequence of modules, not {type(made).__name__}")
+    check_in_order(made)
     return list(made)

@@ -1,5 +1,6 @@
 """The loop in one process that every synchronous pipeline equals to the bit."""
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -34,6 +35,7 @@ class PlainLoop:
     ) -> None:
         sources = [seen_by_setup(source) for source in sources_of(model)]
         self._model = model
+        self._loss = copy.deepcopy(model.loss) if isinstance(model.loss, nn.Module) else model.loss
         self._microbatches = microbatches
         self._clip_grad_norm = clip_grad_norm
         self._precision = precision
@@ -66,7 +68,7 @@ class PlainLoop:
         pairs = zip(inputs, targets, loss_weights(targets, self._model.loss_weight), strict=True)
         for microbatch, (value, target, weight) in enumerate(pairs):
             with self._buffers_for(microbatch), autocast(self._precision):
-                result = self._model.loss(self._forward(value, microbatch), target)
+                result = self._loss(self._forward(value, microbatch), target)
             loss = result[0] if isinstance(result, tuple) else result
             losses[microbatch % self._last_replicas] += loss.item() * weight
             self._scaler.scale(loss * weight).backward()

@@ -1,11 +1,13 @@
 """Random numbers that depend on what is computed, never on which process computes it."""
 
+import contextlib
 import hashlib
 import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -27,6 +29,14 @@ def layer_rng(seed: int, index: int) -> Iterator[None]:
     """Draw the initial weights of layer `index` in the body; afterwards torch's generator is as it was before."""
     with _Seeded(b"layer" + struct.pack("<2q", seed, index)):
         yield
+
+
+def nobody_draws() -> contextlib.AbstractContextManager[Any]:
+    """In the body no thread of this process is in a `step_rng`, for what sets torch's generator in its own way.
+
+    Such as torch.utils.checkpoint in a backward: it draws a dropout mask again.
+    """
+    return _generator_lock
 
 
 class step_rng:  # contextlib's way to make one costs as much as all that it does

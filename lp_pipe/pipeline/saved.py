@@ -3,6 +3,7 @@
 model.<name>                      a parameter or buffer, under each of its names
 optimizer.<name>.<key>            a parameter's optimizer state
 options.<name>                    the options of its group, which the scheduler changes
+schedule.<name>                   what the scheduler's state says of its group
 lr_scheduler                      the scheduler's state
 versions.<worker>.newest          of an asynchronous schedule: the number of a worker's newest weights
 versions.<worker>.<version>.<name>    and older ones that are still in use
@@ -39,6 +40,9 @@ def entries(share: Mapping[str, Any], worker: int) -> dict[Key, Any]:
     found: dict[Key, Any] = {("model", name): value for name, value in share["weights"].items()}
     # In one entry: to read one for each parameter would take as long again as the weights.
     found["options", str(worker)] = {name: saved["options"] for name, saved in share["optimizer"].items()}
+    schedule = {name: saved["schedule"] for name, saved in share["optimizer"].items() if saved.get("schedule")}
+    if schedule:
+        found["schedule", str(worker)] = schedule
     for name, saved in share["optimizer"].items():
         found.update({("optimizer", name, key): value for key, value in saved["state"].items()})
     if share["lr_scheduler"] is not None:
@@ -57,7 +61,7 @@ def is_of(key: Key, state: Collection[str], parameters: Collection[str]) -> bool
             return name in state
         case ("optimizer", name, _) | ("versions", _, _, name):
             return name in parameters
-        case ("lr_scheduler",) | ("options", _) | ("versions", _, "newest"):
+        case ("lr_scheduler",) | ("options" | "schedule", _) | ("versions", _, "newest"):
             return True
     return False
 
@@ -70,9 +74,9 @@ def joined(found: Mapping[Key, Any]) -> Saved:
         match key:
             case ("model", name):
                 saved.weights[name] = value
-            case ("options", _):
+            case ("options" | "schedule" as kind, _):
                 for name, options in value.items():
-                    _of_parameter(saved, name)["options"] = options
+                    _of_parameter(saved, name)[kind] = options
             case ("optimizer", name, part):
                 _of_parameter(saved, name)["state"][part] = value
             case ("versions", worker, "newest"):

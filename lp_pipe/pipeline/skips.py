@@ -62,6 +62,8 @@ class Pop(Skip):
 class Sequential(nn.Sequential):
     """nn.Sequential for layers among which there are Stash and Pop: the whole model in one process."""
 
+    calls_in_order = True  # so that it may be a model's layers, for all that its forward is its own
+
     def __init__(self, layers: Sequence[nn.Module] | Mapping[str, nn.Module]) -> None:
         super().__init__(*(layers.values() if isinstance(layers, Mapping) else layers))
 

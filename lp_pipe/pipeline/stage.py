@@ -1,6 +1,7 @@
 """One virtual stage: its layers, and the forwards whose backwards are still to come."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -18,10 +19,11 @@ from lp_pipe.pipeline.message import Message, tensors_of, with_repeats
 from lp_pipe.pipeline.names import name_prefix
 from lp_pipe.pipeline.precision import autocast
 from lp_pipe.pipeline.recompute import Segment
-from lp_pipe.pipeline.rng import step_rng
+from lp_pipe.pipeline.rng import nobody_draws, step_rng
 from lp_pipe.pipeline.segments import Recompute, Run, runs_of
 from lp_pipe.pipeline.skips import call
 from lp_pipe.pipeline.split_backward import Roots, SplitBackward, backward
+from lp_pipe.pipeline.written_buffers import WrittenBuffers
 
 _EVALUATION = -1  # in place of a step
 _Layers = list[tuple[int, nn.Module]]  # with their indices in the model
@@ -56,6 +58,7 @@ class Stage:
 
     tied: parameters that other stages have, too, by the first of their names; those of earlier stages are borrowed.
     recompute: which layers keep only their inputs until the backward. device: where they are, and compute.
+    shared_buffers: names of those that other stages have copies of, with what to say when a forward writes to one.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class Stage:
         recompute: Recompute = "none",
         precision: str = "fp32",
         device: torch.device = CPU,
+        shared_buffers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.index = index
         self.first_layer = first_layer
@@ -78,6 +82,7 @@ class Stage:
         for layer in layers:
             layer.to(device)
         self._tied = tied
+        self._buffers = WrittenBuffers(layers, first_layer, shared_buffers)
         self._runs = [self._prepared(run) for run in runs_of(recompute, first_layer, layers)]
         self._borrowed = [tied[name] for name in tied if int(name.split(".", 1)[0]) < first_layer]
         self.activation_stash: dict[int, Stash] = {}
@@ -102,8 +107,11 @@ class Stage:
         values that its Stashes have for other stages, with their graph.
         Returns the last layer's output with its graph, for the loss, or for `to_message`.
         """
+        if self.activation_stash or self._weight_stash:
+            self._buffers.renew()
         stash = self.activation_stash[microbatch if number is None else number] = Stash()
-        return self._run(message, step, microbatch, stash, {} if skips is None else skips)
+        with self._buffers.watched():
+            return self._run(message, step, microbatch, stash, {} if skips is None else skips)
 
     @property
     def last_layer(self) -> int:
@@ -138,7 +146,9 @@ class Stage:
 
     def backward_weights(self, microbatch: int, more: Roots = ()) -> None:
         """Accumulate the gradients that a backward has deferred; frees the micro-batch's activations."""
-        self._weight_stash.pop(microbatch)([root for root in more if root[1] is not None])
+        accumulate = self._weight_stash.pop(microbatch)
+        with self._alone():
+            accumulate([root for root in more if root[1] is not None])
 
     def tied_parameters(self, names: Sequence[str]) -> list[nn.Parameter]:
         """This stage's own or borrowed ones, by the first of each one's names in the model."""
@@ -177,6 +187,8 @@ class Stage:
                 value = self._call(layers, step, microbatch, value, skips)
             else:
                 value = segment.forward(partial(self._call, layers, step, microbatch), value, skips)
+        if step == _EVALUATION:
+            return value
         stash.outputs = _edges(value)
         if skips:
             stash.stashed = {name: _edges(skip) for name, skip in skips.items()}
@@ -200,15 +212,24 @@ class Stage:
     def _backward(self, microbatch: int, roots: Roots, defer_weights: bool) -> list[Tensor | None]:
         stash = self.activation_stash.pop(microbatch)
         if not defer_weights:
-            backward(roots)
+            with self._alone():
+                backward(roots)
         elif roots and stash.entry is not None:
-            split = SplitBackward([root for root, _ in roots], [gradient for _, gradient in roots], stash.entry)
+            with self._alone():
+                split = SplitBackward([root for root, _ in roots], [gradient for _, gradient in roots], stash.entry)
             self._weight_stash[microbatch] = split.accumulate
         else:  # no input wants a gradient, as on the first stage: nobody waits for any of this
             self._weight_stash[microbatch] = lambda more: backward([*roots, *more])
         for name, gradients in stash.popped_gradients.items():
             self._popped_gradients[microbatch, name] = gradients
         return stash.input_gradients
+
+    def _alone(self) -> AbstractContextManager[Any]:
+        """For backwards: a layer may set the generator there (torch.utils.checkpoint does).
+
+        Not on a GPU, where autograd has threads of its own, in which recomputed layers draw.
+        """
+        return nobody_draws() if self._device_type == "cpu" else nullcontext()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Own parameters under the names that users see; a shared one once."""
@@ -243,9 +264,11 @@ def check_shapes(state: Mapping[str, Any], own: Mapping[str, Any], what: str) ->
     """Refuse before anything was changed what load_state_dict would refuse in the middle.
 
     Raises:
-        PipelineError: a tensor has another shape.
+        PipelineError: a tensor has another shape, or is none.
     """
     for name, value in own.items():
+        if isinstance(value, Tensor) and not isinstance(state[name], Tensor):
+            raise PipelineError(f"{what} of another model: {name} is a {type(state[name]).__name__} there, no tensor")
         if isinstance(value, Tensor) and state[name].shape != value.shape:
             shapes = f"shape {list(state[name].shape)} there and {list(value.shape)} here"
             raise PipelineError(f"{what} of another model: {name} has {shapes}")

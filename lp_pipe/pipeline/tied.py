@@ -9,10 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.build import build_layers, outlined
 from lp_pipe.pipeline.model import FromFunction
+from lp_pipe.pipeline.piece import Piece
 from lp_pipe.pipeline.schedule.channels import Edge, EdgeKind
 from lp_pipe.pipeline.wrapper import unwrapped
 
@@ -77,21 +79,33 @@ def layer_of(name: str) -> int:
     return int(index) if index.isdecimal() else -1
 
 
-def refuse_shared_buffers(sources: Sequence[Any], cuts: Sequence[int]) -> None:
-    """Raise when two stages would update copies of one buffer, such as one BatchNorm that is used twice.
+def shared_buffers(sources: Sequence[Any], cuts: Sequence[int]) -> dict[str, str]:
+    """The names of buffers that layers of different stages have in common, each with what to say if one writes to it.
+
+    Each stage has a copy, which is right for constants, such as rotary angles and masks.
 
     Raises:
-        PipelineError: names both layers and says how to cut instead.
+        PipelineError: a BatchNorm's, which two stages would update; names both layers and says how to cut instead.
     """
-    owners: dict[int, int] = {}
+    firsts: dict[int, tuple[int, str]] = {}
+    found: dict[str, str] = {}
     for index, source in enumerate(sources):
-        for buffer in _ready(source).buffers():
-            first = owners.setdefault(id(buffer), index)
-            if any(first < cut <= index for cut in cuts):
-                raise PipelineError(
-                    f"layers {first} and {index} share a buffer but are in different stages (cuts {list(cuts)}): "
-                    f"choose cut points that leave layers {first} to {index} in one stage"
-                )
+        is_piece = any(isinstance(module, Piece) for module in _ready(source).modules())  # it has copies of constants
+        for place, module in _ready(source).named_modules(prefix=str(index)):
+            for attribute, buffer in module._buffers.items():
+                name = f"{place}.{attribute}"
+                first, other = firsts.setdefault(id(buffer), (index, name)) if buffer is not None else (index, name)
+                if any(first < cut <= index for cut in cuts):
+                    why = (
+                        f"layers {first} and {index} share a buffer ({name}) that training writes to, but are in "
+                        f"different stages (cuts {list(cuts)}): choose cut points that leave layers {first} to {index} "
+                        "in one stage, or give each a buffer of its own"
+                    )
+                    if is_piece or isinstance(module, _NormBase):
+                        raise PipelineError(why)
+                    found[name] = why
+                    found.setdefault(other, why)
+    return found
 
 
 def _named_parameters(sources: Sequence[Any], wanted: set[int]) -> Iterator[tuple[str, nn.Parameter]]:

@@ -1,6 +1,5 @@
 """The optimizer's side of a worker: gradients, norms, steps, and what a checkpoint keeps of them."""
 
-import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,6 +9,8 @@ from torch import Tensor, nn
 from lp_pipe.errors import CheckpointError, PipelineError
 from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.execution import Report
+from lp_pipe.pipeline.factories import made_optimizer, made_scheduler
+from lp_pipe.pipeline.group_values import values_of_group, with_group_values
 from lp_pipe.pipeline.loss_scale import unscale
 from lp_pipe.pipeline.model import OptimizerFactory, SchedulerFactory
 from lp_pipe.pipeline.nonfinite import dense, is_finite
@@ -28,10 +29,9 @@ class Training:
         self.has_updated = False  # by the last step, which may have failed
         # Not for frozen ones alone: factories often leave these out, and torch refuses an empty list.
         if any(parameter.requires_grad for _, parameter in self._parameters):
-            self._optimizer = optimizer(list(self._parameters))
-            _refuse_closures(self._optimizer)
+            self._optimizer = made_optimizer(optimizer, self._parameters)
             if lr_scheduler is not None:
-                self._lr_scheduler = lr_scheduler(self._optimizer)
+                self._lr_scheduler = made_scheduler(lr_scheduler, self._optimizer)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -51,7 +51,12 @@ class Training:
         return {stage: _norms(parameter.grad for _, parameter in items) for stage, items in self._by_stage.items()}
 
     def examine(self, report: Report, config: PipelineConfig, scale: float | None) -> None:
-        """What all stages must know of each other's gradients before they update. Takes the losses' factor out."""
+        """What all stages must know of each other's gradients before they update. Takes the losses' factor out.
+
+        Raises:
+            PipelineError: a layer has begun to train what was frozen at the start, and has no optimizer.
+        """
+        self._refuse_unfrozen()
         if scale is not None:
             report.overflowed = self._unscale_gradients(scale)
         if config.clip_grad_norm is not None:
@@ -136,7 +141,7 @@ class Training:
         """Set optimizer and scheduler to what was saved; the weights are the stages' own business."""
         self._restore_optimizer(saved.optimizer)
         if self._lr_scheduler is not None and saved.lr_scheduler is not None:
-            self._lr_scheduler.load_state_dict(saved.lr_scheduler)
+            self._lr_scheduler.load_state_dict(self._for_own_groups(saved.lr_scheduler, saved.optimizer))
 
     def _versions(self) -> list[int]:
         return [parameter._version for _, parameter in self._parameters]
@@ -146,14 +151,34 @@ class Training:
         if self._optimizer is None:
             return {}
         names = {id(parameter): name for name, parameter in self._parameters}
-        return {
-            names[id(parameter)]: {"state": dict(self._optimizer.state.get(parameter, {})), "options": _options(group)}
-            for group in self._optimizer.param_groups
-            for parameter in group["params"]
-        }
+        groups, scheduler = self._optimizer.param_groups, self._scheduler_state() or {}
+        found: dict[str, dict[str, Any]] = {}
+        for index, group in enumerate(groups):
+            of_group = {"options": _options(group), "schedule": values_of_group(scheduler, len(groups), index)}
+            for parameter in group["params"]:
+                found[names[id(parameter)]] = {"state": dict(self._optimizer.state.get(parameter, {})), **of_group}
+        return found
 
     def _scheduler_state(self) -> dict[str, Any] | None:
         return self._lr_scheduler.state_dict() if self._lr_scheduler is not None else None
+
+    def _refuse_unfrozen(self) -> None:
+        unfrozen = [name for name, parameter in self._parameters if parameter.grad is not None]
+        if self._optimizer is None and unfrozen:
+            raise PipelineError(
+                f"{', '.join(unfrozen)}: all parameters of this stage were frozen at the start, so that it has no "
+                "optimizer, but these have gradients now: cut so that something in the stage is trained from the "
+                "start, or begin with trainable parameters and a learning rate of 0"
+            )
+
+    def _for_own_groups(self, scheduler: dict[str, Any], saved: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        names = {id(parameter): name for name, parameter in self._parameters}
+        groups = self._optimizer.param_groups if self._optimizer is not None else []
+        firsts = [names[id(group["params"][0])] if group["params"] else None for group in groups]
+        values = [saved.get(name, {}).get("schedule") if name is not None else None for name in firsts]
+        if not any(values):  # written before these were kept: as one process has it
+            return scheduler
+        return with_group_values(scheduler, self._lr_scheduler.state_dict(), values)
 
     def _trained_names(self) -> list[str]:
         """Without frozen parameters: a stage that has no others has saved nothing of them."""
@@ -171,15 +196,6 @@ class Training:
                 if name in saved:
                     self._optimizer.state[parameter] = _beside(parameter, saved[name]["state"])
                     group.update(saved[name]["options"])
-
-
-def _refuse_closures(optimizer: torch.optim.Optimizer) -> None:
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise PipelineError(
-            f"{type(optimizer).__name__} evaluates the loss several times a step, which a pipeline cannot; use Adam, "
-            "SGD, …"
-        )
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

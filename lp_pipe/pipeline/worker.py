@@ -291,4 +291,5 @@ def _stage(
 ) -> Stage:
     layers = build_layers(sources, first, pipeline.seed)
     tied = tie(layers, first, pipeline.tied, worker.owners, pipeline.seed)
-    return Stage(index, first, layers, pipeline.seed, tied, pipeline.recompute, pipeline.precision, device)
+    options = pipeline.recompute, pipeline.precision, device, pipeline.shared_buffers
+    return Stage(index, first, layers, pipeline.seed, tied, *options)

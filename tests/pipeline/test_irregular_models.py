@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import lp_pipe.pipeline as pp
 from tests.pipeline.plain_loop import (
@@ -17,6 +18,7 @@ from tests.pipeline.plain_loop import (
     launched,
     model_with_everything,
     random_batches,
+    sgd,
     squared_error,
 )
 
@@ -90,6 +92,32 @@ class Closes(nn.Module):
         return value[0]
 
 
+class HandsOnAParameter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompt, self.linear = nn.Parameter(torch.ones(D)), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.linear(x), self.prompt, self.prompt[:1]
+
+
+class TakesAParameter(nn.Module):
+    def forward(self, value: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        x, prompt, scale = value
+        return x * prompt + scale
+
+
+class Checkpointed(nn.Module):
+    """Draws its dropout mask again in the backward, from torch's generator as it was in the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(D, D), nn.Dropout(0.4), nn.GELU(), nn.Linear(D, D), nn.Dropout(0.2))
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.block, x, use_reentrant=False) if self.training else self.block(x)
+
+
 def _dict_error(output: Tensor, target: dict[str, Tensor]) -> Tensor:
     return squared_error(output, target["y"]) * target["scale"].mean()
 
@@ -126,6 +154,12 @@ MODELS: dict[str, tuple[list[pp.Layer], Any, list[tuple[Any, Any]]]] = {
     "token ids": ([pp.Layer(nn.Embedding, 11, D), LINEAR, pp.Layer(nn.Linear, D, 11)], _cross_entropy, _tokens(4)),
     "tuple and dict": ([pp.Layer(TakesTwo), pp.Layer(TakesDict), LINEAR], _dict_error, _pairs(4)),
     "a parameter that is not used": ([LINEAR, pp.Layer(Passes), LINEAR], squared_error, BATCHES),
+    # A leaf of the graph even in an evaluation, which failed.
+    "a parameter among the outputs": (
+        [LINEAR, pp.Layer(HandsOnAParameter), pp.Layer(TakesAParameter), LINEAR],
+        squared_error,
+        BATCHES,
+    ),
     "stages without parameters": ([pp.Layer(nn.Tanh), LINEAR, pp.Layer(nn.ReLU)], squared_error, BATCHES),
     "frozen in front": ([pp.Layer(_frozen), LINEAR, LINEAR], squared_error, BATCHES),
     "frozen in the middle": ([LINEAR, pp.Layer(_frozen), LINEAR], squared_error, BATCHES),
@@ -165,23 +199,96 @@ class Output:
     hidden: Tensor
 
 
+@dataclass(slots=True)
+class Compact:
+    hidden: Tensor
+
+
+class Box(dict[str, Any]):
+    """As users write them, for attributes: torch's pytree knows plain dicts only."""
+
+    __getattr__ = dict.__getitem__
+
+
+class Several:
+    def __init__(self, *parts: Any) -> None:
+        self.parts = list(parts)
+
+    @property
+    def hidden(self) -> Tensor:
+        return self.parts[0]["it"]
+
+
+WRAPPERS: dict[str, Any] = {
+    "Output 'hidden'": Output,
+    "Compact 'hidden'": Compact,
+    "Box 'hidden'": lambda x: Box(hidden=x, mask=None),
+    "Several 'parts.0.it'": lambda x: Several({"it": x}, "name"),
+}
+
+
 class Wraps(nn.Module):
-    def forward(self, x: Tensor) -> Output:
-        return Output(x)
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Any:
+        return WRAPPERS[self.kind](x)
 
 
 class Unwraps(nn.Module):
-    def forward(self, output: Output) -> Tensor:
-        return output.hidden
+    def forward(self, output: Any) -> Tensor:
+        hidden: Tensor = output.hidden
+        return hidden
 
 
-def test_an_object_that_hides_tensors_crosses_no_cut() -> None:
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_an_object_that_hides_tensors_crosses_no_cut(kind: str) -> None:
     """The tensors in it went along as data, so the stages before the cut were not trained, and nobody said so."""
-    model = pp.Model([LINEAR, pp.Layer(Wraps), pp.Layer(Unwraps), LINEAR], squared_error, adam)
+    model = pp.Model([LINEAR, pp.Layer(Wraps, kind), pp.Layer(Unwraps), LINEAR], squared_error, adam)
+    name, tensor = kind.split()
     with launched("thread", model, BATCHES, stages=[2], microbatches=1) as pipeline:
-        with pytest.raises(pp.PipelineError, match=r"holds a Output, whose tensor 'hidden' would lose its gradient"):
+        with pytest.raises(pp.PipelineError, match=rf"holds a {name}, whose tensor {tensor} would lose its gradient"):
             pipeline.step()
         pipeline.evaluate(BATCHES)  # nothing is lost here
     plain = PlainLoop(model, 2)
     with launched("thread", model, BATCHES, stages=[1, 3], microbatches=2) as pipeline:
         assert [result.loss for result in pipeline.steps()] == plain.steps(BATCHES)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_layers_that_checkpoint_draw_the_same_while_other_threads_draw(schedule: str) -> None:
+    """They set torch's generator in the backward, in the middle of another stage's forward."""
+    model = pp.Model([pp.Layer(Checkpointed) for _ in range(6)], squared_error, sgd)
+    plain = PlainLoop(model, 6)
+    with launched("thread", model, BATCHES, stages=3, schedule=schedule, microbatches=6) as pipeline:
+        assert [result.loss for result in pipeline.steps()] == plain.steps(BATCHES)
+        assert_same_state(pipeline.state_dict(), plain.state_dict())
+
+
+class Thaws(nn.Module):
+    """Is frozen for the first three micro-batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D).requires_grad_(False)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Any:
+        self.seen += 1
+        return self.linear.requires_grad_(bool(self.seen > 3))(x)
+
+
+def test_a_layer_may_thaw_in_a_stage_that_has_an_optimizer_and_is_refused_in_one_that_has_none() -> None:
+    """There its gradients were dropped, step by step."""
+    model = pp.Model([LINEAR, pp.Layer(Thaws), LINEAR], squared_error, adam)
+    plain = PlainLoop(model, 2)
+    with launched("thread", model, BATCHES, stages=[1], microbatches=2) as pipeline:
+        assert [result.loss for result in pipeline.steps()] == plain.steps(BATCHES)
+        assert_same_state(pipeline.state_dict(), plain.state_dict())
+    with launched("thread", model, BATCHES, stages=[1, 2], microbatches=2) as pipeline:
+        pipeline.step()
+        before = pipeline.fingerprint()
+        with pytest.raises(pp.PipelineError, match=r"1\.linear\.weight, .* frozen at the start, .* no optimizer"):
+            pipeline.step()
+        assert pipeline.fingerprint() == before

@@ -1,6 +1,6 @@
 """How a batch is cut into micro-batches, and what each one's loss weighs."""
 
-from collections import namedtuple
+from collections import UserDict, namedtuple
 from typing import Any
 
 import pytest
@@ -93,3 +93,16 @@ def test_a_batch_is_a_pair() -> None:
         check_pair((1, 2, 3), "step()")
     with pytest.raises(PipelineError, match="not Tensor"):
         check_pair(torch.zeros(2, 2), "step()")
+
+
+class Encoding(UserDict[str, Any]):
+    """What a tokenizer returns."""
+
+
+@pytest.mark.parametrize("value", [Encoding(ids=torch.ones(4, 3)), (torch.ones(4, 3), Encoding(ids=[torch.ones(4)]))])
+def test_a_container_that_torch_does_not_know_is_refused(value: Any) -> None:
+    """Beside a tensor it went to each micro-batch as a whole."""
+    with pytest.raises(
+        PipelineError, match=r"holds a Encoding, whose tensor 'data.ids.*' would not be cut .* dict\(batch\)"
+    ):
+        split(value, 2)

@@ -177,3 +177,54 @@ def test_the_other_parts_of_a_model_are_checked_at_once() -> None:
         pp.Model([nn.ReLU()], "mse", sgd)  # type: ignore[arg-type]
     with pytest.raises(pp.PipelineError, match=r"optimizer=(?s:.*) is not callable"):
         pp.Model([nn.ReLU()], squared_error, torch.optim.SGD([nn.Parameter(torch.ones(1))]))  # type: ignore[arg-type]
+
+
+def test_a_state_dict_of_something_else_than_tensors_is_refused() -> None:
+    model = pp.Model([nn.Linear(D, D)], squared_error, sgd)
+    with launched("thread", model, stages=1) as pipeline:
+        state = pipeline.state_dict()
+        with pytest.raises(pp.PipelineError, match=r"another model: 0\.weight is a ndarray there, no tensor"):
+            pipeline.load_state_dict({name: value.numpy() for name, value in state.items()})  # type: ignore[misc]
+
+
+class Scales(nn.Sequential):
+    def forward(self, x: Any) -> Any:
+        return super().forward(x) * 2
+
+
+class Shifts(nn.Sequential):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.shift = nn.Parameter(torch.zeros(1))
+
+
+def _hooked() -> nn.Sequential:
+    layers = nn.Sequential(nn.Linear(2, 2))
+    layers.register_forward_hook(lambda module, inputs, output: output * 2)
+    return layers
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        (Scales(nn.Linear(2, 2)), "a Scales with a forward of its own, which the stages would leave out"),
+        (lambda: Scales(nn.Linear(2, 2)), "a Scales with a forward of its own"),
+        (Shifts(nn.Linear(2, 2)), "a Shifts with parameters or buffers of its own"),
+        (_hooked(), "a Sequential with hooks"),
+    ],
+)
+def test_a_sequential_that_does_more_than_its_layers_is_refused(layers: Any, message: str) -> None:
+    """The stages call its layers: what it did beside that was left out, by `pp.check` too, and nobody said so."""
+    model = pp.Model(layers, lambda output, target: output.sum(), lambda parameters: torch.optim.SGD(parameters))
+    for use in (lambda: pp.add_pipeline(lp.Program("refused"), model), lambda: pp.check(model, [(1, 2)])):
+        with pytest.raises(pp.PipelineError, match=message):
+            use()
+
+
+def test_subclasses_that_only_make_their_layers_are_taken() -> None:
+    class Mlp(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+
+    for layers in (Mlp(), pp.Sequential([nn.Linear(2, 2), nn.ReLU()])):
+        assert len(sources_of(pp.Model(layers, lambda output, target: output.sum(), lambda p: None))) > 1  # type: ignore[arg-type, return-value]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import lp_pipe as lp
 import lp_pipe.pipeline as pp
+from lp_pipe.pipeline.schedule import registry
 from lp_pipe.program import Edge
 from tests.pipeline.plain_loop import (
     D,
@@ -293,6 +294,41 @@ def test_a_schedule_may_come_from_a_file(tmp_path: Any) -> None:
     plain = PlainLoop(model, 3)
     with launched("thread", model, BATCHES, schedule=path, microbatches=3) as pipeline:
         assert [result.loss for result in pipeline.steps()] == plain.steps(BATCHES)
+
+
+@pytest.fixture
+def _registered_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPipe, as a function that only this process knows; for one micro-batch it makes something else."""
+    monkeypatch.setattr(registry, "_ENTRIES", dict(registry._ENTRIES))
+
+    @pp.register_schedule("mine")
+    def mine(stages: int, microbatches: int, chunks: int) -> pp.Schedule:
+        every = range(microbatches)
+        workers = [[pp.Action(op, stage, j) for op in ("F", "B") for j in every] for stage in range(stages)]
+        return pp.Schedule("mine", tuple(map(tuple, workers if microbatches > 1 else workers[::-1])))
+
+
+@pytest.mark.parametrize(
+    ("mode", "resources"),
+    [("thread", None), ("process", None), ("process", lp.Resources(fresh_interpreter=True))],
+    ids=["thread", "process", "fresh"],
+)
+@pytest.mark.usefixtures("_registered_schedule")
+def test_a_registered_schedule_is_known_in_the_stages(mode: str, resources: lp.Resources | None) -> None:
+    """Their processes said that there is no such schedule."""
+    model, batches = model_with_everything(), random_batches([6, 2])
+    plain = PlainLoop(model, 3)
+    with launched(mode, model, schedule="mine", microbatches=3, resources=resources) as pipeline:
+        assert [pipeline.step(batch).loss for batch in batches] == plain.steps(batches)
+
+
+@pytest.mark.usefixtures("_registered_schedule")
+def test_a_registered_schedule_is_proven_for_small_batches_too() -> None:
+    model = model_with_everything()
+    with launched("thread", model, schedule="mine", microbatches=3) as pipeline:
+        with pytest.raises(pp.ScheduleError, match=r"stages on workers \(1, 0\) with microbatches=1"):
+            pipeline.step(random_batches([1])[0])
+        assert pipeline.step(BATCHES[0]).loss == PlainLoop(model, 3).step(BATCHES[0])
 
 
 def test_two_pipelines_of_one_program_do_not_disturb_each_other() -> None:

@@ -1,5 +1,6 @@
 """What a pipeline refuses: what it says, and that it works on."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,6 +57,24 @@ def test_what_cannot_be_built_is_refused_before_launch() -> None:
     refuses(pp.PipelineError, "channel='pigeon': known are auto", channel="pigeon")
     with pytest.raises(pp.PipelineError, match=r"takes a pp\.Model"):
         pp.add_pipeline(lp.Program("wrong"), nn.Linear(1, 1))  # type: ignore[arg-type]
+
+
+def test_options_that_contradict_a_schedule_that_is_written_down_are_refused_before_launch() -> None:
+    """They were ignored, or failed the first step."""
+    written = pp.make_schedule("1f1b", stages=2, microbatches=4)
+    refuses(pp.ScheduleError, "microbatches=8: .* use microbatches=4", schedule=written)
+    refuses(pp.ScheduleError, "microbatches=2: .* use microbatches=4", schedule=written, microbatches=2)
+    refuses(pp.ScheduleError, "stages=3: .* use stages=2", schedule=written, microbatches=4, stages=3)
+    refuses(pp.ScheduleError, "chunks=2: .* leave them out", schedule=written, microbatches=4, chunks=2)
+
+
+def test_a_file_that_is_no_schedule_is_named(tmp_path: Path) -> None:
+    (tmp_path / "lower.csv").write_text("0f0,0b0\n")
+    (tmp_path / "picture.csv").write_bytes(bytes([0x89, 0xFF]))
+    refuses(pp.ScheduleError, "lower.csv: line 1, cell 1: '0f0' is not an action", schedule=tmp_path / "lower.csv")
+    refuses(pp.ScheduleError, "cannot read .*picture.csv: 'utf-8'", schedule=str(tmp_path / "picture.csv"))
+    refuses(pp.ScheduleError, "cannot read .*none.csv: No such file", schedule=tmp_path / "none.csv")
+    refuses(pp.ScheduleError, "no schedule '", schedule=str(tmp_path))
 
 
 def test_lbfgs_is_refused_with_a_reason() -> None:
@@ -139,12 +158,28 @@ def test_a_target_that_splits_otherwise_is_refused(source: str, target_size: int
         (lambda output, target: 1.0, "not float"),
         (lambda output, target: None, "not NoneType"),
         (lambda output, target: (output.mean(), {}, 1), "not tuple"),
+        (lambda output, target: (output.mean(), 0.5), "metrics must be a dict of numbers, not float"),
+        (
+            lambda output, target: (output.mean(), {"each": output}),
+            r"metric 'each' must be a number, not a .* \[4, 3, 8\]",
+        ),
+        (lambda output, target: (output.mean(), {"name": None}), "metric 'name' must be a number, not None"),
     ],
 )
 def test_a_loss_that_is_no_scalar_is_refused(loss: Any, message: str) -> None:
     model = pp.Model([LINEAR, LINEAR], loss, sgd)
     batch = random_batches([4])[0]
     with launched("thread", model, microbatches=1) as pipeline, pytest.raises(pp.PipelineError, match=message):
+        pipeline.step(batch)
+
+
+@pytest.mark.parametrize(
+    ("weight", "message"), [(lambda target: None, "not None"), (lambda target: target, r"tensor of shape \[4, 3, 8\]")]
+)
+def test_a_weight_that_is_no_number_is_refused(weight: Any, message: str) -> None:
+    model = pp.Model([LINEAR, LINEAR], squared_error, sgd, loss_weight=weight)
+    batch, expected = random_batches([4])[0], f"loss_weight must give a number .* {message}"
+    with launched("thread", model, microbatches=1) as pipeline, pytest.raises(pp.PipelineError, match=expected):
         pipeline.step(batch)
 
 

@@ -212,6 +212,52 @@ def test_a_buffer_shared_across_stages_is_refused_with_the_way_out() -> None:
         pp.add_pipeline(lp.Program("tied"), model, stages=[1])
 
 
+class Angles(nn.Module):
+    """Such as rotary positions, which all blocks look up in one place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("angles", torch.linspace(0, 1, D), persistent=False)
+        self.writes = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.writes:
+            self.angles += 0.1
+        return x * self.angles.cos()
+
+
+class Block(nn.Module):
+    def __init__(self, angles: Angles) -> None:
+        super().__init__()
+        self.angles, self.linear = angles, nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.linear(self.angles(x)).tanh()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_stages_have_copies_of_a_constant_that_their_layers_share(schedule: str) -> None:
+    """All shared buffers were refused, so that no model with shared rotary positions could be cut."""
+    angles = Angles()
+    model = pp.Model([Block(angles) for _ in range(4)], squared_error, sgd)
+    report = pp.check(model, random_batches([4, 6]), stages=2, schedule=schedule, microbatches=2)
+    assert report.equal, report
+
+
+def test_a_shared_buffer_that_a_layer_writes_to_fails_the_step_with_the_way_out() -> None:
+    angles = Angles()
+    angles.writes = True
+    model = pp.Model([Block(angles), nn.Tanh(), Block(angles)], squared_error, sgd)
+    expected = r"layers 0 and 2 share a buffer \(2.angles.angles\) that training writes to, .* one stage, or give each"
+    with launched("thread", model, stages=[1], microbatches=2) as pipeline:
+        before = pipeline.fingerprint()
+        with pytest.raises(pp.PipelineError, match=expected):
+            pipeline.step(random_batches([4])[0])
+        assert pipeline.fingerprint() == before
+    with launched("thread", model, stages=1, microbatches=2) as pipeline:
+        pipeline.step(random_batches([4])[0])
+
+
 def test_names_of_one_parameter_come_in_the_order_of_the_layers() -> None:
     pairs = [("3.weight", "2.weight"), ("0.weight", "3.weight")]
     assert tied_names([nn.Linear(D, D) for _ in range(4)], pairs) == [("0.weight", "2.weight", "3.weight")]

@@ -6,9 +6,9 @@ from functools import partial
 from typing import Any
 
 from lp_pipe.errors import ScheduleError
-from lp_pipe.pipeline.schedule.costs import Costs, Seconds
+from lp_pipe.pipeline.schedule.costs import Divisible, Seconds
 from lp_pipe.pipeline.schedule.ir import Schedule
-from lp_pipe.pipeline.schedule.registry import default_chunks, make_schedule, schedules, takes_chunks
+from lp_pipe.pipeline.schedule.registry import check_sizes, default_chunks, make_schedule, schedules, takes_chunks
 from lp_pipe.pipeline.schedule.search import search_schedule
 from lp_pipe.pipeline.schedule.simulate import Timeline, simulate
 from lp_pipe.pipeline.schedule.verify import verify
@@ -47,7 +47,7 @@ class Comparison:
 def compare(
     stages: int,
     microbatches: int,
-    costs: Costs,
+    costs: Divisible,
     *,
     chunks: int | None = None,
     links: float | None = None,
@@ -61,7 +61,11 @@ def compare(
 
     chunks: of the schedules that take any; without, what they usually have. memory: activations that a worker may
     stash, counted as in `Compared`. more: schedules that have no name to be made by.
+
+    Raises:
+        ScheduleError: no schedule at all exists for these numbers, or one of `more` is wrong.
     """
+    check_sizes("a comparison", stages=stages, microbatches=microbatches, chunks=1 if chunks is None else chunks)
     ranked, left_out = [], {}
     for name, own_chunks, make in _parties(stages, microbatches, costs, chunks, links, memory):
         try:
@@ -74,7 +78,7 @@ def compare(
 
 
 def _parties(
-    stages: int, microbatches: int, costs: Costs, chunks: int | None, links: float | None, memory: int | None
+    stages: int, microbatches: int, costs: Divisible, chunks: int | None, links: float | None, memory: int | None
 ) -> Iterator[tuple[str, int, Callable[[], Schedule]]]:
     """Name, chunks, and how to make it."""
     chunks_of = {
@@ -90,14 +94,14 @@ def _parties(
 
 
 def _searched(
-    stages: int, microbatches: int, costs: Costs, chunks: int, memory: int | None, links: Seconds | None
+    stages: int, microbatches: int, costs: Divisible, chunks: int, memory: int | None, links: Seconds | None
 ) -> Schedule:
     own_costs = costs.cut_into(stages * chunks, stages)
     return search_schedule(stages, microbatches, own_costs, chunks=chunks, memory=memory, links=links)
 
 
 def _compared(
-    schedule: Schedule, name: str, workers: int, costs: Costs, links: float | None, memory: int | None
+    schedule: Schedule, name: str, workers: int, costs: Divisible, links: float | None, memory: int | None
 ) -> Compared:
     if schedule.forward_only:
         raise ScheduleError(f"schedule {name!r} has no backwards: it does less than the others")

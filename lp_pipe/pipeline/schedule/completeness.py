@@ -1,6 +1,7 @@
 """Every stage runs every micro-batch once, forward before backward."""
 
 from collections.abc import Iterator
+from itertools import islice
 
 from lp_pipe.errors import ScheduleError
 from lp_pipe.pipeline.schedule.ir import Action, Op, Schedule, location
@@ -14,19 +15,29 @@ _States = dict[tuple[int, int], Op]  # (stage, micro-batch) -> what has last bee
 def check_complete(schedule: Schedule) -> None:
     """Refuse a schedule with missing, repeated or unknown actions.
 
-    Each (stage, micro-batch) has one F, then (unless all is forward) one B, or one I and later one W.
+    Every worker has actions. Each (stage, micro-batch) has one F, then (unless all is forward) one B, or one I and
+    later one W.
 
     Raises:
         ScheduleError: names the first such action.
     """
     if not schedule.placement:
         raise ScheduleError(f"schedule {schedule.name!r} has no actions")
-    for worker in range(len(schedule.workers)):
-        states = _replay(schedule, worker)
-        missing = next(_missing(schedule, worker, states), None)
-        if missing is not None:
-            end = len(schedule.workers[worker])
-            raise ScheduleError(f"schedule {schedule.name!r}: {location(worker, end, missing)}: is missing: add it")
+    for worker, actions in enumerate(schedule.workers):
+        if not actions:
+            raise ScheduleError(f"schedule {schedule.name!r}: worker {worker} has no actions: leave out its line")
+    # What is there and wrong comes first: a slip of the pen makes other actions seem to be missing.
+    missing = [action for worker in range(len(schedule.workers)) for action in _first_missing(schedule, worker)]
+    if missing:
+        worker = schedule.placement[missing[0].stage]
+        why = f" ({_largest(schedule)})" if missing[0].op == "F" else ""
+        at = location(worker, len(schedule.workers[worker]), missing[0])
+        raise ScheduleError(f"schedule {schedule.name!r}: {at}: is missing: add it{why}")
+
+
+def _first_missing(schedule: Schedule, worker: int) -> Iterator[Action]:
+    """One at most, and not the states: there are millions."""
+    return islice(_missing(schedule, worker, _replay(schedule, worker)), 1)
 
 
 def _replay(schedule: Schedule, worker: int) -> _States:
@@ -46,9 +57,21 @@ def _replay(schedule: Schedule, worker: int) -> _States:
 def _before(action: Action, last: Op | None) -> str:
     if action.op not in _NEXT or action.microbatch < 0:
         return "there is no such action"
+    if last == "F" and action.op == "W":
+        return f"{action._replace(op='I')} has not run yet"
     if last is None:
         return f"{action._replace(op='F')} has not run yet"
     return f"{action._replace(op=last)} has run already"
+
+
+def _largest(schedule: Schedule) -> str:
+    """How many micro-batches there are, and who says so: that may be what is wrong."""
+    count = schedule.microbatches
+    for worker, actions in enumerate(schedule.workers):
+        for action in actions:
+            if action.microbatch == count - 1:
+                return f"there are {count} micro-batches, since worker {worker} has {action}"
+    raise AssertionError("some action has the largest number")
 
 
 def _missing(schedule: Schedule, worker: int, states: _States) -> Iterator[Action]:

@@ -4,12 +4,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from lp_pipe.errors import ScheduleError
 from lp_pipe.pipeline.schedule.ir import Op
 
 Seconds = float | Sequence[float]
+
+_MOST_SECONDS = 1e100  # so that no sum of them is infinite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +31,7 @@ class Costs:
         """
         try:
             read = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ScheduleError(f"{path}: cannot read costs: {error}") from error
         return cls(**_checked(path, read, [field.name for field in fields(cls)]))
 
@@ -59,17 +61,32 @@ class Costs:
         )
 
 
+class Divisible(Protocol):
+    """The costs of a model that may be cut into any number of stages."""
+
+    def cut_into(self, stages: int, workers: int) -> Costs:
+        """The costs of that many stages, of which each worker has equally many.
+
+        Raises:
+            ScheduleError: the model cannot be cut so.
+        """
+
+
 def one_each(seconds: Seconds, count: int, what: str, unit: str) -> list[float]:
     """One number each of `count` things.
 
     Raises:
-        ScheduleError: there is another number of them, or one of them is negative.
+        ScheduleError: there is another number of them, or one of them is negative or too large to be added up.
     """
-    values = [float(seconds)] * count if isinstance(seconds, int | float) else [float(value) for value in seconds]
+    try:
+        values = [float(seconds)] * count if isinstance(seconds, int | float) else [float(value) for value in seconds]
+    except OverflowError:
+        values = [float("inf")] * count
     if len(values) != count:
         raise ScheduleError(f"{what} has {len(values)} numbers: give one number, or {count}, one per {unit}")
-    if not all(value >= 0 for value in values):  # so that NaN is refused too
-        raise ScheduleError(f"{what} is {seconds}: give seconds of at least 0")
+    for value in values:
+        if not 0 <= value <= _MOST_SECONDS:  # so that NaN is refused too
+            raise ScheduleError(f"{what} is {value}: give seconds of at least 0, and {_MOST_SECONDS:g} at most")
     return values
 
 

@@ -4,6 +4,7 @@ from lp_pipe.pipeline.schedule.ir import Action
 from lp_pipe.pipeline.schedule.simulate import Span, Timeline
 
 _WIDTH = 100
+TINY_S = 1e-100  # as good as none, and nothing to divide by
 
 
 def to_text(timeline: Timeline) -> str:
@@ -29,7 +30,7 @@ def to_text(timeline: Timeline) -> str:
 def _columns_per_s(timeline: Timeline, with_stage: bool, width: int) -> float:
     """Give the shortest box a whole number of columns, as many as the longest label wants and the width allows."""
     spans = [span for row in timeline.spans for span in row if span.end_s > span.start_s]
-    if not spans:
+    if not spans or timeline.makespan < TINY_S:
         return 0.0
     shortest = min(span.end_s - span.start_s for span in spans)
     wanted = 1 + max(len(_labels(span.action, with_stage)[0]) for span in spans)

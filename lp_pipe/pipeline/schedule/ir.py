@@ -17,9 +17,10 @@ Op = Literal["F", "B", "I", "W"]
 WORDS: dict[Op, str] = {"F": "forward", "B": "backward", "I": "backward for inputs", "W": "backward for weights"}
 
 # The cells of torch.distributed.pipelining (2.13): `_Action.__repr__`.
-_COMPUTE = re.compile(r"(\d+)([FBIW])(\d+)")
+_COMPUTE = re.compile(r"(\d{1,18})([FBIW])(\d{1,18})")
 _COMMUNICATION = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
+_SHOWN = 40  # letters of a cell that is something else
 
 
 class Action(NamedTuple):
@@ -77,12 +78,9 @@ class Schedule:
             for stage in sorted({action.stage for action in actions}):
                 if owners.setdefault(stage, worker) != worker:
                     raise ScheduleError(_two_owners(self, stage, owners[stage], worker))
-        for stage in range(len(owners)):
-            if stage not in owners:
-                raise ScheduleError(
-                    f"schedule {self.name!r}: no worker runs stage {stage}, but there are actions of stage "
-                    f"{max(owners)}: number the stages 0, 1, 2, ..."
-                )
+        for stage, worker in owners.items():
+            if not 0 <= stage < len(owners):
+                raise ScheduleError(_out_of_range(self, stage, worker, len(owners)))
         return tuple(owners[stage] for stage in range(len(owners)))
 
     def first_microbatches(self, count: int) -> Self:
@@ -102,12 +100,16 @@ class Schedule:
         """Read what torch.distributed.pipelining or `to_csv` wrote.
 
         Empty cells (idle) and torch's communication are skipped; an overlapped pair becomes its two actions in order.
+        So is the mark that spreadsheets put at the beginning of a file.
 
         Raises:
             ScheduleError: a cell is not an action.
         """
-        rows = csv.reader(text.rstrip().splitlines())
-        return cls(name, tuple(tuple(_row_actions(row, line)) for line, row in enumerate(rows, start=1)))
+        rows = csv.reader(text.removeprefix("\ufeff").rstrip().splitlines())
+        try:
+            return cls(name, tuple(tuple(_row_actions(row, line)) for line, row in enumerate(rows, start=1)))
+        except csv.Error as error:
+            raise ScheduleError(f"line {rows.line_num}: {error}") from error
 
 
 def location(worker: int, position: int, action: Action) -> str:
@@ -121,6 +123,15 @@ def _two_owners(schedule: Schedule, stage: int, first: int, second: int) -> str:
     return (
         f"schedule {schedule.name!r}: {location(second, position, actions[position])}: stage {stage} "
         f"already belongs to worker {first}: give all its actions to one worker"
+    )
+
+
+def _out_of_range(schedule: Schedule, stage: int, worker: int, count: int) -> str:
+    actions = schedule.workers[worker]
+    position = next(index for index, action in enumerate(actions) if action.stage == stage)
+    return (
+        f"schedule {schedule.name!r}: {location(worker, position, actions[position])}: there is no stage {stage}: "
+        f"number the {count} stages from 0 to {count - 1}"
     )
 
 
@@ -139,7 +150,7 @@ def _parse(cell: str, line: int, column: int) -> Action | None:
     match = _COMPUTE.fullmatch(cell)
     if match is None:
         raise ScheduleError(
-            f"line {line}, cell {column}: {cell!r} is not an action: "
+            f"line {line}, cell {column}: {cell[:_SHOWN]!r} is not an action: "
             "write stage, then F, B, I or W, then micro-batch, such as 0F3"
         )
     return Action(cast(Op, match[2]), int(match[1]), int(match[3]))

@@ -4,21 +4,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import wraps
+from typing import Any
 
 from lp_pipe.errors import ScheduleError
-from lp_pipe.pipeline.schedule.ir import Schedule
+from lp_pipe.pipeline.schedule.ir import Action, Schedule
 
 Generator = Callable[[int, int, int], Schedule]
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class Registered:
+    """A function that has a name, and how many chunks it is called with."""
+
     generator: Generator
     default_chunks: int
     fixed_chunks: bool
 
 
-_ENTRIES: dict[str, _Entry] = {}
+_ENTRIES: dict[str, Registered] = {}
 
 
 def schedules() -> list[str]:
@@ -61,7 +64,8 @@ def register_schedule(
 ) -> Callable[[Generator], Generator]:
     """Make a function `(stages, microbatches, chunks) -> Schedule` available under a name.
 
-    The function is given whole numbers of at least 1 only. With fixed_chunks it exists for default_chunks alone.
+    The function is given whole numbers of at least 1 only, and refused if what it returns is for other numbers. With
+    fixed_chunks it exists for default_chunks alone.
 
     Raises:
         ScheduleError: another function has the name.
@@ -72,21 +76,38 @@ def register_schedule(
 
         @wraps(generator)
         def checked(stages: int, microbatches: int, chunks: int) -> Schedule:
-            _check_sizes(name, stages=stages, microbatches=microbatches, chunks=chunks)
+            check_sizes(f"schedule {name!r}", stages=stages, microbatches=microbatches, chunks=chunks)
             if fixed_chunks and chunks != default_chunks:
                 raise ScheduleError(
                     f"schedule {name!r} with chunks={chunks}: it gives every worker exactly "
                     f"{default_chunks} virtual stage(s): use chunks={default_chunks}"
                 )
-            return generator(stages, microbatches, chunks)
+            made = generator(stages, microbatches, chunks)
+            _check_made(name, made, stages, microbatches)
+            return made
 
-        _ENTRIES[name] = _Entry(checked, default_chunks, fixed_chunks)
+        _ENTRIES[name] = Registered(checked, default_chunks, fixed_chunks)
         return checked
 
     return register
 
 
-def _entry(name: str) -> _Entry:
+def registered(name: str) -> Registered | None:
+    """What another process has to `adopt` for this name; None: it comes with lp_pipe.
+
+    Raises:
+        ScheduleError: there is no such name.
+    """
+    entry = _entry(name)
+    return None if entry.generator.__module__.startswith(f"{__package__}.") else entry
+
+
+def adopt(name: str, entry: Registered) -> None:
+    """Make available here what was registered in the process that sent it."""
+    _ENTRIES.setdefault(name, entry)
+
+
+def _entry(name: str) -> Registered:
     if name not in _ENTRIES:
         nearest = get_close_matches(str(name), schedules(), n=1, cutoff=0.0)[0]
         raise ScheduleError(f"no schedule {name!r}: did you mean {nearest!r}? There are {', '.join(schedules())}")
@@ -104,9 +125,25 @@ def _refuse_second_owner(name: str, generator: Generator) -> None:
         )
 
 
-def _check_sizes(name: str, **sizes: int) -> None:
+def check_sizes(asked: str, **sizes: int) -> None:
+    """Refuse what is no whole number of at least 1.
+
+    Raises:
+        ScheduleError: names it, and what was asked for.
+    """
     for what, value in sizes.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ScheduleError(
-                f"schedule {name!r} with {what}={value!r}: {what} is a whole number: use {what}=1 or more"
-            )
+            raise ScheduleError(f"{asked} with {what}={value!r}: {what} is a whole number (int): use {what}=1 or more")
+
+
+def _check_made(name: str, made: Any, stages: int, microbatches: int) -> None:
+    """Nobody else would see that a function left out the last micro-batch: without it all is complete, too."""
+    if not isinstance(made, Schedule):
+        raise ScheduleError(f"schedule {name!r}: its function returned {type(made).__name__}: return a pp.Schedule")
+    if not all(isinstance(action, Action) for actions in made.workers for action in actions):
+        raise ScheduleError(f"schedule {name!r}: its function put other things than pp.Action into the schedule")
+    if (len(made.workers), made.microbatches) != (stages, microbatches):
+        raise ScheduleError(
+            f"schedule {name!r}: its function made {len(made.workers)} workers and {made.microbatches} micro-batches "
+            f"where {stages} and {microbatches} were asked for"
+        )

@@ -20,7 +20,7 @@ from lp_pipe.pipeline.schedule.orders import (
     start_times,
     to_schedule,
 )
-from lp_pipe.pipeline.schedule.registry import make_schedule, register_schedule
+from lp_pipe.pipeline.schedule.registry import check_sizes, make_schedule, register_schedule
 from lp_pipe.pipeline.schedule.simulate import simulate
 from lp_pipe.pipeline.schedule.stash import check_memory, limits_by_worker
 from lp_pipe.pipeline.schedule.verify import verify
@@ -43,9 +43,9 @@ def search_schedule(
 ) -> Schedule:
     """Search for the schedule of `stages` workers with the shortest step, as `simulate` has it; the same every time.
 
-    Never slower than any named schedule with as many virtual stages that keeps within the limit: greedy list schedules
-    and all of those are where a local search begins. Several chunks are laid out in turn (as "interleaved" has them)
-    and back and forth (as "zbv"), whichever is faster.
+    Never slower than any of lp_pipe's named schedules with as many virtual stages that keeps within the limit: greedy
+    list schedules and all of those are where a local search begins. Several chunks are laid out in turn (as
+    "interleaved" has them) and back and forth (as "zbv"), whichever is faster.
 
     chunks: virtual stages a worker; without, as many as lists in costs have numbers for, or 1. memory: activations that
     a worker may stash, one number or one per worker. links: as in `simulate`.
@@ -55,7 +55,7 @@ def search_schedule(
     """
     if chunks is None:
         chunks = _chunks_of(costs, stages)
-    make_schedule("looped_bfs", stages, microbatches, chunks)  # refuses impossible numbers
+    check_sizes("schedule 'auto'", stages=stages, microbatches=microbatches, chunks=chunks)
     limits = _limits(memory, stages, microbatches, chunks)
     candidates = []
     for placement in _placements(stages, chunks):

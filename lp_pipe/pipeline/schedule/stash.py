@@ -41,9 +41,11 @@ def limits_by_worker(name: str, memory: int | Sequence[int], workers: int) -> Se
     """One limit each.
 
     Raises:
-        ScheduleError: there is another number of them.
+        ScheduleError: there is another number of them, or one is negative.
     """
     limits = [memory] * workers if isinstance(memory, int) else memory
+    if min(limits, default=0) < 0:
+        raise ScheduleError(f"schedule {name!r}: memory={memory}: a number of activations is at least 0")
     if len(limits) != workers:
         raise ScheduleError(
             f"schedule {name!r}: memory has {len(limits)} limits: give one number, or {workers}, one per worker"

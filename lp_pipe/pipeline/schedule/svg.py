@@ -4,6 +4,7 @@ from typing import Any
 from xml.etree import ElementTree as ET
 
 from lp_pipe.graph.picture import FAINT_INK, INK, add, add_heading, make_picture, written
+from lp_pipe.pipeline.schedule.draw import TINY_S
 from lp_pipe.pipeline.schedule.ir import WORDS, Op
 from lp_pipe.pipeline.schedule.simulate import Span, Timeline
 
@@ -54,7 +55,7 @@ def _style() -> str:
 def _pixels_per_s(timeline: Timeline, with_stage: bool) -> float:
     """As many as the longest label wants in the shortest box, if the picture does not become too wide."""
     spans = [span for row in timeline.spans for span in row if span.end_s > span.start_s]
-    if not spans:
+    if not spans or timeline.makespan < TINY_S:
         return 0.0
     shortest = min(span.end_s - span.start_s for span in spans)
     wanted = _label_width(max((_label(span, with_stage) for span in spans), key=len)) / shortest
@@ -63,7 +64,7 @@ def _pixels_per_s(timeline: Timeline, with_stage: bool) -> float:
 
 def _add_chart(chart: ET.Element, timeline: Timeline, pixels_per_s: float, with_stage: bool) -> None:
     bottom = _ROW_HEIGHT * len(timeline.spans)
-    step = _tick_step(timeline.makespan, pixels_per_s)
+    step = _tick_step(pixels_per_s)
     for tick in range(int(timeline.makespan / step * (1 + 1e-9)) + 1 if step else 0):
         x = tick * step * pixels_per_s
         _add(chart, "path", d=f"M{written(x, 1)} -4V{bottom + 4}", stroke=_LINE)
@@ -106,9 +107,9 @@ def _add_legend(root: ET.Element, timeline: Timeline, right: float) -> None:
         right -= 30
 
 
-def _tick_step(makespan: float, pixels_per_s: float) -> float:
-    """1, 2 or 5 times a power of ten, so that ticks are at least 50 pixels apart; 0 where there is no time."""
-    if not makespan:
+def _tick_step(pixels_per_s: float) -> float:
+    """1, 2 or 5 times a power of ten, so that ticks are at least 50 pixels apart; 0 where time has no width."""
+    if not pixels_per_s:
         return 0.0
     power = 10.0**-12
     while power * pixels_per_s * 10 < 50:

@@ -23,8 +23,14 @@ def test_each_stage_runs_each_micro_batch_once() -> None:
         ("0F0,0B0,0W0", "worker 0, position 2, action 0W0: 0B0 has run already"),
         ("0F0,0I0,0B0", "worker 0, position 2, action 0B0: 0I0 has run already"),
         ("0F0,0B0\n1B0,1F0", "worker 1, position 0, action 1B0: 1F0 has not run yet"),
-        ("0F0,0W0,0I0", "worker 0, position 1, action 0W0: 0F0 has run already: run F, then B or I and W"),
+        ("0F0,0W0,0I0", "worker 0, position 1, action 0W0: 0I0 has not run yet: run F, then B or I and W"),
+        ("0F0,0B0,0F1\n1F0,1B0,1F11,1B1", "worker 1, position 3, action 1B1: 1F1 has not run yet"),
+        (
+            "0F0,0F1,0B0,0B1\n1F0,1B0,1F11,1B11",
+            "0F2: is missing: add it .there are 12 micro-batches, since worker 1 has 1F11",
+        ),
         ("", "has no actions"),
+        ("0F0,0B0\n\n1F0,1B0", "worker 1 has no actions: leave out its line"),
     ],
 )
 def test_the_first_offending_action_is_named(text: str, message: str) -> None:

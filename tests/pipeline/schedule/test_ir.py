@@ -48,7 +48,7 @@ def test_a_stage_on_two_workers_is_refused_where_it_appears_again() -> None:
 
 
 def test_a_stage_without_worker_is_refused() -> None:
-    with pytest.raises(ScheduleError, match="no worker runs stage 1, but there are actions of stage 9000000000"):
+    with pytest.raises(ScheduleError, match="worker 1, position 0, action 9000000000F0: there is no stage 9000000000"):
         _ = Schedule.from_csv("0F0\n9000000000F0").stages
 
 

@@ -112,3 +112,19 @@ def test_a_name_belongs_to_one_function() -> None:
     register_schedule("one_by_one")(one_by_one)  # a notebook's cell that runs twice
     with pytest.raises(ScheduleError, match=r"'1f1b' is already .*one_f_one_b: register under another name"):
         register_schedule("1f1b")(one_by_one)
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (None, "returned NoneType: return a pp.Schedule"),
+        (Schedule("mine", ((("F", 0, 0), ("B", 0, 0)),)), "other things than pp.Action"),  # type: ignore[arg-type]
+        (one_by_one(2, 3, 1), "made 2 workers and 3 micro-batches where 2 and 4 were asked for"),
+        (one_by_one(3, 4, 1), "made 3 workers and 4 micro-batches where 2 and 4 were asked for"),
+    ],
+)
+def test_a_function_that_makes_something_else_is_refused(made: Schedule, message: str) -> None:
+    """One that forgot the last micro-batch trained without it: what is left is complete."""
+    register_schedule("mine")(lambda stages, microbatches, chunks: made)
+    with pytest.raises(ScheduleError, match=f"schedule 'mine': its function .*{message}"):
+        make_schedule("mine", 2, 4)

@@ -1,0 +1,24 @@
+"""Schedules in files."""
+
+from pathlib import Path
+
+from lp_pipe.errors import ScheduleError
+from lp_pipe.pipeline.schedule.ir import Schedule
+
+
+def read_csv(path: str | Path, name: str | None = None) -> Schedule:
+    """Read a file in torch's CSV format; the schedule is called like the file, if not otherwise.
+
+    Raises:
+        ScheduleError: the file cannot be read, or is something else; names it.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ScheduleError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ScheduleError(f"cannot read {path}: {error}") from error
+    try:
+        return Schedule.from_csv(text, Path(path).stem if name is None else name)
+    except ScheduleError as error:
+        raise ScheduleError(f"{path}: {error}") from error

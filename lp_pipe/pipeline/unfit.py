@@ -1,0 +1,50 @@
+"""What ready-made modules may have that would be lost on the way to the stages, which train copies of them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from lp_pipe.errors import PipelineError
+
+
+def refuse_unfit(loss: Any, sources: Sequence[Any]) -> None:
+    """Look at a model before anything is made of it.
+
+    Raises:
+        PipelineError: a parameter has hooks, which copies do not have, or no shape yet; or the loss has parameters,
+            which no stage would train.
+    """
+    for index, source in enumerate(sources):
+        if isinstance(source, nn.Module):
+            refuse_lazy(source, f"layer {index}")
+            _refuse_hooks(source, index)
+    if isinstance(loss, nn.Module) and any(parameter.requires_grad for parameter in loss.parameters()):
+        raise PipelineError(
+            f"the loss, {type(loss).__name__}, has parameters, which nobody would train: make what they belong to the "
+            "model's last layer, or give them requires_grad_(False)"
+        )
+
+
+def refuse_lazy(module: nn.Module, what: str) -> None:
+    """
+    Raises:
+        PipelineError: it has a parameter whose shape torch would learn from the first input.
+    """
+    for name, parameter in module.named_parameters():
+        if is_lazy(parameter):
+            raise PipelineError(
+                f"{what}, {type(module).__name__}, has a parameter without a shape ({name}), so that no stage could "
+                "make its optimizer: write the sizes, or call the whole model once with an example before"
+            )
+
+
+def _refuse_hooks(module: nn.Module, index: int) -> None:
+    for name, parameter in module.named_parameters():
+        kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
+        if any(getattr(parameter, kind, None) for kind in kinds):
+            raise PipelineError(
+                f"parameter {name!r} of layer {index} has a hook, which the stage's copy would not have: let a "
+                "pp.Layer make the layer and register the hook there, so that it runs where the layer is trained"
+            )

@@ -1,0 +1,75 @@
+"""Buffers that forwards write to in place, such as running averages that a layer also computes with.
+
+In one process a micro-batch's backward comes right after its forward. In a pipeline other forwards come between: what
+they write must not change what the first one has saved. So each gets tensors of its own to write to:
+
+    forward 0   writes to scale, saves it     forward 1   gets a copy of scale, writes to that, saves it     backward 0
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline.buffers import BufferSnapshot, Place
+from lp_pipe.pipeline.wrapper import unwrapped
+
+_NO_PLACE: frozenset[Place] = frozenset()
+
+
+class WrittenBuffers:
+    """Of a stage's layers; without BatchNorms', which no backward needs in train mode."""
+
+    def __init__(
+        self, layers: Sequence[nn.Module], first_layer: int = 0, shared: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        """shared: names of those that must stay as they are, with what to say if they do not."""
+        modules = [module for layer in layers for module in layer.modules()]
+        self._modules = [module for module in modules if module._buffers and not isinstance(module, _NormBase)]
+        self._written: frozenset[Place] | None = None  # nobody knows before the first forward
+        layers_by_name = {str(index): layer for index, layer in enumerate(layers, start=first_layer)}
+        self._constants: dict[Place, str] = {}
+        for name, why in shared.items():
+            index, path = name.split(".", 1)
+            if index in layers_by_name:
+                inner, _, attribute = path.rpartition(".")
+                self._constants[unwrapped(layers_by_name[index]).get_submodule(inner), attribute] = why
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """A forward of training runs in the body.
+
+        Raises:
+            PipelineError: it has written to a shared one.
+        """
+        if not self._modules:
+            yield
+            return
+        # The first time with copies, which show writes to .data, too.
+        before = BufferSnapshot(self._modules, None if self._written is None else _NO_PLACE)
+        yield
+        written = before.written()
+        for place in self._constants.keys() & written:
+            raise PipelineError(self._constants[place])
+        self._written = (self._written or _NO_PLACE) | written
+
+    def renew(self) -> None:
+        """Let the next forward write to other tensors than those that earlier ones may have saved."""
+        if not self._written:
+            return
+        copies: dict[int, Tensor] = {}  # a buffer with two names stays one
+        whole = self._apart()
+        for module, name in self._written:
+            buffer = module._buffers.get(name)
+            if buffer is not None and buffer.untyped_storage().data_ptr() in whole:
+                module._buffers[name] = copies.setdefault(id(buffer), buffer.clone())
+
+    def _apart(self) -> set[int]:
+        """The memory of buffers of which no other one is a view."""
+        buffers = {id(b): b for module in self._modules for b in module._buffers.values() if b is not None}
+        found = Counter(buffer.untyped_storage().data_ptr() for buffer in buffers.values())
+        return {address for address, count in found.items() if count == 1}

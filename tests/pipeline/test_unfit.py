@@ -1,0 +1,89 @@
+"""Modules and losses of which something would be lost are refused before anything is launched."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lp_pipe as lp
+import lp_pipe.pipeline as pp
+from tests.pipeline.plain_loop import D, PlainLoop, assert_same_state, launched, random_batches, sgd, squared_error
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+BATCHES = random_batches([4, 6])
+WITHIN_S = 20.0
+
+
+def freezes_a_row(kind: str) -> nn.Linear:
+    linear = nn.Linear(D, D)
+    if kind == "gradient":
+        linear.weight.register_hook(lambda gradient: gradient * (torch.arange(D) > 0).unsqueeze(1))
+    else:
+        linear.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    return linear
+
+
+@pytest.mark.parametrize("kind", ["gradient", "accumulated"])
+def test_hooks_of_parameters_in_ready_made_layers_are_refused(kind: str) -> None:
+    """Copies do not have them, so they never ran, and nobody said so."""
+    model = pp.Model([nn.Linear(D, D), freezes_a_row(kind)], squared_error, sgd)
+    with pytest.raises(pp.PipelineError, match=r"'weight' of layer 1 has a hook, .* let a pp\.Layer make the layer"):
+        pp.check(model, BATCHES)
+
+
+def test_a_factory_registers_them_where_they_run() -> None:
+    model = pp.Model([pp.Layer(nn.Linear, D, D), pp.Layer(freezes_a_row, "gradient")], squared_error, sgd)
+    with launched("thread", model, BATCHES, stages=2, microbatches=2) as pipeline:
+        before = pipeline.state_dict()["1.weight"]
+        list(pipeline.steps())
+        after = pipeline.state_dict()["1.weight"]
+    assert [torch.equal(old, new) for old, new in zip(before, after, strict=True)] == [True] + [False] * (D - 1)
+
+
+@pytest.mark.parametrize("stages", [2, [1]])
+@pytest.mark.parametrize("layer", [nn.LazyLinear(D), pp.Layer(nn.LazyLinear, D)], ids=["module", "factory"])
+def test_lazy_layers_are_refused_by_name(layer: Any, stages: Any) -> None:
+    program = lp.Program("lazy")
+    with pytest.raises((pp.PipelineError, lp.NodeError), match="LazyLinear, has a parameter without a shape"):
+        pp.add_pipeline(program, pp.Model([nn.Linear(D, D), layer], squared_error, sgd), stages=stages)
+        lp.launch(program, "thread").wait(WITHIN_S)
+
+
+class Centers(nn.Module):
+    """A loss with a parameter, and a buffer that it writes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.center = nn.Parameter(torch.ones(D))
+        self.register_buffer("mean", torch.zeros(D))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * output.detach().mean((0, 1))
+        return ((output - self.mean - target * self.center) ** 2).mean()
+
+
+def test_a_loss_with_parameters_is_refused_and_one_with_buffers_stays_as_it_is() -> None:
+    layers = [nn.Linear(D, D), nn.Linear(D, D)]
+    loss = Centers()
+    with pytest.raises(pp.PipelineError, match="the loss, Centers, has parameters, which nobody would train"):
+        pp.add_pipeline(lp.Program("refused"), pp.Model(layers, loss, sgd))
+    loss.requires_grad_(False)
+    model = pp.Model(layers, loss, sgd)
+    assert pp.check(model, BATCHES, microbatches=2).equal
+    with launched("thread", model, BATCHES, stages=2, microbatches=2) as pipeline:
+        losses = [result.loss for result in pipeline.steps()]
+        state = pipeline.state_dict()
+    assert torch.equal(loss.mean, torch.zeros(D))  # not the user's own
+    plain = PlainLoop(model, 2)
+    assert losses == plain.steps(BATCHES)
+    assert_same_state(state, plain.state_dict())
+
+
+@pytest.mark.parametrize("clip", [0, -1.0, float("nan"), "1"])
+def test_a_norm_to_clip_to_is_a_number_above_0(clip: Any) -> None:
+    """A negative one turned all gradients around."""
+    model = pp.Model([nn.Linear(D, D)], squared_error, sgd)
+    with pytest.raises(pp.PipelineError, match=f"clip_grad_norm={clip!r}: give a number above 0"):
+        pp.add_pipeline(lp.Program("refused"), model, stages=1, clip_grad_norm=clip)
