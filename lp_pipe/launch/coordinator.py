@@ -241,7 +241,7 @@ class Coordinator:
     def why_gone(self) -> dict[str, str]:
         """For every address, by its id: why nobody listens there any more."""
         with self._lock:
-            return {address: self._lives.nodes[owner].why_gone for address, owner in self.plan.owners.items()}
+            return {address: self._why_gone(self._lives.nodes[owner]) for address, owner in self.plan.owners.items()}
 
     @property
     def later_failures(self) -> int:
@@ -280,7 +280,7 @@ class Coordinator:
             return endpoint
         record = self._lives.nodes[owner]
         if not record.may_register or self._is_over:
-            return Unavailable(record.why_gone)
+            return Unavailable(self._why_gone(record))
         return None
 
     def _settle_inner(self) -> None:
@@ -295,4 +295,11 @@ class Coordinator:
         """Forget where the node listened; those who wait for it in vain."""
         self._directory.withdraw(record.spec.addresses)
         if not record.may_register:
-            self._settled += self._directory.give_up(record.spec.addresses, record.why_gone)
+            self._settled += self._directory.give_up(record.spec.addresses, self._why_gone(record))
+
+    def _why_gone(self, record: NodeRecord) -> str:
+        first = self._lives.verdict.first
+        if first is None or record.state != "stopped":
+            return record.why_gone
+        spec, failure = first
+        return f"{record.why_gone}, because node {spec.node_id} failed: {failure.summary}"

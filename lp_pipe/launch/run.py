@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from lp_pipe.connections import faulty
 from lp_pipe.context import asking, publish, replace_published
-from lp_pipe.errors import NodeError
+from lp_pipe.errors import NodeError, Unavailable
 from lp_pipe.handles import Handle
 from lp_pipe.launch.control import ControlPoint
 from lp_pipe.launch.coordinator import Coordinator
@@ -184,9 +184,14 @@ class Run:
     ) -> None:
         self.stop()
         failure: NodeError | None = described_failure(self._coordinator, self._host)
-        if kind is None and failure is not None:
+        if failure is None:
+            return
+        if kind is None:
             self.has_raised_failure = True
             raise failure
+        cause = str(failure).splitlines()[0]
+        if isinstance(error, Unavailable) and cause not in str(error):
+            error.add_note(f"the first failure of the program: {cause}")
 
     def _supervise(self) -> None:
         aside: list[threading.Thread] = []

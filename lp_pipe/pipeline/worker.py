@@ -54,10 +54,6 @@ class StageWorker:
         feeder: Any = None,
     ) -> None:
         node = context()
-        usual = node.services.endpoint_for(channels.id)
-        self._hub = ChannelHub(hub_endpoint(pipeline.channel, usual), node.name)
-        node.exit_stack.callback(self._hub.close, f"{node.name} has ended")
-        node.services.register(channels.id, self._hub.endpoint)
         self._config = pipeline
         self._worker, self._replica = pipeline.ranks.places[worker.rank]
         self._device = chosen_device(pipeline.devices[self._worker], worker.rank)
@@ -83,6 +79,11 @@ class StageWorker:
         self._metering = Metering(self._modules, self.training, (self._worker, self._replica), list(self._stages))
         self._search = Search(pipeline, self._stages, names_by_index(worker.sources.values()), node.name)
         self._intake = Intake(pipeline, self._stages, feeder, node.name, self._device)
+        # Not before its layers are built: where that fails, the neighbours are told why, and find no closed hub.
+        usual = node.services.endpoint_for(channels.id)
+        self._hub = ChannelHub(hub_endpoint(pipeline.channel, usual), node.name)
+        node.exit_stack.callback(self._hub.close, f"{node.name} has ended")
+        node.services.register(channels.id, self._hub.endpoint)
         self._ends: Any = pipeline.ranks, worker.rank, self._hub, neighbours
         self._connect("")
 

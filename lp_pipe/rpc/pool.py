@@ -8,6 +8,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Self, TypeVar
 
 from lp_pipe.context import current_context
+from lp_pipe.errors import Unavailable
 
 T = TypeVar("T")
 
@@ -25,7 +26,7 @@ class DaemonPool:
         self._name = name
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._is_closed = False
         self._node = current_context()
 
@@ -35,9 +36,13 @@ class DaemonPool:
             self._add_thread()
 
     def start(self, operation: Callable[[], T]) -> "Future[T]":
-        """Its result or error, which belongs to whoever asks for it; never done, if the pool is closed before."""
+        """Its result or error, which belongs to whoever asks for it: Unavailable, if the pool is closed already."""
         future: Future[T] = Future()
-        self.submit(settle, future, operation)
+        with self._lock:  # what is there before the pool is closed will be done
+            if not self._is_closed:
+                self.submit(settle, future, operation)
+                return future
+        future.set_exception(Unavailable(f"too late for one of the {self._name}: its node is ending"))
         return future
 
     def ensure_thread(self) -> None:

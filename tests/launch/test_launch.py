@@ -608,6 +608,20 @@ def test_a_program_that_has_ended_is_not_kept_in_memory(mode: str) -> None:
         handle.dereference()
 
 
+def test_who_asks_for_a_node_that_another_ones_failure_has_ended_is_told_of_that_failure(mode: str) -> None:
+    def fail() -> None:
+        raise ValueError("no data")
+
+    program = lp.Program("ended")
+    handle = program.add_node(lp.CourierNode(Server), label="server")
+    program.add_node(lp.PyNode(fail), label="reader")
+    run = lp.launch(program, mode)
+    with pytest.raises(lp.NodeError, match="no data"):
+        run.wait()
+    with pytest.raises(lp.Unavailable, match=r"server/0 has stopped: .* because node reader/0 failed: .*no data"):
+        handle.dereference()
+
+
 @pytest.mark.slow
 def test_twenty_launches_leave_no_file_descriptor(mode: str) -> None:
     program, server = serving()
