@@ -153,10 +153,13 @@ class Receiver:
 
     def _return_credit(self, message: "_Message") -> None:
         assert self._connection is not None
+        board = self._board
+        if board is not None and not board.take():
+            return
         with contextlib.suppress(Unavailable):  # the sender has gone and needs no credit
-            if self._board is None:
+            if board is None:
                 self._send_credit(message)
-            elif self._board.take():
+            else:
                 self._connection.send(NUDGE)
 
     def _send_credit(self, message: "_Message") -> None:

@@ -87,7 +87,7 @@ def add_pipeline(
         PartitionError: the plan is for another model.
         ScheduleError: the schedule does not exist for these numbers, or is not correct.
     """
-    _check(model, channel, microbatches, precision, clip_grad_norm)
+    _check(model, stages, channel, microbatches, precision, clip_grad_norm)
     check_recompute("none" if recompute is None else recompute)
     sources = [seen_by_setup(source) for source in sources_of(model)]
     refuse_unfit(model.loss, sources)
@@ -145,7 +145,7 @@ def add_pipeline(
     return PipelineHandle(conductor, replicas_by_layer, is_asynchronous=made.updates is not None)
 
 
-def _check(model: Any, channel: str, microbatches: int, precision: str, clip_grad_norm: Any) -> None:
+def _check(model: Any, stages: Any, channel: str, microbatches: int, precision: str, clip_grad_norm: Any) -> None:
     """Refuse what can be seen to be wrong at once.
 
     Raises:
@@ -153,10 +153,12 @@ def _check(model: Any, channel: str, microbatches: int, precision: str, clip_gra
     """
     if not isinstance(model, Model):
         raise PipelineError(f"add_pipeline takes a pp.Model(layers, loss, optimizer), not {type(model).__name__}")
+    if not isinstance(stages, int | Sequence | Plan) or isinstance(stages, str):
+        raise PipelineError(f"stages={stages!r}: give a whole number (int), a list of cut points, or a plan")
     if channel not in kinds.KINDS:
         raise PipelineError(f"channel={channel!r}: {kinds.why_not(channel)}")
-    if microbatches < 1:
-        raise PipelineError(f"microbatches={microbatches}: a step needs at least 1")
+    if not isinstance(microbatches, int) or microbatches < 1:
+        raise PipelineError(f"microbatches={microbatches!r}: give a whole number (int) of at least 1")
     if clip_grad_norm is not None and not (isinstance(clip_grad_norm, Real) and float(clip_grad_norm) > 0):
         raise PipelineError(f"clip_grad_norm={clip_grad_norm!r}: give a number above 0, or None")
     check_precision(precision)

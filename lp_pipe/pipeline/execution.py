@@ -196,7 +196,7 @@ class Execution:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = f"one of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise PipelineError(f"the loss function must return a scalar tensor, or (scalar, metrics), not {what}")
-        if not isinstance(metrics, Mapping):
+        if type(metrics) is not dict and not isinstance(metrics, Mapping):
             raise PipelineError(f"the loss function's metrics must be a dict of numbers, not {type(metrics).__name__}")
         weight = operation.weights[microbatch]
         report = operation.report

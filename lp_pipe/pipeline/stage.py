@@ -79,6 +79,9 @@ class Stage:
         self._seed = seed
         self._precision = precision
         self._device_type = device.type
+        # Around backwards: a layer may set the generator there (torch.utils.checkpoint does). Not on a GPU, where
+        # autograd has threads of its own, in which recomputed layers draw.
+        self._alone: AbstractContextManager[Any] = nobody_draws() if device.type == "cpu" else nullcontext()
         for layer in layers:
             layer.to(device)
         self._tied = tied
@@ -147,7 +150,7 @@ class Stage:
     def backward_weights(self, microbatch: int, more: Roots = ()) -> None:
         """Accumulate the gradients that a backward has deferred; frees the micro-batch's activations."""
         accumulate = self._weight_stash.pop(microbatch)
-        with self._alone():
+        with self._alone:
             accumulate([root for root in more if root[1] is not None])
 
     def tied_parameters(self, names: Sequence[str]) -> list[nn.Parameter]:
@@ -212,10 +215,10 @@ class Stage:
     def _backward(self, microbatch: int, roots: Roots, defer_weights: bool) -> list[Tensor | None]:
         stash = self.activation_stash.pop(microbatch)
         if not defer_weights:
-            with self._alone():
+            with self._alone:
                 backward(roots)
         elif roots and stash.entry is not None:
-            with self._alone():
+            with self._alone:
                 split = SplitBackward([root for root, _ in roots], [gradient for _, gradient in roots], stash.entry)
             self._weight_stash[microbatch] = split.accumulate
         else:  # no input wants a gradient, as on the first stage: nobody waits for any of this
@@ -223,13 +226,6 @@ class Stage:
         for name, gradients in stash.popped_gradients.items():
             self._popped_gradients[microbatch, name] = gradients
         return stash.input_gradients
-
-    def _alone(self) -> AbstractContextManager[Any]:
-        """For backwards: a layer may set the generator there (torch.utils.checkpoint does).
-
-        Not on a GPU, where autograd has threads of its own, in which recomputed layers draw.
-        """
-        return nobody_draws() if self._device_type == "cpu" else nullcontext()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Own parameters under the names that users see; a shared one once."""

@@ -8,7 +8,7 @@ they write must not change what the first one has saved. So each gets tensors of
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
 
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from lp_pipe.pipeline.buffers import BufferSnapshot, Place
 from lp_pipe.pipeline.wrapper import unwrapped
 
 _NO_PLACE: frozenset[Place] = frozenset()
+_NOTHING_TO_WATCH = nullcontext()  # nearly always: made once, because each action asks for it
 
 
 class WrittenBuffers:
@@ -39,16 +40,16 @@ class WrittenBuffers:
                 inner, _, attribute = path.rpartition(".")
                 self._constants[unwrapped(layers_by_name[index]).get_submodule(inner), attribute] = why
 
-    @contextmanager
-    def watched(self) -> Iterator[None]:
+    def watched(self) -> AbstractContextManager[None]:
         """A forward of training runs in the body.
 
         Raises:
             PipelineError: it has written to a shared one.
         """
-        if not self._modules:
-            yield
-            return
+        return self._watch() if self._modules else _NOTHING_TO_WATCH
+
+    @contextmanager
+    def _watch(self) -> Iterator[None]:
         # The first time with copies, which show writes to .data, too.
         before = BufferSnapshot(self._modules, None if self._written is None else _NO_PLACE)
         yield

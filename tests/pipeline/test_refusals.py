@@ -54,6 +54,9 @@ def test_what_cannot_be_built_is_refused_before_launch() -> None:
     refuses(pp.ScheduleError, "stages=0", stages=0)
     refuses(pp.ScheduleError, "forward.*no backwards", schedule="forward")
     refuses(pp.PipelineError, "microbatches=0", microbatches=0)
+    refuses(pp.PipelineError, r"microbatches=4.0: give a whole number \(int\)", microbatches=4.0)
+    refuses(pp.PipelineError, r"stages='2': give a whole number \(int\), a list", stages="2")
+    refuses(pp.PipelineError, r"stages=2.0: give a whole number \(int\), a list", stages=2.0)
     refuses(pp.PipelineError, "channel='pigeon': known are auto", channel="pigeon")
     with pytest.raises(pp.PipelineError, match=r"takes a pp\.Model"):
         pp.add_pipeline(lp.Program("wrong"), nn.Linear(1, 1))  # type: ignore[arg-type]
