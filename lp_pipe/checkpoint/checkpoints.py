@@ -79,9 +79,8 @@ class Checkpoints:
             self._failed(step, error)
             return
         try:
-            writes = [self._begin_part(name, part, aside) for name, part in self._parts.items()]
+            writes = self._begin_parts(aside)
         except OSError as error:
-            shutil.rmtree(aside, ignore_errors=True)  # a full disk has its room back
             self._failed(step, error)
             return
         self._writing = threading.Thread(target=self._write, args=(step, aside, writes), name="checkpoint")
@@ -109,6 +108,7 @@ class Checkpoints:
         Raises:
             CheckpointError: all are damaged, or it has other parts.
         """
+        folders.put_back(self.folder)
         paths = checkpoints_in(self.folder)
         damaged = []
         for path in reversed(paths):
@@ -249,6 +249,19 @@ class Checkpoints:
         if self._writing is not None:
             self._writing.join()
 
+    def _begin_parts(self, aside: Path) -> "list[Future[None]]":
+        writes: list[Future[None]] = []
+        for name, part in self._parts.items():
+            try:
+                writes.append(self._begin_part(name, part, aside))
+            except Exception as error:
+                for write in writes:
+                    write.exception()  # else it might come after the folder's end
+                shutil.rmtree(aside, ignore_errors=True)  # a full disk has its room back
+                error.add_note(f"part {name!r} of a checkpoint in {self.folder}")
+                raise
+        return writes
+
     def _begin_part(self, name: str, part: Any, aside: Path) -> "Future[None]":
         if saves_itself(part):
             return part.save_async(aside / name)
@@ -262,8 +275,7 @@ class Checkpoints:
             for write in writes:
                 write.result()
             folders.finish(aside, step, tuple(self._parts))
-            for path in checkpoints_in(self.folder)[: -self._keep]:
-                folders.remove(path)
+            folders.prune(self.folder, step, self._keep)
         except Exception as error:  # whatever a part raises; it belongs to who waits
             shutil.rmtree(aside, ignore_errors=True)
             try:

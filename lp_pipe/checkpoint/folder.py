@@ -6,6 +6,7 @@
         pipeline/…            a pipeline's own folder
         trainer.state         pickle of what `state_dict()` gave
       .step-00000200.4711     being written; what a killed process leaves is removed by the next one that saves
+      .step-00000100.before   one whose place another one of its step takes; put back if that was not to be
 
 Pickles are read back from it: load only what you trust as you trust code.
 """
@@ -26,6 +27,7 @@ from lp_pipe.errors import CheckpointError
 MANIFEST = "manifest.json"
 _FORMAT = 1
 _PREFIX = "step-"
+_BEFORE = ".before"
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,8 @@ class Checkpoint:
                 found.append(f"{name}: is missing")
             elif file.stat().st_size != size:
                 found.append(f"{name}: has {file.stat().st_size} bytes instead of {size}")
-            elif _sha256(file) != digest:
-                found.append(f"{name}: its contents have changed (sha256 differs)")
+            else:
+                found += [f"{name}: {what}" for what in _changes(file, digest)]
         known = {*self.files, MANIFEST}
         return found + [f"{name}: is no file of this checkpoint" for name in _files_of(self.path) if name not in known]
 
@@ -69,7 +71,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         text = manifest.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise CheckpointError(f"{path} is no checkpoint: without {MANIFEST} it was never finished") from None
-    except UnicodeDecodeError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{manifest} is damaged: {error}") from error
     head, _, digest = text.rstrip("\n").rpartition("\n")
     if hashlib.sha256(head.encode()).hexdigest() != digest:
@@ -79,6 +81,24 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise CheckpointError(f"{manifest} has format {data['format']}; this version of lp_pipe reads {_FORMAT}")
     files = {name: (size, sha256) for name, (size, sha256) in data["files"].items()}
     return Checkpoint(path, data["step"], data["saved"], tuple(data["parts"]), files)
+
+
+def put_back(folder: Path) -> None:
+    """What a process was replacing when it was killed. Not while another process saves here."""
+    for before in folder.glob(f".{_PREFIX}*{_BEFORE}"):
+        path = folder / before.name.removeprefix(".").removesuffix(_BEFORE)
+        if not path.exists():
+            before.rename(path)
+
+
+def prune(folder: Path, step: int, keep: int) -> None:
+    """Delete all but the newest `keep` of those up to this step, the one that was just written.
+
+    Later ones are not of this training: they are damaged, or it has gone back behind them.
+    """
+    last = f"{_PREFIX}{step:08}"
+    for path in [path for path in checkpoints_in(folder) if path.name <= last][:-keep]:
+        remove(path)
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
@@ -93,6 +113,7 @@ def begin(folder: Path, step: int) -> Path:
         OSError: the disk is full, the folder is read-only, ….
     """
     folder.mkdir(parents=True, exist_ok=True)
+    put_back(folder)
     for left in folder.glob(f".{_PREFIX}*"):  # by a process that was killed; only one saves here at a time
         shutil.rmtree(left, ignore_errors=True)
     aside = folder / f".{_PREFIX}{step:08}.{os.getpid()}"
@@ -114,10 +135,12 @@ def finish(aside: Path, step: int, parts: tuple[str, ...]) -> Checkpoint:
     for folder in {aside, *(aside / name for name in map(os.path.dirname, files))}:
         _sync(folder)
     path = aside.parent / f"{_PREFIX}{step:08}"
+    before = path.with_name(f".{path.name}{_BEFORE}")
     if path.exists():
-        remove(path)
+        path.rename(before)
     aside.rename(path)
     _sync(path.parent)
+    shutil.rmtree(before, ignore_errors=True)
     return open_checkpoint(path)
 
 
@@ -142,6 +165,13 @@ def _files_of(folder: Path) -> Iterator[str]:
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path != folder / MANIFEST:
             yield path.relative_to(folder).as_posix()
+
+
+def _changes(file: Path, digest: str) -> list[str]:
+    try:
+        return [] if _sha256(file) == digest else ["its contents have changed (sha256 differs)"]
+    except OSError as error:  # a broken disk says so itself
+        return [f"cannot be read: {error}"]
 
 
 def _sha256(path: Path) -> str:

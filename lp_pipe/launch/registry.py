@@ -116,5 +116,10 @@ def _private(folder: Path) -> Path:
 def _write(path: Path, record: RunRecord) -> None:
     """Whole or not at all: others read it at any time."""
     new = path.with_name(f".{path.name}.new")
-    new.write_text(json.dumps(asdict(record), indent=1) + "\n", encoding="utf-8")
-    new.replace(path)
+    try:
+        new.write_text(json.dumps(asdict(record), indent=1) + "\n", encoding="utf-8")
+        new.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            new.unlink(missing_ok=True)
+        raise

@@ -1,9 +1,10 @@
 """A launched program, as its launcher sees it."""
 
 import importlib
+import logging
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -24,6 +25,8 @@ from lp_pipe.program import Program
 from lp_pipe.telemetry.metrics import MetricsLog
 
 _TERM_TO_KILL_S = 1.0
+
+_log = logging.getLogger(__name__)
 
 
 class Run:
@@ -208,17 +211,27 @@ class Run:
         finally:
             for thread in aside:
                 thread.join()
-            self._coordinator.finish()
+            self._finish()
+
+    def _finish(self) -> None:
+        """Whatever becomes of one part: `wait` must return."""
+        parts: list[Callable[[], object]] = [
+            self._coordinator.finish,
             # What is published stays for ever: a word for each address, and not the whole program.
-            replace_published(self._services, EndedServices(self._coordinator.why_gone()))
-            self._host.close()
-            self._metrics.close()
-            save_failure(self._coordinator)
-            if self._control is not None:
-                self._control.close()
-            self._interrupts.uninstall()
-            self._is_over.set()
-            _active.discard(self)
+            lambda: replace_published(self._services, EndedServices(self._coordinator.why_gone())),
+            self._host.close,
+            self._metrics.close,
+            lambda: save_failure(self._coordinator),
+            self._control.close if self._control is not None else lambda: None,
+            self._interrupts.uninstall,
+        ]
+        for part in parts:
+            try:
+                part()
+            except Exception:
+                _log.exception("at the end of the program")
+        self._is_over.set()
+        _active.discard(self)
 
     def _restart(self, node_id: str) -> None:
         try:

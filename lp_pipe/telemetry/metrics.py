@@ -1,13 +1,18 @@
 """Numbers that nodes log: appended to a file, one JSON object a line, and passed on to displays."""
 
+import contextlib
 import json
+import logging
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import TextIO
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -24,30 +29,57 @@ Sink = Callable[[MetricsRecord], None]
 
 
 class MetricsLog:
-    """Writes metrics.jsonl and calls the sinks, from whichever thread the record comes in."""
+    """Writes metrics.jsonl and calls the sinks, from whichever thread the record comes in.
+
+    What cannot be written, or what a sink raises, is a warning, the first time: nobody's training ends because of it.
+    """
 
     def __init__(self, path: Path, sinks: tuple[Sink, ...] = ()) -> None:
         self._path = path
         self._sinks = sinks
-        self._file: TextIO | None = None
+        self._file: FileIO | None = None
         self._lock = threading.Lock()
+        self._warned_of: set[int] = set()
 
     def record(self, node: str, values: Mapping[str, float], step: int | None) -> None:
-        """Append one record. The file is flushed line by line, so that a killed run keeps its history."""
+        """Append one record. It is in the file when this returns, so that a killed run keeps its history."""
         record = MetricsRecord(time.time(), node, step, dict(values))
+        line = f"{_to_json(record)}\n".encode()
         with self._lock:
-            if self._file is None:
-                self._file = self._path.open("a", encoding="utf-8")
-            self._file.write(_to_json(record) + "\n")
-            self._file.flush()
+            try:
+                self._append(line)
+            except OSError as error:  # the disk is full, the folder was removed
+                self._warn(self._path, "metrics cannot be written to %s, and are left out: %s", self._path, error)
         for sink in self._sinks:
-            sink(record)
+            try:
+                sink(record)
+            except Exception as error:  # the user's own; this thread serves a node
+                self._warn(sink, "the metrics sink %r has failed: %r", sink, error)
 
     def close(self) -> None:
         with self._lock:
             if self._file is not None:
-                self._file.close()
+                with contextlib.suppress(OSError):
+                    self._file.close()
                 self._file = None
+
+    def _append(self, line: bytes) -> None:
+        """All of it or nothing: half a line would spoil the file for its readers."""
+        if self._file is None:
+            self._file = self._path.open("ab", buffering=0)
+        end = os.fstat(self._file.fileno()).st_size
+        try:
+            written = self._file.write(line)
+            if written < len(line):  # the rest says why
+                self._file.write(line[written:])
+        except OSError:
+            self._file.truncate(end)
+            raise
+
+    def _warn(self, what: object, message: str, *args: object) -> None:
+        if id(what) not in self._warned_of:
+            self._warned_of.add(id(what))
+            _log.warning(message, *args)
 
 
 def _to_json(record: MetricsRecord) -> str:

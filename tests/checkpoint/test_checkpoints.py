@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import lp_pipe as lp
-from lp_pipe.checkpoint import Checkpoints, checkpoints_in, open_checkpoint
+from lp_pipe.checkpoint import Checkpoints, checkpoints_in, folder, open_checkpoint
 from lp_pipe.errors import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -140,6 +140,62 @@ def test_a_checkpoint_that_cannot_be_written_is_an_error_or_a_warning(
     Checkpoints({"slow": part}, tmp_path, may_fail=True).save(2)
     assert "going on without it" in caplog.text
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_what_cannot_be_read_counts_as_damage(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved(tmp_path, 1, 2)
+    manifest = tmp_path / "step-00000002" / "manifest.json"
+    manifest.unlink()
+    manifest.mkdir()
+    assert restored(tmp_path) == 10
+    assert "Is a directory" in caplog.text
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_damaged_later_one_never_takes_the_place_of_the_one_just_written(tmp_path: Path, keep: int) -> None:
+    saved(tmp_path, 10, 20, 30)
+    (tmp_path / "step-00000030" / "counter.state").write_bytes(b"")
+    saved(tmp_path, 25, keep=keep)
+    assert restored(tmp_path) == 250
+    assert len(checkpoints_in(tmp_path)) == keep + 1
+
+
+def test_a_checkpoint_that_is_replaced_is_there_whenever_the_process_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, 5)
+    rename = Path.rename
+
+    def killed(path: Path, target: Path) -> Path:
+        if target.name == "step-00000005":
+            raise SystemExit  # as good as SIGKILL: nobody puts anything in order
+        return rename(path, target)
+
+    part = Counter(51)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", killed)
+        aside = folder.begin(tmp_path, 5)
+        folder.write_state(aside, "counter", part.state_dict())
+        with pytest.raises(SystemExit):
+            folder.finish(aside, 5, ("counter",))
+    assert checkpoints_in(tmp_path) == []
+    assert restored(tmp_path) == 50
+    Checkpoints({"counter": part}, tmp_path, keep=1).save(5)
+    assert restored(tmp_path) == 51
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"]
+
+
+def test_a_part_that_raises_is_named_and_leaves_nothing(tmp_path: Path) -> None:
+    class Broken(Counter):
+        def state_dict(self) -> dict[str, int]:
+            raise ValueError("no state")
+
+    slow = Slow()
+    slow.may_write.set()
+    with pytest.raises(ValueError, match="no state") as caught:
+        Checkpoints({"slow": slow, "broken": Broken()}, tmp_path).save(1)
+    assert "part 'broken'" in caught.value.__notes__[0]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_is_a_file_is_an_error_at_once(tmp_path: Path) -> None:

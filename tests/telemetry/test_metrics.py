@@ -1,0 +1,94 @@
+"""Metrics are for whoever looks on: when they cannot be kept, training goes on, and it is said once."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+import lp_pipe as lp
+from lp_pipe.telemetry.metrics import MetricsLog, MetricsRecord
+from tests.checkpoint import disks
+
+needs_disks = pytest.mark.skipif(bool(disks.why_not()), reason=disks.why_not() or "there are disks")
+
+
+def lines(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def fill(folder: Path) -> Path:
+    """Leave no byte free."""
+    file = os.open(folder / "filling", os.O_CREAT | os.O_WRONLY)
+    for size in (4096, 1):
+        try:
+            while True:
+                os.write(file, bytes(size))
+        except OSError:
+            continue
+    os.close(file)
+    return folder / "filling"
+
+
+@needs_disks
+def test_a_full_disk_costs_whole_lines_and_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def body() -> None:
+        disks.mount_small(tmp_path, "64k")
+        log = MetricsLog(tmp_path / "metrics.jsonl")
+        log.record("a/0", {"x": 1.0}, 0)
+        filling = fill(tmp_path)
+        for step in range(1, 100):  # more than what is left of the file's last block
+            log.record("a/0", {"x" * 100: 1.0}, step)
+        kept = lines(tmp_path / "metrics.jsonl")
+        assert kept == list(range(len(kept)))
+        assert len(kept) < 50
+        filling.unlink()
+        log.record("a/0", {"x": 1.0}, 100)
+        log.close()
+        assert lines(tmp_path / "metrics.jsonl") == [*kept, 100]
+
+    disks.with_own_mounts(body)
+    assert [record.getMessage().partition(" to ")[0] for record in caplog.records] == ["metrics cannot be written"]
+    assert "No space left on device" in caplog.text
+
+
+def test_a_folder_that_is_gone_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    log = MetricsLog(tmp_path / "gone" / "metrics.jsonl")
+    log.record("a/0", {"x": 1.0}, 0)
+    log.close()
+    assert "metrics cannot be written" in caplog.text
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_a_sink_that_raises_ends_no_node(mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    seen = []
+
+    def sink(record: MetricsRecord) -> None:
+        seen.append(record.step)
+        raise ValueError("nobody to show it to")
+
+    def node() -> None:
+        for step in range(3):
+            lp.log_metrics({"x": 1.0}, step)
+
+    program = lp.Program("sink")
+    program.add_node(lp.PyNode(node), label="node")
+    run = lp.launch(program, mode, run_dir=tmp_path, metrics_sinks=(sink,))
+    run.wait(30)
+    assert seen == [0, 1, 2]
+    assert lines(tmp_path / "metrics.jsonl") == [0, 1, 2]
+    assert caplog.text.count("nobody to show it to") == 1
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_a_program_ends_whatever_its_metrics_file_says_at_the_end(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def close(log: MetricsLog) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(MetricsLog, "close", close)
+    program = lp.Program("end")
+    program.add_node(lp.PyNode(lambda: None), label="node")
+    lp.launch(program, mode, run_dir=tmp_path).wait(30)
+    assert "at the end of the program" in caplog.text
