@@ -31,3 +31,7 @@ class BatchSource:
         pair = check_pair(batch, f"the pipeline, from the feeder's batch({step}),")
         self._ahead = (step + 1, read_by("thread", self._feeder).batch(step + 1))
         return pair
+
+    def forget_ahead(self) -> None:
+        """The pipeline goes on from somewhere else, perhaps because the feeder has died, and the next batch with it."""
+        self._ahead = None

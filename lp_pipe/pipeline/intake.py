@@ -25,6 +25,7 @@ class Intake:
         self._batches = BatchSource(feeder)
         self._name = name
         self._device = device
+        self.forget_ahead = self._batches.forget_ahead
 
     def operation(self, task: Task, scale: float | None = None) -> Operation:
         """A step of training."""

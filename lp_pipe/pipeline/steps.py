@@ -74,6 +74,7 @@ class Steps(ABC):
     def go_to(self, step: int, scale: LossScale | None = None) -> None:
         """Go on from a checkpoint."""
         self.done, self.torn = step, None
+        self._batches.forget_ahead()
         if self.scale is not None:
             self.scale = scale or LossScale()
 

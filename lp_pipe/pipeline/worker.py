@@ -98,6 +98,7 @@ class StageWorker:
     def reconnect(self, epoch: str) -> None:
         """New channels to all neighbours, one of which was restarted; the same `epoch` for all workers."""
         self._past.join_again()
+        self._intake.forget_ahead()
         self.discard()
         for ends in (self._links, self._reduction):
             ends.close("a worker was restarted")
@@ -254,6 +255,7 @@ class StageWorker:
         return {name: value for stage in self._stages.values() for name, value in stage.state_dict().items()}
 
     def _take(self, saved: Saved) -> None:
+        self._intake.forget_ahead()
         self.load_state_dict(saved.weights)
         self.training.restore(saved)
         if self._async is not None:

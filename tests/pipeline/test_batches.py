@@ -1,0 +1,48 @@
+"""Batches are asked for ahead; what comes of that is forgotten with the training that it was for."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lp_pipe as lp
+import lp_pipe.pipeline as pp
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+class Feeder:
+    """Its batches from `broken_from` on cannot be had."""
+
+    def __init__(self) -> None:
+        self.broken_from = 3
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        if step >= self.broken_from:
+            raise OSError("the disk of the data is away")
+        return torch.ones(4, 2), torch.ones(4, 2)
+
+    def mend(self) -> None:
+        self.broken_from = 1000
+
+
+@pytest.mark.parametrize("how", ["load", "go_back"])
+def test_after_going_back_every_stage_asks_the_feeder_again(how: str, tmp_path: Path) -> None:
+    model = pp.Model([pp.Layer(nn.Linear, 2, 2), pp.Layer(nn.Linear, 2, 2)], nn.functional.mse_loss, torch.optim.Adam)
+    program = lp.Program("away")
+    feeder = program.add_node(lp.CourierNode(Feeder), label="feeder")
+    handle = pp.add_pipeline(program, model, stages=2, microbatches=2, inputs=feeder)
+    with lp.launch(program, run_dir=tmp_path) as run:
+        pipeline = run.client(handle)
+        assert [pipeline.step().step for _ in range(3)] == [0, 1, 2]
+        pipeline.mirror()
+        pipeline.save(tmp_path / "checkpoint")
+        with pytest.raises(OSError, match="away"):
+            pipeline.step()
+        run.client(feeder).mend()
+        if how == "load":
+            pipeline.load(tmp_path / "checkpoint")
+        else:
+            pipeline.go_back(3)
+        assert [pipeline.step().step for _ in range(2)] == [3, 4]
