@@ -75,10 +75,6 @@ class Checkpoints:
         self.wait_until_written()
         try:
             aside = folders.begin(self.folder, step)
-        except OSError as error:
-            self._failed(step, error)
-            return
-        try:
             writes = self._begin_parts(aside)
         except OSError as error:
             self._failed(step, error)

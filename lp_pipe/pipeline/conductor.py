@@ -208,7 +208,9 @@ class Conductor:
 
     def _load(self, path: Path) -> None:
         self._forget_mirrors()
-        found = self._model.load(path)
+        found = self._model.read(path)
+        self._steps.torn = f"loading {path} has failed after it had changed some of them"
+        self._model.adopt()
         self._steps.go_to(found.step, LossScale(*found.loss_scale) if found.loss_scale is not None else None)
 
     def _recover(self) -> None:

@@ -10,6 +10,7 @@ The format is torch's, and so are the classes of the metadata; it takes 0.7 s to
 where it is used. (Not its planner and its writer: they took ten times as long for the entries of a small model.)
 """
 
+import contextlib
 import functools
 import os
 import pickle
@@ -60,7 +61,8 @@ class WholePlan:
         files = {share.file for share in written}
         for path in folder.iterdir():
             if is_share(path) and path.name not in files:
-                path.unlink()
+                with contextlib.suppress(OSError):  # it is one all the same; the next one tries again
+                    path.unlink()
 
 
 def _metadata(described: Described, places: Mapping[Key, tuple[str, int, int]]) -> Metadata:
@@ -91,8 +93,13 @@ def _origin(dimensions: int) -> torch.Size:
 def _replace(path: Path, data: bytes) -> None:
     """At once, and on the disk before that: whoever is killed between leaves the old one."""
     aside = path.with_name(f"{path.name}.tmp")
-    with aside.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.rename(path)
+    try:
+        with aside.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.rename(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
+        raise

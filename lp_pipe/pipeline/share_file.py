@@ -1,5 +1,6 @@
 """What one worker writes of a checkpoint: entries one after the other, each as torch.save writes it."""
 
+import contextlib
 import io
 import os
 from collections.abc import Collection, Mapping
@@ -32,6 +33,13 @@ class Written(NamedTuple):
 def is_share(path: Path) -> bool:
     """Whether a worker wrote it."""
     return path.match(_NAME.format(version="step-*", worker="*"))
+
+
+def remove_shares(folder: Path, version: str) -> None:
+    """What workers have written of a checkpoint that has failed: a full disk has its room back."""
+    for path in folder.glob(_NAME.format(version=version, worker="*")):
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 class Share:
@@ -70,17 +78,27 @@ class Share:
         kept = {key: value for key, value in self._entries.items() if key not in left_out}
         if not kept:
             return written
-        with Path(folder, written.file).open("wb", buffering=_BUFFER_BYTES) as file:
-            for key, value in kept.items():
-                begin = file.tell()
-                if isinstance(value, bytes):
-                    file.write(value)
-                else:
-                    quick_save.save(value, file)
-                written.places[key] = begin, file.tell() - begin
-            file.flush()
-            os.fsync(file.fileno())
+        path = Path(folder, written.file)
+        try:
+            written.places.update(_write(path, kept))
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from error
         return written
+
+
+def _write(path: Path, entries: Mapping[Key, Tensor | bytes]) -> dict[Key, tuple[int, int]]:
+    places = {}
+    with path.open("wb", buffering=_BUFFER_BYTES) as file:
+        for key, value in entries.items():
+            begin = file.tell()
+            if isinstance(value, bytes):
+                file.write(value)
+            else:
+                quick_save.save(value, file)
+            places[key] = begin, file.tell() - begin
+        file.flush()
+        os.fsync(file.fileno())
+    return places
 
 
 def _check_dense(key: Key, value: Tensor) -> None:

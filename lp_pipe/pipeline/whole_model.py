@@ -17,6 +17,7 @@ from lp_pipe.pipeline.loss_scale import LossScale
 from lp_pipe.pipeline.manifest import Manifest
 from lp_pipe.pipeline.names import in_order
 from lp_pipe.pipeline.quick_save import elements_of
+from lp_pipe.pipeline.share_file import remove_shares
 from lp_pipe.pipeline.stage import check_shapes
 from lp_pipe.pipeline.workers import Workers
 
@@ -102,7 +103,11 @@ class WholeModel:
         tied = [[("model", name) for name in names] for names in self._config.tied_outside]
         whole = WholePlan(self._workers.some(self._ranks, "plan_share", copy.version, copy.manifest), tied)
         arguments = [(str(path), copy.version, left_out) for left_out in whole.left_out]
-        whole.finish(path, self._workers.each(self._ranks, "write_share", arguments))
+        try:
+            whole.finish(path, self._workers.each(self._ranks, "write_share", arguments))
+        except Exception:
+            remove_shares(path, copy.version)
+            raise
 
     @contextmanager
     def _or_forget(self, version: str) -> Iterator[None]:
@@ -113,8 +118,8 @@ class WholeModel:
                 self._workers.some(self._ranks, "forget_share", version)
             raise
 
-    def load(self, path: Path) -> Manifest:
-        """Take what a checkpoint folder holds; every worker reads its part before one of them changes anything."""
+    def read(self, path: Path) -> Manifest:
+        """Let every worker read its part of a checkpoint folder, before one of them changes anything in `adopt`."""
         from lp_pipe.pipeline.dcp_reading import SavedFolder
 
         folder = SavedFolder(path)
@@ -126,5 +131,8 @@ class WholeModel:
             seeds = (found.seed, self._config.seed)
             _log.warning("%s was trained with seed %d, this model has %d: dropout will differ", path, *seeds)
         self._workers.all("read", str(path))
-        self._workers.all("adopt")
         return found
+
+    def adopt(self) -> None:
+        """Take what was read."""
+        self._workers.all("adopt")

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint import format_utils
 import lp_pipe.pipeline as pp
 from lp_pipe.pipeline.shares import Shares
 from lp_pipe.pipeline.workers import Workers
+from tests.checkpoint import disks
 from tests.pipeline.plain_loop import (
     D,
     PlainLoop,
@@ -30,6 +31,8 @@ pytestmark = [
     pytest.mark.usefixtures("no_leaks"),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
 ]
+
+needs_disks = pytest.mark.skipif(bool(disks.why_not()), reason=disks.why_not() or "there are disks")
 
 BATCHES = random_batches([6, 6, 5, 7, 6, 6])
 
@@ -341,3 +344,43 @@ def test_saving_again_leaves_one_checkpoint_in_the_folder(tmp_path: Path) -> Non
     files = {path.name for path in tmp_path.glob("*.distcp")}
     assert len(files) == 2
     assert {path.name for path in tmp_path.iterdir()} == {".metadata", "mine.pt", *files}
+
+
+@needs_disks
+def test_a_full_disk_is_named_and_loses_no_room_to_what_has_failed(tmp_path: Path) -> None:
+    def body() -> None:
+        disks.mount_small(tmp_path, "64k")
+        model = pp.Model([nn.Linear(1, 1), nn.Linear(100, 100, bias=False)], squared_error, sgd)
+        with launched("thread", model, stages=2) as pipeline:
+            pipeline.save(tmp_path / "old")
+            before = sorted((tmp_path / "old").iterdir())
+            for folder, left in (("old", before), ("old", before), ("new", [])):
+                with pytest.raises(OSError, match=rf"No space left on device.*/{folder}/step-0-.*\.distcp"):
+                    pipeline.save(tmp_path / folder)
+                assert sorted((tmp_path / folder).iterdir()) == left
+
+    disks.with_own_mounts(body)
+
+
+def test_a_load_that_fails_halfway_is_mended_by_another_one_only(tmp_path: Path) -> None:
+    """torch's SequentialLR takes no other scheduler's state, which is found out when the weights are taken already."""
+    schedulers = torch.optim.lr_scheduler
+
+    def sequential(optimizer: torch.optim.Optimizer) -> Any:
+        parts = [schedulers.ConstantLR(optimizer), schedulers.ExponentialLR(optimizer, 0.8)]
+        return schedulers.SequentialLR(optimizer, parts, [2])
+
+    layers = [nn.Linear(1, 1), nn.Linear(1, 1)]
+    for name, scheduler in (("step", lambda optimizer: schedulers.StepLR(optimizer, 2)), ("sequential", sequential)):
+        batch = torch.ones(2, 1), torch.ones(2, 1)
+        with launched("thread", pp.Model(layers, squared_error, sgd, scheduler), stages=2) as pipeline:
+            pipeline.step(batch)
+            pipeline.save(tmp_path / name)
+            if name == "step":
+                continue
+            with pytest.raises(KeyError, match="_schedulers"):
+                pipeline.load(tmp_path / "step")
+            with pytest.raises(pp.PipelineError, match=r"loading .*step has failed after it had changed some of them"):
+                pipeline.step(batch)
+            pipeline.load(tmp_path / name)
+            assert pipeline.step(batch).step == 1
