@@ -280,7 +280,8 @@ class Checkpoints:
                 self._error = failure
 
     def _failed(self, step: int, error: Exception) -> None:
-        message = f"the checkpoint of step {step} could not be written to {self.folder}: {error}"
+        what = str(error).partition("\n")[0]  # a stage's has its traceback behind that
+        message = f"the checkpoint of step {step} could not be written to {self.folder}: {what}"
         if not self._may_fail:
             raise CheckpointError(f"{message}; older ones are as they were") from error
         _log.warning("%s; going on without it", message)
