@@ -14,6 +14,7 @@ from torch.distributed.pipelining._IR import annotate_split_points
 from torch.utils import _pytree as pytree
 
 from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline.lost_in_export import branches_of, own_gradients_refused
 from lp_pipe.pipeline.piece import Inputs, Part, Piece, holder, inputs_of, template_of, tensor_at
 
 _POINTS = {"beginning": SplitPoint.BEGINNING, "end": SplitPoint.END}
@@ -47,12 +48,13 @@ def split(module: nn.Module, example_inputs: Any, split_points: SplitPoints = ()
         torch.distributed.pipelining.pipe_split() where it is to be cut.
 
     Raises:
-        PipelineError: a name is unknown or never reached, a piece would be empty, or torch.export cannot take the
-            module; then its error is the cause.
+        PipelineError: a name is unknown or never reached, a piece would be empty, the module has a backward of its own
+            (a torch.autograd.Function, a hook), or torch.export cannot take it; then its error is the cause.
     """
     if not isinstance(module, nn.Module):
         raise PipelineError(f"split() takes an nn.Module, not {type(module).__name__}")
     spec = _checked(module, split_points)
+    example_inputs = _each_once(example_inputs)
     example: tuple[tuple[Any, ...], dict[str, Any]] = ((), example_inputs)
     if not isinstance(example_inputs, dict):
         example = (tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)), {}
@@ -78,6 +80,19 @@ def _checked(module: nn.Module, split_points: SplitPoints) -> dict[str, SplitPoi
         if where not in _POINTS:
             raise PipelineError(f"split point {name!r}: {where!r} is neither 'beginning' nor 'end'")
     return {name: _POINTS[where] for name, where in given.items()}
+
+
+def _each_once(example_inputs: Any) -> Any:
+    """A tensor that is there twice, as ids and as labels, would be one input for torch.export; batches have two."""
+    seen: set[int] = set()
+
+    def own(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or id(leaf) not in seen:
+            seen.add(id(leaf))
+            return leaf
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+
+    return pytree.tree_map(own, example_inputs)
 
 
 @contextmanager
@@ -117,9 +132,13 @@ def _trace(
             free = [torch.export.Dim.DYNAMIC, *[torch.export.Dim.AUTO] * (tensor.dim() - 1)]
             sizes[tensor] = dict(enumerate(free))
     try:
-        exported = torch.export.export(module, args, kwargs, dynamic_shapes=sizes.dynamic_shapes(module, args, kwargs))
+        dynamic = sizes.dynamic_shapes(module, args, kwargs)
+        with own_gradients_refused(module):
+            exported = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic)
         # Its guards are for exactly the example's kind of call; `Inputs` checks what matters here.
         root: Any = exported.module(check_guards=False)
+    except PipelineError:
+        raise
     except Exception as error:  # whatever the module's own forward raises comes through, too
         first_line = next(iter(str(error).strip().splitlines()), "")
         raise PipelineError(
@@ -132,7 +151,7 @@ def _trace(
         raise PipelineError(
             f"{type(module).__name__} has no split points: name submodules, or call pipe_split() in its forward"
             if not spec
-            else f"split points {list(spec)}: forward calls none of them outside of torch.no_grad()"
+            else f"split points {list(spec)}: forward calls none of them outside of no_grad() and autocast()"
         )
     if len(cuts) <= len(spec):
         raise PipelineError(
@@ -146,7 +165,7 @@ def _trace(
             )
     out_spec = exported.call_spec.out_spec
     assert out_spec is not None, "an exported program knows what it returns"
-    inputs = inputs_of((args, kwargs), placeholders)
+    inputs = inputs_of((args, kwargs), placeholders, branches_of(placeholders))
     return _Traced(root, inputs, template_of(out_spec), placeholders, cuts, results)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed.pipelining import pipe_split
 
@@ -311,6 +312,138 @@ def test_sizes_that_the_module_fixes_are_checked(language: Any) -> None:
     _, layers = language
     with pytest.raises(pp.PipelineError, match=r"split for inputs of shape \[.*\], not \[3, 4\]"):
         layers[0]((torch.zeros(3, 5, dtype=torch.long), torch.zeros(3, 4)))
+
+
+class Padding(nn.Module):
+    """Branches on both sizes, as windowed attention and causal masks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.linear = nn.Embedding(WORDS, D), nn.Linear(D, D)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x: Tensor = self.words(ids)
+        if ids.shape[1] % 2:
+            x = nn.functional.pad(x, (0, 0, 0, 1))
+        if ids.shape[0] > 8:
+            x = x * 2
+        return self.linear(x.unflatten(1, (-1, 2)).sum(2)).mean(1)
+
+
+def test_inputs_that_would_take_another_branch_are_refused() -> None:
+    # The graph has the example's branch only; it used to run for all sizes, and trained otherwise than the module.
+    module = made(Padding)
+    first, second = cloudpickle.loads(
+        cloudpickle.dumps(pp.split(module, torch.zeros(4, 6, dtype=torch.long), ["linear"]))
+    )
+    for sizes in ((4, 6), (1, 6), (8, 2)):
+        ids = torch.randint(WORDS, sizes)
+        assert torch.equal(second(first(ids)), module(ids))
+    with pytest.raises(
+        pp.PipelineError, match=r"test_splitting.py:\d+ branches on the inputs' sizes.*Mod.*\[\[4, 7\]\]"
+    ):
+        first(torch.zeros(4, 7, dtype=torch.long))
+    with pytest.raises(
+        pp.PipelineError, match=r"split for the branch where s\d+ <= 8, which is not so with \[\[9, 6\]\]"
+    ):
+        first(torch.zeros(9, 6, dtype=torch.long))
+
+
+class Labelled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(WORDS, D), nn.Linear(D, WORDS)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(self.words(ids)).flatten(0, 1), labels.flatten())
+
+
+def test_an_example_may_have_one_tensor_twice() -> None:
+    # labels=ids in the example was one input for torch.export: the labels of the batches were never looked at.
+    module, ids, labels = made(Labelled), torch.randint(WORDS, (4, 6)), torch.randint(WORDS, (4, 6))
+    first, second = pp.split(module, {"ids": ids, "labels": ids}, ["head"])
+    assert torch.equal(second(first({"ids": ids, "labels": labels})), module(ids, labels))
+
+
+class Rounds(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
+
+
+class Quantised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(Rounds.apply(self.one(x)))  # type: ignore[no-untyped-call, no-any-return]
+
+
+class Hooked(Skips):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        if y.requires_grad:
+            y.register_hook(lambda gradient: gradient * 2)
+        return y.tanh()
+
+
+@torch.library.custom_op("lp_pipe_tests::rounds", mutates_args=())
+def rounds(x: Tensor) -> Tensor:
+    return x.round()
+
+
+rounds.register_fake(torch.empty_like)
+rounds.register_autograd(lambda ctx, gradient: gradient)
+
+
+class QuantisedByOp(Quantised):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.two(rounds(self.one(x)))
+        return y
+
+
+def test_a_custom_op_keeps_its_gradient() -> None:
+    module, x = made(QuantisedByOp), torch.randn(3, D)
+    first, second = pp.split(copy.deepcopy(module), x, ["two"])
+    second(first(x)).sum().backward()
+    module(x).sum().backward()
+    found, wanted = first.get_parameter("layer.one.weight").grad, module.get_parameter("one.weight").grad
+    assert found is not None and wanted is not None and torch.equal(found, wanted) and wanted.any()
+
+
+def _with_backward_hook() -> nn.Module:
+    module = nn.Sequential(nn.Linear(D, D), nn.Linear(D, D))
+    module[1].register_full_backward_hook(lambda *_: None)
+    return module
+
+
+class Reentrant(Skips):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.utils.checkpoint.checkpoint(self.unused, x.requires_grad_(), use_reentrant=True)
+        return self.linear(y)
+
+
+@pytest.mark.parametrize(
+    ("make", "point", "what"),
+    [
+        (Quantised, "two", "the backward of the torch.autograd.Function Rounds"),
+        (Hooked, "linear", r"a hook of a tensor \(Tensor.register_hook\)"),
+        (_with_backward_hook, "1", "a backward hook of '1'"),
+        (Reentrant, "linear", "the backward of the torch.autograd.Function CheckpointFunction"),
+    ],
+)
+def test_gradients_that_the_graph_would_not_have_are_refused(make: Any, point: str, what: str) -> None:
+    # torch.export writes down what forward does; a gradient of one's own went missing without a word.
+    module = make()
+    before = len(module._forward_hooks)
+    with pytest.raises(pp.PipelineError, match=f"torch.export would leave out {what}, and the pieces would train"):
+        pp.split(module, torch.randn(3, D), [point])
+    assert len(module._forward_hooks) == before
 
 
 def test_pieces_in_another_order_or_number_are_refused(language: Any) -> None:
