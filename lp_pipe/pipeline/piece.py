@@ -1,5 +1,6 @@
 """One piece of a module that was cut: the operations that torch.export found there, and the tensors they need."""
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
@@ -79,12 +80,27 @@ class Inputs:
         return [list(wanted) for kind, wanted in self.leaves if kind == "tensor"]
 
 
+class Definitions(tuple[str, ...]):
+    """Modules that define operations of a graph (torch.library): unpickling this imports them, as the graph needs."""
+
+    def __reduce__(self) -> Any:
+        return _imported, (tuple(self),)
+
+
+def _imported(names: tuple[str, ...]) -> Definitions:
+    for name in names:
+        importlib.import_module(name)
+    return Definitions(names)
+
+
 class Part(NamedTuple):
     """A piece in one mode: `graph(*state, *constants, *values)` returns the values that later pieces need.
 
-    state: names of parameters and buffers. inputs: on the first piece. outputs: on the last one, a template as there.
+    definitions: first, so that they are unpickled before the graph. state: names of parameters and buffers.
+    inputs: on the first piece. outputs: on the last one, a template as there.
     """
 
+    definitions: Definitions
     graph: fx.GraphModule
     state: tuple[str, ...]
     constants: tuple[Tensor, ...]

@@ -1,6 +1,7 @@
 """pp.split: a module that is no list of layers becomes one, and trains to the bits that it would have as a whole."""
 
 import copy
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import pipe_split
 
 import lp_pipe.pipeline as pp
-from lp_pipe.pipeline.piece import Piece
+from lp_pipe.pipeline.piece import Definitions, Piece
 from tests.pipeline.plain_loop import PlainLoop, adam, assert_same_state, launched, squared_error
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -412,8 +413,22 @@ def test_a_custom_op_keeps_its_gradient() -> None:
     first, second = pp.split(copy.deepcopy(module), x, ["two"])
     second(first(x)).sum().backward()
     module(x).sum().backward()
+    # A node that unpickles the piece has to import what defines the operation.
+    assert isinstance(first, Piece) and isinstance(second, Piece)
+    assert first.parts[True].definitions == (__name__,) and second.parts[True].definitions == ()
     found, wanted = first.get_parameter("layer.one.weight").grad, module.get_parameter("one.weight").grad
     assert found is not None and wanted is not None and torch.equal(found, wanted) and wanted.any()
+
+
+def test_modules_that_define_operations_are_imported_where_a_piece_arrives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lp_pipe_test_operations.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    payload = cloudpickle.dumps(Definitions(("lp_pipe_test_operations",)))
+    assert "lp_pipe_test_operations" not in sys.modules
+    assert cloudpickle.loads(payload) == ("lp_pipe_test_operations",)
+    assert sys.modules.pop("lp_pipe_test_operations")
 
 
 def _with_backward_hook() -> nn.Module:
