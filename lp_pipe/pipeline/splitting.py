@@ -185,7 +185,7 @@ def _cut(graph: fx.Graph) -> tuple[list[fx.Node], list[list[fx.Node]], fx.Node]:
 def _pieces(module: nn.Module, traced: Mapping[bool, _Traced]) -> list[nn.Module]:
     parts = {mode: _parts(module, found) for mode, found in traced.items()}
     used = [{*train.state, *evaluation.state} for train, evaluation in zip(parts[True], parts[False], strict=True)]
-    changed = {name for found in traced.values() for name in changed_state(found.cuts)}
+    changed = {name for found in traced.values() for name in changed_state(found.root, found.placeholders, found.cuts)}
     order, origin = tuple(module.state_dict()), secrets.token_hex(8)
     return [
         Piece(holder(tensors), {mode: of_mode[index] for mode, of_mode in parts.items()}, order, origin)
@@ -230,7 +230,7 @@ def _parts(module: nn.Module, traced: _Traced) -> list[Part]:
             last_use.update(dict.fromkeys(node.all_input_nodes, min(index, last)))
     values = [node for node in born if node in last_use and node.op != "get_attr"]
     alive = [[node for node in values if born[node] < index <= last_use[node]] for index in range(last + 1)]
-    refuse_shared_memory(traced.placeholders, traced.cuts, alive)
+    refuse_shared_memory(traced.root, traced.placeholders, traced.cuts, alive)
     own = {
         name for names in (module.named_parameters, module.named_buffers) for name, _ in names(remove_duplicate=False)
     }

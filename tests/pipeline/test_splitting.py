@@ -350,6 +350,40 @@ def test_inputs_that_would_take_another_branch_are_refused() -> None:
         first(torch.zeros(9, 6, dtype=torch.long))
 
 
+class Averages(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(D, D), nn.Linear(D, D)
+        self.register_buffer("average", torch.ones(D))
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.one(x)
+        if self.how == "no_grad":
+            with torch.no_grad():
+                self.average.view(2, -1)[0].mul_(0.9)
+        elif self.how == "slice":
+            self.average[:2] = y.detach().mean(0)[:2]
+        elif self.how == "view":
+            self.average.view(2, -1)[0].mul_(0.9)
+        return self.two(y * self.average) + self.average
+
+
+@pytest.mark.parametrize("how", ["no_grad", "slice", "view"])
+def test_a_buffer_that_forward_writes_to_in_any_way_stays_in_one_stage(how: str) -> None:
+    # It used to count as constant unless an operation wrote to all of it outside of no_grad(): each stage had a copy.
+    module, x = Averages(how), torch.randn(4, D)
+    layers = pp.split(module, x, ["two"])
+    model = pp.Model(layers, squared_error, adam)
+    refused = pytest.raises(pp.PipelineError, match=r"share a buffer \(1.average\) that training writes to")
+    with refused, launched("thread", model, stages=2, microbatches=2) as pipeline:
+        pipeline.step((x, x))
+    plain = PlainModule(model, 2, copy.deepcopy(module))
+    with launched("thread", model, stages=1, microbatches=2) as pipeline:
+        assert pipeline.step((x, x)).loss == plain.step((x, x))
+        assert_same_state(pipeline.state_dict(), plain.state_dict())
+
+
 class Labelled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
