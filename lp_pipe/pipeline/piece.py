@@ -1,5 +1,6 @@
 """One piece of a module that was cut: the operations that torch.export found there, and the tensors they need."""
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
@@ -9,6 +10,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline.lost_in_export import Branch
 from lp_pipe.pipeline.wrapper import Wrapper
 
 
@@ -19,10 +21,12 @@ class Inputs:
     template: (args, kwargs) with something in the place of every leaf (a TreeSpec itself is not meant to be pickled).
     leaves: for a tensor its sizes, a number where the module fixes it and a name where it may change (equal names are
         equal sizes); (value,) for anything else, which the export has made a constant.
+    branches: what forward asked of these sizes; the graph is for the example's answers.
     """
 
     template: tuple[tuple[Any, ...], dict[str, Any]]
     leaves: tuple[tuple[str, tuple[Any, ...]], ...]
+    branches: tuple[Branch, ...] = ()
 
     def flat(self, value: Any) -> list[Any]:
         """The leaves of a batch's input: a tensor, a tuple of positional arguments, or a dict of keyword arguments.
@@ -63,14 +67,40 @@ class Inputs:
                         f"the module was split for inputs of shape {list(wanted)}, not {list(sizes)}: torch.export "
                         "found the numbers fixed (split with another example), and equal names to be equal"
                     )
+        for branch in self.branches:
+            if not branch.holds(seen):
+                found = [list(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
+                raise PipelineError(
+                    f"{branch.where} branches on the inputs' sizes, and the module was split for the branch where "
+                    f"{branch.condition}, which is not so with {found} (the module takes {self._named()}): keep to "
+                    "that branch, or write the layers by hand"
+                )
+
+    def _named(self) -> list[list[Any]]:
+        return [list(wanted) for kind, wanted in self.leaves if kind == "tensor"]
+
+
+class Definitions(tuple[str, ...]):
+    """Modules that define operations of a graph (torch.library): unpickling this imports them, as the graph needs."""
+
+    def __reduce__(self) -> Any:
+        return _imported, (tuple(self),)
+
+
+def _imported(names: tuple[str, ...]) -> Definitions:
+    for name in names:
+        importlib.import_module(name)
+    return Definitions(names)
 
 
 class Part(NamedTuple):
     """A piece in one mode: `graph(*state, *constants, *values)` returns the values that later pieces need.
 
-    state: names of parameters and buffers. inputs: on the first piece. outputs: on the last one, a template as there.
+    definitions: first, so that they are unpickled before the graph. state: names of parameters and buffers.
+    inputs: on the first piece. outputs: on the last one, a template as there.
     """
 
+    definitions: Definitions
     graph: fx.GraphModule
     state: tuple[str, ...]
     constants: tuple[Tensor, ...]
@@ -130,7 +160,9 @@ def holder(tensors: Mapping[str, tuple[Tensor, bool]]) -> nn.Module:
     return root
 
 
-def inputs_of(example: tuple[tuple[Any, ...], dict[str, Any]], placeholders: list[fx.Node]) -> Inputs:
+def inputs_of(
+    example: tuple[tuple[Any, ...], dict[str, Any]], placeholders: list[fx.Node], branches: tuple[Branch, ...]
+) -> Inputs:
     """What an exported graph fixes about its inputs."""
     examples, spec = pytree.tree_flatten(example)
     leaves: list[tuple[str, tuple[Any, ...]]] = []
@@ -140,7 +172,7 @@ def inputs_of(example: tuple[tuple[Any, ...], dict[str, Any]], placeholders: lis
             leaves.append(("tensor", tuple(str(size) if isinstance(size, torch.SymInt) else size for size in sizes)))
         else:
             leaves.append(("constant", (example,)))
-    return Inputs(template_of(spec), tuple(leaves))
+    return Inputs(template_of(spec), tuple(leaves), branches)
 
 
 def template_of(spec: pytree.TreeSpec) -> Any:

@@ -1,7 +1,6 @@
 """Any nn.Module as a list of layers: torch.export writes its forward down, split points cut what it wrote."""
 
 import difflib
-import operator
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,15 +8,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
+from torch._library.custom_ops import OPDEFS
 from torch.distributed.pipelining import SplitPoint
 from torch.distributed.pipelining._IR import annotate_split_points
 from torch.utils import _pytree as pytree
 
 from lp_pipe.errors import PipelineError
-from lp_pipe.pipeline.piece import Inputs, Part, Piece, holder, inputs_of, template_of, tensor_at
+from lp_pipe.pipeline.graph_memory import changed_state, refuse_shared_memory
+from lp_pipe.pipeline.lost_in_export import branches_of, own_gradients_refused
+from lp_pipe.pipeline.piece import Definitions, Inputs, Part, Piece, holder, inputs_of, template_of, tensor_at
 
 _POINTS = {"beginning": SplitPoint.BEGINNING, "end": SplitPoint.END}
-_CHANGED_BUFFERS = ("running_mean", "running_var")  # arguments that batch_norm writes to; its schema does not say so
 
 SplitPoints = Sequence[str] | Mapping[str, str]
 
@@ -47,12 +48,13 @@ def split(module: nn.Module, example_inputs: Any, split_points: SplitPoints = ()
         torch.distributed.pipelining.pipe_split() where it is to be cut.
 
     Raises:
-        PipelineError: a name is unknown or never reached, a piece would be empty, or torch.export cannot take the
-            module; then its error is the cause.
+        PipelineError: a name is unknown or never reached, a piece would be empty, the module has a backward of its own
+            (a torch.autograd.Function, a hook), or torch.export cannot take it; then its error is the cause.
     """
     if not isinstance(module, nn.Module):
         raise PipelineError(f"split() takes an nn.Module, not {type(module).__name__}")
     spec = _checked(module, split_points)
+    example_inputs = _each_once(example_inputs)
     example: tuple[tuple[Any, ...], dict[str, Any]] = ((), example_inputs)
     if not isinstance(example_inputs, dict):
         example = (tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)), {}
@@ -78,6 +80,19 @@ def _checked(module: nn.Module, split_points: SplitPoints) -> dict[str, SplitPoi
         if where not in _POINTS:
             raise PipelineError(f"split point {name!r}: {where!r} is neither 'beginning' nor 'end'")
     return {name: _POINTS[where] for name, where in given.items()}
+
+
+def _each_once(example_inputs: Any) -> Any:
+    """A tensor that is there twice, as ids and as labels, would be one input for torch.export; batches have two."""
+    seen: set[int] = set()
+
+    def own(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or id(leaf) not in seen:
+            seen.add(id(leaf))
+            return leaf
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+
+    return pytree.tree_map(own, example_inputs)
 
 
 @contextmanager
@@ -117,9 +132,13 @@ def _trace(
             free = [torch.export.Dim.DYNAMIC, *[torch.export.Dim.AUTO] * (tensor.dim() - 1)]
             sizes[tensor] = dict(enumerate(free))
     try:
-        exported = torch.export.export(module, args, kwargs, dynamic_shapes=sizes.dynamic_shapes(module, args, kwargs))
+        dynamic = sizes.dynamic_shapes(module, args, kwargs)
+        with own_gradients_refused(module):
+            exported = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic)
         # Its guards are for exactly the example's kind of call; `Inputs` checks what matters here.
         root: Any = exported.module(check_guards=False)
+    except PipelineError:
+        raise
     except Exception as error:  # whatever the module's own forward raises comes through, too
         first_line = next(iter(str(error).strip().splitlines()), "")
         raise PipelineError(
@@ -132,7 +151,7 @@ def _trace(
         raise PipelineError(
             f"{type(module).__name__} has no split points: name submodules, or call pipe_split() in its forward"
             if not spec
-            else f"split points {list(spec)}: forward calls none of them outside of torch.no_grad()"
+            else f"split points {list(spec)}: forward calls none of them outside of no_grad() and autocast()"
         )
     if len(cuts) <= len(spec):
         raise PipelineError(
@@ -146,7 +165,7 @@ def _trace(
             )
     out_spec = exported.call_spec.out_spec
     assert out_spec is not None, "an exported program knows what it returns"
-    inputs = inputs_of((args, kwargs), placeholders)
+    inputs = inputs_of((args, kwargs), placeholders, branches_of(placeholders))
     return _Traced(root, inputs, template_of(out_spec), placeholders, cuts, results)
 
 
@@ -166,7 +185,7 @@ def _cut(graph: fx.Graph) -> tuple[list[fx.Node], list[list[fx.Node]], fx.Node]:
 def _pieces(module: nn.Module, traced: Mapping[bool, _Traced]) -> list[nn.Module]:
     parts = {mode: _parts(module, found) for mode, found in traced.items()}
     used = [{*train.state, *evaluation.state} for train, evaluation in zip(parts[True], parts[False], strict=True)]
-    changed = {name for found in traced.values() for name in _changed_state(found)}
+    changed = {name for found in traced.values() for name in changed_state(found.root, found.placeholders, found.cuts)}
     order, origin = tuple(module.state_dict()), secrets.token_hex(8)
     return [
         Piece(holder(tensors), {mode: of_mode[index] for mode, of_mode in parts.items()}, order, origin)
@@ -200,54 +219,6 @@ def _shared_out(module: nn.Module, used: Sequence[set[str]], changed: set[str]) 
     return shares
 
 
-def _changed_state(traced: _Traced) -> Iterator[str]:
-    """Names of the state that forward writes to, such as a BatchNorm's statistics."""
-    for node in (node for nodes in traced.cuts for node in nodes):
-        yield from (str(written.target) for written in _written(node) if written.op == "get_attr")
-
-
-def _written(node: fx.Node) -> list[fx.Node]:
-    """What an operation writes to in place."""
-    schema = getattr(node.target, "_schema", None)
-    arguments = schema.arguments if schema is not None else ()
-    return [
-        given
-        for argument, given in zip(arguments, node.args, strict=False)
-        if isinstance(given, fx.Node)
-        and (argument.name in _CHANGED_BUFFERS or (argument.alias_info and argument.alias_info.is_write))
-    ]
-
-
-def _refuse_shared_memory(traced: _Traced, alive: Sequence[list[fx.Node]]) -> None:
-    """Two values that share memory arrive apart: a later piece that writes to one would not change the other."""
-    memory = _memory(traced)
-    for index in range(1, len(alive)):
-        later = [node for nodes in traced.cuts[index:] for node in nodes]
-        changed = {memory.get(written, written) for node in later for written in _written(node)}
-        seen: dict[fx.Node, fx.Node] = {}
-        for node in alive[index]:
-            first = seen.setdefault(memory[node], node)
-            if first is not node and memory[node] in changed:
-                raise PipelineError(
-                    f"between pieces {index - 1} and {index}, {first.name!r} and {node.name!r} share memory (one is a "
-                    "view of the other) that a later piece writes to in place: cut elsewhere, or do not write in place"
-                )
-
-
-def _memory(traced: _Traced) -> dict[fx.Node, fx.Node]:
-    """For every value the first one whose memory it shares, as the operations' schemas say."""
-    memory = {node: node for node in traced.placeholders}
-    for node in (node for nodes in traced.cuts for node in nodes):
-        schema = getattr(node.target, "_schema", None)
-        arguments = schema.arguments if schema is not None else ()
-        sources = [given for argument, given in zip(arguments, node.args, strict=False) if argument.alias_info]
-        if node.target is operator.getitem:
-            sources = [node.args[0]]
-        source = next((given for given in sources if isinstance(given, fx.Node)), node)
-        memory[node] = memory.get(source, source)
-    return memory
-
-
 def _parts(module: nn.Module, traced: _Traced) -> list[Part]:
     """Every piece's graph, with the values that are alive where it begins and where it ends."""
     last = len(traced.cuts) - 1
@@ -259,7 +230,7 @@ def _parts(module: nn.Module, traced: _Traced) -> list[Part]:
             last_use.update(dict.fromkeys(node.all_input_nodes, min(index, last)))
     values = [node for node in born if node in last_use and node.op != "get_attr"]
     alive = [[node for node in values if born[node] < index <= last_use[node]] for index in range(last + 1)]
-    _refuse_shared_memory(traced, alive)
+    refuse_shared_memory(traced.root, traced.placeholders, traced.cuts, alive)
     own = {
         name for names in (module.named_parameters, module.named_buffers) for name, _ in names(remove_duplicate=False)
     }
@@ -294,11 +265,18 @@ def _part(root: nn.Module, own: set[str], nodes: list[fx.Node], taken: list[fx.N
         copies[node] = graph.node_copy(node, lambda argument: copies[argument])
     graph.output(fx.map_arg(results, lambda node: copies[node]))
     return Part(
+        definitions=_definitions(nodes),
         graph=_bare(fx.GraphModule(attributes, graph)),
         state=tuple(str(node.target) for node in state),
         constants=tuple(tensor_at(root, str(node.target)) for node in constants),
         values=len(taken),
     )
+
+
+def _definitions(nodes: list[fx.Node]) -> Definitions:
+    targets = [node.target for node in nodes if isinstance(node.target, torch._ops.OpOverload)]
+    custom = [OPDEFS[target._schema.name] for target in targets if target._schema.name in OPDEFS]
+    return Definitions(sorted({operation._init_fn.__module__ for operation in custom}))
 
 
 def _bare(graph: Any) -> Any:

@@ -1,6 +1,7 @@
 """pp.split: a module that is no list of layers becomes one, and trains to the bits that it would have as a whole."""
 
 import copy
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,12 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed.pipelining import pipe_split
 
 import lp_pipe.pipeline as pp
-from lp_pipe.pipeline.piece import Piece
+from lp_pipe.pipeline.piece import Definitions, Piece
 from tests.pipeline.plain_loop import PlainLoop, adam, assert_same_state, launched, squared_error
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -311,6 +313,186 @@ def test_sizes_that_the_module_fixes_are_checked(language: Any) -> None:
     _, layers = language
     with pytest.raises(pp.PipelineError, match=r"split for inputs of shape \[.*\], not \[3, 4\]"):
         layers[0]((torch.zeros(3, 5, dtype=torch.long), torch.zeros(3, 4)))
+
+
+class Padding(nn.Module):
+    """Branches on both sizes, as windowed attention and causal masks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.linear = nn.Embedding(WORDS, D), nn.Linear(D, D)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x: Tensor = self.words(ids)
+        if ids.shape[1] % 2:
+            x = nn.functional.pad(x, (0, 0, 0, 1))
+        if ids.shape[0] > 8:
+            x = x * 2
+        return self.linear(x.unflatten(1, (-1, 2)).sum(2)).mean(1)
+
+
+def test_inputs_that_would_take_another_branch_are_refused() -> None:
+    # The graph has the example's branch only; it used to run for all sizes, and trained otherwise than the module.
+    module = made(Padding)
+    first, second = cloudpickle.loads(
+        cloudpickle.dumps(pp.split(module, torch.zeros(4, 6, dtype=torch.long), ["linear"]))
+    )
+    for sizes in ((4, 6), (1, 6), (8, 2)):
+        ids = torch.randint(WORDS, sizes)
+        assert torch.equal(second(first(ids)), module(ids))
+    with pytest.raises(
+        pp.PipelineError, match=r"test_splitting.py:\d+ branches on the inputs' sizes.*Mod.*\[\[4, 7\]\]"
+    ):
+        first(torch.zeros(4, 7, dtype=torch.long))
+    with pytest.raises(
+        pp.PipelineError, match=r"split for the branch where s\d+ <= 8, which is not so with \[\[9, 6\]\]"
+    ):
+        first(torch.zeros(9, 6, dtype=torch.long))
+
+
+class Averages(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(D, D), nn.Linear(D, D)
+        self.register_buffer("average", torch.ones(D))
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.one(x)
+        if self.how == "no_grad":
+            with torch.no_grad():
+                self.average.view(2, -1)[0].mul_(0.9)
+        elif self.how == "slice":
+            self.average[:2] = y.detach().mean(0)[:2]
+        elif self.how == "view":
+            self.average.view(2, -1)[0].mul_(0.9)
+        return self.two(y * self.average) + self.average
+
+
+@pytest.mark.parametrize("how", ["no_grad", "slice", "view"])
+def test_a_buffer_that_forward_writes_to_in_any_way_stays_in_one_stage(how: str) -> None:
+    # It used to count as constant unless an operation wrote to all of it outside of no_grad(): each stage had a copy.
+    module, x = Averages(how), torch.randn(4, D)
+    layers = pp.split(module, x, ["two"])
+    model = pp.Model(layers, squared_error, adam)
+    refused = pytest.raises(pp.PipelineError, match=r"share a buffer \(1.average\) that training writes to")
+    with refused, launched("thread", model, stages=2, microbatches=2) as pipeline:
+        pipeline.step((x, x))
+    plain = PlainModule(model, 2, copy.deepcopy(module))
+    with launched("thread", model, stages=1, microbatches=2) as pipeline:
+        assert pipeline.step((x, x)).loss == plain.step((x, x))
+        assert_same_state(pipeline.state_dict(), plain.state_dict())
+
+
+class Labelled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(WORDS, D), nn.Linear(D, WORDS)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(self.words(ids)).flatten(0, 1), labels.flatten())
+
+
+def test_an_example_may_have_one_tensor_twice() -> None:
+    # labels=ids in the example was one input for torch.export: the labels of the batches were never looked at.
+    module, ids, labels = made(Labelled), torch.randint(WORDS, (4, 6)), torch.randint(WORDS, (4, 6))
+    first, second = pp.split(module, {"ids": ids, "labels": ids}, ["head"])
+    assert torch.equal(second(first({"ids": ids, "labels": labels})), module(ids, labels))
+
+
+class Rounds(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
+
+
+class Quantised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(Rounds.apply(self.one(x)))  # type: ignore[no-untyped-call, no-any-return]
+
+
+class Hooked(Skips):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        if y.requires_grad:
+            y.register_hook(lambda gradient: gradient * 2)
+        return y.tanh()
+
+
+@torch.library.custom_op("lp_pipe_tests::rounds", mutates_args=())
+def rounds(x: Tensor) -> Tensor:
+    return x.round()
+
+
+rounds.register_fake(torch.empty_like)
+rounds.register_autograd(lambda ctx, gradient: gradient)
+
+
+class QuantisedByOp(Quantised):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.two(rounds(self.one(x)))
+        return y
+
+
+def test_a_custom_op_keeps_its_gradient() -> None:
+    module, x = made(QuantisedByOp), torch.randn(3, D)
+    first, second = pp.split(copy.deepcopy(module), x, ["two"])
+    second(first(x)).sum().backward()
+    module(x).sum().backward()
+    # A node that unpickles the piece has to import what defines the operation.
+    assert isinstance(first, Piece) and isinstance(second, Piece)
+    assert first.parts[True].definitions == (__name__,) and second.parts[True].definitions == ()
+    found, wanted = first.get_parameter("layer.one.weight").grad, module.get_parameter("one.weight").grad
+    assert found is not None and wanted is not None and torch.equal(found, wanted) and wanted.any()
+
+
+def test_modules_that_define_operations_are_imported_where_a_piece_arrives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lp_pipe_test_operations.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    payload = cloudpickle.dumps(Definitions(("lp_pipe_test_operations",)))
+    assert "lp_pipe_test_operations" not in sys.modules
+    assert cloudpickle.loads(payload) == ("lp_pipe_test_operations",)
+    assert sys.modules.pop("lp_pipe_test_operations")
+
+
+def _with_backward_hook() -> nn.Module:
+    module = nn.Sequential(nn.Linear(D, D), nn.Linear(D, D))
+    module[1].register_full_backward_hook(lambda *_: None)
+    return module
+
+
+class Reentrant(Skips):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.utils.checkpoint.checkpoint(self.unused, x.requires_grad_(), use_reentrant=True)
+        return self.linear(y)
+
+
+@pytest.mark.parametrize(
+    ("make", "point", "what"),
+    [
+        (Quantised, "two", "the backward of the torch.autograd.Function Rounds"),
+        (Hooked, "linear", r"a hook of a tensor \(Tensor.register_hook\)"),
+        (_with_backward_hook, "1", "a backward hook of '1'"),
+        (Reentrant, "linear", "the backward of the torch.autograd.Function CheckpointFunction"),
+    ],
+)
+def test_gradients_that_the_graph_would_not_have_are_refused(make: Any, point: str, what: str) -> None:
+    # torch.export writes down what forward does; a gradient of one's own went missing without a word.
+    module = make()
+    before = len(module._forward_hooks)
+    with pytest.raises(pp.PipelineError, match=f"torch.export would leave out {what}, and the pieces would train"):
+        pp.split(module, torch.randn(3, D), [point])
+    assert len(module._forward_hooks) == before
 
 
 def test_pieces_in_another_order_or_number_are_refused(language: Any) -> None:

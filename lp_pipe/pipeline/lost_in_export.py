@@ -1,0 +1,121 @@
+"""What torch.export leaves out of the graph that it writes, without a word: gradients of one's own, and branches."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch.autograd.function import BackwardCFunction
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from lp_pipe.errors import PipelineError
+
+_TORCH = Path(torch.__file__).parent
+# Besides those in torch._library, for custom_op, and the like, which are operations of the graph: one of
+# torch.utils.checkpoint, whose gradient is what the graph's is.
+_HARMLESS = ("_NoopSaveInputs",)
+
+
+class Branch(NamedTuple):
+    """A condition on the inputs' sizes that forward has asked for, and that was true of the example.
+
+    condition: a sympy expression over symbols that have the names in `Inputs.leaves`.
+    """
+
+    condition: Any
+    where: str
+
+    def holds(self, sizes: dict[str, int]) -> bool:
+        return bool(self.condition.subs({symbol: sizes[symbol.name] for symbol in self.condition.free_symbols}))
+
+
+def branches_of(placeholders: list[fx.Node]) -> tuple[Branch, ...]:
+    """The branches of forward, of its submodules and of torch.nn, on sizes that may change.
+
+    torch's operations ask for sizes, too, but are written down whole: what they do is decided again in each call.
+    """
+    sizes = [
+        size for node in placeholders if isinstance(node.meta.get("val"), Tensor) for size in node.meta["val"].shape
+    ]
+    symbolic: list[Any] = [size for size in sizes if isinstance(size, torch.SymInt)]
+    if not symbolic:
+        return ()
+    names = {str(size) for size in symbolic}
+    environment = symbolic[0].node.shape_env
+    found: dict[Branch, None] = {}
+    for guard in environment.guards:
+        condition, place = environment.simplify(guard.expr), guard.sloc.framework_loc
+        bound = {symbol.name for symbol in condition.free_symbols} <= names
+        if condition.free_symbols and bound and _is_branch(getattr(place, "filename", None)):
+            found[Branch(condition, f"{Path(place.filename).name}:{place.lineno}")] = None
+    return tuple(found)
+
+
+def _is_branch(file: str | None) -> bool:
+    if file is None:
+        return False
+    path = Path(file)
+    return not path.is_relative_to(_TORCH) or path.is_relative_to(_TORCH / "nn")
+
+
+@contextmanager
+def own_gradients_refused(module: nn.Module) -> Iterator[None]:
+    """The body traces `module`, whose graph will have the operations of forward and their gradients, no others.
+
+    Raises:
+        PipelineError: the module has a backward of its own somewhere.
+    """
+    for name, part in module.named_modules():
+        if part._backward_hooks or part._backward_pre_hooks:
+            raise _refusal(module, f"a backward hook of {name or 'the module'!r}")
+    seen = _TensorHooks()
+
+    def look(_: nn.Module, __: Any, output: Any) -> None:
+        seen.functions |= dict.fromkeys(_functions_behind(output))
+
+    handle = module.register_forward_hook(look)
+    try:
+        with seen:
+            yield
+    finally:
+        handle.remove()
+    if seen.functions:
+        raise _refusal(module, f"the backward of the torch.autograd.Function {next(iter(seen.functions))}")
+    if seen.hooks:
+        raise _refusal(module, "a hook of a tensor (Tensor.register_hook)")
+
+
+class _TensorHooks(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hooks = 0
+        self.functions: dict[str, None] = {}
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.hooks += function is Tensor.register_hook
+        return function(*args, **(kwargs or {}))
+
+
+def _functions_behind(output: Any) -> Iterator[str]:
+    waiting = [leaf.grad_fn for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    met: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in met:
+            continue
+        met.add(node)
+        waiting.extend(before for before, _ in node.next_functions)
+        if isinstance(node, BackwardCFunction):
+            function = node._forward_cls
+            if not function.__module__.startswith("torch._") and function.__qualname__ not in _HARMLESS:
+                yield function.__qualname__
+
+
+def _refusal(module: nn.Module, what: str) -> PipelineError:
+    return PipelineError(
+        f"{type(module).__name__} cannot be split: torch.export would leave out {what}, and the pieces would train "
+        "otherwise. Make it a torch.library.custom_op with register_autograd, or write the layers by hand"
+    )
