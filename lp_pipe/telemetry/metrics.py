@@ -1,6 +1,8 @@
 """Numbers that nodes log: appended to a file, one JSON object a line, and passed on to displays."""
 
+import contextlib
 import json
+import logging
 import math
 import threading
 import time
@@ -8,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -31,17 +35,37 @@ class MetricsLog:
         self._sinks = sinks
         self._file: TextIO | None = None
         self._lock = threading.Lock()
+        self._has_warned = False
 
     def record(self, node: str, values: Mapping[str, float], step: int | None) -> None:
-        """Append one record. The file is flushed line by line, so that a killed run keeps its history."""
+        """Append one record. The file is flushed line by line, so that a killed run keeps its history.
+
+        A file that cannot be written (a full disk, a removed folder) costs the record, and not the node.
+        """
         record = MetricsRecord(time.time(), node, step, dict(values))
         with self._lock:
-            if self._file is None:
-                self._file = self._path.open("a", encoding="utf-8")
-            self._file.write(_to_json(record) + "\n")
-            self._file.flush()
+            try:
+                self._append(_to_json(record))
+            except OSError as error:
+                self._give_up_file(error)
         for sink in self._sinks:
             sink(record)
+
+    def _append(self, line: str) -> None:
+        if self._file is None:
+            self._file = self._path.open("a", encoding="utf-8")
+        self._file.write(line + "\n")
+        self._file.flush()
+
+    def _give_up_file(self, error: OSError) -> None:
+        """The next record tries again: the disk may have room by then."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._file = None
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning("metrics are lost, the program goes on: cannot write %s: %s", self._path, error.strerror)
 
     def close(self) -> None:
         with self._lock:
