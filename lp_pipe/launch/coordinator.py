@@ -15,8 +15,11 @@ from lp_pipe.launch.plan import Plan
 from lp_pipe.launch.ports import Ports
 from lp_pipe.launch.record import Failure, NodeRecord
 from lp_pipe.telemetry.metrics import MetricsLog
+from lp_pipe.telemetry.tracebacks import fold_traceback
 
 _log = logging.getLogger(__name__)
+
+_SHOWN_LINES = 6  # of the traceback of a failure that does not end the program
 
 
 class Coordinator:
@@ -140,8 +143,8 @@ class Coordinator:
         """The node's code is done. The first word counts: a process's exit after it adds nothing."""
         with self._changing():
             news = self._lives.ended(node_id, failure, can_restart)
-        if news:  # not with the lock held: a handler of the user's may ask for the status
-            _log.warning(news)
+        if news and failure is not None:  # not with the lock held: a handler of the user's may ask for the status
+            _log.warning("%s", "\n  ".join([news, *fold_traceback(failure.traceback)[-_SHOWN_LINES:]]))
 
     def node_down(self, node_id: str) -> None:
         """Nothing of the node is left; or it did not end in time, and was left behind."""

@@ -135,6 +135,8 @@ class Lives:
             self._end(others)
         elif self.verdict.judge(record.spec, failure, self.stop_requested):
             self.stop_requested = True
+        elif self.verdict.first is None and not failure.is_unavailable:  # nothing else would tell: wait() is quiet
+            news = f"node {record.spec.node_id} failed after the stop: {failure.summary}"
         return news
 
     def _restart_with(self, others: list[NodeRecord]) -> None:

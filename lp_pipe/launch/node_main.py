@@ -28,7 +28,7 @@ from lp_pipe.launch.threads import set_process_threads
 from lp_pipe.launch.view import to_wire
 from lp_pipe.launch.zygote import LAUNCHER_PATIENCE_S
 from lp_pipe.protos import supervision_pb2 as wire
-from lp_pipe.rpc import codec
+from lp_pipe.rpc import codec, namesakes
 from lp_pipe.rpc.remote_error import printable
 from lp_pipe.telemetry import waits
 from lp_pipe.telemetry.positions import positions
@@ -237,6 +237,7 @@ def all_stacks() -> str:
 
 def _run(start: wire.Start, payload: bytearray, supervision: Supervision) -> Failure | None:
     _set_up_process(start)
+    namesakes.enter_node()
     supervision.use_places_of(start)
     node, resources = codec.loads(payload)
     context = NodeContext(

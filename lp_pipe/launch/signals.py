@@ -1,6 +1,7 @@
 """Ctrl+C and SIGTERM at the launcher: once, an ordered stop; twice, the end at once."""
 
 import contextlib
+import os
 import signal
 import threading
 import time
@@ -121,3 +122,30 @@ def _restore() -> None:
         number, before = _before.popitem()
         if signal.getsignal(number) is _handle:
             signal.signal(number, before)
+
+
+class _Fork(threading.local):
+    """A fork in this thread. The runs are the parent's: a child (multiprocessing's) ends at a SIGTERM as ever.
+
+    Signals are held back meanwhile: one that came before the child has its own handlers would be lost.
+    """
+
+    mask: set[int] | None = None
+
+    def begins(self) -> None:
+        if _installed:
+            self.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+
+    def ends(self) -> None:
+        if self.mask is not None:
+            mask, self.mask = self.mask, None
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    def ends_in_child(self) -> None:
+        _installed.clear()
+        _restore()
+        self.ends()
+
+
+_fork = _Fork()
+os.register_at_fork(before=_fork.begins, after_in_parent=_fork.ends, after_in_child=_fork.ends_in_child)

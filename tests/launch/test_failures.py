@@ -186,6 +186,18 @@ def test_later_failures_do_not_mask_the_first(mode: str) -> None:
     assert run.later_failures == 3
 
 
+def test_a_failure_after_the_stop_does_not_fail_the_program_but_is_told(
+    mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def train() -> None:
+        lp.stop()
+        raise OSError("cannot save the model")
+
+    lp.launch(one_node(lp.PyNode(train)), mode).wait(WITHIN_S)
+    assert "node node/0 failed after the stop: OSError: cannot save the model" in caplog.text
+    assert "in train" in caplog.text
+
+
 def test_the_echo_of_a_failed_node_is_not_the_first_failure(mode: str) -> None:
     class Server:
         def __init__(self) -> None:

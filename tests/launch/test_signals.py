@@ -1,8 +1,10 @@
 """Ctrl+C and SIGTERM at the launcher: scripts that are interrupted, as a user would."""
 
+import multiprocessing
 import signal
 import subprocess
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -182,3 +184,21 @@ def test_no_node_outlives_an_interrupted_launcher(script: Any, socket_home: Path
     _, alive = psutil.wait_procs(family, timeout=1.0)
     assert not alive
     assert not list(socket_home.glob("lp-*"))
+
+
+def test_children_that_nodes_fork_in_thread_mode_end_at_a_sigterm(no_leaks: None) -> None:
+    def fork_and_terminate() -> None:
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        child.start()
+        child.terminate()
+        child.join(5)
+        child.kill()
+        child.join()
+        exits.append(child.exitcode)
+
+    exits: list[int | None] = []
+    program = lp.Program("forks")
+    program.add_node(lp.PyNode(fork_and_terminate), label="node")
+    with lp.launch(program, "thread") as run:
+        run.wait(10)
+    assert exits == [-signal.SIGTERM]
