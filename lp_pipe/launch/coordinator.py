@@ -243,8 +243,9 @@ class Coordinator:
 
     def why_gone(self) -> dict[str, str]:
         """For every address, by its id: why nobody listens there any more."""
+        lives, owners = self._lives, self.plan.owners
         with self._lock:
-            return {address: self._why_gone(self._lives.nodes[owner]) for address, owner in self.plan.owners.items()}
+            return {address: lives.why_gone(lives.nodes[owner]) for address, owner in owners.items()}
 
     @property
     def later_failures(self) -> int:
@@ -283,7 +284,7 @@ class Coordinator:
             return endpoint
         record = self._lives.nodes[owner]
         if not record.may_register or self._is_over:
-            return Unavailable(self._why_gone(record))
+            return Unavailable(self._lives.why_gone(record))
         return None
 
     def _settle_inner(self) -> None:
@@ -298,11 +299,4 @@ class Coordinator:
         """Forget where the node listened; those who wait for it in vain."""
         self._directory.withdraw(record.spec.addresses)
         if not record.may_register:
-            self._settled += self._directory.give_up(record.spec.addresses, self._why_gone(record))
-
-    def _why_gone(self, record: NodeRecord) -> str:
-        first = self._lives.verdict.first
-        if first is None or record.state != "stopped":
-            return record.why_gone
-        spec, failure = first
-        return f"{record.why_gone}, because node {spec.node_id} failed: {failure.summary}"
+            self._settled += self._directory.give_up(record.spec.addresses, self._lives.why_gone(record))

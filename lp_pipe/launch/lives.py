@@ -44,6 +44,13 @@ class Lives:
         """Those of a MultiProcessingColocation, by its inner_id."""
         return [record for node_id, record in self.nodes.items() if node_id.startswith(f"{colocation}.")]
 
+    def why_gone(self, record: NodeRecord) -> str:
+        """For those who would call it: what it says itself, and which failure has stopped it."""
+        if self.verdict.first is None or record.state != "stopped":
+            return record.why_gone
+        spec, failure = self.verdict.first
+        return f"{record.why_gone}, because node {spec.node_id} failed: {failure.summary}"
+
     def started(self, node_id: str, pid: int) -> None:
         record = self.nodes[node_id]
         record.pid, record.started_at = pid, time.time()
