@@ -260,7 +260,7 @@ def main(control_fd: int, launcher_pid: int, preload: list[str], orphan_s: float
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     _set_process_name("lp:template")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for module in ("lp_pipe.launch.node_main", *preload):
+    for module in ("lp_pipe.launch.node_main", "multiprocessing.reduction", *preload):
         with contextlib.suppress(ImportError):  # the node that needs it will say so in its own words
             importlib.import_module(module)
     gc.collect()

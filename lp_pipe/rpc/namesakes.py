@@ -7,10 +7,12 @@ their module, and the module that a script was run as (`__main__`) is another on
 import sys
 import types
 from collections.abc import Callable
-from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
+
+if TYPE_CHECKING:
+    from multiprocessing.reduction import ForkingPickler
 
 MAIN = "__main__"
 _ours: set[str] = set()  # modules of this process that hold nothing but what has travelled here
@@ -34,6 +36,8 @@ def rebuild(module_name: str, name: str, make: Callable[..., Any], arguments: tu
 
 def enter_node() -> None:
     """This process is a node's: its `__main__` is where the script's names go, and its children get them as well."""
+    from multiprocessing.reduction import ForkingPickler  # the template of nodes has loaded it
+
     _make_module(MAIN)
     ForkingPickler.reducer_override = _reduced_for_child  # type: ignore[method-assign, assignment]
 
@@ -46,7 +50,7 @@ def _make_module(name: str) -> None:
         cloudpickle.register_pickle_by_value(module)
 
 
-def _reduced_for_child(pickler: ForkingPickler, obj: Any) -> Any:
+def _reduced_for_child(pickler: "ForkingPickler", obj: Any) -> Any:
     """For multiprocessing: a child that is not forked has none of these modules."""
     if isinstance(obj, type | types.FunctionType) and obj.__module__ in _ours and is_known_by_name(obj):
         from lp_pipe.rpc import codec  # which needs this module
