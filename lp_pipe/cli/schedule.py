@@ -1,7 +1,6 @@
 """`lp_pipe schedule`: draw a schedule's timeline, or compare all of them, without a model."""
 
 import argparse
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,7 @@ from lp_pipe.pipeline.schedule import (
     Timeline,
     compare,
     make_schedule,
+    names_file,
     read_csv,
     schedules,
     search_schedule,
@@ -93,7 +93,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
     """
     try:
         costs = _UNIT_COSTS if arguments.costs is None else _costs(arguments.costs)
-        given = _read(arguments.name) if arguments.name and _is_file(arguments.name) else None
+        given = _read(arguments.name) if arguments.name and names_file(arguments.name) else None
         _check(arguments, given)
         _check_size(arguments)
         if arguments.compare:
@@ -180,10 +180,6 @@ def _check_size(arguments: argparse.Namespace) -> None:
             f"--stages {arguments.stages} and --microbatches {arguments.microbatches} make {actions:,} actions: "
             f"ask for {_MOST_ACTIONS:,} at most"
         )
-
-
-def _is_file(name: str) -> bool:
-    return name not in schedules() and (name.endswith(".csv") or os.path.isfile(name))  # False for names too long
 
 
 def _read(name: str) -> Schedule:

@@ -1,11 +1,10 @@
 """The schedule that `add_pipeline` is asked for, made and proven."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from lp_pipe.errors import PipelineError, ScheduleError
-from lp_pipe.pipeline.schedule import Schedule, default_chunks, forward_on, read_csv, replicated, schedules, verify
+from lp_pipe.pipeline.schedule import Schedule, default_chunks, forward_on, names_file, read_csv, replicated, verify
 from lp_pipe.pipeline.schedule.channels import Edge
 
 _CREDITS = 4
@@ -26,7 +25,7 @@ def chosen_schedule(
     """
     if isinstance(schedule, Schedule):
         made, name = schedule, None
-    elif _is_file(str(schedule)):
+    elif names_file(str(schedule)):
         made, name = read_csv(schedule), None
     else:
         name = str(schedule)
@@ -37,10 +36,6 @@ def chosen_schedule(
     if name is None:
         _check_asked(made, stages, microbatches, chunks)
     return made, name, _counts(replicas, len(made.workers), microbatches)
-
-
-def _is_file(schedule: str) -> bool:
-    return schedule not in schedules() and (schedule.endswith(".csv") or os.path.isfile(schedule))
 
 
 def _check_asked(made: Schedule, stages: int | Sequence[int], microbatches: int, chunks: int | None) -> None:

@@ -1,15 +1,17 @@
 """Where a stage computes, and how its values get there."""
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lp_pipe.channels.packing import copied
 from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline.model import Loss
 
 CPU = torch.device("cpu")
 
@@ -73,6 +75,11 @@ def to_device(value: Any, device: torch.device) -> Any:
 def to_host(value: Any, device: torch.device) -> Any:
     """A value that a stage on `device` has made, with its tensors in the host's memory."""
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.cpu(), value) if device.type != "cpu" else value
+
+
+def own_loss(loss: Loss, device: torch.device) -> Loss:
+    """One whose buffers (weights of classes) are where the stage computes, and that is not the user's own."""
+    return copy.deepcopy(loss).to(device) if isinstance(loss, nn.Module) else loss
 
 
 def copied_on(value: Any, device: torch.device) -> Any:

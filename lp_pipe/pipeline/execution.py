@@ -1,21 +1,20 @@
 """Actions of a schedule, done on a worker's stages: what comes from where, what is computed, and where it goes."""
 
-import copy
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.config import PipelineConfig
-from lp_pipe.pipeline.device import to_host
+from lp_pipe.pipeline.device import own_loss, to_host
 from lp_pipe.pipeline.links import Links
 from lp_pipe.pipeline.loss_scale import scaled
 from lp_pipe.pipeline.message import Message, to_message
-from lp_pipe.pipeline.model import Loss
+from lp_pipe.pipeline.microbatches import number_of
 from lp_pipe.pipeline.precision import autocast
 from lp_pipe.pipeline.results import NonFinite
 from lp_pipe.pipeline.schedule import Action
@@ -202,7 +201,8 @@ class Execution:
         report = operation.report
         report.loss += loss.item() * weight
         for name, value in metrics.items():
-            report.metrics[name] = report.metrics.get(name, 0.0) + _number(name, value) * weight
+            number = number_of(value, f"the loss function's metric {name!r} must be a number")
+            report.metrics[name] = report.metrics.get(name, 0.0) + number * weight
         if operation.gradient_weights is not None:
             weight = operation.gradient_weights[microbatch]
         if operation.scale is None:
@@ -219,16 +219,3 @@ class Execution:
         stage = self._stages[action.stage]
         layers = f"layers {stage.first_layer} to {stage.first_layer + len(stage.layers) - 1}"
         return f"{WORDS[action.op]} of micro-batch {action.microbatch}, stage {action.stage} ({layers})"
-
-
-def own_loss(loss: Loss, device: torch.device) -> Loss:
-    """One whose buffers (weights of classes) are where the stage computes, and that is not the user's own."""
-    return copy.deepcopy(loss).to(device) if isinstance(loss, nn.Module) else loss
-
-
-def _number(name: str, value: Any) -> float:
-    try:
-        return float(value.detach() if isinstance(value, Tensor) else value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
-        raise PipelineError(f"the loss function's metric {name!r} must be a number, not {what}") from error

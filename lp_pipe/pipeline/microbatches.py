@@ -59,7 +59,8 @@ def loss_weights(targets: list[Any], loss_weight: LossWeight) -> list[float]:
     if loss_weight == "one":
         return [1.0] * len(targets)
     weigh = _samples if isinstance(loss_weight, str) else loss_weight
-    raw = [_number(weigh(target)) for target in targets]
+    wanted = "loss_weight must give a number for a micro-batch's target"
+    raw = [number_of(weigh(target), wanted) for target in targets]
     total = sum(raw)
     if not total > 0:
         raise PipelineError(f"the loss weights of the batch's micro-batches add up to {total}: {raw}")
@@ -83,6 +84,19 @@ def apart(values: Mapping[int, Any]) -> dict[int, Any]:
     return found
 
 
+def number_of(value: Any, wanted: str) -> float:
+    """What a user's function has given. wanted: what it should have.
+
+    Raises:
+        PipelineError: it is no number.
+    """
+    try:
+        return float(value.detach() if isinstance(value, Tensor) else value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise PipelineError(f"{wanted}, not {what}") from error
+
+
 def _refuse_unknown_container(leaf: Any) -> None:
     """Such as a tokenizer's UserDict: every micro-batch would get all of it."""
     if isinstance(leaf, (Mapping, Sequence)) and not isinstance(leaf, (str, bytes)):
@@ -97,14 +111,6 @@ def _refuse_unknown_container(leaf: Any) -> None:
 def _described(value: Any) -> str:
     size = f" of {len(value)}" if isinstance(value, (tuple, list)) else ""
     return f"{type(value).__name__}{size}"
-
-
-def _number(weight: Any) -> float:
-    try:
-        return float(weight)
-    except (TypeError, ValueError, RuntimeError) as error:
-        what = f"a tensor of shape {list(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
-        raise PipelineError(f"loss_weight must give a number for a micro-batch's target, not {what}") from error
 
 
 def _samples(target: Any) -> int:

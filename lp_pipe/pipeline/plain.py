@@ -1,6 +1,5 @@
 """The loop in one process that every synchronous pipeline equals to the bit."""
 
-import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lp_pipe.pipeline.build import build_layers
+from lp_pipe.pipeline.device import CPU, own_loss
 from lp_pipe.pipeline.microbatches import loss_weights, split
 from lp_pipe.pipeline.model import Model, sources_of
 from lp_pipe.pipeline.precision import autocast
@@ -35,7 +35,7 @@ class PlainLoop:
     ) -> None:
         sources = [seen_by_setup(source) for source in sources_of(model)]
         self._model = model
-        self._loss = copy.deepcopy(model.loss) if isinstance(model.loss, nn.Module) else model.loss
+        self._loss = own_loss(model.loss, CPU)
         self._microbatches = microbatches
         self._clip_grad_norm = clip_grad_norm
         self._precision = precision

@@ -1,9 +1,16 @@
 """Schedules in files."""
 
+import os
 from pathlib import Path
 
 from lp_pipe.errors import ScheduleError
 from lp_pipe.pipeline.schedule.ir import Schedule
+from lp_pipe.pipeline.schedule.registry import schedules
+
+
+def names_file(schedule: str) -> bool:
+    """Whether what a user has given for a schedule is a path, and not a name."""
+    return schedule not in schedules() and (schedule.endswith(".csv") or os.path.isfile(schedule))  # False if too long
 
 
 def read_csv(path: str | Path, name: str | None = None) -> Schedule:
