@@ -262,7 +262,9 @@ class StageWorker:
             self._async.restore(saved.versions)
 
     def _share(self) -> dict[str, Any]:
-        return self.training.share(self.state_dict(), self._async.state() if self._async is not None else None)
+        """On the host: who guards this worker may see no GPU, and this one's may have no room for copies."""
+        state = self._async.state() if self._async is not None else None
+        return dict(to_host(self.training.share(self.state_dict(), state), self._device))
 
     def _connect(self, epoch: str) -> None:
         config = self._config

@@ -116,6 +116,37 @@ def test_a_checkpoint_goes_from_the_gpu_to_the_host_and_back(tmp_path: Path) -> 
             pipeline.step()
 
 
+def fused_adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=1e-2, fused=True)
+
+
+def test_a_fused_optimizer_goes_on_from_a_checkpoint_with_the_same_bits(tmp_path: Path) -> None:
+    model = model_with_everything(optimizer=fused_adam)
+    plain = PlainLoop(model, 4, device="cuda:0")
+    expected = plain.steps(BATCHES)
+    with launched("thread", model, BATCHES, **STAGES) as pipeline:
+        list(pipeline.steps(2))
+        pipeline.save(tmp_path)
+    with launched("thread", model, BATCHES, **STAGES) as pipeline:
+        pipeline.load(tmp_path)
+        assert [result.loss for result in pipeline.steps()] == expected[2:]
+
+
+def test_mirrors_of_a_stage_on_the_gpu_are_on_the_host_of_its_guard() -> None:
+    model = pp.Model([nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D)], squared_error, adam)
+    options: Any = {"stages": 2, "microbatches": 4, "device": ["cuda:0", "cpu"]}
+    with launched("process", model, BATCHES, **options) as pipeline:
+        pipeline.step()
+        pipeline.mirror()
+        expected = [result.loss for result in pipeline.steps()]
+        pipeline.go_back(1)
+        assert [result.loss for result in pipeline.steps()] == expected
+
+
+def test_check_compares_with_a_plain_loop_on_the_same_gpu() -> None:
+    assert pp.check(model_with_everything(), BATCHES[:2], clip_grad_norm=0.1, **STAGES).equal
+
+
 def test_what_is_sent_to_the_caller_is_on_the_host() -> None:
     model = pp.Model([nn.Linear(D, D), nn.Linear(D, D)], squared_error, adam)
     with launched("thread", model, **STAGES) as pipeline:
