@@ -43,7 +43,7 @@ _numbers = itertools.count()
 
 
 class Peer:
-    """It sends back whatever it gets, with the devices on which that arrived; for "compute" what takes long to compute."""
+    """It sends back what it gets, with the devices on which that arrived; for "compute" what takes long to compute."""
 
     def __init__(self, kind: str, directory: str, device: str = DEVICE) -> None:
         number = next(_numbers)

@@ -53,7 +53,7 @@ def test_auto_is_cuda_ipc_here(directory: str) -> None:
         assert type(peer.sender._outlet).__name__ == "CudaIpcOutlet"
         outlet: Any = peer.sender._outlet
         assert outlet._gpu.can_send, "this peer sees the GPU"
-        assert len(outlet._gpu._slots) == 1, "what is opened once is used again"
+        assert len(outlet._gpu._slots) <= CREDITS, "what was opened is used again"
 
 
 def test_tensors_of_every_dtype_and_shape_stay_on_the_gpu(peer: Peer) -> None:
