@@ -22,6 +22,7 @@ from tests.pipeline.plain_loop import (
     random_batches,
     squared_error,
 )
+from tests.pipeline.test_splitting import MakesTensors
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -141,6 +142,12 @@ def test_mirrors_of_a_stage_on_the_gpu_are_on_the_host_of_its_guard() -> None:
         expected = [result.loss for result in pipeline.steps()]
         pipeline.go_back(1)
         assert [result.loss for result in pipeline.steps()] == expected
+
+
+def test_pieces_of_a_split_module_train_on_the_gpu() -> None:
+    module = MakesTensors()
+    model = pp.Model(pp.split(module, torch.randn(3, 5, 4), ["second"]), squared_error, adam)
+    assert pp.check(model, random_batches([8, 8], 5, 4), **STAGES).equal
 
 
 def test_check_compares_with_a_plain_loop_on_the_same_gpu() -> None:
