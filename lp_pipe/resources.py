@@ -6,9 +6,9 @@ from typing import Literal, get_args
 
 Placement = Literal["even", "spread", "pack"]
 
-# torch's are read when it is imported (TORCH_LOGS), or its libraries loaded (PYTORCH_CUDA_ALLOC_CONF's backend).
 _PROCESS_START_PREFIXES = (
-    *("OMP_", "LD_", "CUDA_", "MKL_", "OPENBLAS_", "DYLD_", "PYTHON", "MALLOC_", "GLIBC_", "TORCH_", "PYTORCH_"),
+    *("OMP_", "LD_", "CUDA_", "MKL_", "OPENBLAS_", "DYLD_", "PYTHON", "MALLOC_", "GLIBC_"),
+    *("TORCH_", "PYTORCH_"),  # read when torch is imported (TORCH_LOGS) or loaded (PYTORCH_CUDA_ALLOC_CONF's backend)
 )
 
 

@@ -64,17 +64,19 @@ class PlainLoop:
 
     def step(self, batch: tuple[Any, Any]) -> float:
         """One optimizer step; the weighted sum of the micro-batches' losses."""
+        inputs = split(to_device(batch[0], self._device), self._microbatches)
+        targets = split(batch[1], self._microbatches)
+        weights = loss_weights(targets, self._model.loss_weight)
         with current(self._device):
-            return self._stepped(*(to_device(split(part, self._microbatches), self._device) for part in batch))
+            return self._stepped(inputs, to_device(targets, self._device), weights)
 
     def state_dict(self) -> dict[str, Tensor]:
         return dict(to_host(self._stage.state_dict(), self._device))
 
-    def _stepped(self, inputs: list[Any], targets: list[Any]) -> float:
+    def _stepped(self, inputs: list[Any], targets: list[Any], weights: list[float]) -> float:
         losses = [0.0] * self._last_replicas
         self._copy_buffers()
-        pairs = zip(inputs, targets, loss_weights(targets, self._model.loss_weight), strict=True)
-        for microbatch, (value, target, weight) in enumerate(pairs):
+        for microbatch, (value, target, weight) in enumerate(zip(inputs, targets, weights, strict=True)):
             with self._buffers_for(microbatch), autocast(self._precision, self._device.type):
                 result = self._loss(self._forward(value, microbatch), target)
             loss = result[0] if isinstance(result, tuple) else result

@@ -144,6 +144,16 @@ def test_mirrors_of_a_stage_on_the_gpu_are_on_the_host_of_its_guard() -> None:
         assert [result.loss for result in pipeline.steps()] == expected
 
 
+def test_slices_of_a_batch_lie_as_in_the_plain_loop() -> None:
+    """Rows of 28 bytes: how dropout draws, and which kernel multiplies, depends on where a slice begins."""
+    model = pp.Model([nn.Dropout(0.3), nn.Linear(7, 7)], squared_error, adam)
+    batches = random_batches([10, 9], 7)
+    plain = PlainLoop(model, 4, device="cuda:0")
+    with launched("thread", model, batches, **STAGES) as pipeline:
+        assert [result.loss for result in pipeline.steps()] == plain.steps(batches)
+        assert_same_state(pipeline.state_dict(), plain.state_dict())
+
+
 def test_pieces_of_a_split_module_train_on_the_gpu() -> None:
     module = MakesTensors()
     model = pp.Model(pp.split(module, torch.randn(3, 5, 4), ["second"]), squared_error, adam)
