@@ -109,6 +109,26 @@ def test_nodes_keep_freed_memory_for_their_next_step_unless_the_user_has_said_ho
         assert run.client("probe").ask(_pages_a_block) > 1000
 
 
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def _asks_for_huge_pages() -> bool:
+    """Whether there is memory that would be given in pages of 2 MiB."""
+    kept = bytearray(16 << 20)
+    flags = [line.split() for line in Path("/proc/self/smaps").read_text().splitlines() if line.startswith("VmFlags:")]
+    return len(kept) > 0 and any("hg" in of_region for of_region in flags)
+
+
+@pytest.mark.skipif(
+    not _HUGE_PAGES.exists() or "[madvise]" not in _HUGE_PAGES.read_text(), reason="the kernel's choice"
+)
+@pytest.mark.parametrize("fresh", [False, True])
+def test_the_memory_of_nodes_is_in_huge_pages_and_their_environment_does_not_show_it(fresh: bool) -> None:
+    with lp.launch(probes(fresh_interpreter=fresh), "process") as run:
+        assert run.client("probe").ask(_asks_for_huge_pages)
+        assert run.client("probe").ask(os.getenv, "GLIBC_TUNABLES") is None
+
+
 def test_variables_that_are_read_at_process_start_imply_a_fresh_interpreter() -> None:
     assert lp.Resources(env={"PYTHONHASHSEED": "7"}).needs_fresh_interpreter
     assert not lp.Resources(env={"MY_VARIABLE": "7"}).needs_fresh_interpreter
