@@ -101,6 +101,9 @@ protos-check: setup
 	  || { echo 'lp_pipe/protos does not match protos/*.proto: run make protos' >&2; exit 1; }; \
 	echo 'protos: fresh'
 
+# What they compare with computes on the CPU, and stages take a GPU where there is one.
+bench-pipeline bench-pipedream bench-multihost bench-checkpoint chaos soak: export CUDA_VISIBLE_DEVICES :=
+
 bench: bench-pipeline bench-pipedream bench-rpc bench-launch  ## all benchmarks
 
 bench-pipeline: setup  ## pipelines beside a plain loop and torch's; schedules and memory beside theory; channels; the engine
