@@ -69,6 +69,10 @@ class ActivationMeter:
         """Count a tensor as long as the result lives."""
         return Held(self, tensor)
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether the tensor's memory counts now."""
+        return tensor.untyped_storage().data_ptr() in self._holders
+
     def add(self, tensor: Tensor) -> int:
         """Another holder of the tensor's memory; returns its address."""
         storage = tensor.untyped_storage()
