@@ -13,6 +13,9 @@ import pytest
 
 import lp_pipe as lp
 from lp_pipe.launch import template
+from lp_pipe.launch.plan import make_plan
+from lp_pipe.launch.process import make_host
+from lp_pipe.telemetry.metrics import MetricsLog
 
 WITHIN_S = 20.0
 
@@ -313,3 +316,11 @@ def test_torch_nodes_are_forked_with_torch_loaded_and_compute_with_their_number_
         draws = {run.client("probe", index).ask(lambda: float(torch.rand(()))) for index in range(2)}
     assert results == [(2, 300.0**3)] * 2
     assert len(draws) == 2
+
+
+def test_a_host_that_does_not_start_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal between the two used to."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    plan = make_plan(probes(), tmp_path, 5.0)
+    make_host(plan, MetricsLog(tmp_path / "metrics.jsonl"))
+    assert list(tmp_path.iterdir()) == []
