@@ -320,7 +320,9 @@ def test_torch_nodes_are_forked_with_torch_loaded_and_compute_with_their_number_
 
 def test_a_host_that_does_not_start_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal between the two used to."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    plan = make_plan(probes(), tmp_path, 5.0)
-    make_host(plan, MetricsLog(tmp_path / "metrics.jsonl"))
-    assert list(tmp_path.iterdir()) == []
+    temporary, run_dir = tmp_path / "temporary", tmp_path / "run"
+    for folder in (temporary, run_dir):
+        folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    make_host(make_plan(probes(), run_dir, 5.0), MetricsLog(run_dir / "metrics.jsonl"))
+    assert list(temporary.iterdir()) == []
