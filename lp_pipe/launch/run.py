@@ -65,9 +65,11 @@ class Run:
 
     def start(self) -> None:
         """Start the nodes, and the thread that looks after them."""
-        self._interrupts.install()  # first: a node may already run when its start returns
         try:
-            with self._interrupts.deferred():
+            with (
+                self._interrupts.deferred()
+            ):  # a stop would wait for ever for what has not begun to look after the nodes
+                self._interrupts.install()  # first: a node may already run when its start returns
                 self._host.start()
                 if self._control is not None:
                     self._control.open()
