@@ -1,8 +1,16 @@
 """Every exception that users may catch; one class per thing a caller would do differently."""
 
+import contextlib
+
 
 class LpPipeError(Exception):
     """The base of every error that lp_pipe raises on purpose."""
+
+
+def add_note(error: BaseException, text: str) -> None:
+    """Say where it happened; an exception whose `__notes__` are no list goes without, and stays what it is."""
+    with contextlib.suppress(TypeError):
+        error.add_note(text)
 
 
 class NodeError(LpPipeError, RuntimeError):

@@ -15,7 +15,7 @@ from lp_pipe.checkpoint.in_memory import InMemory, check_can_mirror
 from lp_pipe.checkpoint.parts import SavesItself, Stateful, Trainable, saves_itself
 from lp_pipe.checkpoint.poison import Poison, TryAgain
 from lp_pipe.context import context, current_context, stop_event
-from lp_pipe.errors import CheckpointError, Unavailable
+from lp_pipe.errors import CheckpointError, Unavailable, add_note
 
 _log = logging.getLogger(__name__)
 
@@ -254,7 +254,7 @@ class Checkpoints:
                 for write in writes:
                     write.exception()  # else it might come after the folder's end
                 shutil.rmtree(aside, ignore_errors=True)  # a full disk has its room back
-                error.add_note(f"part {name!r} of a checkpoint in {self.folder}")
+                add_note(error, f"part {name!r} of a checkpoint in {self.folder}")
                 raise
         return writes
 

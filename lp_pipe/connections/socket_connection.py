@@ -139,6 +139,11 @@ class SocketConnection(PulledConnection):
         if self._closed_reason is not None:
             return
         self._farewell = reason  # the peer may answer it by closing before this method is through
+        self._tell(reason)
+        self._leave(reason)
+
+    def _tell(self, reason: str) -> None:
+        """The last frame: why there will be no more."""
         # A sender that is stuck because the peer does not read must not keep us from closing.
         if self._send_lock.acquire(timeout=_CLOSE_PATIENCE_S):
             try:
@@ -148,7 +153,6 @@ class SocketConnection(PulledConnection):
                 pass  # the peer is gone already; it needs no reason
             finally:
                 self._send_lock.release()
-        self._leave(reason)
 
     def _leave(self, reason: str) -> None:
         """The last frame was sent, and must still be there for the peer to read."""
@@ -179,13 +183,19 @@ class SocketConnection(PulledConnection):
         except OSError as error:
             return self._end(f"connection lost: {error}")
         except FrameError as error:
-            return self._end(str(error))
+            return self._give_up(str(error))
         except MemoryError:
-            return self._end("a frame arrived that does not fit into memory")
+            return self._give_up("a frame arrived that does not fit into memory")
         except BaseException as error:  # also Ctrl+C in a thread that reads: what it has read is lost
-            self._end(f"a frame could not be handled: {type(error).__name__}: {error}")
+            self._give_up(f"a frame could not be handled: {type(error).__name__}: {error}")
             raise
         return True
+
+    def _give_up(self, reason: str) -> bool:
+        """An end for which the peer has done nothing: without a word it would take this process for dead."""
+        if self._closed_reason is None:
+            self._tell(reason)
+        return self._end(reason)
 
     def _deliver(self, frame: Frame, on_frame: OnFrame) -> None:
         on_frame(frame)

@@ -26,7 +26,6 @@ from lp_pipe.launch.ports import Ports
 from lp_pipe.launch.process import ProcessHost
 from lp_pipe.launch.remote_coordinator import RemoteCoordinator
 from lp_pipe.launch.shipped_logs import ShippedLogs
-from lp_pipe.launch.socket_dir import make_socket_dir
 from lp_pipe.launch.source_tree import SourceTree
 from lp_pipe.launch.spec import NodeSpec
 from lp_pipe.launch.tree_store import TreeStore
@@ -138,7 +137,6 @@ class Agent:
             self.coordinator,
             dict(assignment.payloads),
             dict(assignment.places),
-            make_socket_dir(),
             surroundings=assignment.surroundings.on_this_host(self._tree),
             log_output=self.logs,
             membership=wire.Membership(

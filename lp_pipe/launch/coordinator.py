@@ -247,17 +247,14 @@ class Coordinator:
         with self._lock:
             return {address: lives.why_gone(lives.nodes[owner]) for address, owner in owners.items()}
 
-    @property
-    def later_failures(self) -> int:
-        """How many failures came after the first one."""
-        return self._lives.verdict.later_failures
-
     def failure(self) -> NodeError | None:
         """The first failure, as `wait()` raises it."""
-        if self._lives.verdict.first is None:
-            return None
-        spec, failure = self._lives.verdict.first
-        return NodeError(spec.label, spec.index, failure.type_name, failure.message, failure.traceback)
+        return next(iter(self.failures()), None)
+
+    def failures(self) -> list[NodeError]:
+        """The first one and all that came after it."""
+        with self._lock:
+            return self._lives.verdict.errors()
 
     @contextmanager
     def _changing(self) -> Iterator[None]:

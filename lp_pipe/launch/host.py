@@ -14,7 +14,7 @@ from lp_pipe.protos import supervision_pb2 as wire
 class Host(ABC):
     """Starts the nodes of a plan and takes them down; reports their lives to the coordinator.
 
-    socket_dir: the run's private folder; "" for a host without sockets.
+    socket_dir: the run's private folder, once it has started; "" for a host without sockets.
     mark: what every process that it has started carries as LP_PIPE_TEMPLATE; "" for a host without processes.
     """
 

@@ -13,7 +13,6 @@ from lp_pipe.launch.host import Host
 from lp_pipe.launch.placement import Place
 from lp_pipe.launch.plan import Plan, serialize_nodes
 from lp_pipe.launch.process import ProcessHost
-from lp_pipe.launch.socket_dir import make_socket_dir
 from lp_pipe.launch.spec import NodeSpec
 from lp_pipe.launch.thread import ThreadHost, common_threads
 from lp_pipe.launch.view import View
@@ -35,15 +34,14 @@ def make_host(plan: Plan, metrics: MetricsLog) -> tuple[Host, Coordinator]:
     common_threads(outer.nodes)
     processes = _part(plan, lambda spec: spec.is_inner)
     payloads = serialize_nodes(processes)
-    folder = make_socket_dir()
 
     def endpoint_of(address: str) -> str:
         scheme = unix.SCHEME if plan.owners[address] in inner else local.SCHEME
-        return f"{scheme}{folder}/{address}"
+        return f"{scheme}{process_host.socket_dir}/{address}"
 
     coordinator = Coordinator(plan, endpoint_of, metrics)
     # Pinned to no cores and given no GPUs of their own: in thread mode nothing is handed out.
-    process_host = ProcessHost(processes, coordinator, payloads, dict.fromkeys(inner, Place()), folder)
+    process_host = ProcessHost(processes, coordinator, payloads, dict.fromkeys(inner, Place()))
     if not outer.nodes:
         return process_host, coordinator
     return MixedHost(ThreadHost(outer, coordinator), process_host, inner), coordinator
@@ -56,11 +54,10 @@ class MixedHost(Host):
         self._threads = threads
         self._processes = processes
         self._inner = inner
-        self.socket_dir = processes.socket_dir
 
     def start(self) -> None:
         self._processes.start()  # first: this may fail, and takes nothing with it then
-        self.mark = self._processes.mark
+        self.socket_dir, self.mark = self._processes.socket_dir, self._processes.mark
         self._threads.start()
 
     def restart(self, node_id: str) -> None:

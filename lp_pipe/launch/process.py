@@ -53,9 +53,9 @@ def make_host(plan: Plan, metrics: MetricsLog) -> tuple[Host, Coordinator]:
     """
     places = place_all(plan.nodes, this_host())
     payloads = serialize_nodes(plan)
-    socket_dir = make_socket_dir()
-    coordinator = Coordinator(plan, lambda address: f"unix:{socket_dir}/{address}", metrics)
-    return ProcessHost(plan, coordinator, payloads, places, socket_dir), coordinator
+    coordinator = Coordinator(plan, lambda address: f"unix:{host.socket_dir}/{address}", metrics)
+    host = ProcessHost(plan, coordinator, payloads, places)
+    return host, coordinator
 
 
 class ProcessHost(Host):
@@ -72,7 +72,6 @@ class ProcessHost(Host):
         coordinator: Supervisor,
         payloads: dict[str, bytes],
         places: dict[str, Place],
-        socket_dir: str,
         *,
         surroundings: Surroundings | None = None,
         log_output: LogOutput | None = None,
@@ -84,7 +83,6 @@ class ProcessHost(Host):
         self._coordinator = coordinator
         self._payloads = payloads
         self._places = places
-        self._socket_dir = self.socket_dir = socket_dir
         self._attempts = dict.fromkeys(payloads, 0)  # by node_id: which of its processes is the current one
         self._specs = {spec.node_id: spec for spec in plan.nodes}
         self._surroundings = surroundings or Surroundings.here()
@@ -104,10 +102,11 @@ class ProcessHost(Host):
     def start(self) -> None:
         self._logs.start()
         try:
-            self._listener = connections.listen(f"unix:{self._socket_dir}/coordinator", self._accept)
+            self.socket_dir = make_socket_dir()  # not before there is somebody whom a Ctrl+C lets remove it
+            self._listener = connections.listen(f"unix:{self.socket_dir}/coordinator", self._accept)
             self._exits.start()
             told = self._coordinator.node_started, self._on_exit, self._on_template_lost
-            self._template = Template(*told, self._preload, self._orphan_s, self._socket_dir)
+            self._template = Template(*told, self._preload, self._orphan_s, self.socket_dir)
             self.mark = self._template.mark[MARK]
             threading.Thread(target=self._ping, args=(self._template,), name="launcher pings", daemon=True).start()
             for spec in self._plan.nodes:
@@ -149,7 +148,8 @@ class ProcessHost(Host):
         for stream in list(self._streams.values()):
             stream.connection.close("the program has ended")
         self._logs.close()
-        shutil.rmtree(self._socket_dir, ignore_errors=True)
+        if self.socket_dir:
+            shutil.rmtree(self.socket_dir, ignore_errors=True)
 
     def stacks(self) -> str:
         asked = [(node_id, stream.ask_stacks()) for node_id, stream in list(self._streams.items())]
@@ -180,7 +180,7 @@ class ProcessHost(Host):
         request = {
             "node": spec.node_id,
             "attempt": self._attempts[spec.node_id],
-            "endpoint": f"unix:{self._socket_dir}/coordinator",
+            "endpoint": f"unix:{self.socket_dir}/coordinator",
             "fresh": spec.resources.needs_fresh_interpreter,
             "env": self._environment_of(spec) if spec.resources.needs_fresh_interpreter else None,
         }
@@ -220,7 +220,7 @@ class ProcessHost(Host):
                 index=spec.index,
                 group_size=spec.group_size,
                 run_dir=os_text.pack(str(self._plan.run_dir)),
-                socket_dir=os_text.pack(self._socket_dir),
+                socket_dir=os_text.pack(self.socket_dir),
                 cwd=os_text.pack(self._surroundings.cwd),
                 sys_path=os_text.pack_all(self._surroundings.sys_path),
                 argv=os_text.pack_all(self._surroundings.argv),
@@ -254,7 +254,7 @@ class ProcessHost(Host):
             self.past_hits.update(stream.last_hits)
         for address in self._specs[node_id].addresses:  # or callers would wait for the grandchild to accept
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(f"{self._socket_dir}/{address}")
+                os.unlink(f"{self.socket_dir}/{address}")
         self._report_death(node_id, how, deadline, can_restart)
         self._coordinator.node_down(node_id)
 

@@ -18,27 +18,29 @@ _WORTH_NAMING = ("checkpoint*", "metrics.jsonl")
 
 
 def save_failure(coordinator: Coordinator) -> None:
-    """Keep the first failure in the run's folder, whole; without one, remove that of an earlier run in this folder."""
-    error = coordinator.failure()
+    """Keep all failures in the run's folder, whole; without any, remove those of an earlier run in this folder."""
+    errors = coordinator.failures()
     path = coordinator.plan.run_dir / _FILE
     with contextlib.suppress(OSError):  # the folder was removed, its disk is full: the report goes without it
         path.unlink(missing_ok=True)
-        if error is not None:
-            path.write_text(f"{error}\n", encoding="utf-8", errors="backslashreplace")
+        if errors:
+            text = "\n\nLater:\n\n".join(str(error) for error in errors)
+            path.write_text(f"{text}\n", encoding="utf-8", errors="backslashreplace")
 
 
 def described_failure(coordinator: Coordinator, host: Host) -> NodeError | None:
     """The first failure of a run that is over, with its report."""
-    error = coordinator.failure()
-    if error is None:
+    errors = coordinator.failures()
+    if not errors:
         return None
+    error = errors[0]
     run_dir = coordinator.plan.run_dir
     part = coordinator.main_part(f"{error.label}/{error.index}")
     log_path = host.log_path(part)
     text = failure_report(
         error,
         host=host.where(part),
-        later_failures=coordinator.later_failures,
+        later_failures=len(errors) - 1,
         last_lines=host.last_lines(part),
         log_path=shown(log_path) if log_path is not None and log_path.exists() else None,
         traceback_path=shown(run_dir / _FILE) if (run_dir / _FILE).exists() else None,
@@ -86,8 +88,8 @@ def failure_report(
     if log_path is not None:
         tail.append(f"  all its output: {log_path}")
     body = fold_traceback(error.remote_traceback, folder)
-    if body and traceback_path is not None:
-        tail.append(f"  the whole traceback: {traceback_path}")
+    if traceback_path is not None and (body or later_failures):
+        tail.append(f"  {'all tracebacks' if later_failures else 'the whole traceback'}: {traceback_path}")
     body = body or _last_output(error, last_lines)
     body = _shortest(body, MAX_LINES - len(head) - len(tail))
     return "\n".join([*head, *(f"  {line}" for line in body), *tail])

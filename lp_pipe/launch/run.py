@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from lp_pipe.connections import faulty
 from lp_pipe.context import asking, publish, replace_published
-from lp_pipe.errors import NodeError, Unavailable
+from lp_pipe.errors import NodeError, Unavailable, add_note
 from lp_pipe.handles import Handle
 from lp_pipe.launch.control import ControlPoint
 from lp_pipe.launch.coordinator import Coordinator
@@ -65,9 +65,11 @@ class Run:
 
     def start(self) -> None:
         """Start the nodes, and the thread that looks after them."""
-        self._interrupts.install()  # first: a node may already run when its start returns
         try:
-            with self._interrupts.deferred():
+            with (
+                self._interrupts.deferred()
+            ):  # a stop would wait for ever for what has not begun to look after the nodes
+                self._interrupts.install()  # first: a node may already run when its start returns
                 self._host.start()
                 if self._control is not None:
                     self._control.open()
@@ -173,7 +175,7 @@ class Run:
     @property
     def later_failures(self) -> int:
         """How many failures came after the first one."""
-        return self._coordinator.later_failures
+        return max(0, len(self._coordinator.failures()) - 1)
 
     def log_path(self, label: str, index: int) -> Path | None:
         """The file with all that a node (of a colocation: as `last_lines`) printed (process modes)."""
@@ -194,7 +196,7 @@ class Run:
             raise failure
         cause = str(failure).splitlines()[0]
         if isinstance(error, Unavailable) and cause not in str(error):
-            error.add_note(f"the first failure of the program: {cause}")
+            add_note(error, f"the first failure of the program: {cause}")
 
     def _supervise(self) -> None:
         aside: list[threading.Thread] = []

@@ -2,6 +2,7 @@
 
 import time
 
+from lp_pipe.errors import NodeError
 from lp_pipe.launch.record import Failure
 from lp_pipe.launch.spec import NodeSpec
 
@@ -15,7 +16,7 @@ class Verdict:
 
     def __init__(self) -> None:
         self.first: tuple[NodeSpec, Failure] | None = None
-        self.later_failures = 0
+        self.later: list[tuple[NodeSpec, Failure]] = []
         self._echo: tuple[float, NodeSpec, Failure] | None = None
 
     @property
@@ -23,17 +24,26 @@ class Verdict:
         """When `settle` has something to decide (time.monotonic)."""
         return self._echo[0] if self._echo is not None and self.first is None else None
 
+    def errors(self) -> list[NodeError]:
+        """The first failure, as `wait()` raises it, and the later ones; empty while there is no first one."""
+        failed = [self.first, *self.later] if self.first is not None else []
+        return [
+            NodeError(spec.label, spec.index, failure.type_name, failure.message, failure.traceback)
+            for spec, failure in failed
+        ]
+
     def judge(self, spec: NodeSpec, failure: Failure, is_stopping: bool) -> bool:
         """Take a failure in; True when it is the first, and the program must stop."""
         if self.first is not None or is_stopping:
-            self.later_failures += 1
-        elif failure.is_unavailable:
-            if self._echo is None:
-                self._echo = (time.monotonic() + ECHO_PATIENCE_S, spec, failure)
-        else:
-            self.later_failures += self._echo is not None
+            self.later.append((spec, failure))
+        elif not failure.is_unavailable:
+            self.later += [self._echo[1:]] if self._echo is not None else []
             self.first = (spec, failure)
             return True
+        elif self._echo is None:
+            self._echo = (time.monotonic() + ECHO_PATIENCE_S, spec, failure)
+        else:
+            self.later.append((spec, failure))
         return False
 
     def settle(self, is_final: bool = False) -> bool:

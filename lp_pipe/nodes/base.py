@@ -6,6 +6,7 @@ from typing import Any, Generic, Self, TypeVar
 
 from lp_pipe.address import Address
 from lp_pipe.handles import Handle, dereference, find_handles
+from lp_pipe.nodes import user_code
 
 HandleT = TypeVar("HandleT", bound=Handle[Any])
 
@@ -103,7 +104,7 @@ class Node(ABC, Generic[HandleT]):
     def _construct(self) -> Any:
         """Call the function or constructor with every handle and Deferred resolved."""
         args, kwargs = dereference((self._args, self._kwargs))
-        return self._function(*args, **kwargs)
+        return user_code.call(self._function, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_handles": []}  # handles that were given out stay with their users

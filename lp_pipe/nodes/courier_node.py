@@ -6,6 +6,7 @@ from typing import Any
 from lp_pipe.address import Address
 from lp_pipe.context import NodeContext, context
 from lp_pipe.handles import CourierHandle
+from lp_pipe.nodes import user_code
 from lp_pipe.nodes.base import Node
 from lp_pipe.rpc import Server
 
@@ -56,7 +57,7 @@ class CourierNode(Node[CourierHandle]):
             node.stop_signal.event.wait()
             return
         try:
-            run()
+            user_code.call(run)
         except SystemExit as error:
             if error.code not in (None, 0):
                 raise

@@ -1,6 +1,7 @@
 """Nodes that only run: a function, or an object with a run() method."""
 
 from lp_pipe.handles import NoClientHandle
+from lp_pipe.nodes import user_code
 from lp_pipe.nodes.base import Node
 
 
@@ -20,7 +21,7 @@ class PyClassNode(Node[NoClientHandle]):
     def execute(self) -> None:
         run = getattr(self._construct(), "run", None)
         if run is not None and self._run_enabled:
-            run()
+            user_code.call(run)
 
     def _new_handle(self) -> NoClientHandle:
         return NoClientHandle()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lp_pipe.errors import PipelineError
+from lp_pipe.errors import PipelineError, add_note
 from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.device import to_host
 from lp_pipe.pipeline.links import Links
@@ -115,7 +115,7 @@ class Execution:
                 doing[action.op](action, operation)
         except BaseException as error:  # layers may end in SystemExit, too
             if self._at is not None:
-                error.add_note(f"in {self._name}, {self._describe(self._at[0])}, step {operation.step}")
+                add_note(error, f"in {self._name}, {self._describe(self._at[0])}, step {operation.step}")
             raise
         finally:
             self._at = None

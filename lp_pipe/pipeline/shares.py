@@ -50,5 +50,7 @@ class Shares:
 
     def _of(self, version: str) -> Share:
         if version not in self._held:  # not a mistake: whoever asks is to treat it as the death that it was
-            raise Unavailable(f"this worker was started again after its share of {version} had been taken")
+            raise Unavailable(
+                f"this worker has no share of {version}: it was started again, or nobody wrote it for long"
+            )
         return self._held[version]

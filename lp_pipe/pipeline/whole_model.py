@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import logging
 import secrets
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,8 @@ from lp_pipe.pipeline.workers import Workers
 
 _log = logging.getLogger(__name__)
 
+_COPY_PATIENCE_S = 60.0  # a client asks for the writing at once
+
 
 class Copy(NamedTuple):
     """A checkpoint that is not written yet: the workers hold their shares of it."""
@@ -38,6 +41,7 @@ class WholeModel:
         self._config = config
         self._workers = workers
         self._ranks = config.ranks.firsts
+        self._unwritten: dict[str, float] = {}  # copies that nobody has begun to write, with their time
 
     def state_dict(self) -> dict[str, Tensor]:
         """In the order of the layers: virtual stages of one worker may lie apart."""
@@ -80,11 +84,24 @@ class WholeModel:
         self.write_copy(path, self._held(step, scale, copy=False))
 
     def copy(self, step: int, scale: LossScale | None) -> "Copy":
-        """Copy what a checkpoint holds, in each worker's memory."""
-        return self._held(step, scale, copy=True)
+        """Copy what a checkpoint holds, in each worker's memory.
+
+        Who has asked for it may die before it asks for it to be written: the next copy ends one that has waited long.
+        """
+        for version, copied_at in list(self._unwritten.items()):
+            if time.monotonic() - copied_at > _COPY_PATIENCE_S and self._unwritten.pop(version, None) is not None:
+                self._workers.some(self._ranks, "forget_share", version)
+        copied = self._held(step, scale, copy=True)
+        self._unwritten[copied.version] = time.monotonic()
+        return copied
 
     def write_copy(self, path: Path, copy: "Copy") -> None:
-        """Write it; any thread may, while operations go on."""
+        """Write it; any thread may, while operations go on.
+
+        Raises:
+            Unavailable: the workers do not hold it any more.
+        """
+        self._unwritten.pop(copy.version, None)
         with self._or_forget(copy.version):
             self._write(path, copy)
 

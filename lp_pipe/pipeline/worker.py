@@ -13,6 +13,7 @@ from lp_pipe.address import Address
 from lp_pipe.channels import ChannelHub
 from lp_pipe.channels.kinds import hub_endpoint
 from lp_pipe.context import context
+from lp_pipe.errors import add_note
 from lp_pipe.pipeline.async_guard import Guard
 from lp_pipe.pipeline.async_worker import AsyncWorker
 from lp_pipe.pipeline.buffers import BufferSnapshot, eval_mode
@@ -165,7 +166,7 @@ class StageWorker:
         try:
             self.training.step(total_norm, self._config.clip_grad_norm, skip=skip)
         except BaseException as error:
-            error.add_note(f"in {self._name}, update of stages {', '.join(map(str, self._stages))}")
+            add_note(error, f"in {self._name}, update of stages {', '.join(map(str, self._stages))}")
             raise
 
     def has_updated(self) -> bool:

@@ -29,7 +29,7 @@ def capture(error: BaseException) -> bytes:
     message = frame_pb2.CallError(
         origin=HANDLER,
         type_name=innermost_type_name(error),
-        message=printable(_text_of(error)),
+        message=printable(text_of(error)),
         traceback=printable(format_traceback(error)),
     )
     original = getattr(error, "_lp_pipe_original_class", type(error))
@@ -68,7 +68,18 @@ def innermost_type_name(error: BaseException) -> str:
 
 def format_traceback(error: BaseException) -> str:
     """The traceback with chained causes, as text."""
-    return "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    try:
+        return "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    except BaseException as broken:  # a user's attribute of it may raise anything; whoever waits must hear even so
+        return f"{type(error).__name__}: <its traceback cannot be printed, that raised {type(broken).__name__}>\n"
+
+
+def text_of(said: object) -> str:
+    """An exception's message, or its argument's."""
+    try:
+        return str(said)
+    except BaseException as broken:  # a user's __str__ may raise anything; whoever waits must hear even so
+        return f"<str() of the exception raised {type(broken).__name__}>"
 
 
 def printable(text: str) -> str:
@@ -86,13 +97,6 @@ def _builtin_attributes(error: BaseException) -> dict[str, Any]:
                     with contextlib.suppress(Exception):  # some raise when they were never set
                         found[name] = getattr(error, name)
     return {name: value for name, value in found.items() if value is not None}
-
-
-def _text_of(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception as broken:  # a user's __str__ may raise
-        return f"<str() of the exception raised {type(broken).__name__}>"
 
 
 def _combined(message: frame_pb2.CallError, text: str) -> RemoteError | None:

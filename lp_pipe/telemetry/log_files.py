@@ -1,10 +1,15 @@
 """Where the lines that nodes print go: to a file per node, and prefixed to the launcher's own streams."""
 
 import contextlib
+import errno
+import logging
+import os
 import sys
 from io import FileIO
 from pathlib import Path
 from typing import Protocol
+
+_log = logging.getLogger(__name__)
 
 
 class LogOutput(Protocol):
@@ -23,6 +28,7 @@ class LogFiles:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files: dict[str, FileIO] = {}
+        self._is_whole = True
         folder.mkdir(parents=True, exist_ok=True)
 
     def path(self, node_id: str) -> Path:
@@ -30,15 +36,23 @@ class LogFiles:
         return log_path(self._folder, node_id)
 
     def write(self, node_id: str, is_stderr: bool, lines: list[bytes]) -> None:
-        with contextlib.suppress(OSError):  # disk full, folder removed: an end here would block every node
-            file = self._files.get(node_id)
-            if file is None:
-                file = self._files[node_id] = self.path(node_id).open("ab", buffering=0)
-            file.write(b"".join(line + b"\n" for line in lines))
+        try:
+            self._keep(node_id, b"".join(line + b"\n" for line in lines))
+        except OSError as error:  # disk full, folder removed: an end here would block every node
+            if self._is_whole:
+                _log.warning("not all that the nodes print is in %s any more: %s", self._folder, error)
+            self._is_whole = False
         texts = [line.decode(errors="replace") for line in lines]
         target = sys.stderr if is_stderr else sys.stdout
         with contextlib.suppress(ValueError, OSError):  # the launcher has closed it; the file has everything
             target.write("".join(f"[{node_id}] {text}\n" for text in texts))
+
+    def _keep(self, node_id: str, data: bytes) -> None:
+        file = self._files.get(node_id)
+        if file is None:
+            file = self._files[node_id] = self.path(node_id).open("ab", buffering=0)
+        if file.write(data) < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file.name))
 
     def flush(self) -> None:
         for target in (sys.stdout, sys.stderr):

@@ -375,3 +375,22 @@ def test_a_listener_survives_a_shortage_of_file_descriptors(unix_carrier: Carrie
     accepted += [unix_carrier.accepted.get(timeout=WITHIN_S) for _ in socks[len(accepted) :]]
     for end in (*accepted, *socks):
         end.close()
+
+
+@pytest.mark.parametrize("kind", ["unix", "tls"])
+def test_a_process_that_cannot_take_a_frame_says_so(
+    no_leaks: None, open_carrier: OpenCarrier, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Its peers used to be told that it had ended or was killed."""
+
+    def memory_for(size: int) -> memoryview:
+        raise MemoryError
+
+    client, server = open_carrier(kind).pair()
+    client.start()
+    server.start()
+    monkeypatch.setattr("lp_pipe.connections.socket_reader.memory_for", memory_for)
+    with contextlib.suppress(Unavailable):  # the rest of it may find the connection closed
+        client.connection.send(Frame(frames.CALL, 1, "", b"", [bytes(4 << 20)]))
+    for end in (client, server):
+        assert end.reason() == "a frame arrived that does not fit into memory"

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -184,6 +185,41 @@ def test_later_failures_do_not_mask_the_first(mode: str) -> None:
     with pytest.raises(lp.NodeError, match="first/0"):
         run.wait(WITHIN_S)
     assert run.later_failures == 3
+    whole = (run.run_dir / "failure.txt").read_text()  # nothing else tells what they were
+    assert whole.startswith("node first/0 failed: ValueError: first")
+    assert whole.count("node later") == whole.count("in run\n") == 3
+
+
+class _Unspeakable(BaseException):
+    """Not even an Exception can be had of it."""
+
+    def __str__(self) -> str:
+        raise KeyboardInterrupt("not now")
+
+
+class _UnspeakableStatus:
+    def __eq__(self, other: object) -> bool:
+        raise LookupError("not comparable")
+
+    __hash__ = object.__hash__
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (_Unspeakable, r"_Unspeakable: <str\(\) of the exception raised KeyboardInterrupt>"),
+        (lambda: SystemExit(_UnspeakableStatus()), "LookupError: not comparable"),
+    ],
+)
+def test_an_exception_that_cannot_be_told_is_a_failure_all_the_same(
+    mode: str, make: Callable[[], BaseException], says: str
+) -> None:
+    """In thread mode the program used to end well."""
+
+    def fail() -> None:
+        raise make()
+
+    assert re.search(says, str(failure_of(one_node(lp.PyNode(fail)), mode)))
 
 
 def test_a_failure_after_the_stop_does_not_fail_the_program_but_is_told(

@@ -14,6 +14,9 @@ import pytest
 
 import lp_pipe as lp
 from lp_pipe.launch import template
+from lp_pipe.launch.plan import make_plan
+from lp_pipe.launch.process import make_host
+from lp_pipe.telemetry.metrics import MetricsLog
 
 WITHIN_S = 20.0
 
@@ -338,3 +341,13 @@ def test_torch_nodes_are_forked_with_torch_loaded_and_compute_with_their_number_
         draws = {run.client("probe", index).ask(lambda: float(torch.rand(()))) for index in range(2)}
     assert results == [(2, 300.0**3)] * 2
     assert len(draws) == 2
+
+
+def test_a_host_that_does_not_start_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal between the two used to."""
+    temporary, run_dir = tmp_path / "temporary", tmp_path / "run"
+    for folder in (temporary, run_dir):
+        folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    make_host(make_plan(probes(), run_dir, 5.0), MetricsLog(run_dir / "metrics.jsonl"))
+    assert list(temporary.iterdir()) == []

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 import lp_pipe as lp
+from lp_pipe.launch.signals import Interrupts
 
 WITHIN_S = 20.0
 
@@ -202,3 +203,20 @@ def test_children_that_nodes_fork_in_thread_mode_end_at_a_sigterm(no_leaks: None
     with lp.launch(program, "thread") as run:
         run.wait(10)
     assert exits == [-signal.SIGTERM]
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_a_signal_before_anything_is_started_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stop that it asks for waited for ever for a thread that was to look after the nodes."""
+    install = Interrupts.install
+
+    def interrupted(interrupts: Interrupts) -> None:
+        install(interrupts)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Interrupts, "install", interrupted)
+    program = lp.Program("interrupted")
+    program.add_node(lp.PyNode(lp.wait_for_stop), label="node")
+    with pytest.raises(KeyboardInterrupt):
+        lp.launch(program, "thread")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

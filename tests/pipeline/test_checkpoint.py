@@ -10,6 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import format_utils
 
+import lp_pipe as lp
 import lp_pipe.pipeline as pp
 from lp_pipe.pipeline.shares import Shares
 from lp_pipe.pipeline.workers import Workers
@@ -318,6 +319,24 @@ def test_a_share_that_cannot_be_written_leaves_the_old_checkpoint_and_no_memory_
         assert len(taken) == 2 and not any(shares._held for shares in taken)
         pipeline.load(tmp_path)
         assert pipeline.fingerprint() == saved
+
+
+def test_a_copy_whose_owner_has_died_is_forgotten_at_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer that was killed between a copy and its writing left every stage with a copy of its state for ever."""
+    model = pp.Model([nn.Linear(1, 1), nn.Linear(1, 1)], squared_error, sgd)
+    with launched("thread", model, stages=2) as pipeline:
+        abandoned = pipeline._conductor.copy()
+        pipeline.save_async(tmp_path / "a").result()  # no long time has passed: it may still be asked for
+        pipeline._conductor.write_copy(str(tmp_path / "b"), abandoned)
+        abandoned = pipeline._conductor.copy()
+        monkeypatch.setattr("lp_pipe.pipeline.whole_model._COPY_PATIENCE_S", 0.0)
+        pipeline.save_async(tmp_path / "c").result()
+        with pytest.raises(lp.Unavailable, match=abandoned.version):
+            pipeline._conductor.write_copy(str(tmp_path / "d"), abandoned)
+        for name in "abc":
+            pipeline.load(tmp_path / name)
 
 
 def test_a_checkpoint_fetches_no_weights_from_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

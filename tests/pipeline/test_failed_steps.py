@@ -55,6 +55,38 @@ def test_buffers_are_as_before(recompute: str) -> None:
         assert_same_state(pipeline.state_dict(), plain.state_dict())
 
 
+class _Odd(Exception):
+    """Neither its notes nor its message are what Python expects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.__notes__: Any = 5
+
+    def __str__(self) -> str:
+        raise KeyboardInterrupt("not now")
+
+
+class _RaisesOdd(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.isnan().any():
+            raise _Odd
+        return x
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_an_exception_that_takes_no_notes_and_has_no_message_reaches_the_caller(stage: int) -> None:
+    """It used to come as a TypeError about its notes; its message ended the thread that was to answer."""
+    layers = [nn.Linear(D, D), nn.Linear(D, D)]
+    layers.insert(2 * stage, _RaisesOdd())
+    bad = torch.full_like(BATCHES[0][0], float("nan")), BATCHES[0][1]
+    model = pp.Model(layers, squared_error, sgd)
+    plain = PlainLoop(model, 2)
+    with launched("thread", model, stages=[1 + (stage == 0)], microbatches=2) as pipeline:
+        with pytest.raises(_Odd):
+            pipeline.step(bad)
+        assert pipeline.step(BATCHES[0]).loss == plain.step(BATCHES[0])
+
+
 class _RaisesOnce(torch.optim.lr_scheduler.LRScheduler):
     def get_lr(self) -> list[Any]:
         if self.last_epoch == 2 and any(

@@ -1,0 +1,31 @@
+"""The files with what the nodes print."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from lp_pipe.telemetry.log_files import LogFiles, log_path
+
+
+def test_every_node_has_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = LogFiles(tmp_path)
+    files.write("trainer/0", False, [b"one", b"two"])
+    files.close()
+    assert log_path(tmp_path, "trainer/0").read_text() == "one\ntwo\n"
+    assert capsys.readouterr().out == "[trainer/0] one\n[trainer/0] two\n"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a disk that is always full")
+def test_a_full_disk_is_said_once_and_the_lines_still_come(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They used to be missing in the file without a word."""
+    log_path(tmp_path, "trainer/0").symlink_to("/dev/full")
+    files = LogFiles(tmp_path)
+    for line in (b"one", b"two"):
+        files.write("trainer/0", False, [line])
+    files.close()
+    assert capsys.readouterr().out == "[trainer/0] one\n[trainer/0] two\n"
+    (said,) = caplog.messages
+    assert "not all that the nodes print" in said and "No space left on device" in said and str(tmp_path) in said
