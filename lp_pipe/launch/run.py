@@ -66,9 +66,8 @@ class Run:
     def start(self) -> None:
         """Start the nodes, and the thread that looks after them."""
         try:
-            with (
-                self._interrupts.deferred()
-            ):  # a stop would wait for ever for what has not begun to look after the nodes
+            # A stop in between would wait for ever for what has not begun to look after the nodes.
+            with self._interrupts.deferred():
                 self._interrupts.install()  # first: a node may already run when its start returns
                 self._host.start()
                 if self._control is not None:
