@@ -20,7 +20,7 @@ from lp_pipe.connections import Frame, faulty, frames, spanning
 from lp_pipe.connections.credentials import Credentials
 from lp_pipe.context import NodeContext, StopSignal, enter_process
 from lp_pipe.errors import Unavailable
-from lp_pipe.launch import os_text
+from lp_pipe.launch import absl_flags, os_text
 from lp_pipe.launch.execute import failure_from, run_node
 from lp_pipe.launch.freed_memory import keep_freed_memory
 from lp_pipe.launch.record import Failure
@@ -238,6 +238,7 @@ def all_stacks() -> str:
 def _run(start: wire.Start, payload: bytearray, supervision: Supervision) -> Failure | None:
     _set_up_process(start)
     namesakes.enter_node()
+    absl_flags.arrive(start.absl_flags)
     supervision.use_places_of(start)
     node, resources = codec.loads(payload)
     context = NodeContext(
