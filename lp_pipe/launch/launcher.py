@@ -77,7 +77,7 @@ def launch(
     Raises:
         TypeError: not a Program.
         ValueError: unknown mode or engine, empty program, a handle of another program's node, more resources than the
-            hosts have, hang_after that is not positive.
+            hosts have, hang_after that is not positive, grace that is negative.
         SerializationError: a part of a node cannot be sent to its process; nothing was started.
         LaunchError: a host has not joined, or not got the sources, or a process could not be started; nothing is left
             running.
@@ -86,6 +86,7 @@ def launch(
     if mode not in MODES:
         raise ValueError(f"unknown launch mode {mode!r}; known modes: {', '.join(MODES)}")
     check_hang_after(hang_after)
+    check_grace(grace)
     options = None
     if mode != "multi_host" and (hosts or engine_options or listen or interface or sync or engine != "local"):
         raise ValueError(f"mode={mode!r} has one host; engine, hosts, listen, interface and sync are for 'multi_host'")
@@ -129,6 +130,15 @@ def check_program(found: Any, wanted: str) -> Program:
     if not isinstance(found, Program):
         raise TypeError(f"{wanted}, not {found!r} of type {type(found).__name__}")
     return found
+
+
+def check_grace(seconds: float) -> None:
+    """
+    Raises:
+        ValueError: it is no number of seconds. The stop would fail half-way.
+    """
+    if not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
+        raise ValueError(f"grace={seconds!r}: seconds are needed, 0 or more")
 
 
 def check_hang_after(seconds: float | None) -> None:

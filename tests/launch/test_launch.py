@@ -635,3 +635,12 @@ def test_twenty_launches_leave_no_file_descriptor(mode: str) -> None:
     for _ in range(20):
         launch_once()
     assert len(os.listdir("/proc/self/fd")) <= before + 2
+
+
+@pytest.mark.parametrize("grace", ["5", -1, float("nan"), None])
+def test_a_grace_that_is_no_number_of_seconds_is_refused(grace: Any) -> None:
+    # Only the stop met it: its thread died, and the nodes stayed.
+    program = lp.Program("grace")
+    program.add_node(lp.PyNode(lambda: None), label="node")
+    with pytest.raises(ValueError, match="grace="):
+        lp.launch(program, "thread", grace=grace)
