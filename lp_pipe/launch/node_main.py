@@ -31,6 +31,7 @@ from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.rpc import codec, namesakes
 from lp_pipe.rpc.remote_error import printable
 from lp_pipe.telemetry import waits
+from lp_pipe.telemetry.numbers import as_numbers
 from lp_pipe.telemetry.positions import positions
 
 
@@ -126,8 +127,9 @@ class Supervision:
             self.send(inner_nodes=wire.InnerNodes(colocation=colocation, stop=True))
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None) -> None:
-        values = [float(value) for value in metrics.values()]
-        self.send(metrics=wire.Metrics(names=list(metrics), values=values, step=step or 0, has_step=step is not None))
+        numbers, step = as_numbers(metrics, step)
+        names, values = list(numbers), list(numbers.values())
+        self.send(metrics=wire.Metrics(names=names, values=values, step=step or 0, has_step=step is not None))
 
     def _ask(self, question: Callable[[int], dict[str, Any]]) -> "Future[str]":
         number = next(self._ids)
