@@ -210,8 +210,9 @@ class CourierClient:
         if isinstance(reply, Stream):
             return RemoteIterator(reply, *self._stream_options(method))
         if isinstance(reply, Exception):
-            if isinstance(reply, Unavailable):
-                raise Unavailable(f"{self._peer}.{method}(): {reply}") from reply
+            call = f"{self._peer}.{method}(): "
+            if isinstance(reply, Unavailable) and not str(reply).startswith(call):  # where it never connected
+                raise Unavailable(f"{call}{reply}") from reply
             raise reply
         if reply.kind == frames.ERROR:
             raise remote_error.rebuild(reply.body, f"{self._peer}.{method}()")

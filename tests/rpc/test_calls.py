@@ -487,6 +487,7 @@ def test_without_wait_for_ready_a_call_to_nobody_is_unavailable_at_once(endpoint
     assert isinstance(error, lp.Unavailable)
     assert isinstance(error, ConnectionError)
     assert not isinstance(error, lp.RemoteError)
+    assert str(error).count(".add():") == 1, "the call was named twice"
 
 
 def test_a_call_waits_until_the_server_is_up(endpoint: str, no_leaks: None) -> None:
