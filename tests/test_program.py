@@ -128,7 +128,7 @@ def test_resources_are_checked() -> None:
     for name, value in (("A=B", "1"), ("", "1"), ("A", "1\0")):
         with pytest.raises(ValueError, match="no variable can have"):
             lp.Resources(env={name: value})
-    for name in ("OMP_NUM_THREADS", "LD_PRELOAD", "CUDA_VISIBLE_DEVICES"):
+    for name in ("OMP_NUM_THREADS", "LD_PRELOAD", "CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_LOGS"):
         assert lp.Resources(env={name: "1"}).needs_fresh_interpreter
     assert lp.Resources(fresh_interpreter=True).needs_fresh_interpreter
     assert not lp.Resources(env={"MINE": "1"}).needs_fresh_interpreter
