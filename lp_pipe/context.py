@@ -276,5 +276,11 @@ def unregister_stop_handler(handler: Callable[[], Any]) -> None:
 
 
 def log_metrics(metrics: Mapping[str, float], step: int | None = None) -> None:
-    """Record numbers under this node's name: in run_dir/metrics.jsonl and on the launcher's display."""
+    """Record numbers under this node's name: in run_dir/metrics.jsonl and on the launcher's display.
+
+    Arrays and tensors of one element are numbers as well.
+
+    Raises:
+        TypeError: a value is no number, a name no text, or step no int; the same in every mode.
+    """
     context().services.log_metrics(metrics, step)

@@ -45,6 +45,10 @@ class Resources:
     colocate_with: str | None = None
 
     def __post_init__(self) -> None:
+        for name in ("threads", "memory", "gpus", "cpus"):
+            if isinstance(getattr(self, name), str):
+                raise TypeError(f"Resources({name}={getattr(self, name)!r}): a number is needed, not a text")
+        _check_environment(self.env)
         if self.threads < 1:
             raise ValueError(f"Resources(threads={self.threads}): a node needs at least 1 thread")
         if self.memory is not None and self.memory < 1:
@@ -73,3 +77,14 @@ class Resources:
     def needs_fresh_interpreter(self) -> bool:
         """True when a fork of the template could not honour `env` (it was read when the process started)."""
         return self.fresh_interpreter or any(name.startswith(_PROCESS_START_PREFIXES) for name in self.env)
+
+
+def _check_environment(env: Mapping[str, str]) -> None:
+    """What the system refuses is found here, and not by the process of the node."""
+    if not isinstance(env, Mapping):
+        raise TypeError(f"Resources(env={env!r}): a dict of names and values is needed")
+    for name, value in env.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise TypeError(f"Resources(env={{{name!r}: {value!r}}}): names and values are str, such as {str(value)!r}")
+        if not name or "=" in name or "\0" in name + value:
+            raise ValueError(f"Resources(env={{{name!r}: {value!r}}}): no variable can have this name or value")

@@ -115,6 +115,19 @@ def test_resources_are_checked() -> None:
     for wrong in ({"threads": 0}, {"gpus": -1}, {"cpus": 0}):
         with pytest.raises(ValueError, match="Resources"):
             lp.Resources(**wrong)
+    # The launcher failed at these when the node's process asked for them, which then died "without reporting why".
+    for of_wrong_type in (
+        {"env": {"A": 1}},
+        {"env": {"A": None}},
+        {"env": ["A=1"]},
+        {"memory": "1GiB"},
+        {"threads": "2"},
+    ):
+        with pytest.raises(TypeError, match=r"Resources\((env|memory|threads)="):
+            lp.Resources(**of_wrong_type)  # type: ignore[arg-type]
+    for name, value in (("A=B", "1"), ("", "1"), ("A", "1\0")):
+        with pytest.raises(ValueError, match="no variable can have"):
+            lp.Resources(env={name: value})
     for name in ("OMP_NUM_THREADS", "LD_PRELOAD", "CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_LOGS"):
         assert lp.Resources(env={name: "1"}).needs_fresh_interpreter
     assert lp.Resources(fresh_interpreter=True).needs_fresh_interpreter

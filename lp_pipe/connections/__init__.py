@@ -53,8 +53,13 @@ def listen(endpoint: str, on_connection: OnConnection) -> Listener:
     return found
 
 
+def is_endpoint(text: object) -> bool:
+    """Whether a carrier goes there; whoever waits until somebody listens would wait for ever otherwise."""
+    return isinstance(text, str) and _scheme(text) in [*_CARRIERS, *tcp_endpoint.SCHEMES]
+
+
 def _carrier(endpoint: str) -> ModuleType:
-    scheme = endpoint[: endpoint.find(":") + 1]
+    scheme = _scheme(endpoint)
     if scheme == tcp_endpoint.TLS:
         from lp_pipe.connections import tls  # of no use to most processes
 
@@ -67,6 +72,10 @@ def _carrier(endpoint: str) -> ModuleType:
         known = ", ".join([*_CARRIERS, *tcp_endpoint.SCHEMES])
         raise Unavailable(f"endpoint {endpoint!r} has no known carrier; known are {known}")
     return _CARRIERS[scheme]
+
+
+def _scheme(endpoint: str) -> str:
+    return endpoint[: endpoint.find(":") + 1]
 
 
 _connector: Connector = connect_directly

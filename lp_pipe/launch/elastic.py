@@ -23,7 +23,7 @@ from lp_pipe.errors import NodeError
 from lp_pipe.launch.engines import Engine
 from lp_pipe.launch.gathered import Kept, MultiHostOptions
 from lp_pipe.launch.gathering import Patience
-from lp_pipe.launch.launcher import check_hang_after, check_program, make_run_dir, named_engine, start_run
+from lp_pipe.launch.launcher import check_grace, check_hang_after, check_program, make_run_dir, named_engine, start_run
 from lp_pipe.launch.run import Run
 from lp_pipe.launch.signals import Interrupts, wait_awake
 from lp_pipe.launch.source_tree import SourceTree
@@ -97,6 +97,7 @@ def launch_elastic(
     """
     count = HostCount.parse(num_hosts)
     check_hang_after(hang_after)
+    check_grace(grace)
     make_program = _checked(make_program)
     known = named_engine(engine, hosts, engine_options or {})
     folder = make_run_dir(make_program(count.most).name, run_dir)  # also: what it raises, it raises here

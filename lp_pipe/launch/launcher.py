@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lp_pipe.errors import LaunchError
 from lp_pipe.launch import mixed, multi_host, process
 from lp_pipe.launch.control import ControlPoint
 from lp_pipe.launch.coordinator import Coordinator
@@ -16,6 +17,7 @@ from lp_pipe.launch.gathering import Patience
 from lp_pipe.launch.hangs import HangWatch
 from lp_pipe.launch.host import Host
 from lp_pipe.launch.plan import Plan, make_plan, serialize_nodes
+from lp_pipe.launch.registry import RUN_FILE, read_record
 from lp_pipe.launch.run import Run
 from lp_pipe.launch.source_tree import SourceTree
 from lp_pipe.launch.uncaught import print_reports
@@ -77,15 +79,16 @@ def launch(
     Raises:
         TypeError: not a Program.
         ValueError: unknown mode or engine, empty program, a handle of another program's node, more resources than the
-            hosts have, hang_after that is not positive.
+            hosts have, hang_after that is not positive, grace that is negative.
         SerializationError: a part of a node cannot be sent to its process; nothing was started.
-        LaunchError: a host has not joined, or not got the sources, or a process could not be started; nothing is left
-            running.
+        LaunchError: a host has not joined, or not got the sources, or a process could not be started, or a run that has
+            not ended is in run_dir; nothing is left running.
     """
     check_program(program, "launch takes a Program")
     if mode not in MODES:
         raise ValueError(f"unknown launch mode {mode!r}; known modes: {', '.join(MODES)}")
     check_hang_after(hang_after)
+    check_grace(grace)
     options = None
     if mode != "multi_host" and (hosts or engine_options or listen or interface or sync or engine != "local"):
         raise ValueError(f"mode={mode!r} has one host; engine, hosts, listen, interface and sync are for 'multi_host'")
@@ -131,6 +134,15 @@ def check_program(found: Any, wanted: str) -> Program:
     return found
 
 
+def check_grace(seconds: float) -> None:
+    """
+    Raises:
+        ValueError: it is no number of seconds. The stop would fail half-way.
+    """
+    if not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
+        raise ValueError(f"grace={seconds!r}: seconds are needed, 0 or more")
+
+
 def check_hang_after(seconds: float | None) -> None:
     """
     Raises:
@@ -165,11 +177,22 @@ def _needed(options: MultiHostOptions | None) -> MultiHostOptions:
 
 
 def make_run_dir(name: str, asked: str | os.PathLike[str] | None) -> Path:
-    """The folder of a run: what was asked for, or a new one."""
+    """The folder of a run: what was asked for, or a new one.
+
+    Raises:
+        LaunchError: a run is there that has not ended.
+    """
     if asked is not None:
         folder = Path(asked)
     else:
         state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
         folder = new_run_dir(Path(os.environ.get("LP_PIPE_RUNS") or state / "lp_pipe" / "runs"), name)
     folder.mkdir(parents=True, exist_ok=True)
-    return folder.resolve()
+    folder = folder.resolve()
+    other = read_record(folder / RUN_FILE)
+    if other is not None and other.is_live:  # both would write the same logs, and prune each other's checkpoints
+        raise LaunchError(
+            f"run_dir {folder}: program {other.program!r} (process {other.pid}) still runs there: stop it, or give "
+            "another folder"
+        )
+    return folder

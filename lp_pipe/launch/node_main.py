@@ -20,7 +20,7 @@ from lp_pipe.connections import Frame, faulty, frames, spanning
 from lp_pipe.connections.credentials import Credentials
 from lp_pipe.context import NodeContext, StopSignal, enter_process
 from lp_pipe.errors import Unavailable
-from lp_pipe.launch import os_text
+from lp_pipe.launch import absl_flags, os_text
 from lp_pipe.launch.execute import failure_from, run_node
 from lp_pipe.launch.record import Failure
 from lp_pipe.launch.threads import set_process_threads
@@ -30,6 +30,7 @@ from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.rpc import codec, namesakes
 from lp_pipe.rpc.remote_error import printable
 from lp_pipe.telemetry import waits
+from lp_pipe.telemetry.numbers import as_numbers
 from lp_pipe.telemetry.positions import positions
 
 
@@ -125,8 +126,9 @@ class Supervision:
             self.send(inner_nodes=wire.InnerNodes(colocation=colocation, stop=True))
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None) -> None:
-        values = [float(value) for value in metrics.values()]
-        self.send(metrics=wire.Metrics(names=list(metrics), values=values, step=step or 0, has_step=step is not None))
+        numbers, step = as_numbers(metrics, step)
+        names, values = list(numbers), list(numbers.values())
+        self.send(metrics=wire.Metrics(names=names, values=values, step=step or 0, has_step=step is not None))
 
     def _ask(self, question: Callable[[int], dict[str, Any]]) -> "Future[str]":
         number = next(self._ids)
@@ -236,6 +238,7 @@ def all_stacks() -> str:
 def _run(start: wire.Start, payload: bytearray, supervision: Supervision) -> Failure | None:
     _set_up_process(start)
     namesakes.enter_node()
+    absl_flags.arrive(start.absl_flags)
     supervision.use_places_of(start)
     node, resources = codec.loads(payload)
     context = NodeContext(

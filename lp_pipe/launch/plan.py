@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lp_pipe.errors import LpPipeError, SerializationError
+from lp_pipe.launch import absl_flags
 from lp_pipe.launch.expansion import expand
 from lp_pipe.launch.spec import NodeSpec
 from lp_pipe.nodes import Node
@@ -81,6 +82,7 @@ def serialize_nodes(plan: Plan) -> dict[str, bytes]:
         SerializationError: a part of a node does not pickle; names the node, the path to the part, and its type.
         ValueError: a node has captured a handle of a node that is not in the program.
     """
+    absl_flags.name_in_pickles()
     return {spec.node_id: _serialize(spec, plan) for spec in plan.nodes}
 
 

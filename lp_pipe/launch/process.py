@@ -224,6 +224,7 @@ class ProcessHost(Host):
                 cwd=os_text.pack(self._surroundings.cwd),
                 sys_path=os_text.pack_all(self._surroundings.sys_path),
                 argv=os_text.pack_all(self._surroundings.argv),
+                absl_flags=self._surroundings.absl_flags,
                 env=os_text.pack_map(self._environment_of(spec)),
                 threads=spec.resources.threads,
                 cpus=self._places[node_id].cpus,

@@ -5,6 +5,7 @@ from concurrent.futures import Future
 
 from lp_pipe.errors import Unavailable
 from lp_pipe.launch.coordinator import Coordinator
+from lp_pipe.telemetry.numbers import as_numbers
 
 
 class _OutsideOfNodes:
@@ -42,7 +43,7 @@ class LauncherServices(_OutsideOfNodes):
         self._coordinator.request_stop()
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None) -> None:
-        self._coordinator.log_metrics("launcher", metrics, step)
+        self._coordinator.log_metrics("launcher", *as_numbers(metrics, step))
 
 
 class EndedServices(_OutsideOfNodes):

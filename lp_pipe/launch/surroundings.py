@@ -1,4 +1,4 @@
-"""What nodes find around them: environment, folder, import path, arguments; as they are at launch()."""
+"""What nodes find around them: environment, folder, import path, arguments, flags; as they are at launch()."""
 
 import logging
 import os
@@ -6,6 +6,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
+
+from lp_pipe.launch import absl_flags
 
 # What describes a host or a login there, not the program.
 _OF_A_HOST = frozenset(
@@ -30,13 +32,14 @@ class Surroundings:
     sys_path: tuple[str, ...]
     argv: tuple[str, ...]
     log_level: int
+    absl_flags: bytes = b""
     synced: str = ""
 
     @classmethod
     def here(cls, synced: str = "") -> Self:
         """Of this process, now."""
         level = logging.getLogger().getEffectiveLevel()
-        return cls(dict(os.environ), os.getcwd(), tuple(sys.path), tuple(sys.argv), level, synced)
+        return cls(dict(os.environ), os.getcwd(), tuple(sys.path), tuple(sys.argv), level, absl_flags.here(), synced)
 
     def on_this_host(self, tree: str = "") -> "Surroundings":
         """Those of a launcher elsewhere, as far as they make sense here; the rest is this process's own.
@@ -54,7 +57,7 @@ class Surroundings:
         synced = {path: found for path in self.sys_path if (found := self._synced(path, tree)) is not None}
         shared = (path for path in self.sys_path if path not in synced and os.path.isdir(path))
         paths = dict.fromkeys([*synced.values(), *sys.path, *shared])
-        return Surroundings({**theirs, **ours}, cwd, tuple(paths), self.argv, self.log_level)
+        return Surroundings({**theirs, **ours}, cwd, tuple(paths), self.argv, self.log_level, self.absl_flags)
 
     def _synced(self, folder: str, tree: str) -> str | None:
         """The copy of a folder of the launcher's, if it is one of those that were synced."""

@@ -20,6 +20,7 @@ from lp_pipe.launch.spec import NodeSpec
 from lp_pipe.launch.threads import unset_threads, use_threads
 from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.telemetry.metrics import MetricsLog
+from lp_pipe.telemetry.numbers import as_numbers
 
 _log = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ class LocalServices:
         self._coordinator.stop_inner_nodes(colocation)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None) -> None:
-        self._coordinator.log_metrics(self._node_id, metrics, step)
+        self._coordinator.log_metrics(self._node_id, *as_numbers(metrics, step))
 
 
 class ThreadHost(Host):

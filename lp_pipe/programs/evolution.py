@@ -1,6 +1,7 @@
 """The arithmetic of evolution strategies: the same on the learner and on every worker, to the last bit."""
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -52,7 +53,7 @@ class Evolution:
         """The returns of the parameters plus and minus the pair's perturbation, in the same trial."""
         step = self._settings.sigma * self._noise(pair)
         seed = (self._settings.seed, self.iteration, pair)
-        return problem.try_out(self.parameters + step, seed), problem.try_out(self.parameters - step, seed)
+        return _return_of(problem, self.parameters + step, seed), _return_of(problem, self.parameters - step, seed)
 
     def update(self, returns: Returns) -> None:
         """Move along the perturbations, each by the ranks of its pair's returns (Salimans et al., algorithm 1)."""
@@ -71,6 +72,18 @@ class Evolution:
     def _noise(self, pair: int) -> Vector:
         rng = np.random.default_rng((self._settings.seed, self.iteration, pair))
         return rng.standard_normal(len(self.parameters))
+
+
+def _return_of(problem: Problem, parameters: Vector, seed: tuple[int, ...]) -> float:
+    """
+    Raises:
+        ValueError: it is no number. NaN would rank highest, so that the parameters follow whatever breaks the trial.
+    """
+    given = problem.try_out(parameters, seed)
+    is_number = np.ndim(given) == 0 and given is not None and not isinstance(given, str | bytes)
+    if not is_number or math.isnan(given):
+        raise ValueError(f"evolution strategies: try_out(…, seed={seed}) gave {given!r}; a number is needed")
+    return float(given)
 
 
 def centered_ranks(values: Vector) -> Vector:

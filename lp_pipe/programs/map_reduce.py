@@ -13,8 +13,6 @@ for intermediate files too, so that a mapper's death costs the task that it was 
 
 import hashlib
 import heapq
-import operator
-import pickle
 import re
 import shutil
 import tempfile
@@ -25,14 +23,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
-
 import lp_pipe as lp
 from lp_pipe.programs.map_reduce_master import MAP, REDUCE, Master, Task, WorkerId
 from lp_pipe.programs.options import option, parse_options
-from lp_pipe.programs.partitioning import partition_of
+from lp_pipe.programs.partitioning import order_of, partition_of
 from lp_pipe.programs.sources import short_name, standard_library
 from lp_pipe.programs.waiting import until_the_stop
+from lp_pipe.rpc import codec
 
 Key = Any
 Value = Any
@@ -41,6 +38,7 @@ Reducer = Callable[[Key, list[Value]], Value]
 OnResult = Callable[[list[tuple[Key, Value]]], object]
 
 _TASKS_PER_MAPPER = 8  # many more tasks than mappers (3.5): the load balances itself, and a death costs little
+_WANTED = "(key, value) pairs are needed, yielded one by one or returned in a list"
 
 
 def map_reduce(
@@ -104,7 +102,7 @@ class Job:
 
     def map(self, inputs: Sequence[Any], prefix: Path) -> list[Path]:
         """Write one file for each partition: its keys with their values."""
-        groups = _grouped(pair for record in inputs for pair in self.mapper(record))
+        groups = _grouped(pair for record in inputs for pair in self._pairs_of(record))
         partitions: list[dict[Key, list[Value]]] = [{} for _ in range(self.num_reducers)]
         for key, values in groups.items():
             combined = values if self.combiner is None else [self.combiner(key, values)]
@@ -117,7 +115,16 @@ class Job:
         for path in paths:
             for key, values in _read(path).items():
                 groups[key] += values
-        return [_write(prefix, [(key, self.reducer(key, groups[key])) for key in sorted(groups)])]
+        return [_write(prefix, [(key, self.reducer(key, groups[key])) for key in sorted(groups, key=order_of)])]
+
+    def _pairs_of(self, record: Any) -> Iterator[tuple[Key, Value]]:
+        pairs = self.mapper(record)
+        if not isinstance(pairs, Iterable):
+            raise TypeError(f"map_reduce: the mapper returned {pairs!r} for {record!r}: {_WANTED}")
+        for pair in pairs:
+            if not isinstance(pair, tuple | list) or len(pair) != 2:
+                raise TypeError(f"map_reduce: the mapper gave {pair!r} for {record!r}: {_WANTED}")
+            yield pair[0], pair[1]
 
 
 class Worker:
@@ -158,8 +165,8 @@ class MergingMaster(Master):
         outputs = self.wait_for_outputs()
         if outputs is None:
             return  # the program stops before its end
-        key_of = operator.itemgetter(0)
-        self._on_result(list(heapq.merge(*(_read(path) for path in outputs), key=key_of)))
+        in_order = heapq.merge(*(_read(path) for path in outputs), key=lambda pair: order_of(pair[0]))
+        self._on_result(list(in_order))
         shutil.rmtree(self._folder)
         lp.stop()
 
@@ -172,12 +179,12 @@ def _grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
 
 
 def _write(path: Path, content: object) -> Path:
-    path.write_bytes(cloudpickle.dumps(content))  # classes of __main__ travel by value, as in calls
+    path.write_bytes(codec.dumps(content))  # classes of __main__ travel by value, as in calls
     return path
 
 
 def _read(path: Path) -> Any:
-    return pickle.loads(path.read_bytes())
+    return codec.loads(path.read_bytes())
 
 
 # --- The examples: the words of the standard library's sources ---

@@ -24,36 +24,20 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 import lp_pipe as lp
 from lp_pipe.checkpoint import Checkpoints
 from lp_pipe.programs.all_shards import Parameters, all_of, results_of
+from lp_pipe.programs.checked_task import CheckedTask, TrainingTask, Vector
 from lp_pipe.programs.digits import load_digits
 from lp_pipe.programs.options import option, parse_options
 from lp_pipe.programs.parameter_shards import SHARDS, GoneBack, Joined, Sgd, Snapshot
 from lp_pipe.programs.waiting import until_the_stop
 
-Vector = NDArray[np.float64]
-
 _log = logging.getLogger(__name__)
 _PAUSE_S = 0.02  # before another try: a peer that is gone for good makes each try short
-
-
-class TrainingTask(Protocol):
-    """What is trained; goes to all nodes, and must pickle (or be a Deferred)."""
-
-    def initial_parameters(self) -> Vector:
-        """All of them as one vector; the same at every call."""
-
-    def gradient(self, parameters: Vector, step: int, rank: int) -> Vector:
-        """Of the batch that `step` and `rank` decide: a function of its arguments, so that it can be computed again."""
-
-    def evaluate(self, parameters: Vector) -> dict[str, float]:
-        """Numbers for the display and the result, such as the test accuracy."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +110,7 @@ def parameter_server(
 @until_the_stop()
 def work(task: TrainingTask, servers: Sequence[lp.CourierClient], rank: int, steps: int) -> None:
     """Compute and push gradients, in one generation after another."""
+    task = CheckedTask(task)
     while not lp.stop_event().is_set():
         with contextlib.suppress(GoneBack):
             _work_for_a_generation(task, servers, rank, steps)
@@ -168,6 +153,7 @@ def watch(
     on_result: OnResult,
 ) -> None:
     """Begin where the newest checkpoint is; do it again whenever a server has died, and all others follow."""
+    task = CheckedTask(task)
     parameters = Parameters(servers, task.initial_parameters, num_workers)
     checkpoints = Checkpoints({"parameters": parameters})
     why = ""

@@ -69,7 +69,13 @@ class Producer:
     """Hands out what `produce` yields, item by item."""
 
     def __init__(self, produce: Produce, index: int, num_producers: int) -> None:
-        self._items = iter(produce(index, num_producers))
+        items = produce(index, num_producers)
+        if not isinstance(items, Iterable):
+            raise TypeError(
+                f"producers_consumer: produce({index}, {num_producers}) returned {items!r}: it must yield items, or "
+                "return some in a list"
+            )
+        self._items = iter(items)
 
     def pull(self) -> Pulled:
         """The next item; after the last one, the end, as often as it is asked for."""

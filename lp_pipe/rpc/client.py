@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import math
 import socket
 import threading
 import time
@@ -48,7 +47,7 @@ class CourierClient:
     `await client.aio.method(...)` is for event loops. A handler that is a generator is iterated as it produces:
     `for item in client.method()`, `async for item in client.aio.method()`.
 
-    address: what another client's `.address` gave.
+    address: what another client's `.address` gave; ValueError for anything else.
     call_timeout: seconds (or a timedelta) per call; None or 0: no limit.
     wait_for_ready: wait while nobody is there; False: Unavailable at once.
 
@@ -68,8 +67,10 @@ class CourierClient:
         address_id: str | None = None,
         peer: str = "",
     ) -> None:
+        if not connections.is_endpoint(address):
+            raise ValueError(f"CourierClient({address!r}): not a server's address: take .address of another client")
         self._address = address
-        self._call_timeout_s = _seconds(call_timeout)
+        self._call_timeout_s = deadlines.seconds(call_timeout)
         self._wait_for_ready = wait_for_ready
         self._address_id = address_id
         self._peer = peer or address
@@ -173,7 +174,11 @@ class CourierClient:
         if call.cancelled():  # between the last look and the line above
             call.cancel()
         if task.deadline is not None:  # must not refer to the call: its result would live until the deadline
-            deadlines.shared.add(task.deadline, lambda: link.expire(call_id, self._too_late(method)))
+            expire = functools.partial(self._expire, link, call_id, method)
+            deadlines.shared.add(task.deadline, expire, functools.partial(link.waits_for, call_id))
+
+    def _expire(self, link: Link, call_id: int, method: str) -> None:
+        link.expire(call_id, self._too_late(method))
 
     @contextlib.contextmanager
     def _explained(self, method: str) -> Iterator[None]:
@@ -205,8 +210,9 @@ class CourierClient:
         if isinstance(reply, Stream):
             return RemoteIterator(reply, *self._stream_options(method))
         if isinstance(reply, Exception):
-            if isinstance(reply, Unavailable):
-                raise Unavailable(f"{self._peer}.{method}(): {reply}") from reply
+            call = f"{self._peer}.{method}(): "
+            if isinstance(reply, Unavailable) and not str(reply).startswith(call):  # where it never connected
+                raise Unavailable(f"{call}{reply}") from reply
             raise reply
         if reply.kind == frames.ERROR:
             raise remote_error.rebuild(reply.body, f"{self._peer}.{method}()")
@@ -289,11 +295,3 @@ def _make_client(
     address: str, call_timeout: float | None, wait_for_ready: bool, address_id: str | None, peer: str
 ) -> CourierClient:
     return CourierClient(address, call_timeout, wait_for_ready, address_id=address_id, peer=peer)
-
-
-def _seconds(timeout: float | timedelta | None) -> float | None:
-    if isinstance(timeout, timedelta):
-        timeout = timeout.total_seconds()
-    if timeout is not None and timeout < 0:
-        raise ValueError(f"call_timeout={timeout}: must not be negative; None or 0 means no limit")
-    return float(timeout) if timeout and timeout != math.inf else None

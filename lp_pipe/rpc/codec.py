@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 
-from lp_pipe.rpc import layout, namesakes
+from lp_pipe.rpc import layout, namesakes, slotted
 
 # Smaller memory stays inside the pickle: a list of 100 000 little arrays must not become 100 000 pieces of a frame.
 _OUT_OF_BAND_BYTES = 1024
@@ -138,11 +138,11 @@ class _ByValuePickler(_TensorReduction, cloudpickle.Pickler):  # type: ignore[mi
         elif isinstance(obj, _Cached) and not _found_by_name(obj):
             return _cached, (obj.__wrapped__, obj.cache_parameters())
         reduced = cloudpickle.Pickler.reducer_override(self, obj)
-        if (
-            isinstance(reduced, tuple)
-            and isinstance(obj, (type, types.FunctionType))
-            and namesakes.is_known_by_name(obj)
-        ):
+        if not isinstance(reduced, tuple) or not isinstance(obj, (type, types.FunctionType)):
+            return reduced
+        if isinstance(obj, type):
+            reduced = slotted.with_slots(obj, reduced)
+        if namesakes.is_known_by_name(obj):
             make, arguments, *rest = reduced
             return namesakes.rebuild, (obj.__module__, obj.__qualname__, make, arguments), *rest
         return reduced

@@ -1,25 +1,49 @@
-"""One thread per process that acts when deadlines pass."""
+"""Limits of calls: how long, and one thread per process that acts when they have passed."""
 
 import heapq
 import itertools
+import math
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
+from typing import NamedTuple
+
+_FEW = 1024
+
+
+def _always() -> bool:
+    return True
+
+
+class _Deadline(NamedTuple):
+    when: float
+    order: int  # of two at the same time, so that actions are never compared
+    action: Callable[[], object]
+    is_needed: Callable[[], bool]
 
 
 class Deadlines:
     """Calls `action()` at its time, in one daemon thread that starts with the first deadline."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Callable[[], object]]] = []
+        self._heap: list[_Deadline] = []
+        self._enough = _FEW
         self._changed = threading.Condition()
         self._order = itertools.count()
         self._thread: threading.Thread | None = None
 
-    def add(self, when: float, action: Callable[[], object]) -> None:
-        """Call `action` once time.monotonic() reaches `when`. It must be quick, and harmless if no longer needed."""
+    def add(self, when: float, action: Callable[[], object], is_needed: Callable[[], bool] = _always) -> None:
+        """Call `action` once time.monotonic() reaches `when`. It must be quick, and harmless if no longer needed.
+
+        is_needed: what is not may be forgotten early, so that an hour of calls does not pile up until their limit.
+        """
         with self._changed:
-            heapq.heappush(self._heap, (when, next(self._order), action))
+            heapq.heappush(self._heap, _Deadline(when, next(self._order), action, is_needed))
+            if len(self._heap) > self._enough:
+                self._heap = [deadline for deadline in self._heap if deadline.is_needed()]
+                heapq.heapify(self._heap)
+                self._enough = max(_FEW, 2 * len(self._heap))
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._run, name="deadlines", daemon=True)
                 self._thread.start()
@@ -28,10 +52,19 @@ class Deadlines:
     def _run(self) -> None:
         while True:
             with self._changed:
-                while not self._heap or self._heap[0][0] > time.monotonic():
-                    self._changed.wait(self._heap[0][0] - time.monotonic() if self._heap else None)
-                _, _, action = heapq.heappop(self._heap)
+                while not self._heap or self._heap[0].when > time.monotonic():
+                    self._changed.wait(self._heap[0].when - time.monotonic() if self._heap else None)
+                action = heapq.heappop(self._heap).action
             action()
 
 
 shared = Deadlines()
+
+
+def seconds(timeout: float | timedelta | None) -> float | None:
+    """A call's limit, None for no limit; ValueError when it is negative."""
+    if isinstance(timeout, timedelta):
+        timeout = timeout.total_seconds()
+    if timeout is not None and timeout < 0:
+        raise ValueError(f"call_timeout={timeout}: must not be negative; None or 0 means no limit")
+    return float(timeout) if timeout and timeout != math.inf else None

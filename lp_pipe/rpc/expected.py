@@ -20,6 +20,9 @@ class Expected:
     def __bool__(self) -> bool:
         return bool(self.blocked or self.futures or self.promised or self.others or self.inboxes)
 
+    def __contains__(self, call_id: int) -> bool:
+        return any(call_id in calls for calls in (self.blocked, self.futures, self.promised, self.others))
+
     def is_urgent(self) -> bool:
         """Whether frames may come that no waiting thread will read."""
         return bool(self.others or self.inboxes)

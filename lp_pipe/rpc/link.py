@@ -111,6 +111,10 @@ class Link:
             self._send_cancel(call_id)
         return is_forgotten
 
+    def waits_for(self, call_id: int) -> bool:
+        """Whether the reply of a call is still to come."""
+        return call_id in self._expected
+
     def expire(self, call_id: int, error: DeadlineExceeded) -> None:
         """Settle a call whose deadline has passed, if it still waits."""
         call = self._expected.take(call_id)

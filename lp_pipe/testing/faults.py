@@ -27,7 +27,7 @@ from lp_pipe.launch import Run
 from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.testing.nodes import EVERYONE as EVERYONE
 from lp_pipe.testing.nodes import LAUNCHER as LAUNCHER
-from lp_pipe.testing.nodes import Nodes, node_ids, ways_between
+from lp_pipe.testing.nodes import Nodes, node_ids, wait_until_up, ways_between
 
 _PATIENCE_S = 10.0
 _LOOK_AGAIN_S = 0.001
@@ -136,10 +136,16 @@ def kill(run: Run, nodes: Nodes) -> None:
 def freeze(run: Run, nodes: Nodes) -> Fault:
     """Stop the nodes' processes (SIGSTOP) until `heal`: their connections stay open, and nothing answers.
 
+    A node whose servers do not listen yet gets 10 s for that first.
+
     Raises:
         ValueError: they are threads (thread mode), the launcher, or have ended.
     """
-    pids = [_pid_of(run, node_id, "frozen") for node_id in node_ids(run, nodes)]
+    frozen = node_ids(run, nodes)
+    for node_id in frozen:
+        _pid_of(run, node_id, "frozen")  # refuses at once what has none
+        wait_until_up(run, node_id, _PATIENCE_S)
+    pids = [_pid_of(run, node_id, "frozen") for node_id in frozen]
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     for pid in pids:

@@ -1,10 +1,14 @@
 """Which nodes of a running program a test means, and how they are connected."""
 
+import contextlib
+import time
 from typing import Any
 
 from lp_pipe.connections import faulty
+from lp_pipe.errors import Unavailable
 from lp_pipe.handles import Handle
 from lp_pipe.launch import Run
+from lp_pipe.nodes import Node
 from lp_pipe.protos import supervision_pb2 as wire
 
 # A label is the whole group, (label, index) or a handle one node of it.
@@ -57,6 +61,14 @@ def ways_between(run: Run, source: Nodes, target: Nodes) -> list[wire.Fault.Way]
     return ways
 
 
+def wait_until_up(run: Run, node_id: str, patience_s: float) -> None:
+    """Until all servers of the node listen, if they ever do; a client of one that does not yet would wait for it."""
+    deadline = time.monotonic() + patience_s
+    for address in _node(run, node_id).addresses:
+        with contextlib.suppress(Unavailable, TimeoutError):
+            run._coordinator.resolve(address.id).result(max(0.0, deadline - time.monotonic()))
+
+
 def _all(run: Run) -> list[str]:
     return [f"{label}/{index}" for label, rows in run.status().items() for index in range(len(rows))]
 
@@ -70,6 +82,9 @@ def _by_handle(run: Run, handle: Handle[Any]) -> str:
 def _endpoints(run: Run, node_id: str) -> list[str]:
     if node_id == faulty.LAUNCHER:
         return []
+    return [run._coordinator.endpoint_for(address.id) for address in _node(run, node_id).addresses]
+
+
+def _node(run: Run, node_id: str) -> Node[Any]:
     label, _, index = node_id.rpartition("/")
-    node = run._program.groups[label][int(index)]
-    return [run._coordinator.endpoint_for(address.id) for address in node.addresses]
+    return run._program.groups[label][int(index)]

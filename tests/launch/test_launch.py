@@ -635,3 +635,25 @@ def test_twenty_launches_leave_no_file_descriptor(mode: str) -> None:
     for _ in range(20):
         launch_once()
     assert len(os.listdir("/proc/self/fd")) <= before + 2
+
+
+@pytest.mark.parametrize("grace", ["5", -1, float("nan"), None])
+def test_a_grace_that_is_no_number_of_seconds_is_refused(grace: Any) -> None:
+    # Only the stop met it: its thread died, and the nodes stayed.
+    program = lp.Program("grace")
+    program.add_node(lp.PyNode(lambda: None), label="node")
+    with pytest.raises(ValueError, match="grace="):
+        lp.launch(program, "thread", grace=grace)
+
+
+def test_a_folder_belongs_to_one_run_at_a_time(no_leaks: None, tmp_path: Path) -> None:
+    # Two would write into the same logs and metrics, and prune each other's checkpoints.
+    def waiting(name: str) -> lp.Program:
+        program = lp.Program(name)
+        program.add_node(lp.PyNode(lp.wait_for_stop), label="node")
+        return program
+
+    lives_there = pytest.raises(lp.LaunchError, match=r"run_dir .*program 'first' \(process \d+\) still runs there")
+    with lp.launch(waiting("first"), "thread", run_dir=tmp_path, listed=True), lives_there:
+        lp.launch(waiting("second"), "thread", run_dir=tmp_path)
+    lp.launch(waiting("third"), "thread", run_dir=tmp_path).stop()

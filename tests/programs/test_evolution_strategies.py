@@ -180,6 +180,17 @@ def test_equal_returns_share_their_ranks() -> None:
     assert centered_ranks(np.full((4, 2), 500.0)).tolist() == [[0.0, 0.0]] * 4
 
 
+@pytest.mark.parametrize("given", [float("nan"), None, "1.0", np.ones(2)])
+def test_a_return_that_is_no_number_is_refused(given: Any) -> None:
+    # NaN ranked highest: parameters moved towards whatever broke the trial.
+    class Broken(Bowl):
+        def try_out(self, parameters: Vector, seed: tuple[int, ...]) -> float:
+            return given  # type: ignore[no-any-return]
+
+    with pytest.raises(ValueError, match=r"try_out\(…, seed=\(5, 0, 1\)\) gave .*; a number is needed"):
+        Evolution(2, SETTINGS).try_pair(Broken(2), pair=1)
+
+
 def test_numbers_below_one_are_refused(delivered: Delivered) -> None:
     with pytest.raises(ValueError, match="num_workers=0"):
         bowl(3, delivered, num_workers=0)

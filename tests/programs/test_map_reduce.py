@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import lp_pipe as lp
-from lp_pipe.programs.map_reduce import add_up, count_words, inverted_index, map_reduce, word_count
+from lp_pipe.programs.map_reduce import Job, add_up, count_words, inverted_index, map_reduce, word_count
 from lp_pipe.programs.map_reduce_master import MAP, REDUCE, Master, StaleWorker, Task
-from lp_pipe.programs.partitioning import partition_of
+from lp_pipe.programs.partitioning import order_of, partition_of
 from lp_pipe.programs.sources import short_name, standard_library
 from tests.programs.conftest import WITHIN_S, Delivered, Once, kill_this_process, stop_when
 
@@ -136,6 +136,22 @@ def test_partitions_are_the_same_in_every_process() -> None:
 def test_keys_that_might_print_differently_are_refused(key: Any) -> None:
     with pytest.raises(TypeError, match="str, bytes, int or tuples"):
         partition_of(key, 2)
+
+
+def test_keys_of_several_types_are_sorted_by_type(delivered: Delivered) -> None:
+    # Each is a key; the reducers failed when they met in one partition: "'<' not supported between …".
+    keys = ["a", 1, b"a", ("a", 2), (1, "a"), -1]
+    program = map_reduce(keys, lambda key: [(key, 1)], add_up, 2, 2, on_result=delivered)
+    expected = [b"a", -1, 1, "a", (1, "a"), ("a", 2)]
+    assert delivered.of(program, "thread") == [(key, 1) for key in expected]
+    assert sorted(["b", "a", "ab"], key=order_of) == ["a", "ab", "b"]
+
+
+@pytest.mark.parametrize("produced", [None, ["ab"], [("a", 1, 2)], [1]])
+def test_a_mapper_that_gives_no_pairs_is_told_so(produced: Any, tmp_path: Path) -> None:
+    job = Job(lambda line: produced, add_up, None, 1)
+    with pytest.raises(TypeError, match=r"the mapper .* for 'some line': \(key, value\) pairs are needed"):
+        job.map(["some line"], tmp_path / "map")
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import lp_pipe as lp
-from lp_pipe.programs.producers_consumer import producers_consumer, summarize, tokenize_shard
+from lp_pipe.programs.producers_consumer import Producer, producers_consumer, summarize, tokenize_shard
 from lp_pipe.programs.sources import short_name, standard_library
 from tests.programs.conftest import WITHIN_S, Delivered, stop_when
 
@@ -97,3 +97,8 @@ def test_the_example_finds_in_shards_what_one_loop_finds(mode: str, delivered: D
     digests = {short_name(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in standard_library(30)}
     listing = "".join(f"{name} {digests[name]}\n" for name in sorted(digests))
     assert plain.endswith(hashlib.sha256(listing.encode()).hexdigest())
+
+
+def test_a_produce_that_gives_no_items_is_told_so() -> None:
+    with pytest.raises(TypeError, match=r"produce\(0, 2\) returned None: it must yield items"):
+        Producer(lambda index, num_producers: None, 0, 2)  # type: ignore[arg-type,return-value]

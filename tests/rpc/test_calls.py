@@ -435,6 +435,13 @@ def test_no_deadline_or_a_long_one(serve: Serve, timeout: Any) -> None:
     assert client.futures.add(1, 1).result(WITHIN_S) == 2
 
 
+@pytest.mark.parametrize("address", ["localhost:8000", "", None])
+def test_what_is_no_address_of_a_server_is_refused(address: Any) -> None:
+    # Calls waited for ever for it to come up.
+    with pytest.raises(ValueError, match=r"not a server's address: take \.address"):
+        lp.CourierClient(address)
+
+
 @pytest.mark.parametrize("timeout", [-1, -0.5, timedelta(seconds=-1)])
 def test_a_negative_deadline_is_refused(timeout: Any) -> None:
     with pytest.raises(ValueError, match="call_timeout"):
@@ -480,6 +487,7 @@ def test_without_wait_for_ready_a_call_to_nobody_is_unavailable_at_once(endpoint
     assert isinstance(error, lp.Unavailable)
     assert isinstance(error, ConnectionError)
     assert not isinstance(error, lp.RemoteError)
+    assert str(error).count(".add():") == 1, "the call was named twice"
 
 
 def test_a_call_waits_until_the_server_is_up(endpoint: str, no_leaks: None) -> None:

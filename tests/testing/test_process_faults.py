@@ -93,6 +93,23 @@ def test_a_frozen_node_answers_when_it_is_thawed(launched: Launched, faults: Mod
     assert pending.result(PATIENCE_S) == 2
 
 
+def test_a_node_that_is_frozen_first_thing_has_a_server(launched: Launched, faults: ModuleType) -> None:
+    # Frozen in its constructor it had none yet, and run.client() in the test waited for that for ever.
+    class SlowToStart(Counter):
+        def __init__(self) -> None:
+            super().__init__()
+            lp.wait_for_stop(SOON_S)
+
+    slow = lp.Program("slow")
+    slow.add_node(lp.CourierNode(SlowToStart), label="counter")
+    run = launched(slow, "process")
+    with faults.freeze(run, "counter"):
+        pending = run.client("counter").futures.add(1)
+        with pytest.raises(TimeoutError):
+            pending.result(SOON_S)
+    assert pending.result(PATIENCE_S) == 1
+
+
 def test_a_frozen_node_is_thawed_before_its_program_is_stopped(launched: Launched, faults: ModuleType) -> None:
     run = launched(program(), "process")
     run.client("counter").add(1)

@@ -1,0 +1,33 @@
+"""lp_pipe/rpc/deadlines.py"""
+
+import threading
+import time
+
+from lp_pipe.rpc import deadlines
+
+WITHIN_S = 10
+
+
+def test_deadlines_of_calls_that_are_over_do_not_pile_up() -> None:
+    # With call_timeout=3600 every future kept half a kilobyte for an hour.
+    some = deadlines.Deadlines()
+    over: set[int] = set()
+    for call in range(20_000):
+        some.add(time.monotonic() + 3600, lambda: None, lambda call=call: call not in over)  # type: ignore[misc]
+        over.add(call)
+    assert len(some._heap) < 2000
+
+
+def test_those_that_are_needed_stay_and_come_in_order() -> None:
+    some = deadlines.Deadlines()
+    done: list[str] = []
+    is_done = threading.Event()
+    for _ in range(5000):
+        some.add(time.monotonic() + 3600, lambda: None, lambda: False)
+    soon = time.monotonic() + 0.05
+    some.add(soon + 0.01, is_done.set)
+    some.add(soon, lambda: done.append("first"), lambda: True)
+    for _ in range(5000):
+        some.add(time.monotonic() + 3600, lambda: None, lambda: False)
+    assert is_done.wait(WITHIN_S)
+    assert done == ["first"]
