@@ -11,6 +11,7 @@ from torch import Tensor
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.device import own_loss, to_host
+from lp_pipe.pipeline.gradient_norms import GradientNorm
 from lp_pipe.pipeline.links import Links
 from lp_pipe.pipeline.loss_scale import scaled
 from lp_pipe.pipeline.message import Message, to_message
@@ -31,7 +32,7 @@ class Report:
     busy_s: float = 0.0
     loss: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
-    gradient_norms: dict[int, list[Tensor]] = field(default_factory=dict)
+    gradient_norms: dict[int, list[GradientNorm]] = field(default_factory=dict)
     overflowed: bool = False  # a gradient is infinite or NaN, if anybody wants to know
     nonfinite: list[NonFinite] = field(default_factory=list)  # in a step that was run again to find it
     outputs: dict[int, Any] = field(default_factory=dict)  # by micro-batch

@@ -150,6 +150,7 @@ class _Frame:
         self._slots: list[weakref.ref[_Slot]] = []
         self._kinds: list[tuple[torch.Size, torch.dtype]] = []
         self._filled = 0
+        self._last_is_new = False
 
     def pack(self, tensor: Tensor) -> _Slot:
         slot = _Slot(self)
@@ -194,6 +195,8 @@ class _Frame:
 
     def _fill_next(self, tensor: Tensor) -> Tensor:
         position, self._filled = self._filled, self._filled + 1
+        if position == len(self._slots):
+            raise self._differs("more were saved")
         if self._kinds[position] != (tensor.shape, tensor.dtype):
             raise self._differs(f"saved tensor {position} was {list(tensor.shape)} of {tensor.dtype}")
         # Detached: a node that saves its own result would hold itself for ever.
@@ -202,7 +205,9 @@ class _Frame:
         if slot is not None:
             slot.tensor = value
             slot.held = self._meter.hold(value) if self._meter is not None else None
-        if self._filled == len(self._slots):
+        # rrelu saves its noise, then its input, and writes the noise only afterwards: it must come to its end.
+        last_is_new, self._last_is_new = self._last_is_new, _is_new(tensor)
+        if self._filled == len(self._slots) and not last_is_new and not self._last_is_new:
             raise _AllFilled
         return value
 
@@ -235,6 +240,11 @@ def _again() -> Iterator[None]:
         _thread.recomputing = before
 
 
+def _is_new(tensor: Tensor) -> bool:
+    """Whether it may be memory that an operation has made to write to."""
+    return not (tensor.requires_grad or tensor._is_view() or isinstance(tensor, nn.Parameter))
+
+
 def _versions(leaves: Sequence[Any]) -> list[int]:
     return [leaf._version for leaf in leaves if isinstance(leaf, Tensor)]
 
@@ -246,4 +256,7 @@ def _copied(tensor: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor
     if address not in storages:
         storages[address] = storage.clone()
     copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return copy.set_(storages[address], tensor.storage_offset(), tensor.shape, tensor.stride())
+    copy.set_(storages[address], tensor.storage_offset(), tensor.shape, tensor.stride())
+    # What lies in memory may be conjugated or negated on reading only.
+    copy = copy.conj() if tensor.is_conj() else copy
+    return torch._neg_view(copy) if tensor.is_neg() else copy

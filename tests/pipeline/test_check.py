@@ -31,6 +31,25 @@ def test_a_model_that_trains_the_same_both_ways_is_equal() -> None:
     assert str(report) == "equal: the pipeline and the plain loop have the same bits after 2 steps"
 
 
+def weights_only(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([parameter for name, parameter in parameters if name.endswith("weight")], lr=0.1)
+
+
+def test_gradients_that_the_optimizer_does_not_know_count_once() -> None:
+    # The plain loop kept them from step to step, where they counted in the norm again: equal models were "different".
+    model = pp.Model([nn.Linear(D, D), nn.Linear(D, D)], squared_error, weights_only)
+    assert pp.check(model, BATCHES, stages=2, microbatches=2, clip_grad_norm=0.01).equal
+
+
+def test_gradients_that_the_optimizer_does_not_know_skip_no_step() -> None:
+    # GradScaler looks at the optimizer's only. The bias has twelve times the weights' gradient here, beyond float16.
+    layers = [nn.Linear(D, D), nn.Linear(D, D)]
+    nn.init.constant_(layers[1].weight, 1e-3)
+    model = pp.Model(layers, lambda y, t: (y * 1.5).sum() * 0.5 + 0 * t.sum(), weights_only, loss_weight="one")
+    batches = [(x * 1e-3, t) for x, t in BATCHES]
+    assert pp.check(model, batches, stages=2, microbatches=2, precision="fp16").equal
+
+
 class Jitters(nn.Module):
     """Draws from a generator that step_rng knows nothing of."""
 
