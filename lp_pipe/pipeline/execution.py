@@ -175,14 +175,13 @@ class Execution:
         channel = self._channels.receives(action)
         if channel is None:
             return Message(operation.inputs[action.microbatch], ())
-        value, wants_gradient = self._links.receive(channel, operation.tag, action.microbatch)
-        return Message(value, wants_gradient)
+        return Message(*self._links.receive(channel, operation.tag, action.microbatch))
 
     def _hand_on(self, action: Action, operation: Operation, value: Any, skips: Mapping[str, Any]) -> None:
         channel = self._channels.sends(action)
         if channel is not None:
             message = to_message(value)
-            self._links.send(channel, operation.tag, action.microbatch, (message.value, message.wants_gradient))
+            self._links.send(channel, operation.tag, action.microbatch, message.parts)
         self._side.send_values(action, operation.tag, skips)
 
     def _loss(self, output: Any, microbatch: int, operation: Operation) -> tuple[Tensor, Tensor]:

@@ -32,7 +32,7 @@ class SideChannels:
         """Hand on what a forward has stashed for other stages."""
         for channel, edge in self._channels.edges_of(action, "sender"):
             message = to_message(values[edge.names[0]])
-            self._links.send(channel, tag, action.microbatch, (message.value, message.wants_gradient))
+            self._links.send(channel, tag, action.microbatch, message.parts)
 
     def roots(self, action: Action, tag: int) -> list[tuple[Root, Tensor | None]]:
         """Where a backward starts beside the stage's outputs, and the gradients that have come for it."""

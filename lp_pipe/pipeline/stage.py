@@ -1,5 +1,6 @@
 """One virtual stage: its layers, and the forwards whose backwards are still to come."""
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -276,14 +277,16 @@ def _enter(message: Message, stash: Stash, gradients: list[Tensor | None]) -> An
         return message.value
     leaves, spec = ([message.value], None) if type(message.value) is Tensor else pytree.tree_flatten(message.value)
     if any(message.wants_gradient):
-        tensors = iter(message.wants_gradient)
-        wanted = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and next(tensors)]
+        places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        wanted = list(itertools.compress(places, message.wants_gradient))
         gradients[:] = [None] * len(wanted)
         if stash.entry is None:
             stash.entry = phony()
         results = entered(stash.entry, gradients, [leaves[index] for index in wanted])
         for index, tensor in zip(wanted, results, strict=True):
             leaves[index] = tensor
+        for index in itertools.compress(places, message.is_view):
+            leaves[index] = leaves[index][...]  # a view of the same memory
     return leaves[0] if spec is None else pytree.tree_unflatten(with_repeats(leaves), spec)
 
 

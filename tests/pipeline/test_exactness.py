@@ -283,6 +283,19 @@ def test_an_in_place_layer_behind_a_cut_leaves_the_sender_alone(mode_and_workers
         assert_same_state(pipeline.state_dict(), plain.state_dict())
 
 
+@pytest.mark.parametrize("options", [{}, {"schedule": "zb_h1"}], ids=str)
+def test_gradients_pass_a_view_that_is_written_to_behind_a_cut_in_its_layout(options: dict[str, Any]) -> None:
+    # Linear's output is a view, and autograd gives what writes to a view a gradient in the layout of its base. Behind a
+    # cut the input was none: the gradient stayed transposed, where SiLU's backward computes without vectors.
+    linear, transpose = pp.Layer(nn.Linear, D, D), apply(lambda x: x.transpose(0, 1))
+    layers = [linear, pp.Layer(nn.SiLU, inplace=True), transpose, linear, transpose]
+    model, batches = pp.Model(layers, squared_error, sgd), random_batches([12, 7, 13, 5, 12, 7, 13, 5])
+    plain = PlainLoop(model, 1)
+    with launched("thread", model, batches, stages=[1], microbatches=1, **options) as pipeline:
+        assert [result.loss for result in pipeline.steps()] == plain.steps(batches)
+        assert_same_state(pipeline.state_dict(), plain.state_dict())
+
+
 # A batch may be a view, too: images that are stored by pixel, sequences with time in front.
 LAYOUTS: dict[str, tuple[Tensor, list[pp.Layer]]] = {
     "transposed": (
