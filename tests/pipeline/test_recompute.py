@@ -242,6 +242,32 @@ def test_an_operation_may_write_to_what_it_has_saved() -> None:
         assert_same_state(pipeline.state_dict(), plain.state_dict())
 
 
+class Begins(nn.Module):
+    """Has no average before its first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average: Tensor | None
+        self.register_buffer("average", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.average = x.detach().mean() if self.average is None else self.average * 0.5
+        return x if self.average is None else x * (1 + self.average)
+
+
+def test_a_buffer_that_the_first_forward_makes_is_made_once() -> None:
+    model = pp.Model([nn.Linear(D, D), Begins(), nn.Linear(D, D)], squared_error, sgd)
+    plain = PlainLoop(model, 1)
+    with launched("thread", model, stages=1, microbatches=1, recompute="full") as pipeline:
+        with pytest.raises(RuntimeError):
+            pipeline.step((BATCHES[0][0], BATCHES[0][1][:, :1, :3]))
+        pipeline.evaluate(BATCHES[:1])
+        assert "1.average" not in pipeline.state_dict()  # neither a failed step nor an evaluation leaves one
+        assert [pipeline.step(batch).loss for batch in BATCHES] == plain.steps(BATCHES)
+        assert_same_state(pipeline.state_dict(), plain.state_dict())
+
+
 # What cannot be recomputed is refused, never guessed.
 
 
