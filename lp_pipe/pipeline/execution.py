@@ -22,6 +22,7 @@ from lp_pipe.pipeline.schedule import Action
 from lp_pipe.pipeline.schedule.ir import WORDS
 from lp_pipe.pipeline.side_channels import SideChannels
 from lp_pipe.pipeline.stage import Stage
+from lp_pipe.pipeline.written_parameters import CopiedParameters
 from lp_pipe.telemetry import positions
 
 
@@ -90,6 +91,7 @@ class Execution:
             "W": self._backward_weights,
         }
         self.inference: Mapping[str, Run] = {"F": self._infer}
+        self._copied = CopiedParameters(config, stages)
         self._at: tuple[Action, Operation] | None = None
         positions.add(self)
 
@@ -107,7 +109,9 @@ class Execution:
 
         Raises:
             Exception: a layer's own, with a note that says where; ChannelClosed.
+            PipelineError: a forward has written to a parameter of which others have copies.
         """
+        before = self._copied.versions()
         try:
             for action in actions:
                 self._at = action, operation
@@ -118,6 +122,7 @@ class Execution:
             raise
         finally:
             self._at = None
+        self._copied.check(before)
 
     def _forward(self, action: Action, operation: Operation) -> None:
         message = self._input_of(action, operation)

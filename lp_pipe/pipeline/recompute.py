@@ -45,7 +45,10 @@ class Segment:
     def __init__(self, layers: Sequence[nn.Module], name: str) -> None:
         self.name = name
         self._pops = popped_by(layers)
-        self._modules = [m for m in nn.ModuleList(layers).modules() if m._buffers]
+        modules = list(nn.ModuleList(layers).modules())
+        self._modules = [m for m in modules if m._buffers]
+        # max_norm: what it has made shorter it does not change again.
+        self._constants = [p for m in modules if getattr(m, "max_norm", None) is None for p in m.parameters(False)]
         # What the layers write to must be copied before. The first run tells; until then it may be anything.
         self._written: frozenset[Place] | None = None
         self._writes_to_inputs: bool | None = None
@@ -54,14 +57,21 @@ class Segment:
         """`run`, whose saved tensors take no memory until the backward.
 
         Raises:
-            PipelineError: it has written to a buffer or an input to which it had not written in earlier runs.
+            PipelineError: it has written to a buffer or an input to which it had not written in earlier runs, or to a
+                parameter.
         """
         own = {name: skips.pop(name) for name in self._pops if name in skips}
         inputs = _Inputs((value, own), copy=self._writes_to_inputs is not False)
         buffers = BufferSnapshot(self._modules, self._written)
         frame = _Frame(self, run, inputs)
+        versions = _versions(self._constants)
         with saved_tensors_hooks(frame.pack, _unpack):
             value = run(value, own)
+        if _versions(self._constants) != versions:
+            raise PipelineError(
+                f"{self.name}: cannot be recomputed, because a forward writes to a parameter, which the second run "
+                "would do again: leave these layers out of recompute"
+            )
         self._learn(inputs, buffers)
         frame.complete(buffers.only(self._written or frozenset()))
         skips.update(own)
