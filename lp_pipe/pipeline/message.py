@@ -8,6 +8,7 @@ from torch.utils import _pytree as pytree
 
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.hidden import hidden_tensors
+from lp_pipe.pipeline.overlaps import overlapping
 
 
 @dataclass(frozen=True)
@@ -16,16 +17,18 @@ class Message:
 
     is_view: whether autograd knows it as a view, such as Linear's output of three dimensions. What a layer writes to
         such a tensor has another backward: gradients pass in the layout of what it is a view of.
+    overlapping: positions of those to which nobody must write, because another one had a part of the same memory.
     """
 
     value: Any
     wants_gradient: tuple[bool, ...]
     is_view: tuple[bool, ...] = ()
+    overlapping: tuple[int, ...] = ()
 
     @property
     def parts(self) -> tuple[Any, ...]:
         """To be sent; `Message(*parts)` is the message again."""
-        return self.value, self.wants_gradient, self.is_view
+        return self.value, self.wants_gradient, self.is_view, self.overlapping
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,8 @@ def to_message(value: Any) -> Message:
         else:
             positions[id(leaf)] = position
             sent.append(leaf.detach())
-    return Message(pytree.tree_unflatten(sent, spec), wanted, tuple(tensor._is_view() for tensor in tensors))
+    is_view = tuple(tensor._is_view() for tensor in tensors)
+    return Message(pytree.tree_unflatten(sent, spec), wanted, is_view, overlapping(tensors))
 
 
 def with_repeats(leaves: list[Any]) -> list[Any]:

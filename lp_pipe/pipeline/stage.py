@@ -18,6 +18,7 @@ from lp_pipe.pipeline.device import CPU
 from lp_pipe.pipeline.entry import entered, phony
 from lp_pipe.pipeline.message import Message, tensors_of, with_repeats
 from lp_pipe.pipeline.names import name_prefix
+from lp_pipe.pipeline.overlaps import Unwritten
 from lp_pipe.pipeline.precision import autocast
 from lp_pipe.pipeline.recompute import Segment
 from lp_pipe.pipeline.rng import nobody_draws, step_rng
@@ -184,6 +185,7 @@ class Stage:
 
     def _run(self, message: Message, step: int, microbatch: int, stash: Stash, skips: dict[str, Any]) -> Any:
         value = _enter(message, stash, stash.input_gradients)
+        unwritten = Unwritten(tensors_of(value), message.overlapping) if message.overlapping else None
         for name in skips:
             skips[name] = _enter(skips[name], stash, stash.popped_gradients.setdefault(name, []))
         for layers, segment in self._runs:
@@ -191,6 +193,8 @@ class Stage:
                 value = self._call(layers, step, microbatch, value, skips)
             else:
                 value = segment.forward(partial(self._call, layers, step, microbatch), value, skips)
+        if unwritten is not None:
+            unwritten.check()
         if step == _EVALUATION:
             return value
         stash.outputs = _edges(value)
