@@ -22,7 +22,6 @@ from lp_pipe.context import NodeContext, StopSignal, enter_process
 from lp_pipe.errors import Unavailable
 from lp_pipe.launch import os_text
 from lp_pipe.launch.execute import failure_from, run_node
-from lp_pipe.launch.freed_memory import keep_freed_memory
 from lp_pipe.launch.record import Failure
 from lp_pipe.launch.threads import set_process_threads
 from lp_pipe.launch.view import to_wire
@@ -192,7 +191,6 @@ class Supervision:
 
 def main(node_id: str, endpoint: str, attempt: int) -> int:
     """Run one node in this process; returns the exit status. attempt: how often the node was restarted before."""
-    keep_freed_memory()  # before there is a second thread, which would get an arena of its own
     supervision = Supervision(endpoint)
     supervision.send(hello=wire.Hello(node_id=node_id, pid=os.getpid(), attempt=attempt))
     start, frame = supervision.started.result()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lp_pipe.errors import LaunchError
+from lp_pipe.launch.heap import heap_environment
 from lp_pipe.launch.proctree import kill_all, marked
 from lp_pipe.launch.zygote import ORPHAN_S, receive_message, send_message
 
@@ -63,7 +64,8 @@ class Template:
             socket_dir,
         ]
         # BLAS would start its threads when numpy is imported, and threads do not survive a fork.
-        environment = {**os.environ, MARK: self._mark, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        threads = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, **heap_environment(os.environ), MARK: self._mark, **threads}
         try:
             self._process = subprocess.Popen(
                 [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", _BOOT, *arguments],  # type: ignore[attr-defined]

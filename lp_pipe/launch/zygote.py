@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from lp_pipe.launch.heap import heap_environment
 from lp_pipe.launch.proctree import kill_all, session_of, tree_of
 
 _LENGTH = struct.Struct("<I")
@@ -239,7 +240,7 @@ def _exec_node(message: dict[str, Any]) -> NoReturn:
     )
     node = (message["node"], message["endpoint"], str(message["attempt"]))
     arguments = [sys.executable, "-c", code, json.dumps(sys.path), *node]
-    os.execve(sys.executable, arguments, message["env"])
+    os.execve(sys.executable, arguments, {**message["env"], **heap_environment(message["env"])})
 
 
 def _reseed() -> None:

@@ -91,14 +91,23 @@ class BufferSnapshot:
                 module._buffers[name] = buffer
 
 
+def set_buffer(module: nn.Module, name: str, value: Tensor) -> None:
+    """Copy the value into a module's buffer, where it fits."""
+    present = module._buffers[name]
+    if present is not None and (present.shape, present.dtype) == (value.shape, value.dtype):
+        present.copy_(value)
+    else:  # a mask that is made anew for longer sequences
+        module._buffers[name] = value
+
+
 @contextmanager
-def eval_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
+def eval_mode(modules: Sequence[nn.Module], beside: Sequence[nn.Module] = ()) -> Iterator[None]:
     """Evaluate, then give every module its own mode back (frozen ones may have been in eval mode before).
 
-    And its buffers: some write to them in any mode.
+    And its buffers: some write to them in any mode. beside: modules that keep their mode.
     """
     modes = [module.training for module in modules]
-    buffers = BufferSnapshot(modules)
+    buffers = BufferSnapshot([*modules, *beside])
     for module in modules:
         module.training = False
     try:

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.config import PipelineConfig
-from lp_pipe.pipeline.device import own_loss, to_host
+from lp_pipe.pipeline.device import to_host
 from lp_pipe.pipeline.gradient_norms import GradientNorm
 from lp_pipe.pipeline.links import Links
 from lp_pipe.pipeline.loss_scale import scaled
 from lp_pipe.pipeline.message import Message, to_message
 from lp_pipe.pipeline.microbatches import number_of
+from lp_pipe.pipeline.model import Loss
 from lp_pipe.pipeline.precision import autocast
 from lp_pipe.pipeline.results import NonFinite
 from lp_pipe.pipeline.schedule import Action
@@ -75,10 +76,11 @@ class Execution:
         side: SideChannels,
         name: str,
         device: torch.device,
+        criterion: Loss | None,
     ) -> None:
         self._device = device
         self._config = config
-        self._criterion = own_loss(config.loss, device)
+        self._criterion = criterion
         self._channels = config.channels
         self._stages = stages
         self._links = links
@@ -195,6 +197,7 @@ class Execution:
         That is what a product with the weight would hand down to it, without the product.
         """
         with autocast(self._config.precision, self._device.type):
+            assert self._criterion is not None, "the last stage's worker has the loss"
             result = self._criterion(output, operation.targets[microbatch])
         loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
         if not isinstance(loss, Tensor) or loss.numel() != 1:

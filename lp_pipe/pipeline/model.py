@@ -46,7 +46,8 @@ class Model:
     layers: modules, an nn.Sequential, `Layer` factories (mixed as you like), or a function that returns such a
         sequence. Modules are copied, never trained in place. A function is called once in every stage, under
         `layer_rng(seed, 0)`; when it is a generator, layer i is made under `layer_rng(seed, i)`, as factories are.
-    loss: (output, target) -> scalar tensor, or (scalar, {name: metric}).
+    loss: (output, target) -> scalar tensor, or (scalar, {name: metric}). A module may write to buffers of its own,
+        which checkpoints have; its mode stays as it is, and its parameters would be trained by nobody.
     optimizer: (list of (name, parameter)) -> torch optimizer; called once in every stage that has parameters.
     lr_scheduler: (optimizer) -> torch LR scheduler, stepped once a step.
     loss_weight: a micro-batch's share of the loss: "samples" (its size over the batch's: for mean losses), "one"

@@ -84,7 +84,15 @@ class Definitions(tuple[str, ...]):
     """Modules that define operations of a graph (torch.library): unpickling this imports them, as the graph needs."""
 
     def __reduce__(self) -> Any:
+        if "__main__" in self:
+            raise PipelineError(
+                "the split module calls an operation (torch.library) that the script itself defines, and other "
+                "processes do not run the script: define it in a module that the script imports"
+            )
         return _imported, (tuple(self),)
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self  # within a process there is nothing to import
 
 
 def _imported(names: tuple[str, ...]) -> Definitions:

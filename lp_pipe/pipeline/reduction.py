@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lp_pipe.channels import ChannelHub
 from lp_pipe.errors import PipelineError
-from lp_pipe.pipeline.buffers import BufferSnapshot
+from lp_pipe.pipeline.buffers import BufferSnapshot, set_buffer
 from lp_pipe.pipeline.channel_ends import ChannelEnds
 from lp_pipe.pipeline.channel_handle import ChannelTarget
 from lp_pipe.pipeline.device import CPU
@@ -83,7 +83,7 @@ class Reduction(ChannelEnds[int]):
         if self._replica:
             before.restore()  # what only this replica's micro-batches have changed
             for (index, name), value in changed.items():
-                _set_buffer(modules[index]._buffers, name, value)
+                set_buffer(modules[index], name, value)
 
     def _shard(self, flat: Tensor | None, replica: int) -> Tensor | None:
         if flat is None:
@@ -113,14 +113,6 @@ def _changed(modules: Sequence[nn.Module], before: BufferSnapshot) -> dict[tuple
         for name, buffer in module._buffers.items()
         if buffer is not None and (module, name) in written
     }
-
-
-def _set_buffer(buffers: dict[str, Tensor | None], name: str, value: Tensor) -> None:
-    present = buffers[name]
-    if present is not None and (present.shape, present.dtype) == (value.shape, value.dtype):
-        present.copy_(value)
-    else:  # a mask that is made anew for longer sequences
-        buffers[name] = value
 
 
 def _flat(gradient: Tensor | None) -> Tensor | None:

@@ -5,6 +5,7 @@ optimizer.<name>.<key>            a parameter's optimizer state
 options.<name>                    the options of its group, which the scheduler changes
 schedule.<name>                   what the scheduler's state says of its group
 lr_scheduler                      the scheduler's state
+loss.<name>                       a buffer of the loss that it has written to
 versions.<worker>.newest          of an asynchronous schedule: the number of a worker's newest weights
 versions.<worker>.<version>.<name>    and older ones that are still in use
 """
@@ -20,19 +21,20 @@ Key = tuple[str, ...]  # the parts of an entry's name: a parameter's own name ha
 class Saved(NamedTuple):
     """A checkpoint's contents: `optimizer` has state and options of every parameter, by name.
 
-    versions: what each worker of an asynchronous pipeline has added.
+    versions: what each worker of an asynchronous pipeline has added. loss: buffers by name.
     """
 
     weights: dict[str, Tensor]
     optimizer: dict[str, dict[str, Any]]
     lr_scheduler: dict[str, Any] | None
     versions: list[dict[str, Any]]
+    loss: dict[str, Tensor]
 
 
 def saved_of(share: Mapping[str, Any]) -> Saved:
     """What one worker's share holds."""
     versions = [share["versions"]] if "versions" in share else []
-    return Saved(share["weights"], share["optimizer"], share["lr_scheduler"], versions)
+    return Saved(share["weights"], share["optimizer"], share["lr_scheduler"], versions, share["loss"])
 
 
 def entries(share: Mapping[str, Any], worker: int) -> dict[Key, Any]:
@@ -45,6 +47,7 @@ def entries(share: Mapping[str, Any], worker: int) -> dict[Key, Any]:
         found["schedule", str(worker)] = schedule
     for name, saved in share["optimizer"].items():
         found.update({("optimizer", name, key): value for key, value in saved["state"].items()})
+    found.update({("loss", name): value for name, value in share["loss"].items()})
     if share["lr_scheduler"] is not None:
         found["lr_scheduler",] = share["lr_scheduler"]
     if "versions" in share:
@@ -61,19 +64,21 @@ def is_of(key: Key, state: Collection[str], parameters: Collection[str]) -> bool
             return name in state
         case ("optimizer", name, _) | ("versions", _, _, name):
             return name in parameters
-        case ("lr_scheduler",) | ("options" | "schedule", _) | ("versions", _, "newest"):
+        case ("lr_scheduler",) | ("loss", _) | ("options" | "schedule", _) | ("versions", _, "newest"):
             return True
     return False
 
 
 def joined(found: Mapping[Key, Any]) -> Saved:
     """Entries of any number of workers, put together."""
-    saved = Saved({}, {}, found.get(("lr_scheduler",)), [])
+    saved = Saved({}, {}, found.get(("lr_scheduler",)), [], {})
     versions: dict[str, dict[str, Any]] = {}
     for key, value in found.items():
         match key:
             case ("model", name):
                 saved.weights[name] = value
+            case ("loss", name):
+                saved.loss[name] = value
             case ("options" | "schedule" as kind, _):
                 for name, options in value.items():
                     _of_parameter(saved, name)[kind] = options

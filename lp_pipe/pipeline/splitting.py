@@ -68,7 +68,7 @@ def split(module: nn.Module, example_inputs: Any, split_points: SplitPoints = ()
 
 
 def _checked(module: nn.Module, split_points: SplitPoints) -> dict[str, SplitPoint]:
-    if isinstance(split_points, str):
+    if isinstance(split_points, str) or not isinstance(split_points, (Sequence, Mapping)):
         raise PipelineError(f"split_points={split_points!r}: give a list of names")
     given = split_points if isinstance(split_points, Mapping) else dict.fromkeys(split_points, "beginning")
     names = [name for name, _ in module.named_modules(remove_duplicate=False) if name]

@@ -123,12 +123,15 @@ class Training:
         for _, parameter in self._parameters:
             parameter.grad = None
 
-    def share(self, weights: dict[str, Tensor], versions: dict[str, Any] | None = None) -> dict[str, Any]:
+    def share(
+        self, weights: dict[str, Tensor], loss: dict[str, Tensor], versions: dict[str, Any] | None
+    ) -> dict[str, Any]:
         """What a checkpoint keeps, under the parameters' names, so that any cut can take it. Not copied.
 
-        versions: an asynchronous worker's.
+        loss: its buffers. versions: an asynchronous worker's.
         """
-        share = {"weights": weights, "optimizer": self._optimizer_state(), "lr_scheduler": self._scheduler_state()}
+        optimizer, lr_scheduler = self._optimizer_state(), self._scheduler_state()
+        share = {"weights": weights, "loss": loss, "optimizer": optimizer, "lr_scheduler": lr_scheduler}
         return share if versions is None else {**share, "versions": versions}
 
     def check(self, saved: Saved) -> None:

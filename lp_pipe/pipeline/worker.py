@@ -2,7 +2,7 @@
 
 import contextlib
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from lp_pipe.context import context
 from lp_pipe.pipeline.async_guard import Guard
 from lp_pipe.pipeline.async_worker import AsyncWorker
 from lp_pipe.pipeline.buffers import BufferSnapshot, eval_mode
-from lp_pipe.pipeline.build import build_layers
 from lp_pipe.pipeline.channel_handle import ChannelTarget
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
 from lp_pipe.pipeline.device import chosen_device, current, to_host
@@ -24,6 +23,7 @@ from lp_pipe.pipeline.execution import Execution, Report
 from lp_pipe.pipeline.intake import Intake
 from lp_pipe.pipeline.layer_names import names_by_index
 from lp_pipe.pipeline.links import Links
+from lp_pipe.pipeline.loss_state import OwnLoss
 from lp_pipe.pipeline.metering import Metering
 from lp_pipe.pipeline.microbatches import aligned, apart
 from lp_pipe.pipeline.mirrors import Mirrors
@@ -35,9 +35,9 @@ from lp_pipe.pipeline.saved import Saved, is_of, joined, saved_of
 from lp_pipe.pipeline.schedule import Action, Schedule, forward_on, share
 from lp_pipe.pipeline.shares import Shares
 from lp_pipe.pipeline.side_channels import SideChannels
-from lp_pipe.pipeline.stage import Stage, check_shapes
+from lp_pipe.pipeline.stage import check_shapes
+from lp_pipe.pipeline.stages import stages_of
 from lp_pipe.pipeline.tasks import Task
-from lp_pipe.pipeline.tied import tie
 from lp_pipe.pipeline.training import Training
 from lp_pipe.pipeline.whereabouts import Whereabouts
 
@@ -58,10 +58,7 @@ class StageWorker:
         self._worker, self._replica = pipeline.ranks.places[worker.rank]
         self._device = chosen_device(pipeline.devices[self._worker], worker.rank)
         self._name = node.name
-        self._stages = {
-            stage: _stage(stage, first, sources, pipeline, worker, self._device)
-            for stage, (first, sources) in sorted(worker.sources.items())
-        }
+        self._stages = stages_of(worker, pipeline, self._device)
         self.training = Training(list(self._stages.values()), pipeline.optimizer, pipeline.lr_scheduler)
         self._saved: Saved | None = None
         self._past = Past(node.name)
@@ -74,9 +71,11 @@ class StageWorker:
         shares = Shares(self._worker, self._share)
         self.hold_share, self.plan_share = shares.hold_share, shares.plan_share
         self.write_share, self.forget_share = shares.write_share, shares.forget_share
-        self._modules = [m for s in self._stages.values() for layer in s.layers for m in layer.modules()]
+        self._loss = OwnLoss(pipeline.loss if pipeline.last_stage in self._stages else None, self._device)
+        self._inner = [m for s in self._stages.values() for layer in s.layers for m in layer.modules()]
+        self._modules = [*self._inner, *self._loss.modules]
         self._buffers_before: BufferSnapshot | None = None
-        self._metering = Metering(self._modules, self.training, (self._worker, self._replica), list(self._stages))
+        self._metering = Metering(self._inner, self.training, (self._worker, self._replica), list(self._stages))
         self._search = Search(pipeline, self._stages, names_by_index(worker.sources.values()), node.name)
         self._intake = Intake(pipeline, self._stages, feeder, node.name, self._device)
         # Not before its layers are built: where that fails, the neighbours are told why, and find no closed hub.
@@ -148,7 +147,7 @@ class StageWorker:
             self._async.discard()  # its messages are in the way of these
         self._buffers_before = None  # what a step has changed stays
         operation = self._intake.of(tag, 0, apart(inputs), aligned(targets))
-        with torch.no_grad(), current(self._device), eval_mode(self._modules):
+        with torch.no_grad(), current(self._device), eval_mode(self._inner, self._loss.modules):
             self._execution.run(self._part_of(schedule), operation, self._execution.inference)
         return operation.report
 
@@ -259,11 +258,13 @@ class StageWorker:
         self._intake.forget_ahead()
         self.load_state_dict(saved.weights)
         self.training.restore(saved)
+        self._loss.restore(saved.loss)
         if self._async is not None:
             self._async.restore(saved.versions)
 
     def _share(self) -> dict[str, Any]:
-        return self.training.share(self.state_dict(), self._async.state() if self._async is not None else None)
+        loss, versions = self._loss.state(), self._async.state() if self._async is not None else None
+        return self.training.share(self.state_dict(), loss, versions)
 
     def _connect(self, epoch: str) -> None:
         config = self._config
@@ -271,7 +272,8 @@ class StageWorker:
         self._links = Links(config.channels, *self._ends, credits=config.credits, **options)
         self._reduction = Reduction(*self._ends, **options)
         self._side = SideChannels(config.channels, self._links, self._stages)
-        self._execution = Execution(config, self._stages, self._links, self._side, self._name, self._device)
+        own: Any = self._links, self._side, self._name, self._device, self._loss.call
+        self._execution = Execution(config, self._stages, *own)
         self._async = self._async_worker() if config.updates is not None else None
 
     def _async_worker(self) -> AsyncWorker:
@@ -283,17 +285,3 @@ class StageWorker:
 
     def _part_of(self, schedule: Schedule) -> tuple[Action, ...]:
         return share(schedule.workers[self._worker], self._config.replicas[self._worker], self._replica)
-
-
-def _stage(
-    index: int,
-    first: int,
-    sources: Sequence[Any],
-    pipeline: PipelineConfig,
-    worker: WorkerConfig,
-    device: torch.device,
-) -> Stage:
-    layers = build_layers(sources, first, pipeline.seed)
-    tied = tie(layers, first, pipeline.tied, worker.owners, pipeline.seed)
-    options = pipeline.recompute, pipeline.precision, device, pipeline.shared_buffers
-    return Stage(index, first, layers, pipeline.seed, tied, *options)

@@ -1,6 +1,7 @@
 """What only holds where nodes are processes: their environment, their output, their isolation."""
 
 import os
+import platform
 import resource
 import signal
 import sys
@@ -107,6 +108,30 @@ def test_nodes_keep_freed_memory_for_their_next_step_unless_the_user_has_said_ho
         assert run.client("probe").ask(_pages_a_block) < 100
     with lp.launch(probes(env={"MALLOC_MMAP_THRESHOLD_": "65536"}), "process") as run:
         assert run.client("probe").ask(_pages_a_block) > 1000
+
+
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def _asks_for_huge_pages() -> bool:
+    """Whether there is memory that would be given in pages of 2 MiB."""
+    kept = bytearray(16 << 20)
+    flags = [line.split() for line in Path("/proc/self/smaps").read_text().splitlines() if line.startswith("VmFlags:")]
+    return len(kept) > 0 and any("hg" in of_region for of_region in flags)
+
+
+def _are_for_who_asks() -> bool:
+    library, version = platform.libc_ver()
+    knows_how = library == "glibc" and tuple(map(int, version.split("."))) >= (2, 35)
+    return knows_how and _HUGE_PAGES.exists() and "[madvise]" in _HUGE_PAGES.read_text()
+
+
+@pytest.mark.skipif(not _are_for_who_asks(), reason="glibc or the kernel gives them to nobody, or to all")
+@pytest.mark.parametrize("fresh", [False, True])
+def test_the_memory_of_nodes_is_in_huge_pages_and_their_environment_does_not_show_it(fresh: bool) -> None:
+    with lp.launch(probes(fresh_interpreter=fresh), "process") as run:
+        assert run.client("probe").ask(_asks_for_huge_pages)
+        assert run.client("probe").ask(os.getenv, "GLIBC_TUNABLES") is None
 
 
 def test_variables_that_are_read_at_process_start_imply_a_fresh_interpreter() -> None:

@@ -15,6 +15,7 @@ def share(name: str, newest: int) -> dict[str, Any]:
         "weights": {name: ONE},
         "optimizer": {name: {"state": {"step": 3, "exp_avg": ONE}, "options": {"lr": 0.1, "betas": (0.9, 0.99)}}},
         "lr_scheduler": {"last_epoch": 3},
+        "loss": {"center": torch.tensor(2.0)},
         "versions": {"newest": newest, "older": {newest - 1: {name: ONE}, newest - 2: {name: ONE}}},
     }
 
@@ -51,4 +52,10 @@ def test_workers_find_what_is_theirs_in_the_entries_of_all() -> None:
 
 def test_a_borrower_of_a_tied_parameter_takes_its_weight_only() -> None:
     keys = [key for key in entries(share("0.weight", 5), 0) if is_of(key, {"0.weight"}, ())]
-    assert keys == [("model", "0.weight"), ("options", "0"), ("lr_scheduler",), ("versions", "0", "newest")]
+    assert keys == [
+        ("model", "0.weight"),
+        ("options", "0"),
+        ("loss", "center"),
+        ("lr_scheduler",),
+        ("versions", "0", "newest"),
+    ]

@@ -290,6 +290,7 @@ class CountsSamples(nn.Module):
         (Language, ["layer.0"], "split point 'layer.0': Language has no submodule .* the nearest is 'layers.0'"),
         (Language, {"layers.0": "middle"}, "'middle' is neither 'beginning' nor 'end'"),
         (Language, "layers.0", "give a list of names"),
+        (Language, 2, "split_points=2: give a list of names"),
         (Branches, ["linear"], r"torch.export cannot take Branches in train mode: .*branches that depend on values"),
         (CountsSamples, ["linear"], r"torch.export cannot take CountsSamples .*a number of samples that forward has"),
         (WritesInPlace, (), "'linear' and 'slice_[12]' share memory .* that a later piece writes to in place"),
@@ -463,6 +464,13 @@ def test_modules_that_define_operations_are_imported_where_a_piece_arrives(
     assert "lp_pipe_test_operations" not in sys.modules
     assert cloudpickle.loads(payload) == ("lp_pipe_test_operations",)
     assert sys.modules.pop("lp_pipe_test_operations")
+
+
+def test_an_operation_of_the_script_itself_is_refused_before_it_travels() -> None:
+    of_the_script = Definitions(("__main__",))
+    with pytest.raises(pp.PipelineError, match="define it in a module that the script imports"):
+        cloudpickle.dumps(of_the_script)
+    assert copy.deepcopy(of_the_script) == ("__main__",)  # stages that are threads have it
 
 
 def _with_backward_hook() -> nn.Module:

@@ -13,5 +13,5 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), 
 
 def test_every_example_passes(pytester: pytest.Pytester, no_leaks: None) -> None:
     pytester.makepyfile("\n".join(EXAMPLES))
-    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", timeout=100)
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-p", "no:hypothesispytest", timeout=100)
     result.assert_outcomes(passed="\n".join(EXAMPLES).count("\ndef test_"))

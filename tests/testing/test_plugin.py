@@ -45,9 +45,8 @@ class RunTests:
 
     def __call__(self, body: str, *options: str) -> pytest.RunResult:
         self._pytester.makepyfile(ADDER + textwrap.dedent(body))
-        return self._pytester.runpytest_subprocess(
-            "-p", "no:cacheprovider", "-o", "lp_leak_patience=0.3", *options, timeout=100
-        )
+        without = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest")  # half of such a pytest's start
+        return self._pytester.runpytest_subprocess(*without, "-o", "lp_leak_patience=0.3", *options, timeout=100)
 
 
 def test_a_test_that_leaves_nothing_passes(run_tests: RunTests) -> None:
