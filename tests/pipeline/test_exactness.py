@@ -357,6 +357,32 @@ class Frozen(nn.Linear):
         self.requires_grad_(False)
 
 
+class SwapsTwice(nn.Module):
+    """Its gradient is laid out with the second dimension in front."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x.transpose(0, 1))
+        return y.transpose(0, 1)
+
+
+class KeepsAverage(nn.Module):
+    """Computes with a buffer that it writes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average: Tensor
+        self.register_buffer("average", torch.zeros(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.average.mul_(0.9).add_(x.detach().mean((0, 1)), alpha=0.1)
+        return x * (1 + self.average)
+
+
 # Each entry keeps [B, T, D]; the second of a pair follows the first, possibly behind a cut.
 PIECES: dict[str, list[pp.Layer]] = {
     "linear": [pp.Layer(nn.Linear, D, D)],
@@ -371,6 +397,19 @@ PIECES: dict[str, list[pp.Layer]] = {
     "identity": [pp.Layer(nn.Identity)],
     "view": [apply(lambda x: x.transpose(0, 1).transpose(0, 1))],
     "frozen": [pp.Layer(Frozen)],
+    "in-place silu": [pp.Layer(nn.Linear, D, D), pp.Layer(nn.SiLU, inplace=True), pp.Layer(SwapsTwice)],
+    "noise": [pp.Layer(nn.RReLU)],
+    "complex": [
+        apply(lambda x: torch.complex(x, x.tanh()).conj()),
+        apply(lambda z: z.imag),
+        apply(lambda x: x * x.exp()),
+    ],
+    "double": [apply(lambda x: x.double()), pp.Layer(nn.Linear, D, D, dtype=torch.float64), apply(lambda x: x.float())],
+    "views": [
+        apply(lambda x: (x, x[..., 1:], x.argmax(2), None)),
+        apply(lambda v: v[0] * v[2][..., None] + v[1].sum()),
+    ],
+    "average": [pp.Layer(KeepsAverage)],
 }
 
 
@@ -392,7 +431,7 @@ def pipelines(draw: st.DrawFn) -> tuple[list[pp.Layer], dict[str, Any]]:
     options: dict[str, Any] = {"schedule": schedule, "chunks": chunks, "microbatches": fewest + draw(st.integers(0, 5))}
     options["stages"] = cuts or workers
     options["clip_grad_norm"] = draw(st.sampled_from([None, 0.05]))
-    options["recompute"] = draw(st.sampled_from(["none", "none", "full", ("every", 2)]))
+    options["recompute"] = draw(st.sampled_from(["none", "none", "full", ("every", 1), ("every", 2)]))
     options["precision"] = draw(st.sampled_from(["fp32", "fp32", "bf16"]))
     return layers, options
 
