@@ -357,6 +357,10 @@ class Frozen(nn.Linear):
         self.requires_grad_(False)
 
 
+def _conjugate(x: Tensor) -> Tensor:
+    return torch.complex(x.float(), x.float().tanh()).conj()
+
+
 class SwapsTwice(nn.Module):
     """Its gradient is laid out with the second dimension in front."""
 
@@ -399,16 +403,9 @@ PIECES: dict[str, list[pp.Layer]] = {
     "frozen": [pp.Layer(Frozen)],
     "in-place silu": [pp.Layer(nn.Linear, D, D), pp.Layer(nn.SiLU, inplace=True), pp.Layer(SwapsTwice)],
     "noise": [pp.Layer(nn.RReLU)],
-    "complex": [
-        apply(lambda x: torch.complex(x, x.tanh()).conj()),
-        apply(lambda z: z.imag),
-        apply(lambda x: x * x.exp()),
-    ],
+    "conjugate": [apply(_conjugate), apply(lambda z: z.imag), apply(lambda x: x * x.exp())],
     "double": [apply(lambda x: x.double()), pp.Layer(nn.Linear, D, D, dtype=torch.float64), apply(lambda x: x.float())],
-    "views": [
-        apply(lambda x: (x, x[..., 1:], x.argmax(2), None)),
-        apply(lambda v: v[0] * v[2][..., None] + v[1].sum()),
-    ],
+    "views": [apply(lambda x: (x, x[..., :1], x.argmax(2), None)), apply(lambda v: v[0] * v[2][..., None] + v[1])],
     "average": [pp.Layer(KeepsAverage)],
 }
 
