@@ -16,6 +16,8 @@ ROUNDS ?= 5
 # Of make soak: seconds in all, and between two failures
 T ?= 3600
 EVERY ?= 60
+# Of make gpu-check: an interpreter that has torch, pytest and the rest, where nothing can be installed
+GPU_PYTHON ?=
 comma := ,
 
 PROTOS := $(sort $(wildcard protos/*.proto))
@@ -99,6 +101,9 @@ protos-check: setup
 	  || { echo 'lp_pipe/protos does not match protos/*.proto: run make protos' >&2; exit 1; }; \
 	echo 'protos: fresh'
 
+# What they compare with computes on the CPU, and stages take a GPU where there is one.
+bench-pipeline bench-pipedream bench-multihost bench-checkpoint chaos soak: export CUDA_VISIBLE_DEVICES :=
+
 bench: bench-pipeline bench-pipedream bench-rpc bench-launch  ## all benchmarks
 
 bench-pipeline: setup  ## pipelines beside a plain loop and torch's; schedules and memory beside theory; channels; the engine
@@ -109,10 +114,10 @@ bench-pipeline: setup  ## pipelines beside a plain loop and torch's; schedules a
 	$(BIN)/python -m benchmarks.memory
 	$(BIN)/python -m benchmarks.simulator
 
-gpu-check: setup  ## on a machine with a GPU: exactness on CUDA, then bandwidth and throughput there
-	@$(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("gpu-check: torch sees no GPU here")'
-	$(BIN)/python -m pytest tests/gpu $(ARGS)
-	$(BIN)/python -m benchmarks.gpu
+gpu-check: $(if $(GPU_PYTHON),,setup)  ## on a machine with a GPU: exactness on CUDA, then bandwidth and throughput there
+	@$(or $(GPU_PYTHON),$(BIN)/python) -c 'import sys, torch; torch.cuda.is_available() or sys.exit(f"gpu-check: torch {torch.__version__} sees no GPU here: a build for the CPU (+cpu) never does")'
+	$(or $(GPU_PYTHON),$(BIN)/python) -m pytest tests/gpu $(ARGS)
+	$(or $(GPU_PYTHON),$(BIN)/python) -m benchmarks.gpu
 
 bench-pipedream: setup  ## plans: how fast they are found, what they bring, over slow links (as root); asynchronous 1F1B
 	$(BIN)/python -m benchmarks.pipedream

@@ -6,7 +6,10 @@ from typing import Literal, get_args
 
 Placement = Literal["even", "spread", "pack"]
 
-_PROCESS_START_PREFIXES = ("OMP_", "LD_", "CUDA_", "MKL_", "OPENBLAS_", "DYLD_", "PYTHON", "MALLOC_", "GLIBC_")
+_PROCESS_START_PREFIXES = (
+    *("OMP_", "LD_", "CUDA_", "MKL_", "OPENBLAS_", "DYLD_", "PYTHON", "MALLOC_", "GLIBC_"),
+    *("TORCH_", "PYTORCH_"),  # read when torch is imported (TORCH_LOGS) or loaded (PYTORCH_CUDA_ALLOC_CONF's backend)
+)
 
 
 @dataclass(frozen=True, kw_only=True)

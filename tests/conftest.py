@@ -20,6 +20,7 @@ from hypothesis import settings
 
 from lp_pipe.connections import credentials
 from lp_pipe.launch import template
+from lp_pipe.launch.hardware import this_host
 from lp_pipe.testing import assert_no_leaks
 
 # A shell that starts tests in the background has them ignore Ctrl+C, and so would every program that they start.
@@ -31,6 +32,14 @@ settings.register_profile("lp_pipe", deadline=None)
 settings.load_profile("lp_pipe")
 
 Script = Callable[[str], "subprocess.Popen[str]"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide GPUs: stages would take them, and the plain loops that they are compared with compute on the CPU."""
+    on_gpus = Path(__file__).parent / "gpu"
+    are_on_gpus = all(Path(argument.split("::")[0]).resolve().is_relative_to(on_gpus) for argument in config.args)
+    if this_host().gpus and not are_on_gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -115,7 +115,7 @@ def test_resources_are_checked() -> None:
     for wrong in ({"threads": 0}, {"gpus": -1}, {"cpus": 0}):
         with pytest.raises(ValueError, match="Resources"):
             lp.Resources(**wrong)
-    for name in ("OMP_NUM_THREADS", "LD_PRELOAD", "CUDA_VISIBLE_DEVICES"):
+    for name in ("OMP_NUM_THREADS", "LD_PRELOAD", "CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_LOGS"):
         assert lp.Resources(env={name: "1"}).needs_fresh_interpreter
     assert lp.Resources(fresh_interpreter=True).needs_fresh_interpreter
     assert not lp.Resources(env={"MINE": "1"}).needs_fresh_interpreter

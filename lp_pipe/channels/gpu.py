@@ -12,6 +12,8 @@ from lp_pipe.channels.packing import Layout, tensor_over
 
 _SHORTEST_S, _LONGEST_S = 2e-5, 1e-3
 
+Failure = Callable[[], str | None]
+
 
 def check(kind: str, device: torch.device) -> None:
     """Refuse an end that has no GPU.
@@ -66,33 +68,41 @@ def tensors_in(memory: Tensor, layout: Layout) -> list[Tensor]:
         return found if len(found) == 1 else [tensor.clone() for tensor in found]
 
 
-class Queued:
-    """What a stream has been given to do by now, to be awaited as a Work of torch.distributed is.
+def wait_for(event: Any, failure: Failure, timeout: timedelta) -> None:
+    """Until it has come: looks, and sleeps ever longer in between, because a wait in the driver could not be ended.
 
-    failure: says why it will not be done, or was not done rightly; asked again and again.
+    failure: says why it will not come, or was not done rightly; asked again and again.
+
+    Raises:
+        RuntimeError: it failed, or the time has passed.
     """
+    deadline, delay_s = time.monotonic() + timeout.total_seconds(), _SHORTEST_S
+    while not event.query():
+        _check(failure)
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"the GPU was not done within {timeout.total_seconds():g} s")
+        time.sleep(delay_s)
+        delay_s = min(2 * delay_s, _LONGEST_S)
+    _check(failure)
 
-    def __init__(self, stream: torch.cuda.Stream, failure: Callable[[], str | None]) -> None:
+
+def _check(failure: Failure) -> None:
+    reason = failure()
+    if reason is not None:
+        raise RuntimeError(reason)
+
+
+class Queued:
+    """What a stream has been given to do by now, to be awaited as a Work of torch.distributed is."""
+
+    def __init__(self, stream: torch.cuda.Stream, failure: Failure) -> None:
         self._event: Any = torch.cuda.Event()
         self._event.record(stream)
         self._failure = failure
 
     def wait(self, timeout: timedelta, /) -> None:
-        """Looks, and sleeps ever longer in between: a wait in the driver could not be ended.
-
+        """
         Raises:
             RuntimeError: it failed, or the time has passed.
         """
-        deadline, delay_s = time.monotonic() + timeout.total_seconds(), _SHORTEST_S
-        while not self._event.query():
-            self._check()
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"the GPU was not done within {timeout.total_seconds():g} s")
-            time.sleep(delay_s)
-            delay_s = min(2 * delay_s, _LONGEST_S)
-        self._check()
-
-    def _check(self) -> None:
-        failure = self._failure()
-        if failure is not None:
-            raise RuntimeError(failure)
+        wait_for(self._event, self._failure, timeout)

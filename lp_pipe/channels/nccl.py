@@ -28,6 +28,8 @@ from lp_pipe.channels.ranks import RECEIVER, SENDER, Backend
 from lp_pipe.channels.stream import StreamInlet, StreamOutlet
 from lp_pipe.channels.transport import TransferError
 
+_HOST_ID, _HOST_ID_PREFIX = "NCCL_HOSTID", "lp_pipe-"
+
 
 def check(device: torch.device) -> None:
     """Refuse an end that cannot use NCCL.
@@ -143,7 +145,11 @@ def _tell_apart(one: str, other: str) -> None:
     if one == other:
         raise TransferError("nccl: both ends are in one process, on one GPU, which NCCL refuses: use channel='auto'")
     if one.split()[0] == other.split()[0]:
-        os.environ.setdefault("NCCL_HOSTID", secrets.token_hex(8))
+        own = f"{_HOST_ID_PREFIX}{os.getpid()}-"
+        # One of ours with another process's number was inherited from that: with it both would be on one host again.
+        present = os.environ.get(_HOST_ID, _HOST_ID_PREFIX)
+        if present.startswith(_HOST_ID_PREFIX) and not present.startswith(own):
+            os.environ[_HOST_ID] = own + secrets.token_hex(8)
 
 
 class NcclOutlet(MixedOutlet):

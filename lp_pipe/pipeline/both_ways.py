@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from lp_pipe.errors import PipelineError
 from lp_pipe.launch import launch
 from lp_pipe.pipeline.add import add_pipeline
-from lp_pipe.pipeline.device import computing_with
+from lp_pipe.pipeline.device import CPU, chosen_device, computing_with
 from lp_pipe.pipeline.message import tensors_of
 from lp_pipe.pipeline.model import Model, check_in_order
 from lp_pipe.pipeline.plain import PlainLoop
@@ -70,10 +70,13 @@ def check(model: Model, batches: Sequence[tuple[Any, Any]], **pipeline_options: 
             "check() compares with a plain loop, from which an asynchronous schedule differs by design: check the "
             "model with '1f1b'"
         )
+    device = pipeline_options.get("device", "auto")
+    # The first stage's: on another kind of device kernels sum in another order.
+    place = chosen_device(device if isinstance(device, str) else device[0], 0)
     with computing_with((pipeline_options.get("resources") or Resources()).threads), launch(program, "thread") as run:
         pipeline = run.client(handle)
         options = (pipeline_options.get("clip_grad_norm"), pipeline_options.get("precision", "fp32"))
-        plain = PlainLoop(_watched(model, here), microbatches, *options, handle.replicas_by_layer)
+        plain = PlainLoop(_watched(model, here), microbatches, *options, handle.replicas_by_layer, place)
         for step, batch in enumerate(batches):
             losses = pipeline.step(batch).loss, plain.step(batch)
             found = _outputs_differ(there, here) or _results_differ(losses, pipeline.state_dict(), plain.state_dict())
@@ -109,7 +112,7 @@ class _Watched(Wrapper):
     def forward(self, *inputs: Any) -> Any:
         output = self.layer(*inputs)
         if self.training and not is_recomputing():
-            entry = type(self.layer).__name__, [tensor.detach().clone() for tensor in tensors_of(output)]
+            entry = type(self.layer).__name__, [tensor.detach().to(CPU, copy=True) for tensor in tensors_of(output)]
             self.log.outputs.setdefault(self.index, {})[current_microbatch()] = entry
         return output
 

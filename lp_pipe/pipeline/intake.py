@@ -58,7 +58,8 @@ class Intake:
         if (needs_input and given is None) or (needs_target and target is None):
             value, label = self._from_feeder(task.step)
             given, target = given or (value,), target or (label,)
-        inputs = split(given[0], self._config.microbatches) if needs_input and given else []
+        # Moved first, as a loop in one process does: kernels choose by addresses, and a slice's is not a copy's.
+        inputs = split(to_device(given[0], self._device), self._config.microbatches) if needs_input and given else []
         targets = split(target[0], self._config.microbatches) if needs_target and target else []
         for part, pieces in (("input", inputs), ("target", targets)):
             if pieces and len(pieces) != task.microbatches:

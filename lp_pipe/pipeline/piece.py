@@ -1,12 +1,14 @@
 """One piece of a module that was cut: the operations that torch.export found there, and the tensors they need."""
 
+import copy
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
 from lp_pipe.errors import PipelineError
@@ -133,6 +135,16 @@ class Piece(Wrapper):
     def around(self, layer: Any) -> Self:
         return type(self)(layer, self.parts, self.order, self.origin)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """Where the tensors go (`Module.to`), there the operations make theirs, too."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for training, part in self.parts.items():
+            before = next(_devices_in(part), None)
+            device = fn(torch.empty(0, dtype=torch.uint8, device=before)).device if before is not None else None
+            if device is not None and device != before:
+                self.parts[training] = _moved(part, device)
+        return self
+
     def forward(self, value: Any) -> Any:
         part = self.parts[self.training]
         values = part.inputs.flat(value) if part.inputs is not None else value
@@ -143,6 +155,31 @@ class Piece(Wrapper):
             )
         made = part.graph(*(tensor_at(self.layer, name) for name in part.state), *part.constants, *values)
         return made if part.outputs is None else pytree.tree_unflatten(made, pytree.tree_structure(part.outputs))
+
+
+def _devices_in(part: Part) -> Iterator[torch.device]:
+    """Those of the example, which torch.export has written into constants and operations (arange, zeros)."""
+    yield from (constant.device for constant in part.constants)
+    for node in (node for graph in _graphs_in(part) for node in graph.graph.nodes):
+        leaves: list[Any] = []
+        map_aggregate((node.args, node.kwargs), leaves.append)
+        yield from (leaf for leaf in leaves if isinstance(leaf, torch.device))
+
+
+def _moved(part: Part, device: torch.device) -> Part:
+    """Source: torch.export.passes.move_to_device_pass, which takes whole programs only."""
+    part = part._replace(graph=copy.deepcopy(part.graph), constants=tuple(c.to(device) for c in part.constants))
+    for graph in _graphs_in(part):
+        for node in graph.graph.nodes:
+            moved = map_aggregate((node.args, node.kwargs), lambda x: device if isinstance(x, torch.device) else x)
+            node.args, node.kwargs = moved
+        graph.recompile()
+    return part
+
+
+def _graphs_in(part: Part) -> list[fx.GraphModule]:
+    """Its own, and those of blocks such as torch.no_grad()'s."""
+    return [module for module in part.graph.modules() if isinstance(module, fx.GraphModule)]
 
 
 def tensor_at(root: nn.Module, name: str) -> Any:

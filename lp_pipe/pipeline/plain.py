@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lp_pipe.pipeline.build import build_layers
-from lp_pipe.pipeline.device import CPU, own_loss
+from lp_pipe.pipeline.device import CPU, current, own_loss, to_device, to_host
 from lp_pipe.pipeline.microbatches import loss_weights, split
 from lp_pipe.pipeline.model import Model, sources_of
 from lp_pipe.pipeline.precision import autocast
@@ -32,17 +32,19 @@ class PlainLoop:
         clip_grad_norm: float | None,
         precision: str,
         replicas_by_layer: Sequence[int],
+        device: torch.device = CPU,
     ) -> None:
         sources = [seen_by_setup(source) for source in sources_of(model)]
         self._model = model
-        self._loss = own_loss(model.loss, CPU)
+        self._device = device
+        self._loss = own_loss(model.loss, device)
         self._microbatches = microbatches
         self._clip_grad_norm = clip_grad_norm
         self._precision = precision
-        self._scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
+        self._scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
         self._layers = build_layers(sources, 0, model.seed)
         tie(self._layers, 0, tied_names(sources, model.tied), {}, model.seed)
-        self._stage = Stage(0, 0, self._layers, model.seed)  # asked for names only
+        self._stage = Stage(0, 0, self._layers, model.seed, device=device)  # asked for names only
         self._parameters = dict(self._stage.named_parameters())
         self._optimizer = model.optimizer(list(self._parameters.items()))
         self._lr_scheduler = model.lr_scheduler(self._optimizer) if model.lr_scheduler is not None else None
@@ -62,12 +64,20 @@ class PlainLoop:
 
     def step(self, batch: tuple[Any, Any]) -> float:
         """One optimizer step; the weighted sum of the micro-batches' losses."""
-        inputs, targets = (split(part, self._microbatches) for part in batch)
+        inputs = split(to_device(batch[0], self._device), self._microbatches)
+        targets = split(batch[1], self._microbatches)
+        weights = loss_weights(targets, self._model.loss_weight)
+        with current(self._device):
+            return self._stepped(inputs, to_device(targets, self._device), weights)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return dict(to_host(self._stage.state_dict(), self._device))
+
+    def _stepped(self, inputs: list[Any], targets: list[Any], weights: list[float]) -> float:
         losses = [0.0] * self._last_replicas
         self._copy_buffers()
-        pairs = zip(inputs, targets, loss_weights(targets, self._model.loss_weight), strict=True)
-        for microbatch, (value, target, weight) in enumerate(pairs):
-            with self._buffers_for(microbatch), autocast(self._precision):
+        for microbatch, (value, target, weight) in enumerate(zip(inputs, targets, weights, strict=True)):
+            with self._buffers_for(microbatch), autocast(self._precision, self._device.type):
                 result = self._loss(self._forward(value, microbatch), target)
             loss = result[0] if isinstance(result, tuple) else result
             losses[microbatch % self._last_replicas] += loss.item() * weight
@@ -85,9 +95,6 @@ class PlainLoop:
             parameter.grad = None
         self._step += 1
         return sum(losses[1:], losses[0])
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return self._stage.state_dict()
 
     def _copy_buffers(self) -> None:
         """All replicas begin a step with the same."""

@@ -200,8 +200,8 @@ class Training:
             for parameter in group["params"]:
                 name = names[id(parameter)]
                 if name in saved:
-                    self._optimizer.state[parameter] = _beside(parameter, saved[name]["state"])
                     group.update(saved[name]["options"])
+                    self._optimizer.state[parameter] = _beside(parameter, saved[name]["state"], group)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
@@ -212,10 +212,14 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def _beside(parameter: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
-    """State that was read on the host, where the parameter is; scalars such as Adam's step stay, as torch has them."""
+def _beside(parameter: nn.Parameter, state: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
+    """State that was read on the host, where the parameter is.
+
+    Source: torch.optim.Optimizer.load_state_dict, which leaves `step` on the host unless a kernel is to read it.
+    """
+    stays = set() if group.get("fused") or group.get("capturable") else {"step"}
     return {
-        key: _as(parameter, value) if isinstance(value, Tensor) and value.dim() else value
+        key: _as(parameter, value) if isinstance(value, Tensor) and key not in stays else value
         for key, value in state.items()
     }
 

@@ -263,8 +263,9 @@ class StageWorker:
             self._async.restore(saved.versions)
 
     def _share(self) -> dict[str, Any]:
+        """On the host: who guards this worker may see no GPU, and this one's may have no room for copies."""
         loss, versions = self._loss.state(), self._async.state() if self._async is not None else None
-        return self.training.share(self.state_dict(), loss, versions)
+        return dict(to_host(self.training.share(self.state_dict(), loss, versions), self._device))
 
     def _connect(self, epoch: str) -> None:
         config = self._config

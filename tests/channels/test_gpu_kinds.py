@@ -111,6 +111,16 @@ def test_two_processes_on_one_gpu_pass_for_two_hosts(monkeypatch: pytest.MonkeyP
     assert os.environ["NCCL_HOSTID"] == "the user's own" != own
 
 
+def test_a_host_id_that_was_inherited_tells_nobody_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that uses NCCL itself starts two others: both would pass for its host, and NCCL refuses them."""
+    monkeypatch.setenv("NCCL_HOSTID", f"lp_pipe-{os.getppid()}-0123456789abcdef")
+    nccl._tell_apart("GPU-1 100", "GPU-1 101")
+    own = os.environ["NCCL_HOSTID"]
+    assert own.startswith(f"lp_pipe-{os.getpid()}-")
+    nccl._tell_apart("GPU-1 100", "GPU-1 102")
+    assert os.environ["NCCL_HOSTID"] == own, "NCCL has read it by now"
+
+
 def test_two_threads_on_one_gpu_cannot_have_nccl() -> None:
     with pytest.raises(TransferError, match="in one process, on one GPU, which NCCL refuses: use channel='auto'"):
         nccl._tell_apart("GPU-1 100", "GPU-1 100")

@@ -28,6 +28,9 @@ sender = open_sender(other, "back", kind=kind, name="stages/1", peer="stages/0",
 try:
     while True:
         value = receiver.receive(0)
+        if isinstance(value, str) and value == "compute":
+            torch.cuda._sleep(20_000_000_000)  # ten seconds, which what follows waits for
+            value = torch.ones(3, device=device)
         where = {str(leaf.device) for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)}
         sender.send(0, (value, sorted(where)))
         del value
@@ -40,7 +43,7 @@ _numbers = itertools.count()
 
 
 class Peer:
-    """It sends back whatever it gets, with the devices on which that arrived."""
+    """It sends back what it gets, with the devices on which that arrived; for "compute" what takes long to compute."""
 
     def __init__(self, kind: str, directory: str, device: str = DEVICE) -> None:
         number = next(_numbers)

@@ -47,10 +47,13 @@ def on_gpu(value: Any) -> Any:
 
 def test_auto_is_cuda_ipc_here(directory: str) -> None:
     with Peer("auto", directory) as peer:
-        peer.sender.send(0, torch.ones(3, device=DEVICE))
-        peer.answer()
+        for size in (3, LARGE, *[5] * CREDITS):
+            peer.sender.send(0, torch.ones(size, device=DEVICE))
+            peer.answer()
         assert type(peer.sender._outlet).__name__ == "CudaIpcOutlet"
-        assert peer.sender._outlet._gpu.can_send, "this peer sees the GPU"  # type: ignore[attr-defined]
+        outlet: Any = peer.sender._outlet
+        assert outlet._gpu.can_send, "this peer sees the GPU"
+        assert len(outlet._gpu._slots) <= CREDITS, "what was opened is used again"
 
 
 def test_tensors_of_every_dtype_and_shape_stay_on_the_gpu(peer: Peer) -> None:
@@ -169,6 +172,20 @@ def test_a_killed_sender_ends_a_blocked_receive(kind: str, directory: str) -> No
             waiting.result(PROMPT_S)
         assert time.monotonic() - began < PROMPT_S
     torch.cuda.synchronize()  # nothing is stuck on the GPU
+
+
+def test_a_sender_that_is_killed_while_its_gpu_computes_leaves_nothing_stuck(kind: str, directory: str) -> None:
+    """Nobody will say that what it has sent is there: a stream that waits for that would wait for ever."""
+    with Peer(kind, directory) as peer:
+        peer.sender.send(0, torch.ones(LARGE, device=DEVICE))
+        peer.answer()
+        peer.sender.send(0, "compute")
+        waiting = in_thread(peer.receiver.receive, 0)
+        assert is_blocked(waiting)
+        peer.kill()
+        with pytest.raises(ChannelClosed, match="stages/1"):
+            waiting.result(PROMPT_S)
+    in_thread(torch.cuda.synchronize).result(PROMPT_S)
 
 
 def test_a_killed_receiver_ends_a_blocked_send(kind: str, directory: str) -> None:

@@ -22,6 +22,7 @@ from tests.pipeline.plain_loop import (
     random_batches,
     squared_error,
 )
+from tests.pipeline.test_splitting import MakesTensors
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -114,6 +115,53 @@ def test_a_checkpoint_goes_from_the_gpu_to_the_host_and_back(tmp_path: Path) -> 
             pipeline.load(tmp_path)
             assert_same_state(pipeline.state_dict(), expected)
             pipeline.step()
+
+
+def fused_adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=1e-2, fused=True)
+
+
+def test_a_fused_optimizer_goes_on_from_a_checkpoint_with_the_same_bits(tmp_path: Path) -> None:
+    model = model_with_everything(optimizer=fused_adam)
+    plain = PlainLoop(model, 4, device="cuda:0")
+    expected = plain.steps(BATCHES)
+    with launched("thread", model, BATCHES, **STAGES) as pipeline:
+        list(pipeline.steps(2))
+        pipeline.save(tmp_path)
+    with launched("thread", model, BATCHES, **STAGES) as pipeline:
+        pipeline.load(tmp_path)
+        assert [result.loss for result in pipeline.steps()] == expected[2:]
+
+
+def test_mirrors_of_a_stage_on_the_gpu_are_on_the_host_of_its_guard() -> None:
+    model = pp.Model([nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D)], squared_error, adam)
+    options: Any = {"stages": 2, "microbatches": 4, "device": ["cuda:0", "cpu"]}
+    with launched("process", model, BATCHES, **options) as pipeline:
+        pipeline.step()
+        pipeline.mirror()
+        expected = [result.loss for result in pipeline.steps()]
+        pipeline.go_back(1)
+        assert [result.loss for result in pipeline.steps()] == expected
+
+
+def test_slices_of_a_batch_lie_as_in_the_plain_loop() -> None:
+    """Rows of 28 bytes: how dropout draws, and which kernel multiplies, depends on where a slice begins."""
+    model = pp.Model([nn.Dropout(0.3), nn.Linear(7, 7)], squared_error, adam)
+    batches = random_batches([10, 9], 7)
+    plain = PlainLoop(model, 4, device="cuda:0")
+    with launched("thread", model, batches, **STAGES) as pipeline:
+        assert [result.loss for result in pipeline.steps()] == plain.steps(batches)
+        assert_same_state(pipeline.state_dict(), plain.state_dict())
+
+
+def test_pieces_of_a_split_module_train_on_the_gpu() -> None:
+    module = MakesTensors()
+    model = pp.Model(pp.split(module, torch.randn(3, 5, 4), ["second"]), squared_error, adam)
+    assert pp.check(model, random_batches([8, 8], 5, 4), **STAGES).equal
+
+
+def test_check_compares_with_a_plain_loop_on_the_same_gpu() -> None:
+    assert pp.check(model_with_everything(), BATCHES[:2], clip_grad_norm=0.1, **STAGES).equal
 
 
 def test_what_is_sent_to_the_caller_is_on_the_host() -> None:

@@ -401,6 +401,34 @@ def test_an_example_may_have_one_tensor_twice() -> None:
     assert torch.equal(second(first({"ids": ids, "labels": labels})), module(ids, labels))
 
 
+class MakesTensors(nn.Module):
+    """Beside its parameters it computes with a constant, and with what it makes where its input is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.scales = torch.arange(4.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            shift = torch.zeros(4, device=x.device) + 1
+        x = self.first(x) * self.scales + shift
+        return self.second(x) + torch.arange(x.shape[1], device=x.device)[:, None]
+
+
+def test_pieces_make_their_tensors_where_they_are_moved() -> None:
+    """torch.export writes the example's device down, and stages on GPUs met tensors of the CPU. Here: torch's meta."""
+    module, x = MakesTensors(), torch.randn(3, 5, 4)
+    pieces = pp.split(module, x, ["second"])
+    value = x.to("meta")
+    for piece in copy.deepcopy(pieces):
+        value = piece.to("meta")(value)
+    assert value.shape == x.shape and value.is_meta
+    for piece in pieces:  # the copies' graphs were their own
+        x = piece(x)
+    assert x.is_cpu
+
+
 class Rounds(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
