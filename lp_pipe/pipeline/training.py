@@ -15,6 +15,7 @@ from lp_pipe.pipeline.group_values import values_of_group, with_group_values
 from lp_pipe.pipeline.loss_scale import unscale
 from lp_pipe.pipeline.model import OptimizerFactory, SchedulerFactory
 from lp_pipe.pipeline.nonfinite import dense, is_finite
+from lp_pipe.pipeline.rng import nobody_draws
 from lp_pipe.pipeline.saved import Saved
 from lp_pipe.pipeline.stage import Stage
 
@@ -30,7 +31,9 @@ class Training:
         self.has_updated = False  # by the last step, which may have failed
         # Not for frozen ones alone: factories often leave these out, and torch refuses an empty list.
         if any(parameter.requires_grad for _, parameter in self._parameters):
-            self._optimizer = made_optimizer(optimizer, self._parameters)
+            # Not while a layer is made: torch imports its compiler for both, and is not ready for two threads.
+            with nobody_draws():
+                self._optimizer = made_optimizer(optimizer, self._parameters)
             if lr_scheduler is not None:
                 self._lr_scheduler = made_scheduler(lr_scheduler, self._optimizer)
 

@@ -2,6 +2,8 @@
 
 import math
 import random
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -191,3 +193,26 @@ def test_a_check_leaves_the_users_modules_and_threads_alone() -> None:
 def test_without_batches_there_is_nothing_to_check() -> None:
     with pytest.raises(pp.PipelineError, match="at least one"):
         pp.check(model_with_everything(), [])
+
+
+@pytest.mark.slow
+def test_a_compiled_layer_is_equal_too() -> None:
+    # In a process of its own, where torch has not imported its compiler yet: one stage did so for torch.compile, the
+    # other one for its optimizer, and both found half-made modules.
+    script = """
+import torch
+from torch import nn
+import lp_pipe.pipeline as pp
+
+def compiled():
+    return torch.compile(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.3)))
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+batch = torch.randn(8, 8), torch.randn(8, 8)
+layers = [pp.Layer(nn.Linear, 8, 8), pp.Layer(compiled), pp.Layer(nn.Linear, 8, 8)]
+print(pp.check(pp.Model(layers, nn.functional.mse_loss, sgd), [batch] * 2, stages=[1], microbatches=2))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.startswith("equal"), done.stdout
