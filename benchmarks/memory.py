@@ -6,10 +6,12 @@ A stack of equal blocks (Linear, GELU, Linear, added to their input), cut evenly
 table has the worker with the most activations: the measured peak of `profile_memory`, and the prediction
 
     the most that a worker's actions hold at a time (a forward adds, a backward, or its W, takes away) of
-    bytes that the layers of one micro-batch leave, + bytes of the segment that runs again
+    bytes that the layers of one micro-batch leave, + the gradients of their outputs from an I to its W,
+    + bytes of the segment that runs again
 
-with a block's bytes counted by hand from what autograd saves of it. Only GPipe and 1F1B are run with recompute. An
-asynchronous schedule keeps older weights besides: as many as its forwards are updates behind.
+with a block's bytes counted by hand from what autograd saves of it, and from what its weights need. Only GPipe and 1F1B
+are run with recompute. An asynchronous schedule keeps older weights besides, as many as its forwards are updates
+behind.
 Source: GPipe (Huang et al., 2019), table 1.
 """
 
@@ -48,6 +50,11 @@ class Size(NamedTuple):
     def block_bytes(self) -> int:
         """What autograd saves of a block: its input, GELU's input and GELU's output."""
         return self.activation_bytes * (1 + 2 * _FACTOR)
+
+    @property
+    def deferred_bytes(self) -> int:
+        """What the weights of a block need besides: the gradients of its two Linears' outputs."""
+        return self.activation_bytes * (1 + _FACTOR)
 
 
 class Block(nn.Module):
@@ -108,7 +115,9 @@ def predicted(size: Size, stages: int, schedule: str, recompute: str) -> list[in
     group = {"none": 0, "every 2": min(2, each), "full": each}[recompute]  # blocks of a segment
     kept = -(-each // group) * size.activation_bytes if group else each * size.block_bytes
     again = group * size.block_bytes - size.activation_bytes if group else 0  # its input is kept already
-    return [again + _most_held(actions, kept, size.activation_bytes) for actions in order.workers]
+    return [
+        again + _most_held(actions, kept, each * size.deferred_bytes, size, order.stages) for actions in order.workers
+    ]
 
 
 def predicted_versions(size: Size, stages: int, schedule: str) -> list[int]:
@@ -119,12 +128,17 @@ def predicted_versions(size: Size, stages: int, schedule: str) -> list[int]:
     return [timing.delay for timing in order.updates.timings([1] * stages)]
 
 
-def _most_held(actions: Sequence[pp.Action], kept: int, batch: int) -> int:
-    """Bytes. kept: what a forward leaves, on stage 0 without the batch."""
+def _most_held(actions: Sequence[pp.Action], kept: int, deferred: int, size: Size, stages: int) -> int:
+    """Bytes. kept: what a forward leaves, on stage 0 without the batch. deferred: what an I leaves besides.
+
+    Stage 0 leaves all of its backward to W. The mean's gradient, the last stage's first one, is one number.
+    """
+    one = size.activation_bytes
     held = most = 0
     for action in actions:
-        change = kept - (batch if action.stage == 0 else 0)
-        held += {"F": change, "I": 0, "B": -change, "W": -change}[action.op]
+        left = kept - (one if action.stage == 0 else 0)
+        waits = one if action.stage == 0 else deferred - (one - 4 if action.stage == stages - 1 else 0)
+        held += {"F": left, "I": waits, "B": -left, "W": -left - waits}[action.op]
         most = max(most, held)
     return most
 

@@ -130,11 +130,12 @@ def _as_table(profile: "Profile") -> str:
             _time(layer.backward_s, layer.backward_spread_s),
             f"{layer.activation_bytes:,}",
             f"{layer.parameter_bytes:,}",
+            f"{layer.stash_bytes:,}",
             f"{layer.peak_bytes:,}",
         ]
         for layer in profile.layers
     ]
-    return table(["LAYER", "FORWARD", "BACKWARD", "OUTPUT BYTES", "PARAMETER BYTES", "PEAK BYTES"], rows)
+    return table(["LAYER", "FORWARD", "BACKWARD", "OUTPUT BYTES", "PARAMETER BYTES", "KEPT BYTES", "PEAK BYTES"], rows)
 
 
 def _time(median: float, spread: float | None) -> str:

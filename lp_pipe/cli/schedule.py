@@ -159,17 +159,30 @@ def _check(arguments: argparse.Namespace, given: Schedule | None) -> None:
     if arguments.name and not given and arguments.name not in schedules():
         names = ", ".join(schedules())
         raise UsageError(f"no schedule {arguments.name!r}{nearest(arguments.name, schedules())} (schedules: {names})")
-    for option, in_file in ("stages", given and len(given.workers)), ("microbatches", given and given.microbatches):
-        value = getattr(arguments, option)
-        if in_file is None and value is None:
+    for option in ("stages", "microbatches"):
+        if given is None and getattr(arguments, option) is None:
             raise UsageError(f"--{option} is missing: give a number, such as --{option} 4")
-        if in_file is not None and value not in (None, in_file):
-            raise UsageError(f"{arguments.name} has {option}={in_file}: leave out --{option}={value}")
+    if given is not None:
+        _check_own(arguments, given)
     for path in arguments.output:
         if arguments.compare and path.suffix not in _COMPARISON_WRITERS:
             raise UsageError(
                 f"-o {path}: with --compare the file's name must end in {' or '.join(_COMPARISON_WRITERS)}"
             )
+
+
+def _check_own(arguments: argparse.Namespace, given: Schedule) -> None:
+    """A file has its own numbers; in a comparison --chunks are the others'."""
+    workers = len(given.workers)
+    for option, in_file in ("stages", workers), ("microbatches", given.microbatches):
+        value = getattr(arguments, option)
+        if value not in (None, in_file):
+            raise UsageError(f"{arguments.name} has {option}={in_file}: leave out --{option}={value}")
+    if not arguments.compare and arguments.chunks is not None and arguments.chunks * workers != given.stages:
+        raise UsageError(
+            f"{arguments.name} has {given.stages} virtual stages on {workers} workers: leave out "
+            f"--chunks={arguments.chunks}"
+        )
 
 
 def _check_size(arguments: argparse.Namespace) -> None:

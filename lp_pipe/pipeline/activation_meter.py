@@ -1,4 +1,4 @@
-"""Counts the bytes that autograd saves for the backwards, while somebody wants to know."""
+"""Counts the bytes that wait for the backwards: saved by autograd, or kept by a backward in two parts."""
 
 import threading
 from collections import Counter
@@ -21,12 +21,14 @@ class ActivationMeter:
     """Memory that several saved tensors share counts once; that of parameters, buffers and batches never.
 
     bytes: held now. peak_bytes: the most at a time. stash_bytes: the most that one forward has left to be held.
+    deferred_bytes: the most that one backward for inputs has added to that until its W; below 0 where it frees more.
     """
 
     def __init__(self) -> None:
         self.bytes = 0
         self.peak_bytes = 0
         self.stash_bytes = 0
+        self._deferred: int | None = None
         self._uncounted: set[int] = set()
         self._holders: Counter[int] = Counter()
 
@@ -51,9 +53,25 @@ class ActivationMeter:
         yield
         self.stash_bytes = max(self.stash_bytes, self.bytes - before)
 
+    @property
+    def deferred_bytes(self) -> int:
+        return self._deferred or 0
+
+    @contextmanager
+    def backward_for_inputs(self) -> Iterator[None]:
+        """One runs in the body."""
+        before = self.bytes
+        yield
+        added = self.bytes - before
+        self._deferred = added if self._deferred is None else max(self._deferred, added)
+
     def hold(self, tensor: Tensor) -> "Held":
         """Count a tensor as long as the result lives."""
         return Held(self, tensor)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether the tensor's memory counts now."""
+        return tensor.untyped_storage().data_ptr() in self._holders
 
     def add(self, tensor: Tensor) -> int:
         """Another holder of the tensor's memory; returns its address."""
@@ -86,6 +104,12 @@ class Held:
 
     def __del__(self) -> None:
         self._meter.remove(self._address, self.tensor.untyped_storage().nbytes())
+
+
+def held_for_later(tensors: Iterable[Tensor | None]) -> list[Held]:
+    """Count these as long as the result lives, if somebody counts in this thread."""
+    meter = current_meter()
+    return [meter.hold(tensor) for tensor in tensors if tensor is not None] if meter is not None else []
 
 
 def _tensor_of(held: Held) -> Tensor:

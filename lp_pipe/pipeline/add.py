@@ -1,6 +1,6 @@
 """Add a pipeline to a program: one node per stage worker, connected by channels."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from lp_pipe.pipeline.plan_in_place import explained, taken
 from lp_pipe.pipeline.planned import as_planned, notes, planned_host, replica_seconds
 from lp_pipe.pipeline.precision import check_precision
 from lp_pipe.pipeline.schedule import Schedule
+from lp_pipe.pipeline.schedule.numbers_given import as_int, is_count
 from lp_pipe.pipeline.schedule.registry import registered
 from lp_pipe.pipeline.segments import Recompute, check_recompute
 from lp_pipe.pipeline.skips import seen_by_setup, skip_edges
@@ -40,7 +41,7 @@ def add_pipeline(
     program: Program,
     model: Model,
     *,
-    stages: int | Sequence[int] | Plan = 2,
+    stages: int | Sequence[int] | Plan | None = None,
     chunks: int | None = None,
     schedule: str | Path | Schedule | None = None,
     microbatches: int = 8,
@@ -60,7 +61,7 @@ def add_pipeline(
     """Cut `model` into stages, add a node for each stage worker, and return the handle of the whole.
 
     stages: number of stage workers (cuts balanced by parameters), or the cut points (index of each later first layer),
-        or a plan of `pp.partition`, with its replicas.
+        or a plan of `pp.partition`, with its replicas; default: those of a schedule that has its own, or 2.
     chunks: virtual stages per worker; default: what the schedule needs.
     schedule: a name in `schedules()`, or a Schedule or path to CSV, which are for one number of workers and of
         micro-batches; default: the plan's, or "1f1b".
@@ -87,6 +88,8 @@ def add_pipeline(
         PartitionError: the plan is for another model.
         ScheduleError: the schedule does not exist for these numbers, or is not correct.
     """
+    stages, microbatches, chunks = as_int(stages), as_int(microbatches), as_int(chunks)
+    replicas = tuple(map(as_int, replicas)) if isinstance(replicas, Iterable) else as_int(replicas)
     _check(model, stages, channel, microbatches, precision, clip_grad_norm)
     check_recompute("none" if recompute is None else recompute)
     sources = [seen_by_setup(source) for source in sources_of(model)]
@@ -103,7 +106,7 @@ def add_pipeline(
             _refuse_replicas(replicas)
             stages, replicas, schedule, recompute = as_planned(plan, sources, schedule, recompute, chunks)
         made, name, counts = chosen_schedule(schedule or "1f1b", stages, microbatches, chunks, replicas)
-        cuts = _cuts(sources, stages, made.stages)
+        cuts = _cuts(sources, len(made.workers) if stages is None else stages, made.stages)
     tied = tied_names(sources, model.tied)
     edges = tied_edges(tied, cuts) + skip_edges(sources, cuts)
     config = PipelineConfig(
@@ -153,11 +156,11 @@ def _check(model: Any, stages: Any, channel: str, microbatches: int, precision: 
     """
     if not isinstance(model, Model):
         raise PipelineError(f"add_pipeline takes a pp.Model(layers, loss, optimizer), not {type(model).__name__}")
-    if not isinstance(stages, int | Sequence | Plan) or isinstance(stages, str):
+    if not isinstance(stages, int | Sequence | Plan | None) or isinstance(stages, str | bool):
         raise PipelineError(f"stages={stages!r}: give a whole number (int), a list of cut points, or a plan")
     if channel not in kinds.KINDS:
         raise PipelineError(f"channel={channel!r}: {kinds.why_not(channel)}")
-    if not isinstance(microbatches, int) or microbatches < 1:
+    if not is_count(microbatches):
         raise PipelineError(f"microbatches={microbatches!r}: give a whole number (int) of at least 1")
     if clip_grad_norm is not None and not (isinstance(clip_grad_norm, Real) and float(clip_grad_norm) > 0):
         raise PipelineError(f"clip_grad_norm={clip_grad_norm!r}: give a number above 0, or None")

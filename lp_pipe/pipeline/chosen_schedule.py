@@ -6,13 +6,15 @@ from pathlib import Path
 from lp_pipe.errors import PipelineError, ScheduleError
 from lp_pipe.pipeline.schedule import Schedule, default_chunks, forward_on, names_file, read_csv, replicated, verify
 from lp_pipe.pipeline.schedule.channels import Edge
+from lp_pipe.pipeline.schedule.numbers_given import is_count
 
+DEFAULT_STAGES = 2
 _CREDITS = 4
 
 
 def chosen_schedule(
     schedule: str | Path | Schedule,
-    stages: int | Sequence[int],
+    stages: int | Sequence[int] | None,
     microbatches: int,
     chunks: int | None,
     replicas: int | Sequence[int],
@@ -28,7 +30,7 @@ def chosen_schedule(
     elif names_file(str(schedule)):
         made, name = read_csv(schedule), None
     else:
-        name = str(schedule)
+        name, stages = str(schedule), DEFAULT_STAGES if stages is None else stages
         counts = _counts(replicas, _worker_count(stages, chunks, name), microbatches)
         made = replicated(name, counts, microbatches, chunks)
     if made.forward_only:
@@ -38,15 +40,12 @@ def chosen_schedule(
     return made, name, _counts(replicas, len(made.workers), microbatches)
 
 
-def _check_asked(made: Schedule, stages: int | Sequence[int], microbatches: int, chunks: int | None) -> None:
-    """Refuse what contradicts a schedule that has its own numbers.
-
-    Nobody need have asked for two stages, which are add_pipeline's default.
-    """
+def _check_asked(made: Schedule, stages: int | Sequence[int] | None, microbatches: int, chunks: int | None) -> None:
+    """Refuse what contradicts a schedule that has its own numbers."""
     workers = len(made.workers)
     if made.microbatches != microbatches:
         wrong, right = f"microbatches={microbatches}", f"use microbatches={made.microbatches}"
-    elif isinstance(stages, int) and stages not in (2, workers):
+    elif isinstance(stages, int) and stages != workers:
         wrong, right = f"stages={stages}", f"use stages={workers}"
     elif chunks is not None and chunks * workers != made.stages:
         wrong, right = f"chunks={chunks}", "leave them out"
@@ -57,7 +56,7 @@ def _check_asked(made: Schedule, stages: int | Sequence[int], microbatches: int,
 
 def _counts(replicas: int | Sequence[int], workers: int, microbatches: int) -> tuple[int, ...]:
     counts = (replicas,) * workers if isinstance(replicas, int) else tuple(replicas)
-    if len(counts) != workers or not all(isinstance(count, int) and count >= 1 for count in counts):
+    if len(counts) != workers or not all(map(is_count, counts)):
         raise PipelineError(
             f"replicas={replicas!r}: give a whole number of at least 1, or {workers} of them, one per worker"
         )

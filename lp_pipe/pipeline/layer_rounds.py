@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lp_pipe.pipeline.build import build_layers
 from lp_pipe.pipeline.device import copied_on, to_device
+from lp_pipe.pipeline.layer_stashes import LayerStash, stash_bytes
 from lp_pipe.pipeline.message import Message, tensors_of, to_message
 from lp_pipe.pipeline.model import Loss
 from lp_pipe.pipeline.peak_memory import PeakMeter
@@ -80,6 +81,23 @@ class Rounds:
         self.measured = [Measured(meter=meter) for meter in meters]
         self._run(split=False)
         return [meter.peak_bytes for meter in meters]
+
+    def stash_bytes(self) -> list[int]:
+        """What each layer leaves for its backward, after one more forward; forgets the times."""
+        self.measured = [Measured() for _ in self._stages]
+        stashes = [LayerStash(layer, (self._input, self._target)) for layer in self.layers]
+        for stage, stash in zip(self._stages, stashes, strict=True):
+            stage.watch = stash
+        output = self._forwards()
+        with stashes[-1].meter.counting():
+            loss = self._loss(output, self._target)
+        found = stash_bytes(stashes)
+        del loss  # has held the last layer's
+        for stage in self._stages:
+            stage.watch = None
+            stage.discard()
+        self._step += 1
+        return found
 
     def run(self) -> None:
         """Both kinds of backward, each after a forward of its own."""

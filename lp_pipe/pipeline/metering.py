@@ -38,7 +38,7 @@ class Metering:
         parameters, _, state = self._training.bytes()
         buffers = sum(buffer.nbytes for m in self._modules for buffer in m._buffers.values() if buffer is not None)
         sizes = (parameters, self._gradient_bytes, state, buffers, meter.peak_bytes, meter.stash_bytes)
-        return StageMemory(*self._place, self._stages, *sizes, self._version_bytes)
+        return StageMemory(*self._place, self._stages, *sizes, self._version_bytes, meter.deferred_bytes)
 
     @contextlib.contextmanager
     def around(self, doing: Mapping[str, Run]) -> Iterator[Mapping[str, Run]]:
@@ -56,10 +56,12 @@ class Metering:
             self._version_bytes = max(self._version_bytes, version_bytes)
 
     def _counted(self, op: str, run: Run, meter: ActivationMeter) -> Run:
+        around = {"F": meter.forward, "I": meter.backward_for_inputs}.get(op, contextlib.nullcontext)
+
         def counted(action: Action, operation: Operation) -> None:
             # For each action anew: those of an asynchronous schedule use other weights than the one before.
             meter.leave_out([*self._own_tensors(), *_batch_of(operation)])
-            with meter.forward() if op == "F" else contextlib.nullcontext():
+            with around():
                 run(action, operation)
 
         return counted

@@ -60,9 +60,9 @@ def profile_layers(work: Work, busy: int = 1) -> Profile:
             rounds.run()
     measured = rounds.measured
     with computing_with(Resources().threads):
-        peaks = rounds.peak_bytes()
+        bytes_ = list(zip(rounds.peak_bytes(), rounds.stash_bytes(), strict=True))
     names = layer_names(work.sources)
-    layers_measured = zip(names, measured, peaks, rounds.layers, strict=True)
+    layers_measured = zip(names, measured, bytes_, rounds.layers, strict=True)
     edges = [(index, index + 1) for index in range(len(names) - 1)] + rounds.skips
     return Profile(
         tuple(_layer_profile(*parts) for parts in layers_measured),
@@ -70,7 +70,7 @@ def profile_layers(work: Work, busy: int = 1) -> Profile:
     )
 
 
-def _layer_profile(name: str, taken: Measured, peak_bytes: int, layer: nn.Module) -> LayerProfile:
+def _layer_profile(name: str, taken: Measured, bytes_: tuple[int, int], layer: nn.Module) -> LayerProfile:
     backward, weight = median(taken.backward), median(taken.backward_weight)
     parts = median(taken.backward_input) + weight
     return LayerProfile(
@@ -83,7 +83,8 @@ def _layer_profile(name: str, taken: Measured, peak_bytes: int, layer: nn.Module
         backward_weight_s=backward * weight / parts if parts else 0.0,
         forward_spread_s=_spread(taken.forward),
         backward_spread_s=_spread(taken.backward),
-        peak_bytes=peak_bytes,
+        peak_bytes=bytes_[0],
+        stash_bytes=bytes_[1],
     )
 
 

@@ -39,9 +39,11 @@ class StageMemory:
 
     stages: the virtual stages that it runs.
     gradient_bytes: before an update, at the end of a step or (asynchronous schedules) within it.
-    activation_bytes: the most at a time that autograd had saved for backwards, or recompute kept for them; memory that
-        several such tensors share counts once, that of parameters, buffers and batches not at all.
+    activation_bytes: the most at a time that autograd had saved for backwards, or recompute kept for them, and that
+        waited for a W; memory that several such tensors share counts once, that of parameters, buffers and batches not
+        at all.
     stash_bytes: the part of it that one micro-batch's forward leaves on one stage, at most.
+    deferred_bytes: what an I adds to that until its W: the gradients that its layers' weights need, less what it frees.
     weight_version_bytes: the most at a time of older weights that an asynchronous schedule keeps for its forwards and
         backwards; parameter_bytes are those of the newest.
     """
@@ -56,6 +58,7 @@ class StageMemory:
     activation_bytes: int
     stash_bytes: int
     weight_version_bytes: int = 0
+    deferred_bytes: int = 0
 
 
 @dataclass(frozen=True)

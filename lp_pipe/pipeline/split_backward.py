@@ -28,6 +28,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, _engine_run_backward, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from lp_pipe.pipeline.activation_meter import held_for_later
+
 Root = Tensor | GradientEdge  # a tensor, or its place in the graph
 Roots = Sequence[tuple[Root, Tensor | None]]  # with their gradients (None for a loss)
 _PLAIN = (Tensor, GradientEdge)
@@ -64,6 +66,8 @@ class SplitBackward:
             torch.autograd.backward(starts, gradients, retain_graph=True, inputs=[entry])
         finally:
             _remove(handles)
+        waiting = [gradient for gradients in self._arrived.values() for gradient in gradients]
+        self._held = held_for_later([*waiting, *(gradient for _, gradient in self._roots.values())])
 
     def accumulate(self, more: Roots = ()) -> None:
         """Add to the parameters' gradients, once. more: parameters, and what other stages have found for theirs."""

@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline.activation_meter import Held, held_for_later
 from lp_pipe.pipeline.device import CPU
 from lp_pipe.pipeline.entry import entered, phony
 from lp_pipe.pipeline.message import Message, tensors_of, with_repeats
@@ -227,7 +228,7 @@ class Stage:
                 split = SplitBackward([root for root, _ in roots], [gradient for _, gradient in roots], stash.entry)
             self._weight_stash[microbatch] = split.accumulate
         else:  # no input wants a gradient, as on the first stage: nobody waits for any of this
-            self._weight_stash[microbatch] = lambda more: backward([*roots, *more])
+            self._weight_stash[microbatch] = partial(_backward_later, roots, held_for_later(grad for _, grad in roots))
         for name, gradients in stash.popped_gradients.items():
             self._popped_gradients[microbatch, name] = gradients
         return stash.input_gradients
@@ -259,6 +260,11 @@ class Stage:
             prefix = name_prefix(index, layer)
             own = state if prefix else {name: state[name] for name in layer.state_dict()}  # of a piece, no more
             layer.load_state_dict({name.removeprefix(prefix): v for name, v in own.items() if name.startswith(prefix)})
+
+
+def _backward_later(roots: Roots, held: Sequence[Held], more: Roots) -> None:
+    """held: what the roots' gradients count as until then."""
+    backward([*roots, *more])
 
 
 def check_shapes(state: Mapping[str, Any], own: Mapping[str, Any], what: str) -> None:

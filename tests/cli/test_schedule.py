@@ -155,6 +155,7 @@ WRONG = {
     "schedule no.csv": "cannot read no.csv: ",
     "schedule wrong.csv": "wrong.csv: line 1, cell 1: 'hello' is not an action: ",
     "schedule mine.csv --stages 3": "mine.csv has stages=2: leave out --stages=3",
+    "schedule mine.csv --chunks 3": "mine.csv has 2 virtual stages on 2 workers: leave out --chunks=3",
     "schedule half.csv": "schedule 'half': worker 0, position 1, action 0B0: is missing: add it",
     "schedule 1f1b --stages 2 --microbatches 2 --links inf": "links is inf: give seconds of at least 0, and 1e+100 at ",
     "schedule 1f1b --stages 2 --microbatches 2 --costs huge.json": "costs.forward is inf: give seconds of at least 0, ",

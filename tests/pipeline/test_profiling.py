@@ -63,6 +63,17 @@ def test_spread_and_peak_memory_are_measured() -> None:
     assert profile.layers[2].peak_bytes is not None and profile.layers[2].peak_bytes >= 2 * output  # and the loss
 
 
+def test_what_waits_for_a_backward_is_measured_once() -> None:
+    """Plans took a layer's output for it: of a Transformer's layer, that was 2 % of what a stage held."""
+    block = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+    layers = nn.Linear(8, 16), nn.ReLU(inplace=True), block, nn.Tanh(), nn.Flatten(), nn.Linear(16, 4)
+    profile = pp.profile(make_model(*layers), torch.randn(32, 8), torch.randn(32, 4))
+    one = 4 * 32 * 16  # bytes of the first layer's output, which ReLU overwrites, and the block keeps
+    # The block's own are GELU's input and output. Tanh's output it keeps itself, and the last Linear through a view.
+    # The loss keeps the last output, and the target, which is there anyway.
+    assert [layer.stash_bytes for layer in profile.layers] == [one, 0, 8 * one, one, 0, one // 4]
+
+
 def test_the_models_own_modules_and_the_threads_stay_as_they_are() -> None:
     linear, threads = nn.Linear(2, 2), torch.get_num_threads()
     before = linear.weight.clone()

@@ -69,6 +69,9 @@ def test_options_that_contradict_a_schedule_that_is_written_down_are_refused_bef
     refuses(pp.ScheduleError, "microbatches=2: .* use microbatches=4", schedule=written, microbatches=2)
     refuses(pp.ScheduleError, "stages=3: .* use stages=2", schedule=written, microbatches=4, stages=3)
     refuses(pp.ScheduleError, "chunks=2: .* leave them out", schedule=written, microbatches=4, chunks=2)
+    larger = pp.make_schedule("1f1b", stages=3, microbatches=4)
+    refuses(pp.ScheduleError, "stages=2: .* use stages=3", schedule=larger, microbatches=4, stages=2)
+    refuses(pp.PipelineError, "microbatches=True", microbatches=True)
 
 
 def test_a_file_that_is_no_schedule_is_named(tmp_path: Path) -> None:

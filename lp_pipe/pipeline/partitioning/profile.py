@@ -15,7 +15,7 @@ from lp_pipe.pipeline.partitioning.fields import check_keys, checked_number, in_
 _TIMES = ("forward_s", "backward_s")
 _SIZES = ("activation_bytes", "parameter_bytes")
 _KEYS = ("name", *_TIMES, *_SIZES)
-_MEASURED = ("forward_spread_s", "backward_spread_s", "peak_bytes")
+_MEASURED = ("forward_spread_s", "backward_spread_s", "peak_bytes", "stash_bytes")
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ class LayerProfile:
     forward_s, backward_s: medians. activation_bytes: of its output. What was not measured is None: backward_weight_s,
     the part of backward_s that is for its parameters' gradients; forward_spread_s and backward_spread_s, between the
     first and the third quarter of the rounds; peak_bytes, the most that its tensors take at a time in forward and
-    backward, beside its input, its parameters and their gradients.
+    backward, beside its input, its parameters and their gradients; stash_bytes, what its forward leaves for its
+    backward, without its input, and with its output if that or the next layer keeps it.
     """
 
     name: str
@@ -37,6 +38,12 @@ class LayerProfile:
     forward_spread_s: float | None = None
     backward_spread_s: float | None = None
     peak_bytes: float | None = None
+    stash_bytes: float | None = None
+
+    @property
+    def kept_bytes(self) -> float:
+        """What waits for its backward: where that was not measured, its output."""
+        return self.activation_bytes if self.stash_bytes is None else self.stash_bytes
 
     @property
     def backward_input_s(self) -> float | None:

@@ -26,10 +26,10 @@ Bools = NDArray[np.bool_]
 class States:
     """The sets, smaller ones first: the first is empty, the last has all layers.
 
-    members[state, layer]; compute, its part forward, parameters, activations: of all layers in the set; crossing: bytes
-    of the tensors that layers outside of the set read. within[s, t]: s is a proper part of t, so that t without s may
-    be a stage. is_complete: False where there are too many sets, and these are the prefixes of one order.
-    recomputes_all: compute has each forward twice.
+    members[state, layer]; compute, its part forward, parameters, activations (kept for backwards): of all layers in the
+    set; crossing: bytes of the tensors that layers outside of the set read. within[s, t]: s is a proper part of t, so
+    that t without s may be a stage. is_complete: False where there are too many sets, and these are the prefixes of one
+    order. recomputes_all: compute has each forward twice.
     """
 
     members: Bools
@@ -85,15 +85,16 @@ def states_of(profile: Profile, recompute: str, limit: int) -> States:
     layers = profile.layers
     times = [layer.forward_s * (2 if recompute == "full" else 1) + layer.backward_s for layer in layers]
     parameters = [layer.parameter_bytes for layer in layers]
-    activations = [layer.activation_bytes for layer in layers]
+    outputs = [layer.activation_bytes for layer in layers]
+    kept = [layer.kept_bytes for layer in layers]
     numbers = members.astype(np.float64)
     return States(
         members,
         compute=numbers @ np.array(times, dtype=np.float64),
         forward=numbers @ np.array([layer.forward_s for layer in layers], dtype=np.float64),
         parameters=numbers @ np.array(parameters, dtype=np.float64),
-        activations=numbers @ np.array(activations, dtype=np.float64),
-        crossing=_crossing(members, profile.links, np.array(activations, dtype=np.float64)),
+        activations=numbers @ np.array(kept, dtype=np.float64),
+        crossing=_crossing(members, profile.links, np.array(outputs, dtype=np.float64)),
         within=_within(members),
         is_complete=is_complete,
         recomputes_all=recompute == "full",

@@ -8,6 +8,7 @@ from typing import Any, Protocol, Self
 
 from lp_pipe.errors import ScheduleError
 from lp_pipe.pipeline.schedule.ir import Op
+from lp_pipe.pipeline.schedule.numbers_given import as_float
 
 Seconds = float | Sequence[float]
 
@@ -76,12 +77,15 @@ def one_each(seconds: Seconds, count: int, what: str, unit: str) -> list[float]:
     """One number each of `count` things.
 
     Raises:
-        ScheduleError: there is another number of them, or one of them is negative or too large to be added up.
+        ScheduleError: there is another number of them, or one of them is none, negative or too large to be added up.
     """
     try:
-        values = [float(seconds)] * count if isinstance(seconds, int | float) else [float(value) for value in seconds]
+        given = as_float(seconds)
+        values = [given] * count if isinstance(given, float) else [float(value) for value in given]
     except OverflowError:
         values = [float("inf")] * count
+    except (TypeError, ValueError) as error:
+        raise ScheduleError(f"{what} is {seconds!r}: give seconds, one number or one per {unit}") from error
     if len(values) != count:
         raise ScheduleError(f"{what} has {len(values)} numbers: give one number, or {count}, one per {unit}")
     for value in values:
@@ -92,7 +96,8 @@ def one_each(seconds: Seconds, count: int, what: str, unit: str) -> list[float]:
 
 def _recut(seconds: Seconds, stages: int, workers: int, what: str) -> list[float]:
     """Whether or not one count divides the other: stage s of n has the share from s/n to (s + 1)/n of the model."""
-    count = workers if isinstance(seconds, int | float) else len(seconds)
+    given = as_float(seconds)
+    count = workers if isinstance(given, float) else len(given)
     pieces = one_each(seconds, count, what, "virtual stage")
     if not pieces:
         raise ScheduleError(f"{what} is empty: give one number, or one per virtual stage")
@@ -127,4 +132,5 @@ def _is_seconds(value: Any) -> bool:
 
 
 def _plain(value: Seconds) -> float | list[float]:
-    return float(value) if isinstance(value, int | float) else [float(each) for each in value]
+    given = as_float(value)
+    return given if isinstance(given, float) else [float(each) for each in given]

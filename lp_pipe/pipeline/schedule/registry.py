@@ -8,6 +8,7 @@ from typing import Any
 
 from lp_pipe.errors import ScheduleError
 from lp_pipe.pipeline.schedule.ir import Action, Schedule
+from lp_pipe.pipeline.schedule.numbers_given import as_int, is_count
 
 Generator = Callable[[int, int, int], Schedule]
 
@@ -76,12 +77,14 @@ def register_schedule(
 
         @wraps(generator)
         def checked(stages: int, microbatches: int, chunks: int) -> Schedule:
-            check_sizes(f"schedule {name!r}", stages=stages, microbatches=microbatches, chunks=chunks)
-            if fixed_chunks and chunks != default_chunks:
+            stages, microbatches, chunks = as_int(stages), as_int(microbatches), as_int(chunks)
+            if fixed_chunks and (chunks != default_chunks or not is_count(chunks)):
                 raise ScheduleError(
-                    f"schedule {name!r} with chunks={chunks}: it gives every worker exactly "
+                    f"schedule {name!r} with chunks={chunks!r}: it gives every worker exactly "
                     f"{default_chunks} virtual stage(s): use chunks={default_chunks}"
+                    + _more_wrong(lambda: checked(stages, microbatches, default_chunks))
                 )
+            check_sizes(f"schedule {name!r}", stages=stages, microbatches=microbatches, chunks=chunks)
             made = generator(stages, microbatches, chunks)
             _check_made(name, made, stages, microbatches)
             return made
@@ -129,11 +132,23 @@ def check_sizes(asked: str, **sizes: int) -> None:
     """Refuse what is no whole number of at least 1.
 
     Raises:
-        ScheduleError: names it, and what was asked for.
+        ScheduleError: names all of them, and what was asked for.
     """
-    for what, value in sizes.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ScheduleError(f"{asked} with {what}={value!r}: {what} is a whole number (int): use {what}=1 or more")
+    wrong = {what: value for what, value in sizes.items() if not is_count(value)}
+    if wrong:
+        given = " and ".join(f"{what}={value!r}" for what, value in wrong.items())
+        are = "is a whole number (int)" if len(wrong) == 1 else "are whole numbers (int)"
+        use = " and ".join(f"{what}=1 or more" for what in wrong)
+        raise ScheduleError(f"{asked} with {given}: {' and '.join(wrong)} {are}: use {use}")
+
+
+def _more_wrong(make: Callable[[], Schedule]) -> str:
+    """What else is to be changed, so that nobody has to ask a third time."""
+    try:
+        make()
+    except ScheduleError as error:
+        return f"; and {error}"
+    return ""
 
 
 def _check_made(name: str, made: Any, stages: int, microbatches: int) -> None:

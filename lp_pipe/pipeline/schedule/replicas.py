@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from lp_pipe.errors import ScheduleError
 from lp_pipe.pipeline.schedule.ir import Action, Schedule
 from lp_pipe.pipeline.schedule.one_f_one_b import alternate
 from lp_pipe.pipeline.schedule.registry import make_schedule
@@ -27,7 +28,7 @@ def replicated(name: str, replicas: Sequence[int], microbatches: int, chunks: in
     """
     stages, most = len(replicas), max(replicas, default=1)
     if len(set(replicas)) <= 1:
-        return _side_by_side(make_schedule(name, stages, -(-microbatches // most), chunks), most, microbatches)
+        return _side_by_side(_of_each(name, stages, microbatches, chunks, most), most, microbatches)
     made = make_schedule(name, stages, microbatches, chunks)
     return _round_robin(made, replicas) if name == "1f1b" or made.updates is not None else made
 
@@ -35,6 +36,16 @@ def replicated(name: str, replicas: Sequence[int], microbatches: int, chunks: in
 def share(actions: Sequence[Action], replicas: int, replica: int) -> tuple[Action, ...]:
     """What one replica runs of a worker's actions."""
     return tuple(action for action in actions if action.microbatch % replicas == replica)
+
+
+def _of_each(name: str, stages: int, microbatches: int, chunks: int | None, replicas: int) -> Schedule:
+    try:
+        return make_schedule(name, stages, -(-microbatches // replicas), chunks)
+    except ScheduleError as error:
+        if replicas == 1:
+            raise
+        shared = f"for each of {replicas} replicas, which share microbatches={microbatches}"
+        raise ScheduleError(f"{error} ({shared})") from error
 
 
 def _side_by_side(schedule: Schedule, replicas: int, microbatches: int) -> Schedule:

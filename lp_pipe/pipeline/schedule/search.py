@@ -1,6 +1,6 @@
 """The automatic schedule: a search for the shortest step."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import replace
 from itertools import pairwise
 
@@ -9,6 +9,7 @@ from lp_pipe.pipeline.schedule.costs import Costs, Seconds, one_each
 from lp_pipe.pipeline.schedule.greedy import Policy, list_schedule
 from lp_pipe.pipeline.schedule.ir import Schedule
 from lp_pipe.pipeline.schedule.local_search import improve, join_backwards
+from lp_pipe.pipeline.schedule.numbers_given import as_int
 from lp_pipe.pipeline.schedule.orders import (
     FORWARD,
     INPUTS,
@@ -53,6 +54,7 @@ def search_schedule(
     Raises:
         ScheduleError: a number is wrong, or memory is less than a micro-batch needs.
     """
+    stages, microbatches, chunks = as_int(stages), as_int(microbatches), as_int(chunks)
     if chunks is None:
         chunks = _chunks_of(costs, stages)
     check_sizes("schedule 'auto'", stages=stages, microbatches=microbatches, chunks=chunks)
@@ -212,7 +214,7 @@ def _lower_bound(problem: Problem) -> float:
 
 def _chunks_of(costs: Costs, stages: int) -> int:
     values = (costs.forward, costs.backward_input, costs.backward_weight)
-    lengths = [len(value) for value in values if not isinstance(value, int | float)]
+    lengths = [len(value) for value in values if isinstance(value, Sized)]
     return max(1, lengths[0] // stages) if lengths and isinstance(stages, int) and stages > 0 else 1
 
 

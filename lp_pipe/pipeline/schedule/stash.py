@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from typing import Any
 
 from lp_pipe.errors import ScheduleError
 from lp_pipe.pipeline.schedule.ir import Action, Schedule, location
+from lp_pipe.pipeline.schedule.numbers_given import as_int
 
 # Weights' gradients need the stage's input, so that I alone frees nothing.
 _CHANGE = {"F": 1, "B": -1, "I": 0, "W": -1}
@@ -41,11 +43,12 @@ def limits_by_worker(name: str, memory: int | Sequence[int], workers: int) -> Se
     """One limit each.
 
     Raises:
-        ScheduleError: there is another number of them, or one is negative.
+        ScheduleError: there is another number of them, or one is negative or no whole number.
     """
-    limits = [memory] * workers if isinstance(memory, int) else memory
-    if min(limits, default=0) < 0:
-        raise ScheduleError(f"schedule {name!r}: memory={memory}: a number of activations is at least 0")
+    given: Any = as_int(memory)
+    limits = [as_int(limit) for limit in ([given] * workers if isinstance(given, int | float) else given)]
+    if any(not isinstance(limit, int) or limit < 0 for limit in limits):
+        raise ScheduleError(f"schedule {name!r}: memory={memory!r}: a number of activations is whole, and at least 0")
     if len(limits) != workers:
         raise ScheduleError(
             f"schedule {name!r}: memory has {len(limits)} limits: give one number, or {workers}, one per worker"

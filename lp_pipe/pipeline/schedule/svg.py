@@ -1,5 +1,6 @@
 """A timeline as an SVG picture."""
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 from xml.etree import ElementTree as ET
 
@@ -13,6 +14,7 @@ _MARGIN, _HEADER_HEIGHT, _NAMES_WIDTH, _AXIS_HEIGHT = 24, 50, 68, 38
 _ROW_HEIGHT, _BOX_HEIGHT = 32, 26
 _LETTER_WIDTH, _PADDING = 6.8, 4.4  # pixels
 _MAX_WIDTH = 1400
+_NARROW, _JOINT_WIDTH = 0.4, 6  # of boxes that nobody would see, and of one in their place
 # For each op a worker's first stage, and its second one (the third looks like the first).
 _SHADES: dict[Op, tuple[str, str]] = {
     "F": ("#b9d2fb", "#8ab2f5"),
@@ -26,6 +28,7 @@ def to_svg(timeline: Timeline, name: str) -> str:
     """A row per worker, time from left to right; hover over a box for its action and seconds.
 
     A box says 2F0 (stage, op, micro-batch) where workers have several stages, else F0, or nothing where it is narrow.
+    Those that would be narrower than a pixel are drawn together: millions of them nobody could see, or open.
     """
     with_stage = any(len({span.action.stage for span in spans}) > 1 for spans in timeline.spans)
     pixels_per_s = _pixels_per_s(timeline, with_stage)
@@ -74,8 +77,37 @@ def _add_chart(chart: ET.Element, timeline: Timeline, pixels_per_s: float, with_
         row = _add(chart, "g", transform=f"translate(0 {worker * _ROW_HEIGHT})")
         _add(row, "text", f"worker {worker}", x=-_NAMES_WIDTH, y=_BOX_HEIGHT - 8, font_size=12, fill=INK)
         chunk_of = {stage: chunk for chunk, stage in enumerate(sorted({span.action.stage for span in spans}))}
-        for span in spans:
-            _add_box(row, span, chunk_of[span.action.stage], pixels_per_s, with_stage)
+        for together in _seen_together(spans, pixels_per_s):
+            if len(together) == 1:
+                _add_box(row, together[0], chunk_of[together[0].action.stage], pixels_per_s, with_stage)
+            else:
+                _add_joint_box(row, together, pixels_per_s)
+
+
+def _seen_together(spans: Sequence[Span], pixels_per_s: float) -> Iterator[list[Span]]:
+    """Each by itself; of those too narrow to be seen, as follow each other, enough for a box."""
+    together: list[Span] = []
+    for span in spans:
+        if together:
+            is_seen = max(span.end_s - span.start_s, span.start_s - together[-1].end_s) * pixels_per_s >= _NARROW
+            was_seen = (together[0].end_s - together[0].start_s) * pixels_per_s >= _NARROW
+            is_enough = (span.end_s - together[0].start_s) * pixels_per_s > _JOINT_WIDTH
+            if is_seen or was_seen or is_enough or not pixels_per_s:
+                yield together
+                together = []
+        together.append(span)
+    if together:
+        yield together
+
+
+def _add_joint_box(row: ET.Element, spans: Sequence[Span], pixels_per_s: float) -> None:
+    """With the color of what takes most of it."""
+    first, last = spans[0], spans[-1]
+    seconds = {op: sum(span.end_s - span.start_s for span in spans if span.action.op == op) for op in _SHADES}
+    x, width = first.start_s * pixels_per_s, (last.end_s - first.start_s) * pixels_per_s
+    color = {"class": f"{max(seconds, key=lambda op: seconds[op])}0"}
+    box = _add(row, "rect", x=x, width=width, height=_BOX_HEIGHT, **color)
+    _add(box, "title", f"{first.action} to {last.action} {first.start_s:g}–{last.end_s:g} s")
 
 
 def _add_box(row: ET.Element, span: Span, chunk: int, pixels_per_s: float, with_stage: bool) -> None:

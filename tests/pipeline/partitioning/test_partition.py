@@ -185,6 +185,15 @@ def test_an_error_says_what_plans_on_these_levels_need(counts: tuple[int, ...], 
         pp.partition(profile, topology, schedule="gpipe", microbatches=3)
 
 
+def test_what_a_layer_keeps_counts_for_the_memory_and_its_output_for_the_links() -> None:
+    layers = tuple(pp.LayerProfile(name, 1.0, 1.0, 10.0, 0.0, stash_bytes=40.0) for name in "ab")
+    level = pp.Level("device", 2, bandwidth=10.0)
+    plan = pp.partition(pp.Profile(layers), pp.Topology((level,), memory=80), straight=True)
+    assert plan.slowest_seconds == pytest.approx(2) and len(plan.stages) == 2  # 2 * 10 / 10 on each side
+    with pytest.raises(pp.PartitionError, match="needs at least 80 bytes"):
+        pp.partition(pp.Profile(layers), pp.Topology((level,), memory=79), straight=True)
+
+
 def test_a_memory_limit_that_no_plan_keeps_says_by_how_much() -> None:
     profile = chain([1, 1], parameters=100)
     assert len(pp.partition(profile, pp.Topology(ONE_LEVEL, memory=300)).stages) == 2

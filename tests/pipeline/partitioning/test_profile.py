@@ -50,6 +50,7 @@ def test_layers_are_ordered_by_who_reads_whom() -> None:
         ({"layers": [layer("a", forward_s=10**400)]}, r"layers\[0\].forward_s \(layer 'a'\): 10+ is no finite number"),
         ({"layers": [layer("a", forward_s=1e300)]}, r"layers\[0\].forward_s \(layer 'a'\): 1e\+300 is too large"),
         ({"layers": [layer("a", peak_bytes=-1)]}, r"layers\[0\].peak_bytes \(layer 'a'\): -1 must be at least 0"),
+        ({"layers": [layer("a", stash_bytes=-1)]}, r"layers\[0\].stash_bytes \(layer 'a'\): -1 must be at least 0"),
         ({"layers": [layer("a", forward_spread_s="x")]}, r"forward_spread_s \(layer 'a'\): 'x' is no finite number"),
         ({"layers": [layer("a", speed=1)]}, r"layers\[0\]: speed is not known"),
         ({"layers": [layer("a", backward_weight_s=3)]}, "more than backward_s"),

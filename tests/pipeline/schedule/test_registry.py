@@ -1,16 +1,24 @@
+import itertools
 import re
+from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import pytest
 
 from lp_pipe.errors import ScheduleError
 from lp_pipe.pipeline.schedule import (
     Action,
+    Costs,
     Schedule,
     default_chunks,
     make_schedule,
     register_schedule,
     registry,
     schedules,
+    search_schedule,
+    simulate,
+    verify,
 )
 
 
@@ -58,7 +66,8 @@ def test_an_unknown_name_is_answered_with_the_nearest_and_all_others() -> None:
     [
         ((0, 4, 1), "stages=0: .* use stages=1 or more"),
         ((2, -3, 1), "microbatches=-3: .* use microbatches=1 or more"),
-        ((2, 4, 0), "chunks=0: .* use chunks=1 or more"),
+        ((2, 4, 0), "chunks=0: .* use chunks=[12]"),
+        ((0, 0, 2), "stages=0 and microbatches=0: .* use stages=1 or more and microbatches=1 or more"),
         ((2, 2.5, 1), "microbatches=2.5: .* whole number"),
         ((True, 4, 1), "stages=True"),
     ],
@@ -91,20 +100,35 @@ def test_a_schedule_exists_or_the_error_names_numbers_for_which_it_does(name: st
             make_schedule(name, **sizes)
         except ScheduleError as error:
             refused += 1
-            works = dict(re.findall(r"(?:use|or) (stages|microbatches|chunks)=(\d+)", str(error)))
-            assert works, error
-            for what, number in works.items():
-                _assert_is_nearer(name, {**sizes, what: int(number)})
+            for changes in _advised(str(error)):
+                make_schedule(name, **{**sizes, **changes})
     assert bool(refused) == (name in {"gpipe", "1f1b", "zb_h1", "zbv", "dualpipev", "pipedream", "pipedream_2bw"})
 
 
-def _assert_is_nearer(name: str, sizes: dict[str, int]) -> None:
-    """With what the error says it exists, or something else is wrong, too, and no longer after a second change."""
-    try:
-        make_schedule(name, **sizes)
-    except ScheduleError as error:
-        what, number = re.findall(r"use (stages|microbatches|chunks)=(\d+)", str(error))[0]
-        make_schedule(name, **{**sizes, what: int(number)})
+def _advised(error: str) -> Iterator[dict[str, int]]:
+    """Each way to do what it says: all that is wrong is named at once, and one of several numbers may be chosen."""
+    clauses = [re.findall(r"(?:use|or) (stages|microbatches|chunks)=(\d+)", clause) for clause in error.split("; and ")]
+    assert all(clauses), error
+    for chosen in itertools.product(*clauses):
+        yield {what: int(number) for what, number in chosen}
+
+
+def test_numpys_numbers_are_numbers() -> None:
+    """They were refused as no whole numbers, and costs ended in a TypeError."""
+    schedule = make_schedule("1f1b", np.int64(2), np.int32(4))  # type: ignore[arg-type]
+    assert schedule == make_schedule("1f1b", 2, 4)
+    verify(schedule, memory=np.int64(2))  # type: ignore[arg-type]
+    costs = Costs(forward=np.float32(1), backward_input=np.ones(2), backward_weight=np.int64(1))  # type: ignore[arg-type]
+    assert simulate(schedule, costs, links=np.float64(0)).makespan == 15
+    assert search_schedule(np.int64(2), 4, costs) == search_schedule(
+        2, 4, Costs(forward=1, backward_input=1, backward_weight=1)
+    )
+
+
+@pytest.mark.parametrize("seconds", [None, "a", [1, None]])
+def test_costs_that_are_no_numbers_are_named(seconds: Any) -> None:
+    with pytest.raises(ScheduleError, match=r"costs.forward is .*: give seconds"):
+        simulate(make_schedule("1f1b", 2, 2), Costs(forward=seconds, backward_input=1, backward_weight=1))
 
 
 def test_a_name_belongs_to_one_function() -> None:

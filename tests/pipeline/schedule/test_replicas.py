@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lp_pipe.errors import ScheduleError
 from lp_pipe.pipeline.schedule import Schedule, make_schedule, replicated, schedules, share, verify
 from lp_pipe.pipeline.schedule.stash import peak_activations
 
@@ -64,3 +65,11 @@ def test_fewer_microbatches_than_replicas_leave_some_without(microbatches: int) 
     assert [bool(share(schedule.workers[0], 4, replica)) for replica in range(4)] == [
         replica < microbatches for replica in range(4)
     ]
+
+
+def test_what_replicas_are_too_many_for_is_said_of_each() -> None:
+    """The advice was what had been asked for: two replicas with 4 micro-batches were told to use 4."""
+    with pytest.raises(
+        ScheduleError, match=r"use microbatches=4 .*\(for each of 2 replicas, which share microbatches=4\)"
+    ):
+        replicated("dualpipev", [2, 2], 4)

@@ -43,6 +43,16 @@ def test_long_timelines_stay_as_wide_as_a_page_and_leave_labels_out() -> None:
     assert len(boxes(svg)) == 4 * 300 * 2
 
 
+def test_actions_that_nobody_could_see_are_drawn_together() -> None:
+    """512 stages with 2,048 micro-batches were 218 MB, and took 3 GiB."""
+    svg = to_svg(simulate(make_schedule("1f1b", stages=3, microbatches=4000), EQUAL), "1f1b")
+    found = boxes(svg)
+    assert len(found) < 3 * 1400 / 4
+    titles = [str(box.findtext(f"{SVG}title")) for box in found]
+    assert (titles[0], titles[-1]) == ("0F0 to 0F2 0–3 s", "2F3995 to 2B3999 11987–12002 s")
+    assert {box.attrib["class"] for box in found} == {"F0", "B0"}  # of what takes most of the time
+
+
 def test_a_timeline_without_time_is_drawn() -> None:
     nothing = Costs(forward=0, backward_input=0, backward_weight=0)
     assert len(boxes(to_svg(simulate(make_schedule("1f1b", 1, 1), nothing), "1f1b"))) == 2
