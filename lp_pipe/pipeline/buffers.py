@@ -13,12 +13,14 @@ Place = tuple[nn.Module, str]
 
 @dataclass(frozen=True)
 class _Before:
-    buffer: Tensor
+    buffer: Tensor | None  # None: one that a forward will make
     version: int
     copy: Tensor | None
 
     @property
     def was_written_in_place(self) -> bool:
+        if self.buffer is None:
+            return False
         if self.buffer._version != self.version:
             return True
         # Kernels of batch norm write to the running statistics without counting that as a version.
@@ -26,10 +28,15 @@ class _Before:
 
     @property
     def value(self) -> Tensor | None:
-        """What it held; None where only a copy could tell."""
+        """What it held; None also where only a copy could tell."""
         if self.copy is not None:
             return self.copy
         return None if self.was_written_in_place else self.buffer
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether only a copy could tell what it held."""
+        return self.copy is None and self.was_written_in_place
 
 
 class BufferSnapshot:
@@ -39,10 +46,12 @@ class BufferSnapshot:
         self._before: dict[Place, _Before] = {}
         for module in modules:
             for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    is_copied = copied is None or (module, name) in copied or isinstance(module, _NormBase)
-                    copy = buffer.detach().clone() if is_copied else None
-                    self._before[module, name] = _Before(buffer, buffer._version, copy)
+                if buffer is None:
+                    self._before[module, name] = _Before(None, 0, None)
+                    continue
+                is_copied = copied is None or (module, name) in copied or isinstance(module, _NormBase)
+                copy = buffer.detach().clone() if is_copied else None
+                self._before[module, name] = _Before(buffer, buffer._version, copy)
 
     def written(self) -> frozenset[Place]:
         """Where something has changed since, in place or by another tensor."""
@@ -54,12 +63,12 @@ class BufferSnapshot:
 
     def without_copy(self) -> list[str]:
         """The names of those whose value is lost."""
-        return [name for (_, name), before in self._before.items() if before.value is None]
+        return [name for (_, name), before in self._before.items() if before.is_lost]
 
     def restore(self) -> None:
         """Put the values back, in the same tensors; nobody who has saved one for a backward notices."""
         for (module, name), before in self._before.items():
-            if before.was_written_in_place and before.copy is not None:
+            if before.buffer is not None and before.copy is not None and before.was_written_in_place:
                 before.buffer.data.copy_(before.copy)
             module._buffers[name] = before.buffer
 

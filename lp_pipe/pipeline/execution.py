@@ -11,6 +11,7 @@ from torch import Tensor
 from lp_pipe.errors import PipelineError, add_note
 from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.device import to_host
+from lp_pipe.pipeline.gradient_norms import GradientNorm
 from lp_pipe.pipeline.links import Links
 from lp_pipe.pipeline.loss_scale import scaled
 from lp_pipe.pipeline.message import Message, to_message
@@ -22,6 +23,7 @@ from lp_pipe.pipeline.schedule import Action
 from lp_pipe.pipeline.schedule.ir import WORDS
 from lp_pipe.pipeline.side_channels import SideChannels
 from lp_pipe.pipeline.stage import Stage
+from lp_pipe.pipeline.written_parameters import CopiedParameters
 from lp_pipe.telemetry import positions
 
 
@@ -32,7 +34,7 @@ class Report:
     busy_s: float = 0.0
     loss: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
-    gradient_norms: dict[int, list[Tensor]] = field(default_factory=dict)
+    gradient_norms: dict[int, list[GradientNorm]] = field(default_factory=dict)
     overflowed: bool = False  # a gradient is infinite or NaN, if anybody wants to know
     nonfinite: list[NonFinite] = field(default_factory=list)  # in a step that was run again to find it
     outputs: dict[int, Any] = field(default_factory=dict)  # by micro-batch
@@ -91,6 +93,7 @@ class Execution:
             "W": self._backward_weights,
         }
         self.inference: Mapping[str, Run] = {"F": self._infer}
+        self._copied = CopiedParameters(config, stages)
         self._at: tuple[Action, Operation] | None = None
         positions.add(self)
 
@@ -108,7 +111,9 @@ class Execution:
 
         Raises:
             Exception: a layer's own, with a note that says where; ChannelClosed.
+            PipelineError: a forward has written to a parameter of which others have copies.
         """
+        before = self._copied.versions()
         try:
             for action in actions:
                 self._at = action, operation
@@ -119,6 +124,7 @@ class Execution:
             raise
         finally:
             self._at = None
+        self._copied.check(before)
 
     def _forward(self, action: Action, operation: Operation) -> None:
         message = self._input_of(action, operation)
@@ -176,14 +182,13 @@ class Execution:
         channel = self._channels.receives(action)
         if channel is None:
             return Message(operation.inputs[action.microbatch], ())
-        value, wants_gradient = self._links.receive(channel, operation.tag, action.microbatch)
-        return Message(value, wants_gradient)
+        return Message(*self._links.receive(channel, operation.tag, action.microbatch))
 
     def _hand_on(self, action: Action, operation: Operation, value: Any, skips: Mapping[str, Any]) -> None:
         channel = self._channels.sends(action)
         if channel is not None:
             message = to_message(value)
-            self._links.send(channel, operation.tag, action.microbatch, (message.value, message.wants_gradient))
+            self._links.send(channel, operation.tag, action.microbatch, message.parts)
         self._side.send_values(action, operation.tag, skips)
 
     def _loss(self, output: Any, microbatch: int, operation: Operation) -> tuple[Tensor, Tensor]:

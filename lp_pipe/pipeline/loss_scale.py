@@ -43,8 +43,9 @@ def unscale(gradients: Sequence[Tensor], factor: float) -> bool:
     overflowed = False
     # As GradScaler: the reciprocal in double precision, one call for each kind of tensors.
     inverse = torch.tensor(factor, dtype=torch.float32).double().reciprocal().float()
-    for kind in {(gradient.device, gradient.dtype) for gradient in gradients}:
-        same = [gradient for gradient in gradients if (gradient.device, gradient.dtype) == kind]
+    values = [gradient._values() if gradient.is_sparse else gradient for gradient in gradients]
+    for kind in {(value.device, value.dtype) for value in values}:
+        same = [value for value in values if (value.device, value.dtype) == kind]
         found = torch.zeros((), dtype=torch.float32, device=kind[0])
         torch._amp_foreach_non_finite_check_and_unscale_(same, found, inverse.to(kind[0]))
         overflowed = overflowed or bool(found.item())

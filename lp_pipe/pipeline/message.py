@@ -8,14 +8,27 @@ from torch.utils import _pytree as pytree
 
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.hidden import hidden_tensors
+from lp_pipe.pipeline.overlaps import overlapping
 
 
 @dataclass(frozen=True)
 class Message:
-    """`wants_gradient` has an entry for each tensor of the value, in pytree order; repeated ones count once."""
+    """`wants_gradient` and `is_view` have an entry for each tensor of the value, in pytree order; repeats count once.
+
+    is_view: whether autograd knows it as a view, such as Linear's output of three dimensions. What a layer writes to
+        such a tensor has another backward: gradients pass in the layout of what it is a view of.
+    overlapping: positions of those to which nobody must write, because another one had a part of the same memory.
+    """
 
     value: Any
     wants_gradient: tuple[bool, ...]
+    is_view: tuple[bool, ...] = ()
+    overlapping: tuple[int, ...] = ()
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """To be sent; `Message(*parts)` is the message again."""
+        return self.value, self.wants_gradient, self.is_view, self.overlapping
 
 
 @dataclass(frozen=True)
@@ -35,9 +48,10 @@ def to_message(value: Any) -> Message:
         PipelineError: an object that is no container hides tensors that want a gradient.
     """
     if type(value) is Tensor:  # nearly always, and pytree takes its time
-        return Message(value.detach(), (value.requires_grad,))
+        return Message(value.detach(), (value.requires_grad,), (value._is_view(),))
     leaves, spec = pytree.tree_flatten(value)
-    wanted = tuple(tensor.requires_grad for tensor in tensors_of(value))
+    tensors = tensors_of(value)
+    wanted = tuple(tensor.requires_grad for tensor in tensors)
     positions: dict[int, int] = {}
     sent: list[Any] = []
     for position, leaf in enumerate(leaves):
@@ -49,7 +63,8 @@ def to_message(value: Any) -> Message:
         else:
             positions[id(leaf)] = position
             sent.append(leaf.detach())
-    return Message(pytree.tree_unflatten(sent, spec), wanted)
+    is_view = tuple(tensor._is_view() for tensor in tensors)
+    return Message(pytree.tree_unflatten(sent, spec), wanted, is_view, overlapping(tensors))
 
 
 def with_repeats(leaves: list[Any]) -> list[Any]:

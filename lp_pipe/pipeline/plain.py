@@ -91,7 +91,8 @@ class PlainLoop:
         self._scaler.update()
         if self._lr_scheduler is not None:
             self._lr_scheduler.step()
-        self._optimizer.zero_grad()
+        for parameter in self._parameters.values():  # also those that the optimizer does not have
+            parameter.grad = None
         self._step += 1
         return sum(losses[1:], losses[0])
 

@@ -45,7 +45,10 @@ class Segment:
     def __init__(self, layers: Sequence[nn.Module], name: str) -> None:
         self.name = name
         self._pops = popped_by(layers)
-        self._modules = [m for m in nn.ModuleList(layers).modules() if m._buffers]
+        modules = list(nn.ModuleList(layers).modules())
+        self._modules = [m for m in modules if m._buffers]
+        # max_norm: what it has made shorter it does not change again.
+        self._constants = [p for m in modules if getattr(m, "max_norm", None) is None for p in m.parameters(False)]
         # What the layers write to must be copied before. The first run tells; until then it may be anything.
         self._written: frozenset[Place] | None = None
         self._writes_to_inputs: bool | None = None
@@ -54,14 +57,21 @@ class Segment:
         """`run`, whose saved tensors take no memory until the backward.
 
         Raises:
-            PipelineError: it has written to a buffer or an input to which it had not written in earlier runs.
+            PipelineError: it has written to a buffer or an input to which it had not written in earlier runs, or to a
+                parameter.
         """
         own = {name: skips.pop(name) for name in self._pops if name in skips}
         inputs = _Inputs((value, own), copy=self._writes_to_inputs is not False)
         buffers = BufferSnapshot(self._modules, self._written)
         frame = _Frame(self, run, inputs)
+        versions = _versions(self._constants)
         with saved_tensors_hooks(frame.pack, _unpack):
             value = run(value, own)
+        if _versions(self._constants) != versions:
+            raise PipelineError(
+                f"{self.name}: cannot be recomputed, because a forward writes to a parameter, which the second run "
+                "would do again: leave these layers out of recompute"
+            )
         self._learn(inputs, buffers)
         frame.complete(buffers.only(self._written or frozenset()))
         skips.update(own)
@@ -150,6 +160,7 @@ class _Frame:
         self._slots: list[weakref.ref[_Slot]] = []
         self._kinds: list[tuple[torch.Size, torch.dtype]] = []
         self._filled = 0
+        self._last_is_new = False
 
     def pack(self, tensor: Tensor) -> _Slot:
         slot = _Slot(self)
@@ -194,6 +205,8 @@ class _Frame:
 
     def _fill_next(self, tensor: Tensor) -> Tensor:
         position, self._filled = self._filled, self._filled + 1
+        if position == len(self._slots):
+            raise self._differs("more were saved")
         if self._kinds[position] != (tensor.shape, tensor.dtype):
             raise self._differs(f"saved tensor {position} was {list(tensor.shape)} of {tensor.dtype}")
         # Detached: a node that saves its own result would hold itself for ever.
@@ -202,7 +215,9 @@ class _Frame:
         if slot is not None:
             slot.tensor = value
             slot.held = self._meter.hold(value) if self._meter is not None else None
-        if self._filled == len(self._slots):
+        # rrelu saves its noise, then its input, and writes the noise only afterwards: it must come to its end.
+        last_is_new, self._last_is_new = self._last_is_new, _is_new(tensor)
+        if self._filled == len(self._slots) and not last_is_new and not self._last_is_new:
             raise _AllFilled
         return value
 
@@ -235,6 +250,11 @@ def _again() -> Iterator[None]:
         _thread.recomputing = before
 
 
+def _is_new(tensor: Tensor) -> bool:
+    """Whether it may be memory that an operation has made to write to."""
+    return not (tensor.requires_grad or tensor._is_view() or isinstance(tensor, nn.Parameter))
+
+
 def _versions(leaves: Sequence[Any]) -> list[int]:
     return [leaf._version for leaf in leaves if isinstance(leaf, Tensor)]
 
@@ -246,4 +266,7 @@ def _copied(tensor: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor
     if address not in storages:
         storages[address] = storage.clone()
     copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return copy.set_(storages[address], tensor.storage_offset(), tensor.shape, tensor.stride())
+    copy.set_(storages[address], tensor.storage_offset(), tensor.shape, tensor.stride())
+    # What lies in memory may be conjugated or negated on reading only.
+    copy = copy.conj() if tensor.is_conj() else copy
+    return torch._neg_view(copy) if tensor.is_neg() else copy

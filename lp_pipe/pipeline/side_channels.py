@@ -3,8 +3,10 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
+from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.links import Links
 from lp_pipe.pipeline.message import Message, to_message
 from lp_pipe.pipeline.schedule import Action
@@ -32,7 +34,7 @@ class SideChannels:
         """Hand on what a forward has stashed for other stages."""
         for channel, edge in self._channels.edges_of(action, "sender"):
             message = to_message(values[edge.names[0]])
-            self._links.send(channel, tag, action.microbatch, (message.value, message.wants_gradient))
+            self._links.send(channel, tag, action.microbatch, message.parts)
 
     def roots(self, action: Action, tag: int) -> list[tuple[Root, Tensor | None]]:
         """Where a backward starts beside the stage's outputs, and the gradients that have come for it."""
@@ -55,6 +57,7 @@ class SideChannels:
                 gradients = stage.take_popped_gradients(action.microbatch, *edge.names)
             else:
                 gradients = stage.take_gradients(edge.names)
+                _refuse_sparse(edge, gradients)
             self._links.send(channel, tag, action.microbatch, gradients)
 
     def share_weights(self, tag: int) -> None:
@@ -71,3 +74,12 @@ class SideChannels:
         for channel, edge in self._channels.numbered_edges():
             if edge.kind == "tied weights" and getattr(edge, end) in self._stages:
                 yield channel, edge
+
+
+def _refuse_sparse(edge: Edge, gradients: Sequence[Tensor | None]) -> None:
+    for name, gradient in zip(edge.names, gradients, strict=True):
+        if gradient is not None and gradient.layout is not torch.strided:
+            raise PipelineError(
+                f"stages {edge.receiver} and {edge.sender} have parameter {name!r} in common, whose gradient is sparse "
+                "and cannot be sent: leave sparse=True out, or cut so that one stage has all of its layers"
+            )

@@ -1,5 +1,6 @@
 """One virtual stage: its layers, and the forwards whose backwards are still to come."""
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from lp_pipe.pipeline.device import CPU
 from lp_pipe.pipeline.entry import entered, phony
 from lp_pipe.pipeline.message import Message, tensors_of, with_repeats
 from lp_pipe.pipeline.names import name_prefix
+from lp_pipe.pipeline.overlaps import Unwritten
 from lp_pipe.pipeline.precision import autocast
 from lp_pipe.pipeline.recompute import Segment
 from lp_pipe.pipeline.rng import nobody_draws, step_rng
@@ -184,6 +186,7 @@ class Stage:
 
     def _run(self, message: Message, step: int, microbatch: int, stash: Stash, skips: dict[str, Any]) -> Any:
         value = _enter(message, stash, stash.input_gradients)
+        unwritten = Unwritten(tensors_of(value), message.overlapping) if message.overlapping else None
         for name in skips:
             skips[name] = _enter(skips[name], stash, stash.popped_gradients.setdefault(name, []))
         for layers, segment in self._runs:
@@ -191,6 +194,8 @@ class Stage:
                 value = self._call(layers, step, microbatch, value, skips)
             else:
                 value = segment.forward(partial(self._call, layers, step, microbatch), value, skips)
+        if unwritten is not None:
+            unwritten.check()
         if step == _EVALUATION:
             return value
         stash.outputs = _edges(value)
@@ -282,14 +287,16 @@ def _enter(message: Message, stash: Stash, gradients: list[Tensor | None]) -> An
         return message.value
     leaves, spec = ([message.value], None) if type(message.value) is Tensor else pytree.tree_flatten(message.value)
     if any(message.wants_gradient):
-        tensors = iter(message.wants_gradient)
-        wanted = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and next(tensors)]
+        places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        wanted = list(itertools.compress(places, message.wants_gradient))
         gradients[:] = [None] * len(wanted)
         if stash.entry is None:
             stash.entry = phony()
         results = entered(stash.entry, gradients, [leaves[index] for index in wanted])
         for index, tensor in zip(wanted, results, strict=True):
             leaves[index] = tensor
+        for index in itertools.compress(places, message.is_view):
+            leaves[index] = leaves[index][...]  # a view of the same memory
     return leaves[0] if spec is None else pytree.tree_unflatten(with_repeats(leaves), spec)
 
 

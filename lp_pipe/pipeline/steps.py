@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lp_pipe.context import log_metrics
@@ -16,6 +15,7 @@ from lp_pipe.errors import EndOfData, PipelineError, Unavailable
 from lp_pipe.pipeline.batches import BatchSource
 from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.execution import Report
+from lp_pipe.pipeline.gradient_norms import total_norm
 from lp_pipe.pipeline.loss_scale import LossScale
 from lp_pipe.pipeline.microbatches import aligned, check_pair, split
 from lp_pipe.pipeline.on_nan import OnNan
@@ -182,9 +182,8 @@ class SynchronousSteps(Steps):
     def _total_norm(self, reports: Sequence[Report]) -> Tensor | None:
         """Of all gradients, from those of the parameters in their order, as one process has them."""
         by_stage = {stage: norms for report in reports for stage, norms in report.gradient_norms.items()}
-        # Where the stages compute, as their plain loop does.
-        norms = [self._workers.own.on_device(norm) for stage in sorted(by_stage) for norm in by_stage[stage]]
-        return torch.linalg.vector_norm(torch.stack(norms)).cpu() if norms else None
+        in_order = [norm for stage in sorted(by_stage) for norm in by_stage[stage]]
+        return total_norm(in_order, self._workers.own.device)
 
 
 def summed(reports: Sequence[Report]) -> tuple[float, dict[str, float]]:

@@ -5,6 +5,7 @@ other stages borrow it. In every micro-batch a borrower's gradient goes to the s
 too, where autograd adds to it as it would in one process, last use first; after the step the owner sends the weight.
 """
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -66,7 +67,9 @@ def tie(
         if here:
             origin, name = (built, names[0]) if layer_of(names[0]) in built else (own, here[0])
             module, attribute = _place(origin, name)
-            tied[names[0]] = getattr(module, attribute)
+            parameter = getattr(module, attribute)
+            # A borrower's has no hooks: the owner's run on the sum of all gradients, once.
+            tied[names[0]] = parameter if layer_of(names[0]) in own else copy.deepcopy(parameter)
             for name in here:
                 module, attribute = _place(own, name)
                 setattr(module, attribute, tied[names[0]])

@@ -10,10 +10,12 @@ from lp_pipe.errors import CheckpointError, PipelineError
 from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.execution import Report
 from lp_pipe.pipeline.factories import made_optimizer, made_scheduler
+from lp_pipe.pipeline.gradient_norms import GradientNorm, norms_of
 from lp_pipe.pipeline.group_values import values_of_group, with_group_values
 from lp_pipe.pipeline.loss_scale import unscale
 from lp_pipe.pipeline.model import OptimizerFactory, SchedulerFactory
 from lp_pipe.pipeline.nonfinite import dense, is_finite
+from lp_pipe.pipeline.rng import nobody_draws
 from lp_pipe.pipeline.saved import Saved
 from lp_pipe.pipeline.stage import Stage
 
@@ -29,7 +31,9 @@ class Training:
         self.has_updated = False  # by the last step, which may have failed
         # Not for frozen ones alone: factories often leave these out, and torch refuses an empty list.
         if any(parameter.requires_grad for _, parameter in self._parameters):
-            self._optimizer = made_optimizer(optimizer, self._parameters)
+            # Not while a layer is made: torch imports its compiler for both, and is not ready for two threads.
+            with nobody_draws():
+                self._optimizer = made_optimizer(optimizer, self._parameters)
             if lr_scheduler is not None:
                 self._lr_scheduler = made_scheduler(lr_scheduler, self._optimizer)
 
@@ -43,12 +47,9 @@ class Training:
         """The same, by the names that users see."""
         return dict(self._parameters)
 
-    def gradient_norms(self) -> dict[int, list[Tensor]]:
-        """For each stage the 2-norms of its parameters' gradients, in order, without those that have none.
-
-        On the host, to be sent.
-        """
-        return {stage: _norms(parameter.grad for _, parameter in items) for stage, items in self._by_stage.items()}
+    def gradient_norms(self) -> dict[int, list[GradientNorm]]:
+        """For each stage those of its parameters' gradients, in order, without those that have none."""
+        return {stage: norms_of(parameter.grad for _, parameter in items) for stage, items in self._by_stage.items()}
 
     def examine(self, report: Report, config: PipelineConfig, scale: float | None) -> None:
         """What all stages must know of each other's gradients before they update. Takes the losses' factor out.
@@ -64,17 +65,22 @@ class Training:
         if config.on_nan != "ignore" and scale is None:
             report.overflowed = not self.has_finite_gradients(report.gradient_norms)
 
-    def has_finite_gradients(self, norms: dict[int, list[Tensor]] | None = None) -> bool:
+    def has_finite_gradients(self, norms: dict[int, list[GradientNorm]] | None = None) -> bool:
         """Whether no gradient holds NaN or infinity. norms: theirs, where they are known."""
         gradients = [dense(parameter.grad) for _, parameter in self._parameters if parameter.grad is not None]
-        found = [norm for stage in norms.values() for norm in stage] if norms else _norms(gradients)
-        if not found or bool(torch.stack(found).isfinite().all()):
+        found = [norm for stage in norms.values() for norm in stage] if norms else norms_of(gradients)
+        if not found or bool(torch.stack([norm for norm, _ in found]).isfinite().all()):
             return True
         return all(is_finite(gradient) for gradient in gradients)  # the norm of finite ones may be too large
 
     def _unscale_gradients(self, factor: float) -> bool:
-        """Divide them by the factor of the losses; whether one is infinite or NaN, so that the step must be skipped."""
-        return unscale([parameter.grad for _, parameter in self._parameters if parameter.grad is not None], factor)
+        """Divide them by the factor of the losses; whether one is infinite or NaN, so that the step must be skipped.
+
+        As GradScaler only those of parameters that the optimizer has.
+        """
+        groups = self._optimizer.param_groups if self._optimizer is not None else []
+        gradients = [parameter.grad for group in groups for parameter in group["params"]]
+        return unscale([gradient for gradient in gradients if gradient is not None], factor)
 
     def step(self, total_norm: Tensor | None, max_norm: float | None, *, skip: bool = False) -> None:
         """Clip as torch.nn.utils.clip_grad_norm_ does, with the norm over all stages; then one optimizer step."""
@@ -203,11 +209,6 @@ class Training:
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
-
-
-def _norms(gradients: Iterable[Tensor | None]) -> list[Tensor]:
-    present = [gradient for gradient in gradients if gradient is not None]
-    return [norm.cpu() for norm in torch._foreach_norm(present)] if present else []
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

@@ -173,9 +173,10 @@ class StageWorker:
         """Whether the last `apply`, which may have failed, has changed something."""
         return self.training.has_updated
 
-    def on_device(self, tensor: Tensor) -> Tensor:
+    @property
+    def device(self) -> torch.device:
         """Where this worker's stages compute."""
-        return tensor.to(self._device)
+        return self._device
 
     def share_weights(self, tag: int) -> None:
         """Exchange the tied parameters that a step has changed with the other workers."""

@@ -2,6 +2,8 @@
 
 import math
 import random
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -29,6 +31,24 @@ def test_a_model_that_trains_the_same_both_ways_is_equal() -> None:
     report = pp.check(model_with_everything(), BATCHES, stages=3, microbatches=4, clip_grad_norm=0.1)
     assert report.equal
     assert str(report) == "equal: the pipeline and the plain loop have the same bits after 2 steps"
+
+
+def weights_only(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([parameter for name, parameter in parameters if name.endswith("weight")], lr=0.1)
+
+
+def test_gradients_that_the_optimizer_does_not_know_count_once() -> None:
+    # The plain loop kept them from step to step, where they counted in the norm again: equal models were "different".
+    model = pp.Model([nn.Linear(D, D), nn.Linear(D, D)], squared_error, weights_only)
+    assert pp.check(model, BATCHES, stages=2, microbatches=2, clip_grad_norm=0.01).equal
+
+
+def test_gradients_that_the_optimizer_does_not_know_skip_no_step() -> None:
+    # GradScaler looks at the optimizer's only. Here only the last bias has one beyond float16.
+    layers = [nn.Linear(D, D, bias=False), nn.Linear(D, D)]
+    model = pp.Model(layers, lambda y, t: (y * 1.5).sum() * 0.5 + 0 * t.sum(), weights_only, loss_weight="one")
+    batches = [(x * 1e-3, t) for x, t in BATCHES]
+    assert pp.check(model, batches, stages=2, microbatches=2, precision="fp16").equal
 
 
 class Jitters(nn.Module):
@@ -173,3 +193,26 @@ def test_a_check_leaves_the_users_modules_and_threads_alone() -> None:
 def test_without_batches_there_is_nothing_to_check() -> None:
     with pytest.raises(pp.PipelineError, match="at least one"):
         pp.check(model_with_everything(), [])
+
+
+@pytest.mark.slow
+def test_a_compiled_layer_is_equal_too() -> None:
+    # In a process of its own, where torch has not imported its compiler yet: one stage did so for torch.compile, the
+    # other one for its optimizer, and both found half-made modules.
+    script = """
+import torch
+from torch import nn
+import lp_pipe.pipeline as pp
+
+def compiled():
+    return torch.compile(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.3)))
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+batch = torch.randn(8, 8), torch.randn(8, 8)
+layers = [pp.Layer(nn.Linear, 8, 8), pp.Layer(compiled), pp.Layer(nn.Linear, 8, 8)]
+print(pp.check(pp.Model(layers, nn.functional.mse_loss, sgd), [batch] * 2, stages=[1], microbatches=2))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.startswith("equal"), done.stdout

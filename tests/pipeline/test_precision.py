@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import lp_pipe.pipeline as pp
 from lp_pipe.pipeline.loss_scale import LossScale
 from tests.pipeline.plain_loop import (
+    D,
     PlainLoop,
     assert_same_state,
     launched,
@@ -76,6 +77,27 @@ def test_a_checkpoint_and_a_failed_step_keep_the_loss_scale(tmp_path: Path) -> N
             scale = plain.scaler.get_scale()
             assert (pipeline.step(batch).loss_scale, pipeline.current_step()) == (scale, plain.steps_done + 1)
             plain.step(batch)
+        assert_same_state(pipeline.state_dict(), plain.state_dict())
+
+
+class Embeds(nn.Module):
+    """With a gradient that names some rows twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, D, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows: Tensor = self.table((x.detach().abs() * 7).long().sum(2) % 5)
+        return x + rows
+
+
+def test_sparse_gradients_have_a_loss_scale_too() -> None:
+    # torch's GradScaler unscales their values; here the step failed with "no kernel for SparseCPU".
+    model = pp.Model([nn.Linear(D, D), Embeds(), nn.Linear(D, D)], large_error, lambda ps: torch.optim.SGD(ps, lr=0.01))
+    plain = PlainLoop(model, 4, precision="fp16")
+    with launched("thread", model, stages=2, microbatches=4, precision="fp16") as pipeline:
+        assert [pipeline.step(batch).loss for batch in BATCHES[:6]] == plain.steps(BATCHES[:6])
         assert_same_state(pipeline.state_dict(), plain.state_dict())
 
 

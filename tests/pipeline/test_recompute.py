@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import lp_pipe.pipeline as pp
 from lp_pipe.pipeline.message import Message
@@ -204,6 +205,69 @@ def test_a_segments_buffers_count_each_microbatch_once() -> None:
     assert norm.num_batches_tracked is not None and norm.num_batches_tracked.item() == 2
 
 
+class Conjugates(nn.Module):
+    """Hands on a complex tensor that is conjugated when it is read; in memory it is not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.complex(x, x.tanh()).conj()
+
+
+class Imaginary(nn.Module):
+    """Another one of that kind: negated when it is read."""
+
+    def forward(self, z: Tensor) -> Tensor:
+        return z.imag
+
+
+class Multiplies(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x.exp()
+
+
+@pytest.mark.parametrize("recompute", [lambda index, layer: isinstance(layer, Imaginary), ("every", 3)])
+def test_what_is_conjugated_on_reading_stays_so(recompute: Any) -> None:
+    model = pp.Model([nn.Linear(D, D), Conjugates(), Imaginary(), Multiplies()], squared_error, sgd)
+    plain = PlainLoop(model, 4)
+    with launched("thread", model, BATCHES, stages=1, microbatches=4, recompute=recompute) as pipeline:
+        assert [result.loss for result in pipeline.steps()] == plain.steps(BATCHES)
+        assert_same_state(pipeline.state_dict(), plain.state_dict())
+
+
+def test_an_operation_may_write_to_what_it_has_saved() -> None:
+    # rrelu saves its noise before it draws it: the second run ended in between, with whatever was in that memory.
+    model = pp.Model([nn.Linear(D, D), nn.RReLU(), nn.Linear(D, D)], squared_error, sgd)
+    plain = PlainLoop(model, 4)
+    with launched("thread", model, BATCHES, stages=[2], microbatches=4, recompute="full") as pipeline:
+        assert [result.loss for result in pipeline.steps()] == plain.steps(BATCHES)
+        assert_same_state(pipeline.state_dict(), plain.state_dict())
+
+
+class Begins(nn.Module):
+    """Has no average before its first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average: Tensor | None
+        self.register_buffer("average", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.average = x.detach().mean() if self.average is None else self.average * 0.5
+        return x if self.average is None else x * (1 + self.average)
+
+
+def test_a_buffer_that_the_first_forward_makes_is_made_once() -> None:
+    model = pp.Model([nn.Linear(D, D), Begins(), nn.Linear(D, D)], squared_error, sgd)
+    plain = PlainLoop(model, 1)
+    with launched("thread", model, stages=1, microbatches=1, recompute="full") as pipeline:
+        with pytest.raises(RuntimeError):
+            pipeline.step((BATCHES[0][0], BATCHES[0][1][:, :1, :3]))
+        pipeline.evaluate(BATCHES[:1])
+        assert "1.average" not in pipeline.state_dict()  # neither a failed step nor an evaluation leaves one
+        assert [pipeline.step(batch).loss for batch in BATCHES] == plain.steps(BATCHES)
+        assert_same_state(pipeline.state_dict(), plain.state_dict())
+
+
 # What cannot be recomputed is refused, never guessed.
 
 
@@ -223,11 +287,13 @@ class Forgets(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.runs += 1
         if self.runs % 2:
-            return x.sin().cos()
-        return x.sin() if self.how == "fewer" else x[:1].sin().cos()
+            return x.sin().cos() if self.how != "more" else F.dropout(x)
+        return {"fewer": lambda: x.sin(), "smaller": lambda: x[:1].sin().cos(), "more": lambda: F.dropout(x).cos()}[
+            self.how
+        ]()
 
 
-@pytest.mark.parametrize("how", ["fewer", "smaller"])
+@pytest.mark.parametrize("how", ["fewer", "smaller", "more"])
 def test_layers_that_do_something_else_the_second_time_are_named(how: str) -> None:
     model = pp.Model([nn.Linear(D, D), Forgets(how), nn.Linear(D, D), nn.Linear(D, D)], squared_error, sgd)
     options: dict[str, Any] = {"stages": [3], "microbatches": 1, "recompute": ("every", 2)}

@@ -23,6 +23,7 @@ from tests.pipeline.plain_loop import (
     sgd,
     squared_error,
 )
+from tests.pipeline.test_exactness import apply
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -138,6 +139,38 @@ def test_one_layer_used_many_times_adds_its_gradients_last_use_first(cuts: list[
     model = pp.Model(one_layer_many_times(), squared_error, sgd)
     with launched("thread", model, BATCHES, stages=cuts, microbatches=3, schedule=schedule) as pipeline:
         assert_trains_alike(pipeline, PlainLoop(model, 3), BATCHES)
+
+
+def _with_hooks() -> nn.Module:
+    layer = nn.Linear(D, D)
+    layer.weight.register_hook(lambda gradient: gradient * 3)
+    return layer
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_the_hook_of_a_tied_parameter_runs_once(schedule: str) -> None:
+    # A borrowing stage built the owner's layer with its hook, which then ran on each gradient, and on the sum.
+    layers = [pp.Layer(_with_hooks), pp.Layer(nn.Tanh), pp.Layer(nn.Linear, D, D), pp.Layer(_with_hooks)]
+    model = pp.Model(layers, squared_error, sgd, tied=[("0.weight", "2.weight"), ("0.weight", "3.weight")])
+    fingerprints = set()
+    for stages in (1, [1], [2, 3]):
+        with launched("thread", model, BATCHES, stages=stages, microbatches=2, schedule=schedule) as pipeline:
+            list(pipeline.steps())
+            fingerprints.add(pipeline.fingerprint())
+    assert len(fingerprints) == 1
+
+
+def test_a_sparse_gradient_that_would_be_sent_is_refused() -> None:
+    layers = [pp.Layer(nn.Embedding, WORDS, D, sparse=True), pp.Layer(nn.Linear, D, 1)]
+    layers += [apply(lambda x: x.detach().abs().long()[..., 0] % WORDS), layers[0], pp.Layer(nn.Linear, D, WORDS)]
+    optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.1)  # noqa: E731
+    model = pp.Model(layers, _cross_entropy, optimizer, tied=[("0.weight", "3.weight")])
+    match = "stages 0 and 1 have parameter '0.weight' in common, whose gradient is sparse"
+    with (
+        launched("thread", model, stages=[2], microbatches=2) as pipeline,
+        pytest.raises(pp.PipelineError, match=match),
+    ):
+        pipeline.step(_tokens(1)[0])
 
 
 def _frozen_embedding() -> nn.Module:

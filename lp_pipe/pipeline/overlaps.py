@@ -1,0 +1,73 @@
+"""Tensors of one value that have memory in common, such as a tensor and a slice of it, on their way through a cut.
+
+Behind a cut each has memory of its own. That is the same as long as nobody writes to one in place, which in one process
+would change the other.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import combinations
+
+from torch import Tensor
+
+from lp_pipe.errors import PipelineError
+
+
+def overlapping(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """The positions of those that have elements in common with another one."""
+    if len(tensors) < 2:
+        return ()
+    of_storage: dict[int, list[int]] = {}
+    for position, tensor in enumerate(tensors):
+        if tensor.numel():
+            of_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(position)
+    found: set[int] = set()
+    for positions in of_storage.values():
+        for pair in combinations(positions, 2):
+            if _overlap(*(tensors[position] for position in pair)):
+                found.update(pair)
+    return tuple(sorted(found))
+
+
+class Unwritten:
+    """Received tensors that a stage must not write to. tensors: each of the value once, in pytree order."""
+
+    def __init__(self, tensors: Sequence[Tensor], positions: Iterable[int]) -> None:
+        self._before = [(tensors[position], tensors[position]._version) for position in positions]
+
+    def check(self) -> None:
+        """
+        Raises:
+            PipelineError: a layer has written to one since.
+        """
+        if any(tensor._version != version for tensor, version in self._before):
+            raise PipelineError(
+                "a layer writes in place to one of two tensors that the stage before has sent, of which one is a view "
+                "of the other, or of the same memory: in one process that would change both. Cut elsewhere, or write "
+                "to a clone()"
+            )
+
+
+def _overlap(first: Tensor, second: Tensor) -> bool:
+    """Exact for tensors of equal strides, such as slices of one; others count when one begins before the other ends."""
+    if first.storage_offset() > second.storage_offset():
+        first, second = second, first
+    distance = int(second.storage_offset() - first.storage_offset())
+    if first.itemsize != second.itemsize:
+        return True
+    if first.stride() != second.stride():
+        return distance <= sum((size - 1) * stride for size, stride in zip(first.shape, first.stride(), strict=True))
+    dimensions = zip(first.stride(), first.shape, second.shape, strict=True)
+    return _reaches(distance, sorted(dimensions, reverse=True))
+
+
+def _reaches(distance: int, dimensions: Sequence[tuple[int, int, int]]) -> bool:
+    """Whether i - j in some element of each, summed over dimensions times strides, can be the distance."""
+    if not dimensions:
+        return distance == 0
+    (stride, size, other), *rest = dimensions
+    if not stride:
+        return _reaches(distance, rest)
+    if sum((max(sizes) - 1) * inner for inner, *sizes in rest) >= stride:
+        return True  # windows over one another, of which nothing more is said
+    nearest = distance // stride
+    return any(-other < steps < size and _reaches(distance - steps * stride, rest) for steps in (nearest, nearest + 1))
