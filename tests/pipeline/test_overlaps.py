@@ -44,7 +44,9 @@ def _model(values: Callable[[Any], Any], after: Callable[[Any], Any]) -> pp.Mode
 
 
 @pytest.mark.parametrize(
-    "values", [lambda x: (x, x[..., :2]), lambda x: (x.sin(), x), lambda x: (x[..., :4], x[..., 4:])], ids=str
+    "values",
+    [lambda x: (x, x[..., :2]), lambda x: (x.sin(), x), lambda x: (x[..., :4], x[..., 4:])],
+    ids=["a slice", "another", "halves"],
 )
 def test_who_only_reads_or_writes_to_memory_of_its_own_is_served(values: Callable[[Any], Any]) -> None:
     is_apart = values(torch.zeros(1, D))[0].shape != (1, D)
