@@ -13,10 +13,10 @@ from lp_pipe.pipeline.overlaps import overlapping
 
 @dataclass(frozen=True)
 class Message:
-    """`wants_gradient` and `is_view` have an entry for each tensor of the value, in pytree order; repeats count once.
+    """`wants_gradient` has an entry for each tensor of the value, in pytree order; repeated ones count once.
 
-    is_view: whether autograd knows it as a view, such as Linear's output of three dimensions. What a layer writes to
-        such a tensor has another backward: gradients pass in the layout of what it is a view of.
+    is_view: likewise, or empty: whether autograd knows it as a view, such as Linear's output of three dimensions. What
+        a layer writes to such a tensor has another backward: gradients pass in the layout of what it is a view of.
     overlapping: positions of those to which nobody must write, because another one had a part of the same memory.
     """
 
@@ -27,8 +27,10 @@ class Message:
 
     @property
     def parts(self) -> tuple[Any, ...]:
-        """To be sent; `Message(*parts)` is the message again."""
-        return self.value, self.wants_gradient, self.is_view, self.overlapping
+        """To be sent; `Message(*parts)` is the message again. Mostly two: each one more takes time in every message."""
+        if self.overlapping:
+            return self.value, self.wants_gradient, self.is_view, self.overlapping
+        return (self.value, self.wants_gradient, self.is_view) if self.is_view else (self.value, self.wants_gradient)
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ def to_message(value: Any) -> Message:
         PipelineError: an object that is no container hides tensors that want a gradient.
     """
     if type(value) is Tensor:  # nearly always, and pytree takes its time
-        return Message(value.detach(), (value.requires_grad,), (value._is_view(),))
+        return Message(value.detach(), (value.requires_grad,), (True,) if value._is_view() else ())
     leaves, spec = pytree.tree_flatten(value)
     tensors = tensors_of(value)
     wanted = tuple(tensor.requires_grad for tensor in tensors)
@@ -63,8 +65,8 @@ def to_message(value: Any) -> Message:
         else:
             positions[id(leaf)] = position
             sent.append(leaf.detach())
-    is_view = tuple(tensor._is_view() for tensor in tensors)
-    return Message(pytree.tree_unflatten(sent, spec), wanted, is_view, overlapping(tensors))
+    views = tuple(tensor._is_view() for tensor in tensors)
+    return Message(pytree.tree_unflatten(sent, spec), wanted, views if any(views) else (), overlapping(tensors))
 
 
 def with_repeats(leaves: list[Any]) -> list[Any]:
