@@ -10,24 +10,25 @@ WIDTH = 4096  # 16 KiB a micro-batch
 
 
 class _Sleep(torch.autograd.Function):
-    """Passes its input on: after `seconds` there (`slept[there]`), after as much back (`slept[back]`)."""
+    """Passes its input on: after the sleeper's seconds there (`slept[there]`), after as much back (`slept[back]`)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float, slept: Tensor, there: int | None, back: int) -> Tensor:
-        ctx.seconds, ctx.slept, ctx.back = seconds, slept, back
+    def forward(ctx: Any, x: Tensor, sleeper: "Sleeper", there: int | None, back: int) -> Tensor:
+        ctx.sleeper, ctx.back = sleeper, back
         if there is not None:
-            _sleep(seconds, slept, there)
+            _sleep(sleeper, there)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        _sleep(ctx.seconds, ctx.slept, ctx.back)
-        return gradients[0], None, None, None, None
+        _sleep(ctx.sleeper, ctx.back)
+        return gradients[0], None, None, None
 
 
-def _sleep(seconds: float, slept: Tensor, which: int) -> None:
+def _sleep(sleeper: "Sleeper", which: int) -> None:
     start = time.monotonic()
-    time.sleep(seconds)
+    time.sleep(sleeper.seconds)
+    slept = sleeper.slept  # looked up here: after later forwards it is another tensor
     slept[which] += time.monotonic() - start
     slept[3] += which == 0
 
@@ -48,8 +49,8 @@ class Sleeper(nn.Module):
         self.register_buffer("slept", torch.zeros(4, dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = _Sleep.apply(x, self.seconds, self.slept, 0, 1)  # type: ignore[no-untyped-call]
-        scale: Tensor = _Sleep.apply(self.scale, self.seconds, self.slept, None, 2)  # type: ignore[no-untyped-call]
+        y: Tensor = _Sleep.apply(x, self, 0, 1)  # type: ignore[no-untyped-call]
+        scale: Tensor = _Sleep.apply(self.scale, self, None, 2)  # type: ignore[no-untyped-call]
         return y * scale
 
 

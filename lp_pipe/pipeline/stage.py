@@ -229,6 +229,7 @@ class Stage:
             self._weight_stash[microbatch] = split.accumulate
         else:  # no input wants a gradient, as on the first stage: nobody waits for any of this
             self._weight_stash[microbatch] = partial(_backward_later, roots, held_for_later(grad for _, grad in roots))
+        self._buffers.check_replaced()
         for name, gradients in stash.popped_gradients.items():
             self._popped_gradients[microbatch, name] = gradients
         return stash.input_gradients

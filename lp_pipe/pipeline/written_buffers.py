@@ -4,8 +4,11 @@ In one process a micro-batch's backward comes right after its forward. In a pipe
 they write must not change what the first one has saved. So each gets tensors of its own to write to:
 
     forward 0   writes to scale, saves it     forward 1   gets a copy of scale, writes to that, saves it     backward 0
+
+A backward may write to `module.scale`, which is the newest one, but not to the tensor that its forward had.
 """
 
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -34,6 +37,7 @@ class WrittenBuffers:
         self._written: frozenset[Place] | None = None  # nobody knows before the first forward
         layers_by_name = {str(index): layer for index, layer in enumerate(layers, start=first_layer)}
         self._constants: dict[Place, str] = {}
+        self._replaced: list[tuple[weakref.ref[Tensor], int, str]] = []  # with their versions and names
         for name, why in shared.items():
             index, path = name.split(".", 1)
             if index in layers_by_name:
@@ -68,6 +72,23 @@ class WrittenBuffers:
             buffer = module._buffers.get(name)
             if buffer is not None and buffer.untyped_storage().data_ptr() in whole:
                 module._buffers[name] = copies.setdefault(id(buffer), buffer.clone())
+                self._replaced.append((weakref.ref(buffer), buffer._version, f"{type(module).__name__}.{name}"))
+
+    def check_replaced(self) -> None:
+        """After a backward, while its graph is there.
+
+        Raises:
+            PipelineError: it has written to a buffer that another one has replaced.
+        """
+        alive = [(reference, version, name, reference()) for reference, version, name in self._replaced]
+        self._replaced = [(reference, version, name) for reference, version, name, at in alive if at is not None]
+        for _, version, name, buffer in alive:
+            if buffer is not None and buffer._version != version:
+                self._replaced.clear()
+                raise PipelineError(
+                    f"a backward writes to buffer {name} by the tensor that its forward had, but later micro-batches' "
+                    "forwards have gone on with another one: let it write to the module's attribute"
+                )
 
     def _apart(self) -> set[int]:
         """The memory of buffers of which no other one is a view."""

@@ -71,3 +71,48 @@ def test_what_is_one_buffer_stays_one() -> None:
     assert {name for name in before if after[name] is not before[name]} == {"one", "same"}
     assert after["one"] is after["same"]
     assert torch.equal(after["one"], torch.ones(2))
+
+
+class _Counting(torch.autograd.Function):
+    """Counts in its backward, in the module's buffer or in the one that its forward had."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: "CountsBackwards") -> Tensor:
+        ctx.layer, ctx.backwards = layer, layer.backwards
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        counter = ctx.layer.backwards if ctx.layer.looks_up else ctx.backwards
+        counter += 1
+        return gradients[0], None
+
+
+class CountsBackwards(nn.Module):
+    def __init__(self, looks_up: bool) -> None:
+        super().__init__()
+        self.register_buffer("forwards", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("backwards", torch.zeros((), dtype=torch.int64))
+        self.looks_up = looks_up
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        self.backwards += 0
+        y: Tensor = _Counting.apply(x, self)  # type: ignore[no-untyped-call]
+        return y
+
+
+@pytest.mark.parametrize("looks_up", [True, False])
+def test_a_backward_writes_to_the_modules_buffer_or_is_told_to(looks_up: bool) -> None:
+    """What it wrote to the tensor of its forward was lost: later forwards had gone on with another one."""
+    model = pp.Model([nn.Linear(D, D), CountsBackwards(looks_up), nn.Linear(D, D)], squared_error, sgd)
+    with launched("thread", model, BATCHES, stages=[1], microbatches=4, schedule="gpipe") as pipeline:
+        if not looks_up:
+            with pytest.raises(
+                pp.PipelineError, match=r"CountsBackwards\.backwards by the tensor that its forward had"
+            ):
+                list(pipeline.steps())
+            return
+        list(pipeline.steps())
+        state = pipeline.state_dict()
+    assert state["1.forwards"] == state["1.backwards"] == 4 + 4 + 3
