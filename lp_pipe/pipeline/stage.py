@@ -113,8 +113,7 @@ class Stage:
         values that its Stashes have for other stages, with their graph.
         Returns the last layer's output with its graph, for the loss, or for `to_message`.
         """
-        if self.activation_stash or self._weight_stash:
-            self._buffers.renew()
+        self._buffers.renew(are_saved=bool(self.activation_stash or self._weight_stash))
         stash = self.activation_stash[microbatch if number is None else number] = Stash()
         with self._buffers.watched():
             return self._run(message, step, microbatch, stash, {} if skips is None else skips)

@@ -62,9 +62,14 @@ class WrittenBuffers:
             raise PipelineError(self._constants[place])
         self._written = (self._written or _NO_PLACE) | written
 
-    def renew(self) -> None:
-        """Let the next forward write to other tensors than those that earlier ones may have saved."""
-        if not self._written:
+    def renew(self, *, are_saved: bool = True) -> None:
+        """Let the next forward write to other tensors than those that earlier ones may have saved.
+
+        are_saved: False: no backward is to come. What was replaced may be a module's buffer again (a step has failed).
+        """
+        if not are_saved:
+            self._replaced.clear()
+        if not self._written or not are_saved:
             return
         copies: dict[int, Tensor] = {}  # a buffer with two names stays one
         whole = self._apart()
@@ -80,6 +85,8 @@ class WrittenBuffers:
         Raises:
             PipelineError: it has written to a buffer that another one has replaced.
         """
+        if not self._replaced:
+            return
         alive = [(reference, version, name, reference()) for reference, version, name in self._replaced]
         self._replaced = [(reference, version, name) for reference, version, name, at in alive if at is not None]
         for _, version, name, buffer in alive:

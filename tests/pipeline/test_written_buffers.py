@@ -48,6 +48,21 @@ def test_each_backward_has_the_buffer_of_its_forward(options: dict[str, Any], hi
         assert_same_state(pipeline.state_dict(), plain.state_dict())
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_buffers_that_come_back_are_written_to_again(replicas: int) -> None:
+    """After a failed step, and on all replicas but the first one after each step."""
+    model = pp.Model([nn.Linear(D, D), RunningScale(), nn.Linear(D, D)], squared_error, sgd)
+    options = {"stages": [1], "microbatches": 4, "replicas": replicas, "schedule": "gpipe"}
+    (x, y), losses = BATCHES[0], []
+    with launched("thread", model, BATCHES, **options) as pipeline:
+        for _ in BATCHES:
+            with pytest.raises(RuntimeError, match="must match the size"):
+                pipeline.step((x, y[..., :3]))
+            losses.append(pipeline.step().loss)
+    with launched("thread", model, BATCHES, **options) as undisturbed:
+        assert losses == [result.loss for result in undisturbed.steps()]
+
+
 class SharesMemory(nn.Module):
     def __init__(self) -> None:
         super().__init__()
