@@ -69,7 +69,8 @@ class WrittenBuffers:
         """
         if not are_saved:
             self._replaced.clear()
-        if not self._written or not are_saved:
+            return
+        if not self._written:
             return
         copies: dict[int, Tensor] = {}  # a buffer with two names stays one
         whole = self._apart()
@@ -85,11 +86,9 @@ class WrittenBuffers:
         Raises:
             PipelineError: it has written to a buffer that another one has replaced.
         """
-        if not self._replaced:
-            return
-        alive = [(reference, version, name, reference()) for reference, version, name in self._replaced]
-        self._replaced = [(reference, version, name) for reference, version, name, at in alive if at is not None]
-        for _, version, name, buffer in alive:
+        self._replaced = [replaced for replaced in self._replaced if replaced[0]() is not None]
+        for reference, version, name in self._replaced:
+            buffer = reference()
             if buffer is not None and buffer._version != version:
                 self._replaced.clear()
                 raise PipelineError(
