@@ -18,7 +18,7 @@ from lp_pipe import connections
 from lp_pipe.connections import Connection
 from lp_pipe.launch import os_text
 from lp_pipe.launch.coordinator import Coordinator
-from lp_pipe.launch.exits import ExitQueue, how_it_died
+from lp_pipe.launch.exits import ExitQueue
 from lp_pipe.launch.hardware import this_host
 from lp_pipe.launch.host import Host
 from lp_pipe.launch.node_stream import NodeStream
@@ -238,8 +238,8 @@ class ProcessHost(Host):
         if self._coordinator.must_end(node_id):
             stream.send(stop=wire.Stop())
 
-    def _on_exit(self, node_id: str, status: int) -> None:
-        self._exits.put(lambda deadline: self._process_ended(node_id, how_it_died(status), deadline))
+    def _on_exit(self, node_id: str, how: str) -> None:
+        self._exits.put(lambda deadline: self._process_ended(node_id, how, deadline))
 
     def _on_template_lost(self, reason: str) -> None:
         how = f"the process was killed because {reason}"
