@@ -98,8 +98,9 @@ class Reading:
         with self._lock:
             if self._thread is None:
                 name = f"read {self._connection.peer}"
-                self._thread = threading.Thread(target=self._read_unattended, name=name, daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._read_unattended, name=name, daemon=True)
+                thread.start()  # before it counts: the system may have no more
+                self._thread = thread
         self._release()
 
     def end(self) -> None:
