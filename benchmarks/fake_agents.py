@@ -17,10 +17,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from lp_pipe.connections.credentials import Credentials
-from lp_pipe.launch import agent, handshake
-from lp_pipe.launch.assignment import Assignment
-from lp_pipe.launch.remote_coordinator import RemoteCoordinator
-from lp_pipe.launch.view import View
+from lp_pipe.launch.coordination.view import View
+from lp_pipe.launch.hosts import agent, handshake
+from lp_pipe.launch.hosts.assignment import Assignment
+from lp_pipe.launch.hosts.remote_coordinator import RemoteCoordinator
 
 PATIENCE_S = 300.0
 

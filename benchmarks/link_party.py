@@ -22,8 +22,8 @@ import lp_pipe.pipeline as pp
 from benchmarks.sleeping import Sleeper, Start, mean
 from lp_pipe.channels import ChannelHub, open_sender
 from lp_pipe.connections.credentials import Credentials, use_credentials
-from lp_pipe.pipeline.message import Message, to_message
-from lp_pipe.pipeline.stage import Stage
+from lp_pipe.pipeline.compute.stage import Stage
+from lp_pipe.pipeline.layers.message import Message, to_message
 
 PORT = 7000  # the namespaces are new, so it is free
 

@@ -19,8 +19,8 @@ import pytest
 from hypothesis import settings
 
 from lp_pipe.connections import credentials
-from lp_pipe.launch import template
-from lp_pipe.launch.hardware import this_host
+from lp_pipe.launch.plan.hardware import this_host
+from lp_pipe.launch.processes import template
 from lp_pipe.testing import assert_no_leaks
 
 # A shell that starts tests in the background has them ignore Ctrl+C, and so would every program that they start.

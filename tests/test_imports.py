@@ -10,9 +10,9 @@ import lp_pipe
 CORE = [
     "lp_pipe",
     "lp_pipe.launch.launcher",
-    "lp_pipe.launch.zygote",
-    "lp_pipe.launch.template",
-    "lp_pipe.launch.node_main",
+    "lp_pipe.launch.processes.zygote",
+    "lp_pipe.launch.processes.template",
+    "lp_pipe.launch.processes.node_main",
     "lp_pipe.launch.process",
     "lp_pipe.launch.thread",
     "lp_pipe.rpc.codec",

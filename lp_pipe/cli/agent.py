@@ -10,8 +10,8 @@ from lp_pipe.cli.errors import DONE, NODE_FAILED, NotLaunched, UsageError
 from lp_pipe.cli.token_file import MAX_SECRET_BYTES, read_token_file
 from lp_pipe.connections.credentials import Credentials
 from lp_pipe.errors import LaunchError
-from lp_pipe.launch.agent import run_agent
-from lp_pipe.launch.network import address_of_interface, with_ssh_client
+from lp_pipe.launch.hosts.agent import run_agent
+from lp_pipe.launch.hosts.network import address_of_interface, with_ssh_client
 
 _DESCRIPTION = """\
 Join a run of `lp_pipe launch --mode=multi_host`, and run there what its launcher says, until the run ends. Engines

@@ -104,7 +104,7 @@ def _export(path: Path, output: str | None, part: str | None) -> int:
     if output is None:
         raise UsageError("export needs -o FILE.safetensors")
     target = output_path(output, [".safetensors"])
-    from lp_pipe.pipeline.saved_model import export, is_saved_model  # needs torch
+    from lp_pipe.pipeline.saving.saved_model import export, is_saved_model  # needs torch
 
     pipelines = {folder.name: folder for folder in sorted(path.iterdir()) if is_saved_model(folder)}
     if not pipelines:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import lp_pipe as lp
 from lp_pipe import connections
-from lp_pipe.launch.socket_dir import fits, make_socket_dir
+from lp_pipe.launch.processes.socket_dir import fits, make_socket_dir
 
 _MIB = 1 << 20
 _PATIENCE_S = 30.0

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lp_pipe.cli.errors import counted
-from lp_pipe.launch.proctree import kill_all, marked
+from lp_pipe.launch.processes.proctree import kill_all, marked
+from lp_pipe.launch.processes.socket_dir import PREFIX
+from lp_pipe.launch.processes.template import MARK
 from lp_pipe.launch.registry import RunRecord, entries
-from lp_pipe.launch.socket_dir import PREFIX
-from lp_pipe.launch.template import MARK
 
 
 def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -24,7 +24,7 @@ from lp_pipe.errors import LpPipeError, NodeError
 from lp_pipe.graph import GraphView, to_svg
 from lp_pipe.launch import ElasticRun, Run, launch, launch_elastic, new_run_dir
 from lp_pipe.launch.launcher import MODES
-from lp_pipe.launch.proctree import kill_all
+from lp_pipe.launch.processes.proctree import kill_all
 from lp_pipe.launch.signals import Terminated
 
 _REFRESH_S = 0.1

@@ -9,8 +9,8 @@ from lp_pipe.cli.comparison import comparison_json, comparison_text, comparison_
 from lp_pipe.cli.errors import UsageError, nearest
 from lp_pipe.cli.files import output_path, write_file
 from lp_pipe.errors import PartitionError, ScheduleError
+from lp_pipe.pipeline.measuring.profile_costs import ProfileCosts, is_profile
 from lp_pipe.pipeline.partitioning import Profile
-from lp_pipe.pipeline.profile_costs import ProfileCosts, is_profile
 from lp_pipe.pipeline.schedule import (
     Costs,
     Schedule,

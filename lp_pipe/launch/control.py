@@ -9,11 +9,11 @@ import threading
 import time
 from typing import Any
 
-from lp_pipe.launch.coordinator import Coordinator
+from lp_pipe.launch.coordination.coordinator import Coordinator
 from lp_pipe.launch.host import Host
-from lp_pipe.launch.proctree import start_time
+from lp_pipe.launch.processes.proctree import start_time
+from lp_pipe.launch.processes.socket_dir import make_socket_dir
 from lp_pipe.launch.registry import Entry, RunRecord
-from lp_pipe.launch.socket_dir import make_socket_dir
 from lp_pipe.rpc import Server
 
 _LAST_ANSWERS_S = 5.0  # a limit: answers take milliseconds, and longer on a machine that does other things

@@ -8,15 +8,15 @@ from pathlib import Path
 from lp_pipe.channels.kinds import PLAIN_KINDS
 from lp_pipe.connections.credentials import generate_credentials
 from lp_pipe.launch.engines import Engine, HostOffer, Invitation
-from lp_pipe.launch.gathered import MultiHostOptions, gather
-from lp_pipe.launch.gathering import Patience
-from lp_pipe.launch.hardware import Hardware, this_host
-from lp_pipe.launch.host_placement import HostPlace, place_on_hosts
+from lp_pipe.launch.hosts.gathered import MultiHostOptions, gather
+from lp_pipe.launch.hosts.gathering import Patience
+from lp_pipe.launch.hosts.source_tree import SourceTree
 from lp_pipe.launch.launcher import named_engine
-from lp_pipe.launch.placement import place_all
-from lp_pipe.launch.plan import Plan, make_plan, serialize_nodes
-from lp_pipe.launch.source_tree import SourceTree
-from lp_pipe.launch.spec import NodeSpec
+from lp_pipe.launch.plan.hardware import Hardware, this_host
+from lp_pipe.launch.plan.host_placement import HostPlace, place_on_hosts
+from lp_pipe.launch.plan.placement import place_all
+from lp_pipe.launch.plan.plan import Plan, make_plan, serialize_nodes
+from lp_pipe.launch.plan.spec import NodeSpec
 from lp_pipe.program import Program
 
 _KNOWN_AT_THE_START = ["", "# Chosen when it is started: names, the launcher's address and port, the secret."]

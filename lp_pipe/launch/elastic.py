@@ -21,14 +21,14 @@ from typing import Any, NamedTuple, Self
 from lp_pipe.connections.credentials import generate_credentials
 from lp_pipe.errors import NodeError
 from lp_pipe.launch.engines import Engine
-from lp_pipe.launch.gathered import Kept, MultiHostOptions
-from lp_pipe.launch.gathering import Patience
+from lp_pipe.launch.hosts.gathered import Kept, MultiHostOptions
+from lp_pipe.launch.hosts.gathering import Patience
+from lp_pipe.launch.hosts.source_tree import SourceTree
+from lp_pipe.launch.hosts.standing import StandingGathering
+from lp_pipe.launch.hosts.tree_store import TreeStore
 from lp_pipe.launch.launcher import check_grace, check_hang_after, check_program, make_run_dir, named_engine, start_run
 from lp_pipe.launch.run import Run
 from lp_pipe.launch.signals import Interrupts, wait_awake
-from lp_pipe.launch.source_tree import SourceTree
-from lp_pipe.launch.standing import StandingGathering
-from lp_pipe.launch.tree_store import TreeStore
 from lp_pipe.program import Program
 from lp_pipe.telemetry.metrics import Sink
 

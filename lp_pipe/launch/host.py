@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from lp_pipe.context import NodeServices
-from lp_pipe.launch.view import View
+from lp_pipe.launch.coordination.view import View
 from lp_pipe.protos import supervision_pb2 as wire
 
 

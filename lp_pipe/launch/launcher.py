@@ -10,16 +10,16 @@ from typing import Any
 from lp_pipe.errors import LaunchError
 from lp_pipe.launch import mixed, multi_host, process
 from lp_pipe.launch.control import ControlPoint
-from lp_pipe.launch.coordinator import Coordinator
+from lp_pipe.launch.coordination.coordinator import Coordinator
 from lp_pipe.launch.engines import Engine, make_engine
-from lp_pipe.launch.gathered import MultiHostOptions
-from lp_pipe.launch.gathering import Patience
-from lp_pipe.launch.hangs import HangWatch
+from lp_pipe.launch.hangs.hangs import HangWatch
 from lp_pipe.launch.host import Host
-from lp_pipe.launch.plan import Plan, make_plan, serialize_nodes
+from lp_pipe.launch.hosts.gathered import MultiHostOptions
+from lp_pipe.launch.hosts.gathering import Patience
+from lp_pipe.launch.hosts.source_tree import SourceTree
+from lp_pipe.launch.plan.plan import Plan, make_plan, serialize_nodes
 from lp_pipe.launch.registry import RUN_FILE, read_record
 from lp_pipe.launch.run import Run
-from lp_pipe.launch.source_tree import SourceTree
 from lp_pipe.launch.uncaught import print_reports
 from lp_pipe.program import Program
 from lp_pipe.telemetry.metrics import MetricsLog, Sink

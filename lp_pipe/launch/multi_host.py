@@ -15,22 +15,22 @@ from typing import Any
 from lp_pipe.connections import spanning
 from lp_pipe.connections.credentials import generate_credentials
 from lp_pipe.errors import LaunchError, Unavailable
-from lp_pipe.launch.agent_link import AgentLink
-from lp_pipe.launch.assignment import Assignment, without_code
-from lp_pipe.launch.coordinator import Coordinator
-from lp_pipe.launch.from_agent import FromAgent, PortsElsewhere
-from lp_pipe.launch.gathered import Gathered, MultiHostOptions, gather
-from lp_pipe.launch.gathering import RemoteAgent
+from lp_pipe.launch.coordination.coordinator import Coordinator
+from lp_pipe.launch.coordination.view import View
 from lp_pipe.launch.host import Host
-from lp_pipe.launch.local_modules import ship_local_modules, stop_shipping
-from lp_pipe.launch.plan import Plan, serialize_nodes
-from lp_pipe.launch.relocation import Relocation, orphan_s
-from lp_pipe.launch.shipped_logs import ReceivedLogs
-from lp_pipe.launch.source_tree import SourceTree, send_tree
-from lp_pipe.launch.spec import NodeSpec
-from lp_pipe.launch.surroundings import Surroundings
-from lp_pipe.launch.template import loaded_here
-from lp_pipe.launch.view import View
+from lp_pipe.launch.hosts.agent_link import AgentLink
+from lp_pipe.launch.hosts.assignment import Assignment, without_code
+from lp_pipe.launch.hosts.from_agent import FromAgent, PortsElsewhere
+from lp_pipe.launch.hosts.gathered import Gathered, MultiHostOptions, gather
+from lp_pipe.launch.hosts.gathering import RemoteAgent
+from lp_pipe.launch.hosts.local_modules import ship_local_modules, stop_shipping
+from lp_pipe.launch.hosts.relocation import Relocation, orphan_s
+from lp_pipe.launch.hosts.shipped_logs import ReceivedLogs
+from lp_pipe.launch.hosts.source_tree import SourceTree, send_tree
+from lp_pipe.launch.plan.plan import Plan, serialize_nodes
+from lp_pipe.launch.plan.spec import NodeSpec
+from lp_pipe.launch.plan.surroundings import Surroundings
+from lp_pipe.launch.processes.template import loaded_here
 from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.telemetry.log_files import LogFiles, log_path
 from lp_pipe.telemetry.metrics import MetricsLog

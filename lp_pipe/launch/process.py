@@ -16,23 +16,23 @@ from typing import Any
 
 from lp_pipe import connections
 from lp_pipe.connections import Connection
-from lp_pipe.launch import os_text
-from lp_pipe.launch.coordinator import Coordinator
-from lp_pipe.launch.exits import ExitQueue
-from lp_pipe.launch.hardware import this_host
+from lp_pipe.launch.coordination.coordinator import Coordinator
+from lp_pipe.launch.coordination.record import Failure
+from lp_pipe.launch.coordination.supervisor import Supervisor
+from lp_pipe.launch.coordination.view import View
 from lp_pipe.launch.host import Host
-from lp_pipe.launch.node_stream import NodeStream
-from lp_pipe.launch.placement import Place, place_all
-from lp_pipe.launch.plan import Plan, serialize_nodes
-from lp_pipe.launch.record import Failure
-from lp_pipe.launch.socket_dir import make_socket_dir
-from lp_pipe.launch.spec import NodeSpec
-from lp_pipe.launch.supervisor import Supervisor
-from lp_pipe.launch.surroundings import Surroundings
-from lp_pipe.launch.template import MARK, Template
-from lp_pipe.launch.threads import thread_environment
-from lp_pipe.launch.view import View
-from lp_pipe.launch.zygote import LAUNCHER_PATIENCE_S, ORPHAN_S
+from lp_pipe.launch.plan.hardware import this_host
+from lp_pipe.launch.plan.placement import Place, place_all
+from lp_pipe.launch.plan.plan import Plan, serialize_nodes
+from lp_pipe.launch.plan.spec import NodeSpec
+from lp_pipe.launch.plan.surroundings import Surroundings
+from lp_pipe.launch.processes import os_text
+from lp_pipe.launch.processes.exits import ExitQueue
+from lp_pipe.launch.processes.node_stream import NodeStream
+from lp_pipe.launch.processes.socket_dir import make_socket_dir
+from lp_pipe.launch.processes.template import MARK, Template
+from lp_pipe.launch.processes.threads import thread_environment
+from lp_pipe.launch.processes.zygote import LAUNCHER_PATIENCE_S, ORPHAN_S
 from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.telemetry.log_files import LogFiles, LogOutput, log_path
 from lp_pipe.telemetry.logs import LogPump

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from lp_pipe.launch.proctree import start_time
+from lp_pipe.launch.processes.proctree import start_time
 
 RUN_FILE = "run.json"
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lp_pipe.errors import NodeError
-from lp_pipe.launch.coordinator import Coordinator
+from lp_pipe.launch.coordination.coordinator import Coordinator
 from lp_pipe.launch.host import Host
 from lp_pipe.telemetry.tracebacks import fold_traceback, shortened
 

@@ -14,10 +14,10 @@ from lp_pipe.context import asking, publish, replace_published
 from lp_pipe.errors import NodeError, Unavailable, add_note
 from lp_pipe.handles import Handle
 from lp_pipe.launch.control import ControlPoint
-from lp_pipe.launch.coordinator import Coordinator
-from lp_pipe.launch.execute import failure_from
-from lp_pipe.launch.hangs import HangWatch
+from lp_pipe.launch.coordination.coordinator import Coordinator
+from lp_pipe.launch.hangs.hangs import HangWatch
 from lp_pipe.launch.host import Host
+from lp_pipe.launch.processes.execute import failure_from
 from lp_pipe.launch.report import described_failure, save_failure
 from lp_pipe.launch.services import EndedServices, LauncherServices
 from lp_pipe.launch.signals import Interrupts, wait_awake

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 
 from lp_pipe.errors import Unavailable
-from lp_pipe.launch.coordinator import Coordinator
+from lp_pipe.launch.coordination.coordinator import Coordinator
 from lp_pipe.telemetry.numbers import as_numbers
 
 

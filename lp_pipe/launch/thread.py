@@ -11,13 +11,13 @@ from concurrent.futures import Future
 
 from lp_pipe.connections import inproc
 from lp_pipe.context import NodeContext, NodeServices, entered
-from lp_pipe.launch.call_rate import CallRate
-from lp_pipe.launch.coordinator import Coordinator
-from lp_pipe.launch.execute import run_node
+from lp_pipe.launch.coordination.call_rate import CallRate
+from lp_pipe.launch.coordination.coordinator import Coordinator
 from lp_pipe.launch.host import Host
-from lp_pipe.launch.plan import Plan
-from lp_pipe.launch.spec import NodeSpec
-from lp_pipe.launch.threads import unset_threads, use_threads
+from lp_pipe.launch.plan.plan import Plan
+from lp_pipe.launch.plan.spec import NodeSpec
+from lp_pipe.launch.processes.execute import run_node
+from lp_pipe.launch.processes.threads import unset_threads, use_threads
 from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.telemetry.metrics import MetricsLog
 from lp_pipe.telemetry.numbers import as_numbers

@@ -9,8 +9,8 @@ from lp_pipe.errors import NonFiniteError as NonFiniteError
 from lp_pipe.errors import PartitionError as PartitionError
 from lp_pipe.errors import PipelineError as PipelineError
 from lp_pipe.errors import ScheduleError as ScheduleError
-from lp_pipe.pipeline.model import Layer as Layer
-from lp_pipe.pipeline.model import Model as Model
+from lp_pipe.pipeline.layers.model import Layer as Layer
+from lp_pipe.pipeline.layers.model import Model as Model
 from lp_pipe.pipeline.results import EvalResult as EvalResult
 from lp_pipe.pipeline.results import StageMemory as StageMemory
 from lp_pipe.pipeline.results import StepResult as StepResult
@@ -37,8 +37,15 @@ if TYPE_CHECKING:
     from lp_pipe.pipeline.both_ways import check as check
     from lp_pipe.pipeline.client import PipelineClient as PipelineClient
     from lp_pipe.pipeline.client import PipelineHandle as PipelineHandle
-    from lp_pipe.pipeline.link_profile import measure_links as measure_links
-    from lp_pipe.pipeline.link_profile import topology_of as topology_of
+    from lp_pipe.pipeline.layers.rng import layer_rng as layer_rng
+    from lp_pipe.pipeline.layers.rng import step_rng as step_rng
+    from lp_pipe.pipeline.layers.skips import Pop as Pop
+    from lp_pipe.pipeline.layers.skips import Sequential as Sequential
+    from lp_pipe.pipeline.layers.skips import Stash as Stash
+    from lp_pipe.pipeline.layers.splitting import split as split
+    from lp_pipe.pipeline.measuring.link_profile import measure_links as measure_links
+    from lp_pipe.pipeline.measuring.link_profile import topology_of as topology_of
+    from lp_pipe.pipeline.measuring.profiling import profile as profile
     from lp_pipe.pipeline.partitioning import LayerProfile as LayerProfile
     from lp_pipe.pipeline.partitioning import Level as Level
     from lp_pipe.pipeline.partitioning import Plan as Plan
@@ -46,13 +53,6 @@ if TYPE_CHECKING:
     from lp_pipe.pipeline.partitioning import Profile as Profile
     from lp_pipe.pipeline.partitioning import Topology as Topology
     from lp_pipe.pipeline.partitioning import partition as partition
-    from lp_pipe.pipeline.profiling import profile as profile
-    from lp_pipe.pipeline.rng import layer_rng as layer_rng
-    from lp_pipe.pipeline.rng import step_rng as step_rng
-    from lp_pipe.pipeline.skips import Pop as Pop
-    from lp_pipe.pipeline.skips import Sequential as Sequential
-    from lp_pipe.pipeline.skips import Stash as Stash
-    from lp_pipe.pipeline.splitting import split as split
 
 _ON_FIRST_USE = {  # for these torch is needed, or numpy
     "add_pipeline": "add",
@@ -60,10 +60,10 @@ _ON_FIRST_USE = {  # for these torch is needed, or numpy
     "CheckReport": "both_ways",
     "PipelineClient": "client",
     "PipelineHandle": "client",
-    "layer_rng": "rng",
-    "step_rng": "rng",
-    "measure_links": "link_profile",
-    "topology_of": "link_profile",
+    "layer_rng": "layers.rng",
+    "step_rng": "layers.rng",
+    "measure_links": "measuring.link_profile",
+    "topology_of": "measuring.link_profile",
     "LayerProfile": "partitioning",
     "Level": "partitioning",
     "Plan": "partitioning",
@@ -71,11 +71,11 @@ _ON_FIRST_USE = {  # for these torch is needed, or numpy
     "Profile": "partitioning",
     "Topology": "partitioning",
     "partition": "partitioning",
-    "profile": "profiling",
-    "Pop": "skips",
-    "Sequential": "skips",
-    "Stash": "skips",
-    "split": "splitting",
+    "profile": "measuring.profiling",
+    "Pop": "layers.skips",
+    "Sequential": "layers.skips",
+    "Stash": "layers.skips",
+    "split": "layers.splitting",
 }
 
 

@@ -10,29 +10,29 @@ from lp_pipe.channels import kinds
 from lp_pipe.errors import PipelineError
 from lp_pipe.handles import CourierHandle, Handle
 from lp_pipe.nodes import CourierNode
-from lp_pipe.pipeline.build import parameter_count
-from lp_pipe.pipeline.channel_handle import ChannelHandle
 from lp_pipe.pipeline.chosen_schedule import chosen_schedule, sufficient_credits
 from lp_pipe.pipeline.client import PipelineHandle
-from lp_pipe.pipeline.conductor import Conductor
+from lp_pipe.pipeline.compute.device import check_devices
+from lp_pipe.pipeline.compute.precision import check_precision
+from lp_pipe.pipeline.compute.segments import Recompute, check_recompute
+from lp_pipe.pipeline.conductor.conductor import Conductor
+from lp_pipe.pipeline.conductor.on_nan import check_on_nan
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
-from lp_pipe.pipeline.cuts import balanced_cuts, check_cuts
-from lp_pipe.pipeline.device import check_devices
-from lp_pipe.pipeline.model import Model, sources_of
-from lp_pipe.pipeline.names import outer_name, own_names
-from lp_pipe.pipeline.on_nan import check_on_nan
+from lp_pipe.pipeline.layers.build import parameter_count
+from lp_pipe.pipeline.layers.cuts import balanced_cuts, check_cuts
+from lp_pipe.pipeline.layers.model import Model, sources_of
+from lp_pipe.pipeline.layers.names import outer_name, own_names
+from lp_pipe.pipeline.layers.skips import seen_by_setup, skip_edges
+from lp_pipe.pipeline.layers.tied import Names, layer_of, shared_buffers, tied_edges, tied_names
+from lp_pipe.pipeline.layers.unfit import refuse_unfit
 from lp_pipe.pipeline.partitioning.plan import Plan
 from lp_pipe.pipeline.plan_in_place import explained, taken
 from lp_pipe.pipeline.planned import as_planned, notes, planned_host, replica_seconds
-from lp_pipe.pipeline.precision import check_precision
 from lp_pipe.pipeline.schedule import Schedule
 from lp_pipe.pipeline.schedule.numbers_given import as_int, is_count
 from lp_pipe.pipeline.schedule.registry import registered
-from lp_pipe.pipeline.segments import Recompute, check_recompute
-from lp_pipe.pipeline.skips import seen_by_setup, skip_edges
-from lp_pipe.pipeline.tied import Names, layer_of, shared_buffers, tied_edges, tied_names
-from lp_pipe.pipeline.unfit import refuse_unfit
-from lp_pipe.pipeline.worker import StageWorker
+from lp_pipe.pipeline.worker.channel_handle import ChannelHandle
+from lp_pipe.pipeline.worker.worker import StageWorker
 from lp_pipe.program import Program
 from lp_pipe.resources import Resources
 

@@ -12,14 +12,14 @@ from torch.utils import _pytree as pytree
 from lp_pipe.errors import PipelineError
 from lp_pipe.launch import launch
 from lp_pipe.pipeline.add import add_pipeline
-from lp_pipe.pipeline.device import CPU, chosen_device, computing_with
-from lp_pipe.pipeline.message import tensors_of
-from lp_pipe.pipeline.model import Model, check_in_order
+from lp_pipe.pipeline.compute.device import CPU, chosen_device, computing_with
+from lp_pipe.pipeline.compute.recompute import is_recomputing
+from lp_pipe.pipeline.layers.message import tensors_of
+from lp_pipe.pipeline.layers.model import Model, check_in_order
+from lp_pipe.pipeline.layers.rng import current_microbatch
+from lp_pipe.pipeline.layers.skips import Skip, seen_by_setup
+from lp_pipe.pipeline.layers.wrapper import Wrapper
 from lp_pipe.pipeline.plain import PlainLoop
-from lp_pipe.pipeline.recompute import is_recomputing
-from lp_pipe.pipeline.rng import current_microbatch
-from lp_pipe.pipeline.skips import Skip, seen_by_setup
-from lp_pipe.pipeline.wrapper import Wrapper
 from lp_pipe.program import Program
 from lp_pipe.resources import Resources
 

@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 from lp_pipe.errors import ScheduleError
-from lp_pipe.pipeline.model import Loss, LossWeight, OptimizerFactory, SchedulerFactory
+from lp_pipe.pipeline.layers.model import Loss, LossWeight, OptimizerFactory, SchedulerFactory
 from lp_pipe.pipeline.ranks import Ranks
 from lp_pipe.pipeline.schedule import Schedule, replicated, verify
 from lp_pipe.pipeline.schedule.channels import Channels, Edge

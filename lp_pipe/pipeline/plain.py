@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lp_pipe.pipeline.build import build_layers
-from lp_pipe.pipeline.device import CPU, current, own_loss, to_device, to_host
-from lp_pipe.pipeline.microbatches import loss_weights, split
-from lp_pipe.pipeline.model import Model, sources_of
-from lp_pipe.pipeline.precision import autocast
-from lp_pipe.pipeline.rng import step_rng
-from lp_pipe.pipeline.skips import call, seen_by_setup
-from lp_pipe.pipeline.stage import Stage
-from lp_pipe.pipeline.tied import tie, tied_names
+from lp_pipe.pipeline.compute.device import CPU, current, own_loss, to_device, to_host
+from lp_pipe.pipeline.compute.precision import autocast
+from lp_pipe.pipeline.compute.stage import Stage
+from lp_pipe.pipeline.layers.build import build_layers
+from lp_pipe.pipeline.layers.microbatches import loss_weights, split
+from lp_pipe.pipeline.layers.model import Model, sources_of
+from lp_pipe.pipeline.layers.rng import step_rng
+from lp_pipe.pipeline.layers.skips import call, seen_by_setup
+from lp_pipe.pipeline.layers.tied import tie, tied_names
 
 
 class PlainLoop:

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from lp_pipe.launch.socket_dir import fits
+from lp_pipe.launch.processes.socket_dir import fits
 
 _PREFIX = "lpt-"
 # Made once per process, used until its end: multiprocessing's own folder, compilers' caches.

@@ -11,6 +11,7 @@ from torch import nn
 import lp_pipe as lp
 import lp_pipe.pipeline as pp
 from lp_pipe.errors import PipelineError
+from tests.pipeline.layers.test_splitting import MakesTensors
 from tests.pipeline.plain_loop import (
     D,
     PlainLoop,
@@ -22,7 +23,6 @@ from tests.pipeline.plain_loop import (
     random_batches,
     squared_error,
 )
-from tests.pipeline.test_splitting import MakesTensors
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

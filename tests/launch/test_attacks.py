@@ -19,7 +19,7 @@ import lp_pipe as lp
 from lp_pipe.connections import Frame, frames
 from lp_pipe.connections.credentials import generate_credentials
 from lp_pipe.connections.doorman import GREETING, MAGIC
-from lp_pipe.launch import template
+from lp_pipe.launch.processes import template
 from lp_pipe.testing import assert_no_leaks
 from tests.launch import strangers
 from tests.launch.attacked import Confiding, Target, lone_account, under_attack, until

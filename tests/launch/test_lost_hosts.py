@@ -8,14 +8,14 @@ import psutil
 import pytest
 
 import lp_pipe as lp
-from lp_pipe.launch import relocation
+from lp_pipe.launch.coordination.record import Failure
 from lp_pipe.launch.engines import LocalEngine
-from lp_pipe.launch.hardware import Hardware
 from lp_pipe.launch.host import Host
-from lp_pipe.launch.host_placement import HostPlace
-from lp_pipe.launch.placement import Place
-from lp_pipe.launch.record import Failure
-from lp_pipe.launch.spec import NodeSpec
+from lp_pipe.launch.hosts import relocation
+from lp_pipe.launch.plan.hardware import Hardware
+from lp_pipe.launch.plan.host_placement import HostPlace
+from lp_pipe.launch.plan.placement import Place
+from lp_pipe.launch.plan.spec import NodeSpec
 from tests.launch.engines.programs import Probe, are_gone, until
 
 WITHIN_S = 20.0

@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 import lp_pipe as lp
-from lp_pipe.launch import template
-from lp_pipe.launch.plan import make_plan
+from lp_pipe.launch.plan.plan import make_plan
 from lp_pipe.launch.process import make_host
+from lp_pipe.launch.processes import template
 from lp_pipe.telemetry.metrics import MetricsLog
 
 WITHIN_S = 20.0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lp_pipe.launch.proctree import start_time
+from lp_pipe.launch.processes.proctree import start_time
 from lp_pipe.launch.registry import Entry, RunRecord, entries, live_folder, read_record
 
 

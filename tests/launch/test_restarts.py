@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 import lp_pipe as lp
-from lp_pipe.launch.record import backoff_s
+from lp_pipe.launch.coordination.record import backoff_s
 
 WITHIN_S = 20.0
 # Two xdist workers, a hundred processes each, on two cores: what the product promises, and what the machine takes.

@@ -12,8 +12,8 @@ from torch.distributed.checkpoint import format_utils
 
 import lp_pipe as lp
 import lp_pipe.pipeline as pp
-from lp_pipe.pipeline.shares import Shares
-from lp_pipe.pipeline.workers import Workers
+from lp_pipe.pipeline.conductor.workers import Workers
+from lp_pipe.pipeline.worker.shares import Shares
 from tests.checkpoint import disks
 from tests.pipeline.plain_loop import (
     D,
@@ -307,7 +307,7 @@ def test_a_share_that_cannot_be_written_leaves_the_old_checkpoint_and_no_memory_
                 raise OSError("No space left on device")
             return super().write_share(*args)
 
-    monkeypatch.setattr("lp_pipe.pipeline.worker.Shares", Watched)
+    monkeypatch.setattr("lp_pipe.pipeline.worker.worker.Shares", Watched)
     with launched("thread", pp.Model([nn.Linear(1, 1), nn.Linear(1, 1)], squared_error, sgd), stages=2) as pipeline:
         fails = False
         pipeline.save(tmp_path)
@@ -331,7 +331,7 @@ def test_a_copy_whose_owner_has_died_is_forgotten_at_the_next_one(
         pipeline.save_async(tmp_path / "a").result()  # no long time has passed: it may still be asked for
         pipeline._conductor.write_copy(str(tmp_path / "b"), abandoned)
         abandoned = pipeline._conductor.copy()
-        monkeypatch.setattr("lp_pipe.pipeline.whole_model._COPY_PATIENCE_S", 0.0)
+        monkeypatch.setattr("lp_pipe.pipeline.conductor.whole_model._COPY_PATIENCE_S", 0.0)
         pipeline.save_async(tmp_path / "c").result()
         with pytest.raises(lp.Unavailable, match=abandoned.version):
             pipeline._conductor.write_copy(str(tmp_path / "d"), abandoned)

@@ -10,11 +10,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from lp_pipe.errors import CheckpointError, PipelineError
-from lp_pipe.pipeline.dcp_reading import SavedFolder
-from lp_pipe.pipeline.dcp_writing import WholePlan
-from lp_pipe.pipeline.manifest import ENTRY, Manifest
-from lp_pipe.pipeline.saved import Key
-from lp_pipe.pipeline.share_file import Share
+from lp_pipe.pipeline.saving.dcp_reading import SavedFolder
+from lp_pipe.pipeline.saving.dcp_writing import WholePlan
+from lp_pipe.pipeline.saving.manifest import ENTRY, Manifest
+from lp_pipe.pipeline.saving.saved import Key
+from lp_pipe.pipeline.saving.share_file import Share
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

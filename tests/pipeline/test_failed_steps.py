@@ -153,7 +153,7 @@ def test_tied_weights_that_did_not_reach_their_other_stage_are_not_trained_on(
     with launched("thread", model, stages=2, microbatches=2) as pipeline:
         pipeline.save(tmp_path)
         with monkeypatch.context() as patched:
-            patched.setattr("lp_pipe.pipeline.side_channels.SideChannels.share_weights", _no_room)
+            patched.setattr("lp_pipe.pipeline.worker.side_channels.SideChannels.share_weights", _no_room)
             with pytest.raises(MemoryError, match="no room"):
                 pipeline.step(BATCHES[0])
         with pytest.raises(pp.PipelineError, match=r"failed after the update, at the tied weights: MemoryError.*load"):
@@ -169,7 +169,7 @@ def test_a_norm_that_cannot_be_computed_leaves_no_gradients_behind(monkeypatch: 
     plain = PlainLoop(model, 2, clip_grad_norm=0.1)
     with launched("thread", model, stages=2, microbatches=2, clip_grad_norm=0.1) as pipeline:
         with monkeypatch.context() as patched:
-            patched.setattr("lp_pipe.pipeline.steps.total_norm", _no_room)
+            patched.setattr("lp_pipe.pipeline.conductor.steps.total_norm", _no_room)
             with pytest.raises(MemoryError, match="no room"):
                 pipeline.step(BATCHES[0])
         pipeline.step(BATCHES[0])

@@ -10,7 +10,7 @@ import torch
 import lp_pipe as lp
 from lp_pipe.channels import ChannelHub
 from lp_pipe.context import services_for
-from lp_pipe.pipeline.channel_handle import ChannelHandle, ChannelTarget
+from lp_pipe.pipeline.worker.channel_handle import ChannelHandle, ChannelTarget
 from lp_pipe.testing.plugin import Launched
 
 SOON_S = 0.3

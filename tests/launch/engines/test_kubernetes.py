@@ -16,7 +16,7 @@ import yaml
 
 import lp_pipe as lp
 from lp_pipe.launch.engines import Invitation, KubernetesEngine, kubernetes_pods, make_engine
-from lp_pipe.launch.network import addresses_for
+from lp_pipe.launch.hosts.network import addresses_for
 from tests.launch.engines import pod_processes
 from tests.launch.engines.kubernetes_cluster import PretendCluster, Refusal
 

@@ -1,0 +1,299 @@
+"""The one place that knows the whole program: addresses, states, exits, the first failure, the stop."""
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+from lp_pipe.errors import NodeError, Unavailable
+from lp_pipe.launch.coordination.call_rate import CallRate
+from lp_pipe.launch.coordination.directory import Directory, Settlement
+from lp_pipe.launch.coordination.lives import Lives, Order
+from lp_pipe.launch.coordination.ports import Ports
+from lp_pipe.launch.coordination.record import Failure, NodeRecord
+from lp_pipe.launch.plan.plan import Plan
+from lp_pipe.telemetry.metrics import MetricsLog
+from lp_pipe.telemetry.tracebacks import fold_traceback
+
+_log = logging.getLogger(__name__)
+
+_SHOWN_LINES = 6  # of the traceback of a failure that does not end the program
+
+
+class Coordinator:
+    """Thread-safe; every method returns at once, so that any thread of a connection may call it.
+
+    endpoint_of: where the owner of an address listens, by address id. reserve_port: where a user's own server may,
+        as "host:port", when not on this host.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        endpoint_of: Callable[[str], str],
+        metrics: MetricsLog,
+        reserve_port: Callable[[str], str] | None = None,
+    ) -> None:
+        self.plan = plan
+        self._endpoint_of = endpoint_of
+        self._metrics = metrics
+        self._lives = Lives(plan.nodes, self._withdraw_all)
+        self._directory = Directory()
+        self._inner_ended: list[tuple[str, Future[str]]] = []  # who waits for the inner nodes of a colocation
+        self._settled: list[Settlement] = []
+        self._reserve_port = reserve_port or Ports().reserve
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._hurry = False
+        self._is_over = False
+
+    # What nodes ask (through NodeServices).
+
+    def endpoint_for(self, address: str) -> str:
+        """Where the owner of the address listens.
+
+        Raises:
+            RuntimeError: no node of this program owns it.
+        """
+        if address not in self.plan.owners:
+            raise RuntimeError(f"this handle's node is not in program {self.plan.program!r}, so it cannot be reached")
+        return self._endpoint_of(address)
+
+    def register(self, address: str, endpoint: str) -> None:
+        with self._changing():
+            self._settled += self._directory.register(address, endpoint)
+
+    def withdraw(self, address: str) -> None:
+        with self._lock:
+            self._directory.withdraw([address])
+
+    def resolve(self, address: str) -> "Future[str]":
+        """The endpoint once it is registered; Unavailable once its node cannot register any more."""
+        future: Future[str] = Future()
+        with self._changing():
+            outcome = self._resolved(address)
+            if outcome is None:
+                self._directory.wait(address, future)
+            else:
+                self._settled.append(Settlement(future, outcome))
+        return future
+
+    def find(self, address: str) -> "Future[str]":
+        """As `resolve`, but Unavailable at once when nobody has registered it."""
+        future: Future[str] = Future()
+        Settlement(future, self.find_all([address])[0]).carry_out()
+        return future
+
+    def find_all(self, addresses: Iterable[str]) -> list[str | Exception]:
+        """What `find` says of each: the lock is taken once, for hundreds of agents ask at the same time."""
+        with self._lock:
+            outcomes = [(address, self._resolved(address)) for address in addresses]
+        return [outcome or Unavailable(f"nobody listens yet at {address}") for address, outcome in outcomes]
+
+    def inner_nodes_ended(self, colocation: str) -> "Future[str]":
+        """Done once all inner nodes of a MultiProcessingColocation are down."""
+        future: Future[str] = Future()
+        with self._changing():
+            self._inner_ended.append((colocation, future))
+        return future
+
+    def stop_inner_nodes(self, colocation: str) -> None:
+        """Take the inner nodes of a MultiProcessingColocation down, and not the program."""
+        with self._changing():
+            self._lives.end_inner_nodes(colocation)
+
+    def reserve_port(self, address: str) -> str:
+        """A "host:port" that nobody uses, the same for every asker."""
+        if address not in self.plan.owners:
+            raise RuntimeError("this address belongs to no node of the program: address.assign(node) before launch")
+        return self._reserve_port(address)
+
+    def request_stop(self, hurry: bool = False) -> bool:
+        """Begin an ordered stop, True if something was to go on; `hurry` cuts its grace period short."""
+        with self._changing():
+            is_first, self._lives.stop_requested = self._lives.must_go_on, True
+            self._hurry = self._hurry or hurry
+        return is_first
+
+    def log_metrics(self, node_id: str, values: Mapping[str, float], step: int | None) -> None:
+        """Under the name of the node of the program, whichever part of it says so."""
+        record = self._lives.nodes.get(node_id)
+        self._metrics.record(record.spec.name if record is not None else node_id, values, step)
+
+    # What the hosts report.
+
+    def node_started(self, node_id: str, pid: int, call_rate: CallRate | None = None) -> None:
+        with self._changing():
+            self._lives.started(node_id, pid)
+            self._lives.nodes[node_id].call_rate = call_rate or CallRate()
+
+    def node_calls(self, node_id: str, calls: int) -> None:
+        """How many calls a node's servers have taken since it started."""
+        self.calls_of_nodes({node_id: calls})
+
+    def calls_of_nodes(self, taken: Mapping[str, int]) -> None:
+        """As `node_calls`, of many nodes."""
+        with self._lock:
+            for node_id, calls in taken.items():
+                self._lives.nodes[node_id].call_rate.count(calls)
+
+    def node_ended(self, node_id: str, failure: Failure | None, can_restart: bool = True) -> None:
+        """The node's code is done. The first word counts: a process's exit after it adds nothing."""
+        with self._changing():
+            news = self._lives.ended(node_id, failure, can_restart)
+        if news and failure is not None:  # not with the lock held: a handler of the user's may ask for the status
+            _log.warning("%s", "\n  ".join([news, *fold_traceback(failure.traceback)[-_SHOWN_LINES:]]))
+
+    def node_down(self, node_id: str) -> None:
+        """Nothing of the node is left; or it did not end in time, and was left behind."""
+        with self._changing():
+            self._lives.gone(node_id)
+
+    # What the run asks.
+
+    def status(self) -> dict[str, list[dict[str, Any]]]:
+        """State, pid, last error and restarts of every node, by label."""
+        with self._lock:
+            table: dict[str, list[dict[str, Any]]] = {}
+            for unit in self._lives.units.values():
+                table.setdefault(unit.spec.label, []).append(unit.row())
+            return table
+
+    def states(self) -> dict[str, str]:
+        """By node_id, of every process and thread."""
+        with self._lock:
+            return {node_id: record.state for node_id, record in self._lives.nodes.items()}
+
+    def note_waits(self, waiting: Mapping[str, str]) -> None:
+        """What nodes have waited for longer than the program's limit, by node_id; for `status`."""
+        with self._lock:
+            for node_id, record in self._lives.nodes.items():
+                record.waiting = waiting.get(node_id)
+
+    def nodes_up(self) -> list[str]:
+        """Names of the nodes of which something is left."""
+        with self._lock:
+            return [name for name, unit in self._lives.units.items() if not all(part.is_down for part in unit.parts)]
+
+    def main_part(self, name: str) -> str:
+        """The node_id of what a node of the program is to be asked by: the part that failed, or its first."""
+        with self._lock:
+            first = self._lives.verdict.first
+            if first is not None and first[0].name == name:
+                return first[0].node_id
+            return self._lives.units[name].spec.node_id
+
+    def is_running(self, node_id: str) -> bool:
+        """Whether the node's code has not ended."""
+        with self._lock:
+            return self._lives.nodes[node_id].is_alive
+
+    def is_gone(self, node_id: str) -> bool:
+        """Whether nothing is left of it, also when it will start again."""
+        with self._lock:
+            return self._lives.nodes[node_id].is_gone
+
+    def must_end(self, node_id: str) -> bool:
+        """Whether the node was told to end, alone or with the whole program."""
+        with self._lock:
+            return self._lives.stop_requested or self._lives.nodes[node_id].is_ending
+
+    def still_ending(self, node_ids: Iterable[str]) -> list[str]:
+        """Those that were told to end and are not gone."""
+        with self._lock:
+            return [node_id for node_id in node_ids if self._lives.nodes[node_id].is_ending]
+
+    def wait_for_end(self, node_ids: Sequence[str], patience_s: float | None = None) -> bool:
+        """Wait until those that were told to end are gone; False when the patience (or, in a hurry, none) is spent."""
+        with self._changed:
+            nodes = [self._lives.nodes[node_id] for node_id in node_ids]
+            is_impatient = patience_s is not None
+
+            def all_ended() -> bool:
+                while nodes and not nodes[-1].is_ending:  # never looked at again: ten thousand end one by one
+                    nodes.pop()
+                return not nodes
+
+            self._changed.wait_for(lambda: (self._hurry and is_impatient) or all_ended(), patience_s)
+            return all_ended()
+
+    def next_order(self) -> Order | None:
+        """Wait until something is to be done: a node that is due to be started again counts as starting from now on.
+
+        None once the program must stop (somebody asked, or a node failed) or all nodes are down: take them all down.
+        """
+        with self._changing():
+            while self._lives.must_go_on:
+                if (order := self._lives.next_order()) is not None:
+                    return order
+                if self._lives.verdict.settle():
+                    self._lives.stop_requested = True
+                else:
+                    self._changed.wait(self._lives.until_next_decision())
+            self._lives.end_all()
+        return None
+
+    def finish(self) -> None:
+        """The program is over: nobody will be found any more."""
+        with self._changing():
+            self._is_over = True
+            self._settled += self._directory.give_all_up(f"program {self.plan.program!r} has ended")
+
+    def why_gone(self) -> dict[str, str]:
+        """For every address, by its id: why nobody listens there any more."""
+        lives, owners = self._lives, self.plan.owners
+        with self._lock:
+            return {address: lives.why_gone(lives.nodes[owner]) for address, owner in owners.items()}
+
+    def failure(self) -> NodeError | None:
+        """The first failure, as `wait()` raises it."""
+        return next(iter(self.failures()), None)
+
+    def failures(self) -> list[NodeError]:
+        """The first one and all that came after it."""
+        with self._lock:
+            return self._lives.verdict.errors()
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Hold the lock for a change, then wake who waits for one; futures are settled when it is free again."""
+        try:
+            with self._changed:
+                try:
+                    yield
+                finally:
+                    self._settle_inner()
+                    self._changed.notify_all()
+                    settled, self._settled = self._settled, []
+        finally:
+            for settlement in settled:
+                settlement.carry_out()
+
+    # With the lock held.
+
+    def _resolved(self, address: str) -> str | Exception | None:
+        owner = self.plan.owners.get(address)
+        if owner is None:
+            return RuntimeError(f"this handle's node is not in program {self.plan.program!r}, so it cannot be reached")
+        if (endpoint := self._directory.find(address)) is not None:
+            return endpoint
+        record = self._lives.nodes[owner]
+        if not record.may_register or self._is_over:
+            return Unavailable(self._lives.why_gone(record))
+        return None
+
+    def _settle_inner(self) -> None:
+        ended = [
+            item for item in self._inner_ended if all(record.is_down for record in self._lives.inner_nodes(item[0]))
+        ]
+        for item in ended:
+            self._inner_ended.remove(item)
+            self._settled.append(Settlement(item[1], ""))
+
+    def _withdraw_all(self, record: NodeRecord) -> None:
+        """Forget where the node listened; those who wait for it in vain."""
+        self._directory.withdraw(record.spec.addresses)
+        if not record.may_register:
+            self._settled += self._directory.give_up(record.spec.addresses, self._lives.why_gone(record))

@@ -1,0 +1,171 @@
+"""What becomes of a program's processes and threads when they end, by the policies of their groups."""
+
+import time
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from lp_pipe.launch.coordination.record import Failure, NodeRecord
+from lp_pipe.launch.coordination.unit import Unit
+from lp_pipe.launch.coordination.verdict import Verdict
+from lp_pipe.launch.plan.spec import NodeSpec
+
+
+class Order(NamedTuple):
+    """What is to be done: `is_restart`: start these nodes again; else take them down."""
+
+    is_restart: bool
+    node_ids: list[str]
+
+
+class Lives:
+    """Not thread-safe: the coordinator holds its lock.
+
+    nodes: by node_id; units: what the program calls its nodes, by label/index.
+    withdraw(record): its code has ended, or nothing of it is left: its servers are gone.
+    """
+
+    def __init__(self, specs: Iterable[NodeSpec], withdraw: Callable[[NodeRecord], None]) -> None:
+        self.nodes = {spec.node_id: NodeRecord(spec) for spec in specs}
+        self.units: dict[str, Unit] = {}
+        for record in self.nodes.values():
+            self.units.setdefault(record.spec.name, Unit([])).parts.append(record)
+        self.verdict = Verdict()
+        self.stop_requested = False
+        self._withdraw = withdraw
+        self._restart_at: dict[str, float] = {}  # by node_id: nodes that are down for now (time.monotonic)
+        self._to_take_down: list[str] = []
+
+    @property
+    def must_go_on(self) -> bool:
+        """Whether nobody has asked for the stop, and a node is up or will be."""
+        return not (self.stop_requested or all(record.is_down for record in self.nodes.values()))
+
+    def inner_nodes(self, colocation: str) -> list[NodeRecord]:
+        """Those of a MultiProcessingColocation, by its inner_id."""
+        return [record for node_id, record in self.nodes.items() if node_id.startswith(f"{colocation}.")]
+
+    def why_gone(self, record: NodeRecord) -> str:
+        """For those who would call it: what it says itself, and which failure has stopped it."""
+        if self.verdict.first is None or record.state != "stopped":
+            return record.why_gone
+        spec, failure = self.verdict.first
+        return f"{record.why_gone}, because node {spec.node_id} failed: {failure.summary}"
+
+    def started(self, node_id: str, pid: int) -> None:
+        record = self.nodes[node_id]
+        record.pid, record.started_at = pid, time.time()
+        if record.state == "starting":  # the template's word may come after the node's own that it has ended
+            record.state = "running"
+
+    def ended(self, node_id: str, failure: Failure | None, can_restart: bool) -> str:
+        """The node's code is done; what the log should say of it. The first word counts."""
+        record = self.nodes[node_id]
+        if not record.is_alive and (can_restart or record.state != "restarting"):
+            return ""
+        news = self._conclude(record, failure, can_restart)
+        self._withdraw(record)
+        return news
+
+    def gone(self, node_id: str) -> None:
+        """Nothing of the node is left; what was killed before its code ended has not failed."""
+        record = self.nodes[node_id]
+        unit = self.units[record.spec.name]
+        if record.is_gone:
+            return
+        if record.is_alive:
+            record.state = "restarting" if unit.is_restarting else "stopped"
+            self._withdraw(record)
+        if record.state != "restarting" or self.stop_requested:
+            self._put_down(record)
+            return
+        record.is_gone, record.is_ending, record.pid = True, False, 0
+        due, wait_s = unit.due_with(record)
+        self._restart_at.update({part.spec.node_id: time.monotonic() + wait_s for part in due})
+
+    def end_inner_nodes(self, colocation: str) -> None:
+        """Have the inner nodes of a MultiProcessingColocation taken down for good."""
+        inner = self.inner_nodes(colocation)
+        if not self.units[inner[0].spec.name].is_restarting:  # else they end already, and must start again
+            self._end(inner)
+
+    def end_all(self) -> None:
+        """Have everything taken down for good: nothing starts any more."""
+        self.stop_requested = self.verdict.settle(is_final=True) or self.stop_requested
+        self._restart_at.clear()
+        for unit in self.units.values():
+            unit.is_restarting = False
+            for part in unit.parts:
+                part.is_ending = not part.is_gone
+                if part.is_gone:
+                    self._put_down(part)
+
+    def next_order(self) -> Order | None:
+        """What is to be done right now: what starts again is starting from now on."""
+        if self._to_take_down:
+            node_ids, self._to_take_down = self._to_take_down, []
+            return Order(False, node_ids)
+        due = min(self._restart_at, key=self._restart_at.__getitem__, default=None)
+        if due is None or self._restart_at[due] > time.monotonic():
+            return None
+        del self._restart_at[due]
+        self.nodes[due].start_again()
+        return Order(True, [due])
+
+    def until_next_decision(self) -> float | None:
+        """In how many seconds there is something to decide that nobody has to tell."""
+        times = [*self._restart_at.values(), *([self.verdict.due_at] if self.verdict.due_at is not None else [])]
+        return max(0.0, min(times) - time.monotonic()) if times else None
+
+    def _conclude(self, record: NodeRecord, failure: Failure | None, can_restart: bool) -> str:
+        """The state after the end of a node's code, by its group's policy; what the log should say of it."""
+        unit = self.units[record.spec.name]
+        record.error = failure or record.error
+        may_restart = can_restart and not self.stop_requested
+        if unit.is_restarting and may_restart:
+            record.state = "restarting"
+        elif failure is None or (record.is_ending and not self.stop_requested):
+            record.state = "stopped" if self.stop_requested or record.is_ending else "finished"
+        else:
+            return self._fail(unit, record, failure, may_restart)
+        return ""
+
+    def _fail(self, unit: Unit, record: NodeRecord, failure: Failure, may_restart: bool) -> str:
+        news = unit.news_of(record, failure, may_restart)
+        others = [part for part in unit.parts if part is not record]
+        if record.state == "restarting":
+            if unit.is_restarting:
+                self._restart_with(others)
+            return news
+        unit.is_restarting = False
+        self._restart_at.pop(record.spec.node_id, None)
+        if record.spec.on_failure == "ignore":
+            self._end(others)
+        elif self.verdict.judge(record.spec, failure, self.stop_requested):
+            self.stop_requested = True
+        elif self.verdict.first is None and not failure.is_unavailable:  # nothing else would tell: wait() is quiet
+            news = f"node {record.spec.node_id} failed after the stop: {failure.summary}"
+        return news
+
+    def _restart_with(self, others: list[NodeRecord]) -> None:
+        """The other parts of a failed node: those that have ended stay down, the rest ends, until all can start."""
+        self._end([part for part in others if not part.is_gone])
+        for part in others:
+            self._restart_at.pop(part.spec.node_id, None)
+            if not part.is_alive:
+                part.state = "restarting"
+
+    def _end(self, parts: Iterable[NodeRecord]) -> None:
+        """Have these taken down, for good or until their node restarts as a whole."""
+        for part in parts:
+            if part.is_gone:
+                self._restart_at.pop(part.spec.node_id, None)
+                self._put_down(part)
+            elif not part.is_ending:
+                part.is_ending = True
+                if part.state == "restarting":
+                    part.state = "stopped"
+                self._to_take_down.append(part.spec.node_id)
+
+    def _put_down(self, record: NodeRecord) -> None:
+        record.put_down()
+        self._withdraw(record)

@@ -1,0 +1,80 @@
+"""One node of a program as its users see it, with all processes and threads that are parts of it."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from lp_pipe.launch.coordination.record import Failure, NodeRecord, backoff_s
+from lp_pipe.launch.plan.spec import NodeSpec
+
+# What one row says of several parts: the first of these states that any of them is in.
+_STATES = ("failed", "running", "starting", "restarting", "stopped", "finished")
+
+
+@dataclass
+class Unit:
+    """Usually of one part; the processes of a MultiProcessingColocation start again together.
+
+    restarts: of the whole, by the policy of its group; those of single parts (their retries) come on top.
+    is_restarting: its parts end, to be started again when all are gone.
+    """
+
+    parts: list[NodeRecord]
+    restarts: int = 0
+    is_restarting: bool = False
+
+    @property
+    def spec(self) -> NodeSpec:
+        return self.parts[0].spec
+
+    @property
+    def may_restart(self) -> bool:
+        return self.spec.on_failure == "restart" and self.restarts < self.spec.max_restarts
+
+    def news_of(self, record: NodeRecord, failure: Failure, can_restart: bool) -> str:
+        """Note that a part has failed, and what becomes of it; returns what the log should say of that."""
+        news = f"node {record.spec.node_id} failed: {failure.summary}"
+        if can_restart and record.retries_left:
+            record.retries_left -= 1
+            record.restarts += 1
+            record.state = "restarting"
+            done, limit = record.spec.retries - record.retries_left, record.spec.retries
+            return f"{news}; retry {done} of {limit} in {backoff_s(done):g} s"
+        if can_restart and self.may_restart:
+            self.restarts += 1
+            self.is_restarting = True
+            record.state = "restarting"
+            return f"{news}; restart {self.restarts} of {self.spec.max_restarts} in {backoff_s(self.restarts):g} s"
+        record.state = "failed"
+        if record.spec.on_failure == "ignore":
+            return f"{news}; the program goes on without it (on_failure='ignore')"
+        return ""
+
+    def due_with(self, record: NodeRecord) -> tuple[list[NodeRecord], float]:
+        """What is to be started again now that nothing is left of `record`, and in how many seconds."""
+        if not self.is_restarting:
+            return [record], backoff_s(record.spec.retries - record.retries_left)
+        if not all(part.is_gone for part in self.parts):
+            return [], 0.0
+        self.is_restarting = False
+        for part in self.parts:
+            part.retries_left = part.spec.retries
+        return self.parts, backoff_s(self.restarts)
+
+    def row(self) -> dict[str, Any]:
+        """Its entry in `Run.status()`."""
+        states = [part.state for part in self.parts]
+        state = "restarting" if self.is_restarting else next(known for known in _STATES if known in states)
+        running = [part for part in self.parts if part.state == "running"]
+        since = min(part.started_at for part in running) if state == "running" else None
+        failures = sorted((part.error for part in self.parts if part.error), key=lambda error: error.is_unavailable)
+        rates = [rate for part in running if (rate := part.call_rate.per_second) is not None]
+        return {
+            "state": state,
+            "pid": next((part.pid for part in [*running, *self.parts] if part.pid), 0),
+            "error": failures[0].summary if failures else None,
+            "uptime_s": None if since is None else round(time.time() - since, 1),
+            "waiting": next((part.waiting for part in running if part.waiting), None),
+            "restarts": self.restarts + sum(part.restarts for part in self.parts),
+            "calls_per_s": sum(rates) if rates else None,
+        }

@@ -1,0 +1,1 @@
+"""No hang without a reason: who waits for whom, and how that is told."""

@@ -1,0 +1,163 @@
+"""What people are told of waits that take long: who waits, for whom, what that one does, and what can be done."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from lp_pipe.launch.hangs.situation import Situation, Thread, Wait
+from lp_pipe.telemetry.waits import CALL, HANDLER, RECEIVE, RESOLVE, SEND, Activity
+
+_ENDED = ("finished", "failed", "stopped")
+
+
+def wait_text(situation: Situation, wait: Wait, others: Sequence[Wait]) -> str:
+    """others: waits like this one, that are told of with it."""
+    who = "the launcher" if not wait.activity.node else f"node {wait.node}"
+    text = (
+        f"{who} has waited {seconds(wait.activity.age_s)} for {_object(situation, wait.activity)}{_at(wait.activity)}"
+    )
+    if others:
+        names = [one.node for one in others]
+        shown = ", ".join(dict.fromkeys(names[:3]))
+        text += (
+            f" (so {'has' if len(names) == 1 else 'have'} {len(names)} more: {shown}{', …' if len(names) > 3 else ''})"
+        )
+    return f"{text}; {owner_text(situation, wait.activity)}"
+
+
+def short_text(situation: Situation, wait: Wait) -> str:
+    """For a table."""
+    return f"{seconds(wait.activity.age_s)} for {_object(situation, wait.activity)}"
+
+
+def ended_text(situation: Situation, wait: Wait) -> str:
+    who = "the launcher" if not wait.activity.node else f"node {wait.node}"
+    return f"{who} waits no more for {_object(situation, wait.activity)}"
+
+
+def cycle_text(situation: Situation, cycle: Sequence[Wait], is_sure: bool, run: str) -> str:
+    """One line for each wait, and what to do."""
+    if is_sure:
+        head = "deadlock: these waits are for each other, and none can end by itself:"
+    else:
+        head = "cycle of waits (may be a deadlock):"
+    lines = [head, *(f"  {_cycle_line(situation, wait)}" for wait in cycle)]
+    if not is_sure:
+        lines.append(f"  {owner_text(situation, cycle[-1].activity)}")
+    lines.append(f"To see every stack: lp_pipe stacks {run}. {_advice(situation, cycle)}")
+    return "\n".join(lines)
+
+
+def positions_text(situation: Situation) -> str:
+    """One line for each stage worker."""
+    return "\n".join(["where the stages are in their schedules:", *(f"  {text}" for text in situation.positions)])
+
+
+def owner_text(situation: Situation, activity: Activity) -> str:
+    """What the one that is waited for does."""
+    owner = situation.owner(activity)
+    if not owner:
+        return f"{_name(situation, activity)} is not known to this program, or not connected"
+    silence_s = situation.silence_s(owner)
+    if silence_s is not None:
+        return (
+            f"{owner}'s process has not answered for {seconds(silence_s)}: it is stopped (SIGSTOP, a debugger), "
+            "or inside C code that holds Python's lock"
+        )
+    state = situation.states[owner]
+    if state == "restarting" or state in _ENDED:
+        return f"{owner} is {state}"
+    if activity.kind == RESOLVE and not situation.is_up(activity):
+        return f"{owner} is not up yet: {_code_text(situation, owner)}"
+    return _worker_text(situation, activity, owner)
+
+
+def seconds(value: float) -> str:
+    return f"{value:.1f} s" if value < 10 else f"{value:.0f} s"
+
+
+def _object(situation: Situation, activity: Activity) -> str:
+    name = _name(situation, activity)
+    if activity.kind == CALL:
+        return f"a reply of {name}.{activity.what}()"
+    if activity.kind == RESOLVE:
+        return f"{name} to come up"
+    if activity.kind == RECEIVE:
+        return f"a message of {name} on {activity.what}"
+    return f"{name} to take a message, on {activity.what}"
+
+
+def _name(situation: Situation, activity: Activity) -> str:
+    return situation.owner(activity) or activity.peer or activity.endpoint or "a sender that has not connected yet"
+
+
+def _at(activity: Activity) -> str:
+    return f" (at {activity.place})" if activity.place else ""
+
+
+def _code_text(situation: Situation, node: str) -> str:
+    """Where its own code is: a constructor, or run()."""
+    threads = situation.mains(node)
+    if not threads:
+        return "its process has not begun to run it"
+    return "; ".join(dict.fromkeys(_thread_text(situation, thread, "its own code") for thread in threads[:3]))
+
+
+def _worker_text(situation: Situation, activity: Activity, owner: str) -> str:
+    if activity.kind in (RECEIVE, SEND):
+        handlers = [thread for thread in situation.workers(activity) if _handler_of(thread) is not None]
+        threads = handlers or situation.mains(owner)
+        return f"{owner}: " + "; ".join(_thread_text(situation, thread, "its own code") for thread in threads[:3])
+    threads = situation.handlers(activity.endpoint, activity.what)
+    if threads:
+        return f"{owner} {_thread_text(situation, threads[0], 'its own code')}"
+    if situation.is_full(activity.endpoint):
+        busy = Counter(one.what for one in map(_handler_of, situation.handlers(activity.endpoint)) if one is not None)
+        shown = ", ".join(f"{count} x {method}()" for method, count in busy.most_common(4))
+        first = _thread_text(situation, situation.handlers(activity.endpoint)[0], "its own code")
+        return (
+            f"all {sum(busy.values())} threads of {owner} are taken ({shown}), so that the call has not begun or its "
+            f"handler waits without a thread; one of them {first}"
+        )
+    return (
+        f"no thread of {owner} is at this call: its handler is asynchronous, batched, or has returned a Future; "
+        f"{_code_text(situation, owner)}"
+    )
+
+
+def _thread_text(situation: Situation, thread: Thread, otherwise: str) -> str:
+    """`runs its handler step() since 60 s (at train.py:41 in step)`."""
+    handler, last = _handler_of(thread), thread.last
+    what = f"runs its handler {handler.what}() since {seconds(handler.age_s)}" if handler else f"runs {otherwise}"
+    if last.is_wait:
+        what += f", which itself waits for {_object(situation, last)} since {seconds(last.age_s)}"
+    return f"{what}{_at(last)}"
+
+
+def _handler_of(thread: Thread) -> Activity | None:
+    """The innermost one."""
+    return next((one for one in reversed(thread.activities) if one.kind == HANDLER), None)
+
+
+def _cycle_line(situation: Situation, wait: Wait) -> str:
+    activity = wait.activity
+    handler = _handler_of(wait.thread)
+    inside = f", in its handler {handler.what}()" if handler is not None else ""
+    name = _name(situation, activity)
+    what = f"{name}.{activity.what}()" if activity.kind == CALL else _object(situation, activity)
+    taken = (
+        f"; all threads of {name} are taken" if activity.kind == CALL and situation.is_full(activity.endpoint) else ""
+    )
+    return f"{wait.node} waits for {what} since {seconds(activity.age_s)}{inside}{_at(activity)}{taken}"
+
+
+def _advice(situation: Situation, cycle: Sequence[Wait]) -> str:
+    full = [wait.activity for wait in cycle if situation.is_full(wait.activity.endpoint)]
+    names = ", ".join(dict.fromkeys(_name(situation, activity) for activity in full))
+    if names:
+        return (
+            f"More threads (courier_kwargs={{'thread_pool_size': N}}) for {names} let calls through that come back; "
+            "call_timeout turns such a wait into DeadlineExceeded."
+        )
+    if any(wait.activity.kind == RESOLVE for wait in cycle):
+        return "Constructors must not call each other: a node answers only once it is built; call from run() instead."
+    return "call_timeout turns such a wait into DeadlineExceeded."

@@ -1,0 +1,162 @@
+"""No hang without a reason: a thread of the launcher that looks for waits that take too long, and says so."""
+
+import contextlib
+import logging
+import threading
+import time
+
+from lp_pipe.context import launcher_of
+from lp_pipe.launch.coordination.coordinator import Coordinator
+from lp_pipe.launch.coordination.view import View
+from lp_pipe.launch.hangs import hang_text
+from lp_pipe.launch.hangs.deadlocks import find_deadlocks, find_suspects
+from lp_pipe.launch.hangs.situation import Key, Situation, Wait
+from lp_pipe.launch.host import Host
+from lp_pipe.telemetry import waits
+from lp_pipe.telemetry.positions import positions
+
+_log = logging.getLogger(__name__)
+
+_FILE = "hangs.log"
+_LOOKS_PER_LIMIT, _LONGEST_PAUSE_S = 5, 5.0
+_DEAF_AFTER_S = 2.0  # a process of a busy machine may take so long to answer
+_PATIENCE_GROWS = 4
+_STACKS_OF_NODES = 64  # of more nobody reads them all: `lp_pipe stacks`
+_WORTH_A_PLACE = 0.25  # a handler is younger than its caller's wait, and seen a moment earlier
+
+
+class HangWatch:
+    """Reports every wait that is older than `limit_s`, once; where such waits come again and again, ever more rarely.
+
+    Waits of one group for the same thing are one report, the next of which comes when one is four times as old. What
+    is sure to be a deadlock is said at once. Reports go to the log, and to hangs.log in the run's folder.
+    limit_s: None for no reports, and no thread.
+    """
+
+    def __init__(self, coordinator: Coordinator, host: Host, limit_s: float | None) -> None:
+        self._coordinator = coordinator
+        self._host = host
+        self._limit_s = limit_s or 0.0
+        self._pause_s = min(self._limit_s / _LOOKS_PER_LIMIT, _LONGEST_PAUSE_S)
+        self._patience_s: dict[tuple[str, ...], float] = {}
+        self._told: dict[Key, Wait] = {}
+        self._told_cycles: set[frozenset[Key]] = set()
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watch for hangs", daemon=True)
+
+    def start(self) -> None:
+        if self._limit_s:
+            self._thread.start()
+
+    def close(self) -> None:
+        """From now on nothing is reported: the program ends, which ends all waits."""
+        self._is_over.set()
+        if self._limit_s:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._is_over.wait(self._pause_s):
+            situation = self._look()
+            self._coordinator.note_waits(_oldest_by_node(situation))
+            told = len(self._told)
+            self._tell_waits(situation, self._tell_cycles(situation))
+            if len(self._told) > told:
+                self._tell_more(situation)
+            self._tell_ends(situation)
+
+    def _look(self) -> Situation:
+        return Situation(
+            [self._look_here(), *self._host.look(self._limit_s * _WORTH_A_PLACE)],
+            self._coordinator.plan.owners,
+            self._coordinator.states(),
+            self._limit_s,
+            max(_DEAF_AFTER_S, 3 * self._pause_s),
+        )
+
+    def _look_here(self) -> View:
+        """The launcher's threads that wait for this program, and those that are its nodes."""
+        names = self._host.nodes_here()
+        owners = self._coordinator.plan.owners
+        found = []
+        for node, one in waits.look(self._limit_s * _WORTH_A_PLACE):
+            name = names.get(node.services) if node is not None else None
+            if name is not None:
+                found.append(one._replace(node=name))
+            elif one.address_id in owners and node is launcher_of(one.address_id):
+                found.append(one)
+        return View(found, waits.pools(), [text for node, text in positions() if node.services in names])
+
+    def _tell_cycles(self, situation: Situation) -> set[Key]:
+        """Each once; returns the waits of deadlocks, of which no more is to be said."""
+        sure = find_deadlocks(situation)
+        keys = {wait.key for cycle in sure for wait in cycle}
+        maybe = [cycle for cycle in find_suspects(situation) if not keys & {wait.key for wait in cycle}]
+        for cycle in [*sure, *maybe]:
+            name = frozenset([*(wait.key for wait in cycle), *([("sure", 0, 0.0)] if cycle in sure else [])])
+            if name not in self._told_cycles:
+                self._told_cycles.add(name)
+                run = self._coordinator.plan.run_dir.name
+                self._tell(hang_text.cycle_text(situation, cycle, cycle in sure, run))
+                self._told.update({wait.key: wait for wait in cycle})
+        return keys
+
+    def _tell_waits(self, situation: Situation, deadlocked: set[Key]) -> None:
+        groups: dict[tuple[str, ...], list[Wait]] = {}
+        for wait in situation.waits:
+            if wait.key not in deadlocked:
+                groups.setdefault(_group(situation, wait), []).append(wait)
+        for group, members in groups.items():
+            oldest = members[0]  # they are sorted
+            patience_s = self._patience_s.get(group, self._limit_s)
+            if oldest.activity.age_s < patience_s or self._is_told(oldest, patience_s):
+                continue
+            self._patience_s[group] = max(patience_s, oldest.activity.age_s) * _PATIENCE_GROWS
+            self._told.update({wait.key: wait for wait in members})
+            self._tell(hang_text.wait_text(situation, oldest, members[1:]))
+
+    def _is_told(self, wait: Wait, patience_s: float) -> bool:
+        """As part of a cycle, which says more."""
+        return (
+            wait.key in self._told
+            and patience_s == self._limit_s
+            and wait.activity.age_s < patience_s * _PATIENCE_GROWS
+        )
+
+    def _tell_more(self, situation: Situation) -> None:
+        """Below what was told: where the stages of pipelines are, and, in the file, every stack."""
+        if situation.positions:
+            self._tell(hang_text.positions_text(situation))
+        if len(self._coordinator.plan.nodes) <= _STACKS_OF_NODES:
+            self._write(f"stacks of all nodes:\n{self._host.stacks()}")
+
+    def _tell_ends(self, situation: Situation) -> None:
+        answering = {view.node for view in situation.views if view.silence_s < situation.deaf_after_s}
+        now = {wait.key for wait in situation.waits}
+        for key, wait in list(self._told.items()):
+            if key not in now and key[0] in answering:
+                del self._told[key]
+                self._tell(hang_text.ended_text(situation, wait), logging.INFO)
+
+    def _tell(self, text: str, level: int = logging.WARNING) -> None:
+        if not self._is_over.is_set():
+            self._write(text)
+            _log.log(level, text)
+
+    def _write(self, text: str) -> None:
+        path = self._coordinator.plan.run_dir / _FILE
+        with contextlib.suppress(OSError), path.open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+
+
+def _group(situation: Situation, wait: Wait) -> tuple[str, ...]:
+    """Waits of one group of nodes for the same thing."""
+    activity = wait.activity
+    what = activity.what if activity.kind == waits.CALL else ""
+    return wait.node.rpartition("/")[0], activity.kind, situation.owner(activity) or activity.peer, what
+
+
+def _oldest_by_node(situation: Situation) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for wait in situation.waits:
+        found.setdefault(wait.activity.node, hang_text.short_text(situation, wait))
+    return found

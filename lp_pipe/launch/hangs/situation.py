@@ -1,0 +1,138 @@
+"""All of a program's threads that wait for another node, or serve one, at one time: who waits for whom."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from lp_pipe.launch.coordination.view import View
+from lp_pipe.telemetry.waits import CALL, HANDLER, MAIN, RESOLVE, Activity, Pool
+
+LAUNCHER = "the launcher"
+Key = tuple[str, int, float]
+
+
+class Thread(NamedTuple):
+    """process: whose; ids of threads are only unique in one."""
+
+    process: str
+    activities: tuple[Activity, ...]
+
+    @property
+    def last(self) -> Activity:
+        """What it is at right now."""
+        return self.activities[-1]
+
+    def serves(self, endpoint: str, method: str | None = None) -> bool:
+        """Whether it runs a handler (this one) of the server, maybe deep below what it does now."""
+        return any(
+            one.kind == HANDLER and one.endpoint == endpoint and method in (None, one.what) for one in self.activities
+        )
+
+
+class Wait(NamedTuple):
+    """One activity that is a wait, and the thread that it belongs to."""
+
+    activity: Activity
+    thread: Thread
+
+    @property
+    def key(self) -> Key:
+        """The same as long as it lasts, and never another's."""
+        return self.thread.process, self.activity.thread, self.activity.started
+
+    @property
+    def node(self) -> str:
+        return self.activity.node or LAUNCHER
+
+
+@dataclass(frozen=True)
+class Situation:
+    """owners: address id -> node_id. states: of every node_id. limit_s: from which age on a wait is worth a word.
+
+    deaf_after_s: a process that has said nothing for so long does not answer.
+    """
+
+    views: list[View]
+    owners: Mapping[str, str]
+    states: Mapping[str, str]
+    limit_s: float
+    deaf_after_s: float
+
+    @cached_property
+    def threads(self) -> list[Thread]:
+        """Of the processes that answer."""
+        found: dict[tuple[str, int], list[Activity]] = {}
+        for view in self.views:
+            if view.silence_s < self.deaf_after_s:
+                for one in view.activities:
+                    found.setdefault((view.node, one.thread), []).append(one)
+        return [Thread(process, tuple(activities)) for (process, _), activities in found.items()]
+
+    @cached_property
+    def waits(self) -> list[Wait]:
+        """Those that are older than the limit, the oldest first."""
+        found = [Wait(one, thread) for thread in self.threads for one in thread.activities if self._is_long(one)]
+        return sorted(found, key=lambda wait: -wait.activity.age_s)
+
+    @cached_property
+    def pools(self) -> dict[str, Pool]:
+        return {pool.endpoint: pool for view in self.views for pool in view.pools}
+
+    @property
+    def positions(self) -> list[str]:
+        """Where the stage workers of those processes that answer are in their schedules."""
+        return [text for view in self.views if view.silence_s < self.deaf_after_s for text in view.positions]
+
+    def owner(self, activity: Activity) -> str:
+        """The node_id of who is waited for; "" when it is not of this program, or not known."""
+        for address in (activity.address_id, activity.endpoint.rpartition("/")[2]):
+            if address in self.owners:
+                return self.owners[address]
+        return activity.peer if activity.peer in self.states else ""
+
+    def silence_s(self, node: str) -> float | None:
+        """For how long the node's process has not answered; None when it does, or is no process of its own."""
+        silences = [view.silence_s for view in self.views if view.node == node]
+        return max((silence for silence in silences if silence >= self.deaf_after_s), default=None)
+
+    def is_up(self, activity: Activity) -> bool:
+        """Whether the server that is waited for listens."""
+        if activity.endpoint:
+            return activity.endpoint in self.pools
+        return any(endpoint.endswith(f"/{activity.address_id}") for endpoint in self.pools)
+
+    def workers(self, activity: Activity) -> list[Thread]:
+        """The threads of which one has to go on before this call, or resolution, can come to its end."""
+        if activity.kind == RESOLVE:
+            return self.mains(self.owner(activity))
+        if activity.kind != CALL:
+            return [thread for thread in self.threads if self._is_code_of(thread, self.owner(activity))]
+        at_it = self.handlers(activity.endpoint, activity.what)
+        return self.handlers(activity.endpoint) if self.is_full(activity.endpoint) else at_it
+
+    def handlers(self, endpoint: str, method: str | None = None) -> list[Thread]:
+        return [thread for thread in self.threads if thread.serves(endpoint, method)]
+
+    def mains(self, node: str) -> list[Thread]:
+        """Those that run the node's own code."""
+        return [
+            thread for thread in self.threads if any(one.kind == MAIN and one.node == node for one in thread.activities)
+        ]
+
+    def is_full(self, endpoint: str) -> bool:
+        """Whether every thread of the server's pool runs a handler."""
+        pool = self.pools.get(endpoint)
+        return pool is not None and 0 < pool.size <= len(self.handlers(endpoint))
+
+    def long_waits_of(self, threads: Iterable[Thread]) -> Iterator[Wait]:
+        for thread in threads:
+            if self._is_long(thread.last):
+                yield Wait(thread.last, thread)
+
+    def _is_long(self, activity: Activity) -> bool:
+        return activity.is_wait and activity.age_s >= self.limit_s
+
+    @staticmethod
+    def _is_code_of(thread: Thread, node: str) -> bool:
+        return any(one.kind in (MAIN, HANDLER) and one.node == node for one in thread.activities)

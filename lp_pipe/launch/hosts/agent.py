@@ -1,0 +1,265 @@
+"""The agent of one host: does there what process mode does on the launcher's, for a launcher elsewhere."""
+
+import contextlib
+import logging
+import os
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lp_pipe.connections import Connection, Frame, frames
+from lp_pipe.connections.credentials import Credentials
+from lp_pipe.connections.routes import local_address_towards
+from lp_pipe.connections.tcp_endpoint import TLS
+from lp_pipe.errors import LaunchError, Unauthenticated, Unavailable
+from lp_pipe.launch.coordination.ports import Ports
+from lp_pipe.launch.coordination.view import View
+from lp_pipe.launch.hosts import handshake
+from lp_pipe.launch.hosts.agent_link import ALIVE, AgentLink
+from lp_pipe.launch.hosts.assignment import Assignment
+from lp_pipe.launch.hosts.remote_coordinator import RemoteCoordinator
+from lp_pipe.launch.hosts.shipped_logs import ShippedLogs
+from lp_pipe.launch.hosts.source_tree import SourceTree
+from lp_pipe.launch.hosts.tree_store import TreeStore
+from lp_pipe.launch.plan.hardware import this_host
+from lp_pipe.launch.plan.placement import Place
+from lp_pipe.launch.plan.spec import NodeSpec
+from lp_pipe.launch.process import ProcessHost
+from lp_pipe.launch.processes.zygote import LAUNCHER_PATIENCE_S
+from lp_pipe.protos import supervision_pb2 as wire
+from lp_pipe.rpc.pool import settle
+
+_log = logging.getLogger(__name__)
+
+_ALIVE_EVERY_S = 1.0
+_TRY_AGAIN_S = 0.3
+
+
+class End(NamedTuple):
+    """Why an agent has ended; is_orderly: because the launcher said so, when nothing of its nodes was left."""
+
+    reason: str
+    is_orderly: bool
+
+
+def run_agent(
+    addresses: Sequence[str], credentials: Credentials, name: str, interface: str = "", patience_s: float = 10.0
+) -> "End":
+    """Join the launcher at one of `addresses` ("HOST:PORT"), run nodes for it until the end.
+
+    interface: the address by which other hosts reach this one; "": that from which the launcher was reached.
+
+    Raises:
+        LaunchError: nobody could be reached within `patience_s`, or the launcher does not take this agent.
+    """
+    connection, launcher = _connect(addresses, credentials, patience_s)
+    address = interface or local_address_towards(launcher.rpartition(":")[0].strip("[]"))
+    agent = Agent(connection, credentials, name, address)
+    return agent.serve()
+
+
+class Agent:
+    """Its public methods are what the launcher may call, over the link; they return at once."""
+
+    def __init__(self, connection: Connection, credentials: Credentials, name: str, address: str) -> None:
+        self._link = AgentLink(connection)
+        self._connection = connection
+        self._credentials = credentials
+        self.name = name
+        self.address = address
+        self._ports = Ports(address)
+        self.logs = ShippedLogs(self._link)
+        self._trees = TreeStore()
+        self._tree = ""
+        self._link.serve(_Calls(self))
+        self.coordinator: RemoteCoordinator | None = None
+        self.host: ProcessHost | None = None
+        self._is_welcome = False
+        self._is_closed = False
+        self._closed_reason = ""
+        self._is_over = threading.Event()
+
+    def serve(self) -> End:
+        """Until the launcher says goodbye, or is gone: then the nodes end because this process does."""
+        versions, hardware = handshake.Versions.here(), this_host()
+        joining = handshake.Joining(self.name, self.address, os.getpid(), versions, hardware)
+        self._connection.start(self._on_frame, self._on_close)
+        try:
+            self._connection.send(Frame(frames.SUPERVISION, name=handshake.JOIN, body=joining.to_bytes()))
+        except Unavailable:
+            self._is_over.wait(_ALIVE_EVERY_S)
+        while not self._is_over.wait(_ALIVE_EVERY_S):
+            coordinator = self.coordinator
+            if coordinator is None or not coordinator.report_calls():
+                self._link.tell(ALIVE)
+        if not self._is_welcome:
+            raise LaunchError(f"the launcher does not take this agent: {self._closed_reason}")
+        return End(self._closed_reason, self._is_closed)
+
+    def start(self, assignment: Assignment) -> "Future[str]":
+        """Start the nodes; done with the mark of their processes."""
+        return _in_thread("start nodes", lambda: self._start(assignment))
+
+    def lacking(self, tree: SourceTree) -> "Future[list[str]]":
+        """Digests of those contents of a source tree that this host does not have."""
+        return _in_thread("sources", lambda: self._trees.lacking(tree))
+
+    def take(self, contents: list[bytes]) -> "Future[None]":
+        return _in_thread("sources", lambda: self._trees.take(contents))
+
+    def lay_out(self, tree: SourceTree) -> "Future[None]":
+        """All contents are here: the nodes that start from now on find the tree."""
+        return _in_thread("sources", lambda: self._lay_out(tree))
+
+    def reserve(self, address: str) -> str:
+        return self._ports.reserve(address)
+
+    def close(self) -> "Future[dict[str, int]]":
+        """All nodes are down: free everything, for the end or another program; with the hits of a test's faults."""
+        return _in_thread("close", self._close)
+
+    def _lay_out(self, tree: SourceTree) -> None:
+        self._tree = self._trees.lay_out(tree)
+
+    def _start(self, assignment: Assignment) -> str:
+        self._is_closed = False
+        self.logs = ShippedLogs(self._link)  # that of an earlier program is closed
+        run_dir = _usable(Path(assignment.run_dir))
+        plan = Assignment(**{**vars(assignment), "run_dir": str(run_dir)}).plan()
+        self.coordinator = RemoteCoordinator(self._link, assignment.payloads)
+        self.host = ProcessHost(
+            plan,
+            self.coordinator,
+            dict(assignment.payloads),
+            dict(assignment.places),
+            surroundings=assignment.surroundings.on_this_host(self._tree),
+            log_output=self.logs,
+            membership=wire.Membership(
+                run=assignment.run,
+                host=f"{self.name}/{os.getpid()}",
+                reached_at=f"[{self.address}]" if ":" in self.address else self.address,
+                credentials=self._credentials.to_bytes(),
+                silence_s=assignment.silence_s,
+            ),
+            preload=assignment.preload,
+            orphan_s=assignment.orphan_s,
+        )
+        self.host.start()
+        return self.host.mark
+
+    def _close(self) -> dict[str, int]:
+        host, self.host, self.coordinator = self.host, None, None
+        if host is not None:
+            host.close()
+        self._is_closed = True
+        return dict(host.past_hits) if host is not None else {}
+
+    def _on_frame(self, frame: Frame) -> None:
+        if self._is_welcome:
+            self._link.on_frame(frame)
+        elif frame.name == handshake.WELCOME:
+            self._is_welcome = True
+
+    def _on_close(self, reason: str) -> None:
+        self._closed_reason = reason
+        self.logs.close()
+        self._link.on_close(reason)
+        self._is_over.set()
+
+
+class _Calls:
+    """What a launcher may ask of its agent."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self.start = agent.start
+        self.lacking = agent.lacking
+        self.take = agent.take
+        self.lay_out = agent.lay_out
+        self.reserve = agent.reserve
+        self.close = agent.close
+
+    def logged(self, size: int) -> None:
+        self._agent.logs.logged(size)
+
+    @property
+    def _host(self) -> ProcessHost:
+        if self._agent.host is None:
+            raise LaunchError(f"the agent of host {self._agent.name} has not started any node")
+        return self._agent.host
+
+    def restart(self, node_id: str) -> "Future[None]":
+        assert self._agent.coordinator is not None
+        self._agent.coordinator.starts_again(node_id)
+        host = self._host
+        return _in_thread(f"restart {node_id}", lambda: host.restart(node_id))
+
+    def take_over(self, spec: NodeSpec, payload: bytes, place: Place) -> "Future[None]":
+        assert self._agent.coordinator is not None
+        self._agent.coordinator.starts_again(spec.node_id)
+        host = self._host
+        return _in_thread(f"take over {spec.node_id}", lambda: host.take_over(spec, payload, place))
+
+    def stop_nodes(self, node_ids: list[str]) -> None:
+        if self._agent.coordinator is not None:
+            self._agent.coordinator.told_to_end(node_ids)
+            self._host.stop_nodes(node_ids)
+
+    def terminate(self, node_ids: list[str]) -> None:
+        self._host.terminate(node_ids)
+
+    def kill(self, node_ids: list[str]) -> None:
+        self._host.kill(node_ids)
+
+    def stacks(self) -> "Future[str]":
+        host = self._host
+        return _in_thread("stacks", host.stacks)
+
+    def look(self, old_s: float) -> list[View]:
+        return self._host.look(old_s)
+
+    def inject(self, fault: bytes) -> "Future[int]":
+        asked = self._host.inject(wire.Fault.FromString(fault))
+        return _in_thread("fault", lambda: sum(answer.result() for answer in asked.values()))
+
+
+def _connect(addresses: Sequence[str], credentials: Credentials, patience_s: float) -> tuple[Connection, str]:
+    """To the first that answers: of several addresses of the launcher's host not all may be reachable from here."""
+    from lp_pipe.connections import tls  # other commands do without
+
+    deadline = time.monotonic() + patience_s
+    errors: dict[str, str] = {}
+    while time.monotonic() < deadline:
+        for address in addresses:
+            try:
+                return tls.connect(f"{TLS}{address}", LAUNCHER_PATIENCE_S, credentials), address
+            except Unauthenticated as error:
+                raise LaunchError(f"host {socket.gethostname()}: {error}") from error
+            except Unavailable as error:
+                errors[address] = str(error)
+        time.sleep(_TRY_AGAIN_S)
+    raise LaunchError(
+        f"host {socket.gethostname()} cannot reach the launcher: " + "; ".join(errors.values()) + "; is there a "
+        "firewall, or does the launcher listen at an address that this host does not know (--listen)?"
+    )
+
+
+def _usable(run_dir: Path) -> Path:
+    """The run's folder, where this host can have one of that name for this user; else one of its own."""
+    with contextlib.suppress(OSError):
+        run_dir.mkdir(parents=True, exist_ok=True)
+    if os.access(run_dir, os.W_OK | os.X_OK):
+        return run_dir
+    return Path(tempfile.mkdtemp(prefix="lp_pipe-run-"))
+
+
+def _in_thread(name: str, work: Callable[[], Any]) -> "Future[Any]":
+    """What takes its time must not keep the link waiting."""
+    done: Future[Any] = Future()
+    threading.Thread(target=settle, args=(done, work), name=name, daemon=True).start()
+    return done

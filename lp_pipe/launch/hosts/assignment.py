@@ -1,0 +1,45 @@
+"""What an agent is given to run: the nodes of its host, and what they find around them."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from lp_pipe.launch.plan.placement import Place
+from lp_pipe.launch.plan.plan import Plan
+from lp_pipe.launch.plan.spec import NodeSpec
+from lp_pipe.launch.plan.surroundings import Surroundings
+from lp_pipe.nodes import PyNode
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """payloads: of each node, by node_id; an agent does not look into them.
+
+    run, silence_s: what its processes are members of, see spanning.Member. preload, orphan_s: see Template.
+    """
+
+    run: str
+    program: str
+    nodes: tuple[NodeSpec, ...]
+    payloads: Mapping[str, bytes]
+    places: Mapping[str, Place]
+    run_dir: str
+    grace_s: float
+    surroundings: Surroundings
+    preload: tuple[str, ...]
+    orphan_s: float
+    silence_s: float
+
+    def plan(self) -> Plan:
+        """The part of the program that runs on one host."""
+        return Plan(self.program, self.nodes, (), {}, Path(self.run_dir), self.grace_s)
+
+
+def without_code(nodes: Iterable[NodeSpec]) -> tuple[NodeSpec, ...]:
+    """What an agent needs to know of nodes: they themselves are only ever unpickled in their own processes."""
+    return tuple(dataclasses.replace(spec, node=PyNode(_elsewhere)) for spec in nodes)
+
+
+def _elsewhere() -> None:
+    raise AssertionError("an agent runs no node itself")

@@ -1,0 +1,276 @@
+"""Have an engine start the agents of a run, and wait until all have joined."""
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from lp_pipe.connections import Connection, Frame, Listener, frames
+from lp_pipe.connections.credentials import Credentials
+from lp_pipe.connections.silence import SilenceWatch
+from lp_pipe.connections.tcp_endpoint import TLS
+from lp_pipe.errors import LaunchError
+from lp_pipe.launch.engines.base import Engine, HostOffer, Invitation, Watched
+from lp_pipe.launch.hosts import handshake
+from lp_pipe.launch.hosts.agent_link import ALIVE, AgentLink
+from lp_pipe.launch.hosts.handshake import Joining, Versions
+from lp_pipe.launch.hosts.network import addresses_for
+
+_log = logging.getLogger(__name__)
+
+_LOOK_EVERY_S = 0.2
+_ALIVE_EVERY_S = 1.0
+_MOST_SILENCE_S = 86_400.0
+
+OnLost = Callable[["RemoteAgent", str], None]
+
+
+@dataclass(frozen=True)
+class Patience:
+    """join_s: for all agents to join. silence_s: a host that says nothing for so long counts as lost."""
+
+    join_s: float = 60.0
+    silence_s: float = 7.0
+
+    def __post_init__(self) -> None:
+        if not 1.0 <= self.silence_s <= _MOST_SILENCE_S:
+            raise ValueError(f"host_timeout={self.silence_s:g}: from 1 to {_MOST_SILENCE_S:g} seconds")
+
+
+class RemoteAgent:
+    """The launcher's end of one agent, from its first words on."""
+
+    joining: Joining
+    is_silent = False  # it was given up, and does not know
+
+    def __init__(self, connection: Connection, gathering: "Gathering", silence_s: float) -> None:
+        self.link = AgentLink(connection)
+        self.has_joined = False
+        self._connection = connection
+        self._gathering = gathering
+        self._watch = SilenceWatch(silence_s, self._on_silence, connection.peer)
+        self._silence_s = silence_s
+
+    @property
+    def name(self) -> str:
+        return self.joining.host
+
+    def start(self) -> None:
+        self._watch.listening()
+        self._connection.start(self._on_frame, self._on_close)
+
+    def _on_frame(self, frame: Frame) -> None:
+        self._watch.heard()
+        self._watch.listening()
+        if self.has_joined:
+            self.link.on_frame(frame)
+            return
+        try:
+            if frame.name != handshake.JOIN:
+                raise LaunchError(f"an agent begins with {handshake.JOIN!r}, not with {frame.name[:100]!r}")
+            self.joining = Joining.from_bytes(bytes(frame.body))
+            self._gathering.join(self)
+        except LaunchError as error:
+            self._gathering.refused(str(error))
+            self._connection.close(str(error))
+
+    def welcome(self) -> None:
+        """Whatever is sent from now on comes after these words."""
+        self.has_joined = True
+        self._connection.send(Frame(frames.SUPERVISION, name=handshake.WELCOME))
+
+    def _on_silence(self) -> None:
+        self.is_silent = True
+        self._connection.close(f"nothing was heard of it for {self._silence_s:g} s: the host is down, or cut off")
+
+    def _on_close(self, reason: str) -> None:
+        self._watch.end()
+        self.link.on_close(reason)
+        if self.has_joined:
+            self._gathering.lost(self, reason)
+
+
+class Gathering:
+    """on_lost(agent, why): one that had joined is gone; called in its connection's thread.
+
+    listen: the address or name by which the hosts reach the launcher, "NAME" or "NAME@BIND"; "": found out.
+    interface: see Invitation.
+    """
+
+    def __init__(
+        self, engine: Engine, credentials: Credentials, listen: str, interface: str, patience: Patience
+    ) -> None:
+        self._engine = engine
+        self._credentials = credentials
+        self._listen = listen
+        self._interface = interface
+        self.patience = patience
+        self._needs_torch = False
+        self._agents: dict[str, RemoteAgent] = {}
+        self._offers: dict[str, HostOffer] = {}
+        self._refusals: list[str] = []
+        self._watched: Sequence[Watched] = ()
+        self._changed = threading.Condition()
+        self._lost: set[str] = set()
+        self._is_over = threading.Event()
+        self._on_lost: OnLost | None = None
+        self._early_losses: list[tuple[RemoteAgent, str]] = []
+
+    @property
+    def offers(self) -> dict[str, HostOffer]:
+        return self._offers
+
+    def gather(self, log_dir: str, needs_torch: bool) -> dict[str, RemoteAgent]:
+        """Start the agents and wait for them; by host, in the engine's order.
+
+        Raises:
+            LaunchError: an agent could not be started, was refused, or has not joined in time; says which.
+        """
+        self._needs_torch = needs_torch
+        listener, invitation = self._listen_for_agents(log_dir)
+        try:
+            self._watched = self._engine.start(invitation)
+            self._wait()
+        finally:
+            listener.close()  # nobody joins any more
+        threading.Thread(target=self._be_alive, name="launcher is alive", daemon=True).start()
+        return {name: self._agents[name] for name in self._offers}
+
+    def tell_of_losses(self, on_lost: OnLost) -> None:
+        """From now on; of those that were lost before, now."""
+        with self._changed:
+            self._on_lost = on_lost
+            early, self._early_losses = self._early_losses, []
+        for agent, why in early:
+            on_lost(agent, why)
+
+    def release(self, patience_s: float) -> None:
+        """The program has ended."""
+        self.close(patience_s)
+
+    def close(self, patience_s: float) -> None:
+        """Let the agents end, which they do when their connections are closed; kill what has not, after a while."""
+        self._is_over.set()
+        for agent in list(self._agents.values()):
+            agent.link.close("the run has ended")
+        deadline = time.monotonic() + patience_s
+        hoped_for = [one for one in self._watched if not self._lost.issuperset(one.hosts)]
+        while any(one.how_it_ended() is None for one in hoped_for) and time.monotonic() < deadline:
+            time.sleep(_LOOK_EVERY_S / 10)
+        threads = [threading.Thread(target=one.kill, name="kill agent", daemon=True) for one in self._watched]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self._engine.close()
+
+    # Called in connections' threads.
+
+    def join(self, agent: RemoteAgent) -> None:
+        """Take it, or raise LaunchError."""
+        joining = agent.joining
+        handshake.check_versions(joining.host, joining.versions, Versions.here(), self._needs_torch)
+        with self._changed:
+            self._check_is_expected(joining.host)
+            if joining.host in self._agents:
+                raise LaunchError(f"host {joining.host!r} has an agent already")
+            agent.welcome()
+            self._agents[joining.host] = agent
+            self._lost.discard(joining.host)
+            self._changed.notify_all()
+
+    def refused(self, why: str) -> None:
+        with self._changed:
+            self._refusals.append(why)
+            self._changed.notify_all()
+
+    def lost(self, agent: RemoteAgent, reason: str) -> None:
+        if self._is_over.is_set():
+            return
+        self._lost.add(agent.name)
+        why = self._explained(agent.name, reason, is_silent=agent.is_silent)
+        with self._changed:
+            if self._on_lost is None:
+                self._early_losses.append((agent, why))
+                self._changed.notify_all()
+                return
+        self._on_lost(agent, why)
+
+    def _check_is_expected(self, host: str) -> None:
+        if host not in self._offers:
+            raise LaunchError(f"host {host!r} is not one of this run's: {', '.join(self._offers)}")
+
+    def _listen_for_agents(self, log_dir: str) -> tuple[Listener, Invitation]:
+        from lp_pipe.connections import tls  # most programs do without
+
+        self._offers = {offer.name: offer for offer in self._engine.hosts()}
+        where = self._where()
+        silence_s = 2 * self.patience.silence_s  # of the host: the watch, which knows what silence is, comes first
+        listener = tls.listen(f"{TLS}{where[0]}", self._accept, self._credentials, silence_s)
+        port = listener.endpoint.rpartition(":")[2]
+        addresses = [f"[{name}]:{port}" if ":" in name else f"{name}:{port}" for name in where[1]]
+        return listener, Invitation(addresses, self._credentials.to_bytes(), log_dir, self._interface)
+
+    def _accept(self, connection: Connection) -> None:
+        RemoteAgent(connection, self, self.patience.silence_s).start()
+
+    def _where(self) -> tuple[str, list[str]]:
+        """What to bind, and the names by which agents may try to reach it."""
+        if self._listen:
+            return f"{self._listen}:0", [self._listen.partition("@")[0]]
+        if self._engine.is_local:
+            return "127.0.0.1:0", ["127.0.0.1"]
+        found = addresses_for(self._offers)
+        if not found:
+            raise LaunchError("this host has no address by which others could reach it; say one (listen=, --listen=)")
+        anywhere = "[::]" if socket.has_dualstack_ipv6() else "0.0.0.0"  # the former takes IPv4 as well
+        return f"{_bracketed(found[0])}@{anywhere}:0", found
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + self.patience.join_s
+        while missing := [name for name in self._offers if name not in self._agents or name in self._lost]:
+            ended = [one for one in self._watched if not set(one.hosts).isdisjoint(missing) and one.how_it_ended()]
+            if ended or self._refusals or time.monotonic() >= deadline:
+                raise LaunchError(self._who_is_missing(missing))
+            with self._changed:
+                self._changed.wait(_LOOK_EVERY_S)
+
+    def _who_is_missing(self, missing: Sequence[str]) -> str:
+        head = f"{len(missing)} of {len(self._offers)} hosts have not joined: {', '.join(missing)}"
+        details = [*self._refusals]
+        for one in self._watched:
+            if set(one.hosts).isdisjoint(missing):
+                continue
+            how = one.how_it_ended()
+            state = f"its agent ended ({how})" if how else f"nothing was heard of it for {self.patience.join_s:g} s"
+            lines = one.last_lines()[-5:]
+            said = "".join(f"\n      {line}" for line in lines) if lines else "; it had printed nothing"
+            details.append(f"{', '.join(one.hosts)}: {state}{said}")
+        return "\n  ".join([head, *details])
+
+    def _explained(self, name: str, reason: str, *, is_silent: bool) -> str:
+        watched = next((one for one in self._watched if name in one.hosts), None)
+        # Of a host that is only silent nobody will say that anything has ended.
+        news_s = watched.LAST_NEWS_S if watched is not None and not is_silent else 0.0
+        deadline = time.monotonic() + news_s
+        while watched is not None and (how := watched.how_it_ended()) is None and time.monotonic() < deadline:
+            time.sleep(_LOOK_EVERY_S / 10)
+        ended = f" (its agent ended: {how})" if watched is not None and how else ""
+        return f"host {name!r} is lost: {reason}{ended}"
+
+    def _be_alive(self) -> None:
+        """One after the other, over the second: hundreds of threads that all wake at once are in each other's way."""
+        while not self._is_over.is_set():
+            agents = list(self._agents.values())
+            for agent in agents:
+                agent.link.tell(ALIVE)
+                if self._is_over.wait(_ALIVE_EVERY_S / len(agents)):
+                    return
+            if not agents:
+                self._is_over.wait(_ALIVE_EVERY_S)
+
+
+def _bracketed(address: str) -> str:
+    return f"[{address}]" if ":" in address else address

@@ -1,0 +1,154 @@
+"""Where the nodes of a run are, and what becomes of those of a host that is lost: they start again on another one.
+
+    host lost ── failure "HostLost" ── wait until nothing of the nodes can be left there ── "down" ── restart elsewhere
+
+The wait is the fence: two processes must never be one node, and nobody can look at a host that is lost. Its nodes end
+by themselves: at the death of their agent, or when that has heard nothing of the launcher for a while.
+"""
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+from lp_pipe.launch.coordination.coordinator import Coordinator
+from lp_pipe.launch.coordination.record import Failure
+from lp_pipe.launch.plan.hardware import Hardware
+from lp_pipe.launch.plan.host_placement import HostPlace, place_again
+from lp_pipe.launch.plan.spec import NodeSpec
+from lp_pipe.launch.processes.zygote import LAUNCHER_PATIENCE_S, ORPHAN_S
+
+_log = logging.getLogger(__name__)
+
+_SLACK_S = 1.0
+_SILENCE_TICKS = 1.25  # a silence is noticed after at most a quarter more (connections/silence.py)
+_ORPHAN_S = 1.0  # instead of ORPHAN_S where nodes wait for the end of others
+_OVER = ("finished", "failed", "stopped")
+
+
+def orphan_s(nodes: Iterable[NodeSpec], is_elastic: bool) -> float:
+    """What nodes have to end when their agent is dead: little where others wait for it, to take their place."""
+    return _ORPHAN_S if is_elastic or any(spec.may_start_again for spec in nodes) else ORPHAN_S
+
+
+def fence_s(is_silent: bool) -> float:
+    """After which time nothing can be left of the nodes of a host that is lost.
+
+    is_silent: it may be alive, and only cut off; else its connection has ended, with its agent.
+    """
+    return (LAUNCHER_PATIENCE_S * _SILENCE_TICKS if is_silent else 0.0) + _ORPHAN_S + _SLACK_S
+
+
+class Relocation:
+    """Thread-safe. hardware: of the hosts that are up, by name; places: of all nodes, by node_id.
+
+    only_spares: nodes may only go to hosts that have none.
+    """
+
+    def __init__(
+        self,
+        nodes: Sequence[NodeSpec],
+        hardware: Mapping[str, Hardware],
+        places: Mapping[str, HostPlace],
+        coordinator: Coordinator,
+        only_spares: bool = False,
+    ) -> None:
+        self._only_spares = only_spares
+        self._nodes = {spec.node_id: spec for spec in nodes}
+        self._hardware = dict(hardware)
+        self._places = dict(places)
+        self._coordinator = coordinator
+        self._lock = threading.Lock()
+        self._fenced: dict[str, float] = {}  # may still run on a host that is lost, until then (time.monotonic)
+        self._new: set[str] = set()  # the agent of their host does not know them yet
+        self._timers: list[threading.Timer] = []
+
+    def place_of(self, node_id: str) -> HostPlace:
+        return self._places[node_id]
+
+    def host_of(self, node_id: str) -> str:
+        return self._places[node_id].host
+
+    def is_fenced(self, node_id: str) -> bool:
+        """Whether it must not be started: it will be due once more."""
+        with self._lock:
+            return node_id in self._fenced
+
+    def take_new(self, node_id: str) -> bool:
+        """Whether the agent of its host has to be told first what the node is; it is told now."""
+        with self._lock:
+            is_new = node_id in self._new
+            self._new.discard(node_id)
+            return is_new
+
+    def lose(self, host: str, why: str, is_silent: bool) -> None:
+        """The host is lost. Its nodes fail; those that may start again are given other places, if there are any."""
+        failure = Failure("HostLost", why)
+        until = time.monotonic() + fence_s(is_silent)
+        with self._lock:
+            self._hardware.pop(host, None)
+            lost = [spec for spec in self._nodes.values() if self._places[spec.node_id].host == host]
+            states = self._coordinator.states()
+            moving = [spec for spec in lost if spec.may_start_again and states[spec.node_id] not in _OVER]
+            if moving and (lacking := self._move(moving, states)):
+                moving, failure = [], Failure("HostLost", f"{why}; its nodes cannot start on another host: {lacking}")
+            fenced = [spec.node_id for spec in moving if not self._coordinator.is_gone(spec.node_id)]
+            self._fenced.update((node_id, max(until, self._fenced.get(node_id, until))) for node_id in fenced)
+        for spec in lost:
+            self._coordinator.node_ended(spec.node_id, failure, can_restart=spec in moving)
+        for spec in lost:
+            if spec not in moving or self._coordinator.must_end(spec.node_id):
+                self._down([spec.node_id])
+        if moving:
+            self._start_timer(until, fenced, failure)
+            where = ", ".join(f"{spec.node_id} on {self.host_of(spec.node_id)}" for spec in moving)
+            _log.warning("what ran on host %r starts again in %g s: %s", host, fence_s(is_silent), where)
+
+    def give_up(self, node_ids: Iterable[str]) -> None:
+        """These are to end, not to start again: nobody needs to wait for what may be left of them."""
+        with self._lock:
+            fenced = self._fenced.keys() & node_ids
+        self._down(fenced)
+
+    def close(self) -> None:
+        for timer in self._timers:
+            timer.cancel()
+            timer.join()
+
+    def _move(self, moving: Sequence[NodeSpec], states: Mapping[str, str]) -> str:
+        """Give them other places; returns what is missing for that. With the lock held."""
+        ids = {spec.node_id for spec in moving}
+        staying = [
+            spec
+            for node_id, spec in self._nodes.items()
+            if node_id not in ids and states[node_id] not in _OVER and self._places[node_id].host in self._hardware
+        ]
+        try:
+            found = place_again(moving, self._hardware, staying, self._places, self._only_spares)
+        except ValueError as error:
+            return str(error)
+        self._places.update(found)
+        self._new.update(ids)
+        return ""
+
+    def _start_timer(self, when: float, node_ids: Sequence[str], failure: Failure) -> None:
+        timer = threading.Timer(max(0.0, when - time.monotonic()), self._unfence, (when, node_ids, failure))
+        timer.name, timer.daemon = "fence of lost host", True
+        self._timers.append(timer)
+        timer.start()
+
+    def _unfence(self, when: float, node_ids: Sequence[str], failure: Failure) -> None:
+        with self._lock:  # one that was to go to a host that is lost as well may still run on the first
+            fenced = [node_id for node_id in node_ids if self._fenced.get(node_id, math.inf) <= when]
+        for node_id in fenced:
+            self._coordinator.node_ended(node_id, failure)  # no word more, unless it was told to start meanwhile
+        self._down(fenced)
+
+    def _down(self, node_ids: Iterable[str]) -> None:
+        ids = list(node_ids)
+        with self._lock:
+            for node_id in ids:
+                self._fenced.pop(node_id, None)
+        for node_id in ids:
+            self._coordinator.node_down(node_id)

@@ -1,0 +1,101 @@
+"""Lines of nodes on their way from an agent to the launcher: never more than a bounded number of bytes.
+
+    pipes ─► LogPump ─► ShippedLogs ══ link ══► ReceivedLogs ─► files, streams
+                             ▲                       │
+                             └──── "logged": n ──────┘    credit comes back once they are written
+
+So a launcher that writes slowly, or not at all, makes the nodes that print wait, and nothing else: what supervises
+them has the link to itself between two pieces.
+"""
+
+import threading
+from collections import deque
+from queue import SimpleQueue
+from typing import NamedTuple
+
+from lp_pipe.launch.hosts.agent_link import AgentLink
+from lp_pipe.telemetry.log_files import LogOutput
+
+_WINDOW_BYTES = 1 << 19
+_KEPT_LINES = 20
+
+
+class ShippedLogs:
+    """The agent's end: a LogOutput for its pump."""
+
+    def __init__(self, link: AgentLink) -> None:
+        self._link = link
+        self._on_their_way = 0
+        self._has_room = threading.Condition()
+        self._is_closed = False
+
+    def write(self, node_id: str, is_stderr: bool, lines: list[bytes]) -> None:
+        size = _size(lines)
+        with self._has_room:
+            self._has_room.wait_for(lambda: self._is_closed or self._on_their_way < _WINDOW_BYTES)
+            if self._is_closed:
+                return
+            self._on_their_way += size
+        self._link.tell("log", node_id, is_stderr, b"\n".join(lines))
+
+    def logged(self, size: int) -> None:
+        """The launcher has written so many bytes."""
+        with self._has_room:
+            self._on_their_way -= size
+            self._has_room.notify_all()
+
+    def flush(self) -> None:
+        """The launcher does."""
+
+    def close(self) -> None:
+        """Free who waits: nobody reads any more."""
+        with self._has_room:
+            self._is_closed = True
+            self._has_room.notify_all()
+
+
+class _Piece(NamedTuple):
+    link: AgentLink
+    node_id: str
+    is_stderr: bool
+    text: bytes
+
+
+class ReceivedLogs:
+    """The launcher's end, one for all agents: writes in a thread of its own."""
+
+    def __init__(self, output: LogOutput) -> None:
+        self._output = output
+        self._pieces: SimpleQueue[_Piece | None] = SimpleQueue()
+        self._last: dict[str, deque[str]] = {}
+        self._thread = threading.Thread(target=self._run, name="node logs", daemon=True)
+        self._thread.start()
+
+    def put(self, link: AgentLink, node_id: str, is_stderr: bool, text: bytes) -> None:
+        """Returns at once; what may wait here is bounded by the agents' windows."""
+        self._pieces.put(_Piece(link, node_id, is_stderr, text))
+
+    def last_lines(self, node_id: str) -> list[str]:
+        return list(self._last.get(node_id, ()))
+
+    def close(self, patience_s: float = 5.0) -> None:
+        """Write what has come; a launcher whose output nobody reads gives up after a while."""
+        self._pieces.put(None)
+        self._thread.join(patience_s)
+        if not self._thread.is_alive():
+            self._output.close()
+
+    def _run(self) -> None:
+        while (piece := self._pieces.get()) is not None:
+            lines = piece.text.split(b"\n")
+            kept = self._last.setdefault(piece.node_id, deque(maxlen=_KEPT_LINES))
+            kept.extend(line.decode(errors="replace") for line in lines[-_KEPT_LINES:])
+            self._output.write(piece.node_id, piece.is_stderr, lines)
+            if self._pieces.empty():
+                self._output.flush()
+            piece.link.tell("logged", _size(lines))
+        self._output.flush()
+
+
+def _size(lines: list[bytes]) -> int:
+    return sum(map(len, lines)) + len(lines)

@@ -1,0 +1,123 @@
+"""The hosts of an elastic run: they come and go, and outlive the programs that run on them."""
+
+import contextlib
+import logging
+import threading
+import time
+
+from lp_pipe.connections import Listener
+from lp_pipe.errors import LaunchError
+from lp_pipe.launch.engines.base import HostOffer, Invitation, Watched
+from lp_pipe.launch.hosts.gathering import Gathering, RemoteAgent
+from lp_pipe.launch.hosts.relocation import fence_s
+
+_log = logging.getLogger(__name__)
+
+_LOOK_EVERY_S = 0.2
+_BRING_BACK_EVERY_S = 5.0
+
+
+class StandingGathering(Gathering):
+    """Agents may join at any time: those that were lost, and others that know the run's secret.
+
+    losses: how many hosts were lost so far; lost_at: when the last one was (time.monotonic).
+    """
+
+    losses = 0
+    lost_at = 0.0
+    _listener: Listener
+    _invitation: Invitation
+
+    def open(self, log_dir: str, needs_torch: bool) -> None:
+        """Start the agents; returns at once.
+
+        Raises:
+            LaunchError: one cannot be started.
+        """
+        self._needs_torch = needs_torch
+        self._fenced_until = 0.0
+        self._listener, self._invitation = self._listen_for_agents(log_dir)
+        try:
+            self._watched = self._engine.start(self._invitation)
+        except BaseException:
+            self._listener.close()
+            raise
+        self._threads = [
+            threading.Thread(target=self._be_alive, name="launcher is alive", daemon=True),
+            threading.Thread(target=self._bring_back, name="lost hosts come back", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def up(self) -> dict[str, RemoteAgent]:
+        """The hosts that have joined and are not lost; those of the engine first."""
+        with self._changed:
+            return {name: self._agents[name] for name in self._offers if name in self._agents}
+
+    def wait_for(self, least: int, is_first: bool, is_stopping: threading.Event) -> dict[str, RemoteAgent]:
+        """Until so many are up, and nothing can be left of the nodes of others that are lost.
+
+        At first until all have joined that may. Returns at once, with less, when it is stopping.
+
+        Raises:
+            LaunchError: there were not so many in time.
+        """
+        deadline = time.monotonic() + self.patience.join_s
+        while not is_stopping.is_set():
+            up = self.up()
+            is_late = time.monotonic() >= deadline
+            missing = [name for name in self._offers if name not in up]
+            ended = {name for one in self._watched if one.how_it_ended() is not None for name in one.hosts}
+            is_coming = is_first and not is_late and not ended.issuperset(missing)
+            is_clear = time.monotonic() >= self._fenced_until
+            if len(up) >= least and not is_coming and is_clear:
+                break
+            if len(up) < least and (is_late or (is_first and missing and not is_coming)):
+                raise LaunchError(
+                    f"{len(up)} hosts are up, at least {least} are needed. {self._who_is_missing(missing)}"
+                )
+            with self._changed:
+                self._changed.wait(_LOOK_EVERY_S)
+        return self.up()
+
+    def release(self, patience_s: float) -> None:
+        """The program has ended: its hosts wait for the next one."""
+        with self._changed:
+            self._on_lost = None
+
+    def close(self, patience_s: float) -> None:
+        self._listener.close()
+        super().close(patience_s)
+        for thread in self._threads:
+            thread.join(patience_s)
+
+    def lost(self, agent: RemoteAgent, reason: str) -> None:
+        if self._is_over.is_set():
+            return
+        with self._changed:
+            if self._agents.get(agent.name) is agent:
+                del self._agents[agent.name]
+            self.lost_at = time.monotonic()
+            self.losses += 1
+            self._fenced_until = max(self._fenced_until, self.lost_at + fence_s(agent.is_silent))
+        super().lost(agent, reason)
+
+    def _check_is_expected(self, host: str) -> None:
+        self._offers.setdefault(host, HostOffer(host))
+
+    def _bring_back(self) -> None:
+        while not self._is_over.wait(_BRING_BACK_EVERY_S):
+            self._watched = [self._again(one) for one in self._watched]
+
+    def _again(self, watched: Watched) -> Watched:
+        """What stands for the same host now."""
+        if len(watched.hosts) > 1 or watched.hosts[0] in self.up():
+            return watched
+        name = watched.hosts[0]
+        if watched.how_it_ended() is None:
+            if name not in self._lost:
+                return watched  # on its way
+            watched.kill()
+        with contextlib.suppress(LaunchError):  # not now: it is tried again
+            return self._engine.start_again(self._invitation, name) or watched
+        return watched

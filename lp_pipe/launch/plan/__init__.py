@@ -1,0 +1,1 @@
+"""What will run, where, and with what: nothing runs here."""

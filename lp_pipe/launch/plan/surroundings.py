@@ -1,0 +1,77 @@
+"""What nodes find around them: environment, folder, import path, arguments, flags; as they are at launch()."""
+
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+from lp_pipe.launch.plan import absl_flags
+
+# What describes a host or a login there, not the program.
+_OF_A_HOST = frozenset(
+    [
+        *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "HOSTNAME", "HOST", "TMPDIR", "PWD", "OLDPWD", "SHLVL", "TERM"),
+        *("MAIL", "DISPLAY", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONHOME", "PYTHONPATH"),
+        "CUDA_VISIBLE_DEVICES",
+    ]
+)
+_PREFIXES_OF_A_HOST = ("SSH_", "XDG_", "DBUS_", "SLURM", "KUBERNETES_", "RAY_", "LP_PIPE_TEMPLATE", "LP_PIPE_HOST_")
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Picklable: travels to the agents of other hosts.
+
+    synced: the launcher's folder (an absolute path, no links) of which the hosts have a copy of their own; "": none.
+    """
+
+    environment: Mapping[str, str]
+    cwd: str
+    sys_path: tuple[str, ...]
+    argv: tuple[str, ...]
+    log_level: int
+    absl_flags: bytes = b""
+    synced: str = ""
+
+    @classmethod
+    def here(cls, synced: str = "") -> Self:
+        """Of this process, now."""
+        level = logging.getLogger().getEffectiveLevel()
+        return cls(dict(os.environ), os.getcwd(), tuple(sys.path), tuple(sys.argv), level, absl_flags.here(), synced)
+
+    def on_this_host(self, tree: str = "") -> "Surroundings":
+        """Those of a launcher elsewhere, as far as they make sense here; the rest is this process's own.
+
+        Folders of what was synced come first in the import path, then this interpreter's; then, of the launcher's,
+        those that exist here too (shared ones).
+
+        tree: where the copy of what was synced is.
+        """
+        theirs = {name: value for name, value in self.environment.items() if not _is_of_a_host(name)}
+        ours = {name: value for name, value in os.environ.items() if _is_of_a_host(name)}
+        cwd = self._synced(self.cwd, tree)
+        if cwd is None:
+            cwd = next(filter(_may_be_entered, [self.cwd, os.getcwd(), os.path.expanduser("~")]), "/")
+        synced = {path: found for path in self.sys_path if (found := self._synced(path, tree)) is not None}
+        shared = (path for path in self.sys_path if path not in synced and os.path.isdir(path))
+        paths = dict.fromkeys([*synced.values(), *sys.path, *shared])
+        return Surroundings({**theirs, **ours}, cwd, tuple(paths), self.argv, self.log_level, self.absl_flags)
+
+    def _synced(self, folder: str, tree: str) -> str | None:
+        """The copy of a folder of the launcher's, if it is one of those that were synced."""
+        if not tree or not os.path.isabs(folder):
+            return None
+        below = os.path.relpath(os.path.realpath(folder), self.synced)
+        found = os.path.normpath(os.path.join(tree, below))
+        return None if below.startswith("..") or not os.path.isdir(found) else found
+
+
+def _may_be_entered(folder: str) -> bool:
+    """One may be there and not be ours to enter: root's home, for the user that a pod runs as."""
+    return os.path.isdir(folder) and os.access(folder, os.X_OK)
+
+
+def _is_of_a_host(name: str) -> bool:
+    return name in _OF_A_HOST or name.startswith(_PREFIXES_OF_A_HOST)

@@ -1,0 +1,1 @@
+"""Nodes as processes of one host, and the template that they are forked from."""

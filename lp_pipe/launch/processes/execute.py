@@ -1,0 +1,34 @@
+"""Run one node's code to its end, the same way in every launch mode."""
+
+from typing import Any
+
+from lp_pipe.context import NodeContext
+from lp_pipe.launch.coordination.record import Failure
+from lp_pipe.nodes import Node, is_echo, run_to_end
+from lp_pipe.rpc.remote_error import format_traceback, innermost_type_name, text_of
+
+
+def run_node(node: Node[Any], context: NodeContext) -> Failure | None:
+    """Execute `node` in the calling thread; returns how it failed, or None when it ended well.
+
+    SystemExit with status 0 or None ends well. Stop handlers that were started are waited for.
+    """
+    try:
+        error = run_to_end(node, context)
+        return None if error is None else failure_from(error)
+    except BaseException as broken:  # a user's exception may raise where it is looked at, and is a failure even so
+        return failure_from(broken)
+
+
+def failure_from(error: BaseException) -> Failure:
+    """What the launcher needs to know of an exception; without the frames of lp_pipe that lead to the user's code."""
+    if isinstance(error, SystemExit):
+        message = f"exit status {text_of(error.code)}"
+    else:
+        message = text_of(error).split("\n\n", 1)[0]  # a RemoteError carries its traceback, which is in ours
+    return Failure(
+        type_name=innermost_type_name(error),
+        message=message,
+        traceback=format_traceback(error),
+        is_unavailable=is_echo(error),
+    )

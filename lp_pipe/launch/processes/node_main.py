@@ -1,0 +1,280 @@
+"""The life of a node's process: report in, become the node, run it, report its end."""
+
+import atexit
+import contextlib
+import importlib
+import io
+import itertools
+import logging
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from lp_pipe import connections
+from lp_pipe.connections import Frame, faulty, frames, spanning
+from lp_pipe.connections.credentials import Credentials
+from lp_pipe.context import NodeContext, StopSignal, enter_process
+from lp_pipe.errors import Unavailable
+from lp_pipe.launch.coordination.record import Failure
+from lp_pipe.launch.coordination.view import to_wire
+from lp_pipe.launch.plan import absl_flags
+from lp_pipe.launch.processes import os_text
+from lp_pipe.launch.processes.execute import failure_from, run_node
+from lp_pipe.launch.processes.threads import set_process_threads
+from lp_pipe.launch.processes.zygote import LAUNCHER_PATIENCE_S
+from lp_pipe.protos import supervision_pb2 as wire
+from lp_pipe.rpc import codec, namesakes
+from lp_pipe.rpc.remote_error import printable
+from lp_pipe.telemetry import waits
+from lp_pipe.telemetry.numbers import as_numbers
+from lp_pipe.telemetry.positions import positions
+
+
+class Supervision:
+    """The node's end of its stream to the coordinator; as NodeServices, what the node's code may ask of it."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.stop_signal = StopSignal()
+        self.count_calls: Callable[[], int | None] = lambda: None
+        self.started: Future[tuple[wire.Start, Frame]] = Future()
+        self._pending: dict[int, Future[str]] = {}
+        self._ids = itertools.count(1)
+        self._endpoint_prefix = ""
+        self._connection = connections.connect(endpoint, idle_timeout_s=LAUNCHER_PATIENCE_S)
+        self._actions: dict[str, Callable[[Any], None]] = {
+            "stop": lambda message: self.stop_signal.set(),
+            "resolved": self._on_resolved,
+            "stacks": self._on_stacks,
+            "fault": self._on_fault,
+            "ping": self._on_ping,
+            "waits": self._on_waits,
+        }
+        self._connection.start(self._on_frame, self._on_close)
+
+    def send(self, **message: Any) -> None:
+        """Send one Supervision message.
+
+        Raises:
+            Unavailable: the launcher is gone.
+        """
+        body = wire.Supervision(**message).SerializeToString()
+        self._connection.send(Frame(frames.SUPERVISION, body=body))
+
+    def use_places_of(self, start: wire.Start) -> None:
+        """From now on it is known where the servers of the run listen."""
+        folder = os_text.unpack(start.socket_dir)
+        if not start.membership.run:
+            self._endpoint_prefix = f"unix:{folder}/"
+            return
+        run = start.membership.run
+        self._endpoint_prefix = spanning.name_of(run, "")
+        credentials = Credentials.from_bytes(start.membership.credentials)
+        host, reached_at, silence_s = start.membership.host, start.membership.reached_at, start.membership.silence_s
+        spanning.join(spanning.Member(run, host, credentials, self.find, folder, reached_at, silence_s))
+
+    def end(self, failure: Failure | None) -> None:
+        """Report how the node's code ended."""
+        ended = wire.Ended()
+        if failure is not None:
+            ended.type_name, ended.message = printable(failure.type_name), printable(failure.message)
+            ended.traceback, ended.is_unavailable = printable(failure.traceback), failure.is_unavailable
+        with contextlib.suppress(Unavailable):  # nobody is left who would want to know
+            self.send(ended=ended)
+
+    def close(self) -> None:
+        """The last that this process says to its launcher."""
+        with contextlib.suppress(Unavailable):
+            for rule, hits in faulty.hits().items():
+                self.send(fault_report=wire.FaultReport(rule=rule, hits=hits))
+        self._connection.close("the node has ended")
+
+    # NodeServices
+
+    def endpoint_for(self, address: str) -> str:
+        return self._endpoint_prefix + address
+
+    def register(self, address: str, endpoint: str) -> None:
+        self.send(register=wire.Register(address=address, endpoint=spanning.registered(endpoint)))
+
+    def withdraw(self, address: str) -> None:
+        with contextlib.suppress(Unavailable):
+            self.send(register=wire.Register(address=address))
+
+    def resolve(self, address: str) -> "Future[str]":
+        return self._ask(lambda number: {"resolve": wire.Resolve(id=number, address=address)})
+
+    def find(self, address: str) -> "Future[str]":
+        """As `resolve`, but Unavailable at once when nobody has registered it."""
+        return self._ask(lambda number: {"resolve": wire.Resolve(id=number, address=address, now=True)})
+
+    def reserve_port(self, address: str) -> str:
+        return self._ask(lambda number: {"reserve_port": wire.ReservePort(id=number, address=address)}).result()
+
+    def request_stop(self) -> None:
+        with contextlib.suppress(Unavailable):  # then the stop is under way already
+            self.send(stop_request=wire.StopRequest())
+
+    def inner_nodes_ended(self, colocation: str) -> "Future[str]":
+        return self._ask(lambda number: {"inner_nodes": wire.InnerNodes(id=number, colocation=colocation)})
+
+    def stop_inner_nodes(self, colocation: str) -> None:
+        with contextlib.suppress(Unavailable):  # then they stop anyway
+            self.send(inner_nodes=wire.InnerNodes(colocation=colocation, stop=True))
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None) -> None:
+        numbers, step = as_numbers(metrics, step)
+        names, values = list(numbers), list(numbers.values())
+        self.send(metrics=wire.Metrics(names=names, values=values, step=step or 0, has_step=step is not None))
+
+    def _ask(self, question: Callable[[int], dict[str, Any]]) -> "Future[str]":
+        number = next(self._ids)
+        answer: Future[str] = Future()
+        self._pending[number] = answer
+        try:
+            self.send(**question(number))
+        except Unavailable as error:
+            if self._pending.pop(number, None) is not None:
+                answer.set_exception(error)
+        return answer
+
+    def _on_frame(self, frame: Frame) -> None:
+        message = wire.Supervision.FromString(bytes(frame.body))
+        kind = message.WhichOneof("message")
+        if kind == "start":
+            self.started.set_result((message.start, frame))
+        elif kind is not None:
+            self._actions[kind](getattr(message, kind))
+
+    def _on_resolved(self, message: wire.Resolved) -> None:
+        answer = self._pending.pop(message.id, None)
+        if answer is None:
+            return
+        if message.not_in_program:
+            answer.set_exception(RuntimeError(message.unavailable))
+        elif message.unavailable:
+            answer.set_exception(Unavailable(message.unavailable))
+        else:
+            answer.set_result(message.endpoint)
+
+    def _on_ping(self, message: wire.Ping) -> None:
+        calls = self.count_calls()
+        if calls is not None:
+            with contextlib.suppress(Unavailable):
+                self.send(ping=wire.Ping(calls=calls))
+
+    def _on_stacks(self, message: wire.Stacks) -> None:
+        with contextlib.suppress(Unavailable):
+            self.send(stacks=wire.Stacks(id=message.id, text=all_stacks()))
+
+    def _on_waits(self, message: wire.Waits) -> None:
+        # A program that this node has launched looks after its own nodes, where they are threads of this process.
+        own = [one for node, one in waits.look(message.old_s) if node is None or node.services is self]
+        places = [text for node, text in positions() if node.services is self]
+        with contextlib.suppress(Unavailable):
+            self.send(waits=to_wire(own, waits.pools(), places))
+
+    def _on_fault(self, message: wire.Fault) -> None:
+        hits = faulty.apply(message)
+        with contextlib.suppress(Unavailable):
+            self.send(fault_report=wire.FaultReport(id=message.id, hits=hits))
+
+    def _on_close(self, reason: str) -> None:
+        if not self.started.done():
+            self.started.set_exception(Unavailable(f"the launcher went away: {reason}"))
+        while self._pending:
+            _, answer = self._pending.popitem()
+            answer.set_exception(Unavailable(f"the launcher went away: {reason}"))
+        self.stop_signal.set()
+
+
+def main(node_id: str, endpoint: str, attempt: int) -> int:
+    """Run one node in this process; returns the exit status. attempt: how often the node was restarted before."""
+    supervision = Supervision(endpoint)
+    supervision.send(hello=wire.Hello(node_id=node_id, pid=os.getpid(), attempt=attempt))
+    start, frame = supervision.started.result()
+    try:
+        failure = _run(start, frame.buffers[0], supervision)
+    except BaseException as error:  # the node's modules or arguments did not load
+        failure = failure_from(error)
+    supervision.end(failure)  # before exit functions, which may take long: the others must hear of a failure now
+    if failure is not None:
+        _exit_within(start.grace_s)
+    with contextlib.suppress(Exception):
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    supervision.close()
+    return 0 if failure is None else 1
+
+
+def _pin_to(cpus: Iterable[int]) -> None:
+    """Every thread: the call is for one, and the stream's is there already."""
+    if hasattr(os, "sched_setaffinity"):
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(thread), cpus)
+
+
+def _exit_within(seconds: float) -> None:
+    """A failed node must not hang in its exit functions: nobody else would end it, and its restart waits for it."""
+    timer = threading.Timer(seconds, os._exit, (1,))
+    timer.daemon = True
+    timer.start()
+
+
+def all_stacks() -> str:
+    """The Python stack of every thread of this process."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    parts = [
+        f"thread {names.get(ident, ident)}:\n" + "".join(traceback.format_stack(frame))
+        for ident, frame in sys._current_frames().items()
+    ]
+    return "\n".join(parts)
+
+
+def _run(start: wire.Start, payload: bytearray, supervision: Supervision) -> Failure | None:
+    _set_up_process(start)
+    namesakes.enter_node()
+    absl_flags.arrive(start.absl_flags)
+    supervision.use_places_of(start)
+    node, resources = codec.loads(payload)
+    context = NodeContext(
+        label=start.label,
+        index=start.index,
+        group_size=start.group_size,
+        resources=resources,
+        run_dir=Path(os_text.unpack(start.run_dir)),
+        services=supervision,
+        devices=tuple(start.devices),
+        grace_s=start.grace_s,
+        stop_signal=supervision.stop_signal,
+    )
+    supervision.count_calls = lambda: context.calls
+    enter_process(context)
+    set_process_threads(start.threads)
+    if context.is_stopping:
+        return None
+    return run_node(node, context)
+
+
+def _set_up_process(start: wire.Start) -> None:
+    """Environment, folder and import path as they were at launch()."""
+    os.environ.clear()
+    os.environ.update(os_text.unpack_map(start.env))
+    sys.path[:] = os_text.unpack_all(start.sys_path)
+    sys.argv[:] = os_text.unpack_all(start.argv)
+    importlib.invalidate_caches()
+    if os.environ.get(faulty.VARIABLE):
+        faulty.enable()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)  # they are pipes, but people watch them
+    with contextlib.suppress(FileNotFoundError):
+        os.chdir(os_text.unpack(start.cwd))
+    if start.cpus:
+        _pin_to(start.cpus)
+    logging.basicConfig(level=start.log_level or logging.WARNING, format="%(levelname)s %(name)s: %(message)s")

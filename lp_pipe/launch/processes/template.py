@@ -1,0 +1,154 @@
+"""The launcher's side of the template process (see zygote.py)."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lp_pipe.errors import LaunchError
+from lp_pipe.launch.processes.exits import how_it_died
+from lp_pipe.launch.processes.heap import heap_environment
+from lp_pipe.launch.processes.proctree import kill_all, marked
+from lp_pipe.launch.processes.zygote import ORPHAN_S, receive_message, send_message
+
+# Slow to import and harmless to fork: loaded once in the template when the launching process has loaded them itself.
+_WORTH_PRELOADING = ("numpy", "torch", "torch.optim", "torch.utils._pytree", "lp_pipe.pipeline.worker.worker")
+MARK = "LP_PIPE_TEMPLATE"
+_BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from lp_pipe.launch.processes.zygote import main; "
+    "main(int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4]), float(sys.argv[5]), sys.argv[6])"
+)
+
+OnExit = Callable[[str, str], None]
+OnStart = Callable[[str, int], None]
+OnLost = Callable[[str], None]
+
+
+class Template:
+    """Starts processes by forking, and reports their starts and exits from a thread of its own.
+
+    on_exit(node_id, how): also when it could not start. on_lost(reason): the template has died, and every node with it.
+    preload: modules that it imports; None: those of use that this process has imported.
+    orphan_s: how long nodes may take to end when this process has died. socket_dir: the run's folder, removed then.
+    """
+
+    def __init__(
+        self,
+        on_start: OnStart,
+        on_exit: OnExit,
+        on_lost: OnLost,
+        preload: Sequence[str] | None = None,
+        orphan_s: float = ORPHAN_S,
+        socket_dir: str = "",
+    ) -> None:
+        self._on_start = on_start
+        self._on_exit = on_exit
+        self._on_lost = on_lost
+        self._mark = uuid.uuid4().hex
+        self._send_lock = threading.Lock()
+        self._is_closing = False
+        self._control, theirs = socket.socketpair()
+        arguments = [
+            json.dumps(sys.path),
+            str(theirs.fileno()),
+            str(os.getpid()),
+            json.dumps(loaded_here() if preload is None else [*preload]),
+            str(orphan_s),
+            socket_dir,
+        ]
+        # BLAS would start its threads when numpy is imported, and threads do not survive a fork.
+        threads = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, **heap_environment(os.environ), MARK: self._mark, **threads}
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", _BOOT, *arguments],  # type: ignore[attr-defined]
+                pass_fds=[theirs.fileno()],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._control.close()
+            raise LaunchError(f"cannot start {sys.executable} for the nodes: {error}") from error
+        finally:
+            theirs.close()
+        threading.Thread(target=self._listen, name="template events", daemon=True).start()
+
+    @property
+    def mark(self) -> dict[str, str]:
+        """The environment variable that every process of this run carries."""
+        return {MARK: self._mark}
+
+    def start(self, request: dict[str, Any], stdout: int, stderr: int) -> None:
+        """Start a node's process; its output goes to the given descriptors.
+
+        Raises:
+            LaunchError: the template process is gone.
+        """
+        self._send({"op": "start", **request}, (stdout, stderr))
+
+    def signal(self, node_id: str, number: int, tree: bool) -> None:
+        """Send a signal to a node's process, or to everything it has started as well."""
+        with contextlib.suppress(LaunchError):  # gone with all its nodes: on_lost tells
+            self._send({"op": "signal", "node": node_id, "signal": number, "tree": tree})
+
+    def ping(self) -> None:
+        """Show that the launcher is alive."""
+        with contextlib.suppress(LaunchError):
+            self._send({"op": "ping"})
+
+    def close(self) -> None:
+        """End the template and whatever its nodes have left behind; returns when all of it is gone."""
+        self._is_closing = True
+        with contextlib.suppress(LaunchError):
+            self._send({"op": "bye"})
+        try:
+            self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        kill_all(marked(MARK, self._mark))
+        with contextlib.suppress(OSError):
+            self._control.shutdown(socket.SHUT_RDWR)
+        self._control.close()
+
+    def _send(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
+        with self._send_lock:
+            try:
+                send_message(self._control, message, fds)
+            except OSError as error:
+                raise LaunchError(f"the template process of the nodes is gone: {error}") from error
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                received = receive_message(self._control)
+            except OSError:
+                received = None
+            if received is None:
+                break
+            message, _ = received
+            if message["event"] == "started":
+                self._on_start(message["node"], message["pid"])
+            elif message["event"] == "exited":
+                self._on_exit(message["node"], how_it_died(message["status"]))
+            else:
+                self._on_exit(message["node"], message["why"])
+        if not self._is_closing:
+            status = self._process.wait()
+            kill_all(marked(MARK, self._mark))
+            how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+            self._on_lost(f"the template process {self._process.pid} that had started it ended: {how}")
+
+
+def loaded_here() -> list[str]:
+    """What nodes will need, and this process has imported."""
+    return [name for name in _WORTH_PRELOADING if name in sys.modules]

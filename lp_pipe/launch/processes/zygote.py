@@ -1,0 +1,299 @@
+"""The template process: imports what nodes will need, then forks one child per node on request.
+
+It is started by exec, stays single-threaded, and never runs a torch operation, gRPC or CUDA: only such a process may
+be forked safely. It is the parent of all nodes: it reports their exits, kills their process trees (orphaned
+grandchildren come back to it, as the subreaper), and takes them down when the launcher dies.
+
+Messages, both ways, over the inherited socket: 4 bytes length, JSON; file descriptors ride on the first byte.
+"""
+
+import contextlib
+import ctypes
+import errno
+import gc
+import importlib
+import json
+import os
+import random
+import select
+import shutil
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from lp_pipe.launch.processes.heap import heap_environment
+from lp_pipe.launch.processes.proctree import kill_all, session_of, tree_of
+
+_LENGTH = struct.Struct("<I")
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+_PR_SET_CHILD_SUBREAPER = 36
+# A launcher that is silent for so long counts as dead, here and on the nodes' own streams; it pings every second.
+LAUNCHER_PATIENCE_S = 8.0
+# The launcher died: its nodes see their streams close and stop; those that do not are made to, after so long.
+ORPHAN_S = 5.0
+_ORPHAN_TERM = 0.8  # of that time: SIGTERM
+
+
+def send_message(sock: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
+    """Send one message; blocks until the other side has room."""
+    data = json.dumps(message).encode()
+    packet = _LENGTH.pack(len(data)) + data
+    sent = socket.send_fds(sock, [packet], list(fds)) if fds else 0
+    sock.sendall(packet[sent:])
+
+
+def receive_message(sock: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """The next message and its file descriptors, or None when the other side has closed."""
+    head, fds, _, _ = socket.recv_fds(sock, _LENGTH.size, 8)
+    if not head:
+        return None
+    head += _receive_exactly(sock, _LENGTH.size - len(head))
+    (length,) = _LENGTH.unpack(head)
+    message: dict[str, Any] = json.loads(_receive_exactly(sock, length))
+    return message, list(fds)
+
+
+def _receive_exactly(sock: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        piece = sock.recv(size - len(data))
+        if not piece:
+            raise ConnectionError("the other side ended inside a message")
+        data += piece
+    return bytes(data)
+
+
+class Zygote:
+    """One per run; `serve` ends when the launcher says goodbye, is dead or silent, and all nodes are gone."""
+
+    def __init__(self, control: socket.socket, launcher_pid: int, orphan_s: float, socket_dir: str) -> None:
+        """
+        Raises:
+            ProcessLookupError: the launcher has ended.
+        """
+        self._control = control
+        self._orphan_s = orphan_s
+        self._launcher = _pidfd(launcher_pid)
+        self._nodes: dict[int, str] = {}  # pid -> node_id
+        self._socket_dir = socket_dir
+        self._is_done = False
+        self._wake, wake_write = socket.socketpair()
+        self._wake.setblocking(False)
+        wake_write.setblocking(False)
+        self._wake_write = wake_write
+        self._operations: dict[str, Callable[[dict[str, Any], list[int]], None]] = {
+            "start": self._start_node,
+            "signal": self._signal_node,
+            "ping": lambda message, fds: None,
+            "bye": self._say_goodbye,
+        }
+
+    def serve(self) -> None:
+        signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        sources = _poll(self._control.fileno(), self._wake.fileno(), self._launcher)
+        heard = time.monotonic()
+        while not self._is_done:
+            # What waits to be read goes before the clock: after a freeze of its own this finds the launcher's pings.
+            patience_s = max(0.0, heard + LAUNCHER_PATIENCE_S - time.monotonic())
+            ready = {descriptor for descriptor, _ in sources.poll(patience_s * 1000)}
+            if not ready:
+                self._clean_up(is_orderly=False)
+                sys.exit(f"lp_pipe: the launcher was silent for {LAUNCHER_PATIENCE_S} s: its nodes were taken down")
+            if self._wake.fileno() in ready:
+                self._wake.recv(4096)
+                self._reap()
+            if self._launcher in ready:
+                break
+            if self._control.fileno() in ready:
+                if not self._serve_one():
+                    break
+                heard = time.monotonic()
+        self._clean_up(is_orderly=self._is_done)
+
+    def _serve_one(self) -> bool:
+        try:
+            received = receive_message(self._control)
+        except OSError:
+            return False
+        if received is None:
+            return False
+        message, fds = received
+        self._operations[message["op"]](message, fds)
+        return True
+
+    def _start_node(self, message: dict[str, Any], fds: list[int]) -> None:
+        parent = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:  # of which the other nodes must not die
+            self._tell({"event": "not started", "node": message["node"], "why": _why_no_fork(error)})
+        else:
+            if pid == 0:
+                self._become_node(message, fds, parent)
+            self._nodes[pid] = message["node"]
+            self._tell({"event": "started", "node": message["node"], "pid": pid})
+        for fd in fds:
+            os.close(fd)
+
+    def _become_node(self, message: dict[str, Any], fds: list[int], parent: int) -> NoReturn:
+        """In the child: never returns, whatever happens."""
+        try:
+            _die_with(parent)
+            os.setsid()
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C is the launcher's to handle
+            os.dup2(fds[0], 1)
+            os.dup2(fds[1], 2)
+            for fd in (*fds, self._wake.detach(), self._wake_write.detach(), self._control.detach(), self._launcher):
+                if fd is not None:
+                    os.close(fd)
+            _set_process_name(f"lp:{message['node']}")
+            if message["fresh"]:
+                _exec_node(message)
+            _reseed()
+            from lp_pipe.launch.processes.node_main import main
+
+            status = main(message["node"], message["endpoint"], message["attempt"])
+        except BaseException:  # nothing may escape into the template's own loop
+            sys.excepthook(*sys.exc_info())
+            status = 1
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+    def _signal_node(self, message: dict[str, Any], fds: list[int]) -> None:
+        for pid, node in self._nodes.items():
+            if node == message["node"]:
+                for member in [pid, *tree_of(pid)] if message["tree"] else [pid]:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(member, message["signal"])
+
+    def _say_goodbye(self, message: dict[str, Any], fds: list[int]) -> None:
+        self._is_done = True
+
+    def _reap(self) -> None:
+        ended: dict[int, int] = {}  # all that there are, for one look at the process tree
+        with contextlib.suppress(ChildProcessError):
+            while (child := os.waitpid(-1, os.WNOHANG)) != (0, 0):
+                ended.update([child])
+        nodes = {pid: self._nodes.pop(pid) for pid in ended if pid in self._nodes}  # others: orphaned grandchildren
+        if nodes:
+            kill_all([member for member in tree_of(os.getpid()) if session_of(member) in nodes])
+        for pid, node in nodes.items():
+            self._tell({"event": "exited", "node": node, "status": ended[pid]})
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # the launcher is gone; serve() notices
+            send_message(self._control, message)
+
+    def _clean_up(self, is_orderly: bool) -> None:
+        start = time.monotonic()
+        asked = False
+        while self._nodes and not is_orderly and time.monotonic() < start + self._orphan_s:
+            if not asked and time.monotonic() > start + _ORPHAN_TERM * self._orphan_s:
+                asked = True
+                for pid in tree_of(os.getpid()):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGTERM)
+            _poll(self._wake.fileno()).poll(100)
+            with contextlib.suppress(BlockingIOError):
+                self._wake.recv(4096)
+            self._reap()
+        while left := tree_of(os.getpid()):
+            kill_all(left)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(-1, 0)
+        if self._socket_dir:
+            shutil.rmtree(self._socket_dir, ignore_errors=True)
+
+
+def _poll(*descriptors: int | None) -> select.poll:
+    """For when they can be read. Not select(), which takes no number above 1023; the launcher may have more open."""
+    poll = select.poll()
+    for descriptor in descriptors:
+        if descriptor is not None:
+            poll.register(descriptor, select.POLLIN)
+    return poll
+
+
+def _why_no_fork(error: OSError) -> str:
+    what = error.strerror or str(error)
+    if error.errno == errno.EAGAIN:
+        what = "this user, or this container, may not have more processes and threads (ulimit -u, pids.max)"
+    return f"the process could not be started: {what}"
+
+
+def _pidfd(pid: int) -> int | None:
+    if not hasattr(os, "pidfd_open"):
+        return None
+    return os.pidfd_open(pid)
+
+
+def _die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent, the single-threaded template, ends."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the line above: that signal will never come
+        os._exit(1)
+
+
+def _set_process_name(name: str) -> None:
+    _prctl(_PR_SET_NAME, name.encode()[:15])
+
+
+def _prctl(option: int, argument: int | bytes) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, argument, 0, 0, 0)
+
+
+def _exec_node(message: dict[str, Any]) -> NoReturn:
+    code = (
+        "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+        "from lp_pipe.launch.processes.node_main import main; "
+        "sys.exit(main(sys.argv[2], sys.argv[3], int(sys.argv[4])))"
+    )
+    node = (message["node"], message["endpoint"], str(message["attempt"]))
+    arguments = [sys.executable, "-c", code, json.dumps(sys.path), *node]
+    os.execve(sys.executable, arguments, {**message["env"], **heap_environment(message["env"])})
+
+
+def _reseed() -> None:
+    """Forked generators would repeat each other's numbers."""
+    random.seed()
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(int.from_bytes(os.urandom(7), "little"))
+
+
+def main(control_fd: int, launcher_pid: int, preload: list[str], orphan_s: float, socket_dir: str) -> None:
+    """Import what is asked for, then serve fork requests.
+
+    orphan_s: what nodes have to end when the launcher has. socket_dir: is removed then.
+    """
+    control = socket.socket(fileno=control_fd)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _set_process_name("lp:template")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for module in ("lp_pipe.launch.processes.node_main", "multiprocessing.reduction", *preload):
+        with contextlib.suppress(ImportError):  # the node that needs it will say so in its own words
+            importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # the collector would touch, and so copy, every page that the children share
+    try:
+        zygote = Zygote(control, launcher_pid, orphan_s, socket_dir)
+    except ProcessLookupError:
+        shutil.rmtree(socket_dir, ignore_errors=True)
+        sys.exit("the launcher ended before its template process was up")
+    zygote.serve()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3]), float(sys.argv[4]), sys.argv[5])

@@ -1,0 +1,272 @@
+"""Segments of a stage that keep only their inputs after a forward, and run again when a backward needs more.
+
+The graph stays the one that the first run has made; only the tensors that autograd saves in it are left out, and come
+from a second run, which happens once for each micro-batch, when the first of them is asked for:
+
+    forward     inputs -> [Linear -> Tanh -> Linear] -> output       saved: inputs, and a slot for each tensor
+    backward    inputs -> [Linear -> Tanh -> Linear]                 each slot gets its tensor; this graph is dropped
+                the first graph's nodes take the tensors from their slots
+
+So gradients add up in the order of one process, wherever a parameter is used twice, and a backward in two parts finds
+in both what the one second run has made. The means are those of torch.utils.checkpoint (use_reentrant=False), which
+would run again for every part. Source: GPipe (Huang et al., 2019), section 2.3; Chen et al., 2016, for every k layers.
+"""
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+
+from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline.compute.activation_meter import Held, current_meter
+from lp_pipe.pipeline.compute.buffers import BufferSnapshot, Place
+from lp_pipe.pipeline.compute.entry import entered, phony
+from lp_pipe.pipeline.layers.skips import popped_by
+
+Run = Callable[[Any, dict[str, Any]], Any]  # (value, popped) -> value; afterwards the dict has what was stashed
+
+_thread = threading.local()
+
+
+def is_recomputing() -> bool:
+    """Whether the layer that asks runs for the second time."""
+    return getattr(_thread, "recomputing", False)
+
+
+class Segment:
+    """Consecutive layers of a stage; a pure function of their inputs, parameters and buffers under `step_rng`."""
+
+    def __init__(self, layers: Sequence[nn.Module], name: str) -> None:
+        self.name = name
+        self._pops = popped_by(layers)
+        modules = list(nn.ModuleList(layers).modules())
+        self._modules = [m for m in modules if m._buffers]
+        # max_norm: what it has made shorter it does not change again.
+        self._constants = [p for m in modules if getattr(m, "max_norm", None) is None for p in m.parameters(False)]
+        # What the layers write to must be copied before. The first run tells; until then it may be anything.
+        self._written: frozenset[Place] | None = None
+        self._writes_to_inputs: bool | None = None
+
+    def forward(self, run: Run, value: Any, skips: dict[str, Any]) -> Any:
+        """`run`, whose saved tensors take no memory until the backward.
+
+        Raises:
+            PipelineError: it has written to a buffer or an input to which it had not written in earlier runs, or to a
+                parameter.
+        """
+        own = {name: skips.pop(name) for name in self._pops if name in skips}
+        inputs = _Inputs((value, own), copy=self._writes_to_inputs is not False)
+        buffers = BufferSnapshot(self._modules, self._written)
+        frame = _Frame(self, run, inputs)
+        versions = _versions(self._constants)
+        with saved_tensors_hooks(frame.pack, _unpack):
+            value = run(value, own)
+        if _versions(self._constants) != versions:
+            raise PipelineError(
+                f"{self.name}: cannot be recomputed, because a forward writes to a parameter, which the second run "
+                "would do again: leave these layers out of recompute"
+            )
+        self._learn(inputs, buffers)
+        frame.complete(buffers.only(self._written or frozenset()))
+        skips.update(own)
+        return value
+
+    def _learn(self, inputs: "_Inputs", buffers: BufferSnapshot) -> None:
+        lost = buffers.without_copy()
+        self._written = (self._written or frozenset()) | buffers.written()
+        written = inputs.were_written()
+        if written and not inputs.is_copied:
+            lost.append("its input")
+        self._writes_to_inputs = written or bool(self._writes_to_inputs)
+        if lost:
+            raise PipelineError(
+                f"{self.name}: cannot be recomputed, because only now it has begun to write to {', '.join(lost)}, of "
+                "which no copy was made: run the step again, or leave these layers out of recompute"
+            )
+
+
+class _Inputs:
+    """What a segment was called with."""
+
+    def __init__(self, values: tuple[Any, dict[str, Any]], *, copy: bool) -> None:
+        leaves, self._spec = pytree.tree_flatten(values)
+        self.is_copied = copy
+        self._wanted = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+        self._given = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)] if copy else []
+        self._given_versions = _versions(self._given)
+        kept: dict[int, Any] = {}  # by the leaf's id: one that comes twice is one object again
+        storages: dict[int, torch.UntypedStorage] = {}
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and id(leaf) not in kept:
+                kept[id(leaf)] = _copied(leaf, storages) if copy else leaf.detach()
+        self._leaves = [kept.get(id(leaf), leaf) for leaf in leaves]
+        meter = current_meter()
+        self._held = [meter.hold(tensor) for tensor in kept.values()] if meter is not None else []
+        self._versions = _versions(self._leaves)
+
+    def were_written(self) -> bool:
+        """Whether the segment, which has just run, has changed them in place; asked once."""
+        written = _versions(self._given) != self._given_versions or self.have_changed
+        self._given = []
+        self._given_versions = []
+        return written
+
+    @property
+    def have_changed(self) -> bool:
+        """Whether somebody has changed in place what was kept."""
+        return _versions(self._leaves) != self._versions
+
+    def again(self) -> tuple[Any, dict[str, Any]]:
+        """The same values for the second run: they want gradients as before, and may be written to."""
+        fresh: dict[int, Tensor] = {}
+        for leaf, wanted in zip(self._leaves, self._wanted, strict=True):
+            if isinstance(leaf, Tensor) and id(leaf) not in fresh:
+                # .data: to enter counts as a write, of which those who have saved the tensor must not know.
+                fresh[id(leaf)] = entered(phony(), [], [leaf.data])[0] if wanted else leaf.data
+        value, own = pytree.tree_unflatten([fresh.get(id(leaf), leaf) for leaf in self._leaves], self._spec)
+        return value, own
+
+
+class _Slot:
+    """In the graph in the place of a saved tensor; dies with the graph's need for it, and the tensor too."""
+
+    def __init__(self, frame: "_Frame") -> None:
+        self.frame = frame
+        self.tensor: Tensor | None = None
+        self.held: Held | None = None
+
+
+class _AllFilled(BaseException):
+    """Ends a second run whose remaining computations nobody needs. Not an Exception, which layers may catch."""
+
+
+class _Frame:
+    """One run of a segment for one micro-batch."""
+
+    def __init__(self, segment: Segment, run: Run, inputs: _Inputs) -> None:
+        self._segment = segment
+        self._run: Run | None = run
+        self._inputs: _Inputs | None = inputs
+        self._buffers = BufferSnapshot(())
+        self._is_complete = False
+        self._meter = current_meter()
+        # Weak: only the graph holds the slots, and drops each as soon as its node has run.
+        self._slots: list[weakref.ref[_Slot]] = []
+        self._kinds: list[tuple[torch.Size, torch.dtype]] = []
+        self._filled = 0
+        self._last_is_new = False
+
+    def pack(self, tensor: Tensor) -> _Slot:
+        slot = _Slot(self)
+        self._slots.append(weakref.ref(slot))
+        self._kinds.append((tensor.shape, tensor.dtype))
+        return slot
+
+    def complete(self, buffers: BufferSnapshot) -> None:
+        self._buffers = buffers
+        self._is_complete = True
+
+    def fill(self) -> None:
+        """Run again, and give every slot its tensor.
+
+        Raises:
+            PipelineError: the second run differs from the first.
+        """
+        if self._run is None or self._inputs is None:
+            raise self._differs("fewer were saved")
+        if not self._is_complete:
+            raise PipelineError(
+                f"{self._segment.name}: a layer calls autograd while it runs: leave these layers out of recompute"
+            )
+        if self._inputs.have_changed:
+            raise PipelineError(
+                f"{self._segment.name}: cannot be recomputed, because a later layer has changed their input in place: "
+                "let both be recomputed together, or give that layer inplace=False"
+            )
+        run, inputs = self._run, self._inputs
+        self._run = self._inputs = None
+        with (
+            contextlib.suppress(_AllFilled),
+            torch.enable_grad(),
+            self._buffers.swapped_in(),
+            saved_tensors_hooks(self._fill_next, _itself),
+            _again(),
+        ):
+            run(*inputs.again())
+        self._buffers = BufferSnapshot(())
+        if self._filled < len(self._slots):
+            raise self._differs(f"{self._filled} tensors")
+
+    def _fill_next(self, tensor: Tensor) -> Tensor:
+        position, self._filled = self._filled, self._filled + 1
+        if position == len(self._slots):
+            raise self._differs("more were saved")
+        if self._kinds[position] != (tensor.shape, tensor.dtype):
+            raise self._differs(f"saved tensor {position} was {list(tensor.shape)} of {tensor.dtype}")
+        # Detached: a node that saves its own result would hold itself for ever.
+        value = tensor.detach()
+        slot = self._slots[position]()
+        if slot is not None:
+            slot.tensor = value
+            slot.held = self._meter.hold(value) if self._meter is not None else None
+        # rrelu saves its noise, then its input, and writes the noise only afterwards: it must come to its end.
+        last_is_new, self._last_is_new = self._last_is_new, _is_new(tensor)
+        if self._filled == len(self._slots) and not last_is_new and not self._last_is_new:
+            raise _AllFilled
+        return value
+
+    def _differs(self, how: str) -> PipelineError:
+        return PipelineError(
+            f"{self._segment.name}: computed something else when they were recomputed ({how}; the first time "
+            f"{len(self._slots)} tensors): recompute needs layers that depend on their inputs, parameters, buffers and "
+            "torch's generator only; leave these out of it"
+        )
+
+
+def _unpack(slot: _Slot) -> Tensor:
+    if slot.tensor is None:
+        slot.frame.fill()
+    assert slot.tensor is not None, "the second run fills every slot that is alive"
+    return slot.tensor
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@contextlib.contextmanager
+def _again() -> Iterator[None]:
+    before = is_recomputing()
+    _thread.recomputing = True
+    try:
+        yield
+    finally:
+        _thread.recomputing = before
+
+
+def _is_new(tensor: Tensor) -> bool:
+    """Whether it may be memory that an operation has made to write to."""
+    return not (tensor.requires_grad or tensor._is_view() or isinstance(tensor, nn.Parameter))
+
+
+def _versions(leaves: Sequence[Any]) -> list[int]:
+    return [leaf._version for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _copied(tensor: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor:
+    """With all strides and gaps, because kernels may sum in another order in a denser layout."""
+    storage = tensor.untyped_storage()
+    address = storage.data_ptr()
+    if address not in storages:
+        storages[address] = storage.clone()
+    copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    copy.set_(storages[address], tensor.storage_offset(), tensor.shape, tensor.stride())
+    # What lies in memory may be conjugated or negated on reading only.
+    copy = copy.conj() if tensor.is_conj() else copy
+    return torch._neg_view(copy) if tensor.is_neg() else copy

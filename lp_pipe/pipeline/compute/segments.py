@@ -1,0 +1,71 @@
+"""Which layers of a stage are recomputed together: what the option `recompute` means."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline.layers.wrapper import unwrapped
+
+
+@dataclass(frozen=True)
+class FullStages:
+    """ "full" for some stages only, those that begin with these layers: what a plan may choose."""
+
+    first_layers: frozenset[int]
+
+
+Recompute = str | tuple[str, int] | Callable[[int, Any], bool] | FullStages
+
+
+class Run(NamedTuple):
+    """Layers `first` to `end` (not included) of the model."""
+
+    first: int
+    end: int
+    is_recomputed: bool
+
+
+def check_recompute(option: Any) -> None:
+    """Refuse what is no `Recompute`.
+
+    Raises:
+        PipelineError: says what is.
+    """
+    if callable(option) or isinstance(option, FullStages) or option in ("none", "full") or _every(option) is not None:
+        return
+    raise PipelineError(
+        f'recompute={option!r}: use "none", "full", ("every", k) with k of at least 1, or a function of (layer_index, '
+        "layer) that says whether to recompute it"
+    )
+
+
+def runs_of(option: Recompute, first_layer: int, layers: Sequence[Any]) -> list[Run]:
+    """A stage's layers in consecutive runs.
+
+    "none" and "full": one run. ("every", k): runs of k layers, counted from the stage's first one, the last one may be
+    shorter. FullStages: one run. A function: each layer that it chooses is a run of its own.
+    """
+    end = first_layer + len(layers)
+    every = _every(option)
+    if every is not None:
+        return [Run(first, min(first + every, end), True) for first in range(first_layer, end, every)]
+    if isinstance(option, FullStages):
+        return [Run(first_layer, end, first_layer in option.first_layers)]
+    if not callable(option):
+        return [Run(first_layer, end, option == "full")]
+    runs: list[Run] = []
+    for index, layer in enumerate(layers, start=first_layer):
+        chosen = bool(option(index, unwrapped(layer)))
+        if runs and not chosen and not runs[-1].is_recomputed:
+            runs[-1] = runs[-1]._replace(end=index + 1)
+        else:
+            runs.append(Run(index, index + 1, chosen))
+    return runs
+
+
+def _every(option: Any) -> int | None:
+    if not isinstance(option, (tuple, list)) or len(option) != 2 or option[0] != "every":
+        return None
+    k = option[1]
+    return k if isinstance(k, int) and not isinstance(k, bool) and k >= 1 else None

@@ -1,0 +1,209 @@
+"""A backward in two parts: now the gradients of a stage's inputs, later those of its parameters.
+
+A stage's graph, its output on top. What leads to the inputs is part 1. Where that also leads to parameters there is a
+*joint*, which keeps the gradient that arrives in part 1; part 2 starts from there and goes down to the parameters only:
+
+        output
+          |
+        Linear  ----- weight, bias      part 1: output -> Linear -> ReLU -> Linear -> entry
+          |                             part 2: each Linear -> its weight and bias
+        ReLU
+          |
+        Linear  ----- weight, bias
+          |
+        entry
+
+In both parts autograd runs a node as it does in one backward, in the same order and with the same gradients, but asks
+for some of its results only. Source: torch.distributed.pipelining's _backward.py (2.13), where joints are called
+intermediates. Unlike there, autograd itself adds to a parameter's gradient, so that its layout and hooks are those of a
+plain backward; users' hooks on activations do not change a gradient twice; parameters that lead to an output past the
+inputs are found; and outputs may be views.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, _engine_run_backward, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+from lp_pipe.pipeline.compute.activation_meter import held_for_later
+
+Root = Tensor | GradientEdge  # a tensor, or its place in the graph
+Roots = Sequence[tuple[Root, Tensor | None]]  # with their gradients (None for a loss)
+_PLAIN = (Tensor, GradientEdge)
+_Arrived = tuple[Tensor | None, ...]  # a gradient for each output of a node; None where none has arrived
+
+
+@dataclass
+class _Group:
+    """Parameters and where their gradients start. Those that share a joint, or a node on the way, are in one group."""
+
+    leaves: list[Tensor] = field(default_factory=list)
+    joints: list[Node] = field(default_factory=list)
+    roots: list[int] = field(default_factory=list)  # outputs that lead here, and not to the inputs
+
+
+class SplitBackward:
+    """One micro-batch's backward on one stage: construction is part 1, `accumulate` is part 2.
+
+    roots, gradients: outputs, and their gradients (None for a loss). entry: a leaf below all inputs that want one.
+    What part 2 needs of the graph, and the activations in it, live as long as this object.
+    """
+
+    def __init__(self, roots: Sequence[Root], gradients: Sequence[Tensor | None], entry: Tensor) -> None:
+        starts = [_edge_of(root) for root in roots]
+        self._groups = _find_groups([start.node for start in starts], get_gradient_edge(entry).node)
+        self._roots = {
+            index: (starts[index], _gradient_of(roots[index], gradients[index]))
+            for group in self._groups
+            for index in group.roots
+        }
+        self._arrived: dict[Node, _Arrived] = {}
+        handles = [_keep(joint, self._arrived) for group in self._groups for joint in group.joints]
+        try:
+            torch.autograd.backward(starts, gradients, retain_graph=True, inputs=[entry])
+        finally:
+            _remove(handles)
+        waiting = [gradient for gradients in self._arrived.values() for gradient in gradients]
+        self._held = held_for_later([*waiting, *(gradient for _, gradient in self._roots.values())])
+
+    def accumulate(self, more: Roots = ()) -> None:
+        """Add to the parameters' gradients, once. more: parameters, and what other stages have found for theirs."""
+        for group in self._groups:
+            self._accumulate(group, [(leaf, grad) for leaf, grad in more if _is_among(leaf, group.leaves)])
+        all_leaves = [leaf for group in self._groups for leaf in group.leaves]
+        backward([(leaf, grad) for leaf, grad in more if not _is_among(leaf, all_leaves)])
+
+    def _accumulate(self, group: _Group, more: Roots) -> None:
+        starts = [self._roots[index] for index in group.roots]
+        starts += [(_edge_of(leaf), grad) for leaf, grad in more if grad is not None]
+        for joint in group.joints:
+            arrived = enumerate(self._arrived[joint])
+            starts += [(GradientEdge(joint, index), gradient) for index, gradient in arrived if gradient is not None]
+        if not starts:
+            return  # the loss does not depend on these parameters
+        # Part 1 has counted all that comes to a joint: from other joints, and what users' hooks make of it.
+        handles = [joint.register_prehook(_giving(self._arrived[joint])) for joint in group.joints]
+        edges, gradients = zip(*starts, strict=True)
+        try:
+            # Retained, because the way from one joint of a group to another may pass through other groups' joints.
+            torch.autograd.backward(edges, gradients, retain_graph=True, inputs=group.leaves)
+        finally:
+            _remove(handles)
+
+
+def backward(roots: Roots) -> None:
+    """torch.autograd.backward, also from nothing."""
+    if not roots:
+        return
+    tensors, gradients = zip(*roots, strict=True)
+    if any(gradient is None for gradient in gradients) or any(type(root) not in _PLAIN for root in tensors):
+        torch.autograd.backward(tensors, gradients)
+    else:  # the same without looking at the arguments, which would take longer than a small stage's whole backward
+        _engine_run_backward(tensors, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def _edge_of(root: Root) -> GradientEdge:
+    return get_gradient_edge(root) if isinstance(root, Tensor) else root
+
+
+def _is_among(leaf: Root, leaves: Sequence[Tensor]) -> bool:
+    return any(leaf is other for other in leaves)
+
+
+def _gradient_of(root: Root, gradient: Tensor | None) -> Tensor:
+    if gradient is not None:
+        return gradient
+    assert isinstance(root, Tensor), "only a loss comes without a gradient"
+    return torch.ones_like(root)
+
+
+def _keep(joint: Node, arrived: dict[Node, _Arrived]) -> RemovableHandle:
+    def keep(gradients: _Arrived) -> None:
+        arrived[joint] = gradients
+
+    return joint.register_prehook(keep)
+
+
+def _giving(gradients: _Arrived) -> Callable[[_Arrived], _Arrived]:
+    return lambda _: gradients
+
+
+def _remove(handles: Sequence[RemovableHandle]) -> None:
+    """Else a node and what its hook holds would keep each other alive, unseen by Python's collector."""
+    for handle in handles:
+        handle.remove()
+
+
+def _find_groups(roots: Sequence[Node], entry: Node) -> list[_Group]:
+    nodes = list(_children_first(roots))
+    above_entry = _leading_to(nodes, lambda node: node is entry)
+    weight_side = _leading_to([node for node in nodes if node not in above_entry], _is_leaf)
+    labels = _Labels()
+    for node in nodes:
+        if node in above_entry or node in weight_side:
+            labels.join(node, [child for child in _children(node) if child in weight_side])
+    groups: dict[Node, _Group] = {}
+    for node in nodes:  # children first: a group's leaves come before its joints
+        label = labels.of(node)
+        if node in weight_side and _is_leaf(node):
+            groups.setdefault(label, _Group()).leaves.append(node.variable)  # type: ignore[attr-defined]
+        elif node in above_entry and label in groups:
+            groups[label].joints.append(node)
+    for index, root in enumerate(roots):
+        if root in weight_side:
+            groups[labels.of(root)].roots.append(index)
+    return list(groups.values())
+
+
+def _leading_to(nodes: Sequence[Node], is_goal: Callable[[Node], bool]) -> set[Node]:
+    """The goals, and the nodes (children first) that lead to one."""
+    leading: set[Node] = set()
+    for node in nodes:
+        if is_goal(node) or any(child in leading for child in _children(node)):
+            leading.add(node)
+    return leading
+
+
+def _children_first(roots: Sequence[Node]) -> Iterator[Node]:
+    """All nodes below the roots, each once and after its children. Not recursive: graphs are deep."""
+    seen: set[Node] = set()
+    for root in roots:
+        path = [] if root in seen else [(root, _children(root))]
+        seen.add(root)
+        while path:
+            node, children = path[-1]
+            child = next((child for child in children if child not in seen), None)
+            if child is None:
+                path.pop()
+                yield node
+            else:
+                seen.add(child)
+                path.append((child, _children(child)))
+
+
+def _children(node: Node) -> Iterator[Node]:
+    return (child for child, _ in node.next_functions if child is not None)
+
+
+def _is_leaf(node: Node) -> bool:
+    return node.name() == "torch::autograd::AccumulateGrad"
+
+
+class _Labels:
+    """Nodes that were joined, directly or by way of others, have the same label (union-find)."""
+
+    def __init__(self) -> None:
+        self._parents: dict[Node, Node] = {}
+
+    def of(self, node: Node) -> Node:
+        while (parent := self._parents.get(node, node)) is not node:
+            self._parents[node] = self._parents.get(parent, parent)
+            node = parent
+        return node
+
+    def join(self, node: Node, others: Sequence[Node]) -> None:
+        for other in others:
+            self._parents[self.of(other)] = self.of(node)

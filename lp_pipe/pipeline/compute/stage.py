@@ -1,0 +1,304 @@
+"""One virtual stage: its layers, and the forwards whose backwards are still to come."""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils import _pytree as pytree
+
+from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline.compute.activation_meter import Held, held_for_later
+from lp_pipe.pipeline.compute.device import CPU
+from lp_pipe.pipeline.compute.entry import entered, phony
+from lp_pipe.pipeline.compute.precision import autocast
+from lp_pipe.pipeline.compute.recompute import Segment
+from lp_pipe.pipeline.compute.segments import Recompute, Run, runs_of
+from lp_pipe.pipeline.compute.split_backward import Roots, SplitBackward, backward
+from lp_pipe.pipeline.compute.written_buffers import WrittenBuffers
+from lp_pipe.pipeline.layers.message import Message, tensors_of, with_repeats
+from lp_pipe.pipeline.layers.names import name_prefix
+from lp_pipe.pipeline.layers.overlaps import Unwritten
+from lp_pipe.pipeline.layers.rng import nobody_draws, step_rng
+from lp_pipe.pipeline.layers.skips import call
+
+_EVALUATION = -1  # in place of a step
+_Layers = list[tuple[int, nn.Module]]  # with their indices in the model
+
+
+class Place(NamedTuple):
+    """Which call of a layer: its index, and what for."""
+
+    layer: int
+    step: int
+    microbatch: int
+
+
+@dataclass
+class Stash:
+    """What a forward leaves for its backward.
+
+    The outputs' graph (not the outputs, which may be gone); where it begins, if an input wants a gradient; and where
+    the inputs' gradients will arrive.
+    By name: stashed values that other stages pop, and where the gradients of those popped here will arrive.
+    """
+
+    outputs: list[GradientEdge] = field(default_factory=list)
+    entry: Tensor | None = None
+    input_gradients: list[Tensor | None] = field(default_factory=list)
+    stashed: dict[str, list[GradientEdge]] = field(default_factory=dict)
+    popped_gradients: dict[str, list[Tensor | None]] = field(default_factory=dict)
+
+
+class Stage:
+    """Consecutive layers of the model, called one after another.
+
+    tied: parameters that other stages have, too, by the first of their names; those of earlier stages are borrowed.
+    recompute: which layers keep only their inputs until the backward. device: where they are, and compute.
+    shared_buffers: names of those that other stages have copies of, with what to say when a forward writes to one.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        first_layer: int,
+        layers: list[nn.Module],
+        seed: int,
+        tied: Mapping[str, nn.Parameter] = MappingProxyType({}),
+        recompute: Recompute = "none",
+        precision: str = "fp32",
+        device: torch.device = CPU,
+        shared_buffers: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self.index = index
+        self.first_layer = first_layer
+        self.layers = layers
+        self._seed = seed
+        self._precision = precision
+        self._device_type = device.type
+        # Around backwards: a layer may set the generator there (torch.utils.checkpoint does). Not on a GPU, where
+        # autograd has threads of its own, in which recomputed layers draw.
+        self._alone: AbstractContextManager[Any] = nobody_draws() if device.type == "cpu" else nullcontext()
+        for layer in layers:
+            layer.to(device)
+        self._tied = tied
+        self._buffers = WrittenBuffers(layers, first_layer, shared_buffers)
+        self._runs = [self._prepared(run) for run in runs_of(recompute, first_layer, layers)]
+        self._borrowed = [tied[name] for name in tied if int(name.split(".", 1)[0]) < first_layer]
+        self.activation_stash: dict[int, Stash] = {}
+        self._weight_stash: dict[int, Callable[[Roots], None]] = {}  # the second parts of backwards
+        self._popped_gradients: dict[tuple[int, str], list[Tensor | None]] = {}
+        # Calls a layer in a forward of training, in the place of `call`, while somebody wants to see what it makes.
+        self.watch: Callable[[Place, nn.Module, Any, dict[str, Any]], Any] | None = None
+
+    def forward(
+        self,
+        message: Message,
+        step: int,
+        microbatch: int,
+        skips: dict[str, Any] | None = None,
+        number: int | None = None,
+    ) -> Any:
+        """Train-mode forward of one micro-batch; its graph waits in the stash until `backward`.
+
+        number: by which backwards will call it; default: `microbatch`.
+
+        skips: by name, the messages with the values that this stage's Pops take from other stages; afterwards the
+        values that its Stashes have for other stages, with their graph.
+        Returns the last layer's output with its graph, for the loss, or for `to_message`.
+        """
+        self._buffers.renew(are_saved=bool(self.activation_stash or self._weight_stash))
+        stash = self.activation_stash[microbatch if number is None else number] = Stash()
+        with self._buffers.watched():
+            return self._run(message, step, microbatch, stash, {} if skips is None else skips)
+
+    @property
+    def last_layer(self) -> int:
+        """Its index in the model."""
+        return self.first_layer + len(self.layers) - 1
+
+    def run_again(self, value: Any, step: int, microbatch: int) -> Any:
+        """All layers in order, as in a forward, for whoever watches."""
+        return self._call(list(enumerate(self.layers, start=self.first_layer)), step, microbatch, value, {})
+
+    def infer(self, message: Message, microbatch: int, skips: dict[str, Any] | None = None) -> Any:
+        """Forward without a graph; the caller has set eval mode. What draws even so draws the same everywhere."""
+        return self._run(message, _EVALUATION, microbatch, Stash(), {} if skips is None else skips)
+
+    def backward(
+        self, microbatch: int, gradients: Sequence[Tensor | None], more: Roots = (), *, defer_weights: bool = False
+    ) -> list[Tensor | None]:
+        """Accumulate the parameters' gradients; returns those of the forward's inputs, in order.
+
+        gradients: one for each output tensor that wanted one; None where the loss does not depend on it.
+        more: other tensors of the stage, with gradients that have come from elsewhere.
+        defer_weights: leave the parameters to `backward_weights`.
+        """
+        roots = [*zip(self.activation_stash[microbatch].outputs, gradients, strict=True), *more]
+        return self._backward(microbatch, [root for root in roots if root[1] is not None], defer_weights)
+
+    def backward_from_loss(
+        self, microbatch: int, loss: Tensor, gradient: Tensor | None = None, *, defer_weights: bool = False
+    ) -> list[Tensor | None]:
+        """As `backward`, on the stage that computes the loss. gradient: the loss's own; None for 1."""
+        return self._backward(microbatch, [(loss, gradient)], defer_weights)
+
+    def backward_weights(self, microbatch: int, more: Roots = ()) -> None:
+        """Accumulate the gradients that a backward has deferred; frees the micro-batch's activations."""
+        accumulate = self._weight_stash.pop(microbatch)
+        with self._alone:
+            accumulate([root for root in more if root[1] is not None])
+
+    def tied_parameters(self, names: Sequence[str]) -> list[nn.Parameter]:
+        """This stage's own or borrowed ones, by the first of each one's names in the model."""
+        return [self._tied[name] for name in names]
+
+    def take_gradients(self, names: Sequence[str]) -> list[Tensor | None]:
+        """What one micro-batch's backward has left for borrowed parameters, which then have none."""
+        borrowed = self.tied_parameters(names)
+        gradients = [parameter.grad for parameter in borrowed]
+        for parameter in borrowed:
+            parameter.grad = None
+        return gradients
+
+    def stashed(self, microbatch: int, name: str) -> list[GradientEdge]:
+        """Where the gradients of a value that went to another stage belong."""
+        return self.activation_stash[microbatch].stashed[name]
+
+    def take_popped_gradients(self, microbatch: int, name: str) -> list[Tensor | None]:
+        """The gradients of a value that came from another stage, after the backward."""
+        return self._popped_gradients.pop((microbatch, name))
+
+    def discard(self) -> None:
+        """Forget the forwards and backwards that an aborted step has not finished."""
+        self.activation_stash.clear()
+        self._weight_stash.clear()
+        self._popped_gradients.clear()
+        for parameter in self._borrowed:
+            parameter.grad = None
+
+    def _run(self, message: Message, step: int, microbatch: int, stash: Stash, skips: dict[str, Any]) -> Any:
+        value = _enter(message, stash, stash.input_gradients)
+        unwritten = Unwritten(tensors_of(value), message.overlapping) if message.overlapping else None
+        for name in skips:
+            skips[name] = _enter(skips[name], stash, stash.popped_gradients.setdefault(name, []))
+        for layers, segment in self._runs:
+            if segment is None or step == _EVALUATION:
+                value = self._call(layers, step, microbatch, value, skips)
+            else:
+                value = segment.forward(partial(self._call, layers, step, microbatch), value, skips)
+        if unwritten is not None:
+            unwritten.check()
+        if step == _EVALUATION:
+            return value
+        stash.outputs = _edges(value)
+        if skips:
+            stash.stashed = {name: _edges(skip) for name, skip in skips.items()}
+        return value
+
+    def _call(self, layers: _Layers, step: int, microbatch: int, value: Any, skips: dict[str, Any]) -> Any:
+        for index, layer in layers:
+            with step_rng(self._seed, index, step, microbatch), autocast(self._precision, self._device_type):
+                if self.watch is None or step == _EVALUATION:
+                    value = call(layer, (value,), skips)
+                else:
+                    value = self.watch(Place(index, step, microbatch), layer, value, skips)
+        return value
+
+    def _prepared(self, run: Run) -> tuple[_Layers, Segment | None]:
+        layers = [(index, self.layers[index - self.first_layer]) for index in range(run.first, run.end)]
+        if not run.is_recomputed:
+            return layers, None
+        return layers, Segment([layer for _, layer in layers], f"layers {run.first} to {run.end - 1}")
+
+    def _backward(self, microbatch: int, roots: Roots, defer_weights: bool) -> list[Tensor | None]:
+        stash = self.activation_stash.pop(microbatch)
+        if not defer_weights:
+            with self._alone:
+                backward(roots)
+        elif roots and stash.entry is not None:
+            with self._alone:
+                split = SplitBackward([root for root, _ in roots], [gradient for _, gradient in roots], stash.entry)
+            self._weight_stash[microbatch] = split.accumulate
+        else:  # no input wants a gradient, as on the first stage: nobody waits for any of this
+            self._weight_stash[microbatch] = partial(_backward_later, roots, held_for_later(grad for _, grad in roots))
+        self._buffers.check_replaced()
+        for name, gradients in stash.popped_gradients.items():
+            self._popped_gradients[microbatch, name] = gradients
+        return stash.input_gradients
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Own parameters under the names that users see; a shared one once."""
+        seen = {id(parameter) for parameter in self._borrowed}
+        for index, layer in enumerate(self.layers, start=self.first_layer):
+            prefix = name_prefix(index, layer)
+            for name, parameter in layer.named_parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield prefix + name, parameter
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Parameters and buffers under the names that users see; not copies."""
+        state: dict[str, Tensor] = {}
+        for index, layer in enumerate(self.layers, start=self.first_layer):
+            layer.state_dict(destination=state, prefix=name_prefix(index, layer))
+        return state
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Copy this stage's part of a whole model's state in.
+
+        Raises:
+            RuntimeError: names are missing or shapes differ, as torch says it.
+        """
+        for index, layer in enumerate(self.layers, start=self.first_layer):
+            prefix = name_prefix(index, layer)
+            own = state if prefix else {name: state[name] for name in layer.state_dict()}  # of a piece, no more
+            layer.load_state_dict({name.removeprefix(prefix): v for name, v in own.items() if name.startswith(prefix)})
+
+
+def _backward_later(roots: Roots, held: Sequence[Held], more: Roots) -> None:
+    """held: what the roots' gradients count as until then."""
+    backward([*roots, *more])
+
+
+def check_shapes(state: Mapping[str, Any], own: Mapping[str, Any], what: str) -> None:
+    """Refuse before anything was changed what load_state_dict would refuse in the middle.
+
+    Raises:
+        PipelineError: a tensor has another shape, or is none.
+    """
+    for name, value in own.items():
+        if isinstance(value, Tensor) and not isinstance(state[name], Tensor):
+            raise PipelineError(f"{what} of another model: {name} is a {type(state[name]).__name__} there, no tensor")
+        if isinstance(value, Tensor) and state[name].shape != value.shape:
+            shapes = f"shape {list(state[name].shape)} there and {list(value.shape)} here"
+            raise PipelineError(f"{what} of another model: {name} has {shapes}")
+
+
+def _enter(message: Message, stash: Stash, gradients: list[Tensor | None]) -> Any:
+    """The message's value, with the tensors that want a gradient attached to the stage's graph."""
+    if not any(message.wants_gradient) and type(message.value) is Tensor:
+        return message.value
+    leaves, spec = ([message.value], None) if type(message.value) is Tensor else pytree.tree_flatten(message.value)
+    if any(message.wants_gradient):
+        places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        wanted = list(itertools.compress(places, message.wants_gradient))
+        gradients[:] = [None] * len(wanted)
+        if stash.entry is None:
+            stash.entry = phony()
+        results = entered(stash.entry, gradients, [leaves[index] for index in wanted])
+        for index, tensor in zip(wanted, results, strict=True):
+            leaves[index] = tensor
+        for index in itertools.compress(places, message.is_view):
+            leaves[index] = leaves[index][...]  # a view of the same memory
+    return leaves[0] if spec is None else pytree.tree_unflatten(with_repeats(leaves), spec)
+
+
+def _edges(value: Any) -> list[GradientEdge]:
+    return [get_gradient_edge(tensor) for tensor in tensors_of(value) if tensor.requires_grad]

@@ -1,0 +1,103 @@
+"""Buffers that forwards write to in place, such as running averages that a layer also computes with.
+
+In one process a micro-batch's backward comes right after its forward. In a pipeline other forwards come between: what
+they write must not change what the first one has saved. So each gets tensors of its own to write to:
+
+    forward 0   writes to scale, saves it     forward 1   gets a copy of scale, writes to that, saves it     backward 0
+
+A backward may write to `module.scale`, which is the newest one, but not to the tensor that its forward had.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MappingProxyType
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline.compute.buffers import BufferSnapshot, Place
+from lp_pipe.pipeline.layers.wrapper import unwrapped
+
+_NO_PLACE: frozenset[Place] = frozenset()
+_NOTHING_TO_WATCH = nullcontext()  # nearly always: made once, because each action asks for it
+
+
+class WrittenBuffers:
+    """Of a stage's layers; without BatchNorms', which no backward needs in train mode."""
+
+    def __init__(
+        self, layers: Sequence[nn.Module], first_layer: int = 0, shared: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        """shared: names of those that must stay as they are, with what to say if they do not."""
+        modules = [module for layer in layers for module in layer.modules()]
+        self._modules = [module for module in modules if module._buffers and not isinstance(module, _NormBase)]
+        self._written: frozenset[Place] | None = None  # nobody knows before the first forward
+        layers_by_name = {str(index): layer for index, layer in enumerate(layers, start=first_layer)}
+        self._constants: dict[Place, str] = {}
+        self._replaced: list[tuple[weakref.ref[Tensor], int, str]] = []  # with their versions and names
+        for name, why in shared.items():
+            index, path = name.split(".", 1)
+            if index in layers_by_name:
+                inner, _, attribute = path.rpartition(".")
+                self._constants[unwrapped(layers_by_name[index]).get_submodule(inner), attribute] = why
+
+    def watched(self) -> AbstractContextManager[None]:
+        """A forward of training runs in the body.
+
+        Raises:
+            PipelineError: it has written to a shared one.
+        """
+        return self._watch() if self._modules else _NOTHING_TO_WATCH
+
+    @contextmanager
+    def _watch(self) -> Iterator[None]:
+        # The first time with copies, which show writes to .data, too.
+        before = BufferSnapshot(self._modules, None if self._written is None else _NO_PLACE)
+        yield
+        written = before.written()
+        for place in self._constants.keys() & written:
+            raise PipelineError(self._constants[place])
+        self._written = (self._written or _NO_PLACE) | written
+
+    def renew(self, *, are_saved: bool = True) -> None:
+        """Let the next forward write to other tensors than those that earlier ones may have saved.
+
+        are_saved: False: no backward is to come. What was replaced may be a module's buffer again (a step has failed).
+        """
+        if not are_saved:
+            self._replaced.clear()
+            return
+        if not self._written:
+            return
+        copies: dict[int, Tensor] = {}  # a buffer with two names stays one
+        whole = self._apart()
+        for module, name in self._written:
+            buffer = module._buffers.get(name)
+            if buffer is not None and buffer.untyped_storage().data_ptr() in whole:
+                module._buffers[name] = copies.setdefault(id(buffer), buffer.clone())
+                self._replaced.append((weakref.ref(buffer), buffer._version, f"{type(module).__name__}.{name}"))
+
+    def check_replaced(self) -> None:
+        """After a backward, while its graph is there.
+
+        Raises:
+            PipelineError: it has written to a buffer that another one has replaced.
+        """
+        self._replaced = [replaced for replaced in self._replaced if replaced[0]() is not None]
+        for reference, version, name in self._replaced:
+            buffer = reference()
+            if buffer is not None and buffer._version != version:
+                self._replaced.clear()
+                raise PipelineError(
+                    f"a backward writes to buffer {name} by the tensor that its forward had, but later micro-batches' "
+                    "forwards have gone on with another one: let it write to the module's attribute"
+                )
+
+    def _apart(self) -> set[int]:
+        """The memory of buffers of which no other one is a view."""
+        buffers = {id(b): b for module in self._modules for b in module._buffers.values() if b is not None}
+        found = Counter(buffer.untyped_storage().data_ptr() for buffer in buffers.values())
+        return {address for address, count in found.items() if count == 1}

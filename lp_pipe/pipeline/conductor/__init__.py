@@ -1,0 +1,1 @@
+"""All workers as one: operations, each a whole or nothing."""

@@ -1,0 +1,132 @@
+"""Steps of an asynchronous pipeline, which is kept full: the next one begins before this one ends."""
+
+import time
+from collections import deque
+from typing import Any, NamedTuple, NoReturn
+
+from lp_pipe.errors import EndOfData
+from lp_pipe.pipeline.conductor.steps import Steps
+from lp_pipe.pipeline.conductor.workers import Attempt, Workers, first_cause
+from lp_pipe.pipeline.config import PipelineConfig
+from lp_pipe.pipeline.results import StepResult, StepTrace
+from lp_pipe.pipeline.schedule.updates import may_overlap
+from lp_pipe.pipeline.worker.tasks import Task
+
+
+class _Begun(NamedTuple):
+    task: Task
+    attempt: Attempt
+    began: float
+
+
+class AsynchronousSteps(Steps):
+    """While a caller has promised to ask for more, one step is ahead of the results, and the forwards of another."""
+
+    def __init__(self, config: PipelineConfig, workers: Workers, feeder: Any) -> None:
+        super().__init__(config, workers, feeder)
+        self._begun: deque[_Begun] = deque()
+        self._results: deque[tuple[StepResult, StepTrace]] = deque()  # of steps that nobody has asked for yet
+        self._promised: Task | None = None  # the step after those
+        self._ended = 0.0
+
+    def step(self, batch: tuple[Any, Any] | None, more: int = 0) -> tuple[StepResult, StepTrace]:
+        """The next result; with `more`, the step after it runs on."""
+        if batch is not None:
+            self.settle()
+            self._results.clear()  # their reader has left: steps() was not read to the end
+            self._promised = None
+            self._begin(self._own_task(batch), ahead=False, from_feeder=False)
+            return self._end()
+        waiting = len(self._begun) + len(self._results)
+        for index in range(waiting, 1 + min(more, 1)):
+            try:
+                self._begin(self._next_task(), ahead=index < more)
+            except EndOfData:
+                if not self._begun and not self._results:
+                    raise
+                break
+        return self._results.popleft() if self._results else self._end()
+
+    def go_on(self, count: int) -> None:
+        """The results that somebody may still ask for are kept."""
+        kept, self._results = self._results, deque()
+        try:
+            super().go_on(count)
+        finally:
+            self._results = kept
+
+    def settle(self) -> None:
+        """Wait for the step ahead; its result is kept."""
+        while self._begun:
+            self._results.append(self._end())
+
+    def go_to(self, step: int, *args: Any) -> None:
+        super().go_to(step, *args)
+        self._results.clear()
+        self._promised = None
+
+    def skip(self, why: str) -> StepResult:
+        """As in `step`, whoever has left results behind does not want them."""
+        self._results.clear()
+        return super().skip(why)
+
+    def forget_ahead(self) -> None:
+        """They will do those forwards again."""
+        self._promised = None
+
+    def _next_task(self) -> Task:
+        task, self._promised = self._promised, None
+        return task if task is not None else self._feeder_task(self.done + len(self._begun))
+
+    def _feeder_task(self, step: int) -> Task:
+        value, target, microbatches = self._batch(step, None)
+        return Task(self._workers.new_tag(), step, microbatches, (value,), (target,))
+
+    def _own_task(self, batch: tuple[Any, Any]) -> Task:
+        value, target, microbatches = self._batch(self.done, batch)
+        return Task(self._workers.new_tag(), self.done, microbatches, (value,), (target,))
+
+    def _begin(self, task: Task, *, ahead: bool, from_feeder: bool = True) -> None:
+        if ahead:
+            try:
+                self._promised = self._feeder_task(task.step + 1)
+            except EndOfData:
+                self._promised = None
+        promised, after = self._promised, self._begun[-1].task.tag if self._begun else 0
+
+        overlaps = promised is not None and may_overlap(
+            self._config.timings, self._config.replicas, task.microbatches, promised.microbatches
+        )
+
+        def run(worker: Any, rank: int) -> Any:
+            following = self._task(rank, promised, from_feeder=True) if promised is not None and overlaps else None
+            return worker.train_ahead(self._task(rank, task, from_feeder=from_feeder), following, after)
+
+        # Who waits in the forwards of the step ahead must be freed as well, which may never begin by itself.
+        last = promised.tag if promised is not None and overlaps else task.tag
+        self._begun.append(_Begun(task, self._workers.begin(last, run), time.monotonic()))
+
+    def _end(self) -> tuple[StepResult, StepTrace]:
+        task, attempt, began = self._begun.popleft()
+        try:
+            reports = attempt.reports()
+        except BaseException as error:  # layers may end in SystemExit, too
+            self._fail(task.step, error)
+        began, self._ended = max(began, self._ended), time.monotonic()
+        self.done += 1
+        seconds = self._ended - began
+        return self._outcome(task, reports, began, seconds, seconds=seconds)
+
+    def _fail(self, step: int, error: BaseException) -> NoReturn:
+        """End the step ahead as well, whose failure may be what ended this one.
+
+        Raises:
+            Exception: the failure that was the cause.
+        """
+        errors = [error, *(found for begun in self._begun if (found := begun.attempt.failure()) is not None)]
+        self._begun.clear()
+        self._promised = None
+        self._workers.discard()
+        cause = first_cause(errors)
+        self._tear_at(step, cause)
+        raise cause

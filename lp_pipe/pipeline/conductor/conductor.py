@@ -1,0 +1,261 @@
+"""The first worker's second job: it starts every operation on all workers, and makes each a whole or nothing."""
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from lp_pipe.address import Address
+from lp_pipe.context import context
+from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline.compute.loss_scale import LossScale
+from lp_pipe.pipeline.conductor.async_steps import AsynchronousSteps
+from lp_pipe.pipeline.conductor.steps import Steps, SynchronousSteps, summed
+from lp_pipe.pipeline.conductor.whole_model import Copy, WholeModel
+from lp_pipe.pipeline.conductor.workers import Workers
+from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
+from lp_pipe.pipeline.layers.microbatches import check_pair, loss_weights
+from lp_pipe.pipeline.results import EvalResult, StageMemory, StepResult, StepTrace, Straggler
+from lp_pipe.pipeline.saving import safetensors_file
+from lp_pipe.pipeline.worker.channel_handle import ChannelTarget
+from lp_pipe.pipeline.worker.execution import Report
+from lp_pipe.pipeline.worker.mirrors import Mirror, check_guards, check_is_held, common_steps
+from lp_pipe.pipeline.worker.worker import StageWorker
+from lp_pipe.rpc.pool import DaemonPool
+
+T = TypeVar("T")
+
+
+class Conductor:
+    """What a PipelineClient talks to. Operations run one after another, in order of arrival."""
+
+    def __init__(
+        self,
+        pipeline: PipelineConfig,
+        worker: WorkerConfig,
+        channels: Address,
+        neighbours: Mapping[int, ChannelTarget],
+        peers: Sequence[Any],
+        feeder: Any = None,
+    ) -> None:
+        self._workers = Workers(StageWorker(pipeline, worker, channels, neighbours, feeder), peers)
+        self._model = WholeModel(pipeline, self._workers)
+        self._config = pipeline
+        self._are_guarded = False
+        self._are_joined = False
+        self._last = pipeline.ranks.of(pipeline.placement[-1])
+        make_steps = SynchronousSteps if pipeline.updates is None else AsynchronousSteps
+        self._steps: Steps = make_steps(pipeline, self._workers, feeder)
+        self._queue = DaemonPool(1, "pipeline operations")
+        context().exit_stack.callback(self._queue.close)
+
+    def step(self, batch: tuple[Any, Any] | None = None, more: int = 0) -> StepResult:
+        """One step; see PipelineClient. more: further ones on the feeder's batches that the caller will ask for."""
+        return self._in_turn(lambda: self._steps.step(batch, more)[0], may_run_on=True)
+
+    def skip_step(self, why: str) -> StepResult:
+        """The next step without its batch and its update; see PipelineClient."""
+        return self._in_turn(lambda: self._steps.skip(why))
+
+    def stragglers(self) -> list[Straggler]:
+        """Workers that are much slower than expected."""
+        return self._steps.stragglers.now
+
+    def trace(self, steps: int) -> list[StepTrace]:
+        """Some steps, with the start and end of every action."""
+        return self._in_turn(lambda: [self._steps.step(None, more)[1] for more in reversed(range(steps))])
+
+    def profile_memory(self, steps: int) -> list[StageMemory]:
+        """What each worker holds in memory during some steps."""
+        return self._in_turn(lambda: self._profile_memory(steps))
+
+    def evaluate(self, batches: Sequence[tuple[Any, Any]]) -> EvalResult:
+        """Mean loss and metrics over the batches, each one weighted as `loss_weight` says."""
+        return self._in_turn(lambda: self._evaluate(batches))
+
+    def forward(self, value: Any) -> Any:
+        """The model's output in eval mode."""
+        return self.forward_many([value])[0]
+
+    def forward_many(self, values: Sequence[Any]) -> list[Any]:
+        """The outputs for several inputs, which follow each other through the stages."""
+        return self._in_turn(lambda: self._outputs(values))
+
+    def worker_count(self) -> int:
+        """How many inputs the stages can work on at a time."""
+        return self._config.ranks.world_size
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The whole model's parameters and buffers."""
+        return self._in_turn(self._model.copied_state)
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Replace the whole model's parameters and buffers."""
+        self._in_turn(lambda: self._load_state_dict(state))
+
+    def save(self, path: str) -> None:
+        """Write a checkpoint folder; the metadata, written last, makes it one."""
+        self._in_turn(lambda: self._model.save(Path(path), self._steps.done, self._steps.scale))
+
+    def copy(self) -> Copy:
+        """Copy what `save` would write, in memory."""
+        return self._in_turn(lambda: self._model.copy(self._steps.done, self._steps.scale))
+
+    def write_copy(self, path: str, copy: Copy) -> None:
+        """Write it, while operations go on."""
+        self._model.write_copy(Path(path), copy)
+
+    def load(self, path: str) -> None:
+        """Go on from a checkpoint folder, whatever number of stages wrote it."""
+        self._in_turn(lambda: self._load(Path(path)), may_be_torn=True)
+
+    def mirror(self, me: Any) -> int:
+        """Let each worker copy its state, for itself and its guard; returns the step. me: a client of this conductor.
+
+        Raises:
+            PipelineError: there is one worker only.
+        """
+        check_guards(self._config.ranks.world_size)
+        return self._in_turn(lambda: self._mirror(me))
+
+    # Coroutines, so that a worker is answered also when every thread here waits for an operation: one of them may be
+    # that which waits for the worker.
+
+    async def keep_mirror(self, rank: int, mirror: Mirror) -> None:
+        """Hold the state of the last worker."""
+        self._workers.own.keep_mirror(rank, mirror)
+
+    async def mirror_of(self, rank: int, step: int) -> Mirror:
+        """Give it back."""
+        return self._workers.own.mirror_of(rank, step)
+
+    def mirrored_steps(self) -> list[int]:
+        """To which all workers could go back."""
+        return self._in_turn(self._held_mirrors, may_be_torn=True)
+
+    def go_back(self, step: int, me: Any) -> None:
+        """Go on from a mirrored step; see PipelineClient."""
+        self._in_turn(lambda: self._go_back(step, me), may_be_torn=True)
+
+    def recover(self) -> None:
+        """Join the workers anew, after one was restarted; see PipelineClient."""
+        self._in_turn(self._recover, may_be_torn=True)
+
+    def export(self, path: str) -> None:
+        """Write the whole model as one .safetensors file."""
+        self._in_turn(lambda: safetensors_file.write(Path(path), self._model.state_dict(), self._steps.done))
+
+    def fingerprint(self) -> str:
+        """sha256 over all parameters and buffers."""
+        return self._in_turn(self._model.fingerprint)
+
+    def current_step(self) -> int:
+        """The number of finished steps, which is the index of the next one."""
+        return self._in_turn(lambda: self._steps.done, may_be_torn=True)
+
+    def _in_turn(self, operation: Callable[[], T], *, may_be_torn: bool = False, may_run_on: bool = False) -> T:
+        """may_be_torn: after half a step, too. may_run_on: also while a step that was begun ahead is going on."""
+
+        def in_order() -> T:
+            if not may_be_torn:
+                self._steps.check_whole()
+                self._join()
+            if not may_run_on:
+                with contextlib.suppress(BaseException) if may_be_torn else contextlib.nullcontext():
+                    self._steps.settle()
+            return operation()
+
+        return self._queue.start(in_order).result()
+
+    def _join(self) -> None:
+        """Once: a worker that dies is found out later by not having been asked, also between two operations."""
+        if not self._are_joined:
+            self._workers.all("join")
+            self._are_joined = True
+
+    def _mirror(self, me: Any) -> int:
+        self._guard(me)
+        self._workers.all("mirror", self._steps.done, self._steps.scale)
+        return self._steps.done
+
+    def _guard(self, me: Any) -> None:
+        if not self._are_guarded:
+            self._workers.all("guarded_by", self._workers.clients(me))
+            self._are_guarded = True
+
+    def _go_back(self, step: int, me: Any) -> None:
+        self._guard(me)
+        self._workers.all("settle_mirrors")
+        check_is_held(step, self._held_mirrors())
+        with self._steps.tearing(f"going back to step {step} has failed"):
+            scales: list[LossScale | None] = self._workers.all("go_back", step)
+        self._steps.go_to(step, scales[0])
+
+    def _held_mirrors(self) -> list[int]:
+        return common_steps(self._workers.all("mirrors_held"))
+
+    def _forget_mirrors(self) -> None:
+        for method in ("settle_mirrors", "forget_mirrors"):
+            self._workers.all(method)
+
+    def _load_state_dict(self, state: dict[str, Tensor]) -> None:
+        whole = self._model.checked(state)
+        self._forget_mirrors()
+        with self._steps.tearing("load_state_dict() has failed after it may have changed some of them"):
+            self._workers.all("load_state_dict", whole)
+        self._steps.forget_ahead()
+
+    def _load(self, path: Path) -> None:
+        self._forget_mirrors()
+        found = self._model.read(path)
+        with self._steps.tearing(f"loading {path} has failed after it had changed some of them"):
+            self._model.adopt()
+        self._steps.go_to(found.step, LossScale(*found.loss_scale) if found.loss_scale is not None else None)
+
+    def _recover(self) -> None:
+        self._workers.all("is_up")  # waits for those that are on their way
+        self._workers.all("reconnect", f", {time.time_ns()}")
+        self._are_joined, self._are_guarded = True, False
+        self._steps.stragglers.begin_again()
+        self._steps.go_to(0)
+        if not all(self._workers.all("is_as_built")):
+            self._steps.tear("a worker was restarted with the initial weights")
+
+    def _profile_memory(self, steps: int) -> list[StageMemory]:
+        self._steps.forget_ahead()
+        self._workers.all("start_metering")
+        try:
+            self._steps.go_on(steps)
+        finally:
+            found: list[StageMemory] = self._workers.all("stop_metering")
+        return found
+
+    def _evaluate(self, batches: Sequence[tuple[Any, Any]]) -> EvalResult:
+        pairs = [check_pair(batch, "evaluate()") for batch in batches]
+        if not pairs:
+            raise PipelineError("evaluate() needs at least one (input, target) pair")
+        targets = [target for _, target in pairs]
+        loss, metrics = summed(self._infer([value for value, _ in pairs], targets))
+        total = sum(loss_weights(targets, self._config.loss_weight))
+        return EvalResult(loss / total, {name: value / total for name, value in metrics.items()})
+
+    def _infer(self, inputs: list[Any], targets: list[Any]) -> list[Report]:
+        """Run forwards; the reports of the last stage's replicas."""
+        self._steps.forget_ahead()
+        ranks, worker_of_inputs = self._config.ranks, self._config.placement[0]
+        reports = self._workers.run(
+            lambda worker, tag, rank: worker.infer(
+                tag,
+                len(inputs),
+                {j: x for j, x in enumerate(inputs) if ranks.for_microbatch(worker_of_inputs, j) == rank},
+                targets if rank in self._last else [],
+            )
+        )
+        return [reports[rank] for rank in self._last]
+
+    def _outputs(self, values: Sequence[Any]) -> list[Any]:
+        found = {j: output for report in self._infer(list(values), []) for j, output in report.outputs.items()}
+        return [found[j] for j in range(len(values))]

@@ -1,0 +1,224 @@
+"""Steps of training as the conductor runs them on all workers: each is a whole, or nothing."""
+
+import contextlib
+import math
+import time
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lp_pipe.context import log_metrics
+from lp_pipe.errors import EndOfData, PipelineError, Unavailable
+from lp_pipe.pipeline.compute.gradient_norms import total_norm
+from lp_pipe.pipeline.compute.loss_scale import LossScale
+from lp_pipe.pipeline.conductor.on_nan import OnNan
+from lp_pipe.pipeline.conductor.stragglers import Stragglers
+from lp_pipe.pipeline.conductor.workers import Workers
+from lp_pipe.pipeline.config import PipelineConfig
+from lp_pipe.pipeline.layers.microbatches import aligned, check_pair, split
+from lp_pipe.pipeline.results import StepResult, StepTrace
+from lp_pipe.pipeline.worker.batches import BatchSource
+from lp_pipe.pipeline.worker.execution import Report
+from lp_pipe.pipeline.worker.tasks import Task
+
+
+class Steps(ABC):
+    """Called by one thread.
+
+    done: finished steps, which is the index of the next one. torn: why the stages are not at the same step any more.
+    """
+
+    def __init__(self, config: PipelineConfig, workers: Workers, feeder: Any) -> None:
+        self._config = config
+        self._workers = workers
+        self._batches = BatchSource(feeder)
+        ranks, placement = config.ranks, config.placement
+        self._first, self._last = ranks.of(placement[0]), ranks.of(placement[-1])
+        self.stragglers = Stragglers(config, workers)
+        self.done = 0
+        self.torn: str | None = None
+        self._is_torn_by_death = False
+        self.scale = LossScale() if config.precision == "fp16" else None
+
+    @abstractmethod
+    def step(self, batch: tuple[Any, Any] | None, more: int = 0) -> tuple[StepResult, StepTrace]:
+        """The next step. more: further ones that will be asked for.
+
+        Raises:
+            EndOfData: the feeder has no more.
+        """
+
+    def go_on(self, count: int) -> None:
+        """So many steps on the feeder's batches, whose results nobody wants."""
+        for more in reversed(range(count)):
+            self.step(None, more)
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Let what has begun come to its end, before another operation."""
+
+    @abstractmethod
+    def forget_ahead(self) -> None:
+        """The workers have dropped what they had done of a step that nobody has begun."""
+
+    def skip(self, why: str) -> StepResult:
+        """The next step without its batch and its update; the learning rate goes on as with it."""
+        self.forget_ahead()
+        self._apply(None, skip=True)
+        step, self.done = self.done, self.done + 1
+        log_metrics({"skipped": 1.0}, step)
+        return StepResult(step, math.nan, skipped=True, why_skipped=why)
+
+    def go_to(self, step: int, scale: LossScale | None = None) -> None:
+        """Go on from a checkpoint."""
+        self.done, self.torn = step, None
+        self._batches.forget_ahead()
+        if self.scale is not None:
+            self.scale = scale or LossScale()
+
+    def tear(self, why: str, error: BaseException | None = None) -> None:
+        """The stages are not at the same step any more; `go_to` follows once they are."""
+        what = f"{why}: {traceback.format_exception_only(error)[0].splitlines()[0]}" if error is not None else why
+        self.torn, self._is_torn_by_death = what, isinstance(error, Unavailable)
+
+    @contextlib.contextmanager
+    def tearing(self, why: str) -> Iterator[None]:
+        """While the stages change one by one, so that after an exception they are not at the same step any more."""
+        try:
+            yield
+        except BaseException as error:  # layers may end in SystemExit, too
+            self.tear(why, error)
+            raise
+
+    def check_whole(self) -> None:
+        """Refuse to go on after half a step.
+
+        Raises:
+            PipelineError, Unavailable: that is so; says why.
+        """
+        if self.torn is not None:
+            # What a death has left behind is its echo, for whoever asks next, and no cause of its own.
+            kind = Unavailable if self._is_torn_by_death else PipelineError
+            raise kind(f"the stages are not at the same step any more ({self.torn}): load() a checkpoint to go on")
+
+    def _batch(self, step: int, batch: tuple[Any, Any] | None) -> tuple[Any, Any, int]:
+        """Input, target and number of micro-batches."""
+        given = self._batches.get(step) if batch is None else batch
+        if given is None:
+            raise EndOfData(f"the feeder has no batch for step {step}")
+        value, target = check_pair(given, "step()")
+        value = aligned(value)
+        return value, target, len(split(value, self._config.microbatches))
+
+    def _task(self, rank: int, task: Task, *, from_feeder: bool) -> Task:
+        """Without the tensors that this rank does not need, or gets from the feeder itself."""
+        sends = not from_feeder or rank == 0
+        return task._replace(
+            given=task.given if sends and rank in self._first else None,
+            target=task.target if sends and rank in self._last else None,
+        )
+
+    def _apply(self, total_norm: Tensor | None, skip: bool) -> None:
+        try:
+            self._workers.all("apply", total_norm, skip)
+        except BaseException as error:  # an optimizer may end in SystemExit, too
+            if self._may_have_updated():
+                self._tear_at(self.done, error)
+            else:
+                self._workers.discard()
+            raise
+
+    def _may_have_updated(self) -> bool:
+        try:
+            return any(self._workers.all("has_updated"))
+        except Unavailable:  # it has died, or cannot be reached: nobody knows
+            return True
+
+    def _tear_at(self, step: int, error: BaseException) -> None:
+        self.tear(f"an update has failed after it had changed some of them: step {step}", error)
+
+    def _outcome(
+        self, task: Task, reports: Sequence[Report], began: float, pipe_s: float, **more: Any
+    ) -> tuple[StepResult, StepTrace]:
+        step = task.step
+        self.stragglers.note(step, reports, task.microbatches)
+        loss, metrics = summed([reports[rank] for rank in self._last])
+        utilization = tuple(report.busy_s / pipe_s for report in reports)
+        spans, versions = ([tuple(getattr(r, name)) for r in reports] for name in ("spans", "versions"))
+        return (
+            StepResult(step=step, loss=loss, metrics=metrics, utilization=utilization, **more),
+            StepTrace(step, began, tuple(spans), tuple(versions)),
+        )
+
+
+class SynchronousSteps(Steps):
+    """All gradients of a step, then one update."""
+
+    def __init__(self, config: PipelineConfig, workers: Workers, feeder: Any) -> None:
+        super().__init__(config, workers, feeder)
+        self._on_nan = OnNan(config.on_nan, workers)
+
+    def step(self, batch: tuple[Any, Any] | None, more: int = 0) -> tuple[StepResult, StepTrace]:
+        """One after another, whatever more will come."""
+        start = time.monotonic()
+        value, target, microbatches = self._batch(self.done, batch)
+        task = Task(0, self.done, microbatches, (value,), (target,))
+        scale = self.scale
+        factor = scale.factor if scale is not None else None
+        began = time.monotonic()
+
+        def run(method: str) -> list[Report]:
+            return self._workers.run(
+                lambda worker, tag, rank: getattr(worker, method)(
+                    self._task(rank, task._replace(tag=tag), from_feeder=batch is None), factor
+                )
+            )
+
+        reports = run("train")
+        pipe_s = time.monotonic() - began
+        overflowed = any(report.overflowed for report in reports)
+        loss, _ = summed([reports[rank] for rank in self._last])
+        why = self._on_nan.why_skipped(task.step, reports, loss, lambda: run("search"), is_scaled=scale is not None)
+        self._apply(None if why else self._norm_or_nothing(reports), overflowed or bool(why))
+        if scale is not None:
+            self.scale = scale.after(overflowed=overflowed)
+        if self._config.shares_weights:
+            with self.tearing(f"step {task.step} has failed after the update, at the tied weights"):
+                self._workers.run(lambda worker, tag, _: worker.share_weights(tag))
+        self.done += 1
+        seconds = time.monotonic() - start
+        options = {"seconds": seconds, "loss_scale": factor or 1.0, "skipped": overflowed or bool(why)}
+        return self._outcome(task, reports, began, pipe_s, **options, why_skipped=why)
+
+    def settle(self) -> None:
+        """Nothing runs on."""
+
+    def forget_ahead(self) -> None:
+        """Nothing is done ahead."""
+
+    def _norm_or_nothing(self, reports: Sequence[Report]) -> Tensor | None:
+        try:
+            return self._total_norm(reports)
+        except BaseException:  # no memory: the next step would add to the gradients
+            self._workers.discard()
+            raise
+
+    def _total_norm(self, reports: Sequence[Report]) -> Tensor | None:
+        """Of all gradients, from those of the parameters in their order, as one process has them."""
+        by_stage = {stage: norms for report in reports for stage, norms in report.gradient_norms.items()}
+        in_order = [norm for stage in sorted(by_stage) for norm in by_stage[stage]]
+        return total_norm(in_order, self._workers.own.device)
+
+
+def summed(reports: Sequence[Report]) -> tuple[float, dict[str, float]]:
+    """Loss and metrics of the last stage's replicas, added up in rank order."""
+    first, *others = reports
+    loss, metrics = first.loss, dict(first.metrics)
+    for report in others:
+        loss += report.loss
+        for name, value in report.metrics.items():
+            metrics[name] = metrics.get(name, 0.0) + value
+    return loss, metrics

@@ -1,0 +1,155 @@
+"""The whole model, which the workers have in parts: its state, its fingerprint, and its checkpoints."""
+
+import contextlib
+import hashlib
+import logging
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+
+from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline.compute.loss_scale import LossScale
+from lp_pipe.pipeline.compute.stage import check_shapes
+from lp_pipe.pipeline.conductor.workers import Workers
+from lp_pipe.pipeline.config import PipelineConfig
+from lp_pipe.pipeline.layers.names import in_order
+from lp_pipe.pipeline.saving.manifest import Manifest
+from lp_pipe.pipeline.saving.quick_save import elements_of
+from lp_pipe.pipeline.saving.share_file import remove_shares
+
+_log = logging.getLogger(__name__)
+
+_COPY_PATIENCE_S = 60.0  # a client asks for the writing at once
+
+
+class Copy(NamedTuple):
+    """A checkpoint that is not written yet: the workers hold their shares of it."""
+
+    version: str
+    manifest: Manifest
+
+
+class WholeModel:
+    """Called by one thread, between operations. Of replicas the first one speaks for all."""
+
+    def __init__(self, config: PipelineConfig, workers: Workers) -> None:
+        self._config = config
+        self._workers = workers
+        self._ranks = config.ranks.firsts
+        self._unwritten: dict[str, float] = {}  # copies that nobody has begun to write, with their time
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """In the order of the layers: virtual stages of one worker may lie apart."""
+        parts = self._workers.some(self._ranks, "state_dict")
+        return in_order({name: value for part in parts for name, value in part.items()}, self._config.own_names)
+
+    def copied_state(self) -> dict[str, Tensor]:
+        """The next operation may change this worker's tensors before they have gone to the caller."""
+        state = self.state_dict()
+        return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
+
+    def checked(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What every worker can take its part of, before one of them changes anything.
+
+        Raises:
+            PipelineError: names are missing or unknown, or a shape differs.
+        """
+        known = self.state_dict()
+        missing, unknown = sorted(known.keys() - state.keys()), sorted(state.keys() - known.keys())
+        if missing or unknown:
+            raise PipelineError(f"state_dict of another model: missing {missing[:3]}, unknown {unknown[:3]}")
+        check_shapes(state, known, "state_dict")
+        # As where layers share it: the last value that is copied into a parameter stays.
+        position = {name: index for index, name in enumerate(known)}
+        groups = [sorted(set(names), key=position.__getitem__) for names in self._config.tied_outside]
+        tied = {name: state[names[-1]] for names in groups for name in names}
+        return {**state, **tied}
+
+    def fingerprint(self) -> str:
+        """sha256 over all parameters and buffers."""
+        digest = hashlib.sha256()
+        for value in self.state_dict().values():
+            if not isinstance(value, Tensor):
+                continue  # a module's get_extra_state() may be anything
+            digest.update(elements_of(value.detach().contiguous()))
+        return digest.hexdigest()
+
+    def save(self, path: Path, step: int, scale: LossScale | None) -> None:
+        """Write a checkpoint folder; the metadata, written last, makes it one."""
+        self.write_copy(path, self._held(step, scale, copy=False))
+
+    def copy(self, step: int, scale: LossScale | None) -> "Copy":
+        """Copy what a checkpoint holds, in each worker's memory.
+
+        Who has asked for it may die before it asks for it to be written: the next copy ends one that has waited long.
+        """
+        for version, copied_at in list(self._unwritten.items()):
+            if time.monotonic() - copied_at > _COPY_PATIENCE_S and self._unwritten.pop(version, None) is not None:
+                self._workers.some(self._ranks, "forget_share", version)
+        copied = self._held(step, scale, copy=True)
+        self._unwritten[copied.version] = time.monotonic()
+        return copied
+
+    def write_copy(self, path: Path, copy: "Copy") -> None:
+        """Write it; any thread may, while operations go on.
+
+        Raises:
+            Unavailable: the workers do not hold it any more.
+        """
+        self._unwritten.pop(copy.version, None)
+        with self._or_forget(copy.version):
+            self._write(path, copy)
+
+    def _held(self, step: int, scale: LossScale | None, *, copy: bool) -> "Copy":
+        # New names: until the new metadata replaces the old one, the checkpoint that was there before stays whole.
+        version = f"step-{step}-{secrets.token_hex(4)}"
+        with self._or_forget(version):
+            self._workers.some(self._ranks, "hold_share", version, copy)
+        kept = (scale.factor, scale.good_steps) if scale is not None else None
+        return Copy(version, Manifest(step, self._config.seed, kept))
+
+    def _write(self, path: Path, copy: "Copy") -> None:
+        from lp_pipe.pipeline.saving.dcp_writing import WholePlan
+
+        path.mkdir(parents=True, exist_ok=True)
+        tied = [[("model", name) for name in names] for names in self._config.tied_outside]
+        whole = WholePlan(self._workers.some(self._ranks, "plan_share", copy.version, copy.manifest), tied)
+        arguments = [(str(path), copy.version, left_out) for left_out in whole.left_out]
+        try:
+            whole.finish(path, self._workers.each(self._ranks, "write_share", arguments))
+        except Exception:
+            remove_shares(path, copy.version)
+            raise
+
+    @contextmanager
+    def _or_forget(self, version: str) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(Exception):  # a worker that has died is the cause, or comes after it
+                self._workers.some(self._ranks, "forget_share", version)
+            raise
+
+    def read(self, path: Path) -> Manifest:
+        """Let every worker read its part of a checkpoint folder, before one of them changes anything in `adopt`."""
+        from lp_pipe.pipeline.saving.dcp_reading import SavedFolder
+
+        folder = SavedFolder(path)
+        found = folder.manifest()
+        own = self._workers.some(self._ranks, "names")
+        if set(folder.names) != {name for names in own for name in names}:
+            raise PipelineError(f"{path} is a checkpoint of another model: its parameters have other names")
+        if found.seed != self._config.seed:
+            seeds = (found.seed, self._config.seed)
+            _log.warning("%s was trained with seed %d, this model has %d: dropout will differ", path, *seeds)
+        self._workers.all("read", str(path))
+        return found
+
+    def adopt(self) -> None:
+        """Take what was read."""
+        self._workers.all("adopt")

@@ -1,0 +1,79 @@
+"""Make the modules of one stage from what the model says, and count the parameters of all without keeping them."""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline.layers.model import FromFunction, Layer, built_by_function
+from lp_pipe.pipeline.layers.rng import layer_rng
+from lp_pipe.pipeline.layers.skips import Skip
+from lp_pipe.pipeline.layers.unfit import refuse_lazy
+from lp_pipe.pipeline.layers.wrapper import Wrapper
+
+
+def build_layers(sources: Sequence[Any], first_layer: int, seed: int) -> list[nn.Module]:
+    """The stage's own modules: ready-made ones are copied, parameters shared between them stay shared.
+
+    Raises:
+        PipelineError: a factory returned something else than a module, or one whose parameters have no shape.
+    """
+    functions: dict[Callable[[], Any], list[nn.Module]] = {}
+    layers: list[nn.Module] = []
+    ready: list[int] = []
+    for index, source in enumerate(sources, start=first_layer):
+        if isinstance(source, Layer) or (isinstance(source, Wrapper) and not source.is_built):
+            with layer_rng(seed, index):
+                layer = _built(source)
+        elif isinstance(source, FromFunction):
+            if source.function not in functions:
+                functions[source.function] = built_by_function(source.function, seed)
+            layer = functions[source.function][source.index]
+            if layer is source.module:  # the function gives the same modules each time: they are the user's
+                ready.append(len(layers))
+        else:
+            layer = source
+            ready.append(len(layers))
+        if not isinstance(layer, nn.Module):
+            raise PipelineError(f"the factory of layer {index} ({source!r}) returned {layer!r}, which is no nn.Module")
+        layers.append(layer)
+    copies = copy.deepcopy([layers[position] for position in ready])
+    for position, module in zip(ready, copies, strict=True):
+        layers[position] = module
+    for index, layer in enumerate(layers, start=first_layer):
+        refuse_lazy(layer, f"layer {index}")
+    return layers
+
+
+def parameter_count(source: Any) -> int:
+    """Numbers in the parameters of a layer; a factory is run on the meta device, if it can be, to allocate nothing."""
+    module = outlined(source)
+    refuse_lazy(module, "a layer")
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def outlined(source: Any) -> nn.Module:
+    """The layer, to be looked at only: a factory's has no numbers in its parameters if that is possible."""
+    module: Any = source.module if isinstance(source, FromFunction) else source
+    is_built = module.is_built if isinstance(module, Wrapper) else isinstance(module, nn.Module)
+    return module if is_built else _built_on_meta(module)
+
+
+def _built(layer: Layer | Wrapper) -> nn.Module:
+    module = layer.build()
+    if isinstance(layer, Layer) and isinstance(module, Skip):
+        kind = f"pp.{type(module).__name__}({module.name!r}, "
+        raise PipelineError(f"{layer!r} makes a {kind}…): write {kind}pp.Layer(…)), so that its name is known before")
+    return module
+
+
+def _built_on_meta(layer: Layer | Wrapper) -> nn.Module:
+    with layer_rng(0, 0):  # so that the caller's random state stays as it is
+        try:
+            with torch.device("meta"):
+                return _built(layer)
+        except (NotImplementedError, RuntimeError):  # it looks at values, such as `linspace(...).tolist()`
+            return _built(layer)

@@ -1,0 +1,85 @@
+"""What the user's functions for optimizers and schedulers have made, looked at before anything is trained with it."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline.layers.model import OptimizerFactory, SchedulerFactory
+
+
+def made_optimizer(factory: OptimizerFactory, named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """One for the parameters of a worker.
+
+    Raises:
+        PipelineError: it is none, has other parameters (of the modules that the stages have copied), or wants a
+            closure.
+    """
+    try:
+        optimizer = factory(list(named))
+    except ValueError as error:
+        if "param groups should be with/without names" in str(error):
+            raise PipelineError(
+                f"optimizer={_name(factory)} makes groups of (name, parameter) pairs, of which one is empty on this "
+                f"stage worker ({', '.join(name for name, _ in named)}), and torch takes that for a group without "
+                "names: give groups of parameters alone"
+            ) from error
+        if "empty parameter list" not in str(error):
+            raise
+        names = [name for name, parameter in named if parameter.requires_grad]
+        raise PipelineError(
+            f"the optimizer function, which every stage worker calls with its own parameters, has left out all of "
+            f"these: {', '.join(names)}: give what is not to be trained requires_grad_(False) (where nothing is to be "
+            "trained the function is not called), or cut elsewhere"
+        ) from error
+    if not callable(getattr(optimizer, "step", None)) or not isinstance(getattr(optimizer, "param_groups", None), list):
+        raise PipelineError(f"optimizer={_name(factory)} has returned {optimizer!r}, which is no torch optimizer")
+    _refuse_closures(optimizer)
+    given = {id(parameter) for _, parameter in named}
+    if not all(id(parameter) in given for group in optimizer.param_groups for parameter in group["params"]):
+        raise PipelineError(
+            f"optimizer={_name(factory)} has made a {type(optimizer).__name__} of other parameters than it was given: "
+            "stages train copies of the model's modules, so take the function's argument, a list of (name, parameter), "
+            "and not module.parameters()"
+        )
+    return optimizer
+
+
+def made_scheduler(factory: SchedulerFactory, optimizer: torch.optim.Optimizer) -> Any:
+    """One that is stepped without arguments.
+
+    Raises:
+        PipelineError: it is none, or wants an argument.
+    """
+    scheduler = factory(optimizer)
+    if not callable(getattr(scheduler, "step", None)):
+        raise PipelineError(f"lr_scheduler={_name(factory)} has returned {scheduler!r}, which is no torch scheduler")
+    wanted = _required(scheduler.step)
+    if wanted:
+        raise PipelineError(
+            f"{type(scheduler).__name__}.step() wants {', '.join(wanted)}, but a pipeline steps its scheduler without "
+            "arguments, once a step: use one that depends on the number of steps only"
+        )
+    return scheduler
+
+
+def _refuse_closures(optimizer: torch.optim.Optimizer) -> None:
+    if "closure" in _required(optimizer.step):
+        raise PipelineError(
+            f"{type(optimizer).__name__} evaluates the loss several times a step, which a pipeline cannot; use Adam, "
+            "SGD, …"
+        )
+
+
+def _required(method: Callable[..., Any]) -> list[str]:
+    """Its parameters without a default."""
+    parameters = inspect.signature(method).parameters.values()
+    has_default = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is inspect.Parameter.empty and p.kind not in has_default]
+
+
+def _name(factory: Callable[..., Any]) -> str:
+    return getattr(factory, "__qualname__", None) or repr(factory)

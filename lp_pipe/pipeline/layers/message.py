@@ -1,0 +1,91 @@
+"""What travels from stage to stage: tensors without their graph."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline.layers.hidden import hidden_tensors
+from lp_pipe.pipeline.layers.overlaps import overlapping
+
+
+@dataclass(frozen=True)
+class Message:
+    """`wants_gradient` has an entry for each tensor of the value, in pytree order; repeated ones count once.
+
+    is_view: likewise, or empty: whether autograd knows it as a view, such as Linear's output of three dimensions. What
+        a layer writes to such a tensor has another backward: gradients pass in the layout of what it is a view of.
+    overlapping: positions of those to which nobody must write, because another one had a part of the same memory.
+    """
+
+    value: Any
+    wants_gradient: tuple[bool, ...]
+    is_view: tuple[bool, ...] = ()
+    overlapping: tuple[int, ...] = ()
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """To be sent; `Message(*parts)` is the message again. Mostly two: each one more takes time in every message."""
+        if self.overlapping:
+            return self.value, self.wants_gradient, self.is_view, self.overlapping
+        return (self.value, self.wants_gradient, self.is_view) if self.is_view else (self.value, self.wants_gradient)
+
+
+@dataclass(frozen=True)
+class _Again:
+    """In the place of a tensor that the value holds already, as leaf `position`.
+
+    Two tensors at the other end would have two gradients, to be added up here in another order than one process does.
+    """
+
+    position: int
+
+
+def to_message(value: Any) -> Message:
+    """Cut a stage's output from its graph, to be sent to the next stage. It shares the output's memory.
+
+    Raises:
+        PipelineError: an object that is no container hides tensors that want a gradient.
+    """
+    if type(value) is Tensor:  # nearly always, and pytree takes its time
+        return Message(value.detach(), (value.requires_grad,), (True,) if value._is_view() else ())
+    leaves, spec = pytree.tree_flatten(value)
+    tensors = tensors_of(value)
+    wanted = tuple(tensor.requires_grad for tensor in tensors)
+    positions: dict[int, int] = {}
+    sent: list[Any] = []
+    for position, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor):
+            _refuse_hidden_tensors(leaf)
+            sent.append(leaf)
+        elif id(leaf) in positions:
+            sent.append(_Again(positions[id(leaf)]))
+        else:
+            positions[id(leaf)] = position
+            sent.append(leaf.detach())
+    views = tuple(tensor._is_view() for tensor in tensors)
+    return Message(pytree.tree_unflatten(sent, spec), wanted, views if any(views) else (), overlapping(tensors))
+
+
+def with_repeats(leaves: list[Any]) -> list[Any]:
+    """The leaves of a message's value as the sender's stage had them."""
+    return [leaves[leaf.position] if isinstance(leaf, _Again) else leaf for leaf in leaves]
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Each tensor of a value once, in pytree order."""
+    if type(value) is Tensor:
+        return [value]
+    return list({id(leaf): leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)}.values())
+
+
+def _refuse_hidden_tensors(leaf: Any) -> None:
+    for name, tensor in hidden_tensors(leaf):
+        if tensor.requires_grad:
+            raise PipelineError(
+                f"the stage's output holds a {type(leaf).__name__}, whose tensor {name!r} would lose its gradient on "
+                "the way to the next stage: return tensors in tuples, lists or plain dicts, cut elsewhere, or tell "
+                "torch of the class (torch.utils._pytree.register_pytree_node)"
+            )

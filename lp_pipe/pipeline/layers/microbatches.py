@@ -1,0 +1,126 @@
+"""Cut a batch into micro-batches exactly as the plain loop does: torch.chunk along the first dimension."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lp_pipe.channels.packing import copied
+from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline.layers.hidden import hidden_tensors
+from lp_pipe.pipeline.layers.model import LossWeight
+
+_ALIGNMENT_BYTES = 64
+
+
+def check_pair(batch: Any, where: str) -> tuple[Any, Any]:
+    """The batch, if it is (input, target); a list of two does as well, which is what a DataLoader gives.
+
+    Raises:
+        PipelineError: it is something else.
+    """
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        raise PipelineError(f"{where} takes a pair (input, target), not {_described(batch)}")
+    return batch[0], batch[1]
+
+
+def split(value: Any, microbatches: int) -> list[Any]:
+    """At most `microbatches` slices (torch.chunk may give fewer) of a tensor, or of nested containers of tensors.
+
+    Raises:
+        PipelineError: no tensor to split, or tensors that give different numbers of slices, or in a container that
+            torch does not know.
+    """
+    leaves, spec = pytree.tree_flatten(value)
+    for leaf in leaves:
+        _refuse_unknown_container(leaf)
+    # .data: a layer that writes in place to one slice has not changed the others, which autograd may have saved.
+    chunked = [[part.data for part in _aligned(leaf).chunk(microbatches)] for leaf in leaves if _is_batched(leaf)]
+    if not chunked:
+        raise PipelineError(f"a batch must hold at least one tensor with a batch dimension, not {type(value).__name__}")
+    counts = {len(chunks) for chunks in chunked}
+    if len(counts) > 1:
+        shapes = [tuple(leaf.shape) for leaf in leaves if _is_batched(leaf)]
+        raise PipelineError(f"the tensors of a batch differ in their first dimension: {shapes}")
+    parts = []
+    for index in range(counts.pop()):
+        slices = iter(chunked)
+        parts.append(pytree.tree_unflatten([next(slices)[index] if _is_batched(x) else x for x in leaves], spec))
+    return parts
+
+
+def loss_weights(targets: list[Any], loss_weight: LossWeight) -> list[float]:
+    """The factor of every micro-batch's loss, see `Model.loss_weight`.
+
+    Raises:
+        PipelineError: the weights add up to nothing.
+    """
+    if loss_weight == "one":
+        return [1.0] * len(targets)
+    weigh = _samples if isinstance(loss_weight, str) else loss_weight
+    wanted = "loss_weight must give a number for a micro-batch's target"
+    raw = [number_of(weigh(target), wanted) for target in targets]
+    total = sum(raw)
+    if not total > 0:
+        raise PipelineError(f"the loss weights of the batch's micro-batches add up to {total}: {raw}")
+    return [weight / total for weight in raw]
+
+
+def aligned(value: Any) -> Any:
+    """A tensor, or nested containers of tensors, at addresses such as torch gives to new tensors."""
+    return pytree.tree_map(lambda leaf: _aligned(leaf) if isinstance(leaf, Tensor) else leaf, value)
+
+
+def apart(values: Mapping[int, Any]) -> dict[int, Any]:
+    """`aligned`, and none shares memory with one before it, to which a layer may have written by then."""
+    used: set[int] = set()
+    found: dict[int, Any] = {}
+    for index, value in values.items():
+        leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+        storages = {leaf.untyped_storage().data_ptr() for leaf in leaves}
+        found[index] = aligned(value) if used.isdisjoint(storages) else copied(value)
+        used |= storages
+    return found
+
+
+def number_of(value: Any, wanted: str) -> float:
+    """What a user's function has given. wanted: what it should have.
+
+    Raises:
+        PipelineError: it is no number.
+    """
+    try:
+        return float(value.detach() if isinstance(value, Tensor) else value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise PipelineError(f"{wanted}, not {what}") from error
+
+
+def _refuse_unknown_container(leaf: Any) -> None:
+    """Such as a tokenizer's UserDict: every micro-batch would get all of it."""
+    if isinstance(leaf, (Mapping, Sequence)) and not isinstance(leaf, (str, bytes)):
+        for name, _ in hidden_tensors(leaf):
+            raise PipelineError(
+                f"the batch holds a {type(leaf).__name__}, whose tensor {name!r} would not be cut into micro-batches: "
+                "give tuples, lists and plain dicts of tensors, as dict(batch), or tell torch of the class "
+                "(torch.utils._pytree.register_pytree_node)"
+            )
+
+
+def _described(value: Any) -> str:
+    size = f" of {len(value)}" if isinstance(value, (tuple, list)) else ""
+    return f"{type(value).__name__}{size}"
+
+
+def _samples(target: Any) -> int:
+    return next(len(leaf) for leaf in pytree.tree_leaves(target) if _is_batched(leaf))
+
+
+def _is_batched(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    # A tensor that came in a message may start at any address; kernels may sum in another order there.
+    return tensor if tensor.data_ptr() % _ALIGNMENT_BYTES == 0 else tensor.clone()

@@ -1,0 +1,175 @@
+"""What a pipeline trains: layers in order, a loss, an optimizer. Data only; stages build what they own."""
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lp_pipe.errors import PipelineError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+Loss = Callable[[Any, Any], Any]
+OptimizerFactory = Callable[[list[tuple[str, "nn.Parameter"]]], "torch.optim.Optimizer"]
+SchedulerFactory = Callable[["torch.optim.Optimizer"], Any]
+LossWeight = str | Callable[[Any], float]
+
+
+class Layer:
+    """A layer that only the stage that owns it builds: `Layer(nn.Linear, 8, 8, name="hidden")`."""
+
+    def __init__(self, factory: "Callable[..., nn.Module]", /, *args: Any, name: str | None = None, **kwargs: Any):
+        if not callable(factory) or (hasattr(factory, "named_parameters") and not isinstance(factory, type)):
+            raise TypeError(f"Layer takes a function that makes a module, not {factory!r}; pass modules as they are")
+        self.factory = factory
+        self.args = args
+        self.kwargs = kwargs
+        self.name = name or getattr(factory, "__name__", type(factory).__name__)
+
+    def build(self) -> "nn.Module":
+        """Make the module; the caller seeds the generator."""
+        return self.factory(*self.args, **self.kwargs)
+
+    def __repr__(self) -> str:
+        return f"Layer({self.name})"
+
+
+LayerSource = "nn.Module | Layer"
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model as a sequence of layers, each fed with the output of the one before it.
+
+    layers: modules, an nn.Sequential, `Layer` factories (mixed as you like), or a function that returns such a
+        sequence. Modules are copied, never trained in place. A function is called once in every stage, under
+        `layer_rng(seed, 0)`; when it is a generator, layer i is made under `layer_rng(seed, i)`, as factories are.
+    loss: (output, target) -> scalar tensor, or (scalar, {name: metric}). A module may write to buffers of its own,
+        which checkpoints have; its mode stays as it is, and its parameters would be trained by nobody.
+    optimizer: (list of (name, parameter)) -> torch optimizer; called once in every stage that has parameters.
+    lr_scheduler: (optimizer) -> torch LR scheduler, stepped once a step.
+    loss_weight: a micro-batch's share of the loss: "samples" (its size over the batch's: for mean losses), "one"
+        (1: for losses that are sums), or a function of its target (a number such as its tokens; divided by the sum).
+    tied: pairs of parameter names (nn.Sequential's, such as "0.weight") that are one parameter, with the initial values
+        of the first in the order of layers. The same Parameter object in two ready-made layers is found by itself.
+    seed: decides initial weights and dropout, the same for every number of stages.
+    """
+
+    layers: Any
+    loss: Loss
+    optimizer: OptimizerFactory
+    lr_scheduler: SchedulerFactory | None = None
+    loss_weight: LossWeight = "samples"
+    tied: Sequence[tuple[str, str]] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.loss_weight, str) and self.loss_weight not in ("samples", "one"):
+            raise PipelineError(f"loss_weight={self.loss_weight!r}: use 'samples', 'one', or a function of the target")
+        for name in ("loss", "optimizer"):
+            if not callable(getattr(self, name)):
+                raise PipelineError(f"{name}={getattr(self, name)!r} is not callable")
+        if self.lr_scheduler is not None and not callable(self.lr_scheduler):
+            raise PipelineError(f"lr_scheduler={self.lr_scheduler!r} is not callable: give a function of the optimizer")
+        for pair in self.tied:
+            if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(isinstance(name, str) for name in pair):
+                raise PipelineError(
+                    f"tied={self.tied!r}: give pairs of parameter names, such as (('0.weight', '3.weight'),)"
+                )
+
+
+def sources_of(model: Model) -> list[Any]:
+    """The layers as a list of modules and `Layer`s; a function is called once to count them.
+
+    Raises:
+        PipelineError: there are none, or one is neither a module nor a Layer.
+    """
+    from torch import nn
+
+    layers = model.layers
+    if callable(layers) and not isinstance(layers, nn.Module):
+        built = built_by_function(layers, model.seed)
+        _check(built)
+        return [FromFunction(layers, index, module) for index, module in enumerate(built)]
+    if not isinstance(layers, (nn.Sequential, nn.ModuleList, Sequence)):
+        kind = type(layers).__name__
+        raise PipelineError(f"layers must be a sequence of modules or pp.Layer, or a function that returns one: {kind}")
+    check_in_order(layers)
+    sources = list(layers)
+    _check(sources, Layer)
+    return sources
+
+
+def check_in_order(layers: Any) -> None:
+    """Refuse a Sequential that does more than to call its layers, which is all that the stages will do.
+
+    Raises:
+        PipelineError: says what it does.
+    """
+    from torch import nn
+
+    if isinstance(layers, nn.Sequential):
+        kind = type(layers)
+        hooks = (layers._forward_pre_hooks, layers._forward_hooks, layers._backward_pre_hooks, layers._backward_hooks)
+        own = {
+            "a forward of its own": kind.forward is not nn.Sequential.forward and not hasattr(kind, "calls_in_order"),
+            "hooks": any(hooks),
+            "parameters or buffers of its own": bool(layers._parameters or layers._buffers),
+        }
+        for what, has_it in own.items():
+            if has_it:
+                raise PipelineError(
+                    f"layers is a {kind.__name__} with {what}, which the stages would leave out, because they call "
+                    "the layers in it: cut it by pp.split(), or put all that it does into its layers"
+                )
+
+
+def _check(sources: Sequence[Any], *or_else: type) -> None:
+    from torch import nn
+
+    if not sources:
+        raise PipelineError("the model has no layers")
+    for index, source in enumerate(sources):
+        if not isinstance(source, (nn.Module, *or_else)):
+            what = "is neither a module nor a pp.Layer" if or_else else "is no module (a function returns modules only)"
+            hint = "; write pp.Layer(factory, ...) for a layer that its stage builds" if callable(source) else ""
+            raise PipelineError(f"layer {index} is {source!r}, which {what}{hint}")
+
+
+class FromFunction:
+    """Layer `index` of the sequence that a function returns; travels as the function, not as the weights."""
+
+    def __init__(self, function: Callable[[], Any], index: int, module: "nn.Module | None" = None) -> None:
+        self.function = function
+        self.index = index
+        self.module = module
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"function": self.function, "index": self.index, "module": None}
+
+
+def built_by_function(function: Callable[[], Any], seed: int) -> "list[nn.Module]":
+    """Call a function that returns layers, with the generator seeded as `Model` says.
+
+    Raises:
+        PipelineError: it returned something else.
+    """
+    from lp_pipe.pipeline.layers.rng import layer_rng
+
+    if inspect.isgeneratorfunction(function):
+        iterator = function()
+        layers: list[nn.Module] = []
+        while True:
+            with layer_rng(seed, len(layers)):
+                try:
+                    layers.append(next(iterator))
+                except StopIteration:
+                    return layers
+    with layer_rng(seed, 0):
+        made = function()
+    if not isinstance(made, Iterable):
+        raise PipelineError(f"the function must return a sequence of modules, not {type(made).__name__}")
+    check_in_order(made)
+    return list(made)

@@ -1,0 +1,231 @@
+"""One piece of a module that was cut: the operations that torch.export found there, and the tensors they need."""
+
+import copy
+import importlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
+from torch.utils import _pytree as pytree
+
+from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline.layers.lost_in_export import Branch
+from lp_pipe.pipeline.layers.wrapper import Wrapper
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the whole module takes, and what is fixed about every leaf.
+
+    template: (args, kwargs) with something in the place of every leaf (a TreeSpec itself is not meant to be pickled).
+    leaves: for a tensor its sizes, a number where the module fixes it and a name where it may change (equal names are
+        equal sizes); (value,) for anything else, which the export has made a constant.
+    branches: what forward asked of these sizes; the graph is for the example's answers.
+    """
+
+    template: tuple[tuple[Any, ...], dict[str, Any]]
+    leaves: tuple[tuple[str, tuple[Any, ...]], ...]
+    branches: tuple[Branch, ...] = ()
+
+    def flat(self, value: Any) -> list[Any]:
+        """The leaves of a batch's input: a tensor, a tuple of positional arguments, or a dict of keyword arguments.
+
+        Raises:
+            PipelineError: it is not what the module was split for.
+        """
+        wanted = pytree.tree_structure(self.template)
+        candidates: list[tuple[tuple[Any, ...], dict[str, Any]]] = [((value,), {})]
+        if isinstance(value, (tuple, list)):
+            candidates.insert(0, (tuple(value), {}))
+        if isinstance(value, dict):
+            candidates.insert(0, ((), {name: value[name] for name in [*self.template[1], *value] if name in value}))
+        for candidate in candidates:
+            leaves, spec = pytree.tree_flatten(candidate)
+            if spec == wanted:
+                self._check(leaves)
+                return leaves
+        args, kwargs = self.template
+        raise PipelineError(
+            f"the module was split for inputs such as {args or kwargs}, but this batch's are {_short(value)}: "
+            "give them as in example_inputs"
+        )
+
+    def _check(self, leaves: list[Any]) -> None:
+        seen: dict[str, int] = {}
+        for leaf, (kind, wanted) in zip(leaves, self.leaves, strict=True):
+            if kind == "constant":
+                if isinstance(leaf, Tensor) or leaf != wanted[0]:
+                    raise PipelineError(f"the module was split for the constant {wanted[0]!r}, not {_short(leaf)}")
+                continue
+            sizes = tuple(leaf.shape) if isinstance(leaf, Tensor) else None
+            if sizes is None or len(sizes) != len(wanted):
+                raise PipelineError(f"the module was split for a tensor of {len(wanted)} dimensions: {_short(leaf)}")
+            for size, fixed in zip(sizes, wanted, strict=True):
+                if size != (seen.setdefault(fixed, size) if isinstance(fixed, str) else fixed):
+                    raise PipelineError(
+                        f"the module was split for inputs of shape {list(wanted)}, not {list(sizes)}: torch.export "
+                        "found the numbers fixed (split with another example), and equal names to be equal"
+                    )
+        for branch in self.branches:
+            if not branch.holds(seen):
+                found = [list(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
+                raise PipelineError(
+                    f"{branch.where} branches on the inputs' sizes, and the module was split for the branch where "
+                    f"{branch.condition}, which is not so with {found} (the module takes {self._named()}): keep to "
+                    "that branch, or write the layers by hand"
+                )
+
+    def _named(self) -> list[list[Any]]:
+        return [list(wanted) for kind, wanted in self.leaves if kind == "tensor"]
+
+
+class Definitions(tuple[str, ...]):
+    """Modules that define operations of a graph (torch.library): unpickling this imports them, as the graph needs."""
+
+    def __reduce__(self) -> Any:
+        if "__main__" in self:
+            raise PipelineError(
+                "the split module calls an operation (torch.library) that the script itself defines, and other "
+                "processes do not run the script: define it in a module that the script imports"
+            )
+        return _imported, (tuple(self),)
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self  # within a process there is nothing to import
+
+
+def _imported(names: tuple[str, ...]) -> Definitions:
+    for name in names:
+        importlib.import_module(name)
+    return Definitions(names)
+
+
+class Part(NamedTuple):
+    """A piece in one mode: `graph(*state, *constants, *values)` returns the values that later pieces need.
+
+    definitions: first, so that they are unpickled before the graph. state: names of parameters and buffers.
+    inputs: on the first piece. outputs: on the last one, a template as there.
+    """
+
+    definitions: Definitions
+    graph: fx.GraphModule
+    state: tuple[str, ...]
+    constants: tuple[Tensor, ...]
+    values: int
+    inputs: Inputs | None = None
+    outputs: Any = None
+
+
+class Piece(Wrapper):
+    """A layer made by `split`: takes a tuple with every value that it or a later piece needs, and returns the next.
+
+    Around a bare tree of modules that holds the parameters and buffers, under their names in the whole module.
+    order: all names of the whole module's state_dict. origin: the same for the pieces of one module.
+    """
+
+    def __init__(self, tensors: nn.Module, parts: Mapping[bool, Part], order: tuple[str, ...], origin: str) -> None:
+        super().__init__(tensors)
+        self.parts = dict(parts)  # by `training`; out of sight of nn.Module, for they have no names of their own
+        self.order = order
+        self.origin = origin
+
+    def around(self, layer: Any) -> Self:
+        return type(self)(layer, self.parts, self.order, self.origin)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """Where the tensors go (`Module.to`), there the operations make theirs, too."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for training, part in self.parts.items():
+            before = next(_devices_in(part), None)
+            device = fn(torch.empty(0, dtype=torch.uint8, device=before)).device if before is not None else None
+            if device is not None and device != before:
+                self.parts[training] = _moved(part, device)
+        return self
+
+    def forward(self, value: Any) -> Any:
+        part = self.parts[self.training]
+        values = part.inputs.flat(value) if part.inputs is not None else value
+        if not isinstance(values, (tuple, list)) or len(values) != part.values:
+            raise PipelineError(
+                f"this piece of a split module takes {part.values} values of the piece before it, not {_short(value)}: "
+                "keep the pieces in order, next to each other, and all in one mode"
+            )
+        made = part.graph(*(tensor_at(self.layer, name) for name in part.state), *part.constants, *values)
+        return made if part.outputs is None else pytree.tree_unflatten(made, pytree.tree_structure(part.outputs))
+
+
+def _devices_in(part: Part) -> Iterator[torch.device]:
+    """Those of the example, which torch.export has written into constants and operations (arange, zeros)."""
+    yield from (constant.device for constant in part.constants)
+    for node in (node for graph in _graphs_in(part) for node in graph.graph.nodes):
+        leaves: list[Any] = []
+        map_aggregate((node.args, node.kwargs), leaves.append)
+        yield from (leaf for leaf in leaves if isinstance(leaf, torch.device))
+
+
+def _moved(part: Part, device: torch.device) -> Part:
+    """Source: torch.export.passes.move_to_device_pass, which takes whole programs only."""
+    part = part._replace(graph=copy.deepcopy(part.graph), constants=tuple(c.to(device) for c in part.constants))
+    for graph in _graphs_in(part):
+        for node in graph.graph.nodes:
+            moved = map_aggregate((node.args, node.kwargs), lambda x: device if isinstance(x, torch.device) else x)
+            node.args, node.kwargs = moved
+        graph.recompile()
+    return part
+
+
+def _graphs_in(part: Part) -> list[fx.GraphModule]:
+    """Its own, and those of blocks such as torch.no_grad()'s."""
+    return [module for module in part.graph.modules() if isinstance(module, fx.GraphModule)]
+
+
+def tensor_at(root: nn.Module, name: str) -> Any:
+    """What a dotted name stands for below a module."""
+    inner, _, attribute = name.rpartition(".")
+    return getattr(root.get_submodule(inner), attribute)
+
+
+def holder(tensors: Mapping[str, tuple[Tensor, bool]]) -> nn.Module:
+    """A tree of bare modules with (tensor, persistent) under their names."""
+    root = nn.Module()
+    for name, (tensor, persistent) in tensors.items():
+        *path, attribute = name.split(".")
+        module = root
+        for child in path:
+            if child not in module._modules:
+                module.add_module(child, nn.Module())
+            module = module.get_submodule(child)
+        if isinstance(tensor, nn.Parameter):
+            module.register_parameter(attribute, tensor)
+        else:
+            module.register_buffer(attribute, tensor, persistent=persistent)
+    return root
+
+
+def inputs_of(
+    example: tuple[tuple[Any, ...], dict[str, Any]], placeholders: list[fx.Node], branches: tuple[Branch, ...]
+) -> Inputs:
+    """What an exported graph fixes about its inputs."""
+    examples, spec = pytree.tree_flatten(example)
+    leaves: list[tuple[str, tuple[Any, ...]]] = []
+    for node, example in zip(placeholders, examples, strict=True):
+        if isinstance(example, Tensor):
+            sizes = node.meta["val"].shape
+            leaves.append(("tensor", tuple(str(size) if isinstance(size, torch.SymInt) else size for size in sizes)))
+        else:
+            leaves.append(("constant", (example,)))
+    return Inputs(template_of(spec), tuple(leaves), branches)
+
+
+def template_of(spec: pytree.TreeSpec) -> Any:
+    """The containers of a pytree, with names for its leaves."""
+    return pytree.tree_unflatten([f"leaf {index}" for index in range(spec.num_leaves)], spec)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    return f"{type(value).__name__} of {len(value)}" if isinstance(value, (tuple, list, dict)) else repr(value)[:80]

@@ -1,0 +1,289 @@
+"""Any nn.Module as a list of layers: torch.export writes its forward down, split points cut what it wrote."""
+
+import difflib
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch._library.custom_ops import OPDEFS
+from torch.distributed.pipelining import SplitPoint
+from torch.distributed.pipelining._IR import annotate_split_points
+from torch.utils import _pytree as pytree
+
+from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline.layers.graph_memory import changed_state, refuse_shared_memory
+from lp_pipe.pipeline.layers.lost_in_export import branches_of, own_gradients_refused
+from lp_pipe.pipeline.layers.piece import Definitions, Inputs, Part, Piece, holder, inputs_of, template_of, tensor_at
+
+_POINTS = {"beginning": SplitPoint.BEGINNING, "end": SplitPoint.END}
+
+SplitPoints = Sequence[str] | Mapping[str, str]
+
+
+class _Traced(NamedTuple):
+    """What torch.export found in one mode; `cuts` has the nodes of every piece, without inputs and state."""
+
+    root: nn.Module
+    inputs: Inputs
+    outputs: Any  # a template, as Part has it
+    placeholders: list[fx.Node]
+    cuts: list[list[fx.Node]]
+    results: fx.Node
+
+
+def split(module: nn.Module, example_inputs: Any, split_points: SplitPoints = ()) -> list[nn.Module]:
+    """Cut `module` into layers for a pp.Model; their parameters keep the names that they have in it.
+
+    Values that a later piece needs travel through the pieces between, so that the cut model may be any DAG. The pieces
+    have the module's own parameters, which a pipeline copies. Train mode is the one that each submodule is in now; in
+    evaluation all of them are in eval mode. Dropout draws under the `step_rng` of its piece.
+
+    example_inputs: a tensor, a tuple of positional arguments or a dict of keyword arguments, of at least two samples;
+        batches are given likewise. They may have any number of samples, and other sizes where the module leaves them
+        open.
+    split_points: names of submodules before which to cut; or {name: "beginning" | "end"}. Without any the module calls
+        torch.distributed.pipelining.pipe_split() where it is to be cut.
+
+    Raises:
+        PipelineError: a name is unknown or never reached, a piece would be empty, the module has a backward of its own
+            (a torch.autograd.Function, a hook), or torch.export cannot take it; then its error is the cause.
+    """
+    if not isinstance(module, nn.Module):
+        raise PipelineError(f"split() takes an nn.Module, not {type(module).__name__}")
+    spec = _checked(module, split_points)
+    example_inputs = _each_once(example_inputs)
+    example: tuple[tuple[Any, ...], dict[str, Any]] = ((), example_inputs)
+    if not isinstance(example_inputs, dict):
+        example = (tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)), {}
+    with _marked(module, spec):
+        traced = {True: _trace(module, *example, "train", spec)}
+        with _all_in_eval_mode(module):
+            traced[False] = _trace(module, *example, "eval", spec)
+    if len(traced[True].cuts) != len(traced[False].cuts):
+        raise PipelineError("the module has other pieces in eval mode than in train mode: use the same split points")
+    return _pieces(module, traced)
+
+
+def _checked(module: nn.Module, split_points: SplitPoints) -> dict[str, SplitPoint]:
+    if isinstance(split_points, str) or not isinstance(split_points, (Sequence, Mapping)):
+        raise PipelineError(f"split_points={split_points!r}: give a list of names")
+    given = split_points if isinstance(split_points, Mapping) else dict.fromkeys(split_points, "beginning")
+    names = [name for name, _ in module.named_modules(remove_duplicate=False) if name]
+    for name, where in given.items():
+        if name not in names:
+            near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.0)
+            hint = f"; the nearest is {near[0]!r}" if near else ""
+            raise PipelineError(f"split point {name!r}: {type(module).__name__} has no submodule of this name{hint}")
+        if where not in _POINTS:
+            raise PipelineError(f"split point {name!r}: {where!r} is neither 'beginning' nor 'end'")
+    return {name: _POINTS[where] for name, where in given.items()}
+
+
+def _each_once(example_inputs: Any) -> Any:
+    """A tensor that is there twice, as ids and as labels, would be one input for torch.export; batches have two."""
+    seen: set[int] = set()
+
+    def own(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or id(leaf) not in seen:
+            seen.add(id(leaf))
+            return leaf
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+
+    return pytree.tree_map(own, example_inputs)
+
+
+@contextmanager
+def _marked(module: nn.Module, spec: dict[str, SplitPoint]) -> Iterator[None]:
+    """torch's frontend marks a submodule by replacing its forward; afterwards each has its own again."""
+    marked = [module.get_submodule(name) for name in spec]
+    before = [submodule.__dict__.get("forward") for submodule in marked]
+    try:
+        annotate_split_points(module, spec)
+        yield
+    finally:
+        for submodule, forward in zip(marked, before, strict=True):
+            submodule.__dict__.pop("forward", None)
+            submodule.__dict__.pop("_orig_forward", None)
+            if forward is not None:
+                submodule.forward = forward
+
+
+@contextmanager
+def _all_in_eval_mode(module: nn.Module) -> Iterator[None]:
+    modes = {submodule: submodule.training for submodule in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for submodule, mode in modes.items():
+            submodule.training = mode
+
+
+def _trace(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: str, spec: Mapping[str, SplitPoint]
+) -> _Traced:
+    sizes = torch.export.ShapesCollection()
+    for tensor in pytree.tree_leaves((args, kwargs)):
+        if isinstance(tensor, Tensor) and tensor.dim():
+            # The number of samples must be free, which is an error where it is not; other sizes where they can be.
+            free = [torch.export.Dim.DYNAMIC, *[torch.export.Dim.AUTO] * (tensor.dim() - 1)]
+            sizes[tensor] = dict(enumerate(free))
+    try:
+        dynamic = sizes.dynamic_shapes(module, args, kwargs)
+        with own_gradients_refused(module):
+            exported = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic)
+        # Its guards are for exactly the example's kind of call; `Inputs` checks what matters here.
+        root: Any = exported.module(check_guards=False)
+    except PipelineError:
+        raise
+    except Exception as error:  # whatever the module's own forward raises comes through, too
+        first_line = next(iter(str(error).strip().splitlines()), "")
+        raise PipelineError(
+            f"torch.export cannot take {type(module).__name__} in {mode} mode: {type(error).__name__}: {first_line}. "
+            "Usual reasons: branches that depend on values; a number of samples that forward has written down, for "
+            "micro-batches differ in it (and an example of fewer than 2). Else write the layers by hand"
+        ) from error
+    placeholders, cuts, results = _cut(root.graph)
+    if len(cuts) < 2:
+        raise PipelineError(
+            f"{type(module).__name__} has no split points: name submodules, or call pipe_split() in its forward"
+            if not spec
+            else f"split points {list(spec)}: forward calls none of them outside of no_grad() and autocast()"
+        )
+    if len(cuts) <= len(spec):
+        raise PipelineError(
+            f"split points {list(spec)} make {len(cuts)} pieces only: forward does not call all of them"
+        )
+    for index, nodes in enumerate(cuts):
+        if not nodes:
+            raise PipelineError(
+                f"piece {index} of {len(cuts)} is empty: between two split points, or before the first or behind the "
+                f"last one, {type(module).__name__} computes nothing: leave one out of {list(spec) or 'pipe_split()'}"
+            )
+    out_spec = exported.call_spec.out_spec
+    assert out_spec is not None, "an exported program knows what it returns"
+    inputs = inputs_of((args, kwargs), placeholders, branches_of(placeholders))
+    return _Traced(root, inputs, template_of(out_spec), placeholders, cuts, results)
+
+
+def _cut(graph: fx.Graph) -> tuple[list[fx.Node], list[list[fx.Node]], fx.Node]:
+    placeholders: list[fx.Node] = []
+    pieces: list[list[fx.Node]] = [[]]
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            placeholders.append(node)
+        elif node.target is torch.ops.pippy._pipe_split.default:
+            pieces.append([])
+        elif node.op == "call_function":
+            pieces[-1].append(node)
+    return placeholders, pieces, graph.output_node()
+
+
+def _pieces(module: nn.Module, traced: Mapping[bool, _Traced]) -> list[nn.Module]:
+    parts = {mode: _parts(module, found) for mode, found in traced.items()}
+    used = [{*train.state, *evaluation.state} for train, evaluation in zip(parts[True], parts[False], strict=True)]
+    changed = {name for found in traced.values() for name in changed_state(found.root, found.placeholders, found.cuts)}
+    order, origin = tuple(module.state_dict()), secrets.token_hex(8)
+    return [
+        Piece(holder(tensors), {mode: of_mode[index] for mode, of_mode in parts.items()}, order, origin)
+        for index, tensors in enumerate(_shared_out(module, used, changed))
+    ]
+
+
+def _shared_out(module: nn.Module, used: Sequence[set[str]], changed: set[str]) -> list[dict[str, tuple[Tensor, bool]]]:
+    """Which piece holds which parameters and buffers. Every name is somewhere, in the module's order.
+
+    A parameter that two pieces use is one object in both, which makes them tied. A buffer that nobody writes to is
+    copied instead: two stages may then have it.
+    """
+    tensors = {**dict(module.named_parameters(remove_duplicate=False))}
+    buffers = dict(module.named_buffers(remove_duplicate=False))
+    persistent = module.state_dict(keep_vars=True).keys()
+    if not persistent <= tensors.keys() | buffers.keys():
+        extra = sorted(persistent - tensors.keys() - buffers.keys())
+        raise PipelineError(f"{extra[0]}: a module with get_extra_state() cannot be split")
+    names_of: dict[int, list[str]] = {}
+    for name, tensor in (tensors | buffers).items():
+        names_of.setdefault(id(tensor), []).append(name)
+    shares: list[dict[str, tuple[Tensor, bool]]] = [{} for _ in used]
+    for name, tensor in (tensors | buffers).items():
+        aliases = names_of[id(tensor)]
+        users = [index for index, names in enumerate(used) if not names.isdisjoint(aliases)]
+        homes = [index for index in users if name in used[index]] or users[:1] or [0]
+        for home in homes:
+            is_copy = name in buffers and home != homes[0] and changed.isdisjoint(aliases)
+            shares[home][name] = (tensor.clone() if is_copy else tensor, name in persistent)
+    return shares
+
+
+def _parts(module: nn.Module, traced: _Traced) -> list[Part]:
+    """Every piece's graph, with the values that are alive where it begins and where it ends."""
+    last = len(traced.cuts) - 1
+    born = dict.fromkeys(traced.placeholders, -1)
+    last_use: dict[fx.Node, int] = {}
+    for index, nodes in enumerate([*traced.cuts, [traced.results]]):
+        for node in nodes:
+            born[node] = min(index, last)
+            last_use.update(dict.fromkeys(node.all_input_nodes, min(index, last)))
+    values = [node for node in born if node in last_use and node.op != "get_attr"]
+    alive = [[node for node in values if born[node] < index <= last_use[node]] for index in range(last + 1)]
+    refuse_shared_memory(traced.root, traced.placeholders, traced.cuts, alive)
+    own = {
+        name for names in (module.named_parameters, module.named_buffers) for name, _ in names(remove_duplicate=False)
+    }
+    parts = []
+    for index, nodes in enumerate(traced.cuts):
+        taken = alive[index] if index else traced.placeholders
+        results: Any = tuple(alive[index + 1]) if index < last else traced.results.args[0]
+        part = _part(traced.root, own, nodes, taken, results)
+        if index == 0:
+            part = part._replace(inputs=traced.inputs)
+        if index == last:
+            part = part._replace(outputs=traced.outputs)
+        parts.append(part)
+    return parts
+
+
+def _part(root: nn.Module, own: set[str], nodes: list[fx.Node], taken: list[fx.Node], results: Any) -> Part:
+    graph = fx.Graph()
+    needed: dict[fx.Node, None] = {}
+    for node in nodes:
+        needed |= dict.fromkeys(argument for argument in node.all_input_nodes if argument.op == "get_attr")
+    fx.map_arg(results, lambda node: needed.setdefault(node) if node.op == "get_attr" else None)
+    state = [node for node in needed if node.target in own]
+    constants = [node for node in needed if node not in state and isinstance(tensor_at(root, str(node.target)), Tensor)]
+    copies = {node: graph.placeholder(node.name) for node in [*state, *constants, *taken]}
+    attributes = {}
+    for node in needed:
+        if node not in copies:  # the body of a torch.no_grad() block, or the like
+            attributes[str(node.target)] = _bare(tensor_at(root, str(node.target)))
+            copies[node] = graph.get_attr(str(node.target))
+    for node in nodes:
+        copies[node] = graph.node_copy(node, lambda argument: copies[argument])
+    graph.output(fx.map_arg(results, lambda node: copies[node]))
+    return Part(
+        definitions=_definitions(nodes),
+        graph=_bare(fx.GraphModule(attributes, graph)),
+        state=tuple(str(node.target) for node in state),
+        constants=tuple(tensor_at(root, str(node.target)) for node in constants),
+        values=len(taken),
+    )
+
+
+def _definitions(nodes: list[fx.Node]) -> Definitions:
+    targets = [node.target for node in nodes if isinstance(node.target, torch._ops.OpOverload)]
+    custom = [OPDEFS[target._schema.name] for target in targets if target._schema.name in OPDEFS]
+    return Definitions(sorted({operation._init_fn.__module__ for operation in custom}))
+
+
+def _bare(graph: Any) -> Any:
+    """Without what torch.export noted for compilers, which holds fake tensors and does not travel."""
+    for module in graph.modules():
+        if isinstance(module, fx.GraphModule):
+            module.meta.clear()
+            for node in module.graph.nodes:
+                node.meta.clear()
+    return graph

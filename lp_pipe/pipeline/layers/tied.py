@@ -1,0 +1,150 @@
+"""Parameters that several layers have in common: which they are, and one object for each in a stage.
+
+The first stage that has such a parameter owns it: there it is in the optimizer, counts in the norm, and is saved. The
+other stages borrow it. In every micro-batch a borrower's gradient goes to the stage before it that has the parameter
+too, where autograd adds to it as it would in one process, last use first; after the step the owner sends the weight.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline.layers.build import build_layers, outlined
+from lp_pipe.pipeline.layers.model import FromFunction
+from lp_pipe.pipeline.layers.piece import Piece
+from lp_pipe.pipeline.layers.wrapper import unwrapped
+from lp_pipe.pipeline.schedule.channels import Edge, EdgeKind
+
+Names = tuple[str, ...]  # of one parameter, in the order of the layers; the first one is what the optimizer sees
+
+
+def tied_names(sources: Sequence[Any], pairs: Sequence[tuple[str, str]]) -> list[Names]:
+    """All names of every parameter that has more than one: from the model's `tied`, or one object in ready-made layers.
+
+    Raises:
+        PipelineError: a pair names no parameter, or parameters of different shapes.
+    """
+    wanted = {layer_of(name) for pair in pairs for name in pair}
+    parameters = dict(_named_parameters(sources, wanted))
+    same = {name: {name} for name in parameters}
+    first_name: dict[int, str] = {}
+    for name, parameter in parameters.items():
+        _join(same, first_name.setdefault(id(parameter), name), name)
+    for pair in pairs:
+        _check_pair(pair, parameters)
+        _join(same, *pair)
+    groups = {id(group): group for group in same.values() if len(group) > 1}
+    return [tuple(name for name in parameters if name in group) for group in groups.values()]
+
+
+def tied_edges(groups: Sequence[Names], cuts: Sequence[int]) -> list[Edge]:
+    """The channels on which gradients of tied parameters come to their owners, and new weights go back."""
+    found: dict[tuple[EdgeKind, int, int], list[str]] = {}
+    for names in groups:
+        holders = sorted({sum(cut <= layer_of(name) for cut in cuts) for name in names})
+        for position, holder in enumerate(holders[1:]):
+            found.setdefault(("tied gradient", holder, holders[position]), []).append(names[0])
+            found.setdefault(("tied weights", holders[0], holder), []).append(names[0])
+    return [Edge(*ends, tuple(names)) for ends, names in found.items()]
+
+
+def tie(
+    layers: Sequence[nn.Module], first_layer: int, groups: Sequence[Names], owners: Mapping[int, Any], seed: int
+) -> dict[str, nn.Parameter]:
+    """Let a stage's layers have one object for each tied parameter; returns them by the first of their names.
+
+    owners: sources of layers on earlier stages whose parameters begin with other values than this stage's.
+    """
+    tied: dict[str, nn.Parameter] = {}
+    built = {index: build_layers([source], index, seed)[0] for index, source in owners.items()}
+    own = dict(enumerate(layers, start=first_layer))
+    for names in groups:
+        here = [name for name in names if layer_of(name) in own]
+        if here:
+            origin, name = (built, names[0]) if layer_of(names[0]) in built else (own, here[0])
+            module, attribute = _place(origin, name)
+            parameter = getattr(module, attribute)
+            # A borrower's has no hooks: the owner's run on the sum of all gradients, once.
+            tied[names[0]] = parameter if layer_of(names[0]) in own else copy.deepcopy(parameter)
+            for name in here:
+                module, attribute = _place(own, name)
+                setattr(module, attribute, tied[names[0]])
+    return tied
+
+
+def layer_of(name: str) -> int:
+    """The index of a parameter's layer; -1 where the name is not one of nn.Sequential's."""
+    index = name.split(".", 1)[0]
+    return int(index) if index.isdecimal() else -1
+
+
+def shared_buffers(sources: Sequence[Any], cuts: Sequence[int]) -> dict[str, str]:
+    """The names of buffers that layers of different stages have in common, each with what to say if one writes to it.
+
+    Each stage has a copy, which is right for constants, such as rotary angles and masks.
+
+    Raises:
+        PipelineError: a BatchNorm's, which two stages would update; names both layers and says how to cut instead.
+    """
+    firsts: dict[int, tuple[int, str]] = {}
+    found: dict[str, str] = {}
+    for index, source in enumerate(sources):
+        is_piece = any(isinstance(module, Piece) for module in _ready(source).modules())  # it has copies of constants
+        for place, module in _ready(source).named_modules(prefix=str(index)):
+            for attribute, buffer in module._buffers.items():
+                name = f"{place}.{attribute}"
+                first, other = firsts.setdefault(id(buffer), (index, name)) if buffer is not None else (index, name)
+                if any(first < cut <= index for cut in cuts):
+                    why = (
+                        f"layers {first} and {index} share a buffer ({name}) that training writes to, but are in "
+                        f"different stages (cuts {list(cuts)}): choose cut points that leave layers {first} to {index} "
+                        "in one stage, or give each a buffer of its own"
+                    )
+                    if is_piece or isinstance(module, _NormBase):
+                        raise PipelineError(why)
+                    found[name] = why
+                    found.setdefault(other, why)
+    return found
+
+
+def _named_parameters(sources: Sequence[Any], wanted: set[int]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Of ready-made layers and the `wanted` ones, every name of every parameter."""
+    for index, source in enumerate(sources):
+        module = outlined(source) if index in wanted else _ready(source)
+        yield from module.named_parameters(prefix=str(index), remove_duplicate=False)
+
+
+def _ready(source: Any) -> nn.Module:
+    module = source.module if isinstance(source, FromFunction) else source
+    return module if isinstance(module, nn.Module) else nn.Identity()
+
+
+def _check_pair(pair: tuple[str, str], parameters: Mapping[str, nn.Parameter]) -> None:
+    for name in pair:
+        if name not in parameters:
+            raise PipelineError(
+                f"tied={pair}: the model has no parameter {name!r}: use the names that nn.Sequential(*layers) gives, "
+                "such as '0.weight'"
+            )
+    first, second = (parameters[name] for name in pair)
+    if first.shape != second.shape or first.dtype != second.dtype:
+        kinds = " and ".join(f"{list(p.shape)} of {p.dtype}" for p in (first, second))
+        raise PipelineError(f"tied={pair}: these are different parameters, {kinds}: only equal shapes can be one")
+
+
+def _join(same: dict[str, set[str]], one: str, other: str) -> None:
+    if same[one] is not same[other]:
+        same[one] |= same[other]
+        for name in same[other]:
+            same[name] = same[one]
+
+
+def _place(layers: Mapping[int, nn.Module], name: str) -> tuple[nn.Module, str]:
+    """The module that has a parameter, and the attribute that it is there."""
+    index, path = name.split(".", 1)
+    inner, _, attribute = path.rpartition(".")
+    return unwrapped(layers[int(index)]).get_submodule(inner), attribute

@@ -1,0 +1,64 @@
+"""A layer inside of another module that leaves no trace in the names of its parameters."""
+
+from collections.abc import Iterator
+from typing import Any, Self
+
+from torch import nn
+
+from lp_pipe.pipeline.layers.model import Layer
+
+
+class Wrapper(nn.Module):
+    """`layer` is a module, or a pp.Layer that its stage builds; it may be a Wrapper itself."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        if not isinstance(layer, (nn.Module, Layer)):
+            raise TypeError(f"{type(self).__name__} takes a module or a pp.Layer, not {layer!r}")
+        self.layer: Any = layer
+
+    def around(self, layer: Any) -> Self:
+        """The same around another layer."""
+        raise NotImplementedError
+
+    @property
+    def is_built(self) -> bool:
+        return self.layer.is_built if isinstance(self.layer, Wrapper) else isinstance(self.layer, nn.Module)
+
+    def build(self) -> Self:
+        """The same around the module that the pp.Layer makes; the caller seeds the generator."""
+        return self.around(self.layer.build())
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """This and the layer have one name, so that all below it is named as it would be alone."""
+        memo = set() if memo is None else memo
+        if self not in memo:
+            if remove_duplicate:
+                memo.add(self)
+            yield prefix, self
+            if self.is_built:
+                yield from self.layer.named_modules(memo, prefix, remove_duplicate)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """That of the layer."""
+        return self.layer.state_dict(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "layer":
+                raise
+            return getattr(self.layer, name)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for key in [key for key in state_dict if key.startswith(prefix)]:
+            state_dict[f"{prefix}layer.{key.removeprefix(prefix)}"] = state_dict.pop(key)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def unwrapped(layer: nn.Module) -> nn.Module:
+    """The layer itself."""
+    return unwrapped(layer.layer) if isinstance(layer, Wrapper) else layer

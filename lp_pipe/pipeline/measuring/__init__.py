@@ -1,0 +1,1 @@
+"""What layers, and links between hosts, take."""

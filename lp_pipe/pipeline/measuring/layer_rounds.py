@@ -1,0 +1,168 @@
+"""Rounds of training in which layers are measured, each as a stage of its own."""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lp_pipe.pipeline.compute.device import copied_on, to_device
+from lp_pipe.pipeline.compute.stage import Stage
+from lp_pipe.pipeline.layers.build import build_layers
+from lp_pipe.pipeline.layers.message import Message, tensors_of, to_message
+from lp_pipe.pipeline.layers.model import Loss
+from lp_pipe.pipeline.layers.skips import popped_by
+from lp_pipe.pipeline.layers.tied import Names, tie
+from lp_pipe.pipeline.measuring.layer_stashes import LayerStash, stash_bytes
+from lp_pipe.pipeline.measuring.peak_memory import PeakMeter
+
+_WARMUPS = 2
+_MICROBATCH = 0
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is measured: the layers that setup has seen, and one micro-batch for them. Picklable."""
+
+    sources: Sequence[Any]
+    tied: Sequence[Names]
+    loss: Loss
+    seed: int
+    batch: tuple[Any, Any]
+    device: str
+
+    def rounds(self) -> "Rounds":
+        """Of new copies of the layers."""
+        layers = build_layers(self.sources, 0, self.seed)
+        tie(layers, 0, self.tied, {}, self.seed)
+        place = torch.device(self.device)
+        return Rounds(layers, self.loss, self.seed, to_device(self.batch, place), place)
+
+
+@dataclass
+class Measured:
+    """Of one layer: seconds of each round."""
+
+    forward: list[float] = field(default_factory=list)
+    backward: list[float] = field(default_factory=list)
+    backward_input: list[float] = field(default_factory=list)
+    backward_weight: list[float] = field(default_factory=list)
+    activation_bytes: int = 0
+    meter: PeakMeter | None = None  # in the round that is for it, which takes longer
+
+
+class Rounds:
+    """Forwards and backwards of one micro-batch through stages of one layer each."""
+
+    def __init__(self, layers: Sequence[nn.Module], loss: Loss, seed: int, batch: Any, device: torch.device) -> None:
+        self._loss = loss
+        self._input, self._target = batch
+        self._device = device
+        self.layers = layers
+        self._stages = [Stage(i, i, [layer], seed, device=device) for i, layer in enumerate(layers)]
+        self._step = 0
+        self._stashed_by: dict[str, int] = {}
+        self.skips: list[tuple[int, int]] = []  # from the layer of a Stash to that of its Pop
+        self.measured = [Measured() for _ in layers]
+
+    def warm_up(self) -> None:
+        """Rounds whose times do not count; sizes are the same in each."""
+        for _ in range(_WARMUPS):
+            self.run()
+        self.measured = [Measured(activation_bytes=taken.activation_bytes) for taken in self.measured]
+
+    def peak_bytes(self) -> list[int]:
+        """Of each layer, in a round of its own; forgets the times."""
+        meters = [PeakMeter() for _ in self._stages]
+        self.measured = [Measured(meter=meter) for meter in meters]
+        self._run(split=False)
+        return [meter.peak_bytes for meter in meters]
+
+    def stash_bytes(self) -> list[int]:
+        """What each layer leaves for its backward, after one more forward; forgets the times."""
+        self.measured = [Measured() for _ in self._stages]
+        stashes = [LayerStash(layer, (self._input, self._target)) for layer in self.layers]
+        for stage, stash in zip(self._stages, stashes, strict=True):
+            stage.watch = stash
+        output = self._forwards()
+        with stashes[-1].meter.counting():
+            loss = self._loss(output, self._target)
+        found = stash_bytes(stashes)
+        del loss  # has held the last layer's
+        for stage in self._stages:
+            stage.watch = None
+            stage.discard()
+        self._step += 1
+        return found
+
+    def run(self) -> None:
+        """Both kinds of backward, each after a forward of its own."""
+        self._run(split=False)
+        self._run(split=True)
+
+    def _run(self, *, split: bool) -> None:
+        """Forward and backward once. split: the backwards in their two parts."""
+        output = self._forwards()
+        seconds, loss = self._timed(self.measured[-1], self._loss, output, self._target)
+        self.measured[-1].forward[-1] += seconds
+        self._backwards(loss[0] if isinstance(loss, tuple) else loss, split)
+        self._step += 1
+
+    def _forwards(self) -> Any:
+        message = self._apart(Message(self._input, (False,) * len(tensors_of(self._input))))
+        waiting: dict[str, Message] = {}
+        output: Any = None
+        for index, (stage, taken) in enumerate(zip(self._stages, self.measured, strict=True)):
+            skips: dict[str, Any] = {name: waiting.pop(name) for name in popped_by(stage.layers)}
+            if not self._step:
+                self.skips += [(self._stashed_by[name], index) for name in skips]
+            seconds, output = self._timed(taken, stage.forward, message, self._step, _MICROBATCH, skips)
+            taken.forward.append(seconds)
+            taken.activation_bytes = sum(_bytes(value) for value in (output, *skips.values()))
+            self._stashed_by.update(dict.fromkeys(skips, index))
+            waiting.update({name: self._apart(to_message(value)) for name, value in skips.items()})
+            message = self._apart(to_message(output))
+        return output
+
+    def _backwards(self, loss: Tensor, split: bool) -> None:
+        gradients: list[Tensor | None] = []
+        popped: dict[str, list[Tensor | None]] = {}
+        for stage, taken in zip(reversed(self._stages), reversed(self.measured), strict=True):
+            stash = stage.activation_stash[_MICROBATCH]
+            skips = [root for name in stash.stashed for root in zip(stash.stashed[name], popped[name], strict=True)]
+            if stage is self._stages[-1]:
+                work = partial(stage.backward_from_loss, _MICROBATCH, loss, defer_weights=split)
+            else:
+                work = partial(stage.backward, _MICROBATCH, gradients, skips, defer_weights=split)
+            seconds, gradients = self._timed(taken, work)
+            (taken.backward_input if split else taken.backward).append(seconds)
+            if split:
+                seconds, _ = self._timed(taken, stage.backward_weights, _MICROBATCH)
+                taken.backward_weight.append(seconds)
+            for name in stash.popped_gradients:
+                popped[name] = stage.take_popped_gradients(_MICROBATCH, name)
+
+    def _timed(self, taken: Measured, work: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
+        self._wait()
+        started = time.perf_counter()
+        with taken.meter or nullcontext():
+            made = work(*arguments)
+        self._wait()
+        return time.perf_counter() - started, made
+
+    def _apart(self, message: Message) -> Message:
+        """With memory of its own, as if it had been sent: a stage may write to its input."""
+        return replace(message, value=copied_on(message.value, self._device))
+
+    def _wait(self) -> None:
+        """Until the device has done what it was asked to do."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def _bytes(value: Any) -> int:
+    return sum(tensor.nbytes for tensor in tensors_of(value))

@@ -1,0 +1,78 @@
+"""Profile the pipeline of a program, on the first micro-batch of its own feeder, without running the program."""
+
+from typing import Any
+
+from lp_pipe.errors import PipelineError
+from lp_pipe.nodes import Node
+from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
+from lp_pipe.pipeline.layers.microbatches import check_pair, split
+from lp_pipe.pipeline.measuring.layer_rounds import Work
+from lp_pipe.pipeline.measuring.profiling import profile_layers
+from lp_pipe.pipeline.partitioning import Profile
+from lp_pipe.program import Program
+
+
+def profile_program(program: Program, *, group: str | None = None, device: str = "cpu", busy: int = 1) -> Profile:
+    """The layers of the program's pipeline, as `profile` measures them.
+
+    The feeder is built in this process and asked for batch 0. group: of which pipeline, if there are several. busy: as
+    there.
+
+    Raises:
+        PipelineError: there is no pipeline, none of that group, or its feeder cannot be asked outside of a run.
+    """
+    nodes = _workers(program, group)
+    config = _part(nodes[0], PipelineConfig)
+    layers: dict[int, Any] = {}
+    for node in nodes:
+        for first, sources in _part(node, WorkerConfig).sources.values():
+            layers.update(enumerate(sources, start=first))
+    inputs, targets = _batch(program, nodes[0])
+    sample = split(inputs, config.microbatches)[0], split(targets, config.microbatches)[0]
+    sources = [layers[index] for index in sorted(layers)]
+    return profile_layers(Work(sources, config.tied, config.loss, config.seed, sample, device), busy)
+
+
+def _workers(program: Program, group: str | None) -> list[Node[Any]]:
+    pipelines = {
+        label: nodes for label, nodes in program.groups.items() if _part(nodes[0], PipelineConfig, None) is not None
+    }
+    if not pipelines:
+        raise PipelineError(f"{program!r} has no pipeline: it was not given to pp.add_pipeline")
+    if group is None and len(pipelines) > 1:
+        raise PipelineError(f"{program!r} has several pipelines: say which group: {', '.join(pipelines)}")
+    if group is not None and group not in pipelines:
+        raise PipelineError(f"group {group!r} is no pipeline of {program!r}: there is {', '.join(pipelines)}")
+    return pipelines[group if group is not None else next(iter(pipelines))]
+
+
+def _batch(program: Program, conductor: Node[Any]) -> tuple[Any, Any]:
+    handle = dict(conductor.launch_parts()).get("argument feeder")
+    if handle is None:
+        raise PipelineError(
+            "the pipeline has no feeder, so there is no sample batch: give add_pipeline(inputs=…), or call pp.profile"
+        )
+    asked = {address.id for address in handle.addresses}
+    for node in program.get_all_nodes():
+        if asked & {address.id for address in node.addresses}:
+            return _asked(node)
+    raise PipelineError(
+        f"the feeder, {handle.node_name}, is inside of a colocation: call pp.profile with a sample batch"
+    )
+
+
+def _asked(feeder: Node[Any]) -> tuple[Any, Any]:
+    try:
+        batch = feeder.construct_apart().batch(0)
+    except Exception as error:
+        raise PipelineError(
+            f"the feeder, {feeder.name}, gives no batch outside of a run ({type(error).__name__}: {error}): call "
+            "pp.profile with a sample batch"
+        ) from error
+    return check_pair(batch, f"the pipeline, from batch(0) of {feeder.name},")
+
+
+def _part(node: Node[Any], kind: type[Any], *default: Any) -> Any:
+    """The argument of that type."""
+    found = (value for _, value in node.launch_parts() if isinstance(value, kind))
+    return next(found, *default)

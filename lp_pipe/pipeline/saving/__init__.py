@@ -1,0 +1,1 @@
+"""Checkpoints of pipelines as files: what is in them, written and read."""

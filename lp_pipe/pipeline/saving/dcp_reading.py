@@ -1,0 +1,135 @@
+"""Reads parts of a torch Distributed Checkpoint; nothing that is not data is ever unpickled.
+
+As dcp_writing, import it where it is used.
+"""
+
+import io
+import pickle
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+
+from lp_pipe.errors import CheckpointError
+from lp_pipe.pipeline.saving.manifest import ENTRY, Manifest, from_entry
+from lp_pipe.pipeline.saving.saved import Key
+
+_METADATA = ".metadata"
+
+
+class SavedFolder:
+    """A checkpoint's folder; made by reading its metadata.
+
+    Raises:
+        CheckpointError: there is none (it was never finished), it is damaged, or not lp_pipe's.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._metadata = _metadata(folder)
+        names = self._metadata.planner_data or {}
+        self.keys: list[Key] = [tuple(names.get(name, (name,))) for name in self._metadata.state_dict_metadata]
+        if ENTRY not in self.keys:
+            raise CheckpointError(f"{folder} is no checkpoint of lp_pipe: {_METADATA} has no entry {ENTRY[0]!r}")
+
+    @property
+    def names(self) -> list[str]:
+        """Those of the model's parameters and buffers."""
+        return [key[1] for key in self.keys if key[0] == "model"]
+
+    def manifest(self) -> Manifest:
+        """What it says of itself.
+
+        Raises:
+            CheckpointError: as `read`; or another version of lp_pipe wrote it.
+        """
+        return from_entry(self.read([ENTRY])[ENTRY], str(self._folder))
+
+    def read(self, keys: Iterable[Key]) -> dict[Key, Any]:
+        """These entries, from the files that have them.
+
+        Raises:
+            CheckpointError: a file is missing or damaged.
+        """
+        wanted = {".".join(key): key for key in keys}
+        planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner({name: self._empty(name) for name in wanted}, self._metadata)
+        reader = FileSystemReader(self._folder)
+        reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+        for file, items in self._by_file(planner.create_local_plan()).items():
+            try:
+                reader.read_data(LoadPlan(items), planner)
+            except Exception as error:  # damaged bytes may lead torch anywhere
+                path = self._folder / file
+                raise CheckpointError(f"cannot read {path}, which {_METADATA} names: {error}") from error
+        return {key: planner.state_dict[name] for name, key in wanted.items()}
+
+    def _empty(self, name: str) -> torch.Tensor | None:
+        described = self._metadata.state_dict_metadata[name]
+        if not isinstance(described, TensorStorageMetadata):
+            return None
+        return torch.empty(described.size, dtype=described.properties.dtype)
+
+    def _by_file(self, plan: LoadPlan) -> dict[str, list[ReadItem]]:
+        found: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            found.setdefault(self._metadata.storage_data[item.storage_index].relative_path, []).append(item)
+        return found
+
+
+class _Planner(DefaultLoadPlanner):
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Torch's own would unpickle anything."""
+        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True, map_location="cpu")
+
+
+def _metadata(folder: Path) -> Metadata:
+    path = folder / _METADATA
+    try:
+        with path.open("rb") as file:
+            found = _DataOnly(file).load()
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} is no checkpoint: without {_METADATA} it was never finished") from None
+    except Exception as error:  # damaged bytes may lead pickle anywhere
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    if not isinstance(found, Metadata):
+        raise CheckpointError(f"{path} is damaged: it holds a {type(found).__name__}")
+    return found
+
+
+class _DataOnly(pickle.Unpickler):
+    """Knows the classes that torch writes into .metadata, and nothing that could act."""
+
+    _CLASSES = frozenset(
+        {
+            ("torch", "Size"),
+            ("torch.serialization", "_get_layout"),
+            ("pathlib", "PosixPath"),
+            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+            *(
+                ("torch.distributed.checkpoint.metadata", name)
+                for name in (
+                    "BytesStorageMetadata",
+                    "ChunkStorageMetadata",
+                    "Metadata",
+                    "MetadataIndex",
+                    "StorageMeta",
+                    "TensorProperties",
+                    "TensorStorageMetadata",
+                    "_MEM_FORMAT_ENCODING",
+                )
+            ),
+        }
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in self._CLASSES:
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        raise pickle.UnpicklingError(f"it holds {module}.{name}, which is no part of a checkpoint")

@@ -1,0 +1,1 @@
+"""One stage worker: its share of a schedule, its channels, its optimizer."""

@@ -1,0 +1,197 @@
+"""A worker's steps of an asynchronous schedule: updates between backwards, and the next step's first forwards."""
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from lp_pipe.errors import ChannelClosed
+from lp_pipe.pipeline.compute.buffers import BufferSnapshot
+from lp_pipe.pipeline.compute.stage import Stage
+from lp_pipe.pipeline.compute.weight_versions import WeightVersions
+from lp_pipe.pipeline.schedule import Action
+from lp_pipe.pipeline.schedule.updates import Timing, Turn, turns
+from lp_pipe.pipeline.worker.async_guard import Guard
+from lp_pipe.pipeline.worker.execution import Execution, Operation, Report
+from lp_pipe.pipeline.worker.intake import Intake
+from lp_pipe.pipeline.worker.metering import Metering
+from lp_pipe.pipeline.worker.reduction import Reduction
+from lp_pipe.pipeline.worker.tasks import Task
+from lp_pipe.pipeline.worker.training import Training
+
+
+class AsyncWorker:
+    """One replica of a stage. timings: of all stages. share: (replica, replicas).
+
+    Where all stages update after the same micro-batches, the loss weights of these add up to 1, as in a step. Else each
+    micro-batch has the weight 1 when its gradients come along, and a stage takes the mean of its group's.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        timings: Sequence[Timing],
+        share: tuple[int, int],
+        execution: Execution,
+        training: Training,
+        reduction: Reduction,
+        intake: Intake,
+        metering: Metering,
+        guard: Guard | None = None,
+    ) -> None:
+        self._stage = stage
+        self._timing = timings[stage.index]
+        self._is_uniform = len({timing.every for timing in timings}) == 1
+        self._share = share
+        self._execution = execution
+        self._training = training
+        self._reduction = reduction
+        self._intake = intake
+        self._metering = metering
+        self._guard = guard
+        self._training_actions = guard.around(execution.training) if guard is not None else execution.training
+        self._doing = self._training_actions
+        self._modules: Sequence[nn.Module] = [module for layer in stage.layers for module in layer.modules()]
+        self._versions = WeightVersions(self._modules, training.named_parameters)
+        self._next: Operation | None = None  # of which some forwards are done
+        self._forwarded = 0
+        self._boundary: BufferSnapshot | None = None  # before these
+        self._turn = threading.Condition()
+        self._ended = self._failed = 0
+        self._aborted: tuple[int, str] = (0, "")
+
+    def run(self, task: Task, ahead: Task | None, after: int) -> Report:
+        """One step. ahead: the next one, whose first forwards are done on the way. after: the tag of the one before.
+
+        Raises:
+            Exception: a layer's own, with a note that says where; the optimizer's.
+            ChannelClosed: a neighbour has ended, or the operation was aborted.
+        """
+        ended = False
+        try:
+            self._wait_for(after, task.tag)
+            with self._metering.around(self._training_actions) as self._doing:
+                report = self._run(task, ahead)
+            ended = True
+        finally:
+            self._versions.use_own()
+            with self._turn:
+                self._ended = task.tag
+                self._failed = self._failed if ended else task.tag
+                self._turn.notify_all()
+        return report
+
+    def abort(self, tag: int, reason: str) -> None:
+        """Let operations up to `tag` that have not begun fail."""
+        with self._turn:
+            self._aborted = (tag, reason)
+            self._turn.notify_all()
+
+    def discard(self) -> None:
+        """Forget the next step's forwards: they will be done again."""
+        if self._boundary is not None:
+            self._boundary.restore()
+        self._stage.discard()
+        self._next, self._forwarded, self._boundary = None, 0, None
+
+    def forget_versions(self) -> None:
+        """The weights have come from elsewhere."""
+        self.discard()
+        self._versions.forget()
+
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """In the body buffers are as after the last whole step."""
+        if self._boundary is None:
+            yield
+        else:
+            with self._boundary.swapped_in():
+                yield
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint needs beside the newest weights, to go on as if nothing had happened."""
+        return {"newest": self._versions.newest, "older": self._versions.older()}
+
+    def restore(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Go on from the `state`s of the workers that wrote a checkpoint.
+
+        Where the stages are cut otherwise now, or update at other times, older weights may be missing: then forwards
+        use the oldest ones that there are.
+        """
+        self.discard()
+        newest = max((state["newest"] for state in states), default=0)
+        older: dict[int, dict[str, Tensor]] = {}
+        for state in states:
+            if state["newest"] == newest:
+                for version, weights in state["older"].items():
+                    older.setdefault(version, {}).update(weights)
+        self._versions.restore(newest, older)
+
+    def _wait_for(self, after: int, tag: int) -> None:
+        with self._turn:
+            self._turn.wait_for(lambda: self._ended >= after or self._aborted[0] >= tag)
+            if self._aborted[0] >= tag:
+                raise ChannelClosed(self._aborted[1])
+            if after and self._failed == after:
+                raise ChannelClosed("the step before has failed")
+
+    def _run(self, task: Task, ahead: Task | None) -> Report:
+        if self._next is None or self._next.tag != task.tag:
+            self.discard()
+            self._next = self._operation_of(task)
+        operation, forwarded = self._next, self._forwarded
+        first = self._versions.newest
+        self._next, self._forwarded, self._boundary = None, 0, None
+        count = ahead.microbatches if ahead is not None else 0
+        for turn in turns(self._timing, *self._share, task.microbatches, forwarded=forwarded, ahead=count):
+            if turn.op == "U":
+                self._update(task, first, turn)
+            elif turn.ahead:
+                self._run_action(turn, self._operation_ahead(ahead, operation, task.microbatches), first)
+                self._forwarded += 1
+            else:
+                self._run_action(turn, operation, first)
+        self._training.step_scheduler()
+        return operation.report
+
+    def _operation_ahead(self, task: Task | None, operation: Operation, microbatches: int) -> Operation:
+        if self._next is None:
+            assert task is not None, "turns has been told of its micro-batches"
+            self._boundary = BufferSnapshot(self._modules)
+            self._next = self._operation_of(task)
+            self._next.first_number = operation.first_number + microbatches
+        return self._next
+
+    def _operation_of(self, task: Task) -> Operation:
+        operation = self._intake.operation(task)
+        self._intake.weigh_in_groups(operation, self._timing.every if self._is_uniform else 1)
+        return operation
+
+    def _run_action(self, turn: Turn, operation: Operation, first: int) -> None:
+        action = Action("F" if turn.op == "F" else "B", self._stage.index, turn.microbatch)
+        version = self._versions.use(self._version_of(first + turn.group))
+        operation.report.versions.append((str(action), version))
+        self._execution.run([action], operation, self._doing)
+
+    def _update(self, task: Task, first: int, turn: Turn) -> None:
+        """With the gradients of the turn's update group; `first` is the number of groups before the step."""
+        group, microbatches = first + turn.group, self._in_group(turn.group, task.microbatches)
+        self._versions.take_gradients(self._version_of(group))
+        if self._guard is not None:
+            self._versions.use_own()
+            self._guard.check_gradients(task.step, turn.group * self._timing.every + microbatches - 1)
+        self._reduction.reduce(task.tag, self._training.parameters, (), BufferSnapshot(()))
+        if microbatches > 1 and not self._is_uniform:
+            self._training.scale_gradients(1 / microbatches)
+        self._versions.begin_next(needed_from=self._version_of(group + 1))
+        self._metering.before_update(self._versions.older_bytes)
+        self._training.update()
+
+    def _version_of(self, group: int) -> int:
+        return max(0, group - self._timing.delay)
+
+    def _in_group(self, group: int, microbatches: int) -> int:
+        every = self._timing.every
+        return min(every, microbatches - group * every)

@@ -1,0 +1,37 @@
+"""Batches from the feeder, asked for one step ahead."""
+
+from concurrent.futures import Future
+from typing import Any
+
+from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline.layers.microbatches import check_pair
+from lp_pipe.rpc.futures_view import read_by
+
+
+class BatchSource:
+    """Asks a feeder's `batch(step)`; the next step's batch travels while this step computes."""
+
+    def __init__(self, feeder: Any) -> None:
+        self._feeder = feeder
+        self._ahead: tuple[int, Future[Any]] | None = None
+
+    def get(self, step: int) -> tuple[Any, Any] | None:
+        """The batch of a step, or None at the end of the data.
+
+        Raises:
+            PipelineError: the pipeline has no feeder, or the feeder returned something else than a pair.
+        """
+        if self._feeder is None:
+            raise PipelineError("step() without a batch needs a feeder: add_pipeline(..., inputs=feeder_handle)")
+        future = self._ahead[1] if self._ahead and self._ahead[0] == step else self._feeder.futures.batch(step)
+        self._ahead = None
+        batch = future.result()
+        if batch is None:
+            return None
+        pair = check_pair(batch, f"the pipeline, from the feeder's batch({step}),")
+        self._ahead = (step + 1, read_by("thread", self._feeder).batch(step + 1))
+        return pair
+
+    def forget_ahead(self) -> None:
+        """The pipeline goes on from somewhere else, perhaps because the feeder has died, and the next batch with it."""
+        self._ahead = None

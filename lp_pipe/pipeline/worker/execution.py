@@ -1,0 +1,229 @@
+"""Actions of a schedule, done on a worker's stages: what comes from where, what is computed, and where it goes."""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lp_pipe.errors import PipelineError, add_note
+from lp_pipe.pipeline.compute.device import to_host
+from lp_pipe.pipeline.compute.gradient_norms import GradientNorm
+from lp_pipe.pipeline.compute.loss_scale import scaled
+from lp_pipe.pipeline.compute.precision import autocast
+from lp_pipe.pipeline.compute.stage import Stage
+from lp_pipe.pipeline.config import PipelineConfig
+from lp_pipe.pipeline.layers.message import Message, to_message
+from lp_pipe.pipeline.layers.microbatches import number_of
+from lp_pipe.pipeline.layers.model import Loss
+from lp_pipe.pipeline.results import NonFinite
+from lp_pipe.pipeline.schedule import Action
+from lp_pipe.pipeline.schedule.ir import WORDS
+from lp_pipe.pipeline.worker.links import Links
+from lp_pipe.pipeline.worker.side_channels import SideChannels
+from lp_pipe.pipeline.worker.written_parameters import CopiedParameters
+from lp_pipe.telemetry import positions
+
+
+@dataclass
+class Report:
+    """What a worker tells after its share of an operation. Times are time.monotonic() of its host."""
+
+    busy_s: float = 0.0
+    loss: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+    gradient_norms: dict[int, list[GradientNorm]] = field(default_factory=dict)
+    overflowed: bool = False  # a gradient is infinite or NaN, if anybody wants to know
+    nonfinite: list[NonFinite] = field(default_factory=list)  # in a step that was run again to find it
+    outputs: dict[int, Any] = field(default_factory=dict)  # by micro-batch
+    spans: list[tuple[str, float, float]] = field(default_factory=list)
+    versions: list[tuple[str, int]] = field(default_factory=list)  # of the weights that actions of AsyncWorker used
+
+
+@dataclass
+class Operation:
+    """The state of the operation that is running.
+
+    weights: of the micro-batches' losses in the report; gradient_weights: in the gradients, where these differ.
+    first_number: under which number its first micro-batch is stashed, where operations overlap.
+    """
+
+    tag: int
+    step: int
+    inputs: Sequence[Any] | Mapping[int, Any]
+    targets: list[Any]
+    weights: list[float]
+    report: Report
+    scale: float | None = None
+    gradient_weights: list[float] | None = None
+    first_number: int = 0
+    losses: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # with the gradients they begin with
+
+
+Run = Callable[[Action, Operation], None]
+
+
+class Execution:
+    """Runs actions on `stages`, which a worker named `name` has; the channels are those of `links` and `side`."""
+
+    def __init__(
+        self,
+        config: PipelineConfig,
+        stages: Mapping[int, Stage],
+        links: Links,
+        side: SideChannels,
+        name: str,
+        device: torch.device,
+        criterion: Loss | None,
+    ) -> None:
+        self._device = device
+        self._config = config
+        self._criterion = criterion
+        self._channels = config.channels
+        self._stages = stages
+        self._links = links
+        self._side = side
+        self._name = name
+        self.training: Mapping[str, Run] = {
+            "F": self._forward,
+            "B": self._backward,
+            "I": self._backward,
+            "W": self._backward_weights,
+        }
+        self.inference: Mapping[str, Run] = {"F": self._infer}
+        self._copied = CopiedParameters(config, stages)
+        self._at: tuple[Action, Operation] | None = None
+        positions.add(self)
+
+    def position(self) -> str:
+        """For reports of hangs."""
+        at = self._at
+        if at is None:
+            return "between two operations"
+        action, operation = at
+        done = len(operation.report.spans)
+        return f"{self._describe(action)}, step {operation.step}, {done} action{'s' * (done != 1)} done"
+
+    def run(self, actions: Iterable[Action], operation: Operation, doing: Mapping[str, Run]) -> None:
+        """Do one action after another. doing: `training` or `inference`, perhaps with something around it.
+
+        Raises:
+            Exception: a layer's own, with a note that says where; ChannelClosed.
+            PipelineError: a forward has written to a parameter of which others have copies.
+        """
+        before = self._copied.versions()
+        try:
+            for action in actions:
+                self._at = action, operation
+                doing[action.op](action, operation)
+        except BaseException as error:  # layers may end in SystemExit, too
+            if self._at is not None:
+                add_note(error, f"in {self._name}, {self._describe(self._at[0])}, step {operation.step}")
+            raise
+        finally:
+            self._at = None
+        self._copied.check(before)
+
+    def _forward(self, action: Action, operation: Operation) -> None:
+        message = self._input_of(action, operation)
+        skips = self._side.values(action, operation.tag)
+        start = time.monotonic()
+        number = operation.first_number + action.microbatch
+        value = self._stages[action.stage].forward(message, operation.step, action.microbatch, skips, number)
+        if action.stage == self._config.last_stage:
+            operation.losses[action.microbatch] = self._loss(value, action.microbatch, operation)
+        self._note(action, operation, start)
+        self._hand_on(action, operation, value, skips)
+
+    def _backward(self, action: Action, operation: Operation) -> None:
+        stage = self._stages[action.stage]
+        defer_weights = action.op == "I"
+        number = operation.first_number + action.microbatch
+        if action.stage == self._config.last_stage:
+            start = time.monotonic()
+            root = operation.losses.pop(action.microbatch)
+            gradients = stage.backward_from_loss(number, *root, defer_weights=defer_weights)
+        else:
+            channel = self._channels.receives(action)
+            assert channel is not None, "only the last stage has nobody to wait for"
+            received = self._links.receive(channel, operation.tag, action.microbatch)
+            more = self._side.roots(action, operation.tag)
+            start = time.monotonic()
+            gradients = stage.backward(number, received, more, defer_weights=defer_weights)
+        self._note(action, operation, start)
+        channel = self._channels.sends(action)
+        if channel is not None:
+            self._links.send(channel, operation.tag, action.microbatch, gradients)
+        self._side.send_gradients(action, operation.tag)
+
+    def _backward_weights(self, action: Action, operation: Operation) -> None:
+        more = self._side.roots(action, operation.tag)
+        start = time.monotonic()
+        self._stages[action.stage].backward_weights(action.microbatch, more)
+        self._note(action, operation, start)
+        self._side.send_gradients(action, operation.tag)
+
+    def _infer(self, action: Action, operation: Operation) -> None:
+        message = self._input_of(action, operation)
+        skips = self._side.values(action, operation.tag)
+        start = time.monotonic()
+        value = self._stages[action.stage].infer(message, action.microbatch, skips)
+        if action.stage == self._config.last_stage:
+            if operation.targets:
+                self._loss(value, action.microbatch, operation)
+            else:
+                operation.report.outputs[action.microbatch] = to_host(value, self._device)
+        self._note(action, operation, start)
+        self._hand_on(action, operation, value, skips)
+
+    def _input_of(self, action: Action, operation: Operation) -> Message:
+        channel = self._channels.receives(action)
+        if channel is None:
+            return Message(operation.inputs[action.microbatch], ())
+        return Message(*self._links.receive(channel, operation.tag, action.microbatch))
+
+    def _hand_on(self, action: Action, operation: Operation, value: Any, skips: Mapping[str, Any]) -> None:
+        channel = self._channels.sends(action)
+        if channel is not None:
+            message = to_message(value)
+            self._links.send(channel, operation.tag, action.microbatch, message.parts)
+        self._side.send_values(action, operation.tag, skips)
+
+    def _loss(self, output: Any, microbatch: int, operation: Operation) -> tuple[Tensor, Tensor]:
+        """The loss of one micro-batch, added to the report with its weight, and the gradient that it begins with.
+
+        That is what a product with the weight would hand down to it, without the product.
+        """
+        with autocast(self._config.precision, self._device.type):
+            assert self._criterion is not None, "the last stage's worker has the loss"
+            result = self._criterion(output, operation.targets[microbatch])
+        loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            what = f"one of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise PipelineError(f"the loss function must return a scalar tensor, or (scalar, metrics), not {what}")
+        if type(metrics) is not dict and not isinstance(metrics, Mapping):
+            raise PipelineError(f"the loss function's metrics must be a dict of numbers, not {type(metrics).__name__}")
+        weight = operation.weights[microbatch]
+        report = operation.report
+        report.loss += loss.item() * weight
+        for name, value in metrics.items():
+            number = number_of(value, f"the loss function's metric {name!r} must be a number")
+            report.metrics[name] = report.metrics.get(name, 0.0) + number * weight
+        if operation.gradient_weights is not None:
+            weight = operation.gradient_weights[microbatch]
+        if operation.scale is None:
+            return loss, torch.full_like(loss, weight)
+        product = scaled(loss * weight, operation.scale)
+        return product, torch.ones_like(product)
+
+    def _note(self, action: Action, operation: Operation, start: float) -> None:
+        end = time.monotonic()
+        operation.report.busy_s += end - start
+        operation.report.spans.append((str(action), start, end))
+
+    def _describe(self, action: Action) -> str:
+        stage = self._stages[action.stage]
+        layers = f"layers {stage.first_layer} to {stage.first_layer + len(stage.layers) - 1}"
+        return f"{WORDS[action.op]} of micro-batch {action.microbatch}, stage {action.stage} ({layers})"

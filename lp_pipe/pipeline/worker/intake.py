@@ -1,0 +1,80 @@
+"""What a worker begins an operation with: its micro-batches, on its device."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline.compute.device import to_device
+from lp_pipe.pipeline.config import PipelineConfig
+from lp_pipe.pipeline.layers.microbatches import loss_weights, split
+from lp_pipe.pipeline.worker.batches import BatchSource
+from lp_pipe.pipeline.worker.execution import Operation, Report
+from lp_pipe.pipeline.worker.tasks import Task
+
+
+class Intake:
+    """Of the worker `name` with these virtual stages; those that are neither first nor last need no batch."""
+
+    def __init__(
+        self, config: PipelineConfig, stages: Collection[int], feeder: Any, name: str, device: torch.device
+    ) -> None:
+        self._config = config
+        self._stages = stages
+        self._batches = BatchSource(feeder)
+        self._name = name
+        self._device = device
+        self.forget_ahead = self._batches.forget_ahead
+
+    def operation(self, task: Task, scale: float | None = None) -> Operation:
+        """A step of training."""
+        inputs, targets = self._batch(task)
+        return self.of(task.tag, task.step, inputs, targets, scale)
+
+    def of(
+        self,
+        tag: int,
+        step: int,
+        inputs: list[Any] | Mapping[int, Any],
+        targets: list[Any],
+        scale: float | None = None,
+    ) -> Operation:
+        """One with these micro-batches."""
+        weights = loss_weights(targets, self._config.loss_weight) if targets else []
+        inputs, targets = to_device(inputs, self._device), to_device(targets, self._device)
+        return Operation(tag, step, inputs, targets, weights, Report(), scale)
+
+    def weigh_in_groups(self, operation: Operation, size: int) -> None:
+        """Let the gradients of each `size` micro-batches add up as a step's do."""
+        targets, rule = operation.targets, self._config.loss_weight
+        groups = [targets[first : first + size] for first in range(0, len(targets), size)]
+        operation.gradient_weights = [weight for group in groups for weight in loss_weights(group, rule)]
+
+    def _batch(self, task: Task) -> tuple[list[Any], list[Any]]:
+        """The micro-batches' inputs and targets, as far as this worker's stages need them."""
+        given, target = task.given, task.target
+        needs_input, needs_target = 0 in self._stages, self._config.last_stage in self._stages
+        if (needs_input and given is None) or (needs_target and target is None):
+            value, label = self._from_feeder(task.step)
+            given, target = given or (value,), target or (label,)
+        # Moved first, as a loop in one process does: kernels choose by addresses, and a slice's is not a copy's.
+        inputs = split(to_device(given[0], self._device), self._config.microbatches) if needs_input and given else []
+        targets = split(target[0], self._config.microbatches) if needs_target and target else []
+        for part, pieces in (("input", inputs), ("target", targets)):
+            if pieces and len(pieces) != task.microbatches:
+                raise PipelineError(
+                    f"step {task.step}: the batch's input splits into {task.microbatches} micro-batches, the {part} "
+                    f"that {self._name} got into {len(pieces)}: give both the same first dimension, and let "
+                    "batch(step) be a pure function of the step"
+                )
+        return inputs, targets
+
+    def _from_feeder(self, step: int) -> tuple[Any, Any]:
+        batch = self._batches.get(step)
+        if batch is None:
+            raise PipelineError(
+                f"the feeder gave the first stage a batch for step {step}, and {self._name} None: "
+                "batch(step) must be a pure function of the step"
+            )
+        return batch

@@ -1,0 +1,77 @@
+"""What a stage worker has in memory during its steps, while somebody wants to know."""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lp_pipe.pipeline.compute.activation_meter import ActivationMeter
+from lp_pipe.pipeline.results import StageMemory
+from lp_pipe.pipeline.schedule import Action
+from lp_pipe.pipeline.worker.execution import Operation, Run
+from lp_pipe.pipeline.worker.training import Training
+
+
+class Metering:
+    """Of the worker with these modules. place: (worker, replica). stages: the virtual ones that it runs."""
+
+    def __init__(
+        self, modules: Sequence[nn.Module], training: Training, place: tuple[int, int], stages: Sequence[int]
+    ) -> None:
+        self._modules = modules
+        self._training = training
+        self._place = place
+        self._stages = tuple(stages)
+        self._meter: ActivationMeter | None = None
+        self._gradient_bytes = self._version_bytes = 0
+
+    def start(self) -> None:
+        """Count in the next steps."""
+        self._meter = ActivationMeter()
+        self._gradient_bytes = self._version_bytes = 0
+
+    def stop(self) -> StageMemory:
+        """What was counted."""
+        meter, self._meter = self._meter, None
+        assert meter is not None, "stop comes after start"
+        parameters, _, state = self._training.bytes()
+        buffers = sum(buffer.nbytes for m in self._modules for buffer in m._buffers.values() if buffer is not None)
+        sizes = (parameters, self._gradient_bytes, state, buffers, meter.peak_bytes, meter.stash_bytes)
+        return StageMemory(*self._place, self._stages, *sizes, self._version_bytes, meter.deferred_bytes)
+
+    @contextlib.contextmanager
+    def around(self, doing: Mapping[str, Run]) -> Iterator[Mapping[str, Run]]:
+        """What to call for the actions of a step, instead of `doing`."""
+        if self._meter is None:
+            yield doing
+            return
+        with self._meter.counting() as meter:
+            yield {op: self._counted(op, run, meter) for op, run in doing.items()}
+
+    def before_update(self, version_bytes: int = 0) -> None:
+        """The gradients are there. version_bytes: of older weights that are kept now."""
+        if self._meter is not None:
+            self._gradient_bytes = self._training.bytes()[1]
+            self._version_bytes = max(self._version_bytes, version_bytes)
+
+    def _counted(self, op: str, run: Run, meter: ActivationMeter) -> Run:
+        around = {"F": meter.forward, "I": meter.backward_for_inputs}.get(op, contextlib.nullcontext)
+
+        def counted(action: Action, operation: Operation) -> None:
+            # For each action anew: those of an asynchronous schedule use other weights than the one before.
+            meter.leave_out([*self._own_tensors(), *_batch_of(operation)])
+            with around():
+                run(action, operation)
+
+        return counted
+
+    def _own_tensors(self) -> Iterator[Tensor]:
+        for module in self._modules:
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                if tensor is not None:
+                    yield tensor
+
+
+def _batch_of(operation: Operation) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves((operation.inputs, operation.targets)) if isinstance(leaf, Tensor)]

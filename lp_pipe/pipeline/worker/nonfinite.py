@@ -1,0 +1,168 @@
+"""Where a step first met NaN or infinity: its micro-batches run once more, and every layer is looked at.
+
+Nothing of this runs in a step without trouble: whether there is any, the loss and the gradients' norms say.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from lp_pipe.errors import NonFiniteError
+from lp_pipe.pipeline.compute.recompute import is_recomputing
+from lp_pipe.pipeline.compute.stage import Place, Stage
+from lp_pipe.pipeline.config import PipelineConfig
+from lp_pipe.pipeline.layers.message import tensors_of
+from lp_pipe.pipeline.layers.skips import call
+from lp_pipe.pipeline.results import NonFinite
+from lp_pipe.pipeline.schedule import Action
+from lp_pipe.pipeline.worker.execution import Operation, Run
+
+LOSS = "the loss function"
+
+
+class Search:
+    """On the stages of the worker `node`. names: of their layers, by index."""
+
+    def __init__(
+        self, config: PipelineConfig, stages: Mapping[int, Stage], names: Mapping[int, str], node: str
+    ) -> None:
+        self._last_stage = config.last_stage
+        self._stages = stages
+        self.names = names
+        self.node = node
+        self._found: list[NonFinite] = []
+
+    @contextlib.contextmanager
+    def around(self, doing: Mapping[str, Run], found: list[NonFinite]) -> Iterator[Mapping[str, Run]]:
+        """What to call for the actions of a step, instead of `doing`; afterwards `found` has what there was.
+
+        Per micro-batch and stage: the first layer of the forward, and the last one, which is the backward's first.
+        """
+        self._found = []
+        before = {stage: stage.watch for stage in self._stages.values()}
+        for stage in before:
+            stage.watch = partial(self._layer, stage)
+        try:
+            yield {op: partial(self._forward if op == "F" else self._backward, run) for op, run in doing.items()}
+        finally:
+            for stage, watch in before.items():
+                stage.watch = watch
+            found += self._found
+
+    def _layer(self, stage: Stage, place: Place, layer: nn.Module, value: Any, skips: dict[str, Any]) -> Any:
+        """Call a layer, and look at what it makes; later, at the gradient that it hands to the one before."""
+        if is_recomputing():
+            return call(layer, (value,), skips)
+        name = self.names[place.layer]
+        self._on_gradients(value, stage, place.microbatch, place.layer, f"layer {name}")
+        inner: list[str] = []  # modules of the layer whose output is not finite, in the order in which they ended
+        with _hooked(layer, inner):
+            value = call(layer, (value,), skips)
+        if not is_finite(value):
+            within = f", in its module {inner[0]!r}" if inner and inner[0] else ""
+            self._note(False, stage, place.microbatch, place.layer, f"the output of layer {name}{within}")
+        if stage.index == self._last_stage and place.layer == stage.last_layer:
+            self._on_gradients(value, stage, place.microbatch, place.layer + 1, LOSS)
+        return value
+
+    def _forward(self, run: Run, action: Action, operation: Operation) -> None:
+        run(action, operation)
+        if action.stage == self._last_stage and not is_finite(operation.losses[action.microbatch][0]):
+            stage = self._stages[action.stage]
+            self._note(False, stage, action.microbatch, stage.last_layer + 1, f"the output of {LOSS}")
+
+    def _backward(self, run: Run, action: Action, operation: Operation) -> None:
+        run(action, operation)
+        stage = self._stages[action.stage]
+        found = self.bad_gradient(stage)
+        if found is not None:
+            self._note(True, stage, action.microbatch, *found)
+
+    def _on_gradients(self, value: Any, stage: Stage, microbatch: int, layer: int, of: str) -> None:
+        def look(gradient: Tensor) -> None:
+            if not is_finite(gradient):
+                self._note(True, stage, microbatch, layer, f"the gradient of the input of {of}")
+
+        for tensor in tensors_of(value):
+            if tensor.requires_grad:
+                tensor.register_hook(look)
+
+    def bad_gradient(self, stage: Stage) -> tuple[int, str] | None:
+        """The last layer of a stage with a gradient that is not finite, and which gradient that is."""
+        for index, layer in reversed(list(enumerate(stage.layers, start=stage.first_layer))):
+            for name, parameter in layer.named_parameters():
+                if parameter.grad is not None and not is_finite(parameter.grad):
+                    return index, f"the gradient of {name!r} of layer {self.names[index]}"
+        return None
+
+    def place(self, is_backward: bool, stage: Stage, microbatch: int, layer: int, what: str) -> NonFinite:
+        """Where something is not finite."""
+        return NonFinite(is_backward, microbatch, layer, self.names.get(layer, LOSS), stage.index, self.node, what)
+
+    def _note(self, is_backward: bool, stage: Stage, microbatch: int, layer: int, what: str) -> None:
+        self._found.append(self.place(is_backward, stage, microbatch, layer, what))
+
+
+def first(found: Iterable[NonFinite]) -> NonFinite | None:
+    """Where it began: in the lowest micro-batch's forward at the first layer, else in its backward at the last one."""
+    return min(found, key=_order, default=None)
+
+
+def error_of(step: int, what: str, found: NonFinite | None, after: str) -> NonFiniteError:
+    """What happened, where it began, and what comes after it; with what a program may ask."""
+    error = NonFiniteError(f"{described(what, found)}; {after}")
+    error.step = step
+    if found is not None:
+        error.microbatch, error.stage, error.layer = found.microbatch, found.stage, found.layer_name
+        error.order = _order(found)
+    return error
+
+
+def described(what: str, found: NonFinite | None) -> str:
+    """What happened, and where it began."""
+    if found is None:
+        return f"{what}; run again, no layer has made such a number by itself: a sum of finite ones was too large"
+    return f"{what}, first in micro-batch {found.microbatch}, stage {found.stage} ({found.node}): {found.what}"
+
+
+def is_finite(value: Any) -> bool:
+    """Whether no tensor of a value holds NaN or infinity."""
+    return all(_is_finite(tensor.detach()) for tensor in tensors_of(value) if _may_be_infinite(tensor))
+
+
+@contextlib.contextmanager
+def _hooked(layer: nn.Module, inner: list[str]) -> Iterator[None]:
+    """In the body, modules inside of the layer whose output is not finite leave their names."""
+
+    def after(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        if not is_finite(output):
+            inner.append(name)
+
+    hooks = [module.register_forward_hook(partial(after, name)) for name, module in layer.named_modules() if name]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _order(found: NonFinite) -> tuple[int, ...]:
+    return int(found.is_backward), found.microbatch, -found.layer if found.is_backward else found.layer
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """All numbers of a tensor that may be sparse, as the gradient of an nn.Embedding(sparse=True) is."""
+    return tensor._values() if tensor.is_sparse else tensor
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    tensor = dense(tensor)
+    # A sum takes a fraction of the time; one of finite numbers may be too large for a number.
+    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
+
+
+def _may_be_infinite(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

@@ -1,0 +1,137 @@
+"""The sum of gradients over the replicas of a worker's stages, to the same bits on each of them.
+
+Every parameter is cut into as many shards as there are replicas. Replica k gets everybody's shard k, adds them in the
+order of the ranks, and sends the sum back: an all-reduce that moves as many bytes as a ring (2(r - 1)/r of the
+gradients to and from each replica), but whose order of additions does not depend on the shard.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lp_pipe.channels import ChannelHub
+from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline.compute.buffers import BufferSnapshot, set_buffer
+from lp_pipe.pipeline.compute.device import CPU
+from lp_pipe.pipeline.ranks import Ranks
+from lp_pipe.pipeline.worker.channel_ends import ChannelEnds
+from lp_pipe.pipeline.worker.channel_handle import ChannelTarget
+
+_CREDITS = 2  # shards, and sums
+
+
+class Reduction(ChannelEnds[int]):
+    """One replica's part. `reduce` is called once a step, by all replicas of the worker."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        rank: int,
+        hub: ChannelHub,
+        targets: Mapping[int, ChannelTarget],
+        *,
+        kind: str,
+        name: str,
+        device: torch.device = CPU,
+        epoch: str = "",
+    ) -> None:
+        super().__init__(device)  # by the other replica
+        worker, self._replica = ranks.places[rank]
+        self._count = ranks.replicas[worker]
+        others = [(replica, other) for replica, other in enumerate(ranks.of(worker)) if other != rank]
+        self._receivers = {
+            replica: hub.receiver(f"gradients of rank {other} for {rank}{epoch}", credits=_CREDITS, device=device)
+            for replica, other in others
+        }
+        self._senders = {
+            replica: targets[other].open(
+                f"gradients of rank {rank} for {other}{epoch}", kind=kind, name=name, device=device
+            )
+            for replica, other in others
+        }
+
+    def reduce(
+        self, tag: int, parameters: Sequence[nn.Parameter], modules: Sequence[nn.Module], before: BufferSnapshot
+    ) -> None:
+        """Add up the gradients of all replicas, in rank order; replica 0's buffers become everybody's.
+
+        A parameter without a gradient on some replicas (too few micro-batches) is the sum of the others; on all: None.
+
+        modules: all of the stages. before: their buffers before the step, when all replicas had the same.
+
+        Raises:
+            PipelineError: a gradient is sparse.
+            ChannelClosed: another replica has ended, or operation `tag` was aborted.
+        """
+        if self._count == 1:
+            return
+        own = [_flat(parameter.grad) for parameter in parameters]
+        for replica, sender in self._senders.items():
+            self._send(sender, tag, [self._shard(flat, replica) for flat in own])
+        shards = {replica: self._receive(receiver, tag) for replica, receiver in self._receivers.items()}
+        shards[self._replica] = [self._shard(flat, self._replica) for flat in own]
+        by_rank = [shards[replica] for replica in range(self._count)]
+        sums = {self._replica: [_sum(parts) for parts in zip(*by_rank, strict=True)]}
+        changed = _changed(modules, before) if self._replica == 0 else {}
+        for sender in self._senders.values():
+            self._send(sender, tag, (sums[self._replica], changed))
+        for replica, receiver in self._receivers.items():
+            sums[replica], changed_there = self._receive(receiver, tag)
+            changed = changed_there if replica == 0 else changed
+        self._take(parameters, sums)
+        if self._replica:
+            before.restore()  # what only this replica's micro-batches have changed
+            for (index, name), value in changed.items():
+                set_buffer(modules[index], name, value)
+
+    def _shard(self, flat: Tensor | None, replica: int) -> Tensor | None:
+        if flat is None:
+            return None
+        start, end = (len(flat) * index // self._count for index in (replica, replica + 1))
+        return flat[start:end]
+
+    def _take(self, parameters: Sequence[nn.Parameter], sums: Mapping[int, Sequence[Tensor | None]]) -> None:
+        for index, parameter in enumerate(parameters):
+            if sums[0][index] is None:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+            flat = _flat(parameter.grad)
+            for replica, summed in sums.items():
+                shard, total = self._shard(flat, replica), summed[index]
+                assert shard is not None and total is not None, "a sum has all its shards or none"
+                shard.copy_(total)
+
+
+def _changed(modules: Sequence[nn.Module], before: BufferSnapshot) -> dict[tuple[int, str], Tensor]:
+    """By the module's index and the buffer's name; not all of them, for constant masks may be large."""
+    written = before.written()
+    return {
+        (index, name): buffer
+        for index, module in enumerate(modules)
+        for name, buffer in module._buffers.items()
+        if buffer is not None and (module, name) in written
+    }
+
+
+def _flat(gradient: Tensor | None) -> Tensor | None:
+    """As it lies in memory: autograd gives gradients their parameter's strides, and these are dense."""
+    if gradient is None:
+        return None
+    if gradient.layout is not torch.strided:
+        raise PipelineError(
+            "replicas cannot add up sparse gradients, such as those of nn.Embedding(…, sparse=True): leave sparse=True "
+            "out, or give this stage one replica"
+        )
+    return gradient.as_strided((gradient.numel(),), (1,))
+
+
+def _sum(parts: Sequence[Tensor | None]) -> Tensor | None:
+    present = [part for part in parts if part is not None]
+    if not present:
+        return None
+    total = present[0].clone()
+    for part in present[1:]:
+        total += part
+    return total

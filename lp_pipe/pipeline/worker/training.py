@@ -1,0 +1,233 @@
+"""The optimizer's side of a worker: gradients, norms, steps, and what a checkpoint keeps of them."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lp_pipe.errors import CheckpointError, PipelineError
+from lp_pipe.pipeline.compute.gradient_norms import GradientNorm, norms_of
+from lp_pipe.pipeline.compute.loss_scale import unscale
+from lp_pipe.pipeline.compute.stage import Stage
+from lp_pipe.pipeline.config import PipelineConfig
+from lp_pipe.pipeline.layers.factories import made_optimizer, made_scheduler
+from lp_pipe.pipeline.layers.model import OptimizerFactory, SchedulerFactory
+from lp_pipe.pipeline.layers.rng import nobody_draws
+from lp_pipe.pipeline.saving.group_values import values_of_group, with_group_values
+from lp_pipe.pipeline.saving.saved import Saved
+from lp_pipe.pipeline.worker.execution import Report
+from lp_pipe.pipeline.worker.nonfinite import dense, is_finite
+
+
+class Training:
+    """One optimizer over all parameters of a worker's stages; none when there is nothing to train."""
+
+    def __init__(self, stages: list[Stage], optimizer: OptimizerFactory, lr_scheduler: SchedulerFactory | None) -> None:
+        self._by_stage = {stage.index: list(stage.named_parameters()) for stage in stages}
+        self._parameters = [item for items in self._by_stage.values() for item in items]
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._lr_scheduler: Any = None
+        self.has_updated = False  # by the last step, which may have failed
+        # Not for frozen ones alone: factories often leave these out, and torch refuses an empty list.
+        if any(parameter.requires_grad for _, parameter in self._parameters):
+            # Not while a layer is made: torch imports its compiler for both, and is not ready for two threads.
+            with nobody_draws():
+                self._optimizer = made_optimizer(optimizer, self._parameters)
+            if lr_scheduler is not None:
+                self._lr_scheduler = made_scheduler(lr_scheduler, self._optimizer)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """All that this worker's stages own, in order."""
+        return [parameter for _, parameter in self._parameters]
+
+    @property
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """The same, by the names that users see."""
+        return dict(self._parameters)
+
+    def gradient_norms(self) -> dict[int, list[GradientNorm]]:
+        """For each stage those of its parameters' gradients, in order, without those that have none."""
+        return {stage: norms_of(parameter.grad for _, parameter in items) for stage, items in self._by_stage.items()}
+
+    def examine(self, report: Report, config: PipelineConfig, scale: float | None) -> None:
+        """What all stages must know of each other's gradients before they update. Takes the losses' factor out.
+
+        Raises:
+            PipelineError: a layer has begun to train what was frozen at the start, and has no optimizer.
+        """
+        self._refuse_unfrozen()
+        if scale is not None:
+            report.overflowed = self._unscale_gradients(scale)
+        if config.clip_grad_norm is not None:
+            report.gradient_norms = self.gradient_norms()
+        if config.on_nan != "ignore" and scale is None:
+            report.overflowed = not self.has_finite_gradients(report.gradient_norms)
+
+    def has_finite_gradients(self, norms: dict[int, list[GradientNorm]] | None = None) -> bool:
+        """Whether no gradient holds NaN or infinity. norms: theirs, where they are known."""
+        gradients = [dense(parameter.grad) for _, parameter in self._parameters if parameter.grad is not None]
+        found = [norm for stage in norms.values() for norm in stage] if norms else norms_of(gradients)
+        if not found or bool(torch.stack([norm for norm, _ in found]).isfinite().all()):
+            return True
+        return all(is_finite(gradient) for gradient in gradients)  # the norm of finite ones may be too large
+
+    def _unscale_gradients(self, factor: float) -> bool:
+        """Divide them by the factor of the losses; whether one is infinite or NaN, so that the step must be skipped.
+
+        As GradScaler only those of parameters that the optimizer has.
+        """
+        groups = self._optimizer.param_groups if self._optimizer is not None else []
+        gradients = [parameter.grad for group in groups for parameter in group["params"]]
+        return unscale([gradient for gradient in gradients if gradient is not None], factor)
+
+    def step(self, total_norm: Tensor | None, max_norm: float | None, *, skip: bool = False) -> None:
+        """Clip as torch.nn.utils.clip_grad_norm_ does, with the norm over all stages; then one optimizer step."""
+        self.has_updated = False
+        versions = self._versions()
+        try:
+            if max_norm is not None and total_norm is not None:
+                nn.utils.clip_grads_with_norm_(self.parameters, max_norm, total_norm)
+            if not skip and self._optimizer is not None:
+                self._optimizer.step()
+            self.step_scheduler()
+            self.has_updated = self._optimizer is not None
+        finally:
+            self.has_updated = self.has_updated or self._versions() != versions
+            self.clear_gradients()  # else the next step would add to them
+
+    def update(self) -> None:
+        """One of an asynchronous step's updates."""
+        if self._optimizer is not None:
+            self._optimizer.step()
+        self.clear_gradients()
+
+    def step_scheduler(self) -> None:
+        """Once a step, whatever the number of its updates."""
+        if self._lr_scheduler is not None:
+            self._lr_scheduler.step()
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply all that are there."""
+        for _, parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+    def bytes(self) -> tuple[int, int, int]:
+        """Those of the parameters, of the gradients that are there, and of the optimizer's state."""
+        parameters = [parameter for _, parameter in self._parameters]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        states = self._optimizer.state.values() if self._optimizer is not None else ()
+        state = [value for values in states for value in values.values() if isinstance(value, Tensor)]
+        return _bytes(parameters), _bytes(gradients), _bytes(state)
+
+    def clear_gradients(self) -> None:
+        for _, parameter in self._parameters:
+            parameter.grad = None
+
+    def share(
+        self, weights: dict[str, Tensor], loss: dict[str, Tensor], versions: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        """What a checkpoint keeps, under the parameters' names, so that any cut can take it. Not copied.
+
+        loss: its buffers. versions: an asynchronous worker's.
+        """
+        optimizer, lr_scheduler = self._optimizer_state(), self._scheduler_state()
+        share = {"weights": weights, "loss": loss, "optimizer": optimizer, "lr_scheduler": lr_scheduler}
+        return share if versions is None else {**share, "versions": versions}
+
+    def check(self, saved: Saved) -> None:
+        """
+        Raises:
+            CheckpointError: it does not have this worker's parameters.
+        """
+        for name in self._trained_names():
+            if name not in saved.optimizer:
+                raise CheckpointError(f"the checkpoint has no optimizer state for {name}: it is of another model")
+
+    def restore(self, saved: Saved) -> None:
+        """Set optimizer and scheduler to what was saved; the weights are the stages' own business."""
+        self._restore_optimizer(saved.optimizer)
+        if self._lr_scheduler is not None and saved.lr_scheduler is not None:
+            self._lr_scheduler.load_state_dict(self._for_own_groups(saved.lr_scheduler, saved.optimizer))
+
+    def _versions(self) -> list[int]:
+        return [parameter._version for _, parameter in self._parameters]
+
+    def _optimizer_state(self) -> dict[str, dict[str, Any]]:
+        """For each parameter its optimizer state, and the options of its group (the scheduler changes them)."""
+        if self._optimizer is None:
+            return {}
+        names = {id(parameter): name for name, parameter in self._parameters}
+        groups, scheduler = self._optimizer.param_groups, self._scheduler_state() or {}
+        found: dict[str, dict[str, Any]] = {}
+        for index, group in enumerate(groups):
+            of_group = {"options": _options(group), "schedule": values_of_group(scheduler, len(groups), index)}
+            for parameter in group["params"]:
+                found[names[id(parameter)]] = {"state": dict(self._optimizer.state.get(parameter, {})), **of_group}
+        return found
+
+    def _scheduler_state(self) -> dict[str, Any] | None:
+        return self._lr_scheduler.state_dict() if self._lr_scheduler is not None else None
+
+    def _refuse_unfrozen(self) -> None:
+        unfrozen = [name for name, parameter in self._parameters if parameter.grad is not None]
+        if self._optimizer is None and unfrozen:
+            raise PipelineError(
+                f"{', '.join(unfrozen)}: all parameters of this stage were frozen at the start, so that it has no "
+                "optimizer, but these have gradients now: cut so that something in the stage is trained from the "
+                "start, or begin with trainable parameters and a learning rate of 0"
+            )
+
+    def _for_own_groups(self, scheduler: dict[str, Any], saved: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        names = {id(parameter): name for name, parameter in self._parameters}
+        groups = self._optimizer.param_groups if self._optimizer is not None else []
+        firsts = [names[id(group["params"][0])] if group["params"] else None for group in groups]
+        values = [saved.get(name, {}).get("schedule") if name is not None else None for name in firsts]
+        if not any(values):  # written before these were kept: as one process has it
+            return scheduler
+        return with_group_values(scheduler, self._lr_scheduler.state_dict(), values)
+
+    def _trained_names(self) -> list[str]:
+        """Without frozen parameters: a stage that has no others has saved nothing of them."""
+        groups = self._optimizer.param_groups if self._optimizer is not None else []
+        held = {id(parameter) for group in groups for parameter in group["params"]}
+        return [name for name, p in self._parameters if id(p) in held and p.requires_grad]
+
+    def _restore_optimizer(self, saved: dict[str, dict[str, Any]]) -> None:
+        if self._optimizer is None:
+            return
+        names = {id(parameter): name for name, parameter in self._parameters}
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                name = names[id(parameter)]
+                if name in saved:
+                    group.update(saved[name]["options"])
+                    self._optimizer.state[parameter] = _beside(parameter, saved[name]["state"], group)
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _beside(parameter: nn.Parameter, state: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
+    """State that was read on the host, where the parameter is.
+
+    Source: torch.optim.Optimizer.load_state_dict, which leaves `step` on the host unless a kernel is to read it.
+    """
+    stays = set() if group.get("fused") or group.get("capturable") else {"step"}
+    return {
+        key: _as(parameter, value) if isinstance(value, Tensor) and key not in stays else value
+        for key, value in state.items()
+    }
+
+
+def _as(parameter: nn.Parameter, value: Tensor) -> Tensor:
+    if value.shape != parameter.shape or value.stride() == parameter.stride():
+        return value.to(parameter.device)
+    return torch.empty_like(parameter, dtype=value.dtype).copy_(value)  # a checkpoint keeps no strides

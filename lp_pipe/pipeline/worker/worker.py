@@ -1,0 +1,289 @@
+"""One stage worker: owns its stages' parameters, and runs its share of a schedule on them."""
+
+import contextlib
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lp_pipe.address import Address
+from lp_pipe.channels import ChannelHub
+from lp_pipe.channels.kinds import hub_endpoint
+from lp_pipe.context import context
+from lp_pipe.errors import add_note
+from lp_pipe.pipeline.compute.buffers import BufferSnapshot, eval_mode
+from lp_pipe.pipeline.compute.device import chosen_device, current, to_host
+from lp_pipe.pipeline.compute.loss_state import OwnLoss
+from lp_pipe.pipeline.compute.stage import check_shapes
+from lp_pipe.pipeline.compute.stages import stages_of
+from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
+from lp_pipe.pipeline.layers.layer_names import names_by_index
+from lp_pipe.pipeline.layers.microbatches import aligned, apart
+from lp_pipe.pipeline.results import StageMemory
+from lp_pipe.pipeline.saving.saved import Saved, is_of, joined, saved_of
+from lp_pipe.pipeline.schedule import Action, Schedule, forward_on, share
+from lp_pipe.pipeline.worker.async_guard import Guard
+from lp_pipe.pipeline.worker.async_worker import AsyncWorker
+from lp_pipe.pipeline.worker.channel_handle import ChannelTarget
+from lp_pipe.pipeline.worker.execution import Execution, Report
+from lp_pipe.pipeline.worker.intake import Intake
+from lp_pipe.pipeline.worker.links import Links
+from lp_pipe.pipeline.worker.metering import Metering
+from lp_pipe.pipeline.worker.mirrors import Mirrors
+from lp_pipe.pipeline.worker.nonfinite import Search
+from lp_pipe.pipeline.worker.past import Past
+from lp_pipe.pipeline.worker.reduction import Reduction
+from lp_pipe.pipeline.worker.shares import Shares
+from lp_pipe.pipeline.worker.side_channels import SideChannels
+from lp_pipe.pipeline.worker.tasks import Task
+from lp_pipe.pipeline.worker.training import Training
+from lp_pipe.pipeline.worker.whereabouts import Whereabouts
+
+
+class StageWorker:
+    """Served by every node of a pipeline; called by its conductor only, one operation at a time."""
+
+    def __init__(
+        self,
+        pipeline: PipelineConfig,
+        worker: WorkerConfig,
+        channels: Address,
+        neighbours: Mapping[int, ChannelTarget],
+        feeder: Any = None,
+    ) -> None:
+        node = context()
+        self._config = pipeline
+        self._worker, self._replica = pipeline.ranks.places[worker.rank]
+        self._device = chosen_device(pipeline.devices[self._worker], worker.rank)
+        self._name = node.name
+        self._stages = stages_of(worker, pipeline, self._device)
+        self.training = Training(list(self._stages.values()), pipeline.optimizer, pipeline.lr_scheduler)
+        self._saved: Saved | None = None
+        self._past = Past(node.name)
+        self.join, self.is_as_built = self._past.join, self._past.is_as_built
+        mirrors = Mirrors(worker.rank, self._share, lambda share: self._take(saved_of(share)))
+        self.guarded_by, self.forget_mirrors = mirrors.guarded_by, mirrors.forget_mirrors
+        self.mirror, self.go_back = mirrors.mirror, mirrors.go_back
+        self.keep_mirror, self.mirror_of = mirrors.keep_mirror, mirrors.mirror_of
+        self.mirrors_held, self.settle_mirrors = mirrors.mirrors_held, mirrors.settle_mirrors
+        shares = Shares(self._worker, self._share)
+        self.hold_share, self.plan_share = shares.hold_share, shares.plan_share
+        self.write_share, self.forget_share = shares.write_share, shares.forget_share
+        self._loss = OwnLoss(pipeline.loss if pipeline.last_stage in self._stages else None, self._device)
+        self._inner = [m for s in self._stages.values() for layer in s.layers for m in layer.modules()]
+        self._modules = [*self._inner, *self._loss.modules]
+        self._buffers_before: BufferSnapshot | None = None
+        self._metering = Metering(self._inner, self.training, (self._worker, self._replica), list(self._stages))
+        self._search = Search(pipeline, self._stages, names_by_index(worker.sources.values()), node.name)
+        self._intake = Intake(pipeline, self._stages, feeder, node.name, self._device)
+        # Not before its layers are built: where that fails, the neighbours are told why, and find no closed hub.
+        usual = node.services.endpoint_for(channels.id)
+        self._hub = ChannelHub(hub_endpoint(pipeline.channel, usual), node.name)
+        node.exit_stack.callback(self._hub.close, f"{node.name} has ended")
+        node.services.register(channels.id, self._hub.endpoint)
+        self._ends: Any = pipeline.ranks, worker.rank, self._hub, neighbours
+        self._connect("")
+
+    def whereabouts(self) -> Whereabouts:
+        """Where it runs, and what."""
+        return Whereabouts(self._name, socket.gethostname(), tuple(self._stages))
+
+    def is_up(self) -> bool:
+        """Whether it answers, after a restart."""
+        return True
+
+    def reconnect(self, epoch: str) -> None:
+        """New channels to all neighbours, one of which was restarted; the same `epoch` for all workers."""
+        self._past.join_again()
+        self._intake.forget_ahead()
+        self.discard()
+        for ends in (self._links, self._reduction):
+            ends.close("a worker was restarted")
+        self._connect(epoch)
+
+    def train(self, task: Task, scale: float | None = None) -> Report:
+        """Run the schedule's actions for one step; gradients stay until `apply` or `discard`.
+
+        scale: a factor of the losses, for the backwards; the gradients are without it afterwards.
+        """
+        self._past.changes()
+        schedule = self._config.schedule_for(task.microbatches)
+        self._buffers_before = None
+        operation = self._intake.operation(task, scale)
+        self._buffers_before = BufferSnapshot(self._modules)
+        with current(self._device), self._metering.around(self._execution.training) as actions:
+            self._execution.run(self._part_of(schedule), operation, actions)
+        self._metering.before_update()
+        self._reduction.reduce(task.tag, self.training.parameters, self._modules, self._buffers_before)
+        self.training.examine(operation.report, self._config, scale)
+        return operation.report
+
+    def search(self, task: Task, scale: float | None = None) -> Report:
+        """As `train`, to see where something is not finite; `discard` what it has done."""
+        schedule = self._config.schedule_for(task.microbatches)
+        operation = self._intake.operation(task, scale)
+        self._buffers_before = BufferSnapshot(self._modules)
+        report = operation.report
+        with current(self._device), self._search.around(self._execution.training, report.nonfinite) as actions:
+            self._execution.run(self._part_of(schedule), operation, actions)
+        return report
+
+    def train_ahead(self, task: Task, ahead: Task | None, after: int) -> Report:
+        """One step of an asynchronous schedule, updates included; see AsyncWorker.run."""
+        assert self._async is not None, "only an asynchronous schedule has such steps"
+        self._past.changes()
+        with current(self._device):
+            return self._async.run(task, ahead, after)
+
+    def infer(self, tag: int, microbatches: int, inputs: dict[int, Any], targets: list[Any]) -> Report:
+        """Run forwards in eval mode; the last stage reports the loss, or the outputs where there are no targets.
+
+        inputs: for the first stage, those of this replica, by micro-batch.
+        """
+        schedule = forward_on(self._config.placement, microbatches)
+        if self._async is not None:
+            self._async.discard()  # its messages are in the way of these
+        self._buffers_before = None  # what a step has changed stays
+        operation = self._intake.of(tag, 0, apart(inputs), aligned(targets))
+        with torch.no_grad(), current(self._device), eval_mode(self._inner, self._loss.modules):
+            self._execution.run(self._part_of(schedule), operation, self._execution.inference)
+        return operation.report
+
+    def apply(self, total_norm: Tensor | None, skip: bool = False) -> None:
+        """Clip by the norm of all stages' gradients, step the optimizer and its scheduler, clear the gradients.
+
+        skip: leave the parameters as they are; only the scheduler goes on.
+
+        Raises:
+            Exception: the optimizer's or scheduler's own; other stages may have done the step.
+        """
+        self._past.changes()
+        if self._async is not None:
+            self._async.discard()  # a step that is left out, perhaps the one of which some forwards are done
+        try:
+            self.training.step(total_norm, self._config.clip_grad_norm, skip=skip)
+        except BaseException as error:
+            add_note(error, f"in {self._name}, update of stages {', '.join(map(str, self._stages))}")
+            raise
+
+    def has_updated(self) -> bool:
+        """Whether the last `apply`, which may have failed, has changed something."""
+        return self.training.has_updated
+
+    @property
+    def device(self) -> torch.device:
+        """Where this worker's stages compute."""
+        return self._device
+
+    def share_weights(self, tag: int) -> None:
+        """Exchange the tied parameters that a step has changed with the other workers."""
+        self._buffers_before = None
+        self._side.share_weights(tag)
+
+    def discard(self) -> None:
+        """Forget what an aborted operation has left behind."""
+        self.training.clear_gradients()
+        if self._buffers_before is not None:
+            self._buffers_before.restore()
+            self._buffers_before = None
+        self._links.discard()
+        self._reduction.discard()
+        for stage in self._stages.values():
+            stage.discard()
+        if self._async is not None:
+            self._async.discard()
+
+    def abort(self, tag: int, reason: str) -> None:
+        """Make operation `tag` fail wherever it waits; called while it runs."""
+        self._links.abort(tag, reason)
+        self._reduction.abort(tag, reason)
+        if self._async is not None:
+            self._async.abort(tag, reason)
+
+    def start_metering(self) -> None:
+        """Count what the next steps hold in memory; they take longer."""
+        if self._async is not None:
+            self._async.discard()  # of forwards that were done ahead nobody has counted anything
+        self._metering.start()
+
+    def stop_metering(self) -> StageMemory:
+        """What it was."""
+        return self._metering.stop()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """This worker's part of the model."""
+        self._past.check()
+        with self._async.between_steps() if self._async is not None else contextlib.nullcontext():
+            return dict(to_host(self._own_state(), self._device))
+
+    def names(self) -> list[str]:
+        """Those in its state_dict."""
+        return list(self._own_state())
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self._past.changes()
+        if self._async is not None:
+            self._async.forget_versions()
+        for stage in self._stages.values():
+            stage.load_state_dict(state)
+
+    def read(self, path: str) -> None:
+        """Read what belongs to this worker's layers, and change nothing before `adopt`: the other workers may fail to.
+
+        Raises:
+            CheckpointError: a file is missing or damaged.
+            PipelineError: it is of another model.
+        """
+        from lp_pipe.pipeline.saving.dcp_reading import SavedFolder
+
+        own, parameters = self._own_state(), self.training.named_parameters
+        folder = SavedFolder(Path(path))
+        saved = joined(folder.read(key for key in folder.keys if is_of(key, own, parameters)))
+        check_shapes(saved.weights, own, f"{path} is a checkpoint")
+        self.training.check(saved)
+        self._saved = saved
+
+    def adopt(self) -> None:
+        """Go on from what was read."""
+        saved, self._saved = self._saved, None
+        assert saved is not None, "adopt comes after read"
+        self._take(saved)
+
+    def _own_state(self) -> dict[str, Tensor]:
+        return {name: value for stage in self._stages.values() for name, value in stage.state_dict().items()}
+
+    def _take(self, saved: Saved) -> None:
+        self._intake.forget_ahead()
+        self.load_state_dict(saved.weights)
+        self.training.restore(saved)
+        self._loss.restore(saved.loss)
+        if self._async is not None:
+            self._async.restore(saved.versions)
+
+    def _share(self) -> dict[str, Any]:
+        """On the host: who guards this worker may see no GPU, and this one's may have no room for copies."""
+        loss, versions = self._loss.state(), self._async.state() if self._async is not None else None
+        return dict(to_host(self.training.share(self.state_dict(), loss, versions), self._device))
+
+    def _connect(self, epoch: str) -> None:
+        config = self._config
+        options: Any = {"kind": config.channel, "name": self._name, "device": self._device, "epoch": epoch}
+        self._links = Links(config.channels, *self._ends, credits=config.credits, **options)
+        self._reduction = Reduction(*self._ends, **options)
+        self._side = SideChannels(config.channels, self._links, self._stages)
+        own: Any = self._links, self._side, self._name, self._device, self._loss.call
+        self._execution = Execution(config, self._stages, *own)
+        self._async = self._async_worker() if config.updates is not None else None
+
+    def _async_worker(self) -> AsyncWorker:
+        share = self._replica, self._config.replicas[self._worker]
+        parts = self._execution, self.training, self._reduction, self._intake
+        stage = self._stages[self._worker]
+        guard = Guard(stage, self.training, self._search, self._config) if self._config.on_nan == "stop" else None
+        return AsyncWorker(stage, self._config.timings, share, *parts, self._metering, guard)
+
+    def _part_of(self, schedule: Schedule) -> tuple[Action, ...]:
+        return share(schedule.workers[self._worker], self._config.replicas[self._worker], self._replica)

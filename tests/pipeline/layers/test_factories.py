@@ -1,0 +1,89 @@
+"""Optimizers and schedulers that would not train what the user thinks are refused at the start."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lp_pipe as lp
+import lp_pipe.pipeline as pp
+from lp_pipe.pipeline.layers.factories import made_optimizer, made_scheduler
+from tests.pipeline.plain_loop import sgd, squared_error
+
+NAMED = [(name, parameter) for name, parameter in nn.Linear(2, 2).named_parameters()]
+WITHIN_S = 20.0
+
+
+def test_a_list_of_names_and_parameters_makes_an_optimizer_and_that_a_scheduler() -> None:
+    optimizer = made_optimizer(lambda named: torch.optim.Adam(named[:1]), NAMED)
+    assert optimizer.param_groups[0]["params"] == [NAMED[0][1]]
+    scheduler = made_scheduler(lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), optimizer)
+    optimizer.step()
+    scheduler.step()
+    assert scheduler.get_last_lr() == [0.0005]
+
+
+def test_an_optimizer_of_the_users_own_module_fails_the_start() -> None:
+    """It was stepped, and trained nothing: stages have copies."""
+    module = nn.Linear(2, 2)
+    program = lp.Program("mistake")
+    pp.add_pipeline(
+        program, pp.Model([module], squared_error, lambda _: torch.optim.SGD(module.parameters())), stages=1
+    )
+    with pytest.raises(lp.NodeError, match=r"an? SGD of other parameters than it was given: stages train copies"):
+        lp.launch(program, "thread").wait(WITHIN_S)
+
+
+def test_groups_of_pairs_are_refused_where_one_is_empty_and_groups_of_parameters_are_not() -> None:
+    """A stage with an embedding alone has nothing without weight decay: torch's error said nothing of that."""
+
+    def by_kind(named: Any, pick: Any) -> torch.optim.Optimizer:
+        kinds = [pick(item) for item in named if item[1].ndim > 1], [pick(item) for item in named if item[1].ndim < 2]
+        return torch.optim.AdamW([{"params": kinds[0]}, {"params": kinds[1], "weight_decay": 0.0}])
+
+    with pytest.raises(pp.PipelineError, match=r"one is empty on this stage worker \(weight\).* parameters alone"):
+        made_optimizer(lambda named: by_kind(named, lambda item: item), NAMED[:1])
+    optimizer = made_optimizer(lambda named: by_kind(named, lambda item: item[1]), NAMED[:1])
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        (lambda named: None, "has returned None, which is no torch optimizer"),
+        (lambda named: torch.optim.SGD, "which is no torch optimizer"),
+        (
+            lambda named: sgd([p for name, p in named if "norm" in name]),
+            "has left out all of these: weight, bias: give",
+        ),
+        (lambda named: torch.optim.LBFGS([p for _, p in named]), "LBFGS evaluates the loss several times a step"),
+    ],
+)
+def test_what_is_no_optimizer_of_these_parameters_is_refused(factory: Any, message: str) -> None:
+    with pytest.raises(pp.PipelineError, match=message):
+        made_optimizer(factory, NAMED)
+
+
+def test_other_errors_of_a_factory_are_its_own() -> None:
+    with pytest.raises(ValueError, match="Invalid learning rate") as caught:
+        made_optimizer(lambda named: torch.optim.SGD(named, lr=-1.0), NAMED)
+    assert not isinstance(caught.value, pp.PipelineError)
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        (lambda optimizer: None, "has returned None, which is no torch scheduler"),
+        (torch.optim.lr_scheduler.ReduceLROnPlateau, r"ReduceLROnPlateau.step\(\) wants metrics"),
+    ],
+)
+def test_a_scheduler_is_stepped_without_arguments(factory: Any, message: str) -> None:
+    """ReduceLROnPlateau failed after the update, and only a checkpoint made the pipeline whole again."""
+    with pytest.raises(pp.PipelineError, match=message):
+        made_scheduler(factory, sgd(NAMED))
+
+
+def test_a_scheduler_in_place_of_a_function_is_refused_at_once() -> None:
+    with pytest.raises(pp.PipelineError, match=r"lr_scheduler=0\.1 is not callable: give a function"):
+        pp.Model([nn.Linear(2, 2)], squared_error, sgd, lr_scheduler=0.1)  # type: ignore[arg-type]

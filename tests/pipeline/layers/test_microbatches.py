@@ -1,0 +1,108 @@
+"""How a batch is cut into micro-batches, and what each one's loss weighs."""
+
+from collections import UserDict, namedtuple
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline.layers.microbatches import aligned, check_pair, loss_weights, split
+
+Point = namedtuple("Point", "x y")
+
+
+def sizes(value: Any, microbatches: int) -> list[int]:
+    return [len(part) for part in split(value, microbatches)]
+
+
+def test_a_batch_is_cut_as_torch_chunk_does() -> None:
+    assert sizes(torch.zeros(10, 2), 4) == [3, 3, 3, 1]
+    assert sizes(torch.zeros(6), 4) == [2, 2, 2]  # torch.chunk gives fewer
+    assert sizes(torch.zeros(3), 4) == [1, 1, 1]
+    assert sizes(torch.zeros(3), 1) == [3]
+
+
+@given(batch=st.integers(0, 40), microbatches=st.integers(1, 12))
+def test_every_size_is_cut_as_torch_chunk_does(batch: int, microbatches: int) -> None:
+    value = torch.arange(batch)
+    for got, want in zip(split(value, microbatches), value.chunk(microbatches), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_containers_keep_their_shape() -> None:
+    first, second = split({"a": torch.arange(4), "b": [Point(torch.arange(4) + 10, None)], "c": "text"}, 2)
+    assert first["a"].tolist() == [0, 1] and second["a"].tolist() == [2, 3]
+    assert isinstance(second["b"][0], Point) and second["b"][0].x.tolist() == [12, 13]
+    assert first["b"][0].y is None and first["c"] == "text"
+
+
+def test_what_has_no_batch_dimension_goes_to_every_microbatch() -> None:
+    scale = torch.tensor(2.0)
+    assert all(part[1] is scale for part in split((torch.zeros(4), scale), 2))
+
+
+@pytest.mark.parametrize("value", [None, 3, "text", (), torch.tensor(1.0)])
+def test_a_batch_without_a_batch_dimension_is_refused(value: object) -> None:
+    with pytest.raises(PipelineError, match="at least one tensor with a batch dimension"):
+        split(value, 2)
+
+
+def test_tensors_that_give_different_numbers_of_slices_are_refused() -> None:
+    with pytest.raises(PipelineError, match=r"differ in their first dimension: \[\(4,\), \(1, 3\)\]"):
+        split((torch.zeros(4), torch.zeros(1, 3)), 2)
+
+
+def test_slices_begin_where_the_plain_loops_do() -> None:
+    """Kernels may sum in another order at another address: a message's tensors may begin anywhere."""
+    askew = torch.zeros(25)[1:]
+    assert askew.data_ptr() % 64
+    for part, plain in zip(split(askew, 3), torch.zeros(24).chunk(3), strict=True):
+        assert part.data_ptr() % 64 == plain.data_ptr() % 64
+    assert aligned({"a": askew})["a"].data_ptr() % 64 == 0
+
+
+def test_a_mean_loss_weighs_by_samples() -> None:
+    targets = split(torch.zeros(10), 4)
+    assert loss_weights(targets, "samples") == [3 / 10, 3 / 10, 3 / 10, 1 / 10]
+
+
+def test_the_samples_are_those_of_the_first_tensor() -> None:
+    assert loss_weights(split({"a": torch.tensor(1), "b": torch.zeros(3, 7)}, 2), "samples") == [2 / 3, 1 / 3]
+
+
+def test_a_sum_loss_weighs_one() -> None:
+    assert loss_weights(split(torch.zeros(5), 2), "one") == [1.0, 1.0]
+
+
+def test_a_function_may_count_tokens() -> None:
+    targets = split(torch.tensor([[1, 1], [1, 0], [0, 0]]), 3)
+    assert loss_weights(targets, lambda target: target.sum()) == [2 / 3, 1 / 3, 0.0]
+
+
+def test_weights_that_add_up_to_nothing_are_refused() -> None:
+    with pytest.raises(PipelineError, match=r"add up to 0\.0: \[0\.0, 0\.0\]"):
+        loss_weights([torch.zeros(1), torch.zeros(1)], lambda target: 0)
+
+
+def test_a_batch_is_a_pair() -> None:
+    assert check_pair([1, 2], "step()") == (1, 2)  # a DataLoader gives lists
+    with pytest.raises(PipelineError, match=r"step\(\) takes a pair \(input, target\), not tuple of 3"):
+        check_pair((1, 2, 3), "step()")
+    with pytest.raises(PipelineError, match="not Tensor"):
+        check_pair(torch.zeros(2, 2), "step()")
+
+
+class Encoding(UserDict[str, Any]):
+    """What a tokenizer returns."""
+
+
+@pytest.mark.parametrize("value", [Encoding(ids=torch.ones(4, 3)), (torch.ones(4, 3), Encoding(ids=[torch.ones(4)]))])
+def test_a_container_that_torch_does_not_know_is_refused(value: Any) -> None:
+    """Beside a tensor it went to each micro-batch as a whole."""
+    with pytest.raises(
+        PipelineError, match=r"holds a Encoding, whose tensor 'data.ids.*' would not be cut .* dict\(batch\)"
+    ):
+        split(value, 2)

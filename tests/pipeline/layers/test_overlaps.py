@@ -1,0 +1,69 @@
+"""Two tensors of the same memory are two behind a cut: to write to one of them is refused there."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lp_pipe.pipeline as pp
+from lp_pipe.pipeline.layers.overlaps import overlapping
+from tests.pipeline.plain_loop import D, PlainLoop, assert_same_state, launched, random_batches, sgd, squared_error
+from tests.pipeline.test_exactness import apply
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+BATCHES = random_batches([4, 5])
+
+
+def test_overlaps_are_exact_for_slices_of_one_tensor() -> None:
+    whole = torch.arange(60).reshape(3, 4, 5)
+    slices = [slice(0, 1), slice(0, 2), slice(1, 3), slice(2, 3)]
+    parts = [whole[a, b, c] for a, b, c in itertools.product(slices, slices, [*slices, slice(0, 5, 2), slice(3, 5)])]
+    for first, second in itertools.combinations(parts, 2):
+        shared = not set(first.flatten().tolist()).isdisjoint(second.flatten().tolist())
+        if first.stride() == second.stride():
+            assert overlapping([first, second]) == ((0, 1) if shared else ())
+        elif shared:
+            assert overlapping([first, second]) == (0, 1)
+
+
+def test_tensors_of_their_own_memory_do_not_overlap() -> None:
+    query, key = torch.randn(2, 8).chunk(2, dim=1)
+    assert overlapping([query, key, torch.randn(2), torch.empty(0), torch.empty(0)]) == ()
+    assert overlapping([query, key, key[:, :1]]) == (1, 2)
+    windows = torch.arange(9).unfold(0, 3, 1)
+    assert overlapping([windows[:2], windows[3:]]) == (0, 1)  # element 3
+
+
+def _model(values: Callable[[Any], Any], after: Callable[[Any], Any]) -> pp.Model:
+    linear = pp.Layer(nn.Linear, D, D)
+    return pp.Model([linear, apply(values), apply(after), linear], squared_error, sgd)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [lambda x: (x, x[..., :2]), lambda x: (x.sin(), x), lambda x: (x[..., :4], x[..., 4:])],
+    ids=["a slice", "another", "halves"],
+)
+def test_who_only_reads_or_writes_to_memory_of_its_own_is_served(values: Callable[[Any], Any]) -> None:
+    is_apart = values(torch.zeros(1, D))[0].shape != (1, D)
+    after = (lambda v: torch.cat([v[0].mul_(2), v[1]], -1)) if is_apart else (lambda v: v[0] * 2 + v[1].sum())
+    model = _model(values, after)
+    plain = PlainLoop(model, 2)
+    with launched("thread", model, BATCHES, stages=[2], microbatches=2) as pipeline:
+        assert [result.loss for result in pipeline.steps()] == plain.steps(BATCHES)
+        assert_same_state(pipeline.state_dict(), plain.state_dict())
+
+
+def test_who_writes_to_one_of_two_is_told() -> None:
+    # The other one kept its values, where one process changes both: another training, in silence.
+    model = _model(lambda x: (x, x[..., :2]), lambda v: (v[1].mul_(2), v[0])[1])
+    match = "writes in place to one of two tensors"
+    with launched("thread", model, stages=[2], microbatches=2) as pipeline:
+        with pytest.raises(pp.PipelineError, match=match):
+            pipeline.step(BATCHES[0])
+        with pytest.raises(pp.PipelineError, match=match):
+            pipeline.forward(BATCHES[0][0])

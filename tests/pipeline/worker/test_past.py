@@ -1,0 +1,30 @@
+"""A worker that was started again is not taken for the one that it follows."""
+
+import pytest
+
+import lp_pipe as lp
+from lp_pipe.pipeline.worker.past import Past
+
+
+def test_a_worker_that_was_started_again_keeps_its_initial_weights_to_itself() -> None:
+    # A stage that was killed between a step and its save, and was back in time, had the initial weights saved.
+    successor = Past("stages/1")
+    with pytest.raises(lp.Unavailable, match="stages/1 was started again, with the initial weights"):
+        successor.check()
+    successor.join_again()
+    successor.check()
+
+
+def test_a_conductor_that_was_started_again_finds_workers_that_knew_another() -> None:
+    worker = Past("stages/1")
+    worker.join()
+    with pytest.raises(lp.Unavailable, match="the first worker was started again"):
+        worker.join()
+
+
+def test_what_nobody_has_trained_is_as_built() -> None:
+    worker = Past("stages/1")
+    worker.join()
+    assert worker.is_as_built()
+    worker.changes()
+    assert not worker.is_as_built()
