@@ -20,6 +20,7 @@ from torch import Tensor
 from lp_pipe.channels.packing import Layout, empty_tensor, separate_tensors
 from lp_pipe.channels.segments import OpenSegments, Segment, Slot
 from lp_pipe.channels.transport import Inlet, Outlet, TransferError
+from lp_pipe.connections.shortage import told
 
 LEAST_LENT_BYTES = 1 << 18  # below, copying costs less than keeping count
 
@@ -78,7 +79,7 @@ class RingInlet(Inlet):
             try:
                 self._segments.open(buffers[0])
             except OSError as error:
-                self._failure = TransferError(f"the sender's shared memory cannot be opened: {error}")
+                self._failure = TransferError(f"the receiver cannot open the sender's memory: {told(error)}")
         if self._failure is not None:
             return self._failure
         slot, is_lent = self._segments.slot(token)

@@ -16,6 +16,7 @@ from lp_pipe.channels.posting import Posting
 from lp_pipe.channels.pulling import Pulling
 from lp_pipe.channels.transport import Outlet, TransferError
 from lp_pipe.connections import Connection, Frame, PulledConnection, frames
+from lp_pipe.connections.shortage import told
 from lp_pipe.errors import ChannelClosed, Unavailable
 from lp_pipe.telemetry import waits
 
@@ -151,7 +152,7 @@ class Sender:
         try:
             self._board = Board.open(announced)
         except OSError as error:
-            self._connection.close(f"the receiver's shared memory cannot be opened: {error}")
+            self._connection.close(f"the sender cannot open the receiver's memory: {told(error)}")
             return False
         self._pulling.bell = self._board.sender_bell
         return True

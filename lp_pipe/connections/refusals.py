@@ -2,7 +2,8 @@
 
 import logging
 import threading
-from errno import EMFILE
+
+from lp_pipe.connections.shortage import told
 
 _log = logging.getLogger(__name__)
 _MOST_REASONS = 100
@@ -36,8 +37,7 @@ class Refusals:
     def keep_waiting(self, error: OSError) -> None:
         """Nobody can be let in just now, friends neither; said once until `go_on`."""
         if not self._is_waiting:
-            advice = "; raise its limit (ulimit -n)" if error.errno == EMFILE else ""
-            _log.warning("%s keeps all callers waiting: this process: %s%s", self._label, error, advice)
+            _log.warning("%s keeps all callers waiting: %s", self._label, told(error))
         self._is_waiting = True
 
     def go_on(self) -> None:

@@ -179,7 +179,10 @@ def _grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
 
 
 def _write(path: Path, content: object) -> Path:
-    path.write_bytes(codec.dumps(content))  # classes of __main__ travel by value, as in calls
+    try:
+        path.write_bytes(codec.dumps(content))  # classes of __main__ travel by value, as in calls
+    except OSError as error:  # a full disk, which does not say where it is
+        raise OSError(error.errno, error.strerror, str(path)) from error
     return path
 
 

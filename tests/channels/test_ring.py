@@ -1,5 +1,6 @@
 """Shared memory: slots are used again, grow when they must, and nothing stays behind."""
 
+import errno
 import gc
 import os
 import pathlib
@@ -18,6 +19,7 @@ from lp_pipe.channels.recycler import Recycler
 from lp_pipe.channels.ring import RingOutlet
 from lp_pipe.channels.segments import Segment
 from lp_pipe.channels.sender import Sender
+from lp_pipe.errors import ChannelClosed
 
 pytestmark = pytest.mark.skipif(not kinds.is_shm_supported, reason="no memfd_create")
 
@@ -188,3 +190,18 @@ def test_a_sender_that_fails_to_send_closes_the_channel(edge: Edge, monkeypatch:
         edge.sender.send(0, torch.ones(4))
     with pytest.raises(Exception, match="the sender failed to send: MemoryError: no 64 bytes"):
         edge.receiver.receive(0, PATIENCE_S)
+
+
+def test_a_receiver_out_of_descriptors_tells_both_ends_whose_limit_it_is(
+    edge: Edge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(announced: bytes) -> None:
+        raise OSError(errno.EMFILE, "Too many open files", "/proc/1/fd/9")
+
+    monkeypatch.setattr("lp_pipe.channels.segments.opened", none_left)
+    edge.sender.send(0, torch.ones(4))
+    said = r"the receiver cannot open the sender's memory: .*Too many open files.*; raise the limit of that process"
+    with pytest.raises(ChannelClosed, match=said):
+        edge.receiver.receive(0, PATIENCE_S)
+    with pytest.raises(ChannelClosed, match=said):
+        edge.sender.send(1, torch.ones(4))

@@ -39,5 +39,6 @@ def test_a_listener_that_is_out_of_descriptors_says_so_once_until_somebody_came_
         for _ in range(10):
             refusals.keep_waiting(OSError(errno.EMFILE, "Too many open files"))
         refusals.go_on()
-    said = "unix:/run/server keeps all callers waiting: this process: [Errno 24] Too many open files; raise its limit"
-    assert [record.getMessage() for record in caplog.records] == [f"{said} (ulimit -n)"] * 2
+    said = "unix:/run/server keeps all callers waiting: [Errno 24] Too many open files"
+    advice = "raise the limit of that process (ulimit -n)"
+    assert [record.getMessage() for record in caplog.records] == [f"{said}; {advice}"] * 2

@@ -13,6 +13,7 @@ from lp_pipe.programs.map_reduce import Job, add_up, count_words, inverted_index
 from lp_pipe.programs.map_reduce_master import MAP, REDUCE, Master, StaleWorker, Task
 from lp_pipe.programs.partitioning import order_of, partition_of
 from lp_pipe.programs.sources import short_name, standard_library
+from tests.checkpoint import disks
 from tests.programs.conftest import WITHIN_S, Delivered, Once, kill_this_process, stop_when
 
 PATHS = standard_library(120)
@@ -191,3 +192,21 @@ def test_reducers_wait_until_everything_is_mapped_and_get_files_by_task(
     assert waiting.result(WITHIN_S) == Task(0, [tmp_path / "a", tmp_path / "b"], tmp_path)
     master.commit(reducer, 0, [tmp_path / "c"])
     assert master.next_task(reducer) is None
+
+
+@pytest.mark.skipif(bool(disks.why_not()), reason=disks.why_not() or "there are disks")
+def test_a_full_disk_is_said_with_the_file_that_it_had_no_room_for(tmp_path: Path) -> None:
+    def body() -> None:
+        disks.mount_small(tmp_path / "disk", "64k")
+        many = map_reduce(
+            ["word"], _many_pairs, add_up, num_mappers=1, num_reducers=1, on_result=print, work_folder=tmp_path / "disk"
+        )
+        with pytest.raises(lp.NodeError, match=r"No space left on device: '.*/disk/map_reduce-"):
+            lp.launch(many, "thread", run_dir=tmp_path / "run").wait(WITHIN_S)
+
+    disks.with_own_mounts(body)
+
+
+def _many_pairs(word: str) -> Iterator[tuple[str, int]]:
+    for number in range(10_000):
+        yield f"{word} {number}", 1
