@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -145,7 +144,7 @@ class Template:
         if not self._is_closing:
             status = self._process.wait()
             kill_all(marked(MARK, self._mark))
-            how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+            how = how_it_died(-status).removeprefix("the process was ") if status < 0 else f"exit status {status}"
             self._on_lost(f"the template process {self._process.pid} that had started it ended: {how}")
 
 

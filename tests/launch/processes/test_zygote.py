@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import lp_pipe as lp
@@ -100,3 +101,13 @@ os.fork = limited
         [flaky] = run.status()["flaky"]
     assert flaky["state"] == "finished" and flaky["restarts"] == 2
     assert "could not be started: this user, or this container" in flaky["error"]
+
+
+def test_a_killed_template_is_told_with_what_kills_processes(tmp_path: Path, no_leaks: None) -> None:
+    # It is the largest process where nodes are small: the kernel takes it when memory runs out.
+    program = lp.Program("lost")
+    steady = program.add_node(lp.CourierNode(Steady), label="steady")
+    run = lp.launch(program, "process", run_dir=tmp_path / "run")
+    os.kill(psutil.Process(run.client(steady).pid()).ppid(), signal.SIGKILL)
+    with pytest.raises(lp.NodeError, match=r"had started it ended: killed by SIGKILL \(.* when memory ran out"):
+        run.wait(60)
