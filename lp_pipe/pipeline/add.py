@@ -12,7 +12,7 @@ from lp_pipe.handles import CourierHandle, Handle
 from lp_pipe.nodes import CourierNode
 from lp_pipe.pipeline.chosen_schedule import chosen_schedule, sufficient_credits
 from lp_pipe.pipeline.client import PipelineHandle
-from lp_pipe.pipeline.compute.device import check_devices
+from lp_pipe.pipeline.compute.device import Device, check_devices
 from lp_pipe.pipeline.compute.precision import check_precision
 from lp_pipe.pipeline.compute.segments import Recompute, check_recompute
 from lp_pipe.pipeline.conductor.conductor import Conductor
@@ -47,7 +47,7 @@ def add_pipeline(
     microbatches: int = 8,
     replicas: int | Sequence[int] = 1,
     channel: str = "auto",
-    device: str | Sequence[str] = "auto",
+    device: Device | Sequence[Device] = "auto",
     recompute: Recompute | None = None,
     precision: str = "fp32",
     clip_grad_norm: float | None = None,
@@ -71,7 +71,8 @@ def add_pipeline(
     channel: how tensors travel between workers: "auto" takes what is fastest, "inproc" in thread mode and "shm" between
         processes of one host; "grpc"; "gloo" (torch.distributed). One that does not fit the mode fails the workers'
         start.
-    device: where stages compute: "cpu", "cuda", "cuda:1", or one per worker; "auto": a GPU where the node sees one.
+    device: where stages compute: "cpu", "cuda", "cuda:1", a torch.device, or one per worker; "auto": a GPU where the
+        node sees one.
     recompute: layers that keep only their inputs until their backward, where they run again: "none", "full" (each stage
         as a whole), ("every", k) (each k layers of a stage), or (layer_index, layer) -> bool (each such layer alone);
         default: what the plan says of each stage, or "none".
@@ -90,7 +91,7 @@ def add_pipeline(
     """
     stages, microbatches, chunks = as_int(stages), as_int(microbatches), as_int(chunks)
     replicas = tuple(map(as_int, replicas)) if isinstance(replicas, Iterable) else as_int(replicas)
-    _check(model, stages, channel, microbatches, precision, clip_grad_norm)
+    _check(model, stages, channel, microbatches, precision, clip_grad_norm, inputs)
     check_recompute("none" if recompute is None else recompute)
     sources = [seen_by_setup(source) for source in sources_of(model)]
     refuse_unfit(model.loss, sources)
@@ -148,7 +149,9 @@ def add_pipeline(
     return PipelineHandle(conductor, replicas_by_layer, is_asynchronous=made.updates is not None)
 
 
-def _check(model: Any, stages: Any, channel: str, microbatches: int, precision: str, clip_grad_norm: Any) -> None:
+def _check(
+    model: Any, stages: Any, channel: str, microbatches: int, precision: str, clip_grad_norm: Any, inputs: Any
+) -> None:
     """Refuse what can be seen to be wrong at once.
 
     Raises:
@@ -158,6 +161,8 @@ def _check(model: Any, stages: Any, channel: str, microbatches: int, precision: 
         raise PipelineError(f"add_pipeline takes a pp.Model(layers, loss, optimizer), not {type(model).__name__}")
     if not isinstance(stages, int | Sequence | Plan | None) or isinstance(stages, str | bool):
         raise PipelineError(f"stages={stages!r}: give a whole number (int), a list of cut points, or a plan")
+    if inputs is not None and not isinstance(inputs, Handle):
+        raise PipelineError(f"inputs={inputs!r}: give the handle of a feeder, program.add_node(lp.CourierNode(Feeder))")
     if channel not in kinds.KINDS:
         raise PipelineError(f"channel={channel!r}: {kinds.why_not(channel)}")
     if not is_count(microbatches):

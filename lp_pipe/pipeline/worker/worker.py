@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lp_pipe.address import Address
 from lp_pipe.channels import ChannelHub
-from lp_pipe.channels.kinds import hub_endpoint
 from lp_pipe.context import context
 from lp_pipe.errors import add_note
 from lp_pipe.pipeline.compute.buffers import BufferSnapshot, eval_mode
@@ -20,6 +19,7 @@ from lp_pipe.pipeline.compute.loss_state import OwnLoss
 from lp_pipe.pipeline.compute.stage import check_shapes
 from lp_pipe.pipeline.compute.stages import stages_of
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
+from lp_pipe.pipeline.hub_endpoint import hub_endpoint
 from lp_pipe.pipeline.layers.layer_names import names_by_index
 from lp_pipe.pipeline.layers.microbatches import aligned, apart
 from lp_pipe.pipeline.results import StageMemory
@@ -81,7 +81,7 @@ class StageWorker:
         self._intake = Intake(pipeline, self._stages, feeder, node.name, self._device)
         # Not before its layers are built: where that fails, the neighbours are told why, and find no closed hub.
         usual = node.services.endpoint_for(channels.id)
-        self._hub = ChannelHub(hub_endpoint(pipeline.channel, usual), node.name)
+        self._hub = ChannelHub(node.exit_stack.enter_context(hub_endpoint(pipeline.channel, usual)), node.name)
         node.exit_stack.callback(self._hub.close, f"{node.name} has ended")
         node.services.register(channels.id, self._hub.endpoint)
         self._ends: Any = pipeline.ranks, worker.rank, self._hub, neighbours
