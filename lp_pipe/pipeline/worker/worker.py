@@ -69,9 +69,10 @@ class StageWorker:
         self.mirror, self.go_back = mirrors.mirror, mirrors.go_back
         self.keep_mirror, self.mirror_of = mirrors.keep_mirror, mirrors.mirror_of
         self.mirrors_held, self.settle_mirrors = mirrors.mirrors_held, mirrors.settle_mirrors
-        shares = Shares(self._worker, self._share)
+        shares = Shares(self._worker, self._share, f"{node.name} on {socket.gethostname()}")
         self.hold_share, self.plan_share = shares.hold_share, shares.plan_share
         self.write_share, self.forget_share = shares.write_share, shares.forget_share
+        self.remove_share = shares.remove_share
         self._loss = OwnLoss(pipeline.loss if pipeline.last_stage in self._stages else None, self._device)
         self._inner = [m for s in self._stages.values() for layer in s.layers for m in layer.modules()]
         self._modules = [*self._inner, *self._loss.modules]
