@@ -17,10 +17,12 @@ from lp_pipe.launch.hosts import handshake
 from lp_pipe.launch.hosts.agent_link import ALIVE, AgentLink
 from lp_pipe.launch.hosts.handshake import Joining, Versions
 from lp_pipe.launch.hosts.network import addresses_for
+from lp_pipe.launch.missing import who_is_missing
 
 _log = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 0.2
+_MORE_NEWS_S = 1.0  # what keeps one host from joining often keeps others, a moment later
 _ALIVE_EVERY_S = 1.0
 _MOST_SILENCE_S = 86_400.0
 
@@ -132,7 +134,7 @@ class Gathering:
         listener, invitation = self._listen_for_agents(log_dir)
         try:
             self._watched = self._engine.start(invitation)
-            self._wait()
+            self._wait(log_dir)
         finally:
             listener.close()  # nobody joins any more
         threading.Thread(target=self._be_alive, name="launcher is alive", daemon=True).start()
@@ -228,27 +230,20 @@ class Gathering:
         anywhere = "[::]" if socket.has_dualstack_ipv6() else "0.0.0.0"  # the former takes IPv4 as well
         return f"{_bracketed(found[0])}@{anywhere}:0", found
 
-    def _wait(self) -> None:
-        deadline = time.monotonic() + self.patience.join_s
+    def _wait(self, log_dir: str) -> None:
+        began = time.monotonic()
+        deadline = began + self.patience.join_s
         while missing := [name for name in self._offers if name not in self._agents or name in self._lost]:
-            ended = [one for one in self._watched if not set(one.hosts).isdisjoint(missing) and one.how_it_ended()]
-            if ended or self._refusals or time.monotonic() >= deadline:
-                raise LaunchError(self._who_is_missing(missing))
+            concerned = [one for one in self._watched if not set(one.hosts).isdisjoint(missing)]
+            ended = [one for one in concerned if one.how_it_ended()]
+            if ended or self._refusals:
+                deadline = min(deadline, time.monotonic() + _MORE_NEWS_S)
+            waited_s = time.monotonic() - began
+            if time.monotonic() >= deadline or (ended and len(ended) == len(concerned)):
+                found = missing, len(self._offers), self._refusals, self._watched, waited_s, log_dir
+                raise LaunchError(who_is_missing(*found))
             with self._changed:
                 self._changed.wait(_LOOK_EVERY_S)
-
-    def _who_is_missing(self, missing: Sequence[str]) -> str:
-        head = f"{len(missing)} of {len(self._offers)} hosts have not joined: {', '.join(missing)}"
-        details = [*self._refusals]
-        for one in self._watched:
-            if set(one.hosts).isdisjoint(missing):
-                continue
-            how = one.how_it_ended()
-            state = f"its agent ended ({how})" if how else f"nothing was heard of it for {self.patience.join_s:g} s"
-            lines = one.last_lines()[-5:]
-            said = "".join(f"\n      {line}" for line in lines) if lines else "; it had printed nothing"
-            details.append(f"{', '.join(one.hosts)}: {state}{said}")
-        return "\n  ".join([head, *details])
 
     def _explained(self, name: str, reason: str, *, is_silent: bool) -> str:
         watched = next((one for one in self._watched if name in one.hosts), None)
