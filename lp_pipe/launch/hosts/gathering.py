@@ -110,6 +110,7 @@ class Gathering:
         self._interface = interface
         self.patience = patience
         self._needs_torch = False
+        self._log_dir = ""
         self._agents: dict[str, RemoteAgent] = {}
         self._offers: dict[str, HostOffer] = {}
         self._refusals: list[str] = []
@@ -134,7 +135,7 @@ class Gathering:
         listener, invitation = self._listen_for_agents(log_dir)
         try:
             self._watched = self._engine.start(invitation)
-            self._wait(log_dir)
+            self._wait()
         finally:
             listener.close()  # nobody joins any more
         threading.Thread(target=self._be_alive, name="launcher is alive", daemon=True).start()
@@ -208,6 +209,7 @@ class Gathering:
         from lp_pipe.connections import tls  # most programs do without
 
         self._offers = {offer.name: offer for offer in self._engine.hosts()}
+        self._log_dir = log_dir
         where = self._where()
         silence_s = 2 * self.patience.silence_s  # of the host: the watch, which knows what silence is, comes first
         listener = tls.listen(f"{TLS}{where[0]}", self._accept, self._credentials, silence_s)
@@ -230,7 +232,7 @@ class Gathering:
         anywhere = "[::]" if socket.has_dualstack_ipv6() else "0.0.0.0"  # the former takes IPv4 as well
         return f"{_bracketed(found[0])}@{anywhere}:0", found
 
-    def _wait(self, log_dir: str) -> None:
+    def _wait(self) -> None:
         began = time.monotonic()
         deadline = began + self.patience.join_s
         while missing := [name for name in self._offers if name not in self._agents or name in self._lost]:
@@ -238,12 +240,13 @@ class Gathering:
             ended = [one for one in concerned if one.how_it_ended()]
             if ended or self._refusals:
                 deadline = min(deadline, time.monotonic() + _MORE_NEWS_S)
-            waited_s = time.monotonic() - began
             if time.monotonic() >= deadline or (ended and len(ended) == len(concerned)):
-                found = missing, len(self._offers), self._refusals, self._watched, waited_s, log_dir
-                raise LaunchError(who_is_missing(*found))
+                raise LaunchError(self._who_is_missing(missing, time.monotonic() - began))
             with self._changed:
                 self._changed.wait(_LOOK_EVERY_S)
+
+    def _who_is_missing(self, missing: Sequence[str], waited_s: float) -> str:
+        return who_is_missing(missing, len(self._offers), self._refusals, self._watched, waited_s, self._log_dir)
 
     def _explained(self, name: str, reason: str, *, is_silent: bool) -> str:
         watched = next((one for one in self._watched if name in one.hosts), None)
