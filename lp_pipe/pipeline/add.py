@@ -69,8 +69,8 @@ def add_pipeline(
     replicas: processes that share a worker's micro-batches (j runs on replica j mod r) and sum their gradients in rank
         order; one number, or one per worker. BatchNorm statistics are those of replica 0's micro-batches.
     channel: how tensors travel between workers: "auto" takes what is fastest, "inproc" in thread mode and "shm" between
-        processes of one host; "grpc"; "gloo" (torch.distributed). One that does not fit the mode fails the workers'
-        start.
+        processes of one host; "grpc"; "gloo" (torch.distributed); "nccl" (between GPUs). One that does not fit the
+        mode fails the workers' start.
     device: where stages compute: "cpu", "cuda", "cuda:1", a torch.device, or one per worker; "auto": a GPU where the
         node sees one.
     recompute: layers that keep only their inputs until their backward, where they run again: "none", "full" (each stage
@@ -81,6 +81,8 @@ def add_pipeline(
     on_nan: what becomes of a step whose loss or gradients are not finite: "ignore" (nobody looks), "stop" with a
         NonFiniteError that names the layer, or "skip": its update is left out, and `StepResult.why_skipped` says why.
     inputs: handle of a feeder, a CourierNode with `batch(step) -> (input, target) | None`, a pure function of the step.
+    clip_grad_norm: the largest norm of all gradients, over all stages, as torch's clip_grad_norm_ has it; None: any.
+    group, resources: label and Resources of the group of stage workers.
     on_failure, max_restarts: as those of `Program.group`. "restart" starts a dead worker again, in its place; the node
         that trains then brings all back to a checkpoint (`Checkpoints.steps`, or `.recovering`).
 

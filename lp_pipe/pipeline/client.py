@@ -24,8 +24,8 @@ class PipelineClient:
     """Drives a pipeline; picklable, and usable from several nodes at once (operations queue in order of arrival).
 
     Raises (every operation): RemoteError that is also the stage's own exception; its notes name the stage, the
-    micro-batch and the step. Parameters and buffers are then as before the operation (when an
-        optimizer or scheduler itself has failed, only `load` makes the stages whole again).
+    micro-batch and the step. Parameters and buffers are then as before the operation (when an optimizer or
+    scheduler itself has failed, only `load` makes the stages whole again).
     """
 
     def __init__(self, conductor: CourierClient, steps_ahead: int = 0) -> None:
