@@ -77,8 +77,9 @@ class Arrivals:
 
     def _start(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._wait_for_all, name=f"receive {self._means}", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._wait_for_all, name=f"receive {self._means}", daemon=True)
+            thread.start()  # before it counts: the system may have no more
+            self._thread = thread
 
     def _wait_for_all(self) -> None:
         while (item := self._works.get()) is not None:

@@ -60,8 +60,9 @@ class Attendant:
             if attention.descriptor < 0:
                 return attention  # it has ended already
             if self._epoll is None:
-                self._epoll = select.epoll()
-                threading.Thread(target=self._run, args=(self._epoll,), name="attend channels", daemon=True).start()
+                epoll = select.epoll()
+                threading.Thread(target=self._run, args=(epoll,), name="attend channels", daemon=True).start()
+                self._epoll = epoll  # not before somebody waits there: the system may have no more threads
             self._attended[attention.descriptor] = attention
             self._epoll.register(attention.descriptor, _PAUSED)
         attention.resume()

@@ -79,10 +79,10 @@ class Checkpoints:
             aside = folders.begin(self.folder, step)
             writes = self._begin_parts(aside)
         except OSError as error:
-            self._failed(step, error)
-            return
-        self._writing = threading.Thread(target=self._write, args=(step, aside, writes), name="checkpoint")
-        self._writing.start()
+            return self._failed(step, error)
+        writing = threading.Thread(target=self._write, args=(step, aside, writes), name="checkpoint")
+        writing.start()  # before it counts: the system may have no more
+        self._writing = writing
         if wait:
             self.wait_until_written()
 

@@ -93,8 +93,10 @@ class Doorman:
             sock, address = self._listening.accept()
         except OSError as error:
             if not isinstance(error, BlockingIOError | ConnectionError):
+                self._refusals.keep_waiting(error)
                 time.sleep(_ACCEPT_PAUSE_S)  # out of file descriptors: later there may be some again
             return
+        self._refusals.go_on()
         where = f"{address[0]}:{address[1]}"
         try:
             guest = self._wrapped(sock)

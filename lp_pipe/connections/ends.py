@@ -27,8 +27,9 @@ class Ends:
         """Call `on_end`, a bound method that is not kept alive, once the peer has closed; `forget` before closing."""
         with self._lock:
             if self._epoll is None:
-                self._epoll = select.epoll()
-                threading.Thread(target=self._run, args=(self._epoll,), name="connection ends", daemon=True).start()
+                epoll = select.epoll()
+                threading.Thread(target=self._run, args=(epoll,), name="connection ends", daemon=True).start()
+                self._epoll = epoll  # not before somebody waits there: the system may have no more threads
             self._watched[descriptor] = weakref.WeakMethod(on_end)
             self._epoll.register(descriptor, _AN_END)
 

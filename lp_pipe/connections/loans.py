@@ -220,8 +220,9 @@ class _Returns:
         """Before anything is borrowed: `put` must take no locks."""
         with self._lock:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="return loans", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="return loans", daemon=True)
+                thread.start()  # before it counts: the system may have no more
+                self._thread = thread
 
     def put(self, give_back: _GiveBack, body: bytes) -> None:
         self._queue.put((give_back, body))

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from errno import EMFILE
 
 _log = logging.getLogger(__name__)
 _MOST_REASONS = 100
@@ -19,6 +20,7 @@ class Refusals:
         self._label = label
         self._by_reason: dict[str, int] = {}
         self._lock = threading.Lock()
+        self._is_waiting = False
 
     def note(self, stranger: str, why: str) -> None:
         """Called once for each; any thread."""
@@ -30,3 +32,14 @@ class Refusals:
         if count & (count - 1) == 0:
             so_far = f"{count} times so far, of {total} in all"
             _log.warning("%s has refused %s: %s (%s)", self._label, stranger, why, so_far)
+
+    def keep_waiting(self, error: OSError) -> None:
+        """Nobody can be let in just now, friends neither; said once until `go_on`."""
+        if not self._is_waiting:
+            advice = "; raise its limit (ulimit -n)" if error.errno == EMFILE else ""
+            _log.warning("%s keeps all callers waiting: this process: %s%s", self._label, error, advice)
+        self._is_waiting = True
+
+    def go_on(self) -> None:
+        """Somebody came in."""
+        self._is_waiting = False

@@ -113,16 +113,26 @@ class UnixListener(Listener):
         while True:
             try:
                 sock, _ = self._socket.accept()
-            except OSError:
+            except OSError as error:
                 if self._is_closed:
                     return
+                self.refusals.keep_waiting(error)
                 time.sleep(_ACCEPT_PAUSE_S)  # out of file descriptors: later there may be some again
                 continue
+            self.refusals.go_on()
             if _is_same_user(sock):
-                self._on_connection(UnixConnection(sock, f"client of {self.endpoint}"))
+                self._take_in(UnixConnection(sock, f"client of {self.endpoint}"))
             else:
                 self.refusals.note("a process", "it is of another user")
                 sock.close()
+
+    def _take_in(self, connection: UnixConnection) -> None:
+        try:
+            self._on_connection(connection)
+        except Exception as error:  # out of descriptors or threads: who comes later may find some
+            why = f"it could not be taken in: {type(error).__name__}: {error}"
+            self.refusals.note("a process", why)
+            connection.close(why)
 
 
 def connect(endpoint: str, idle_timeout_s: float | None = None) -> Connection:

@@ -27,7 +27,7 @@ from lp_pipe.launch.plan.plan import Plan, serialize_nodes
 from lp_pipe.launch.plan.spec import NodeSpec
 from lp_pipe.launch.plan.surroundings import Surroundings
 from lp_pipe.launch.processes import os_text
-from lp_pipe.launch.processes.exits import ExitQueue, how_it_died
+from lp_pipe.launch.processes.exits import ExitQueue
 from lp_pipe.launch.processes.node_stream import NodeStream
 from lp_pipe.launch.processes.socket_dir import make_socket_dir
 from lp_pipe.launch.processes.template import MARK, Template
@@ -238,8 +238,8 @@ class ProcessHost(Host):
         if self._coordinator.must_end(node_id):
             stream.send(stop=wire.Stop())
 
-    def _on_exit(self, node_id: str, status: int) -> None:
-        self._exits.put(lambda deadline: self._process_ended(node_id, how_it_died(status), deadline))
+    def _on_exit(self, node_id: str, how: str) -> None:
+        self._exits.put(lambda deadline: self._process_ended(node_id, how, deadline))
 
     def _on_template_lost(self, reason: str) -> None:
         how = f"the process was killed because {reason}"

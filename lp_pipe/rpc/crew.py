@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import logging
 import os
 import select
 import threading
@@ -12,6 +13,8 @@ from typing import Any
 
 from lp_pipe.connections import PulledConnection
 from lp_pipe.context import current_context
+
+_log = logging.getLogger(__name__)
 
 IS_SUPPORTED = hasattr(select, "epoll") and hasattr(os, "eventfd")
 
@@ -38,6 +41,7 @@ class Crew:
         self._reserve: threading.Thread | None = None
         self._reserve_is_needed = threading.Lock()
         self._alive = 0
+        self._is_short = False  # of threads
         self._is_closed = False
         self._waiting = _Waiting(size + 1)
 
@@ -91,14 +95,33 @@ class Crew:
         with self._lock:
             if len(self._threads) < self._size and not self._is_closed:
                 self._idle += 1
-                self._threads.append(self._start(self._work, f"{self._name}-{len(self._threads)}"))
+                thread = self._start(self._work, f"{self._name}-{len(self._threads)}")
+                if thread is None:
+                    self._idle -= 1
+                else:
+                    self._threads.append(thread)
 
-    def _start(self, work: Callable[[], None], name: str) -> threading.Thread:
-        self._alive += 1
+    def _start(self, work: Callable[[], None], name: str) -> threading.Thread | None:
+        """None when the system has no more threads: those that there are do the work.
+
+        Raises:
+            RuntimeError: there are none.
+        """
         thread = threading.Thread(target=self._run, args=(work,), name=name, daemon=True)
         # Set even if None: else the thread would belong to the node that happened to bring the first task.
         thread._lp_pipe_context = self._node  # type: ignore[attr-defined]
-        thread.start()
+        self._alive += 1
+        try:
+            thread.start()
+        except RuntimeError as error:
+            self._alive -= 1
+            if not self._alive:
+                self._idle = 0
+                raise
+            if not self._is_short:
+                _log.warning("%s goes on with %d of %d threads: %s", self._name, self._alive, self._size, error)
+            self._is_short = True
+            return None
         return thread
 
     def _run(self, work: Callable[[], None]) -> None:

@@ -45,8 +45,9 @@ class Deadlines:
                 heapq.heapify(self._heap)
                 self._enough = max(_FEW, 2 * len(self._heap))
             if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._run, name="deadlines", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="deadlines", daemon=True)
+                thread.start()  # before it counts: the system may have no more
+                self._thread = thread
             self._changed.notify()
 
     def _run(self) -> None:

@@ -28,11 +28,12 @@ class LoopThread:
     def loop(self) -> asyncio.AbstractEventLoop:
         with self._lock:
             if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                thread = threading.Thread(target=self._run, args=(self._loop,), name=self._name, daemon=True)
+                loop = asyncio.new_event_loop()
+                thread = threading.Thread(target=self._run, args=(loop,), name=self._name, daemon=True)
                 # Set even if None: else the thread would belong to the node that happened to bring the first call.
                 thread._lp_pipe_context = self._node  # type: ignore[attr-defined]
-                thread.start()
+                thread.start()  # before it counts: the system may have no more
+                self._loop = loop
             return self._loop
 
     def close(self) -> None:

@@ -84,8 +84,13 @@ class DaemonPool:
             thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True)
             # Set even if None: else the thread would belong to the node that happened to bring the first task.
             thread._lp_pipe_context = self._node  # type: ignore[attr-defined]
-            self._threads.append(thread)
-        thread.start()
+            try:
+                thread.start()
+            except RuntimeError:  # the system has no more: those that there are do the work
+                if not self._threads:
+                    raise
+            else:
+                self._threads.append(thread)
 
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:

@@ -92,15 +92,22 @@ class Reading:
             self._be_patient()
 
     def attend(self) -> None:
-        """Let the thread read."""
+        """Let the thread read; where the system has no more threads the connection ends, and the calls with it."""
         if self._thread_reads:
             return
+        try:
+            self._start_thread()
+        except RuntimeError as error:  # nobody would read the replies, ever
+            self._connection.close(f"no thread for reading the replies: {error}")
+        self._release()
+
+    def _start_thread(self) -> None:
         with self._lock:
             if self._thread is None:
                 name = f"read {self._connection.peer}"
-                self._thread = threading.Thread(target=self._read_unattended, name=name, daemon=True)
-                self._thread.start()
-        self._release()
+                thread = threading.Thread(target=self._read_unattended, name=name, daemon=True)
+                thread.start()  # before it counts
+                self._thread = thread
 
     def end(self) -> None:
         """The connection has ended."""
@@ -111,7 +118,11 @@ class Reading:
         """Whoever started futures will ask for them soon, and read himself; if not, the thread does."""
         self._is_patient = True
         turns = self._turns
-        deadlines.shared.add(time.monotonic() + _PATIENCE_S, functools.partial(self._lose_patience, turns))
+        try:
+            deadlines.shared.add(time.monotonic() + _PATIENCE_S, functools.partial(self._lose_patience, turns))
+        except RuntimeError:  # the system has no more threads
+            self._is_patient = False
+            self.attend()
 
     def _lose_patience(self, turns: int) -> None:
         self._is_patient = False

@@ -378,6 +378,27 @@ def test_a_listener_survives_a_shortage_of_file_descriptors(unix_carrier: Carrie
 
 
 @pytest.mark.parametrize("kind", ["unix", "tls"])
+def test_a_caller_that_cannot_be_taken_in_is_told_so_and_later_ones_are_taken(
+    no_leaks: None, open_carrier: OpenCarrier, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    # A thread that could not be started was the end of the accepting one: callers connected, and waited for ever.
+    carrier = open_carrier(kind)
+
+    def no_more_threads(connection: connections.Connection) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(carrier.listener, "_on_connection", no_more_threads)
+        refused = carrier.connect().start()
+        assert refused.reason() == "it could not be taken in: RuntimeError: can't start new thread"
+    client, server = carrier.pair()
+    client.start()
+    server.start()
+    client.connection.send(Frame(frames.CALL, 1))
+    assert server.next().id == 1
+
+
+@pytest.mark.parametrize("kind", ["unix", "tls"])
 def test_a_process_that_cannot_take_a_frame_says_so(
     no_leaks: None, open_carrier: OpenCarrier, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

@@ -1,5 +1,7 @@
 """Who was turned away."""
 
+import errno
+
 import pytest
 
 from lp_pipe.connections.refusals import Refusals
@@ -26,3 +28,16 @@ def test_those_who_only_knock_do_not_hide_one_who_knows_more(caplog: pytest.LogC
         refusals.note("10.0.0.1:5", "it knocked")
     refusals.note("10.0.0.1:6", "it showed a wrong token")
     assert "it showed a wrong token (1 times so far, of 1001 in all)" in caplog.records[-1].getMessage()
+
+
+def test_a_listener_that_is_out_of_descriptors_says_so_once_until_somebody_came_in(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    # Callers waited, and nothing told why.
+    refusals = Refusals("unix:/run/server")
+    for _ in range(2):
+        for _ in range(10):
+            refusals.keep_waiting(OSError(errno.EMFILE, "Too many open files"))
+        refusals.go_on()
+    said = "unix:/run/server keeps all callers waiting: this process: [Errno 24] Too many open files; raise its limit"
+    assert [record.getMessage() for record in caplog.records] == [f"{said} (ulimit -n)"] * 2

@@ -108,11 +108,77 @@ def test_an_update_that_fails_halfway_is_mended_by_a_checkpoint_only(tmp_path: P
         assert "in stages/1, update of stages 1" in str(caught.value)
         for refused in (pipeline.state_dict, lambda: pipeline.step(BATCHES[1]), lambda: pipeline.evaluate(BATCHES)):
             with pytest.raises(
-                pp.PipelineError, match=r"an update has failed .*: step 1, .*no rate.*load\(\) a checkpoint"
+                pp.PipelineError, match=r"an update has failed .*: step 1: .*no rate.*load\(\) a checkpoint"
             ):
                 refused()
         pipeline.load(tmp_path)
         assert_same_state(pipeline.state_dict(), before)
+
+
+class _LoadsOnce(nn.Linear):
+    """There is no room for its weights a second time."""
+
+    def load_state_dict(self, *args: Any, **options: Any) -> Any:
+        if getattr(self, "is_loaded", False):
+            raise MemoryError("no room")
+        self.is_loaded = True
+        return super().load_state_dict(*args, **options)
+
+
+def test_weights_that_not_all_stages_could_take_are_not_trained_on(tmp_path: Path) -> None:
+    # The first stage had the new weights, the second the old ones, and the next step trained both.
+    model = pp.Model([nn.Linear(D, D), _LoadsOnce(D, D)], squared_error, sgd)
+    with launched("thread", model, stages=2, microbatches=2) as pipeline:
+        new = {name: value + 1 for name, value in pipeline.state_dict().items()}
+        pipeline.load_state_dict(new)
+        pipeline.step(BATCHES[0])
+        with pytest.raises(pp.PipelineError, match="missing"):  # before anything has changed
+            pipeline.load_state_dict({})
+        assert pipeline.step(BATCHES[1]).step == 1
+        with pytest.raises(MemoryError, match="no room"):
+            pipeline.load_state_dict(new)
+        with pytest.raises(pp.PipelineError, match=r"load_state_dict\(\) has failed .*MemoryError: no room.*load\(\)"):
+            pipeline.step(BATCHES[2])
+
+
+def test_tied_weights_that_did_not_reach_their_other_stage_are_not_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The step's update was made, but it did not count as a step: asked for again it was made twice.
+    layers = [nn.Linear(D, D, bias=False), nn.Tanh(), nn.Linear(D, D, bias=False)]
+    model = pp.Model(layers, squared_error, sgd, tied=[("0.weight", "2.weight")])
+    with launched("thread", model, stages=2, microbatches=2) as pipeline:
+        pipeline.step(BATCHES[0])
+        undisturbed = pipeline.fingerprint()
+    with launched("thread", model, stages=2, microbatches=2) as pipeline:
+        pipeline.save(tmp_path)
+        with monkeypatch.context() as patched:
+            patched.setattr("lp_pipe.pipeline.worker.side_channels.SideChannels.share_weights", _no_room)
+            with pytest.raises(MemoryError, match="no room"):
+                pipeline.step(BATCHES[0])
+        with pytest.raises(pp.PipelineError, match=r"failed after the update, at the tied weights: MemoryError.*load"):
+            pipeline.step(BATCHES[0])
+        pipeline.load(tmp_path)
+        pipeline.step(BATCHES[0])
+        assert pipeline.fingerprint() == undisturbed
+
+
+def test_a_norm_that_cannot_be_computed_leaves_no_gradients_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The next step added its own to them.
+    model = pp.Model([nn.Linear(D, D), nn.Linear(D, D)], squared_error, sgd)
+    plain = PlainLoop(model, 2, clip_grad_norm=0.1)
+    with launched("thread", model, stages=2, microbatches=2, clip_grad_norm=0.1) as pipeline:
+        with monkeypatch.context() as patched:
+            patched.setattr("lp_pipe.pipeline.conductor.steps.total_norm", _no_room)
+            with pytest.raises(MemoryError, match="no room"):
+                pipeline.step(BATCHES[0])
+        pipeline.step(BATCHES[0])
+        plain.step(BATCHES[0])
+        assert_same_state(pipeline.state_dict(), plain.state_dict())
+
+
+def _no_room(*args: Any) -> Any:
+    raise MemoryError("no room")
 
 
 class _Leaves(torch.optim.SGD):
@@ -147,7 +213,7 @@ def test_an_update_that_ends_in_an_exit_has_failed_as_well(
         before = pipeline.state_dict()
         with pytest.raises(lp.RemoteError, match=leaves.__name__):
             pipeline.step(BATCHES[1])
-        with pytest.raises(pp.PipelineError, match=rf"an update has failed .*: step 1, {leaves.__name__}"):
+        with pytest.raises(pp.PipelineError, match=rf"an update has failed .*: step 1: {leaves.__name__}"):
             pipeline.step(BATCHES[1])
         pipeline.load(tmp_path)
         assert_same_state(pipeline.state_dict(), before)

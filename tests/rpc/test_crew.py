@@ -47,3 +47,52 @@ def test_an_end_is_noticed_that_came_with_the_last_data_while_all_threads_were_b
         threads.forget(other)
         other.close()
     threads.close()
+
+
+def test_a_crew_goes_on_with_the_threads_it_has_when_the_system_has_no_more(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, no_leaks: None
+) -> None:
+    # A thread that did not start counted as an idle one, which everybody then left the reading and the tasks to.
+    allow_only(monkeypatch, {"test-0"})
+    threads = Crew(3, "test")
+    is_held, may_go_on = threading.Event(), threading.Event()
+    results: queue.Queue[str] = queue.Queue()
+
+    def hold() -> None:
+        is_held.set()
+        may_go_on.wait(_WITHIN_S)
+
+    threads.submit(hold)
+    assert is_held.wait(_WITHIN_S)
+    for name in ("second", "third"):
+        threads.submit(results.put, name)
+    may_go_on.set()
+    assert [results.get(timeout=_WITHIN_S) for _ in range(2)] == ["second", "third"]
+    assert "test goes on with 1 of 3 threads: can't start new thread" in caplog.text
+    threads.close()
+
+
+def test_a_crew_without_any_thread_says_so_and_begins_when_there_is_one(
+    monkeypatch: pytest.MonkeyPatch, no_leaks: None
+) -> None:
+    threads = Crew(2, "test")
+    results: queue.Queue[str] = queue.Queue()
+    with monkeypatch.context() as patched:
+        allow_only(patched, set())
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            threads.submit(results.put, "first")
+    threads.submit(results.put, "second")
+    assert {results.get(timeout=_WITHIN_S) for _ in range(2)} == {"first", "second"}
+    threads.close()
+
+
+def allow_only(monkeypatch: pytest.MonkeyPatch, names: set[str]) -> None:
+    """Of the crew's threads these can be started; there is room for no others."""
+    start = threading.Thread.start
+
+    def limited(thread: threading.Thread) -> None:
+        if thread.name.startswith("test-") and thread.name not in names:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)

@@ -94,3 +94,27 @@ def test_the_end_of_the_server_settles_them(doubler: Doubler, socket_home: Path,
     with pytest.raises(lp.Unavailable):
         future.result(WITHIN_S)
     doubler.may_answer.set()
+
+
+@pytest.mark.parametrize("is_connected", [True, False], ids=["connected", "first call"])
+def test_without_a_thread_for_the_replies_calls_fail_and_later_ones_go_on(
+    client: lp.CourierClient, doubler: Doubler, is_connected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Nobody ever read them: what nobody waited for in a thread of its own was never settled.
+    start = threading.Thread.start
+
+    def no_readers(thread: threading.Thread) -> None:
+        if thread.name.startswith("read "):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    if is_connected:
+        assert client.double(1) == 2
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", no_readers)
+        future = read_by("thread", client).late(5)
+        with pytest.raises(lp.Unavailable, match="no thread for reading the replies: can't start new thread"):
+            future.result(WITHIN_S)
+        doubler.may_answer.set()
+        assert client.double(6) == 12
+    assert read_by("thread", client).double(7).result(WITHIN_S) == 14

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lp_pipe.errors import LaunchError
+from lp_pipe.launch.processes.exits import how_it_died
 from lp_pipe.launch.processes.heap import heap_environment
 from lp_pipe.launch.processes.proctree import kill_all, marked
 from lp_pipe.launch.processes.zygote import ORPHAN_S, receive_message, send_message
@@ -26,7 +27,7 @@ _BOOT = (
     "main(int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4]), float(sys.argv[5]), sys.argv[6])"
 )
 
-OnExit = Callable[[str, int], None]
+OnExit = Callable[[str, str], None]
 OnStart = Callable[[str, int], None]
 OnLost = Callable[[str], None]
 
@@ -34,7 +35,7 @@ OnLost = Callable[[str], None]
 class Template:
     """Starts processes by forking, and reports their starts and exits from a thread of its own.
 
-    on_exit(node_id, wait_status); on_lost(reason): the template itself has died, and every node with it.
+    on_exit(node_id, how): also when it could not start. on_lost(reason): the template has died, and every node with it.
     preload: modules that it imports; None: those of use that this process has imported.
     orphan_s: how long nodes may take to end when this process has died. socket_dir: the run's folder, removed then.
     """
@@ -137,8 +138,10 @@ class Template:
             message, _ = received
             if message["event"] == "started":
                 self._on_start(message["node"], message["pid"])
+            elif message["event"] == "exited":
+                self._on_exit(message["node"], how_it_died(message["status"]))
             else:
-                self._on_exit(message["node"], message["status"])
+                self._on_exit(message["node"], message["why"])
         if not self._is_closing:
             status = self._process.wait()
             kill_all(marked(MARK, self._mark))

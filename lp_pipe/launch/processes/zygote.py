@@ -9,6 +9,7 @@ Messages, both ways, over the inherited socket: 4 bytes length, JSON; file descr
 
 import contextlib
 import ctypes
+import errno
 import gc
 import importlib
 import json
@@ -95,22 +96,21 @@ class Zygote:
     def serve(self) -> None:
         signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
-        sources: list[Any] = [self._control, self._wake]
-        if self._launcher is not None:
-            sources.append(self._launcher)
+        sources = _poll(self._control.fileno(), self._wake.fileno(), self._launcher)
         heard = time.monotonic()
         while not self._is_done:
             # What waits to be read goes before the clock: after a freeze of its own this finds the launcher's pings.
-            ready, _, _ = select.select(sources, [], [], max(0.0, heard + LAUNCHER_PATIENCE_S - time.monotonic()))
+            patience_s = max(0.0, heard + LAUNCHER_PATIENCE_S - time.monotonic())
+            ready = {descriptor for descriptor, _ in sources.poll(patience_s * 1000)}
             if not ready:
                 self._clean_up(is_orderly=False)
                 sys.exit(f"lp_pipe: the launcher was silent for {LAUNCHER_PATIENCE_S} s: its nodes were taken down")
-            if self._wake in ready:
+            if self._wake.fileno() in ready:
                 self._wake.recv(4096)
                 self._reap()
-            if self._launcher is not None and self._launcher in ready:
+            if self._launcher in ready:
                 break
-            if self._control in ready:
+            if self._control.fileno() in ready:
                 if not self._serve_one():
                     break
                 heard = time.monotonic()
@@ -129,13 +129,17 @@ class Zygote:
 
     def _start_node(self, message: dict[str, Any], fds: list[int]) -> None:
         parent = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            self._become_node(message, fds, parent)
+        try:
+            pid = os.fork()
+        except OSError as error:  # of which the other nodes must not die
+            self._tell({"event": "not started", "node": message["node"], "why": _why_no_fork(error)})
+        else:
+            if pid == 0:
+                self._become_node(message, fds, parent)
+            self._nodes[pid] = message["node"]
+            self._tell({"event": "started", "node": message["node"], "pid": pid})
         for fd in fds:
             os.close(fd)
-        self._nodes[pid] = message["node"]
-        self._tell({"event": "started", "node": message["node"], "pid": pid})
 
     def _become_node(self, message: dict[str, Any], fds: list[int], parent: int) -> NoReturn:
         """In the child: never returns, whatever happens."""
@@ -199,7 +203,7 @@ class Zygote:
                 for pid in tree_of(os.getpid()):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGTERM)
-            select.select([self._wake], [], [], 0.1)
+            _poll(self._wake.fileno()).poll(100)
             with contextlib.suppress(BlockingIOError):
                 self._wake.recv(4096)
             self._reap()
@@ -209,6 +213,22 @@ class Zygote:
                 os.waitpid(-1, 0)
         if self._socket_dir:
             shutil.rmtree(self._socket_dir, ignore_errors=True)
+
+
+def _poll(*descriptors: int | None) -> select.poll:
+    """For when they can be read. Not select(), which takes no number above 1023; the launcher may have more open."""
+    poll = select.poll()
+    for descriptor in descriptors:
+        if descriptor is not None:
+            poll.register(descriptor, select.POLLIN)
+    return poll
+
+
+def _why_no_fork(error: OSError) -> str:
+    what = error.strerror or str(error)
+    if error.errno == errno.EAGAIN:
+        what = "this user, or this container, may not have more processes and threads (ulimit -u, pids.max)"
+    return f"the process could not be started: {what}"
 
 
 def _pidfd(pid: int) -> int | None:

@@ -128,5 +128,5 @@ class AsynchronousSteps(Steps):
         self._promised = None
         self._workers.discard()
         cause = first_cause(errors)
-        self.torn = self._torn_by(step, cause)
+        self._tear_at(step, cause)
         raise cause

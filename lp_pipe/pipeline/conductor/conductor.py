@@ -190,8 +190,8 @@ class Conductor:
         self._guard(me)
         self._workers.all("settle_mirrors")
         check_is_held(step, self._held_mirrors())
-        self._steps.torn = f"going back to step {step} has failed"
-        scales: list[LossScale | None] = self._workers.all("go_back", step)
+        with self._steps.tearing(f"going back to step {step} has failed"):
+            scales: list[LossScale | None] = self._workers.all("go_back", step)
         self._steps.go_to(step, scales[0])
 
     def _held_mirrors(self) -> list[int]:
@@ -202,15 +202,17 @@ class Conductor:
             self._workers.all(method)
 
     def _load_state_dict(self, state: dict[str, Tensor]) -> None:
+        whole = self._model.checked(state)
         self._forget_mirrors()
-        self._model.load_state_dict(state)
+        with self._steps.tearing("load_state_dict() has failed after it may have changed some of them"):
+            self._workers.all("load_state_dict", whole)
         self._steps.forget_ahead()
 
     def _load(self, path: Path) -> None:
         self._forget_mirrors()
         found = self._model.read(path)
-        self._steps.torn = f"loading {path} has failed after it had changed some of them"
-        self._model.adopt()
+        with self._steps.tearing(f"loading {path} has failed after it had changed some of them"):
+            self._model.adopt()
         self._steps.go_to(found.step, LossScale(*found.loss_scale) if found.loss_scale is not None else None)
 
     def _recover(self) -> None:
@@ -220,7 +222,7 @@ class Conductor:
         self._steps.stragglers.begin_again()
         self._steps.go_to(0)
         if not all(self._workers.all("is_as_built")):
-            self._steps.torn = "a worker was restarted with the initial weights"
+            self._steps.tear("a worker was restarted with the initial weights")
 
     def _profile_memory(self, steps: int) -> list[StageMemory]:
         self._steps.forget_ahead()

@@ -5,7 +5,7 @@ import math
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -40,6 +40,7 @@ class Steps(ABC):
         self.stragglers = Stragglers(config, workers)
         self.done = 0
         self.torn: str | None = None
+        self._is_torn_by_death = False
         self.scale = LossScale() if config.precision == "fp16" else None
 
     @abstractmethod
@@ -78,16 +79,30 @@ class Steps(ABC):
         if self.scale is not None:
             self.scale = scale or LossScale()
 
+    def tear(self, why: str, error: BaseException | None = None) -> None:
+        """The stages are not at the same step any more; `go_to` follows once they are."""
+        what = f"{why}: {traceback.format_exception_only(error)[0].splitlines()[0]}" if error is not None else why
+        self.torn, self._is_torn_by_death = what, isinstance(error, Unavailable)
+
+    @contextlib.contextmanager
+    def tearing(self, why: str) -> Iterator[None]:
+        """While the stages change one by one, so that after an exception they are not at the same step any more."""
+        try:
+            yield
+        except BaseException as error:  # layers may end in SystemExit, too
+            self.tear(why, error)
+            raise
+
     def check_whole(self) -> None:
         """Refuse to go on after half a step.
 
         Raises:
-            PipelineError: that is so; says why.
+            PipelineError, Unavailable: that is so; says why.
         """
         if self.torn is not None:
-            raise PipelineError(
-                f"the stages are not at the same step any more ({self.torn}): load() a checkpoint to go on"
-            )
+            # What a death has left behind is its echo, for whoever asks next, and no cause of its own.
+            kind = Unavailable if self._is_torn_by_death else PipelineError
+            raise kind(f"the stages are not at the same step any more ({self.torn}): load() a checkpoint to go on")
 
     def _batch(self, step: int, batch: tuple[Any, Any] | None) -> tuple[Any, Any, int]:
         """Input, target and number of micro-batches."""
@@ -110,16 +125,20 @@ class Steps(ABC):
         try:
             self._workers.all("apply", total_norm, skip)
         except BaseException as error:  # an optimizer may end in SystemExit, too
-            with contextlib.suppress(Unavailable):  # a worker that has died ends the program
-                if any(self._workers.all("has_updated")):
-                    self.torn = self._torn_by(self.done, error)
-                else:
-                    self._workers.all("discard")
+            if self._may_have_updated():
+                self._tear_at(self.done, error)
+            else:
+                self._workers.discard()
             raise
 
-    def _torn_by(self, step: int, error: BaseException) -> str:
-        what = traceback.format_exception_only(error)[0].splitlines()[0]
-        return f"an update has failed after it had changed some of them: step {step}, {what}"
+    def _may_have_updated(self) -> bool:
+        try:
+            return any(self._workers.all("has_updated"))
+        except Unavailable:  # it has died, or cannot be reached: nobody knows
+            return True
+
+    def _tear_at(self, step: int, error: BaseException) -> None:
+        self.tear(f"an update has failed after it had changed some of them: step {step}", error)
 
     def _outcome(
         self, task: Task, reports: Sequence[Report], began: float, pipe_s: float, **more: Any
@@ -163,11 +182,12 @@ class SynchronousSteps(Steps):
         overflowed = any(report.overflowed for report in reports)
         loss, _ = summed([reports[rank] for rank in self._last])
         why = self._on_nan.why_skipped(task.step, reports, loss, lambda: run("search"), is_scaled=scale is not None)
-        self._apply(None if why else self._total_norm(reports), overflowed or bool(why))
+        self._apply(None if why else self._norm_or_nothing(reports), overflowed or bool(why))
         if scale is not None:
             self.scale = scale.after(overflowed=overflowed)
         if self._config.shares_weights:
-            self._workers.run(lambda worker, tag, _: worker.share_weights(tag))
+            with self.tearing(f"step {task.step} has failed after the update, at the tied weights"):
+                self._workers.run(lambda worker, tag, _: worker.share_weights(tag))
         self.done += 1
         seconds = time.monotonic() - start
         options = {"seconds": seconds, "loss_scale": factor or 1.0, "skipped": overflowed or bool(why)}
@@ -178,6 +198,13 @@ class SynchronousSteps(Steps):
 
     def forget_ahead(self) -> None:
         """Nothing is done ahead."""
+
+    def _norm_or_nothing(self, reports: Sequence[Report]) -> Tensor | None:
+        try:
+            return self._total_norm(reports)
+        except BaseException:  # no memory: the next step would add to the gradients
+            self._workers.discard()
+            raise
 
     def _total_norm(self, reports: Sequence[Report]) -> Tensor | None:
         """Of all gradients, from those of the parameters in their order, as one process has them."""

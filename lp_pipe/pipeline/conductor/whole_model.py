@@ -54,8 +54,8 @@ class WholeModel:
         state = self.state_dict()
         return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Replace all parameters and buffers.
+    def checked(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What every worker can take its part of, before one of them changes anything.
 
         Raises:
             PipelineError: names are missing or unknown, or a shape differs.
@@ -69,7 +69,7 @@ class WholeModel:
         position = {name: index for index, name in enumerate(known)}
         groups = [sorted(set(names), key=position.__getitem__) for names in self._config.tied_outside]
         tied = {name: state[names[-1]] for names in groups for name in names}
-        self._workers.all("load_state_dict", {**state, **tied})
+        return {**state, **tied}
 
     def fingerprint(self) -> str:
         """sha256 over all parameters and buffers."""
