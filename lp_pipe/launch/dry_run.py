@@ -7,8 +7,8 @@ from pathlib import Path
 
 from lp_pipe.channels.kinds import PLAIN_KINDS
 from lp_pipe.connections.credentials import generate_credentials
-from lp_pipe.launch.edges import check_channels, host_of
 from lp_pipe.launch.engines import Engine, HostOffer, Invitation
+from lp_pipe.launch.hosts.edges import check_channels, host_of
 from lp_pipe.launch.hosts.gathered import MultiHostOptions, gather
 from lp_pipe.launch.hosts.gathering import Patience
 from lp_pipe.launch.hosts.source_tree import SourceTree

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lp_pipe.connections.credentials import Credentials
-from lp_pipe.launch.edges import check_channels
 from lp_pipe.launch.engines import Engine
+from lp_pipe.launch.hosts.edges import check_channels
 from lp_pipe.launch.hosts.gathering import Gathering, Patience, RemoteAgent
 from lp_pipe.launch.hosts.source_tree import SourceTree
 from lp_pipe.launch.plan.hardware import Hardware

@@ -16,8 +16,8 @@ from lp_pipe.launch.engines.base import Engine, HostOffer, Invitation, Watched
 from lp_pipe.launch.hosts import handshake
 from lp_pipe.launch.hosts.agent_link import ALIVE, AgentLink
 from lp_pipe.launch.hosts.handshake import Joining, Versions
+from lp_pipe.launch.hosts.missing import who_is_missing
 from lp_pipe.launch.hosts.network import addresses_for
-from lp_pipe.launch.missing import who_is_missing
 
 _log = logging.getLogger(__name__)
 

@@ -19,7 +19,6 @@ from lp_pipe.pipeline.compute.loss_state import OwnLoss
 from lp_pipe.pipeline.compute.stage import check_shapes
 from lp_pipe.pipeline.compute.stages import stages_of
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
-from lp_pipe.pipeline.hub_endpoint import hub_endpoint
 from lp_pipe.pipeline.layers.layer_names import names_by_index
 from lp_pipe.pipeline.layers.microbatches import aligned, apart
 from lp_pipe.pipeline.results import StageMemory
@@ -29,6 +28,7 @@ from lp_pipe.pipeline.worker.async_guard import Guard
 from lp_pipe.pipeline.worker.async_worker import AsyncWorker
 from lp_pipe.pipeline.worker.channel_handle import ChannelTarget
 from lp_pipe.pipeline.worker.execution import Execution, Report
+from lp_pipe.pipeline.worker.hub_endpoint import hub_endpoint
 from lp_pipe.pipeline.worker.intake import Intake
 from lp_pipe.pipeline.worker.links import Links
 from lp_pipe.pipeline.worker.metering import Metering

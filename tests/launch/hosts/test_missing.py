@@ -1,7 +1,7 @@
 """The error of a launch that some hosts have not joined: short, and the reason first."""
 
 from lp_pipe.launch.engines import Watched
-from lp_pipe.launch.missing import who_is_missing
+from lp_pipe.launch.hosts.missing import who_is_missing
 
 
 class Agent(Watched):
