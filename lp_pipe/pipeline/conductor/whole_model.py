@@ -15,10 +15,10 @@ from torch import Tensor
 from lp_pipe.checkpoint.shared import check_is_here
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.compute.loss_scale import LossScale
-from lp_pipe.pipeline.compute.stage import check_shapes
 from lp_pipe.pipeline.conductor.workers import Workers
 from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.layers.names import in_order
+from lp_pipe.pipeline.layers.state_shapes import check_shapes
 from lp_pipe.pipeline.saving.manifest import Manifest
 from lp_pipe.pipeline.saving.quick_save import elements_of
 from lp_pipe.pipeline.saving.share_file import remove_shares

@@ -16,11 +16,11 @@ from lp_pipe.errors import add_note
 from lp_pipe.pipeline.compute.buffers import BufferSnapshot, eval_mode
 from lp_pipe.pipeline.compute.device import chosen_device, current, to_host
 from lp_pipe.pipeline.compute.loss_state import OwnLoss
-from lp_pipe.pipeline.compute.stage import check_shapes
 from lp_pipe.pipeline.compute.stages import stages_of
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
 from lp_pipe.pipeline.layers.layer_names import names_by_index
 from lp_pipe.pipeline.layers.microbatches import aligned, apart
+from lp_pipe.pipeline.layers.state_shapes import check_shapes
 from lp_pipe.pipeline.results import StageMemory
 from lp_pipe.pipeline.saving.saved import Saved, is_of, joined, saved_of
 from lp_pipe.pipeline.schedule import Action, Schedule, forward_on, share
