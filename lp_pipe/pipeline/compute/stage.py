@@ -153,6 +153,7 @@ class Stage:
         accumulate = self._weight_stash.pop(microbatch)
         with self._alone:
             accumulate([root for root in more if root[1] is not None])
+        self._buffers.check_replaced()  # the graph is in `accumulate`
 
     def tied_parameters(self, names: Sequence[str]) -> list[nn.Parameter]:
         """This stage's own or borrowed ones, by the first of each one's names in the model."""
