@@ -28,7 +28,7 @@ PROTOC = $(BIN)/python -m grpc_tools.protoc -Ilp_pipe/protos=protos $(PROTOS:%=l
 .PHONY: help setup demo test test-slow test-all test-multihost lint ruff-check ruff-format mypy layers protos protos-check bench bench-pipeline gpu-check bench-rpc bench-launch bench-pipedream bench-scale bench-multihost bench-checkpoint chaos soak clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "  make %-12s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "  make %-16s %s\n", $$1, $$2 }'
 
 setup: $(STAMP)  ## make .venv with everything pinned in constraints.txt (nothing to do when it is up to date)
 
@@ -104,7 +104,7 @@ protos-check: setup
 # What they compare with computes on the CPU, and stages take a GPU where there is one.
 bench-pipeline bench-pipedream bench-multihost bench-checkpoint chaos soak: export CUDA_VISIBLE_DEVICES :=
 
-bench: bench-pipeline bench-pipedream bench-rpc bench-launch  ## all benchmarks
+bench: bench-pipeline bench-pipedream bench-rpc bench-launch  ## pipelines, plans, calls and starts
 
 bench-pipeline: setup  ## pipelines beside a plain loop and torch's; schedules and memory beside theory; channels; the engine
 	$(BIN)/python -m benchmarks.pipeline

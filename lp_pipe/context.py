@@ -104,7 +104,13 @@ class StopSignal:
 
 @dataclass(eq=False)
 class NodeContext:
-    """The running node, as its own code sees it."""
+    """The running node, as its own code sees it: what `context()` returns. Also in threads that the node starts.
+
+    label, index, group_size: its group, its place there from 0, and how many nodes the group has.
+    resources: what its group was given. devices: the numbers of the GPUs that are this node's.
+    run_dir: the folder for logs, metrics and checkpoints; on another host a temporary one, where no such folder can be.
+    grace_s: seconds from the stop to SIGTERM.
+    """
 
     label: str
     index: int
@@ -127,6 +133,7 @@ class NodeContext:
 
     @property
     def is_stopping(self) -> bool:
+        """Whether the node has been asked to stop."""
         return self.stop_signal.event.is_set()
 
     @property
@@ -251,22 +258,26 @@ def services_for(address_id: str) -> NodeServices | None:
 
 
 def stop() -> None:
-    """Ask for an ordered stop of the whole program; returns at once."""
+    """Ask for an ordered stop of the whole program; returns at once. In nodes only (else RuntimeError)."""
     context().services.request_stop()
 
 
 def stop_event() -> threading.Event:
-    """The event that is set when this node must stop."""
+    """The event that is set when this node must stop. In nodes only (else RuntimeError)."""
     return context().stop_signal.event
 
 
 def wait_for_stop(timeout: float | None = None) -> bool:
-    """Block until the program stops, or `timeout` seconds passed; True when it stops."""
+    """Block until the program stops, or `timeout` seconds passed; True when it stops. In nodes only."""
     return context().stop_signal.event.wait(timeout)
 
 
 def register_stop_handler(handler: Callable[[], Any]) -> None:
-    """Call `handler()` when this node must stop, before it counts as down; at once if it already stops."""
+    """Call `handler()` when this node must stop, before it counts as down; at once if it already stops.
+
+    Handlers run in a thread of their own, in order of registration; one that raises keeps none of the others from it.
+    In nodes only (else RuntimeError).
+    """
     context().stop_signal.add(handler)
 
 

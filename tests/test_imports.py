@@ -34,6 +34,13 @@ def test_the_core_imports_nothing_heavy(module: str) -> None:
     assert not imported_by(module) & set(HEAVY)
 
 
+def test_pipelines_list_all_their_names_and_load_torch_for_none_of_them() -> None:
+    code = "import sys, lp_pipe.pipeline as pp; print(*dir(pp)); assert 'torch' not in sys.modules"
+    listed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert {"add_pipeline", "split", "PipelineClient", "make_schedule", "Model"} <= set(listed)
+    assert "import_module" not in listed
+
+
 def test_programs_do_not_import_what_tests_need() -> None:
     assert not imported_by("lp_pipe") & {"pytest", "lp_pipe.testing"}
 

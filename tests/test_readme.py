@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from lp_pipe import errors
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -47,6 +49,18 @@ def test_the_ported_launchpad_program_runs(mode: str, tmp_path: Path) -> None:
     run("ported.py", cwd=tmp_path)
 
 
+def test_the_program_for_those_who_come_from_torch_runs(tmp_path: Path) -> None:
+    (block,) = blocks_of("docs/coming_from_torch.md")
+    (tmp_path / "page.py").write_text(block)
+    assert "after 16 steps" in run("page.py", cwd=tmp_path)
+
+
+def test_the_page_on_what_fails_has_every_error() -> None:
+    page = (ROOT / "docs/hangs.md").read_text(encoding="utf-8")
+    named = [name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)]
+    assert len(named) > 10 and [name for name in named if f"`{name}`" not in page and f".{name}`" not in page] == []
+
+
 def test_the_page_on_partitioning_runs_and_its_numbers_are_right(tmp_path: Path) -> None:
     page = "docs/partitioning.md"
     (block,) = blocks_of(page)
@@ -58,8 +72,8 @@ def test_the_page_on_partitioning_runs_and_its_numbers_are_right(tmp_path: Path)
 
 
 def test_the_page_on_pipelines_runs(tmp_path: Path) -> None:
-    train, check, own_schedule = blocks_of("docs/pipeline.md")
-    (tmp_path / "page.py").write_text("\n".join([train.replace("range(100)", "range(2)"), check, own_schedule]))
+    train, *others = blocks_of("docs/pipeline.md")
+    (tmp_path / "page.py").write_text("\n".join([train.replace("range(100)", "range(2)"), *others]))
     assert "equal: the pipeline and the plain loop" in run("page.py", cwd=tmp_path)
     assert (tmp_path / "checkpoint" / ".metadata").exists()
 

@@ -6,6 +6,7 @@ import secrets
 from lp_pipe.connections import Connection, PulledConnection, local, spanning
 
 KINDS = ("auto", "inproc", "shm", "grpc", "gloo", "nccl")
+NEAR_KINDS = ("inproc", "shm")  # which never reach another host
 PLAIN_KINDS = ("gloo", "nccl")  # whose tensors anybody can read who reads what passes on the network
 
 # What fits the carrier that an endpoint's scheme names, the best first.
@@ -45,8 +46,7 @@ def choose(kind: str, endpoint: str, *, is_on_gpu: bool = False) -> str:
         known = "" if kind in KINDS or kind in _ADVICE else "is unknown and "
         why = f" ({_ADVICE[kind]})" if kind in _ADVICE else ""
         usable = ", ".join(repr(name) for name in ("auto", *fitting))
-        where = endpoint.partition("#")[0]  # without the token
-        raise ValueError(f"channel kind {kind!r} {known}does not fit {where}{why}: use one of {usable}")
+        raise ValueError(f"channel kind {kind!r} {known}does not fit {_shown(endpoint)}{why}: use one of {usable}")
     if kind != "shm":
         return kind
     if not is_shm_supported:
@@ -59,6 +59,14 @@ def _fitting(endpoint: str) -> tuple[str, ...]:
         return (*_FITTING["unix"], "grpc") if spanning.is_near(endpoint) else _FITTING["tls"]
     scheme = "inproc" if local.is_inside(endpoint) else endpoint.partition(":")[0]
     return _FITTING.get(scheme, ("stream",))
+
+
+def _shown(endpoint: str) -> str:
+    """For messages: of a node of a run on several hosts that is what decides, and not the ways to it."""
+    if not endpoint.startswith(spanning.WAYS):
+        return endpoint.partition("#")[0]  # without the token
+    place = "this host" if spanning.is_near(endpoint) else "another host"
+    return f"a node on {place} ({spanning.host_name(endpoint)})"
 
 
 def way(kind: str, endpoint: str) -> str:

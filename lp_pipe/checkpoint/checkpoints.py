@@ -14,6 +14,7 @@ from lp_pipe.checkpoint.folder import Checkpoint, checkpoints_in, open_checkpoin
 from lp_pipe.checkpoint.in_memory import InMemory, check_can_mirror
 from lp_pipe.checkpoint.parts import SavesItself, Stateful, Trainable, saves_itself
 from lp_pipe.checkpoint.poison import Poison, TryAgain
+from lp_pipe.checkpoint.shared import check_is_shared
 from lp_pipe.context import context, current_context, stop_event
 from lp_pipe.errors import CheckpointError, Unavailable, add_note
 
@@ -32,7 +33,8 @@ class Checkpoints:
     before the call of `save` is in it on every part, whatever comes after it on none.
 
     folder: default: `checkpoints` in the run's folder. keep: how many; older ones are deleted.
-    may_fail: a checkpoint that cannot be written (the disk is full) is a warning in the log, not an error.
+    may_fail: a checkpoint that cannot be written (the disk is full) is a warning in the log, not an error. That hosts
+        do not share the folder is always one.
     """
 
     def __init__(
@@ -231,15 +233,8 @@ class Checkpoints:
             _log.warning("%s", str(error).partition("\n")[0])
 
     def _go_back(self) -> None:
-        if not self._in_memory.go_back(least=self._newest_step()):
+        if not self._in_memory.go_back(least=folders.newest_step(self.folder)):
             self.restore()
-
-    def _newest_step(self) -> int:
-        """Of the checkpoints; -1 when there is none, or its manifest is damaged."""
-        with contextlib.suppress(CheckpointError):
-            for path in checkpoints_in(self.folder)[-1:]:
-                return open_checkpoint(path).step
-        return -1
 
     def _join(self) -> None:
         if self._writing is not None:
@@ -270,6 +265,7 @@ class Checkpoints:
         try:
             for write in writes:
                 write.result()
+            check_is_shared(aside, self._parts)
             folders.finish(aside, step, tuple(self._parts))
             folders.prune(self.folder, step, self._keep)
         except Exception as error:  # whatever a part raises; it belongs to who waits
@@ -282,7 +278,7 @@ class Checkpoints:
     def _failed(self, step: int, error: Exception) -> None:
         what = str(error).partition("\n")[0]  # a stage's has its traceback behind that
         message = f"the checkpoint of step {step} could not be written to {self.folder}: {what}"
-        if not self._may_fail:
+        if not self._may_fail or isinstance(error, CheckpointError):  # no later one would be better (see shared.py)
             raise CheckpointError(f"{message}; older ones are as they were") from error
         _log.warning("%s; going on without it", message)
 

@@ -11,6 +11,7 @@
 Pickles are read back from it: load only what you trust as you trust code.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -104,6 +105,14 @@ def prune(folder: Path, step: int, keep: int) -> None:
 def checkpoints_in(folder: Path) -> list[Path]:
     """The folders of finished checkpoints, oldest step first."""
     return sorted(path for path in folder.glob(f"{_PREFIX}*") if path.is_dir()) if folder.is_dir() else []
+
+
+def newest_step(folder: Path) -> int:
+    """Of the checkpoints in it; -1 when there is none, or its manifest is damaged."""
+    with contextlib.suppress(CheckpointError):
+        for path in checkpoints_in(folder)[-1:]:
+            return open_checkpoint(path).step
+    return -1
 
 
 def begin(folder: Path, step: int) -> Path:

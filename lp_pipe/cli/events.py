@@ -6,6 +6,7 @@ import math
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,7 +19,8 @@ from lp_pipe.telemetry.metrics import MetricsRecord
 class JsonDisplay(Display):
     """Events: graph, launched, log, metrics, note, node (its state at the end), then done, failed or interrupted.
 
-    Each has `event` and `time` (seconds since the epoch). Reports for people go to stderr as without --json.
+    Of a dry run: graph, then plan. Each has `event` and `time` (seconds since the epoch). Reports for people go to
+    stderr as without --json.
     """
 
     def __init__(self) -> None:
@@ -30,6 +32,10 @@ class JsonDisplay(Display):
     def starting(self, start: Start) -> None:
         self._start = start
         self._emit("graph", **start.view.to_dict())
+
+    def planned(self, lines: Sequence[str]) -> None:
+        """What a dry run says to people, line by line."""
+        self._emit("plan", lines=list(lines))
 
     def output(self) -> AbstractContextManager[None]:
         return redirected(self._log)

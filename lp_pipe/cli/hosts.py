@@ -1,11 +1,11 @@
-"""The part of `lp_pipe launch` that is about several hosts: its options, and the plan that --dry-run prints."""
+"""The part of `lp_pipe launch` that is about several hosts: its options, and the plan of a --dry-run."""
 
 import argparse
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from lp_pipe.cli.errors import DONE, UsageError
+from lp_pipe.cli.errors import UsageError
 from lp_pipe.launch.dry_run import planned
 from lp_pipe.launch.elastic import HostCount
 from lp_pipe.launch.engines import BUILT_IN, engine_class
@@ -81,17 +81,15 @@ def launch_options(arguments: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
-def show_plan(program: Program, arguments: argparse.Namespace) -> int:
-    """Print which node would run where; returns the exit status.
+def plan_lines(program: Program, arguments: argparse.Namespace) -> list[str]:
+    """Which node would run where, for people.
 
     Raises:
         LaunchError, ValueError: the hosts do not join, or do not have what the program wants.
     """
     options = launch_options(arguments)
     with tempfile.TemporaryDirectory(prefix="lp_pipe-plan-") as folder:
-        lines = planned(program, arguments.mode, Path(folder), **options)
-    print("\n".join(lines))
-    return DONE
+        return planned(program, arguments.mode, Path(folder), **options)
 
 
 def at_most(arguments: argparse.Namespace) -> int:

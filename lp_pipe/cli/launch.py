@@ -14,7 +14,7 @@ from types import FrameType
 from lp_pipe.cli import ending, hosts, submit
 from lp_pipe.cli.clean import left_of
 from lp_pipe.cli.display import Display, PlainDisplay, Start
-from lp_pipe.cli.errors import NotLaunched, UsageError, nearest
+from lp_pipe.cli.errors import DONE, NotLaunched, UsageError, nearest
 from lp_pipe.cli.events import JsonDisplay
 from lp_pipe.cli.live import LiveDisplay
 from lp_pipe.cli.plan_option import add_plan_options, load_planned
@@ -26,6 +26,7 @@ from lp_pipe.launch import ElasticRun, Run, launch, launch_elastic, new_run_dir
 from lp_pipe.launch.launcher import MODES
 from lp_pipe.launch.processes.proctree import kill_all
 from lp_pipe.launch.signals import Terminated
+from lp_pipe.program import Program
 
 _REFRESH_S = 0.1
 _EXAMPLES = """\
@@ -101,7 +102,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
         with _explained(arguments.target, ours):
             view = GraphView.of(program, arguments.mode)
             if arguments.dry_run:
-                return hosts.show_plan(program, arguments)
+                return _show_plan(program, Start(view, arguments.mode, run_dir), arguments)
         with _make_display(arguments.json) as display:
             display.starting(Start(view, arguments.mode, run_dir))
             with display.output():
@@ -117,6 +118,17 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
                 result = _wait(run, display)
             display.ended(result, run.status())
             return result.exit_status
+
+
+def _show_plan(program: Program, start: Start, arguments: argparse.Namespace) -> int:
+    lines = hosts.plan_lines(program, arguments)
+    if arguments.json:
+        display = JsonDisplay()
+        display.starting(start)
+        display.planned(lines)
+    else:
+        print("\n".join(lines))
+    return DONE
 
 
 def _run_dir(arguments: argparse.Namespace, name: str) -> Path:

@@ -18,7 +18,6 @@ from lp_pipe.pipeline.schedule import (
     compare,
     make_schedule,
     names_file,
-    read_csv,
     schedules,
     search_schedule,
     simulate,
@@ -197,7 +196,7 @@ def _check_size(arguments: argparse.Namespace) -> None:
 
 def _read(name: str) -> Schedule:
     stem = Path(name).stem
-    return read_csv(name, Path(name).name if stem in schedules() else stem)  # a comparison has both
+    return Schedule.from_csv(Path(name), Path(name).name if stem in schedules() else stem)  # a comparison has both
 
 
 def _say_wrote(paths: Sequence[Path]) -> None:

@@ -46,19 +46,20 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
         return 0
     up = duration(time.time() - record.started)
     print(f"{record.program} in {record.mode} mode, process {record.pid}, up {up}, folder {shown(record.run_dir)}")
-    print(
-        table(("NODE", "STATE", "PID", "UP", "RESTARTS", "CALLS/S", "WAITING", "ERROR"), [_row(node) for node in nodes])
-    )
+    has_hosts = record.mode == "multi_host"
+    head = ("NODE", "STATE", "HOST", "PID", "UP", "RESTARTS", "CALLS/S", "WAITING", "ERROR")
+    print(table(head, [_row(node, node.get("host", "") if has_hosts else "") for node in nodes]))
     return 0
 
 
-def _row(node: Mapping[str, Any]) -> tuple[str, ...]:
+def _row(node: Mapping[str, Any], host: str) -> tuple[str, ...]:
     """restarts, calls_per_s: where the run counts them."""
     uptime, rate = node.get("uptime_s"), node.get("calls_per_s")
     error = (node["error"] or "").partition("\n")[0]
     return (
         node["node"],
         node["state"],
+        host,
         str(node["pid"] or ""),
         "" if uptime is None else duration(uptime),
         str(node.get("restarts", "")),

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from lp_pipe.cli.errors import DONE, NODE_FAILED, NotLaunched, UsageError
+from lp_pipe.cli.events import JsonDisplay
 from lp_pipe.cli.hosts import engine_options
 from lp_pipe.errors import LaunchError
 from lp_pipe.launch.engines import make_engine, slurm, slurm_job
@@ -45,7 +46,11 @@ def run(arguments: argparse.Namespace) -> int:
     options = slurm_job.sbatch_arguments(name, arguments.hosts, str(Path.cwd() / "slurm-%j.out"), engine)
     text = slurm_job.script([sys.executable, "-u", "-m", "lp_pipe", *given])
     if arguments.dry_run:
-        print(f"sbatch {shlex.join(options)} <<'END'\n{text}END")
+        shown = f"sbatch {shlex.join(options)} <<'END'\n{text}END"
+        if arguments.json:
+            JsonDisplay().planned(shown.splitlines())
+        else:
+            print(shown)
         return DONE
     try:
         job = slurm_job.submit(options, text)

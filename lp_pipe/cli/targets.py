@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from lp_pipe.cli.errors import NotLaunched, UsageError, nearest
+from lp_pipe.cli.program_flags import check_answered, hand_over
 from lp_pipe.program import Program
 from lp_pipe.telemetry.tracebacks import fold_traceback
 
@@ -43,11 +44,12 @@ def load_program(text: str, program_flags: Sequence[str]) -> Program:
         NotLaunched: the target's own code raised.
     """
     target, name, found = _load(text, program_flags)
-    if isinstance(found, Program):
-        return found
-    if not _takes(found):
-        raise UsageError(f"{target.place}:{name} needs arguments; a target function is called without any")
-    return _made(text, target, name, found)
+    if not isinstance(found, Program):
+        if not _takes(found):
+            raise UsageError(f"{target.place}:{name} needs arguments; a target function is called without any")
+        found = _made(text, target, name, found)
+    check_answered(text, program_flags)
+    return found
 
 
 def load_maker(text: str, program_flags: Sequence[str]) -> Callable[[int], Program]:
@@ -65,7 +67,7 @@ def _load(text: str, program_flags: Sequence[str]) -> tuple[Target, str, Any]:
     """The target, and what was found there under which name."""
     target = Target.parse(text)
     file = _find_file(target) if target.is_file else _find_module(target)
-    sys.argv[:] = [str(file), *program_flags]
+    hand_over(str(file), program_flags)
     module = _guarded(text, lambda: _import_file(file) if target.is_file else importlib.import_module(target.place))
     _parse_absl_flags(text, module, program_flags)
     return target, *_find_name(target, module)

@@ -95,6 +95,11 @@ def is_near(endpoint: str) -> bool:
     return Ways.of(endpoint).is_near
 
 
+def host_name(endpoint: str) -> str:
+    """Of what listens at this `hosts:` endpoint, as the launcher calls its host."""
+    return Ways.of(endpoint).host.rsplit("/", 1)[0]
+
+
 def is_far(endpoint: str) -> bool:
     """Whether this is a `hosts:` endpoint, of another host than this process's."""
     return endpoint.startswith(WAYS) and not is_near(endpoint)

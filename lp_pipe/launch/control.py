@@ -30,8 +30,12 @@ class Control:
         self._is_over = threading.Event()
 
     def status(self) -> dict[str, list[dict[str, Any]]]:
-        """As Run.status()."""
-        return self._coordinator.status()
+        """As Run.status(), and each node's "host"."""
+        hosts = {spec.name: self._host.where(spec.node_id) for spec in self._coordinator.plan.nodes}
+        return {
+            label: [{**row, "host": hosts[f"{label}/{index}"]} for index, row in enumerate(rows)]
+            for label, rows in self._coordinator.status().items()
+        }
 
     def stop(self) -> dict[str, list[dict[str, Any]]]:
         """Stop in order; the last status, once nothing of the run is left."""

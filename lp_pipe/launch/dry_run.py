@@ -8,6 +8,7 @@ from pathlib import Path
 from lp_pipe.channels.kinds import PLAIN_KINDS
 from lp_pipe.connections.credentials import generate_credentials
 from lp_pipe.launch.engines import Engine, HostOffer, Invitation
+from lp_pipe.launch.hosts.edges import check_channels, host_of
 from lp_pipe.launch.hosts.gathered import MultiHostOptions, gather
 from lp_pipe.launch.hosts.gathering import Patience
 from lp_pipe.launch.hosts.source_tree import SourceTree
@@ -62,6 +63,7 @@ def planned(
         promised = {offer.name: _promised(offer) for offer in known.hosts()}
         nodes, remark = _without_labels(plan.nodes)
         places = place_on_hosts(nodes, promised)
+        check_channels(plan.edges, places)
         return [*_nodes(places), *remark, *_edges(plan, places), *tree, *_KNOWN_AT_THE_START, *preview.splitlines()]
     options = MultiHostOptions(known, listen, interface, Patience(join_timeout, host_timeout))
     gathered = gather(plan, options, generate_credentials())
@@ -105,13 +107,8 @@ def _edges(plan: Plan, places: Mapping[str, HostPlace]) -> Iterator[str]:
 
 
 def _channel(kind: str, source: str, target: str, places: Mapping[str, HostPlace]) -> str:
-    is_near = _host_of(source, places) == _host_of(target, places)
+    is_near = host_of(source, places) == host_of(target, places)
     if kind == "auto":
         near = "shm" if places else "inproc"
         return near if is_near else "grpc"
     return kind if is_near or kind not in PLAIN_KINDS else f"{kind} (not encrypted)"
-
-
-def _host_of(name: str, places: Mapping[str, HostPlace]) -> str:
-    """Of a node of the program, by `label/index`; all its processes are on one host."""
-    return next((found.host for node_id, found in places.items() if node_id.partition(".")[0] == name), "")

@@ -86,8 +86,8 @@ def launch_elastic(
         hosts share.
     hosts: beyond MAX they are spares: nodes with on_failure="restart" of a lost host start again there.
 
-    A lost host is started again every few seconds where its engine can do that (local, ssh); on others it may join by
-    itself (`lp_pipe agent`). join_timeout: seconds to wait for MIN hosts, at the start and later.
+    A lost host is started again every few seconds where its engine can do that (local, ssh, slurm, ray); on others it
+    may join by itself (`lp_pipe agent`). join_timeout: seconds to wait for MIN hosts, at the start and later.
 
     Raises:
         ValueError: `num_hosts` is something else, hang_after is not positive; as `launch`.

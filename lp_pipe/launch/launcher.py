@@ -56,6 +56,8 @@ def launch(
 ) -> Run:
     """Start every node of `program` and return at once.
 
+    A script goes on with `.wait()`, or a `with` block: nodes that run when the interpreter exits are stopped.
+
     mode: "thread" (nodes are threads of this process: unit tests, pdb), "process" (one process each on this host), or
         "multi_host" (on the hosts of an engine). Inner nodes of a MultiProcessingColocation are processes in all.
     grace: seconds between the stop and SIGTERM.
@@ -67,8 +69,9 @@ def launch(
     hang_after: seconds from which on a node's wait for another one (its server, a reply, a channel) is reported, in
         the log and in the run's hangs.log, with what that one does; deadlocks are named. None: never. The program
         goes on in any case.
-    engine, hosts, engine_options (multi_host, like all below): who starts an agent on each host, "local", "ssh" or one
-        that a package adds; which hosts, as "h1,h2:gpus=4", a list of such, or a file; and its own options.
+    engine, hosts, engine_options (multi_host, like all below): who starts an agent on each host, "local", "ssh",
+        "manual", "slurm" (inside an allocation), "ray", "kubernetes" or one that a package adds; which hosts, as
+        "h1,h2:gpus=4", a list of such, or a file (local, slurm, ray: or how many); and its own options.
     listen: the address (or "NAME@ADDRESS") by which the hosts reach this one; default: found out.
     interface: of every host, by name or address, by which the others reach it; default: that towards the launcher.
     sync: a folder of sources that every host gets; what it has already is not sent again. Nodes whose launcher's folder

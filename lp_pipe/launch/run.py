@@ -25,6 +25,7 @@ from lp_pipe.program import Program
 from lp_pipe.telemetry.metrics import MetricsLog
 
 _TERM_TO_KILL_S = 1.0
+_NAMED_AT_MOST = 5
 
 _log = logging.getLogger(__name__)
 
@@ -117,6 +118,18 @@ class Run:
         hurry: without the grace period.
         """
         return self._coordinator.request_stop(hurry)
+
+    def stop_unfinished(self) -> None:
+        """As `request_stop`, for a launcher that ends while nobody waits: nodes that were up are named in a warning."""
+        up = self._coordinator.nodes_up()
+        if self.request_stop():
+            names = ", ".join(up[:_NAMED_AT_MOST]) + (", …" if len(up) > _NAMED_AT_MOST else "")
+            _log.warning(
+                "the script has ended, so program %r is stopped while it runs (%s): "
+                "scripts wait for its end with lp.launch(…).wait()",
+                self._program.name,
+                names,
+            )
 
     @property
     def is_over(self) -> bool:
@@ -258,10 +271,13 @@ _active: "weakref.WeakSet[Run]" = weakref.WeakSet()
 
 
 def _stop_active_runs() -> None:
-    """An interpreter that exits without stop() takes its nodes down."""
+    """An interpreter that exits without stop() takes its nodes down.
+
+    It says so: in Launchpad a script that ends with `launch(program)` waits for its nodes.
+    """
     runs = list(_active)
     for run in runs:
-        run.request_stop()
+        run.stop_unfinished()
     for run in runs:
         run.stop()
 

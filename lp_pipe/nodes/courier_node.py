@@ -16,8 +16,9 @@ class CourierNode(Node[CourierHandle]):
 
     With a `run()` method the node lives until that returns (handlers overlap it), otherwise until the program stops.
 
-    courier_kwargs: thread_pool_size (handlers in parallel; 0: inline).
-    courier_client_kwargs: call_timeout, wait_for_ready of the clients made from this node's handles.
+    courier_kwargs: thread_pool_size (handlers in parallel, 16 by default; 0: inline in the connection's thread).
+    courier_client_kwargs: call_timeout (seconds; None by default), wait_for_ready (True) of the clients made from this
+        node's handles.
     """
 
     def __init__(

@@ -5,19 +5,16 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from lp_pipe.address import Address
 from lp_pipe.channels import kinds
 from lp_pipe.errors import PipelineError
-from lp_pipe.handles import CourierHandle, Handle
-from lp_pipe.nodes import CourierNode
+from lp_pipe.handles import Handle
 from lp_pipe.pipeline.chosen_schedule import chosen_schedule, sufficient_credits
 from lp_pipe.pipeline.client import PipelineHandle
-from lp_pipe.pipeline.compute.device import check_devices
+from lp_pipe.pipeline.compute.device import Device, check_devices
 from lp_pipe.pipeline.compute.precision import check_precision
 from lp_pipe.pipeline.compute.segments import Recompute, check_recompute
-from lp_pipe.pipeline.conductor.conductor import Conductor
 from lp_pipe.pipeline.conductor.on_nan import check_on_nan
-from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
+from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.layers.build import parameter_count
 from lp_pipe.pipeline.layers.cuts import balanced_cuts, check_cuts
 from lp_pipe.pipeline.layers.model import Model, sources_of
@@ -27,12 +24,11 @@ from lp_pipe.pipeline.layers.tied import Names, layer_of, shared_buffers, tied_e
 from lp_pipe.pipeline.layers.unfit import refuse_unfit
 from lp_pipe.pipeline.partitioning.plan import Plan
 from lp_pipe.pipeline.plan_in_place import explained, taken
-from lp_pipe.pipeline.planned import as_planned, notes, planned_host, replica_seconds
+from lp_pipe.pipeline.planned import as_planned, replica_seconds
 from lp_pipe.pipeline.schedule import Schedule
 from lp_pipe.pipeline.schedule.numbers_given import as_int, is_count
 from lp_pipe.pipeline.schedule.registry import registered
-from lp_pipe.pipeline.worker.channel_handle import ChannelHandle
-from lp_pipe.pipeline.worker.worker import StageWorker
+from lp_pipe.pipeline.worker_nodes import add_nodes, workers
 from lp_pipe.program import Program
 from lp_pipe.resources import Resources
 
@@ -47,7 +43,7 @@ def add_pipeline(
     microbatches: int = 8,
     replicas: int | Sequence[int] = 1,
     channel: str = "auto",
-    device: str | Sequence[str] = "auto",
+    device: Device | Sequence[Device] = "auto",
     recompute: Recompute | None = None,
     precision: str = "fp32",
     clip_grad_norm: float | None = None,
@@ -69,9 +65,10 @@ def add_pipeline(
     replicas: processes that share a worker's micro-batches (j runs on replica j mod r) and sum their gradients in rank
         order; one number, or one per worker. BatchNorm statistics are those of replica 0's micro-batches.
     channel: how tensors travel between workers: "auto" takes what is fastest, "inproc" in thread mode and "shm" between
-        processes of one host; "grpc"; "gloo" (torch.distributed). One that does not fit the mode fails the workers'
-        start.
-    device: where stages compute: "cpu", "cuda", "cuda:1", or one per worker; "auto": a GPU where the node sees one.
+        processes of one host; "grpc"; "gloo" (torch.distributed); "nccl" (between GPUs). One that does not fit the
+        mode fails the workers' start.
+    device: where stages compute: "cpu", "cuda", "cuda:1", a torch.device, or one per worker; "auto": a GPU where the
+        node sees one.
     recompute: layers that keep only their inputs until their backward, where they run again: "none", "full" (each stage
         as a whole), ("every", k) (each k layers of a stage), or (layer_index, layer) -> bool (each such layer alone);
         default: what the plan says of each stage, or "none".
@@ -80,6 +77,8 @@ def add_pipeline(
     on_nan: what becomes of a step whose loss or gradients are not finite: "ignore" (nobody looks), "stop" with a
         NonFiniteError that names the layer, or "skip": its update is left out, and `StepResult.why_skipped` says why.
     inputs: handle of a feeder, a CourierNode with `batch(step) -> (input, target) | None`, a pure function of the step.
+    clip_grad_norm: the largest norm of all gradients, over all stages, as torch's clip_grad_norm_ has it; None: any.
+    group, resources: label and Resources of the group of stage workers.
     on_failure, max_restarts: as those of `Program.group`. "restart" starts a dead worker again, in its place; the node
         that trains then brings all back to a checkpoint (`Checkpoints.steps`, or `.recovering`).
 
@@ -90,7 +89,7 @@ def add_pipeline(
     """
     stages, microbatches, chunks = as_int(stages), as_int(microbatches), as_int(chunks)
     replicas = tuple(map(as_int, replicas)) if isinstance(replicas, Iterable) else as_int(replicas)
-    _check(model, stages, channel, microbatches, precision, clip_grad_norm)
+    _check(model, stages, channel, microbatches, precision, clip_grad_norm, inputs)
     check_recompute("none" if recompute is None else recompute)
     sources = [seen_by_setup(source) for source in sources_of(model)]
     refuse_unfit(model.loss, sources)
@@ -140,15 +139,17 @@ def add_pipeline(
     if made.updates is not None:
         _check_asynchronous(config)
     with program.group(group, resources=resources, on_failure=on_failure, max_restarts=max_restarts):
-        conductor = _add_nodes(
-            program, config, _workers(config, sources, cuts, _owners(model, tied)), inputs, group, plan
+        conductor = add_nodes(
+            program, config, workers(config, sources, cuts, _owners(model, tied)), inputs, group, plan
         )
     stage_of_layer = [sum(cut <= layer for cut in cuts) for layer in range(len(sources))]
     replicas_by_layer = [counts[made.placement[stage]] for stage in stage_of_layer]
     return PipelineHandle(conductor, replicas_by_layer, is_asynchronous=made.updates is not None)
 
 
-def _check(model: Any, stages: Any, channel: str, microbatches: int, precision: str, clip_grad_norm: Any) -> None:
+def _check(
+    model: Any, stages: Any, channel: str, microbatches: int, precision: str, clip_grad_norm: Any, inputs: Any
+) -> None:
     """Refuse what can be seen to be wrong at once.
 
     Raises:
@@ -158,6 +159,8 @@ def _check(model: Any, stages: Any, channel: str, microbatches: int, precision: 
         raise PipelineError(f"add_pipeline takes a pp.Model(layers, loss, optimizer), not {type(model).__name__}")
     if not isinstance(stages, int | Sequence | Plan | None) or isinstance(stages, str | bool):
         raise PipelineError(f"stages={stages!r}: give a whole number (int), a list of cut points, or a plan")
+    if inputs is not None and not isinstance(inputs, Handle):
+        raise PipelineError(f"inputs={inputs!r}: give the handle of a feeder, program.add_node(lp.CourierNode(Feeder))")
     if channel not in kinds.KINDS:
         raise PipelineError(f"channel={channel!r}: {kinds.why_not(channel)}")
     if not is_count(microbatches):
@@ -204,59 +207,7 @@ def _cuts(sources: Sequence[Any], stages: int | Sequence[int], pieces: int) -> l
     return cuts
 
 
-def _workers(
-    config: PipelineConfig, sources: Sequence[Any], cuts: Sequence[int], owners: set[int]
-) -> list[WorkerConfig]:
-    parts: list[dict[int, tuple[int, Sequence[Any]]]] = [{} for _ in range(config.workers)]
-    bounds = zip([0, *cuts], [*cuts, len(sources)], config.placement, strict=True)
-    for stage, (first, end, worker) in enumerate(bounds):
-        parts[worker][stage] = (first, sources[first:end])
-    borrowed: list[dict[int, Any]] = [{} for _ in parts]
-    for edge in config.edges:
-        if edge.kind == "tied weights":
-            layers = owners & {layer_of(name) for name in edge.names}
-            borrowed[config.placement[edge.receiver]].update({layer: sources[layer] for layer in layers})
-    places = config.ranks.places
-    return [WorkerConfig(rank, parts[worker], borrowed[worker]) for rank, (worker, _) in enumerate(places)]
-
-
 def _owners(model: Model, tied: Sequence[Names]) -> set[int]:
     """Layers that decide how the others' parameters begin; of those that already share an object, none has to."""
     named = {name for pair in model.tied for name in pair}
     return {layer_of(names[0]) for names in tied if not named.isdisjoint(names)}
-
-
-def _add_nodes(
-    program: Program,
-    config: PipelineConfig,
-    workers: Sequence[WorkerConfig],
-    inputs: Handle[Any] | None,
-    group: str,
-    plan: Plan | None,
-) -> CourierHandle:
-    nodes = [CourierNode(Conductor if worker.rank == 0 else StageWorker) for worker in workers]
-    handles: list[CourierHandle] = [program.add_node(node, label=group) for node in nodes]
-    addresses = [Address("channels") for _ in nodes]
-    for address, node in zip(addresses, nodes, strict=True):
-        address.assign(node)
-    hubs = [ChannelHandle(address, node.name, config.channel) for address, node in zip(addresses, nodes, strict=True)]
-    for worker, node, address in zip(workers, nodes, addresses, strict=True):
-        neighbours = {receiver: hubs[receiver] for receiver in _receivers(config, worker.rank)}
-        owner, replica = config.ranks.places[worker.rank]
-        node.notes = notes(plan, owner, replica) if plan is not None else ()
-        node.planned_host = planned_host(plan, owner, replica)
-        needs_batches = worker.rank == 0 or owner in (config.placement[0], config.placement[-1])
-        options: dict[str, Any] = {"feeder": inputs if needs_batches else None}
-        if worker.rank == 0:
-            options["peers"] = handles[1:]
-        node.configure(config, worker, address, neighbours, **options)
-    return handles[0]
-
-
-def _receivers(config: PipelineConfig, rank: int) -> list[int]:
-    """The ranks that a rank sends to: on its stages' channels, and the other replicas of its worker."""
-    channels, ranks = config.channels, config.ranks
-    crossing = [channel for channel in range(channels.count) if channels.crosses(channel)]
-    routes = [route for channel in crossing for route in ranks.routes(channels, channel)]
-    worker, _ = ranks.places[rank]
-    return sorted({receiver for sender, receiver in routes if sender == rank} | {*ranks.of(worker)} - {rank})

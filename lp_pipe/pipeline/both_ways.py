@@ -1,7 +1,7 @@
 """Does a model train the same as a pipeline and in a plain loop? If not, where do the two first differ?"""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from lp_pipe.errors import PipelineError
 from lp_pipe.launch import launch
 from lp_pipe.pipeline.add import add_pipeline
-from lp_pipe.pipeline.compute.device import CPU, chosen_device, computing_with
+from lp_pipe.pipeline.compute.device import CPU, Device, chosen_device, computing_with
 from lp_pipe.pipeline.compute.recompute import is_recomputing
 from lp_pipe.pipeline.layers.message import tensors_of
 from lp_pipe.pipeline.layers.model import Model, check_in_order
@@ -26,7 +26,9 @@ from lp_pipe.resources import Resources
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What `check` has found. All but `equal` and `steps` say where the first difference is; None where there is none.
+    """What `check` has found; true if nothing differs.
+
+    All but `equal` and `steps` say where the first difference is; None where there is none.
 
     layer: index of the layer whose output differs, although its inputs are equal (`microbatch` says in which). None and
         a `name`: all outputs are equal, but this parameter or buffer is not after the step (None again: the loss).
@@ -42,13 +44,16 @@ class CheckReport:
     max_difference: float | None = None
     reason: str = ""
 
+    def __bool__(self) -> bool:
+        return self.equal
+
     def __str__(self) -> str:
         if self.equal:
             return f"equal: the pipeline and the plain loop have the same bits after {self.steps} steps"
         return f"different in step {self.step}: {self.reason}"
 
 
-def check(model: Model, batches: Sequence[tuple[Any, Any]], **pipeline_options: Any) -> CheckReport:
+def check(model: Model, batches: Iterable[tuple[Any, Any]], **pipeline_options: Any) -> CheckReport:
     """Train one step on each batch both ways: as a pipeline in thread mode, and in a plain loop over the micro-batches.
 
     The model's own modules stay as they are. A layer is named that depends on more than its inputs, its parameters and
@@ -59,6 +64,7 @@ def check(model: Model, batches: Sequence[tuple[Any, Any]], **pipeline_options: 
     Raises:
         PipelineError: there are no batches, or the pipeline cannot be built or run.
     """
+    batches = list(batches)
     if not batches:
         raise PipelineError("check() needs at least one (input, target) pair")
     microbatches = pipeline_options.get("microbatches", 8)
@@ -72,14 +78,16 @@ def check(model: Model, batches: Sequence[tuple[Any, Any]], **pipeline_options: 
         )
     device = pipeline_options.get("device", "auto")
     # The first stage's: on another kind of device kernels sum in another order.
-    place = chosen_device(device if isinstance(device, str) else device[0], 0)
+    place = chosen_device(str(device if isinstance(device, Device) else device[0]), 0)
     with computing_with((pipeline_options.get("resources") or Resources()).threads), launch(program, "thread") as run:
         pipeline = run.client(handle)
         options = (pipeline_options.get("clip_grad_norm"), pipeline_options.get("precision", "fp32"))
         plain = PlainLoop(_watched(model, here), microbatches, *options, handle.replicas_by_layer, place)
         for step, batch in enumerate(batches):
             losses = pipeline.step(batch).loss, plain.step(batch)
-            found = _outputs_differ(there, here) or _results_differ(losses, pipeline.state_dict(), plain.state_dict())
+            found = _outputs_differ(there, here)
+            if found is None:
+                found = _results_differ(losses, pipeline.state_dict(), plain.state_dict())
             if found is not None:
                 return replace(found, steps=step + 1, step=step)
             there.clear()

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lp_pipe.errors import PipelineError, ScheduleError
-from lp_pipe.pipeline.schedule import Schedule, default_chunks, forward_on, names_file, read_csv, replicated, verify
+from lp_pipe.pipeline.schedule import Schedule, default_chunks, forward_on, names_file, replicated, verify
 from lp_pipe.pipeline.schedule.channels import Edge
 from lp_pipe.pipeline.schedule.numbers_given import is_count
 
@@ -27,8 +27,8 @@ def chosen_schedule(
     """
     if isinstance(schedule, Schedule):
         made, name = schedule, None
-    elif names_file(str(schedule)):
-        made, name = read_csv(schedule), None
+    elif names_file(schedule):
+        made, name = Schedule.from_csv(Path(schedule)), None
     else:
         name, stages = str(schedule), DEFAULT_STAGES if stages is None else stages
         counts = _counts(replicas, _worker_count(stages, chunks, name), microbatches)
@@ -55,6 +55,8 @@ def _check_asked(made: Schedule, stages: int | Sequence[int] | None, microbatche
 
 
 def _counts(replicas: int | Sequence[int], workers: int, microbatches: int) -> tuple[int, ...]:
+    if not is_count(workers):
+        raise ScheduleError(f"stages={workers}: give a whole number (int) of at least 1")
     counts = (replicas,) * workers if isinstance(replicas, int) else tuple(replicas)
     if len(counts) != workers or not all(map(is_count, counts)):
         raise PipelineError(

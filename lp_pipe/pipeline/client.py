@@ -24,8 +24,8 @@ class PipelineClient:
     """Drives a pipeline; picklable, and usable from several nodes at once (operations queue in order of arrival).
 
     Raises (every operation): RemoteError that is also the stage's own exception; its notes name the stage, the
-    micro-batch and the step. Parameters and buffers are then as before the operation (when an
-        optimizer or scheduler itself has failed, only `load` makes the stages whole again).
+    micro-batch and the step. Parameters and buffers are then as before the operation (when an optimizer or
+    scheduler itself has failed, only `load` makes the stages whole again).
     """
 
     def __init__(self, conductor: CourierClient, steps_ahead: int = 0) -> None:
@@ -68,9 +68,9 @@ class PipelineClient:
         result: EvalResult = self._conductor.evaluate(list(batches))
         return result
 
-    def forward(self, value: Any) -> Any:
+    def forward(self, input: Any) -> Any:
         """The model's output for one input, in eval mode."""
-        return self._conductor.forward(value)
+        return self._conductor.forward(input)
 
     def forward_stream(self, inputs: Iterable[Any], *, in_flight: int | None = None) -> Iterator[Any]:
         """The model's outputs in eval mode, in the order of the inputs; several inputs are in the stages at a time.
@@ -97,13 +97,13 @@ class PipelineClient:
         state: dict[str, Tensor] = self._conductor.state_dict()
         return state
 
-    def load_state_dict(self, state: "dict[str, Tensor]") -> None:
+    def load_state_dict(self, sd: "dict[str, Tensor]") -> None:
         """Replace parameters and buffers; optimizer state stays.
 
         Raises:
             PipelineError: names are missing or unknown.
         """
-        self._conductor.load_state_dict(dict(state))
+        self._conductor.load_state_dict(dict(sd))
 
     def save(self, path: str | Path) -> None:
         """Write a checkpoint: weights, optimizer, scheduler and step. Relative paths are the launcher's."""

@@ -6,7 +6,7 @@ cloudpickle (3.1) makes the class first and sets `__slots__` on it afterwards, w
 
 import enum
 import types
-from typing import Any
+from typing import Any, NamedTuple
 
 # What `__slots__` may name beside slots; a class has these in its own namespace only then, or when it has no __slots__.
 _SPECIAL = ("__dict__", "__weakref__")
@@ -15,7 +15,7 @@ _SPECIAL = ("__dict__", "__weakref__")
 def with_slots(kind: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
     """cloudpickle's reduction of a class, so that the class is made with its slots."""
     namespace = vars(kind)
-    if "__slots__" not in namespace or issubclass(kind, enum.Enum):  # the members of an enum are made with it
+    if "__slots__" not in namespace or _makes_its_own(kind):
         return reduced
     slots = [name for name, value in namespace.items() if isinstance(value, types.MemberDescriptorType)]
     make, (metaclass, name, bases, contents, *rest), (attributes, more), *others = reduced
@@ -23,3 +23,8 @@ def with_slots(kind: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
     # The slots' descriptors are made anew; private ones (`__x`) cloudpickle has left in, and they do not pickle.
     attributes = {name: value for name, value in attributes.items() if name not in slots}
     return make, (metaclass, name, bases, contents, *rest), (attributes, more), *others
+
+
+def _makes_its_own(kind: type) -> bool:
+    """Whether its metaclass sees to its slots: the members of an enum are made with it, and NamedTuple takes none."""
+    return issubclass(kind, enum.Enum) or NamedTuple in vars(kind).get("__orig_bases__", ())

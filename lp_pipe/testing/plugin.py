@@ -54,7 +54,7 @@ def pytest_runtest_makereport(
 
 
 @pytest.fixture
-def launched(request: pytest.FixtureRequest) -> Iterator[Launched]:
+def launched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
     """`run = launched(program, mode=None, **launch_options)`: launch a program that ends with the test.
 
     As threads, unless the test or the command line (--lp-mode=process) says otherwise; several programs may run at a
@@ -64,6 +64,7 @@ def launched(request: pytest.FixtureRequest) -> Iterator[Launched]:
     """
     if "faults" in request.fixturenames:  # however late it is asked for
         request.getfixturevalue("faults")
+    tmp_path_factory.getbasetemp()  # the first `tmp_path` of a session makes pytest's own folder: not below ours
     runs = request.node.stash[_RUNS] = []
 
     def start(program: Program, mode: str | None = None, **options: Any) -> Run:

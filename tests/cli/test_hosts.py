@@ -1,5 +1,6 @@
 """`lp_pipe launch` for several hosts: what it prints, plans and refuses."""
 
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,6 +50,13 @@ def test_a_dry_run_says_which_node_would_run_where_and_starts_none(target: str, 
         "asking/0 -> server/1  calls",
     ]
     assert not Path("runs").exists()
+
+
+def test_a_dry_run_with_json_prints_events_like_a_launch(target: str, command: Command) -> None:
+    done = command("launch", target, "--dry-run", "--json")
+    graph, plan = map(json.loads, done.stdout.splitlines())
+    assert (graph["event"], graph["program"], plan["event"]) == ("graph", "asking", "plan")
+    assert plan["lines"][:2] == ["server/0  this host", "server/1  this host"]
 
 
 def test_a_dry_run_for_a_cluster_prints_the_manifest_below_the_places(target: str, command: Command) -> None:

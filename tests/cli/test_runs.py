@@ -90,6 +90,15 @@ def test_status_is_a_table_of_the_nodes(launched: Started, command: Command, fol
     ]
 
 
+def test_status_says_on_which_host_each_node_is_where_there_are_several(start: Start, command: Command) -> None:
+    # A process's number alone said nothing.
+    run = start("launch", "waiting.py", "--run-dir=out", "--mode=multi_host", "--hosts=2")
+    run.pids(2)
+    head, *nodes = command("status").stdout.splitlines()[1:]
+    assert head.split()[:4] == ["NODE", "STATE", "HOST", "PID"]
+    assert [line.split()[2] for line in nodes] == ["local0", "local1"]
+
+
 def test_stop_ends_the_program_in_order_and_waits_for_it(launched: Started, command: Command) -> None:
     done = command("stop", "ou")
     assert (done.returncode, done.stderr) == (0, "")

@@ -88,6 +88,18 @@ def test_the_flags_of_the_program_can_be_listed(command: Command, folder: Path) 
     assert "--stages: How many stages." in done.stdout
 
 
+def test_flags_that_a_program_does_not_take_are_said_so(command: Command, folder: Path) -> None:
+    # They were ignored in silence; and `-- --help` started the program.
+    plain = 'import lp_pipe as lp\nprogram = lp.Program("plain")\nprogram.add_node(lp.PyNode(print, 1), label="n")\n'
+    (folder / "plain.py").write_text(plain)
+    done = command("launch", "plain.py", "--mode=thread", "--", "--stages=3")
+    assert (done.returncode, done.stderr) == (0, "lp_pipe: plain.py has not looked at its flags: --stages=3\n")
+    refused = command("launch", "plain.py", "--", "--help")
+    assert refused.returncode == 2 and "plain.py lists no flags" in refused.stderr
+    (folder / "reads.py").write_text(f"import sys\nassert '--stages=3' in sys.argv\n{plain}")
+    assert command("launch", "reads.py", "--mode=thread", "--", "--stages=3").stderr == ""
+
+
 def test_the_graph_command_prints_text_or_writes_a_file(command: Command, folder: Path) -> None:
     (folder / "demo.py").write_text(TARGET)
     assert command("graph", "demo.py", "--", "--stages=3").stdout.startswith("demo: 3 nodes in 1 group")

@@ -169,6 +169,13 @@ def test_an_interpreter_that_exits_without_stop_takes_its_nodes_down(script: Any
     out, err = launcher.communicate(timeout=WITHIN_S)
     assert "stopped in order" in out, err
     assert launcher.returncode == 0, err
+    # Launchpad waits here: a ported script whose last line is `launch(program)` ended with status 0, and no word.
+    assert "program 'interrupted' is stopped while it runs" in err and "lp.launch(…).wait()" in err
+
+
+def test_a_script_that_ends_after_its_program_is_not_warned(script: Any) -> None:
+    launcher = script(SCRIPT.format(node="lambda: say('ready')", body="lp.launch(program, 'thread').wait()"))
+    assert launcher.communicate(timeout=WITHIN_S) == ("ready\n", "")
 
 
 def test_no_node_outlives_an_interrupted_launcher(script: Any, socket_home: Path) -> None:

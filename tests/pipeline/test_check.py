@@ -29,8 +29,13 @@ BATCHES = random_batches([6, 5])
 
 def test_a_model_that_trains_the_same_both_ways_is_equal() -> None:
     report = pp.check(model_with_everything(), BATCHES, stages=3, microbatches=4, clip_grad_norm=0.1)
-    assert report.equal
+    assert report and report.equal
     assert str(report) == "equal: the pipeline and the plain loop have the same bits after 2 steps"
+
+
+def test_batches_may_be_a_generator_and_the_device_torchs_own() -> None:
+    report = pp.check(model_with_everything(), iter(BATCHES), stages=2, microbatches=2, device=torch.device("cpu"))
+    assert report.equal and report.steps == len(BATCHES)
 
 
 def weights_only(parameters: Any) -> torch.optim.Optimizer:
@@ -61,7 +66,7 @@ class Jitters(nn.Module):
 def test_a_layer_that_draws_from_elsewhere_is_named() -> None:
     model = pp.Model([nn.Linear(D, D), nn.Tanh(), Jitters(), nn.Linear(D, D)], squared_error, adam)
     report = pp.check(model, BATCHES, stages=2, microbatches=2)
-    assert not report.equal
+    assert not report and not report.equal  # `assert pp.check(…)` is what one writes in a test
     assert (report.step, report.microbatch, report.layer) == (0, 0, 2)
     assert report.max_difference is not None and 0 < report.max_difference < 2
     assert str(report).startswith("different in step 0: layer 2 (Jitters) is the first whose output differs, by up to ")

@@ -12,6 +12,8 @@ from torch.distributed.checkpoint import format_utils
 
 import lp_pipe as lp
 import lp_pipe.pipeline as pp
+from lp_pipe.checkpoint import shared
+from lp_pipe.errors import CheckpointError
 from lp_pipe.pipeline.conductor.workers import Workers
 from lp_pipe.pipeline.worker.shares import Shares
 from tests.checkpoint import disks
@@ -319,6 +321,33 @@ def test_a_share_that_cannot_be_written_leaves_the_old_checkpoint_and_no_memory_
         assert len(taken) == 2 and not any(shares._held for shares in taken)
         pipeline.load(tmp_path)
         assert pipeline.fingerprint() == saved
+
+
+@pytest.mark.parametrize("has_folder", [True, False], ids=["another folder", "no folder"])
+def test_a_folder_that_is_another_one_on_each_host_is_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_folder: bool
+) -> None:
+    # Each host had its share, one had the metadata as well, and save() returned: nothing could ever load that.
+    here, there = tmp_path / "here", tmp_path / "there"
+    if has_folder:
+        there.mkdir()
+
+    class OnAnotherHost(Shares):
+        def write_share(self, folder: str, *args: Any) -> Any:
+            return super().write_share(str(there) if self._worker == 1 else folder, *args)
+
+        def remove_share(self, folder: str, *args: Any) -> None:
+            super().remove_share(str(there) if self._worker == 1 else folder, *args)
+
+    monkeypatch.setattr("lp_pipe.pipeline.worker.worker.Shares", OnAnotherHost)
+    monkeypatch.setattr(shared, "_APPEARS_WITHIN_S", 0.0)
+    with launched("thread", pp.Model([nn.Linear(1, 1), nn.Linear(1, 1)], squared_error, sgd), stages=2) as pipeline:
+        what = (
+            r"stages/1 on \S+ has just made, .*/here/step-0" if has_folder else "first stage has just made, .*/there:"
+        )
+        with pytest.raises(CheckpointError, match=f"does not find what .*{what}.*share"):
+            pipeline.save(here)
+    assert not [*here.iterdir(), *there.glob("*")]
 
 
 def test_a_copy_whose_owner_has_died_is_forgotten_at_the_next_one(

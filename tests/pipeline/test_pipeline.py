@@ -112,12 +112,12 @@ def test_state_has_the_names_and_order_of_the_whole_sequential() -> None:
         state = pipeline.state_dict()
         plain.module.load_state_dict(state)  # plain torch takes it
         x = BATCHES[0][0]
-        assert torch.equal(pipeline.forward(x), plain.output(x))
+        assert torch.equal(pipeline.forward(input=x), plain.output(x))
 
         names = list(state)
         pipeline.load_state_dict({name: torch.zeros_like(state[name]) for name in reversed(names)})
         assert not any(value.any() for value in pipeline.state_dict().values())
-        pipeline.load_state_dict(state)
+        pipeline.load_state_dict(sd=state)
         assert_same_state(pipeline.state_dict(), state)
 
 

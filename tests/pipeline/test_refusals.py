@@ -36,6 +36,13 @@ def refuses(kind: type[Exception], match: str, **options: Any) -> None:
     assert not program.get_all_nodes()
 
 
+@pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), ("cpu", torch.device("cpu"))], ids=str)
+def test_a_device_is_a_name_or_torchs_own(device: Any) -> None:
+    model = pp.Model([nn.Linear(D, D), nn.Linear(D, D)], squared_error, sgd)
+    with launched("thread", model, BATCHES, stages=2, microbatches=2, device=device) as pipeline:
+        assert len(list(pipeline.steps())) == len(BATCHES)
+
+
 def test_what_cannot_be_built_is_refused_before_launch() -> None:
     refuses(pp.PipelineError, "cannot cut 3 layers into 4 stages: ask for 1 to 3", stages=4)
     refuses(pp.PipelineError, r"cut points \[0, 2\] must increase and lie between 1 and 2", stages=[0, 2])
@@ -52,6 +59,8 @@ def test_what_cannot_be_built_is_refused_before_launch() -> None:
     refuses(pp.PipelineError, "runs 2: give .* multiple of 2", stages=[1, 2], schedule="dualpipev")
     refuses(pp.ScheduleError, "no schedule '1fb1': did you mean '1f1b'", schedule="1fb1")
     refuses(pp.ScheduleError, "stages=0", stages=0)
+    refuses(pp.ScheduleError, "stages=-1: give a whole number", stages=-1)
+    refuses(pp.PipelineError, "inputs=3: give the handle of a feeder", inputs=3)
     refuses(pp.ScheduleError, "forward.*no backwards", schedule="forward")
     refuses(pp.PipelineError, "microbatches=0", microbatches=0)
     refuses(pp.PipelineError, r"microbatches=4.0: give a whole number \(int\)", microbatches=4.0)

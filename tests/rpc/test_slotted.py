@@ -3,9 +3,11 @@
 import enum
 from collections import namedtuple
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import lp_pipe as lp
+
+T = TypeVar("T")
 
 
 class Server:
@@ -51,6 +53,20 @@ def test_classes_with_slots_that_a_script_defines_go_to_a_node_and_back(launched
 
     Pair = namedtuple("Pair", "one other")
 
+    class Named(NamedTuple):  # "Cannot overwrite NamedTuple attribute __slots__"
+        one: int
+        other: str = "default"
+
+    class Typed(NamedTuple, Generic[T]):
+        one: T
+
+    class OfNamed(Named):
+        __slots__ = ()
+
+    @dataclass(slots=True)
+    class Item(Generic[T]):
+        one: T
+
     class Colour(enum.Enum):
         RED = 1
 
@@ -59,7 +75,8 @@ def test_classes_with_slots_that_a_script_defines_go_to_a_node_and_back(launched
     program = lp.Program("slots")
     server = program.add_node(lp.CourierNode(Server), label="server")
     client = launched(program, "process").client(server)
-    for value in [Step(1, [0.5]), Watched("a"), Base(), Private(), with_dict, Pair(1, 2), Colour.RED]:
+    more = [Named(1), Typed(1.5), OfNamed(2, "b"), Item("c")]
+    for value in [Step(1, [0.5]), Watched("a"), Base(), Private(), with_dict, Pair(1, 2), Colour.RED, *more]:
         returned = client.back(value)
         assert type(returned) is type(value) and returned == value
         assert client.has_dict(value) == hasattr(value, "__dict__"), value

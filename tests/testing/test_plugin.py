@@ -1,5 +1,6 @@
 """The plugin in a user's hands: whole test files, run by a pytest of their own that knows lp_pipe only as installed."""
 
+import sys
 import textwrap
 
 import pytest
@@ -47,6 +48,15 @@ class RunTests:
         self._pytester.makepyfile(ADDER + textwrap.dedent(body))
         without = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest")  # half of such a pytest's start
         return self._pytester.runpytest_subprocess(*without, "-o", "lp_leak_patience=0.3", *options, timeout=100)
+
+
+def test_the_first_tmp_path_of_a_session_is_no_leak(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    # pytest makes its own folder (pytest-of-USER) for it, which was found in the temporary folder of the test.
+    monkeypatch.delenv("PYTEST_DEBUG_TEMPROOT")  # pytester's own, for the tests that it runs
+    pytester.makepyfile(ADDER + "def test_adding(launched, tmp_path):\n    launched(adder())\n")
+    options = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-o", "lp_leak_patience=0.3")
+    result = pytester.run(sys.executable, "-m", "pytest", *options, timeout=100)  # without a --basetemp
+    result.assert_outcomes(passed=1)
 
 
 def test_a_test_that_leaves_nothing_passes(run_tests: RunTests) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from lp_pipe.connections.credentials import Credentials
 from lp_pipe.launch.engines import Engine
+from lp_pipe.launch.hosts.edges import check_channels
 from lp_pipe.launch.hosts.gathering import Gathering, Patience, RemoteAgent
 from lp_pipe.launch.hosts.source_tree import SourceTree
 from lp_pipe.launch.plan.hardware import Hardware
@@ -64,7 +65,7 @@ def gather(plan: Plan, options: MultiHostOptions, credentials: Credentials) -> G
     try:
         agents = gathering.gather(str(plan.run_dir / "agents"), needs_torch="torch" in sys.modules)
         hardware = _hardware_of(agents, gathering)
-        return Gathered(gathering, agents, hardware, place_on_hosts(plan.nodes, hardware))
+        return Gathered(gathering, agents, hardware, _places(plan, hardware))
     except BaseException:  # also Ctrl+C
         gathering.close(patience_s=1.0)
         raise
@@ -73,7 +74,13 @@ def gather(plan: Plan, options: MultiHostOptions, credentials: Credentials) -> G
 def _gather_kept(plan: Plan, kept: Kept) -> Gathered:
     hardware = _hardware_of(kept.agents, kept.gathering)
     used = dict(list(hardware.items())[: kept.used])
-    return Gathered(kept.gathering, kept.agents, hardware, place_on_hosts(plan.nodes, used), is_elastic=True)
+    return Gathered(kept.gathering, kept.agents, hardware, _places(plan, used), is_elastic=True)
+
+
+def _places(plan: Plan, hardware: Mapping[str, Hardware]) -> dict[str, HostPlace]:
+    found = place_on_hosts(plan.nodes, hardware)
+    check_channels(plan.edges, found)
+    return found
 
 
 def _hardware_of(agents: Mapping[str, RemoteAgent], gathering: Gathering) -> dict[str, Hardware]:

@@ -16,11 +16,13 @@ from lp_pipe.launch.engines.base import Engine, HostOffer, Invitation, Watched
 from lp_pipe.launch.hosts import handshake
 from lp_pipe.launch.hosts.agent_link import ALIVE, AgentLink
 from lp_pipe.launch.hosts.handshake import Joining, Versions
+from lp_pipe.launch.hosts.missing import who_is_missing
 from lp_pipe.launch.hosts.network import addresses_for
 
 _log = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 0.2
+_MORE_NEWS_S = 1.0  # what keeps one host from joining often keeps others, a moment later
 _ALIVE_EVERY_S = 1.0
 _MOST_SILENCE_S = 86_400.0
 
@@ -108,6 +110,7 @@ class Gathering:
         self._interface = interface
         self.patience = patience
         self._needs_torch = False
+        self._log_dir = ""
         self._agents: dict[str, RemoteAgent] = {}
         self._offers: dict[str, HostOffer] = {}
         self._refusals: list[str] = []
@@ -206,6 +209,7 @@ class Gathering:
         from lp_pipe.connections import tls  # most programs do without
 
         self._offers = {offer.name: offer for offer in self._engine.hosts()}
+        self._log_dir = log_dir
         where = self._where()
         silence_s = 2 * self.patience.silence_s  # of the host: the watch, which knows what silence is, comes first
         listener = tls.listen(f"{TLS}{where[0]}", self._accept, self._credentials, silence_s)
@@ -229,26 +233,20 @@ class Gathering:
         return f"{_bracketed(found[0])}@{anywhere}:0", found
 
     def _wait(self) -> None:
-        deadline = time.monotonic() + self.patience.join_s
+        began = time.monotonic()
+        deadline = began + self.patience.join_s
         while missing := [name for name in self._offers if name not in self._agents or name in self._lost]:
-            ended = [one for one in self._watched if not set(one.hosts).isdisjoint(missing) and one.how_it_ended()]
-            if ended or self._refusals or time.monotonic() >= deadline:
-                raise LaunchError(self._who_is_missing(missing))
+            concerned = [one for one in self._watched if not set(one.hosts).isdisjoint(missing)]
+            ended = [one for one in concerned if one.how_it_ended()]
+            if ended or self._refusals:
+                deadline = min(deadline, time.monotonic() + _MORE_NEWS_S)
+            if time.monotonic() >= deadline or (ended and len(ended) == len(concerned)):
+                raise LaunchError(self._who_is_missing(missing, time.monotonic() - began))
             with self._changed:
                 self._changed.wait(_LOOK_EVERY_S)
 
-    def _who_is_missing(self, missing: Sequence[str]) -> str:
-        head = f"{len(missing)} of {len(self._offers)} hosts have not joined: {', '.join(missing)}"
-        details = [*self._refusals]
-        for one in self._watched:
-            if set(one.hosts).isdisjoint(missing):
-                continue
-            how = one.how_it_ended()
-            state = f"its agent ended ({how})" if how else f"nothing was heard of it for {self.patience.join_s:g} s"
-            lines = one.last_lines()[-5:]
-            said = "".join(f"\n      {line}" for line in lines) if lines else "; it had printed nothing"
-            details.append(f"{', '.join(one.hosts)}: {state}{said}")
-        return "\n  ".join([head, *details])
+    def _who_is_missing(self, missing: Sequence[str], waited_s: float) -> str:
+        return who_is_missing(missing, len(self._offers), self._refusals, self._watched, waited_s, self._log_dir)
 
     def _explained(self, name: str, reason: str, *, is_silent: bool) -> str:
         watched = next((one for one in self._watched if name in one.hosts), None)

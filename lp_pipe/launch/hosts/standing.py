@@ -62,7 +62,8 @@ class StandingGathering(Gathering):
         Raises:
             LaunchError: there were not so many in time.
         """
-        deadline = time.monotonic() + self.patience.join_s
+        began = time.monotonic()
+        deadline = began + self.patience.join_s
         while not is_stopping.is_set():
             up = self.up()
             is_late = time.monotonic() >= deadline
@@ -73,9 +74,8 @@ class StandingGathering(Gathering):
             if len(up) >= least and not is_coming and is_clear:
                 break
             if len(up) < least and (is_late or (is_first and missing and not is_coming)):
-                raise LaunchError(
-                    f"{len(up)} hosts are up, at least {least} are needed. {self._who_is_missing(missing)}"
-                )
+                why = self._who_is_missing(missing, time.monotonic() - began)
+                raise LaunchError(f"{len(up)} hosts are up, at least {least} are needed. {why}")
             with self._changed:
                 self._changed.wait(_LOOK_EVERY_S)
         return self.up()

@@ -16,13 +16,17 @@ from lp_pipe.pipeline.layers.model import Loss
 CPU = torch.device("cpu")
 
 
-def check_devices(device: str | Sequence[str], workers: int, channel: str = "auto") -> tuple[str, ...]:
+Device = str | torch.device
+
+
+def check_devices(device: Device | Sequence[Device], workers: int, channel: str = "auto") -> tuple[str, ...]:
     """One name for each worker, from the option of `add_pipeline`.
 
     Raises:
         PipelineError: a name is wrong, or their number; or this kind of channel does not join them.
     """
-    names = (device,) * workers if isinstance(device, str) else tuple(device)
+    given = (device,) * workers if isinstance(device, Device) else tuple(device)
+    names = tuple(str(name) if isinstance(name, torch.device) else name for name in given)
     if len(names) != workers:
         raise PipelineError(f"device={device!r}: give one name, or {workers} of them, one per worker")
     for name in names:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.compute.activation_meter import Held, held_for_later
 from lp_pipe.pipeline.compute.device import CPU
 from lp_pipe.pipeline.compute.entry import entered, phony
@@ -154,6 +153,7 @@ class Stage:
         accumulate = self._weight_stash.pop(microbatch)
         with self._alone:
             accumulate([root for root in more if root[1] is not None])
+        self._buffers.check_replaced()  # the graph is in `accumulate`
 
     def tied_parameters(self, names: Sequence[str]) -> list[nn.Parameter]:
         """This stage's own or borrowed ones, by the first of each one's names in the model."""
@@ -265,20 +265,6 @@ class Stage:
 def _backward_later(roots: Roots, held: Sequence[Held], more: Roots) -> None:
     """held: what the roots' gradients count as until then."""
     backward([*roots, *more])
-
-
-def check_shapes(state: Mapping[str, Any], own: Mapping[str, Any], what: str) -> None:
-    """Refuse before anything was changed what load_state_dict would refuse in the middle.
-
-    Raises:
-        PipelineError: a tensor has another shape, or is none.
-    """
-    for name, value in own.items():
-        if isinstance(value, Tensor) and not isinstance(state[name], Tensor):
-            raise PipelineError(f"{what} of another model: {name} is a {type(state[name]).__name__} there, no tensor")
-        if isinstance(value, Tensor) and state[name].shape != value.shape:
-            shapes = f"shape {list(state[name].shape)} there and {list(value.shape)} here"
-            raise PipelineError(f"{what} of another model: {name} has {shapes}")
 
 
 def _enter(message: Message, stash: Stash, gradients: list[Tensor | None]) -> Any:

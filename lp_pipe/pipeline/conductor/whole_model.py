@@ -12,12 +12,13 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from lp_pipe.checkpoint.shared import check_is_here
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.compute.loss_scale import LossScale
-from lp_pipe.pipeline.compute.stage import check_shapes
 from lp_pipe.pipeline.conductor.workers import Workers
 from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.layers.names import in_order
+from lp_pipe.pipeline.layers.state_shapes import check_shapes
 from lp_pipe.pipeline.saving.manifest import Manifest
 from lp_pipe.pipeline.saving.quick_save import elements_of
 from lp_pipe.pipeline.saving.share_file import remove_shares
@@ -121,10 +122,20 @@ class WholeModel:
         whole = WholePlan(self._workers.some(self._ranks, "plan_share", copy.version, copy.manifest), tied)
         arguments = [(str(path), copy.version, left_out) for left_out in whole.left_out]
         try:
-            whole.finish(path, self._workers.each(self._ranks, "write_share", arguments))
+            written = self._workers.each(self._ranks, "write_share", arguments)
+            for share in written:
+                if share.places:
+                    check_is_here(path / share.file, share.writer)
+            whole.finish(path, written)
         except Exception:
-            remove_shares(path, copy.version)
+            self._remove(path, copy.version)
             raise
+
+    def _remove(self, path: Path, version: str) -> None:
+        """What was written of one that has failed."""
+        remove_shares(path, version)
+        with contextlib.suppress(Exception):  # a worker that has died is the cause, or comes after it
+            self._workers.some(self._ranks, "remove_share", str(path), version)
 
     @contextmanager
     def _or_forget(self, version: str) -> Iterator[None]:

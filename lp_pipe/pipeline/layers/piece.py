@@ -213,11 +213,15 @@ def inputs_of(
     leaves: list[tuple[str, tuple[Any, ...]]] = []
     for node, example in zip(placeholders, examples, strict=True):
         if isinstance(example, Tensor):
-            sizes = node.meta["val"].shape
-            leaves.append(("tensor", tuple(str(size) if isinstance(size, torch.SymInt) else size for size in sizes)))
+            leaves.append(("tensor", tuple(_fixed_or_named(size) for size in node.meta["val"].shape)))
         else:
             leaves.append(("constant", (example,)))
     return Inputs(template_of(spec), tuple(leaves), branches)
+
+
+def _fixed_or_named(size: int | torch.SymInt) -> int | str:
+    """A size that forward has made a number, in a loop over it or by a float of it, may still be a symbol's value."""
+    return int(str(size)) if str(size).isdecimal() else str(size)
 
 
 def template_of(spec: pytree.TreeSpec) -> Any:

@@ -24,8 +24,12 @@ _BUFFER_BYTES = 1 << 20
 
 
 class Written(NamedTuple):
-    """A file in the checkpoint's folder, and where in it each entry is: its first byte, and how many."""
+    """A file in the checkpoint's folder, and where in it each entry is: its first byte, and how many.
 
+    writer: "stages/1 on HOST".
+    """
+
+    writer: str
     file: str
     places: dict[Key, tuple[int, int]]
 
@@ -72,9 +76,9 @@ class Share:
             for key, value in self._entries.items()
         }
 
-    def write(self, folder: str, version: str, worker: int, left_out: Collection[Key]) -> Written:
+    def write(self, folder: str, version: str, worker: int, writer: str, left_out: Collection[Key]) -> Written:
         """Write all but those, under a name that no checkpoint in the folder has yet, down to the disk."""
-        written = Written(_NAME.format(version=version, worker=worker), {})
+        written = Written(writer, _NAME.format(version=version, worker=worker), {})
         kept = {key: value for key, value in self._entries.items() if key not in left_out}
         if not kept:
             return written

@@ -5,7 +5,6 @@ from lp_pipe.pipeline.schedule.compare import Comparison as Comparison
 from lp_pipe.pipeline.schedule.compare import compare as compare
 from lp_pipe.pipeline.schedule.costs import Costs as Costs
 from lp_pipe.pipeline.schedule.csv_file import names_file as names_file
-from lp_pipe.pipeline.schedule.csv_file import read_csv as read_csv
 from lp_pipe.pipeline.schedule.draw import to_text as to_text
 from lp_pipe.pipeline.schedule.dualpipev import dualpipev as dualpipev
 from lp_pipe.pipeline.schedule.forward import forward as forward

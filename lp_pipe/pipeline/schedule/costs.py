@@ -80,6 +80,8 @@ def one_each(seconds: Seconds, count: int, what: str, unit: str) -> list[float]:
         ScheduleError: there is another number of them, or one of them is none, negative or too large to be added up.
     """
     try:
+        if isinstance(seconds, Mapping | str):  # of which float() would take the keys, or the letters
+            raise TypeError
         given = as_float(seconds)
         values = [given] * count if isinstance(given, float) else [float(value) for value in given]
     except OverflowError:

@@ -2,10 +2,12 @@
 
 import csv
 import io
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, Self, cast
 
 from lp_pipe.errors import ScheduleError
@@ -89,27 +91,58 @@ class Schedule:
             self, workers=tuple(tuple(a for a in actions if a.microbatch < count) for actions in self.workers)
         )
 
-    def to_csv(self) -> str:
-        """Write torch.distributed.pipelining's compute-only CSV: a line per worker, cells such as 0F3."""
+    def to_csv(self, path: str | Path | None = None) -> str:
+        """Write torch.distributed.pipelining's compute-only CSV: a line per worker, cells such as 0F3.
+
+        path: where it is written to, too.
+        """
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows(self.workers)
+        if path is not None:
+            Path(path).write_text(text.getvalue(), encoding="utf-8")
         return text.getvalue()
 
     @classmethod
-    def from_csv(cls, text: str, name: str = "csv") -> Self:
-        """Read what torch.distributed.pipelining or `to_csv` wrote.
+    def from_csv(cls, source: str | Path, name: str | None = None) -> Self:
+        """Read what torch.distributed.pipelining or `to_csv` wrote: a file, or its text.
 
         Empty cells (idle) and torch's communication are skipped; an overlapped pair becomes its two actions in order.
         So is the mark that spreadsheets put at the beginning of a file.
 
+        name: default: that of the file.
+
         Raises:
-            ScheduleError: a cell is not an action.
+            ScheduleError: a cell is not an action, or the file cannot be read.
         """
+        if is_path(source):
+            return cls._from_file(Path(source), name)
+        return cls._from_text(str(source), name or "csv")
+
+    @classmethod
+    def _from_file(cls, path: Path, name: str | None) -> Self:
+        try:
+            return cls._from_text(path.read_text(encoding="utf-8"), path.stem if name is None else name)
+        except OSError as error:
+            raise ScheduleError(f"cannot read {path}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise ScheduleError(f"cannot read {path}: {error}") from error
+        except ScheduleError as error:
+            raise ScheduleError(f"{path}: {error}") from error
+
+    @classmethod
+    def _from_text(cls, text: str, name: str) -> Self:
         rows = csv.reader(text.removeprefix("\ufeff").rstrip().splitlines())
         try:
             return cls(name, tuple(tuple(_row_actions(row, line)) for line, row in enumerate(rows, start=1)))
         except csv.Error as error:
             raise ScheduleError(f"line {rows.line_num}: {error}") from error
+
+
+def is_path(source: str | Path) -> bool:
+    """Whether it names a file, and is not the text of one."""
+    if isinstance(source, Path):
+        return True
+    return "\n" not in source and (source.endswith(".csv") or os.path.isfile(source))  # not a file if too long
 
 
 def location(worker: int, position: int, action: Action) -> str:

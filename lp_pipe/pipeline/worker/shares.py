@@ -1,22 +1,25 @@
 """A stage worker's shares of checkpoints, from the moment that is saved until they are on the disk."""
 
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any
 
+from lp_pipe.checkpoint.shared import check_is_here
 from lp_pipe.errors import Unavailable
 from lp_pipe.pipeline.saving.manifest import ENTRY, Manifest
 from lp_pipe.pipeline.saving.saved import Key, entries
-from lp_pipe.pipeline.saving.share_file import Described, Share, Written
+from lp_pipe.pipeline.saving.share_file import Described, Share, Written, remove_shares
 
 
 class Shares:
     """Of one worker. Its public methods are also the worker's, for the conductor.
 
-    share: what a checkpoint would hold now, not copied.
+    share: what a checkpoint would hold now, not copied. writer: "stages/1 on HOST".
     """
 
-    def __init__(self, worker: int, share: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, worker: int, share: Callable[[], dict[str, Any]], writer: str) -> None:
         self._worker = worker
+        self._writer = writer
         self._share = share
         self._held: dict[str, Share] = {}  # by the checkpoint's version
 
@@ -39,10 +42,16 @@ class Shares:
 
         Raises:
             Unavailable: this process does not hold it.
+            CheckpointError: this host does not have the folder, which the conductor has made.
         """
         share = self._of(version)
         del self._held[version]
-        return share.write(folder, version, self._worker, left_out)
+        check_is_here(Path(folder), "the pipeline's first stage")
+        return share.write(folder, version, self._worker, self._writer, left_out)
+
+    def remove_share(self, folder: str, version: str) -> None:
+        """The checkpoint has failed when some were written: also where nobody else could, in a folder of this host."""
+        remove_shares(Path(folder), version)
 
     def forget_share(self, version: str) -> None:
         """The checkpoint has failed."""

@@ -11,17 +11,16 @@ from torch import Tensor
 
 from lp_pipe.address import Address
 from lp_pipe.channels import ChannelHub
-from lp_pipe.channels.kinds import hub_endpoint
 from lp_pipe.context import context
 from lp_pipe.errors import add_note
 from lp_pipe.pipeline.compute.buffers import BufferSnapshot, eval_mode
 from lp_pipe.pipeline.compute.device import chosen_device, current, to_host
 from lp_pipe.pipeline.compute.loss_state import OwnLoss
-from lp_pipe.pipeline.compute.stage import check_shapes
 from lp_pipe.pipeline.compute.stages import stages_of
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
 from lp_pipe.pipeline.layers.layer_names import names_by_index
 from lp_pipe.pipeline.layers.microbatches import aligned, apart
+from lp_pipe.pipeline.layers.state_shapes import check_shapes
 from lp_pipe.pipeline.results import StageMemory
 from lp_pipe.pipeline.saving.saved import Saved, is_of, joined, saved_of
 from lp_pipe.pipeline.schedule import Action, Schedule, forward_on, share
@@ -29,6 +28,7 @@ from lp_pipe.pipeline.worker.async_guard import Guard
 from lp_pipe.pipeline.worker.async_worker import AsyncWorker
 from lp_pipe.pipeline.worker.channel_handle import ChannelTarget
 from lp_pipe.pipeline.worker.execution import Execution, Report
+from lp_pipe.pipeline.worker.hub_endpoint import hub_endpoint
 from lp_pipe.pipeline.worker.intake import Intake
 from lp_pipe.pipeline.worker.links import Links
 from lp_pipe.pipeline.worker.metering import Metering
@@ -69,9 +69,10 @@ class StageWorker:
         self.mirror, self.go_back = mirrors.mirror, mirrors.go_back
         self.keep_mirror, self.mirror_of = mirrors.keep_mirror, mirrors.mirror_of
         self.mirrors_held, self.settle_mirrors = mirrors.mirrors_held, mirrors.settle_mirrors
-        shares = Shares(self._worker, self._share)
+        shares = Shares(self._worker, self._share, f"{node.name} on {socket.gethostname()}")
         self.hold_share, self.plan_share = shares.hold_share, shares.plan_share
         self.write_share, self.forget_share = shares.write_share, shares.forget_share
+        self.remove_share = shares.remove_share
         self._loss = OwnLoss(pipeline.loss if pipeline.last_stage in self._stages else None, self._device)
         self._inner = [m for s in self._stages.values() for layer in s.layers for m in layer.modules()]
         self._modules = [*self._inner, *self._loss.modules]
@@ -81,7 +82,7 @@ class StageWorker:
         self._intake = Intake(pipeline, self._stages, feeder, node.name, self._device)
         # Not before its layers are built: where that fails, the neighbours are told why, and find no closed hub.
         usual = node.services.endpoint_for(channels.id)
-        self._hub = ChannelHub(hub_endpoint(pipeline.channel, usual), node.name)
+        self._hub = ChannelHub(node.exit_stack.enter_context(hub_endpoint(pipeline.channel, usual)), node.name)
         node.exit_stack.callback(self._hub.close, f"{node.name} has ended")
         node.services.register(channels.id, self._hub.endpoint)
         self._ends: Any = pipeline.ranks, worker.rank, self._hub, neighbours

@@ -14,6 +14,7 @@ import torch
 import lp_pipe as lp
 import lp_pipe.pipeline as pp
 from lp_pipe.connections.credentials import generate_credentials
+from lp_pipe.errors import CheckpointError
 from lp_pipe.launch.dry_run import planned
 from lp_pipe.launch.engines import SshEngine
 from tests.launch.engines import namespaces
@@ -90,6 +91,14 @@ def test_tensors_take_the_interface_that_is_asked_for(hosts: namespaces.Hosts, c
     activations = 8 * BATCH * WIDTH * 4
     assert received["eth1"] > activations
     assert received["eth0"] < activations / 4, "supervision only"
+
+
+def test_a_checkpoint_in_a_folder_that_each_host_has_for_itself_is_refused(hosts: namespaces.Hosts) -> None:
+    program, handle = wide_pipeline("auto")
+    with lp.launch(program, "multi_host", engine=engine(hosts)) as run, pytest.raises(CheckpointError, match="h1 does"):
+        run.client(handle).save("/tmp")
+    left = subprocess.run(["ssh", "-F", hosts.ssh_config, "h2", "ls /tmp/*.distcp"], capture_output=True, check=False)
+    assert left.returncode == 2, left
 
 
 def test_an_interface_that_a_host_does_not_have_is_named(hosts: namespaces.Hosts) -> None:

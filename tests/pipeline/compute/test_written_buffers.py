@@ -113,19 +113,38 @@ class CountsBackwards(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.forwards += 1
         self.backwards += 0
+        return self.counted(x)
+
+    def counted(self, x: Tensor) -> Tensor:
         y: Tensor = _Counting.apply(x, self)  # type: ignore[no-untyped-call]
         return y
 
 
+class CountsWeightBackwards(CountsBackwards):
+    """Counts where the backward for the weights comes along, and the one for the inputs does not."""
+
+    def __init__(self, looks_up: bool) -> None:
+        super().__init__(looks_up)
+        self.weight = nn.Parameter(torch.eye(D))
+
+    def counted(self, x: Tensor) -> Tensor:
+        return x @ super().counted(self.weight)
+
+
 @pytest.mark.parametrize("looks_up", [True, False])
-def test_a_backward_writes_to_the_modules_buffer_or_is_told_to(looks_up: bool) -> None:
+@pytest.mark.parametrize(
+    ("layer", "schedule"),
+    [(CountsBackwards, "gpipe"), (CountsWeightBackwards, "gpipe"), (CountsWeightBackwards, "zb_h1")],
+    ids=["inputs", "weights", "deferred weights"],
+)
+def test_a_backward_writes_to_the_modules_buffer_or_is_told_to(
+    layer: type[CountsBackwards], schedule: str, looks_up: bool
+) -> None:
     """What it wrote to the tensor of its forward was lost: later forwards had gone on with another one."""
-    model = pp.Model([nn.Linear(D, D), CountsBackwards(looks_up), nn.Linear(D, D)], squared_error, sgd)
-    with launched("thread", model, BATCHES, stages=[1], microbatches=4, schedule="gpipe") as pipeline:
+    model = pp.Model([nn.Linear(D, D), layer(looks_up), nn.Linear(D, D)], squared_error, sgd)
+    with launched("thread", model, BATCHES, stages=[1], microbatches=4, schedule=schedule) as pipeline:
         if not looks_up:
-            with pytest.raises(
-                pp.PipelineError, match=r"CountsBackwards\.backwards by the tensor that its forward had"
-            ):
+            with pytest.raises(pp.PipelineError, match=rf"{layer.__name__}\.backwards by the tensor that its forward"):
                 list(pipeline.steps())
             return
         list(pipeline.steps())

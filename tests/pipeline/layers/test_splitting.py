@@ -1,6 +1,7 @@
 """pp.split: a module that is no list of layers becomes one, and trains to the bits that it would have as a whole."""
 
 import copy
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -314,6 +315,36 @@ def test_sizes_that_the_module_fixes_are_checked(language: Any) -> None:
     _, layers = language
     with pytest.raises(pp.PipelineError, match=r"split for inputs of shape \[.*\], not \[3, 4\]"):
         layers[0]((torch.zeros(3, 5, dtype=torch.long), torch.zeros(3, 4)))
+
+
+class Recurrence(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, h = self.enter(x), torch.zeros(1, D)
+        for token in range(x.shape[1]):
+            h = torch.tanh(h + x[:, token])
+        y: Tensor = self.leave(h)
+        return y
+
+
+class Scales(Recurrence):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.leave(self.enter(x) * math.sqrt(x.shape[1]))
+        return y
+
+
+@pytest.mark.parametrize("module", [Recurrence, Scales])
+def test_a_size_that_forward_has_made_a_number_is_checked(module: type[nn.Module]) -> None:
+    # The graph has as many rounds as the example had tokens; longer batches trained on their first tokens only.
+    whole = made(module)
+    first, second = pp.split(whole, torch.randn(4, 5, D), ["leave"])
+    x = torch.randn(3, 5, D)
+    assert torch.equal(second(first(x)), whole(x))
+    with pytest.raises(pp.PipelineError, match=rf"split for inputs of shape \['s\d+', 5, {D}\], not \[3, 6, {D}\]"):
+        first(torch.randn(3, 6, D))
 
 
 class Padding(nn.Module):

@@ -1,5 +1,6 @@
 import dataclasses
 import pickle
+from pathlib import Path
 
 import pytest
 
@@ -63,6 +64,16 @@ def test_the_first_micro_batches_keep_their_order() -> None:
 def test_csv_round_trip(name: str) -> None:
     schedule = make_schedule(name, 3, 6)
     assert Schedule.from_csv(schedule.to_csv(), name=name) == schedule
+
+
+def test_csv_in_a_file(tmp_path: Path) -> None:
+    schedule = make_schedule("zb_h1", 3, 6)
+    text = schedule.to_csv(tmp_path / "mine.csv")
+    for source in (tmp_path / "mine.csv", str(tmp_path / "mine.csv"), text):
+        assert Schedule.from_csv(source).workers == schedule.workers
+    assert Schedule.from_csv(tmp_path / "mine.csv").name == "mine"
+    with pytest.raises(ScheduleError, match=r"cannot read .*yours.csv: No such file"):
+        Schedule.from_csv(tmp_path / "yours.csv")
 
 
 def test_csv_is_a_line_per_worker() -> None:

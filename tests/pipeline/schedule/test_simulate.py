@@ -57,6 +57,7 @@ def test_nothing_takes_no_time() -> None:
     [
         (Costs(forward=[1, 1, 1], backward_input=1, backward_weight=1), None, "costs.forward has 3 numbers: .* or 2"),
         (Costs(forward=1, backward_input=1, backward_weight=-1), None, "costs.backward_weight is -1"),
+        (EQUAL, {0: 0.5}, r"links is \{0: 0.5\}: give seconds"),  # its keys were taken
         (Costs(forward=float("nan"), backward_input=1, backward_weight=1), None, "costs.forward is nan"),
         (EQUAL, [1, 1], "links has 2 numbers: give one number, or 1"),
     ],
