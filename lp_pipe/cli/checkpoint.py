@@ -8,6 +8,7 @@ from pathlib import Path
 from lp_pipe.checkpoint import Checkpoint, checkpoints_in, open_checkpoint
 from lp_pipe.cli.errors import UNHEALTHY, UsageError, counted
 from lp_pipe.cli.files import output_path
+from lp_pipe.cli.saved_pipeline import is_saved_pipeline, open_saved_pipeline
 from lp_pipe.cli.table import table
 from lp_pipe.errors import CheckpointError, PipelineError
 
@@ -17,7 +18,8 @@ examples:
   lp_pipe checkpoint verify runs/…/checkpoints/step-00000100
   lp_pipe checkpoint export runs/…/checkpoints/step-00000100 -o model.safetensors
 
-PATH is a checkpoint, a folder of checkpoints, or a run's folder; of several checkpoints, export takes the newest.
+PATH is a checkpoint, a folder of checkpoints, a run's folder, or what pipeline.save has written; of several
+checkpoints, export takes the newest.
 verify ends with status 1 when something is damaged.
 """
 
@@ -27,7 +29,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser = commands.add_parser(
         "checkpoint",
         help="list, verify and export a run's checkpoints",
-        description="List, verify and export what a program has saved with lp_pipe.checkpoint.",
+        description="List, verify and export what a program has saved with lp_pipe.checkpoint, or with pipeline.save.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="lp_pipe checkpoint ls|verify|export PATH [options]",
@@ -62,16 +64,23 @@ def _paths(path: Path) -> list[Path]:
             return found
     if not path.exists():
         raise UsageError(f"there is no {path}")
-    if path.name.startswith("step-"):
+    if path.name.startswith("step-") or is_saved_pipeline(path):
         return [path]
+    found = [folder for folder in sorted(path.iterdir()) if is_saved_pipeline(folder)] if path.is_dir() else []
+    if found:
+        return found
     raise UsageError(f"{path} has no finished checkpoint: give a checkpoint's folder, or that of a run that saved some")
+
+
+def _open(path: Path) -> Checkpoint:
+    return open_saved_pipeline(path) if is_saved_pipeline(path) else open_checkpoint(path)
 
 
 def _list(paths: Sequence[Path], *, as_json: bool) -> int:
     rows = []
     for path in paths:
         try:
-            found = open_checkpoint(path)
+            found = _open(path)
         except CheckpointError as error:
             rows.append((path.name, "", "", "", f"damaged: {error}"))
             continue
@@ -87,7 +96,7 @@ def _verify(paths: Sequence[Path], *, as_json: bool) -> int:
     damaged = 0
     for path in paths:
         try:
-            found = open_checkpoint(path)
+            found = _open(path)
             wrong = found.damage()
             good = f"{counted(len(found.files), 'file')}, {found.size:,} bytes: as they were written"
         except CheckpointError as error:
@@ -106,7 +115,8 @@ def _export(path: Path, output: str | None, part: str | None) -> int:
     target = output_path(output, [".safetensors"])
     from lp_pipe.pipeline.saving.saved_model import export, is_saved_model  # needs torch
 
-    pipelines = {folder.name: folder for folder in sorted(path.iterdir()) if is_saved_model(folder)}
+    folders = [path] if is_saved_pipeline(path) else sorted(path.iterdir())
+    pipelines = {folder.name: folder for folder in folders if is_saved_model(folder)}
     if not pipelines:
         raise UsageError(f"{path} has no pipeline, so there is no model to export")
     if part is None and len(pipelines) > 1:

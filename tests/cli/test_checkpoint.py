@@ -4,9 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+import lp_pipe.pipeline as pp
 from lp_pipe.cli.main import main
 from tests.cli.commands import Command
+from tests.pipeline.plain_loop import launched, random_batches
 
 TRAIN = """
 import sys
@@ -85,6 +89,26 @@ def test_a_run_that_died_is_resumed_in_its_folder_and_ends_with_the_same_bits(
 
     assert main(["checkpoint", "export", "runs/mine/checkpoints/step-00000004", "-o", "model.safetensors"]) == 0
     assert (folder / "model.safetensors").stat().st_size > 100
+
+
+def test_what_a_pipeline_has_saved_by_itself_is_listed_verified_and_exported(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = pp.Model([nn.Linear(8, 4), nn.Linear(4, 2)], nn.functional.mse_loss, torch.optim.Adam)
+    with launched("thread", model, random_batches([4]), stages=2, microbatches=2) as pipeline:
+        pipeline.save(folder / "saved")
+    for path in ("saved", "."):
+        assert main(["checkpoint", "ls", path]) == 0
+        assert capsys.readouterr().out.splitlines()[1].split()[:2] == ["saved", "0"]
+    assert main(["checkpoint", "verify", "saved"]) == 0
+    assert "as they were written" in capsys.readouterr().out
+    assert main(["checkpoint", "export", "saved", "-o", "model.safetensors"]) == 0
+    assert "4 tensors" in capsys.readouterr().out
+
+    share = sorted((folder / "saved").glob("*.distcp"))[1]
+    share.write_bytes(share.read_bytes()[:-100])
+    assert main(["checkpoint", "verify", "saved"]) == 1
+    assert share.name in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

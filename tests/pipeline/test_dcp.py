@@ -63,6 +63,20 @@ def test_what_workers_write_is_read_back_to_the_bit(tmp_path: Path) -> None:
     assert nested["nested"] == [1, (2.0, None)] and torch.equal(nested["tensor"], torch.ones(2))
 
 
+def test_a_changed_byte_is_found_before_it_is_loaded(tmp_path: Path) -> None:
+    # Torch compares no checksums: it loaded other weights in silence.
+    write(tmp_path, [weights(a=torch.full((100,), 2.0), b=torch.ones(2))])
+    file = next(tmp_path.glob("*.distcp"))
+    content = bytearray(file.read_bytes())
+    content[content.index(torch.full((100,), 2.0).numpy().tobytes()) + 7] ^= 1
+    file.write_bytes(content)
+    found = SavedFolder(tmp_path)
+    assert found.damage() == [f"{file.name}: model.a: its contents have changed (CRC-32 differs)"]
+    with pytest.raises(CheckpointError, match=rf"cannot read .*{file.name}.*model\.a: its contents have changed"):
+        found.read([("model", "a")])
+    assert torch.equal(found.read([("model", "b")])["model", "b"], torch.ones(2))
+
+
 def test_who_needs_a_part_reads_the_files_that_have_it(tmp_path: Path) -> None:
     write(tmp_path, [weights(a=torch.ones(2)), weights(b=torch.zeros(2))])
     assert files(tmp_path) == [".metadata", "step-3-a-worker-0_0.distcp", "step-3-a-worker-1_0.distcp"]

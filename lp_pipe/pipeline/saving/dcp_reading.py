@@ -5,6 +5,7 @@ As dcp_writing, import it where it is used.
 
 import io
 import pickle
+import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from lp_pipe.errors import CheckpointError
@@ -63,11 +64,35 @@ class SavedFolder:
         reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         for file, items in self._by_file(planner.create_local_plan()).items():
             try:
+                self._compare(items)
                 reader.read_data(LoadPlan(items), planner)
             except Exception as error:  # damaged bytes may lead torch anywhere
                 path = self._folder / file
                 raise CheckpointError(f"cannot read {path}, which {_METADATA} names: {error}") from error
         return {key: planner.state_dict[name] for name, key in wanted.items()}
+
+    def damage(self) -> list[str]:
+        """What is wrong: a line for each entry that is missing, cut short or changed."""
+        return [what for index in self._metadata.storage_data if (what := self._damage_of(index)) is not None]
+
+    def _compare(self, items: Iterable[ReadItem]) -> None:
+        """Look at the checksums, which torch writes but does not read."""
+        for item in items:
+            if (what := self._damage_of(item.storage_index)) is not None:
+                raise CheckpointError(what)
+
+    def _damage_of(self, index: MetadataIndex) -> str | None:
+        stored = self._metadata.storage_data[index]
+        where = f"{stored.relative_path}: {index.fqn}"
+        try:
+            with (self._folder / stored.relative_path).open("rb") as file:
+                file.seek(stored.offset)
+                entry = io.BytesIO(file.read(stored.length))
+            with zipfile.ZipFile(entry) as archive:
+                is_whole = archive.testzip() is None
+        except Exception as error:  # damaged bytes may lead zipfile anywhere
+            return f"{where}: cannot be read: {error}"
+        return None if is_whole else f"{where}: its contents have changed (CRC-32 differs)"
 
     def _empty(self, name: str) -> torch.Tensor | None:
         described = self._metadata.state_dict_metadata[name]
