@@ -1,7 +1,7 @@
 """What a pipeline trains: layers in order, a loss, an optimizer. Data only; stages build what they own."""
 
-import inspect
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +45,8 @@ class Model:
 
     layers: modules, an nn.Sequential, `Layer` factories (mixed as you like), or a function that returns such a
         sequence. Modules are copied, never trained in place. A function is called once in every stage, under
-        `layer_rng(seed, 0)`; when it is a generator, layer i is made under `layer_rng(seed, i)`, as factories are.
+        `layer_rng(seed, 0)`; when it returns an iterator (a generator), layer i is made under `layer_rng(seed, i)`, as
+        factories are.
     loss: (output, target) -> scalar tensor, or (scalar, {name: metric}). A module may write to buffers of its own,
         which checkpoints have; its mode stays as it is, and its parameters would be trained by nobody.
     optimizer: (list of (name, parameter)) -> torch optimizer; called once in every stage that has parameters.
@@ -158,18 +159,22 @@ def built_by_function(function: Callable[[], Any], seed: int) -> "list[nn.Module
     """
     from lp_pipe.pipeline.layers.rng import layer_rng
 
-    if inspect.isgeneratorfunction(function):
-        iterator = function()
-        layers: list[nn.Module] = []
-        while True:
-            with layer_rng(seed, len(layers)):
-                try:
-                    layers.append(next(iterator))
-                except StopIteration:
-                    return layers
     with layer_rng(seed, 0):
         made = function()
     if not isinstance(made, Iterable):
         raise PipelineError(f"the function must return a sequence of modules, not {type(made).__name__}")
     check_in_order(made)
-    return list(made)
+    return list(_one_by_one(iter(made), seed))
+
+
+def _one_by_one(made: "Iterator[nn.Module]", seed: int) -> "Iterator[nn.Module]":
+    """Layers that may be made only now: by a generator, a `map`, a sequence that builds what it is asked for."""
+    from lp_pipe.pipeline.layers.rng import layer_rng
+
+    for index in itertools.count():
+        with layer_rng(seed, index):
+            try:
+                layer = next(made)
+            except StopIteration:
+                return
+        yield layer

@@ -1,6 +1,6 @@
 """The ways to say what a model's layers are, and what is refused."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -89,6 +89,34 @@ def test_initial_weights_are_the_same_for_every_number_of_stages() -> None:
     assert len(fingerprints) == 1
     with launched("thread", model_with_everything(seed=6)) as pipeline:
         assert pipeline.fingerprint() not in fingerprints
+
+
+class Lazy(Sequence[nn.Module]):
+    """Builds a layer when it is asked for it."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: Any) -> Any:
+        return nn.Linear(D, D) if index < 3 else [][index]
+
+
+LAZY: dict[str, Any] = {
+    "a generator expression": lambda: (nn.Linear(D, D) for _ in range(3)),
+    "a map": lambda: map(nn.Linear, [D] * 3, [D] * 3),
+    "a lazy sequence": Lazy,
+}
+
+
+@pytest.mark.parametrize("form", LAZY)
+def test_layers_that_are_made_as_they_are_asked_for_have_the_weights_of_factories(form: str) -> None:
+    # Only generator functions had: the others' layers were made after the seed, by whatever the process had drawn.
+    models = [pp.Model(layers, squared_error, sgd, seed=4) for layers in (LAZY[form], [pp.Layer(nn.Linear, D, D)] * 3)]
+    fingerprints = set()
+    for model in models:
+        with launched("thread", model, stages=2) as pipeline:
+            fingerprints.add(pipeline.fingerprint())
+    assert len(fingerprints) == 1
 
 
 @pytest.mark.parametrize("form", ["modules", "function that keeps them"])
