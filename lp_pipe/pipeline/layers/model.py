@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from lp_pipe.errors import PipelineError
@@ -15,6 +16,8 @@ Loss = Callable[[Any, Any], Any]
 OptimizerFactory = Callable[[list[tuple[str, "nn.Parameter"]]], "torch.optim.Optimizer"]
 SchedulerFactory = Callable[["torch.optim.Optimizer"], Any]
 LossWeight = str | Callable[[Any], float]
+
+_SEEDS = 1 << 63  # rng.py packs them into 64 bits
 
 
 class Layer:
@@ -74,6 +77,9 @@ class Model:
                 raise PipelineError(f"{name}={getattr(self, name)!r} is not callable")
         if self.lr_scheduler is not None and not callable(self.lr_scheduler):
             raise PipelineError(f"lr_scheduler={self.lr_scheduler!r} is not callable: give a function of the optimizer")
+        if not isinstance(self.seed, Integral) or not -_SEEDS <= self.seed < _SEEDS:
+            raise PipelineError(f"seed={self.seed!r}: give a whole number (int) from -2**63 to 2**63 - 1")
+        object.__setattr__(self, "seed", int(self.seed))  # another library's has no place in a checkpoint
         for pair in self.tied:
             if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(isinstance(name, str) for name in pair):
                 raise PipelineError(

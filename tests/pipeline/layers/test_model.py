@@ -1,8 +1,10 @@
 """The ways to say what a model's layers are, and what is refused."""
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -205,6 +207,16 @@ def test_the_other_parts_of_a_model_are_checked_at_once() -> None:
         pp.Model([nn.ReLU()], "mse", sgd)  # type: ignore[arg-type]
     with pytest.raises(pp.PipelineError, match=r"optimizer=(?s:.*) is not callable"):
         pp.Model([nn.ReLU()], squared_error, torch.optim.SGD([nn.Parameter(torch.ones(1))]))  # type: ignore[arg-type]
+    for seed in ("a", 1.5, None, 2**63):
+        with pytest.raises(pp.PipelineError, match=r"seed=.*: give a whole number \(int\) from -2\*\*63"):
+            pp.Model([nn.ReLU()], squared_error, sgd, seed=seed)  # type: ignore[arg-type]
+
+
+def test_a_seed_of_numpy_is_kept_in_checkpoints(tmp_path: Path) -> None:
+    model = pp.Model([pp.Layer(nn.Linear, D, D)], squared_error, sgd, seed=np.int64(3))  # type: ignore[arg-type]
+    with launched("thread", model, stages=1) as pipeline:
+        pipeline.save(tmp_path / "saved")
+        pipeline.load(tmp_path / "saved")
 
 
 def test_a_state_dict_of_something_else_than_tensors_is_refused() -> None:
