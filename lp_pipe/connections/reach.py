@@ -4,6 +4,7 @@ It is not about processes: one that a debugger holds, or that has no time to rea
 """
 
 import contextlib
+import errno
 import os
 import socket
 import struct
@@ -20,6 +21,12 @@ _TCP_RTO_MAX_MS = 44  # since Linux 6.15
 _NUMBER = struct.Struct("I")
 _SINCE_ACK_MS, _WINDOW = 56, 228  # where they are in tcp_info
 _INFO_BYTES = 232
+
+
+def is_out_of_reach(error: BaseException | None) -> bool:
+    """Whether a connection failed on its way to a host; else the host itself has refused it."""
+    unreachable = isinstance(error, OSError) and error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH)
+    return unreachable or isinstance(error, TimeoutError)
 
 
 class _Watched(NamedTuple):

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from lp_pipe.connections import unix
 from lp_pipe.connections.base import Connection, Listener, OnConnection
 from lp_pipe.connections.credentials import Credentials
+from lp_pipe.connections.reach import is_out_of_reach
 from lp_pipe.connections.tcp_endpoint import TLS
 from lp_pipe.errors import Unauthenticated, Unavailable
 
@@ -97,7 +98,11 @@ def is_near(endpoint: str) -> bool:
 
 def host_name(endpoint: str) -> str:
     """Of what listens at this `hosts:` endpoint, as the launcher calls its host."""
-    return Ways.of(endpoint).host.rsplit("/", 1)[0]
+    return _named(Ways.of(endpoint).host)
+
+
+def _named(host: str) -> str:
+    return host.rsplit("/", 1)[0]
 
 
 def is_far(endpoint: str) -> bool:
@@ -107,7 +112,8 @@ def is_far(endpoint: str) -> bool:
 
 def far_way(endpoint: str) -> str:
     """The same listener, to be reached over the network even from its own host."""
-    return str(Ways.of(endpoint)._replace(host=""))
+    ways = Ways.of(endpoint)
+    return str(ways._replace(host=f"{_named(ways.host)}/"))  # no process calls its own host so
 
 
 def own_address(run: str) -> str:
@@ -173,7 +179,18 @@ def connect(endpoint: str, idle_timeout_s: float | None = None) -> Connection:
         return unix.connect(ways.near, idle_timeout_s)
     from lp_pipe.connections import tls
 
-    return tls.connect(ways.far, idle_timeout_s, member.credentials, member.silence_s)
+    try:
+        return tls.connect(ways.far, idle_timeout_s, member.credentials, member.silence_s)
+    except Unavailable as error:
+        if is_out_of_reach(error.__cause__):  # each is the launcher's friend, so it looks as if both were well
+            raise Unavailable(_no_way(member.host, ways, str(error.__cause__))) from error
+        raise
+
+
+def _no_way(host: str, ways: Ways, why: str) -> str:
+    ends = [f"host {_named(one)}" if "/" in one else one for one in (host, ways.host)]
+    where = ways.far.removeprefix(TLS)
+    return f"{ends[0]} does not reach {ends[1]} at {where} ({why}): a firewall? --interface chooses another network"
 
 
 def _found(member: Member, address: str) -> str:

@@ -166,7 +166,8 @@ def connect(
     try:
         sock = socket.create_connection((where.host, where.port), timeout=_CONNECT_PATIENCE_S)
     except OSError as error:
-        raise Unavailable(f"nobody listens at {endpoint}: {error.strerror or error}") from error
+        what = "out of reach is" if reach.is_out_of_reach(error) else "nobody listens at"
+        raise Unavailable(f"{what} {endpoint}: {error.strerror or error}") from error
     return TlsConnection(_greeted(sock, endpoint, credentials, deadline), endpoint, silence_s, idle_timeout_s)
 
 

@@ -1,6 +1,8 @@
 """Servers of a run on several hosts: a name for clients, a unix socket for the own host, mTLS for the others."""
 
 import dataclasses
+import errno
+import socket
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -97,6 +99,22 @@ def test_channels_take_the_way_that_fits_both_hosts(member: spanning.Member, dir
     # It showed the run, socket and port of the endpoint, behind which what could be used was cut off.
     with pytest.raises(ValueError, match=r"'shm' does not fit a node on another host \(a\): use one of 'auto'"):
         kinds.choose("shm", endpoint)
+    listener.close()
+
+
+@pytest.mark.parametrize("error", [TimeoutError("timed out"), OSError(errno.EHOSTUNREACH, "No route to host")], ids=str)
+def test_a_host_that_another_one_does_not_reach_is_named_with_what_to_do(
+    member: spanning.Member, directory: Directory, monkeypatch: pytest.MonkeyPatch, error: OSError
+) -> None:
+    # A firewall between two hosts was "nobody listens at tls:…: timed out" of a stage that was well.
+    def connect(*_: object, **__: object) -> socket.socket:
+        raise error
+
+    listener = listening([], directory)
+    spanning.join(dataclasses.replace(member, host="h2/4711"))
+    monkeypatch.setattr(socket, "create_connection", connect)
+    with pytest.raises(lp.Unavailable, match=r"^host h2 does not reach a at \S+:\d+ \(.*\): a firewall\? --interface"):
+        connections.connect(NAME)
     listener.close()
 
 

@@ -137,6 +137,17 @@ def test_a_pipeline_whose_link_is_cut_between_hosts_ends_its_step_with_a_reason(
     run.wait(WITHIN_S)
 
 
+def test_hosts_that_do_not_reach_each_other_are_named_with_what_to_do(doomed_hosts: namespaces.Hosts) -> None:
+    doomed_hosts.part()
+    with (
+        pytest.raises(
+            lp.NodeError, match=r"host h\d does not reach host h\d at 10\S+ \(.*\): a firewall\? --interface"
+        ),
+        lp.launch(wide_pipeline("auto")[0], "multi_host", engine=engine(doomed_hosts)) as run,
+    ):
+        run.wait(3 * OUT_OF_REACH_S)
+
+
 HUB = """
 import base64, sys, threading, time
 import torch
