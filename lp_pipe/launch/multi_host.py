@@ -31,6 +31,7 @@ from lp_pipe.launch.plan.plan import Plan, serialize_nodes
 from lp_pipe.launch.plan.spec import NodeSpec
 from lp_pipe.launch.plan.surroundings import Surroundings
 from lp_pipe.launch.processes.template import loaded_here
+from lp_pipe.launch.run_folder import warn_of_hosts_apart
 from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.telemetry.log_files import LogFiles, log_path
 from lp_pipe.telemetry.metrics import MetricsLog
@@ -104,7 +105,9 @@ class MultiHost(Host):
             agent.link.serve(FromAgent(self._coordinator, self._logs, agent.link, self._ports))
         self._gathered.gathering.tell_of_losses(self._on_lost)
         try:
-            self._send_tree(agents)
+            links = {name: agent.link for name, agent in agents.items()}
+            self._send_tree(links)
+            warn_of_hosts_apart(self._plan.run_dir, {name: link for name, link in links.items() if nodes[name]})
             started = {name: agent.link.ask("start", self._assignment(nodes[name])) for name, agent in agents.items()}
             wait_for(started.values(), _START_PATIENCE_S)
             for name, done in started.items():
@@ -199,9 +202,8 @@ class MultiHost(Host):
             silence_s=self._gathered.gathering.patience.silence_s,
         )
 
-    def _send_tree(self, agents: Mapping[str, RemoteAgent]) -> None:
+    def _send_tree(self, links: Mapping[str, AgentLink]) -> None:
         if self._tree is not None:
-            links = {name: agent.link for name, agent in agents.items()}
             send_tree(self._tree, links, is_up=lambda name: name in self._up())
 
     def _check_start(self, name: str, done: "Future[Any]") -> None:

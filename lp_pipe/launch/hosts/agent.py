@@ -116,6 +116,9 @@ class Agent:
         """All contents are here: the nodes that start from now on find the tree."""
         return _in_thread("sources", lambda: self._lay_out(tree))
 
+    def sees(self, path: str) -> bool:
+        return os.path.exists(path)
+
     def reserve(self, address: str) -> str:
         return self._ports.reserve(address)
 
@@ -181,6 +184,7 @@ class _Calls:
         self.lacking = agent.lacking
         self.take = agent.take
         self.lay_out = agent.lay_out
+        self.sees = agent.sees
         self.reserve = agent.reserve
         self.close = agent.close
 

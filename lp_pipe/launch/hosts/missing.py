@@ -28,8 +28,8 @@ def who_is_missing(
     if len(told) > _MOST_TOLD:
         details.append(f"and {len(told) - _MOST_TOLD} more that said why: all that they print is in {log_dir}")
     if silent:
-        details.append(f"{_some(silent)}: not there yet after {waited_s:.0f} s, without a word")
-    return "\n  ".join([f"{len(missing)} of {of} hosts have not joined: {_some(missing)}", *details])
+        details.append(f"{some(silent)}: not there yet after {waited_s:.0f} s, without a word")
+    return "\n  ".join([f"{len(missing)} of {of} hosts have not joined: {some(missing)}", *details])
 
 
 def _told(one: Watched, waited_s: float, most_lines: int) -> str:
@@ -37,9 +37,10 @@ def _told(one: Watched, waited_s: float, most_lines: int) -> str:
     state = f"its agent ended ({how})" if how else f"not there yet after {waited_s:.0f} s"
     lines = one.last_lines()[-most_lines:]
     said = "".join(f"\n      {line}" for line in lines) or "; it had printed nothing"
-    return f"{_some(one.hosts)}: {state}{said}"
+    return f"{some(one.hosts)}: {state}{said}"
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
+    """The names, or the first of very many."""
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return ", ".join(names[:_MOST_NAMES]) + more

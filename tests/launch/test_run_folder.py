@@ -1,0 +1,56 @@
+"""Hosts that have a folder of their own in the place of the run's are named at the start."""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from lp_pipe.errors import Unavailable
+from lp_pipe.launch.hosts.agent_link import AgentLink
+from lp_pipe.launch.run_folder import warn_of_hosts_apart
+
+
+class Link:
+    """To a host that answers, or is gone."""
+
+    def __init__(self, sees: Callable[[str], Any]) -> None:
+        self._sees = sees
+
+    def ask(self, method: str, path: str) -> "Future[bool]":
+        assert method == "sees"
+        answer: Future[bool] = Future()
+        try:
+            answer.set_result(self._sees(path))
+        except Unavailable as error:
+            answer.set_exception(error)
+        return answer
+
+
+def gone(path: str) -> bool:
+    raise Unavailable("host 'h3' is lost")
+
+
+def said(caplog: pytest.LogCaptureFixture, run_dir: Path, **sees: Callable[[str], Any]) -> list[str]:
+    links = cast("dict[str, AgentLink]", {name: Link(one) for name, one in sees.items()})
+    warn_of_hosts_apart(run_dir, links)
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_hosts_that_do_not_share_the_folder_are_named(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    # A resumed training began anew on such a host, and said nothing.
+    here = Path.exists
+    (text,) = said(caplog, tmp_path, h1=lambda path: here(Path(path)), h2=lambda path: False, h3=gone)
+    assert text.startswith(f"{tmp_path}: the run's folder is not shared by h2: ")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_nothing_is_said_of_hosts_that_do(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    assert said(caplog, tmp_path, h1=lambda path: Path(path).exists()) == []
+
+
+def test_a_folder_that_cannot_be_written_to_is_for_others_to_say(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    assert said(caplog, tmp_path / "gone", h1=lambda path: False) == []
