@@ -8,6 +8,7 @@ from pathlib import Path
 from lp_pipe.errors import NodeError
 from lp_pipe.launch.coordination.coordinator import Coordinator
 from lp_pipe.launch.host import Host
+from lp_pipe.launch.lacking import advice_for
 from lp_pipe.telemetry.tracebacks import fold_traceback, shortened
 
 MAX_LINES = 14  # one less than a report may have: who prints it adds where the run's folder is
@@ -37,9 +38,11 @@ def described_failure(coordinator: Coordinator, host: Host) -> NodeError | None:
     run_dir = coordinator.plan.run_dir
     part = coordinator.main_part(f"{error.label}/{error.index}")
     log_path = host.log_path(part)
+    where = host.where(part)
     text = failure_report(
         error,
-        host=host.where(part),
+        host=where,
+        advice=advice_for(f"{error.type_name}: {error.message}", where),
         later_failures=len(errors) - 1,
         last_lines=host.last_lines(part),
         log_path=shown(log_path) if log_path is not None and log_path.exists() else None,
@@ -67,6 +70,7 @@ def failure_report(
     error: NodeError,
     *,
     host: str = "",
+    advice: str = "",
     later_failures: int = 0,
     last_lines: Sequence[str] = (),
     log_path: Path | None = None,
@@ -82,6 +86,7 @@ def failure_report(
     message = [shortened(line) for line in error.message.splitlines() or [""]]
     head = [f"node {error.label}/{error.index}{where} failed: {error.type_name}: {message[0]}"]
     head += [f"  {line}" for line in message[1:_MAX_MESSAGE_LINES]]
+    head += [f"  {advice}"] if advice else []
     tail = []
     if later_failures:
         tail.append(f"  later failures, left out here: {later_failures}")
