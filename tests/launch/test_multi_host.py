@@ -180,6 +180,15 @@ def test_a_host_that_never_joins_is_named_after_the_deadline() -> None:
         lp.launch(probes(), "multi_host", engine=_HalfEngine(), join_timeout=8.0)  # the one that joins may be slow
 
 
+@pytest.mark.parametrize("listen", ["192.0.2.77", "no-such-host.invalid"])
+def test_an_address_that_is_not_of_this_host_is_named_with_those_that_are(listen: str) -> None:
+    # "[Errno 99] cannot listen at tls:… (while attempting to bind on address …)" did not say which option was wrong.
+    with pytest.raises(
+        lp.LaunchError, match=f"^--listen={listen}: this host cannot listen there: .*It has the addresses"
+    ):
+        launched(probes(), listen=listen)
+
+
 class _Failing(LocalEngine):
     def start(self, invitation: Invitation) -> list[Watched]:
         nobody = Invitation(["127.0.0.1:9"], b"no credentials", invitation.log_dir)

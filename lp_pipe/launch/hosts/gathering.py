@@ -212,10 +212,21 @@ class Gathering:
         self._log_dir = log_dir
         where = self._where()
         silence_s = 2 * self.patience.silence_s  # of the host: the watch, which knows what silence is, comes first
-        listener = tls.listen(f"{TLS}{where[0]}", self._accept, self._credentials, silence_s)
+        try:
+            listener = tls.listen(f"{TLS}{where[0]}", self._accept, self._credentials, silence_s)
+        except OSError as error:
+            raise LaunchError(self._why_not_there(error) if self._listen else str(error)) from error
         port = listener.endpoint.rpartition(":")[2]
         addresses = [f"[{name}]:{port}" if ":" in name else f"{name}:{port}" for name in where[1]]
         return listener, Invitation(addresses, self._credentials.to_bytes(), log_dir, self._interface)
+
+    def _why_not_there(self, error: OSError) -> str:
+        own = ", ".join(addresses_for([])) or "none but its loopback's"
+        why = str(getattr(error.__cause__, "strerror", None) or error).partition(" (")[0]
+        return (
+            f"--listen={self._listen}: this host cannot listen there: {why}. It has the addresses {own}; where the "
+            "hosts reach it by another one, write --listen=THAT@OWN"
+        )
 
     def _accept(self, connection: Connection) -> None:
         RemoteAgent(connection, self, self.patience.silence_s).start()
