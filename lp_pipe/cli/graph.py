@@ -17,6 +17,7 @@ examples:
   lp_pipe graph examples/char_gpt.py -o graph.svg -- --stages=3
   lp_pipe graph my_package.train:make_program -o graph.json
   lp_pipe graph examples/char_gpt.py --plan=plan.toml -o planned.svg       with its stages and what they should take
+  lp_pipe launch examples/char_gpt.py --mode=multi_host --dry-run          what "auto" is between several hosts
 """
 
 
