@@ -18,7 +18,7 @@ from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.layers.build import parameter_count
 from lp_pipe.pipeline.layers.cuts import balanced_cuts, check_cuts
 from lp_pipe.pipeline.layers.model import Model, sources_of
-from lp_pipe.pipeline.layers.names import outer_name, own_names
+from lp_pipe.pipeline.layers.names import outer_name, own_names, parameter_places
 from lp_pipe.pipeline.layers.skips import seen_by_setup, skip_edges
 from lp_pipe.pipeline.layers.tied import Names, layer_of, shared_buffers, tied_edges, tied_names
 from lp_pipe.pipeline.layers.unfit import refuse_unfit
@@ -126,6 +126,7 @@ def add_pipeline(
         tied=tuple(tied),
         tied_outside=tuple(tuple(outer_name(name, sources) for name in names) for names in tied),
         own_names=names,
+        parameter_places=parameter_places(sources, names),
         edges=tuple(edges),
         shared_buffers=shared_buffers(sources, cuts),
         replicas=counts,

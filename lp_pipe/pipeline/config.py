@@ -37,6 +37,7 @@ class PipelineConfig:
     own_names: Mapping[str, tuple[int, int]] = field(
         default_factory=dict
     )  # of modules that were split, with their place
+    parameter_places: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # the same, of parameters
     edges: tuple[Edge, ...] = ()
     shared_buffers: Mapping[str, str] = field(default_factory=dict)  # by stages; with what to say if one writes to it
     replicas: tuple[int, ...] = ()  # of each worker

@@ -13,6 +13,7 @@ from lp_pipe.pipeline.compute.stage import Stage
 from lp_pipe.pipeline.layers.build import build_layers
 from lp_pipe.pipeline.layers.microbatches import loss_weights, split
 from lp_pipe.pipeline.layers.model import Model, sources_of
+from lp_pipe.pipeline.layers.names import in_order, own_names, parameter_places
 from lp_pipe.pipeline.layers.rng import step_rng
 from lp_pipe.pipeline.layers.skips import call, seen_by_setup
 from lp_pipe.pipeline.layers.tied import tie, tied_names
@@ -45,7 +46,8 @@ class PlainLoop:
         self._layers = build_layers(sources, 0, model.seed)
         tie(self._layers, 0, tied_names(sources, model.tied), {}, model.seed)
         self._stage = Stage(0, 0, self._layers, model.seed, device=device)  # asked for names only
-        self._parameters = dict(self._stage.named_parameters())
+        places = parameter_places(sources, own_names(sources))
+        self._parameters = in_order(dict(self._stage.named_parameters()), places)
         self._optimizer = model.optimizer(list(self._parameters.items()))
         self._lr_scheduler = model.lr_scheduler(self._optimizer) if model.lr_scheduler is not None else None
         self._step = 0

@@ -15,11 +15,11 @@ class GradientNorm(NamedTuple):
     dtype: torch.dtype
 
 
-def norms_of(gradients: Iterable[Tensor | None]) -> list[GradientNorm]:
-    """In order, without those that are None."""
-    present = [gradient for gradient in gradients if gradient is not None]
-    norms = torch._foreach_norm(present) if present else ()
-    return [GradientNorm(norm.cpu(), gradient.dtype) for norm, gradient in zip(norms, present, strict=True)]
+def norms_of(gradients: Iterable[Tensor]) -> list[GradientNorm]:
+    """In their order."""
+    gradients = list(gradients)
+    norms = torch._foreach_norm(gradients) if gradients else ()
+    return [GradientNorm(norm.cpu(), gradient.dtype) for norm, gradient in zip(norms, gradients, strict=True)]
 
 
 def total_norm(norms: Sequence[GradientNorm], device: torch.device) -> Tensor | None:

@@ -19,6 +19,7 @@ from lp_pipe.pipeline.conductor.stragglers import Stragglers
 from lp_pipe.pipeline.conductor.workers import Workers
 from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.layers.microbatches import aligned, check_pair, split
+from lp_pipe.pipeline.layers.names import in_order
 from lp_pipe.pipeline.results import StepResult, StepTrace
 from lp_pipe.pipeline.worker.batches import BatchSource
 from lp_pipe.pipeline.worker.execution import Report
@@ -208,9 +209,9 @@ class SynchronousSteps(Steps):
 
     def _total_norm(self, reports: Sequence[Report]) -> Tensor | None:
         """Of all gradients, from those of the parameters in their order, as one process has them."""
-        by_stage = {stage: norms for report in reports for stage, norms in report.gradient_norms.items()}
-        in_order = [norm for stage in sorted(by_stage) for norm in by_stage[stage]]
-        return total_norm(in_order, self._workers.own.device)
+        norms = {name: norm for report in reports for name, norm in report.gradient_norms.items()}
+        ordered = in_order(norms, self._config.parameter_places)
+        return total_norm(list(ordered.values()), self._workers.own.device)
 
 
 def summed(reports: Sequence[Report]) -> tuple[float, dict[str, float]]:

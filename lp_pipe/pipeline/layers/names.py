@@ -48,6 +48,18 @@ def own_names(sources: Sequence[Any]) -> dict[str, Place]:
     return places
 
 
+def parameter_places(sources: Sequence[Any], places: Mapping[str, Place]) -> dict[str, Place]:
+    """Where modules that were split have their parameters; one with several names is where the first of them is.
+
+    places: of all names of these modules.
+    """
+    names: dict[int, list[str]] = {}
+    for piece in filter(None, map(_piece_of, sources)):
+        for name, parameter in piece.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+    return {name: min(places[alias] for alias in aliases) for aliases in names.values() for name in aliases}
+
+
 def outer_name(name: str, sources: Sequence[Any]) -> str:
     """What users call the parameter that is `name` inside."""
     index, inner = name.split(".", 1)
@@ -55,7 +67,7 @@ def outer_name(name: str, sources: Sequence[Any]) -> str:
 
 
 def in_order(state: Mapping[str, Any], places: Mapping[str, Place]) -> dict[str, Any]:
-    """A whole model's state in the order of its layers; `places` is that of modules that were split."""
+    """By the names that users see, in the order of a whole model; `places` is that of modules that were split."""
     return dict(sorted(state.items(), key=lambda item: places.get(item[0]) or (int(item[0].split(".", 1)[0]), 0)))
 
 

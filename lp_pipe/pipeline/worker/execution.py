@@ -34,7 +34,7 @@ class Report:
     busy_s: float = 0.0
     loss: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
-    gradient_norms: dict[int, list[GradientNorm]] = field(default_factory=dict)
+    gradient_norms: dict[str, GradientNorm] = field(default_factory=dict)  # by the names that users see
     overflowed: bool = False  # a gradient is infinite or NaN, if anybody wants to know
     nonfinite: list[NonFinite] = field(default_factory=list)  # in a step that was run again to find it
     outputs: dict[int, Any] = field(default_factory=dict)  # by micro-batch

@@ -1,6 +1,7 @@
 """The optimizer's side of a worker: gradients, norms, steps, and what a checkpoint keeps of them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,8 +25,7 @@ class Training:
     """One optimizer over all parameters of a worker's stages; none when there is nothing to train."""
 
     def __init__(self, stages: list[Stage], optimizer: OptimizerFactory, lr_scheduler: SchedulerFactory | None) -> None:
-        self._by_stage = {stage.index: list(stage.named_parameters()) for stage in stages}
-        self._parameters = [item for items in self._by_stage.values() for item in items]
+        self._parameters = [item for stage in stages for item in stage.named_parameters()]
         self._optimizer: torch.optim.Optimizer | None = None
         self._lr_scheduler: Any = None
         self.has_updated = False  # by the last step, which may have failed
@@ -47,9 +47,10 @@ class Training:
         """The same, by the names that users see."""
         return dict(self._parameters)
 
-    def gradient_norms(self) -> dict[int, list[GradientNorm]]:
-        """For each stage those of its parameters' gradients, in order, without those that have none."""
-        return {stage: norms_of(parameter.grad for _, parameter in items) for stage, items in self._by_stage.items()}
+    def gradient_norms(self) -> dict[str, GradientNorm]:
+        """By the names of the parameters that have a gradient."""
+        gradients = {name: parameter.grad for name, parameter in self._parameters if parameter.grad is not None}
+        return dict(zip(gradients, norms_of(gradients.values()), strict=True))
 
     def examine(self, report: Report, config: PipelineConfig, scale: float | None) -> None:
         """What all stages must know of each other's gradients before they update. Takes the losses' factor out.
@@ -65,10 +66,10 @@ class Training:
         if config.on_nan != "ignore" and scale is None:
             report.overflowed = not self.has_finite_gradients(report.gradient_norms)
 
-    def has_finite_gradients(self, norms: dict[int, list[GradientNorm]] | None = None) -> bool:
+    def has_finite_gradients(self, norms: Mapping[str, GradientNorm] = MappingProxyType({})) -> bool:
         """Whether no gradient holds NaN or infinity. norms: theirs, where they are known."""
         gradients = [dense(parameter.grad) for _, parameter in self._parameters if parameter.grad is not None]
-        found = [norm for stage in norms.values() for norm in stage] if norms else norms_of(gradients)
+        found = list(norms.values()) or norms_of(gradients)
         if not found or bool(torch.stack([norm for norm, _ in found]).isfinite().all()):
             return True
         return all(is_finite(gradient) for gradient in gradients)  # the norm of finite ones may be too large

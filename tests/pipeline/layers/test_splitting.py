@@ -137,6 +137,19 @@ def test_a_split_module_trains_as_the_module_does_under_its_names(language: Any)
     made(Language).load_state_dict(state)
 
 
+def test_gradients_are_clipped_by_the_norm_that_the_whole_module_has(language: Any) -> None:
+    # Squares add up in the order of the module's parameters, not of the pieces: its head is defined first, used last.
+    module, layers = language
+    model = pp.Model(layers, loss, adam)
+    plain = PlainModule(model, 4, copy.deepcopy(module))
+    plain.clip_grad_norm = 0.1
+    with launched("thread", model, BATCHES, stages=2, microbatches=4, clip_grad_norm=0.1) as pipeline:
+        assert [result.loss for result in pipeline.steps()] == plain.steps(BATCHES)
+        assert_same_state(pipeline.state_dict(), plain.state_dict())
+    report = pp.check(model, BATCHES, stages=2, microbatches=4, clip_grad_norm=0.1)
+    assert report.equal, str(report)
+
+
 CUTS: list[dict[str, Any]] = [
     {"stages": 1},
     {"stages": 2, "schedule": "gpipe"},
