@@ -19,6 +19,16 @@ _TORCH = Path(torch.__file__).parent
 _HARMLESS = ("_NoopSaveInputs",)
 
 
+_USUAL = (
+    "Usual reasons: branches that depend on values; a number of samples that forward has written down, for "
+    "micro-batches differ in it (and an example of fewer than 2). Else write the layers by hand"
+)
+_UNKNOWN_OUTPUT = (
+    "Have forward return tensors and plain containers only: without a cache, for a model of transformers "
+    "(config.use_cache=False). Or register the class, by torch.utils._pytree.register_pytree_node"
+)
+
+
 class Branch(NamedTuple):
     """A condition on the inputs' sizes that forward has asked for, and that was true of the example.
 
@@ -49,12 +59,13 @@ def branches_of(placeholders: list[fx.Node]) -> tuple[Branch, ...]:
     for guard in environment.guards:
         condition, place = environment.simplify(guard.expr), guard.sloc.framework_loc
         bound = {symbol.name for symbol in condition.free_symbols} <= names
-        if condition.free_symbols and bound and _is_branch(getattr(place, "filename", None)):
+        if condition.free_symbols and bound and is_branch(getattr(place, "filename", None)):
             found[Branch(condition, f"{Path(place.filename).name}:{place.lineno}")] = None
     return tuple(found)
 
 
-def _is_branch(file: str | None) -> bool:
+def is_branch(file: str | None) -> bool:
+    """Whether what this file asks decides what is computed; what torch's operations ask is asked again in each call."""
     if file is None:
         return False
     path = Path(file)
@@ -119,3 +130,14 @@ def _refusal(module: nn.Module, what: str) -> PipelineError:
         f"{type(module).__name__} cannot be split: torch.export would leave out {what}, and the pieces would train "
         "otherwise. Make it a torch.library.custom_op with register_autograd, or write the layers by hand"
     )
+
+
+def not_exported(module: nn.Module, mode: str, error: Exception) -> PipelineError:
+    """What to say of an error of torch.export, or of forward in it."""
+    first_line = next(iter(str(error).strip().splitlines()), "")
+    if "in output, which is not a known type" in first_line:
+        first_line, advice = first_line.split(". ")[0], _UNKNOWN_OUTPUT
+    else:
+        advice = _USUAL
+    what = f"{type(error).__name__}: {first_line}"
+    return PipelineError(f"torch.export cannot take {type(module).__name__} in {mode} mode: {what}. {advice}")

@@ -21,13 +21,13 @@ class Inputs:
     """What the whole module takes, and what is fixed about every leaf.
 
     template: (args, kwargs) with something in the place of every leaf (a TreeSpec itself is not meant to be pickled).
-    leaves: for a tensor its sizes, a number where the module fixes it and a name where it may change (equal names are
-        equal sizes); (value,) for anything else, which the export has made a constant.
+    leaves: for a tensor its dtype and its sizes, a number where the module fixes it and a name where it may change
+        (equal names are equal sizes); None and (value,) for anything else, which the export has made a constant.
     branches: what forward asked of these sizes; the graph is for the example's answers.
     """
 
     template: tuple[tuple[Any, ...], dict[str, Any]]
-    leaves: tuple[tuple[str, tuple[Any, ...]], ...]
+    leaves: tuple[tuple[torch.dtype | None, tuple[Any, ...]], ...]
     branches: tuple[Branch, ...] = ()
 
     def flat(self, value: Any) -> list[Any]:
@@ -55,14 +55,19 @@ class Inputs:
 
     def _check(self, leaves: list[Any]) -> None:
         seen: dict[str, int] = {}
-        for leaf, (kind, wanted) in zip(leaves, self.leaves, strict=True):
-            if kind == "constant":
+        for leaf, (dtype, wanted) in zip(leaves, self.leaves, strict=True):
+            if dtype is None:
                 if isinstance(leaf, Tensor) or leaf != wanted[0]:
                     raise PipelineError(f"the module was split for the constant {wanted[0]!r}, not {_short(leaf)}")
                 continue
             sizes = tuple(leaf.shape) if isinstance(leaf, Tensor) else None
             if sizes is None or len(sizes) != len(wanted):
                 raise PipelineError(f"the module was split for a tensor of {len(wanted)} dimensions: {_short(leaf)}")
+            if leaf.dtype != dtype:
+                raise PipelineError(
+                    f"the module was split for a tensor of {dtype}, not of {leaf.dtype}, for which forward may compute "
+                    "otherwise: convert the batch, or split with an example of that dtype"
+                )
             for size, fixed in zip(sizes, wanted, strict=True):
                 if size != (seen.setdefault(fixed, size) if isinstance(fixed, str) else fixed):
                     raise PipelineError(
@@ -79,7 +84,7 @@ class Inputs:
                 )
 
     def _named(self) -> list[list[Any]]:
-        return [list(wanted) for kind, wanted in self.leaves if kind == "tensor"]
+        return [list(wanted) for dtype, wanted in self.leaves if dtype is not None]
 
 
 class Definitions(tuple[str, ...]):
@@ -210,12 +215,12 @@ def inputs_of(
 ) -> Inputs:
     """What an exported graph fixes about its inputs."""
     examples, spec = pytree.tree_flatten(example)
-    leaves: list[tuple[str, tuple[Any, ...]]] = []
+    leaves: list[tuple[torch.dtype | None, tuple[Any, ...]]] = []
     for node, example in zip(placeholders, examples, strict=True):
         if isinstance(example, Tensor):
-            leaves.append(("tensor", tuple(_fixed_or_named(size) for size in node.meta["val"].shape)))
+            leaves.append((example.dtype, tuple(_fixed_or_named(size) for size in node.meta["val"].shape)))
         else:
-            leaves.append(("constant", (example,)))
+            leaves.append((None, (example,)))
     return Inputs(template_of(spec), tuple(leaves), branches)
 
 

@@ -14,8 +14,9 @@ from torch.distributed.pipelining._IR import annotate_split_points
 from torch.utils import _pytree as pytree
 
 from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline.asked_dtypes import AskedDtypes, check_as_asked
 from lp_pipe.pipeline.layers.graph_memory import changed_state, refuse_shared_memory
-from lp_pipe.pipeline.layers.lost_in_export import branches_of, own_gradients_refused
+from lp_pipe.pipeline.layers.lost_in_export import branches_of, not_exported, own_gradients_refused
 from lp_pipe.pipeline.layers.piece import Definitions, Inputs, Part, Piece, holder, inputs_of, template_of, tensor_at
 
 _POINTS = {"beginning": SplitPoint.BEGINNING, "end": SplitPoint.END}
@@ -133,19 +134,15 @@ def _trace(
             sizes[tensor] = dict(enumerate(free))
     try:
         dynamic = sizes.dynamic_shapes(module, args, kwargs)
-        with own_gradients_refused(module):
+        with own_gradients_refused(module), AskedDtypes():
             exported = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic)
         # Its guards are for exactly the example's kind of call; `Inputs` checks what matters here.
         root: Any = exported.module(check_guards=False)
     except PipelineError:
         raise
     except Exception as error:  # whatever the module's own forward raises comes through, too
-        first_line = next(iter(str(error).strip().splitlines()), "")
-        raise PipelineError(
-            f"torch.export cannot take {type(module).__name__} in {mode} mode: {type(error).__name__}: {first_line}. "
-            "Usual reasons: branches that depend on values; a number of samples that forward has written down, for "
-            "micro-batches differ in it (and an example of fewer than 2). Else write the layers by hand"
-        ) from error
+        raise not_exported(module, mode, error) from error
+    check_as_asked(root)
     placeholders, cuts, results = _cut(root.graph)
     if len(cuts) < 2:
         raise PipelineError(

@@ -16,7 +16,14 @@ from torch.distributed.pipelining import pipe_split
 
 import lp_pipe.pipeline as pp
 from lp_pipe.pipeline.layers.piece import Definitions, Piece
-from tests.pipeline.plain_loop import PlainLoop, adam, assert_same_state, launched, squared_error
+from tests.pipeline.plain_loop import (
+    PlainLoop,
+    adam,
+    assert_same_state,
+    launched,
+    random_batches,
+    squared_error,
+)
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -288,6 +295,19 @@ class WritesInPlace(nn.Module):
         return y.sum() + view.sum()
 
 
+class Cache:
+    """No container that torch knows."""
+
+
+class Remembers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.other = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {"logits": self.other(self.linear(x)), "past_key_values": Cache()}
+
+
 class CountsSamples(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -307,6 +327,7 @@ class CountsSamples(nn.Module):
         (Language, 2, "split_points=2: give a list of names"),
         (Branches, ["linear"], r"torch.export cannot take Branches in train mode: .*branches that depend on values"),
         (CountsSamples, ["linear"], r"torch.export cannot take CountsSamples .*a number of samples that forward has"),
+        (Remembers, ["other"], r"torch.export cannot take Remembers .*Cache.* not a known type. .*use_cache=False"),
         (WritesInPlace, (), "'linear' and 'slice_[12]' share memory .* that a later piece writes to in place"),
         (nn.Sequential(nn.Linear(D, D)), ["0"], "piece 0 of 2 is empty"),
         (nn.Sequential(nn.Linear(D, D)), [], "Sequential has no split points"),
@@ -328,6 +349,25 @@ def test_sizes_that_the_module_fixes_are_checked(language: Any) -> None:
     _, layers = language
     with pytest.raises(pp.PipelineError, match=r"split for inputs of shape \[.*\], not \[3, 4\]"):
         layers[0]((torch.zeros(3, 5, dtype=torch.long), torch.zeros(3, 4)))
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = self.enter(x)
+        x = x.masked_fill(mask, 0.0) if mask.dtype == torch.bool else x + mask
+        y: Tensor = self.leave(x)
+        return y
+
+
+def test_the_dtypes_of_inputs_are_checked() -> None:
+    # A mask to add took the branch of the example's, which was one of bools (or the other way round).
+    first, _ = pp.split(made(Masked), (torch.randn(4, D), torch.randn(4, D)), ["leave"])
+    with pytest.raises(pp.PipelineError, match=r"split for a tensor of torch\.float32, not of torch\.bool"):
+        first((torch.randn(4, D), torch.randn(4, D) > 0))
 
 
 class Recurrence(nn.Module):
@@ -358,6 +398,48 @@ def test_a_size_that_forward_has_made_a_number_is_checked(module: type[nn.Module
     assert torch.equal(second(first(x)), whole(x))
     with pytest.raises(pp.PipelineError, match=rf"split for inputs of shape \['s\d+', 5, {D}\], not \[3, 6, {D}\]"):
         first(torch.randn(3, 6, D))
+
+
+class NormedQuery(nn.Module):
+    """Asks for dtypes as Qwen's norms, T5's masks and many others do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.leave = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query = self.query(x)
+        h = query.float()
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
+        with torch.no_grad():
+            scale = torch.full_like(h, 3.0).type_as(query)
+        y: Tensor = self.leave(h.to(query.dtype) * scale) + torch.finfo(query.dtype).eps
+        return y
+
+
+@pytest.mark.parametrize(("precision", "other"), [("bf16", "fp32"), ("fp32", "bf16")])
+def test_a_module_that_asks_for_dtypes_is_split_under_the_precision_that_it_trains_in(
+    precision: str, other: str
+) -> None:
+    # What forward had made of the example's dtypes was in the graph, whatever the autocast of the pipeline gave.
+    module, batches = made(NormedQuery), random_batches([6, 5])
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16", cache_enabled=False):
+        layers = pp.split(module, batches[0][0], ["leave"])
+    model = pp.Model(layers, squared_error, adam)
+    plain = PlainModule(model, 2, copy.deepcopy(module))
+    plain.precision = precision
+    with launched("thread", model, batches, stages=2, microbatches=2, precision=precision) as pipeline:
+        assert [result.loss for result in pipeline.steps()] == plain.steps(batches)
+        assert_same_state(pipeline.state_dict(), plain.state_dict())
+    how = "under" if other == "bf16" else "without"
+    with (
+        launched("thread", model, batches, stages=2, microbatches=2, precision=other) as pipeline,
+        pytest.raises(
+            pp.PipelineError,
+            match=rf"test_splitting.py:\d+ asks for the dtype .*pp.split\(\) {how} torch.autocast\(.*bfloat16\)",
+        ),
+    ):
+        pipeline.step()
 
 
 class Padding(nn.Module):

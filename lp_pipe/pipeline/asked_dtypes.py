@@ -1,0 +1,81 @@
+"""Where a forward asks for a dtype: torch.export writes down the answer of the example, autocast may give another."""
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.overrides import TorchFunctionMode
+
+from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline.layers.lost_in_export import is_branch
+
+_ASSERT = torch.ops.aten._assert_tensor_metadata.default
+_DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
+_AS_ANOTHER = (Tensor.to, Tensor.type_as)
+
+
+class AskedDtypes(TorchFunctionMode):
+    """In the body torch.export notes in its graph what forward learns about the dtypes of floating-point tensors."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        asked = args[0] if function == _DTYPE else _other(args) if function in _AS_ANOTHER else None
+        if asked is not None and asked.is_floating_point() and is_branch(_file_of_caller()):
+            _ASSERT(asked, dtype=asked.dtype)
+        return function(*args, **(kwargs or {}))
+
+
+def check_as_asked(root: fx.GraphModule) -> None:
+    """Make of each note in the graph, and of torch.export's own at conversions, a check that names its line.
+
+    A conversion that changed nothing gave forward the same tensor: behind it the graph has its result for both.
+    """
+    for graph in (module.graph for module in root.modules() if isinstance(module, fx.GraphModule)):
+        for note in graph.find_nodes(op="call_function", target=_ASSERT):
+            asked, dtype = note.args[0], _noted(note)
+            if dtype is not None and asked.op != "get_attr" and not (asked.op == "placeholder" and graph is root.graph):
+                with graph.inserting_before(note):
+                    graph.call_function(same_dtype, (asked, dtype, _line_of(note)))
+            graph.erase_node(note)
+        graph.owning_module.recompile()
+
+
+def same_dtype(tensor: Tensor, dtype: torch.dtype, where: str) -> None:
+    """
+    Raises:
+        PipelineError: forward would go on otherwise with this tensor than it did with the example.
+    """
+    if tensor.dtype != dtype:
+        precision = tensor.dtype if tensor.dtype != torch.float32 else dtype
+        under = "without" if tensor.dtype == torch.float32 else "under"
+        raise PipelineError(
+            f"{where} asks for the dtype of a tensor, or converts it: it was {dtype} when the module was split and is "
+            f"{tensor.dtype} in this pipeline, with which the module would compute otherwise: call pp.split() {under} "
+            f"torch.autocast(device_type, {precision})"
+        )
+
+
+def _other(args: tuple[Any, ...]) -> Tensor | None:
+    return args[1] if len(args) > 1 and isinstance(args[1], Tensor) else None
+
+
+def _file_of_caller() -> str:
+    frame: Any = sys._getframe(2)
+    while frame.f_code.co_name == "__torch_function__":  # modes of torch.export
+        frame = frame.f_back
+    return str(frame.f_code.co_filename)
+
+
+def _noted(note: fx.Node) -> torch.dtype | None:
+    if not note.kwargs:
+        return note.args[-1]  # type: ignore[return-value]
+    dtype, result = note.kwargs["dtype"], note.next.meta.get("val")
+    is_same = dtype.is_floating_point and isinstance(result, Tensor) and result.dtype == dtype  # type: ignore[union-attr]
+    return dtype if is_same else None  # type: ignore[return-value]
+
+
+def _line_of(node: fx.Node) -> str:
+    frames = re.findall(r'File "(.*)", line (\d+)', node.stack_trace or "")
+    return f"{Path(frames[-1][0]).name}:{frames[-1][1]}" if frames else "forward"
