@@ -32,14 +32,15 @@ def check_as_asked(root: fx.GraphModule) -> None:
 
     A conversion that changed nothing gave forward the same tensor: behind it the graph has its result for both.
     """
-    for graph in (module.graph for module in root.modules() if isinstance(module, fx.GraphModule)):
-        for note in graph.find_nodes(op="call_function", target=_ASSERT):
+    for module in (module for module in root.modules() if isinstance(module, fx.GraphModule)):
+        known = ("get_attr", "placeholder") if module is root else ("get_attr",)  # parameters, and inputs of the batch
+        for note in module.graph.find_nodes(op="call_function", target=_ASSERT):
             asked, dtype = note.args[0], _noted(note)
-            if dtype is not None and asked.op != "get_attr" and not (asked.op == "placeholder" and graph is root.graph):
-                with graph.inserting_before(note):
-                    graph.call_function(same_dtype, (asked, dtype, _line_of(note)))
-            graph.erase_node(note)
-        graph.owning_module.recompile()
+            if dtype is not None and asked.op not in known:
+                with module.graph.inserting_before(note):
+                    module.graph.call_function(same_dtype, (asked, dtype, _line_of(note)))
+            module.graph.erase_node(note)
+        module.recompile()
 
 
 def same_dtype(tensor: Tensor, dtype: torch.dtype, where: str) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.layers.model import FromFunction, Layer, built_by_function
@@ -40,12 +40,18 @@ def build_layers(sources: Sequence[Any], first_layer: int, seed: int) -> list[nn
         if not isinstance(layer, nn.Module):
             raise PipelineError(f"the factory of layer {index} ({source!r}) returned {layer!r}, which is no nn.Module")
         layers.append(layer)
-    copies = copy.deepcopy([layers[position] for position in ready])
-    for position, module in zip(ready, copies, strict=True):
+    for position, module in zip(ready, _copied([layers[position] for position in ready]), strict=True):
         layers[position] = module
     for index, layer in enumerate(layers, start=first_layer):
         refuse_lazy(layer, f"layer {index}")
     return layers
+
+
+def _copied(modules: list[nn.Module]) -> list[nn.Module]:
+    """What a module keeps of a forward (weight_norm's weight, the last attention) is copied without its graph."""
+    attributes = [value for layer in modules for module in layer.modules() for value in vars(module).values()]
+    kept = [value for value in attributes if isinstance(value, Tensor) and not value.is_leaf]
+    return copy.deepcopy(modules, {id(value): value.detach().clone() for value in kept})
 
 
 def parameter_count(source: Any) -> int:

@@ -134,6 +134,30 @@ def test_the_users_own_modules_are_never_trained(form: str) -> None:
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
+class Normed(nn.Linear):
+    """Keeps what its forward made, as torch.nn.utils.weight_norm and many attention layers do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.scaled = self.weight / self.weight.norm()
+        return nn.functional.linear(x, self.scaled, self.bias)
+
+
+def test_modules_that_were_called_before_may_keep_what_they_made() -> None:
+    # torch refuses to copy tensors with a graph, so that the stages' start failed in thread mode only.
+    layers = [Normed(D, D), nn.Tanh(), Normed(D, D)]
+    nn.Sequential(*layers)(BATCHES[0][0])
+    model = pp.Model(layers, squared_error, adam)
+    with launched("thread", model, BATCHES, stages=2, microbatches=2) as pipeline:
+        losses = [result.loss for result in pipeline.steps()]
+        state = pipeline.state_dict()
+    assert all(not layer.scaled.is_leaf for layer in layers if isinstance(layer, Normed))
+    for layer in (layers[0], layers[2]):
+        del layer.scaled  # for the plain loop copies them as well
+    plain = PlainLoop(model, 2)
+    assert losses == plain.steps(BATCHES)
+    assert_same_state(state, plain.state_dict())
+
+
 def test_a_parameter_shared_within_a_stage_stays_shared() -> None:
     first, second = nn.Linear(D, D), nn.Linear(D, D)
     second.weight = first.weight
