@@ -106,7 +106,9 @@ def _parse(own: list[str]) -> argparse.Namespace:
     arguments, unknown = _parser().parse_known_args(own)
     if unknown:
         flags = " ".join(unknown)
-        raise UsageError(f"unknown arguments: {flags}; flags of the program itself come after `--`: -- {flags}")
+        is_of_program = f"flags of the program itself come after `--`: -- {flags}"
+        hint = is_of_program if "target" in vars(arguments) else f"see `lp_pipe {own[0]} --help`"
+        raise UsageError(f"unknown arguments: {flags}; {hint}")
     return arguments
 
 

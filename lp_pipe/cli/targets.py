@@ -12,10 +12,16 @@ from typing import Any, NamedTuple
 
 from lp_pipe.cli.errors import NotLaunched, UsageError, nearest
 from lp_pipe.cli.program_flags import check_answered, hand_over
+from lp_pipe.launch.refusal import launches_refused
 from lp_pipe.program import Program
 from lp_pipe.telemetry.tracebacks import fold_traceback
 
 DEFAULT_NAMES = ("program", "make_program")
+# Also every node that is a process would import the file, and launch the program once more, and its nodes again.
+_LAUNCHES = (
+    "lp_pipe imports this file for its program, and launches that itself: "
+    'put the file\'s own launch below `if __name__ == "__main__":`'
+)
 
 
 class Target(NamedTuple):
@@ -68,7 +74,8 @@ def _load(text: str, program_flags: Sequence[str]) -> tuple[Target, str, Any]:
     target = Target.parse(text)
     file = _find_file(target) if target.is_file else _find_module(target)
     hand_over(str(file), program_flags)
-    module = _guarded(text, lambda: _import_file(file) if target.is_file else importlib.import_module(target.place))
+    with launches_refused(_LAUNCHES):
+        module = _guarded(text, lambda: _import_file(file) if target.is_file else importlib.import_module(target.place))
     _parse_absl_flags(text, module, program_flags)
     return target, *_find_name(target, module)
 

@@ -27,6 +27,7 @@ from lp_pipe.launch.hosts.source_tree import SourceTree
 from lp_pipe.launch.hosts.standing import StandingGathering
 from lp_pipe.launch.hosts.tree_store import TreeStore
 from lp_pipe.launch.launcher import check_grace, check_hang_after, check_program, make_run_dir, named_engine, start_run
+from lp_pipe.launch.refusal import check_not_refused
 from lp_pipe.launch.run import Run
 from lp_pipe.launch.signals import Interrupts, wait_awake
 from lp_pipe.program import Program
@@ -95,6 +96,7 @@ def launch_elastic(
         LaunchError: there were not MIN hosts in time; as `launch`.
         Exception: of `make_program`.
     """
+    check_not_refused()
     count = HostCount.parse(num_hosts)
     check_hang_after(hang_after)
     check_grace(grace)

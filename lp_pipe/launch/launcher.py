@@ -18,6 +18,7 @@ from lp_pipe.launch.hosts.gathered import MultiHostOptions
 from lp_pipe.launch.hosts.gathering import Patience
 from lp_pipe.launch.hosts.source_tree import SourceTree
 from lp_pipe.launch.plan.plan import Plan, make_plan, serialize_nodes
+from lp_pipe.launch.refusal import check_not_refused
 from lp_pipe.launch.registry import RUN_FILE, read_record
 from lp_pipe.launch.run import Run
 from lp_pipe.launch.uncaught import print_reports
@@ -87,6 +88,7 @@ def launch(
         LaunchError: a host has not joined, or not got the sources, or a process could not be started, or a run that has
             not ended is in run_dir; nothing is left running.
     """
+    check_not_refused()
     check_program(program, "launch takes a Program")
     if mode not in MODES:
         raise ValueError(f"unknown launch mode {mode!r}; known modes: {', '.join(MODES)}")

@@ -50,6 +50,7 @@ WRONG = {
     "launch demo.py --stages=3": (
         "unknown arguments: --stages=3; flags of the program itself come after `--`: -- --stages=3"
     ),
+    "clean --force": "unknown arguments: --force; see `lp_pipe clean --help`",
     "launch demo.py -- --stage=3": (
         "demo.py: Unknown command line flag 'stage'. Did you mean: stages ?; `-- --help` lists the program's flags"
     ),
