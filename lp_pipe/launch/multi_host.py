@@ -25,13 +25,13 @@ from lp_pipe.launch.hosts.gathered import Gathered, MultiHostOptions, gather
 from lp_pipe.launch.hosts.gathering import RemoteAgent
 from lp_pipe.launch.hosts.local_modules import ship_local_modules, stop_shipping
 from lp_pipe.launch.hosts.relocation import Relocation, orphan_s
+from lp_pipe.launch.hosts.run_folder import warn_of_hosts_apart
 from lp_pipe.launch.hosts.shipped_logs import ReceivedLogs
 from lp_pipe.launch.hosts.source_tree import SourceTree, send_tree
 from lp_pipe.launch.plan.plan import Plan, serialize_nodes
 from lp_pipe.launch.plan.spec import NodeSpec
 from lp_pipe.launch.plan.surroundings import Surroundings
 from lp_pipe.launch.processes.template import loaded_here
-from lp_pipe.launch.run_folder import warn_of_hosts_apart
 from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.telemetry.log_files import LogFiles, log_path
 from lp_pipe.telemetry.metrics import MetricsLog

@@ -8,7 +8,7 @@ from pathlib import Path
 from lp_pipe.errors import NodeError
 from lp_pipe.launch.coordination.coordinator import Coordinator
 from lp_pipe.launch.host import Host
-from lp_pipe.launch.lacking import advice_for
+from lp_pipe.launch.hosts.lacking import advice_for
 from lp_pipe.telemetry.tracebacks import fold_traceback, shortened
 
 MAX_LINES = 14  # one less than a report may have: who prints it adds where the run's folder is

@@ -14,7 +14,7 @@ from torch.distributed.pipelining._IR import annotate_split_points
 from torch.utils import _pytree as pytree
 
 from lp_pipe.errors import PipelineError
-from lp_pipe.pipeline.asked_dtypes import AskedDtypes, check_as_asked
+from lp_pipe.pipeline.layers.asked_dtypes import AskedDtypes, check_as_asked
 from lp_pipe.pipeline.layers.graph_memory import changed_state, refuse_shared_memory
 from lp_pipe.pipeline.layers.lost_in_export import branches_of, not_exported, own_gradients_refused
 from lp_pipe.pipeline.layers.piece import Definitions, Inputs, Part, Piece, holder, inputs_of, template_of, tensor_at

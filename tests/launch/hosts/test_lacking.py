@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lp_pipe.errors import NodeError
-from lp_pipe.launch.lacking import advice_for
+from lp_pipe.launch.hosts.lacking import advice_for
 from lp_pipe.launch.report import failure_report
 
 
