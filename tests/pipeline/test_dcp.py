@@ -29,7 +29,9 @@ def write(
     writers = [Share({ENTRY: MANIFEST.as_entry(), **share}, copy=False) for share in shares]
     whole = WholePlan([writer.describe() for writer in writers], tied)
     pairs = enumerate(zip(writers, whole.left_out, strict=True))
-    whole.finish(folder, [writer.write(str(folder), version, worker, others) for worker, (writer, others) in pairs])
+    whole.finish(
+        folder, [writer.write(str(folder), version, worker, "here", others) for worker, (writer, others) in pairs]
+    )
 
 
 def weights(**values: Any) -> dict[Key, Any]:
@@ -126,7 +128,7 @@ def test_a_folder_is_the_old_checkpoint_until_it_is_the_new_one(
 
 
 def test_a_folder_without_metadata_was_never_finished(tmp_path: Path) -> None:
-    Share(weights(a=torch.ones(1)), copy=False).write(str(tmp_path), "step-1-a", 0, ())
+    Share(weights(a=torch.ones(1)), copy=False).write(str(tmp_path), "step-1-a", 0, "here", ())
     with pytest.raises(
         CheckpointError, match=rf"{tmp_path} is no checkpoint: without \.metadata it was never finished"
     ):
@@ -164,6 +166,6 @@ def test_a_copy_is_of_the_moment_at_which_it_was_taken(tmp_path: Path) -> None:
     tensor.add_(1)
     options["lr"] = 2.0
     whole = WholePlan([share.describe()], ())
-    whole.finish(tmp_path, [share.write(str(tmp_path), "step-3-a", 0, ())])
+    whole.finish(tmp_path, [share.write(str(tmp_path), "step-3-a", 0, "here", ())])
     found = SavedFolder(tmp_path).read([("model", "a"), ("options", "0")])
     assert torch.equal(found["model", "a"], torch.zeros(3)) and found["options", "0"] == {"lr": 1.0}
