@@ -424,7 +424,7 @@ def test_a_module_that_asks_for_dtypes_is_split_under_the_precision_that_it_trai
     # What forward had made of the example's dtypes was in the graph, whatever the autocast of the pipeline gave.
     module, batches = made(NormedQuery), random_batches([6, 5])
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16", cache_enabled=False):
-        layers = pp.split(module, batches[0][0], ["leave"])
+        layers = cloudpickle.loads(cloudpickle.dumps(pp.split(module, batches[0][0], ["leave"])))  # as to a process
     model = pp.Model(layers, squared_error, adam)
     plain = PlainModule(model, 2, copy.deepcopy(module))
     plain.precision = precision
