@@ -6,6 +6,7 @@ import os
 # two xdist workers that each start several nodes would otherwise ask for cores × nodes threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import gc
 import shutil
 import signal
 import subprocess
@@ -40,6 +41,15 @@ def pytest_configure(config: pytest.Config) -> None:
     are_on_gpus = all(Path(argument.split("::")[0]).resolve().is_relative_to(on_gpus) for argument in config.args)
     if this_host().gpus and not are_on_gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Let the garbage collector leave alone what is there from now on to the end: torch, and all tests.
+
+    Checks for leaks collect garbage, which takes 0.2 s with 300,000 objects, thousands of times.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

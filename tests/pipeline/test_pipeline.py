@@ -310,8 +310,11 @@ def _registered_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("mode", "resources"),
-    [("thread", None), ("process", None), ("process", lp.Resources(fresh_interpreter=True))],
-    ids=["thread", "process", "fresh"],
+    [
+        pytest.param("thread", None, id="thread"),
+        pytest.param("process", None, id="process"),
+        pytest.param("process", lp.Resources(fresh_interpreter=True), id="fresh", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.usefixtures("_registered_schedule")
 def test_a_registered_schedule_is_known_in_the_stages(mode: str, resources: lp.Resources | None) -> None:
