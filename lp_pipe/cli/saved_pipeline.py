@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from lp_pipe.checkpoint import Checkpoint
-
-_METADATA = ".metadata"  # torch's; it comes last, so that what was never finished has none
+from lp_pipe.pipeline.saving.manifest import METADATA
 
 
 class SavedPipeline(Checkpoint):
@@ -17,7 +16,7 @@ class SavedPipeline(Checkpoint):
 
 
 def is_saved_pipeline(path: Path) -> bool:
-    return (path / _METADATA).is_file()
+    return (path / METADATA).is_file()
 
 
 def open_saved_pipeline(path: Path) -> SavedPipeline:
@@ -30,4 +29,4 @@ def open_saved_pipeline(path: Path) -> SavedPipeline:
 
     step = SavedFolder(path).manifest().step
     files = {file.name: (file.stat().st_size, "") for file in sorted(path.iterdir()) if file.is_file()}
-    return SavedPipeline(path, step, (path / _METADATA).stat().st_mtime, ("pipeline",), files)
+    return SavedPipeline(path, step, (path / METADATA).stat().st_mtime, ("pipeline",), files)

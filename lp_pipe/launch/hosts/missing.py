@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from lp_pipe.launch.engines.base import Watched
+from lp_pipe.telemetry.some_names import some
 
-_MOST_NAMES = 8
 _MOST_TOLD = 3  # hosts with a reason of their own: an error has at most 15 lines
 _LINES = 5  # of what one of them printed; where several are told of, fewer
 _FEW_LINES = 2
@@ -38,9 +38,3 @@ def _told(one: Watched, waited_s: float, most_lines: int) -> str:
     lines = one.last_lines()[-most_lines:]
     said = "".join(f"\n      {line}" for line in lines) or "; it had printed nothing"
     return f"{some(one.hosts)}: {state}{said}"
-
-
-def some(names: Sequence[str]) -> str:
-    """The names, or the first of very many."""
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return ", ".join(names[:_MOST_NAMES]) + more

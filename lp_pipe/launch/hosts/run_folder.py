@@ -7,7 +7,7 @@ from concurrent.futures import wait
 from pathlib import Path
 
 from lp_pipe.launch.hosts.agent_link import AgentLink
-from lp_pipe.launch.hosts.missing import some
+from lp_pipe.telemetry.some_names import some
 
 _log = logging.getLogger(__name__)
 

@@ -11,6 +11,7 @@ from typing import Any, Self
 from lp_pipe.errors import PartitionError
 from lp_pipe.pipeline.partitioning import pipedream_file
 from lp_pipe.pipeline.partitioning.fields import check_keys, checked_number, in_file, read_json, write_json
+from lp_pipe.telemetry.some_names import some
 
 _TIMES = ("forward_s", "backward_s")
 _SIZES = ("activation_bytes", "parameter_bytes")
@@ -98,7 +99,7 @@ class Profile:
         if len(order) < len(self.layers):
             circle = [layer.name for layer, count in zip(self.layers, waits, strict=True) if count]
             raise PartitionError(
-                f"profile: edges: {_some(circle)} wait for each other: the edges must not go in a circle"
+                f"profile: edges: {some(circle, 5)} wait for each other: the edges must not go in a circle"
             )
         return order
 
@@ -194,10 +195,6 @@ def _check_edges(edges: Sequence[tuple[str, str]], names: Sequence[str], where: 
         for name in edge:
             if name not in known:
                 raise PartitionError(f"{where}: edges[{place}]: there is no layer {name!r}")
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def total_seconds(profile: Profile) -> float:

@@ -17,10 +17,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from lp_pipe.errors import CheckpointError
-from lp_pipe.pipeline.saving.manifest import ENTRY, Manifest, from_entry
+from lp_pipe.pipeline.saving.manifest import ENTRY, METADATA, Manifest, from_entry
 from lp_pipe.pipeline.saving.saved import Key
-
-_METADATA = ".metadata"
 
 
 class SavedFolder:
@@ -36,7 +34,7 @@ class SavedFolder:
         names = self._metadata.planner_data or {}
         self.keys: list[Key] = [tuple(names.get(name, (name,))) for name in self._metadata.state_dict_metadata]
         if ENTRY not in self.keys:
-            raise CheckpointError(f"{folder} is no checkpoint of lp_pipe: {_METADATA} has no entry {ENTRY[0]!r}")
+            raise CheckpointError(f"{folder} is no checkpoint of lp_pipe: {METADATA} has no entry {ENTRY[0]!r}")
 
     @property
     def names(self) -> list[str]:
@@ -68,7 +66,7 @@ class SavedFolder:
                 reader.read_data(LoadPlan(items), planner)
             except Exception as error:  # damaged bytes may lead torch anywhere
                 path = self._folder / file
-                raise CheckpointError(f"cannot read {path}, which {_METADATA} names: {error}") from error
+                raise CheckpointError(f"cannot read {path}, which {METADATA} names: {error}") from error
         return {key: planner.state_dict[name] for name, key in wanted.items()}
 
     def damage(self) -> list[str]:
@@ -114,12 +112,12 @@ class _Planner(DefaultLoadPlanner):
 
 
 def _metadata(folder: Path) -> Metadata:
-    path = folder / _METADATA
+    path = folder / METADATA
     try:
         with path.open("rb") as file:
             found = _DataOnly(file).load()
     except FileNotFoundError:
-        raise CheckpointError(f"{folder} is no checkpoint: without {_METADATA} it was never finished") from None
+        raise CheckpointError(f"{folder} is no checkpoint: without {METADATA} it was never finished") from None
     except Exception as error:  # damaged bytes may lead pickle anywhere
         raise CheckpointError(f"{path} is damaged: {error}") from error
     if not isinstance(found, Metadata):

@@ -28,10 +28,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from lp_pipe.pipeline.saving.manifest import METADATA
 from lp_pipe.pipeline.saving.saved import Key
 from lp_pipe.pipeline.saving.share_file import Described, Description, Written, is_share
-
-_METADATA = ".metadata"
 
 
 class WholePlan:
@@ -57,7 +56,7 @@ class WholePlan:
         """Make the folder a checkpoint, at once; then delete what the one before has left there."""
         places = {key: (share.file, *place) for share in written for key, place in share.places.items()}
         places.update({key: places[first] for key, first in self._first.items()})
-        _replace(folder / _METADATA, pickle.dumps(_metadata(self._described, places)))
+        _replace(folder / METADATA, pickle.dumps(_metadata(self._described, places)))
         files = {share.file for share in written}
         for path in folder.iterdir():
             if is_share(path) and path.name not in files:

@@ -5,6 +5,7 @@ from typing import Any
 
 from lp_pipe.errors import CheckpointError
 
+METADATA = ".metadata"  # torch's own file; it comes last, so that what was never finished has none
 ENTRY = ("lp_pipe",)  # where it is among the entries
 _FORMAT = 1
 
