@@ -3,6 +3,7 @@
     sender                                           receiver
       slot's number, tag; one more sent    ─────►
                                            ◄─────      one more taken: a credit
+                                           ◄─────      closed: look at the connection, which says why
       asleep? then the other end nudges it by a frame, and only then
 
 Each number is written by one end. A message counts once it is complete in memory, so a process may be killed at any
@@ -20,7 +21,8 @@ from lp_pipe.channels.segments import announcement, opened
 # Others may see stores in another order than they were made in; Python has no means to forbid it.
 is_board_supported = hasattr(os, "memfd_create") and platform.machine() in ("x86_64", "AMD64")
 
-_SENT, _TAKEN, _SENDER_SLEEPS, _RECEIVER_SLEEPS, _ENTRIES = 0, 8, 16, 24, 32  # each in a cache line of its own
+# Each in a cache line of its own.
+_SENT, _TAKEN, _SENDER_SLEEPS, _RECEIVER_SLEEPS, _CLOSED, _ENTRIES = 0, 8, 16, 24, 32, 40
 _ENTRY = 2
 MANY_CREDITS = 4  # from here on a sender without any goes on when half of them are back
 
@@ -34,6 +36,7 @@ class Board:
         self._wakes_at = credits // 2 if credits >= MANY_CREDITS else credits
         self._fence = threading.Lock()
         self.sent = 0  # by the sender; at the receiver: how many of them it has seen
+        self._taken_before = 0
         self.sender_bell = Bell(self._numbers, self._fence, _TAKEN, _SENDER_SLEEPS)
         self.receiver_bell = Bell(self._numbers, self._fence, _SENT, _RECEIVER_SLEEPS)
 
@@ -63,6 +66,15 @@ class Board:
     @property
     def taken(self) -> int:
         return self._numbers[_TAKEN]
+
+    def is_being_read(self) -> bool:
+        """Whether the receiver has taken something since this was last asked, and is open; it may die at any moment."""
+        before, self._taken_before = self._taken_before, self.taken
+        return self._taken_before != before and not self._numbers[_CLOSED]
+
+    def close(self) -> None:
+        """By the receiver, which takes nothing more."""
+        self._numbers[_CLOSED] = 1
 
     def publish(self, tag: int, token: int) -> bool:
         """One more message, for which there is a credit; whether the receiver must be nudged."""

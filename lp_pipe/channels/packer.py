@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lp_pipe.channels import packing
@@ -38,14 +39,16 @@ class Packer:
         return self._layout, tensors
 
     def _pattern_of(self, value: Any, tensors: list[Tensor]) -> tuple[Any, ...] | None:
-        """All that a value's layout depends on; its tensors are added to the list. None: something unusual is in it."""
+        """All that a value's layout depends on; its tensors are added to the list. None: something unusual is in it.
+
+        Whether channels carry such tensors at all is seen when a pattern is new.
+        """
         kind = type(value)
         if kind is Tensor:
-            is_carried = value.is_cpu or (self._carries_gpu and value.is_cuda)
-            if not is_carried or not packing.is_copied(value):
-                return None
-            tensors.append(value.detach())
-            return value.dtype, value.shape, value.stride(), packing.is_on_gpu(value)
+            if value.layout is not torch.strided or value.is_nested:
+                return None  # they have no strides
+            tensors.append(value.detach() if value.requires_grad else value)
+            return value.dtype, value.shape, value.stride(), value.device.type
         if kind is tuple or kind is list:
             parts = [self._pattern_of(part, tensors) for part in value]
             return None if None in parts else (kind, *parts)

@@ -1,12 +1,12 @@
 """A value as a layout and its tensors: the layout is all but the tensors' bytes, and rarely changes."""
 
+import itertools
 import math
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -75,7 +75,7 @@ class Layout:
     def offsets(self) -> list[int]:
         """Where each tensor begins when all lie in one piece of memory; the last entry is that memory's size."""
         sizes = (-(-spec.size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for spec in self.tensor_specs)
-        return list(accumulate(sizes, initial=0))
+        return list(itertools.accumulate(sizes, initial=0))
 
     @cached_property
     def parts(self) -> "tuple[Layout, Layout]":
@@ -85,18 +85,27 @@ class Layout:
         return Layout(self.structure, of_host, (), b""), Layout(self.structure, of_gpu, (), b"")
 
     @cached_property
-    def constants(self) -> list[Any] | None:
-        """The leaves that are no tensors, if they are the same objects for every value."""
-        others = codec.loads(self.others) if self.others else []
-        return others if all(type(leaf) in CONSTANTS for leaf in others) else None
+    def has_geometries(self) -> bool:
+        return any(self.geometries)
 
     @cached_property
-    def assemble(self) -> Callable[[Iterator[Any]], Any]:
-        """Make a value of its leaves."""
+    def assemble(self) -> Callable[[Sequence[Tensor]], Any]:
+        """Make a value of its tensors; the other leaves are made anew each time, so that no two values share them."""
+        others = codec.loads(self.others) if self.others else []
+        if not isinstance(self.structure, bytes) and all(type(leaf) in CONSTANTS for leaf in others):
+            tensors, constants = itertools.count(), iter(others)
+            parts: list[_Maker] = [
+                _Constant(next(constants)) if spec is None else _nth(next(tensors)) for spec in self.specs
+            ]
+            return _assembler(self.structure, iter(parts))
+        return self._assemble_anew
+
+    def _assemble_anew(self, tensors: Sequence[Tensor]) -> Any:
         structure = self.structure
-        if not isinstance(structure, bytes):
-            return _assembler(structure)
-        return lambda leaves: pytree.tree_unflatten(list(leaves), _treedef_of(codec.loads(structure)))
+        treedef = _treedef_of(codec.loads(structure)) if isinstance(structure, bytes) else structure
+        remaining, others = iter(tensors), iter(codec.loads(self.others) if self.others else [])
+        leaves = [next(others if spec is None else remaining) for spec in self.specs]
+        return pytree.tree_unflatten(leaves, treedef)
 
     def encode(self) -> bytes:
         structure = self.structure if isinstance(self.structure, bytes) else _portable(self.structure)
@@ -137,14 +146,10 @@ def pack(value: Any, *, carries_gpu: bool = True) -> tuple[Layout, list[Tensor]]
 
 
 def unpack(layout: Layout, tensors: Sequence[Tensor]) -> Any:
-    """Undo `pack`; the other leaves are made anew each time, so that no two values share them."""
-    if any(layout.geometries):
+    """Undo `pack`; no two values share anything that could change."""
+    if layout.has_geometries:
         tensors = [_restored(tensor, geometry) for tensor, geometry in zip(tensors, layout.geometries, strict=True)]
-    if not layout.others:
-        return layout.assemble(iter(tensors))
-    remaining = iter(tensors)
-    others = iter(layout.constants if layout.constants is not None else codec.loads(layout.others))
-    return layout.assemble(iter([next(others if spec is None else remaining) for spec in layout.specs]))
+    return layout.assemble(tensors)
 
 
 def copied(value: Any) -> Any:
@@ -242,15 +247,40 @@ def _is_plain(treedef: pytree.TreeSpec) -> bool:
     return own_is_plain and all(_is_plain(child) for child in treedef.children())
 
 
-def _assembler(treedef: pytree.TreeSpec) -> Callable[[Iterator[Any]], Any]:
+_Maker = Callable[[Sequence[Tensor]], Any]
+
+
+@dataclass(frozen=True)
+class _Constant:
+    """Makes the same for every value."""
+
+    value: Any
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Any:
+        return self.value
+
+
+def _nth(index: int) -> _Maker:
+    return lambda tensors: tensors[index]
+
+
+def _assembler(treedef: pytree.TreeSpec, leaves: Iterator[_Maker]) -> _Maker:
     """pytree.tree_unflatten, which would look every container up again for every message."""
     if treedef.is_leaf():
-        return next
-    kind = treedef.type
-    if kind is tuple or kind is list:
-        parts = [_assembler(child) for child in treedef.children()]
-        return lambda leaves: kind([part(leaves) for part in parts])
-    return lambda leaves: pytree.tree_unflatten(list(islice(leaves, treedef.num_leaves)), treedef)
+        return next(leaves)
+    parts = [_assembler(child, leaves) for child in treedef.children()]
+    if treedef.type is tuple:
+        constants = [part.value for part in parts if isinstance(part, _Constant)]
+        if len(constants) == len(parts):
+            return _Constant(tuple(constants))
+        if len(parts) == 2:  # a message's value and what is known of it
+            first, second = parts
+            return lambda tensors: (first(tensors), second(tensors))
+        return lambda tensors: tuple([part(tensors) for part in parts])
+    if treedef.type is list:
+        return lambda tensors: [part(tensors) for part in parts]
+    flat = pytree.TreeSpec(treedef.type, treedef.context, [pytree.treespec_leaf()] * len(parts))
+    return lambda tensors: pytree.tree_unflatten([part(tensors) for part in parts], flat)
 
 
 def _portable(treedef: pytree.TreeSpec) -> Any:

@@ -87,6 +87,8 @@ class Receiver:
         with self._state:
             self._is_closed_here = True
             self._closed_reason = self._closed_reason or reason
+            if self._board is not None:
+                self._board.close()
             self._arrived.clear()
             self._pulling.wake()
             connection, inlet = self._connection, self._inlet
@@ -103,12 +105,13 @@ class Receiver:
     def _next(self, tag: int, deadline: float | None, timeout_s: float | None) -> "_Message":
         """Wait for and take the oldest message, which has this tag or a lower one."""
         with self._state:
-            remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not self._wait(tag, remaining):
-                raise TimeoutError(f"{self._label}: nothing with tag {tag} came within {timeout_s} s")
-            reason = self._end_of(tag)
-            if reason is not None:
-                raise ChannelClosed(f"{self._label}: {reason}")
+            if not self._has_arrived() or self._abort is not None:
+                remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
+                if not self._wait(tag, remaining):
+                    raise TimeoutError(f"{self._label}: nothing with tag {tag} came within {timeout_s} s")
+                reason = self._end_of(tag)
+                if reason is not None:
+                    raise ChannelClosed(f"{self._label}: {reason}")
             first = self._arrived[0].tag
             assert first <= tag, f"{self._label}: tag {first} came while {tag} was asked for; the order is broken"
             return self._arrived.popleft()

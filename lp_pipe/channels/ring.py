@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lp_pipe.channels.packing import Layout, empty_tensor, separate_tensors
+from lp_pipe.channels.packing import Layout, separate_tensors
 from lp_pipe.channels.segments import OpenSegments, Segment, Slot
 from lp_pipe.channels.transport import Inlet, Outlet, TransferError
 from lp_pipe.connections.shortage import told
@@ -90,9 +90,8 @@ class RingInlet(Inlet):
             raise parcel
         if not isinstance(parcel, Slot):
             return separate_tensors(torch.frombuffer(parcel, dtype=torch.uint8), layout)
-        pairs = zip(layout.tensor_specs, parcel.tensors(layout), strict=True)
         try:
-            return [empty_tensor(spec).copy_(source) for spec, source in pairs]
+            return [tensor.clone() for tensor in parcel.tensors(layout)]
         finally:
             parcel.free()
 

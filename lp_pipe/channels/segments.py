@@ -115,7 +115,9 @@ class OpenSegments:
 
     def slot(self, token: int) -> tuple[Slot, bool]:
         """The slot, and whether it is lent."""
-        first = max(first for first in self._slots if first <= token)
+        first = max(self._slots)
+        if first > token:  # one of an older segment
+            first = max(first for first in self._slots if first <= token)
         slots, is_lent = self._slots[first]
         return slots[token - first], is_lent
 

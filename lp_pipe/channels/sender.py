@@ -59,7 +59,7 @@ class Sender:
         with self._send_lock:
             layout, tensors = self._packer.pack(value)
             header = b"" if layout is self._layout else layout.encode()
-            if self._board is not None:
+            if self._board is not None and not self._board.is_being_read():
                 self._pulling.look()  # whether the receiver is still there: writing for nobody would not fail
             self._take_credit(tag)
             self._layout = layout

@@ -191,8 +191,9 @@ def test_a_failure_that_the_test_has_seen_is_expected(run_tests: RunTests) -> No
 
         def test_the_end_of_the_block(launched):
             with pytest.raises(lp.NodeError, match="out of paint"):
-                with launched(failing()):
-                    pass
+                with launched(failing()) as run:
+                    while run.failure is None:
+                        pass
 
         def test_a_remote_error_is_no_failure_of_the_node(launched):
             with pytest.raises(ValueError, match="full"):

@@ -9,6 +9,7 @@ from lp_pipe.errors import PipelineError
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 PRECISIONS = ("fp32", *_DTYPES)
+_NO_CAST = nullcontext()  # made once, because each call of a layer asks for it
 
 
 def check_precision(precision: Any) -> None:
@@ -24,5 +25,5 @@ def check_precision(precision: Any) -> None:
 def autocast(precision: str, device_type: str = "cpu") -> AbstractContextManager[Any]:
     """torch's, around layers and loss. Without its cache, which would outlive a stage's share of the loop."""
     if precision == "fp32":
-        return nullcontext()
+        return _NO_CAST
     return torch.autocast(device_type, _DTYPES[precision], cache_enabled=False)

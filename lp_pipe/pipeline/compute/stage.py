@@ -39,12 +39,12 @@ class Place(NamedTuple):
     microbatch: int
 
 
-@dataclass
+@dataclass(slots=True)
 class Stash:
     """What a forward leaves for its backward.
 
-    The outputs' graph (not the outputs, which may be gone); where it begins, if an input wants a gradient; and where
-    the inputs' gradients will arrive.
+    The outputs' graph (not the outputs, which may be gone); the leaf that it begins with, if an input wants a gradient;
+    and where the inputs' gradients will arrive.
     By name: stashed values that other stages pop, and where the gradients of those popped here will arrive.
     """
 
@@ -90,6 +90,7 @@ class Stage:
         self._buffers = WrittenBuffers(layers, first_layer, shared_buffers)
         self._runs = [self._prepared(run) for run in runs_of(recompute, first_layer, layers)]
         self._borrowed = [tied[name] for name in tied if int(name.split(".", 1)[0]) < first_layer]
+        self._phony = phony()
         self.activation_stash: dict[int, Stash] = {}
         self._weight_stash: dict[int, Callable[[Roots], None]] = {}  # the second parts of backwards
         self._popped_gradients: dict[tuple[int, str], list[Tensor | None]] = {}
@@ -184,10 +185,10 @@ class Stage:
             parameter.grad = None
 
     def _run(self, message: Message, step: int, microbatch: int, stash: Stash, skips: dict[str, Any]) -> Any:
-        value = _enter(message, stash, stash.input_gradients)
+        value = _enter(self._phony, message, stash, stash.input_gradients)
         unwritten = Unwritten(tensors_of(value), message.overlapping) if message.overlapping else None
         for name in skips:
-            skips[name] = _enter(skips[name], stash, stash.popped_gradients.setdefault(name, []))
+            skips[name] = _enter(self._phony, skips[name], stash, stash.popped_gradients.setdefault(name, []))
         for layers, segment in self._runs:
             if segment is None or step == _EVALUATION:
                 value = self._call(layers, step, microbatch, value, skips)
@@ -267,24 +268,39 @@ def _backward_later(roots: Roots, held: Sequence[Held], more: Roots) -> None:
     backward([*roots, *more])
 
 
-def _enter(message: Message, stash: Stash, gradients: list[Tensor | None]) -> Any:
-    """The message's value, with the tensors that want a gradient attached to the stage's graph."""
-    if not any(message.wants_gradient) and type(message.value) is Tensor:
-        return message.value
-    leaves, spec = ([message.value], None) if type(message.value) is Tensor else pytree.tree_flatten(message.value)
+def _enter(phony: Tensor, message: Message, stash: Stash, gradients: list[Tensor | None]) -> Any:
+    """The message's value, with the tensors that want a gradient attached to a graph that begins at `phony`."""
+    if type(message.value) is Tensor:  # nearly always, and pytree takes its time
+        if not any(message.wants_gradient):
+            return message.value
+        (result,) = _attached(phony, [message.value], stash, gradients)
+        return result[...] if any(message.is_view) else result
+    leaves, spec = pytree.tree_flatten(message.value)
     if any(message.wants_gradient):
         places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         wanted = list(itertools.compress(places, message.wants_gradient))
-        gradients[:] = [None] * len(wanted)
-        if stash.entry is None:
-            stash.entry = phony()
-        results = entered(stash.entry, gradients, [leaves[index] for index in wanted])
+        results = _attached(phony, [leaves[index] for index in wanted], stash, gradients)
         for index, tensor in zip(wanted, results, strict=True):
             leaves[index] = tensor
         for index in itertools.compress(places, message.is_view):
             leaves[index] = leaves[index][...]  # a view of the same memory
-    return leaves[0] if spec is None else pytree.tree_unflatten(with_repeats(leaves), spec)
+    return pytree.tree_unflatten(with_repeats(leaves), spec)
+
+
+def _attached(phony: Tensor, tensors: list[Tensor], stash: Stash, gradients: list[Tensor | None]) -> tuple[Tensor, ...]:
+    """gradients: where theirs will arrive."""
+    gradients[:] = [None] * len(tensors)
+    stash.entry = phony
+    return entered(phony, gradients, tensors)
 
 
 def _edges(value: Any) -> list[GradientEdge]:
-    return [get_gradient_edge(tensor) for tensor in tensors_of(value) if tensor.requires_grad]
+    return [_edge(tensor) for tensor in tensors_of(value) if tensor.requires_grad]
+
+
+def _edge(tensor: Tensor) -> GradientEdge:
+    node = tensor.grad_fn
+    # Of leaves, and of functions written in Python, torch has to find or make something.
+    if node is None or isinstance(node, torch._C._FunctionBase):
+        return get_gradient_edge(tensor)
+    return GradientEdge(node, tensor.output_nr)

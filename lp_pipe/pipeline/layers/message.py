@@ -1,7 +1,7 @@
 """What travels from stage to stage: tensors without their graph."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -11,9 +11,10 @@ from lp_pipe.pipeline.layers.hidden import hidden_tensors
 from lp_pipe.pipeline.layers.overlaps import overlapping
 
 
-@dataclass(frozen=True)
-class Message:
-    """`wants_gradient` has an entry for each tensor of the value, in pytree order; repeated ones count once.
+class Message(NamedTuple):
+    """Made twice in every action, so a named tuple: a frozen dataclass takes four times as long.
+
+    `wants_gradient` has an entry for each tensor of the value, in pytree order; repeated ones count once.
 
     is_view: likewise, or empty: whether autograd knows it as a view, such as Linear's output of three dimensions. What
         a layer writes to such a tensor has another backward: gradients pass in the layout of what it is a view of.

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -156,7 +156,7 @@ class Rounds:
 
     def _apart(self, message: Message) -> Message:
         """With memory of its own, as if it had been sent: a stage may write to its input."""
-        return replace(message, value=copied_on(message.value, self._device))
+        return message._replace(value=copied_on(message.value, self._device))
 
     def _wait(self) -> None:
         """Until the device has done what it was asked to do."""

@@ -1,5 +1,6 @@
 """The ends of several channels in one process, which an operation uses together."""
 
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -18,12 +19,17 @@ class ChannelEnds(Generic[Key]):
         self._receivers: dict[Key, Receiver] = {}
         self._senders: dict[Key, Sender] = {}
 
-    def _send(self, sender: Sender, tag: int, value: Any) -> None:
-        """By the host's memory, unless the channel has another way."""
-        sender.send(tag, value if sender.carries_gpu else to_host(value, self._device))
+    def _sending(self, sender: Sender) -> Callable[[int, Any], None]:
+        """What sends a value with a tag: by the host's memory, unless the channel has another way."""
+        if sender.carries_gpu or self._device.type == "cpu":
+            return sender.send
+        return lambda tag, value: sender.send(tag, to_host(value, self._device))
 
-    def _receive(self, receiver: Receiver, tag: int) -> Any:
-        return to_device(receiver.receive(tag), self._device)
+    def _receiving(self, receiver: Receiver) -> Callable[[int], Any]:
+        """What waits for a tag's next value."""
+        if self._device.type == "cpu":
+            return receiver.receive
+        return lambda tag: to_device(receiver.receive(tag), self._device)
 
     def abort(self, tag: int, reason: str) -> None:
         """End operation `tag` (and earlier ones) on every channel, also where somebody waits right now."""

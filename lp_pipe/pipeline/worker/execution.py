@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,6 +65,19 @@ class Operation:
 Run = Callable[[Action, Operation], None]
 
 
+class _Route(NamedTuple):
+    """What an action is in every operation; to look all of it up takes as long as a small layer.
+
+    receive: of an operation's tag; None: its input is the batch's, or its gradient the loss's. send: likewise.
+    """
+
+    name: str
+    stage: Stage
+    is_last: bool
+    receive: Callable[[int], Any] | None
+    send: Callable[[int, Any], None] | None
+
+
 class Execution:
     """Runs actions on `stages`, which a worker named `name` has; the channels are those of `links` and `side`."""
 
@@ -94,6 +107,7 @@ class Execution:
         }
         self.inference: Mapping[str, Run] = {"F": self._infer}
         self._copied = CopiedParameters(config, stages)
+        self._routes: dict[Action, _Route] = {}
         self._at: tuple[Action, Operation] | None = None
         positions.add(self)
 
@@ -127,68 +141,75 @@ class Execution:
         self._copied.check(before)
 
     def _forward(self, action: Action, operation: Operation) -> None:
-        message = self._input_of(action, operation)
+        route = self._route(action)
+        message = _input_of(route, action, operation)
         skips = self._side.values(action, operation.tag)
         start = time.monotonic()
         number = operation.first_number + action.microbatch
-        value = self._stages[action.stage].forward(message, operation.step, action.microbatch, skips, number)
-        if action.stage == self._config.last_stage:
+        value = route.stage.forward(message, operation.step, action.microbatch, skips, number)
+        if route.is_last:
             operation.losses[action.microbatch] = self._loss(value, action.microbatch, operation)
-        self._note(action, operation, start)
-        self._hand_on(action, operation, value, skips)
+        _note(route, operation, start)
+        self._hand_on(route, action, operation, value, skips)
 
     def _backward(self, action: Action, operation: Operation) -> None:
-        stage = self._stages[action.stage]
+        route = self._route(action)
         defer_weights = action.op == "I"
         number = operation.first_number + action.microbatch
-        if action.stage == self._config.last_stage:
+        if route.receive is None:
             start = time.monotonic()
             root = operation.losses.pop(action.microbatch)
-            gradients = stage.backward_from_loss(number, *root, defer_weights=defer_weights)
+            gradients = route.stage.backward_from_loss(number, *root, defer_weights=defer_weights)
         else:
-            channel = self._channels.receives(action)
-            assert channel is not None, "only the last stage has nobody to wait for"
-            received = self._links.receive(channel, operation.tag, action.microbatch)
+            received = route.receive(operation.tag)
             more = self._side.roots(action, operation.tag)
             start = time.monotonic()
-            gradients = stage.backward(number, received, more, defer_weights=defer_weights)
-        self._note(action, operation, start)
-        channel = self._channels.sends(action)
-        if channel is not None:
-            self._links.send(channel, operation.tag, action.microbatch, gradients)
+            gradients = route.stage.backward(number, received, more, defer_weights=defer_weights)
+        _note(route, operation, start)
+        if route.send is not None:
+            route.send(operation.tag, gradients)
         self._side.send_gradients(action, operation.tag)
 
     def _backward_weights(self, action: Action, operation: Operation) -> None:
+        route = self._route(action)
         more = self._side.roots(action, operation.tag)
         start = time.monotonic()
-        self._stages[action.stage].backward_weights(action.microbatch, more)
-        self._note(action, operation, start)
+        route.stage.backward_weights(action.microbatch, more)
+        _note(route, operation, start)
         self._side.send_gradients(action, operation.tag)
 
     def _infer(self, action: Action, operation: Operation) -> None:
-        message = self._input_of(action, operation)
+        route = self._route(action)
+        message = _input_of(route, action, operation)
         skips = self._side.values(action, operation.tag)
         start = time.monotonic()
-        value = self._stages[action.stage].infer(message, action.microbatch, skips)
-        if action.stage == self._config.last_stage:
+        value = route.stage.infer(message, action.microbatch, skips)
+        if route.is_last:
             if operation.targets:
                 self._loss(value, action.microbatch, operation)
             else:
                 operation.report.outputs[action.microbatch] = to_host(value, self._device)
-        self._note(action, operation, start)
-        self._hand_on(action, operation, value, skips)
+        _note(route, operation, start)
+        self._hand_on(route, action, operation, value, skips)
 
-    def _input_of(self, action: Action, operation: Operation) -> Message:
-        channel = self._channels.receives(action)
-        if channel is None:
-            return Message(operation.inputs[action.microbatch], ())
-        return Message(*self._links.receive(channel, operation.tag, action.microbatch))
+    def _route(self, action: Action) -> _Route:
+        route = self._routes.get(action)
+        if route is None:
+            receives, sends = self._channels.receives(action), self._channels.sends(action)
+            route = self._routes[action] = _Route(
+                str(action),
+                self._stages[action.stage],
+                action.stage == self._config.last_stage,
+                None if receives is None else self._links.receiving(receives, action.microbatch),
+                None if sends is None else self._links.sending(sends, action.microbatch),
+            )
+        return route
 
-    def _hand_on(self, action: Action, operation: Operation, value: Any, skips: Mapping[str, Any]) -> None:
-        channel = self._channels.sends(action)
-        if channel is not None:
-            message = to_message(value)
-            self._links.send(channel, operation.tag, action.microbatch, message.parts)
+    def _hand_on(
+        self, route: _Route, action: Action, operation: Operation, value: Any, skips: Mapping[str, Any]
+    ) -> None:
+        if route.send is not None:
+            route.send(operation.tag, to_message(value).parts)
         self._side.send_values(action, operation.tag, skips)
 
     def _loss(self, output: Any, microbatch: int, operation: Operation) -> tuple[Tensor, Tensor]:
@@ -218,12 +239,19 @@ class Execution:
         product = scaled(loss * weight, operation.scale)
         return product, torch.ones_like(product)
 
-    def _note(self, action: Action, operation: Operation, start: float) -> None:
-        end = time.monotonic()
-        operation.report.busy_s += end - start
-        operation.report.spans.append((str(action), start, end))
-
     def _describe(self, action: Action) -> str:
         stage = self._stages[action.stage]
         layers = f"layers {stage.first_layer} to {stage.first_layer + len(stage.layers) - 1}"
         return f"{WORDS[action.op]} of micro-batch {action.microbatch}, stage {action.stage} ({layers})"
+
+
+def _input_of(route: _Route, action: Action, operation: Operation) -> Message:
+    if route.receive is None:
+        return Message(operation.inputs[action.microbatch], ())
+    return Message(*route.receive(operation.tag))
+
+
+def _note(route: _Route, operation: Operation, start: float) -> None:
+    end = time.monotonic()
+    operation.report.busy_s += end - start
+    operation.report.spans.append((route.name, start, end))

@@ -1,6 +1,6 @@
 """What one rank receives and sends for its stages: channels to other workers, a box between two stages of its own."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -58,48 +58,50 @@ class Links(ChannelEnds[tuple[int, int]]):
                     target = targets[receiver]
                     self._senders[channel, receiver] = target.open(label, kind=kind, name=name, device=device)
 
-    def receive(self, channel: int, tag: int, microbatch: int) -> Any:
-        """A micro-batch's value; waits for it.
+    def receiving(self, channel: int, microbatch: int) -> Callable[[int], Any]:
+        """What waits for a micro-batch's value of the operation with a tag.
 
-        Raises:
-            ChannelClosed: the sender has ended, or operation `tag` was aborted.
+        It raises:
+            ChannelClosed: the sender has ended, or the operation was aborted.
         """
         if channel in self._local:
-            return self._local[channel].pop(microbatch)
+            box = self._local[channel]
+            return lambda tag: box.pop(microbatch)
         senders, _ = self._peers[channel]
-        receiver = self._receivers[channel, senders[microbatch % len(senders)]]
-        return self._receive(receiver, tag)
+        return self._receiving(self._receivers[channel, senders[microbatch % len(senders)]])
 
-    def send(self, channel: int, tag: int, microbatch: int, value: Any) -> None:
-        """Put a micro-batch's value on a channel; waits for a credit.
+    def sending(self, channel: int, microbatch: int) -> Callable[[int, Any], None]:
+        """What puts a micro-batch's value of the operation with a tag on a channel; it waits for a credit.
 
-        Raises:
-            ChannelClosed: the receiver has ended, or operation `tag` was aborted.
+        It raises:
+            ChannelClosed: the receiver has ended, or the operation was aborted.
         """
         if channel in self._local:
-            # As between workers: the next stage's first layer may write in place to what this stage has saved.
-            self._local[channel][microbatch] = copied_on(value, self._device)
-        else:
-            _, receivers = self._peers[channel]
-            self._send(self._senders[channel, receivers[microbatch % len(receivers)]], tag, value)
+            return lambda tag, value: self._keep(channel, microbatch, value)
+        _, receivers = self._peers[channel]
+        return self._sending(self._senders[channel, receivers[microbatch % len(receivers)]])
 
     def receive_for_step(self, channel: int, tag: int) -> Any:
         """What a channel carries once a step."""
-        return self.receive(channel, tag, self._replica)
+        return self.receiving(channel, self._replica)(tag)
 
     def send_for_step(self, channel: int, tag: int, value: Any) -> None:
         """Put something that a channel carries once a step on all its routes that begin here."""
         if channel in self._local:
-            self._local[channel][self._replica] = copied_on(value, self._device)
+            self._keep(channel, self._replica, value)
         for (number, _), sender in self._senders.items():
             if number == channel:
-                self._send(sender, tag, value)
+                self._sending(sender)(tag, value)
 
     def discard(self) -> None:
         """As on all channels, and in the boxes."""
         for box in self._local.values():
             box.clear()
         super().discard()
+
+    def _keep(self, channel: int, number: int, value: Any) -> None:
+        # As between workers: the next stage's first layer may write in place to what this stage has saved.
+        self._local[channel][number] = copied_on(value, self._device)
 
     def _ends(self, channel: int) -> tuple[int, int]:
         return self._channels.sender(channel), self._channels.receiver(channel)

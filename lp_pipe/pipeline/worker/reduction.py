@@ -68,16 +68,16 @@ class Reduction(ChannelEnds[int]):
             return
         own = [_flat(parameter.grad) for parameter in parameters]
         for replica, sender in self._senders.items():
-            self._send(sender, tag, [self._shard(flat, replica) for flat in own])
-        shards = {replica: self._receive(receiver, tag) for replica, receiver in self._receivers.items()}
+            self._sending(sender)(tag, [self._shard(flat, replica) for flat in own])
+        shards = {replica: self._receiving(receiver)(tag) for replica, receiver in self._receivers.items()}
         shards[self._replica] = [self._shard(flat, self._replica) for flat in own]
         by_rank = [shards[replica] for replica in range(self._count)]
         sums = {self._replica: [_sum(parts) for parts in zip(*by_rank, strict=True)]}
         changed = _changed(modules, before) if self._replica == 0 else {}
         for sender in self._senders.values():
-            self._send(sender, tag, (sums[self._replica], changed))
+            self._sending(sender)(tag, (sums[self._replica], changed))
         for replica, receiver in self._receivers.items():
-            sums[replica], changed_there = self._receive(receiver, tag)
+            sums[replica], changed_there = self._receiving(receiver)(tag)
             changed = changed_there if replica == 0 else changed
         self._take(parameters, sums)
         if self._replica:

@@ -27,21 +27,21 @@ class SideChannels:
         """What a forward pops from other stages, as messages."""
         received = {}
         for channel, edge in self._channels.edges_of(action, "receiver"):
-            received[edge.names[0]] = Message(*self._links.receive(channel, tag, action.microbatch))
+            received[edge.names[0]] = Message(*self._links.receiving(channel, action.microbatch)(tag))
         return received
 
     def send_values(self, action: Action, tag: int, values: Mapping[str, Any]) -> None:
         """Hand on what a forward has stashed for other stages."""
         for channel, edge in self._channels.edges_of(action, "sender"):
             message = to_message(values[edge.names[0]])
-            self._links.send(channel, tag, action.microbatch, message.parts)
+            self._links.sending(channel, action.microbatch)(tag, message.parts)
 
     def roots(self, action: Action, tag: int) -> list[tuple[Root, Tensor | None]]:
         """Where a backward starts beside the stage's outputs, and the gradients that have come for it."""
         stage = self._stages[action.stage]
         roots: list[tuple[Root, Tensor | None]] = []
         for channel, edge in self._channels.edges_of(action, "receiver"):
-            gradients = self._links.receive(channel, tag, action.microbatch)
+            gradients = self._links.receiving(channel, action.microbatch)(tag)
             if edge.kind == "value gradient":
                 tensors: Sequence[Root] = stage.stashed(action.microbatch, *edge.names)
             else:
@@ -58,7 +58,7 @@ class SideChannels:
             else:
                 gradients = stage.take_gradients(edge.names)
                 _refuse_sparse(edge, gradients)
-            self._links.send(channel, tag, action.microbatch, gradients)
+            self._links.sending(channel, action.microbatch)(tag, gradients)
 
     def share_weights(self, tag: int) -> None:
         """Send the owned weights to the borrowers, then take the borrowed ones: so nobody waits in a ring."""
