@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, _engine_run_backward, get_gradient_edge
+from torch.autograd.variable import Variable
 from torch.utils.hooks import RemovableHandle
 
 from lp_pipe.pipeline.compute.activation_meter import held_for_later
@@ -99,10 +100,13 @@ def backward(roots: Roots) -> None:
     if not roots:
         return
     tensors, gradients = zip(*roots, strict=True)
-    if any(gradient is None for gradient in gradients) or any(type(root) not in _PLAIN for root in tensors):
+    if not all([gradient is not None and type(root) in _PLAIN for root, gradient in roots]):
         torch.autograd.backward(tensors, gradients)
-    else:  # the same without looking at the arguments, which would take longer than a small stage's whole backward
-        _engine_run_backward(tensors, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
+        return
+    # The same without looking at the arguments, and on the CPU without copying the context for autograd's threads, of
+    # which it uses none there: both together would take longer than a small stage's whole backward.
+    run = _engine_run_backward if gradients[0].is_cuda else Variable._execution_engine.run_backward
+    run(tensors, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def _edge_of(root: Root) -> GradientEdge:

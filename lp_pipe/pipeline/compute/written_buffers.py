@@ -86,6 +86,8 @@ class WrittenBuffers:
         Raises:
             PipelineError: it has written to a buffer that another one has replaced.
         """
+        if not self._replaced:
+            return
         self._replaced = [replaced for replaced in self._replaced if replaced[0]() is not None]
         for reference, version, name in self._replaced:
             buffer = reference()
