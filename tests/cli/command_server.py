@@ -7,12 +7,15 @@ import json
 import os
 import signal
 import sys
+from importlib import import_module
 from typing import NoReturn
 
-from lp_pipe.cli.main import main
+from lp_pipe.cli.main import COMMANDS, main
 
 
 def serve() -> None:
+    for command in COMMANDS:
+        import_module(f"lp_pipe.cli.{command}")
     for line in sys.stdin:
         asked = json.loads(line)
         child = os.fork()
