@@ -1,5 +1,8 @@
 """lp_pipe: a program graph, declared once, that runs as threads, as processes, and across hosts."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from lp_pipe.address import Address as Address
 from lp_pipe.address import get_port_from_address as get_port_from_address
 from lp_pipe.context import NodeContext as NodeContext
@@ -21,10 +24,8 @@ from lp_pipe.errors import Unavailable as Unavailable
 from lp_pipe.handles import CourierHandle as CourierHandle
 from lp_pipe.handles import Deferred as Deferred
 from lp_pipe.handles import Handle as Handle
-from lp_pipe.launch import ElasticRun as ElasticRun
 from lp_pipe.launch import Run as Run
 from lp_pipe.launch import launch as launch
-from lp_pipe.launch import launch_elastic as launch_elastic
 from lp_pipe.nodes import CacheInfo as CacheInfo
 from lp_pipe.nodes import CacherNode as CacherNode
 from lp_pipe.nodes import CourierNode as CourierNode
@@ -39,3 +40,17 @@ from lp_pipe.resources import Resources as Resources
 from lp_pipe.rpc import CourierClient as CourierClient
 from lp_pipe.rpc import batched_handler as batched_handler
 from lp_pipe.rpc import list_methods as list_methods
+
+if TYPE_CHECKING:
+    from lp_pipe.launch import ElasticRun as ElasticRun
+    from lp_pipe.launch import launch_elastic as launch_elastic
+else:  # only programs on several hosts need them; type checkers would take any name for one of `__getattr__`
+    _ON_FIRST_USE = ("ElasticRun", "launch_elastic")
+
+    def __getattr__(name: str) -> Any:
+        if name not in _ON_FIRST_USE:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module("lp_pipe.launch"), name)
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_ON_FIRST_USE} - {"Any", "TYPE_CHECKING", "import_module"})

@@ -34,6 +34,32 @@ def test_the_core_imports_nothing_heavy(module: str) -> None:
     assert not imported_by(module) & set(HEAVY)
 
 
+def test_what_is_for_several_hosts_is_imported_when_it_is_used() -> None:
+    # A node's template imports lp_pipe anew for every launch: these modules were a fifth of it.
+    loaded = {name for name in imported_by("lp_pipe") if name.startswith("lp_pipe.launch")}
+    assert {name for name in loaded if ".engines." in name} == {"lp_pipe.launch.engines.base"}
+    assert not loaded & {"lp_pipe.launch.elastic", "lp_pipe.launch.multi_host", "lp_pipe.launch.hosts.gathering"}
+
+
+def test_elastic_names_are_there_before_their_module_is() -> None:
+    code = (
+        "import lp_pipe as lp; assert {'ElasticRun', 'launch_elastic', 'launch'} <= set(dir(lp)); "
+        "assert 'import_module' not in dir(lp) and not hasattr(lp, 'lunch'); "
+        "from lp_pipe import ElasticRun, launch_elastic; assert lp.ElasticRun is ElasticRun; "
+        "import pickle; assert pickle.loads(pickle.dumps(launch_elastic)) is lp.launch_elastic; "
+        "import lp_pipe.launch; assert lp.launch.__name__ == 'launch'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("command", ["status", "agent"])
+def test_a_command_imports_only_what_it_needs(command: str) -> None:
+    code = f"import sys; from lp_pipe.cli.main import main\ntry: main(['{command}', '--help'])\n"
+    code += "except SystemExit: print('\\n', *sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not set(done.stdout.splitlines()[-1].split()) & {*HEAVY, "lp_pipe.pipeline", "lp_pipe.cli.schedule"}
+
+
 def test_pipelines_list_all_their_names_and_load_torch_for_none_of_them() -> None:
     code = "import sys, lp_pipe.pipeline as pp; print(*dir(pp)); assert 'torch' not in sys.modules"
     listed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
@@ -70,12 +96,12 @@ def test_the_public_names() -> None:
     assert {
         *("Address", "get_port_from_address", "Program", "Resources"),
         *("Node", "PyNode", "PyClassNode", "CourierNode", "Handle", "CourierHandle", "Deferred"),
-        *("launch", "Run", "CourierClient", "list_methods"),
+        *("launch", "Run", "launch_elastic", "ElasticRun", "CourierClient", "list_methods"),
         *("context", "NodeContext", "log_metrics", "stop", "stop_event", "wait_for_stop"),
         *("register_stop_handler", "unregister_stop_handler"),
         *("LpPipeError", "NodeError", "RemoteError", "DeadlineExceeded", "Unavailable", "MethodNotFound"),
         *("SerializationError", "LaunchError"),
-    } <= set(vars(lp_pipe))
+    } <= set(dir(lp_pipe))
 
 
 @pytest.mark.parametrize(

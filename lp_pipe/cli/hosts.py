@@ -32,8 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--engine-option", action="append", default=[], metavar="NAME=VALUE", help="of an engine that is not ours"
     )
     helps: dict[str, dict[str, list[str]]] = {}  # by option, by text: the engines that have it
-    for name, kind in BUILT_IN.items():
-        for option, text in kind.OPTIONS.items():
+    for name in BUILT_IN:
+        for option, text in engine_class(name).OPTIONS.items():
             helps.setdefault(option, {}).setdefault(text, []).append(name)
     for option, texts in helps.items():
         flag = f"--{option.replace('_', '-')}"

@@ -8,43 +8,17 @@ import platform
 import signal
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import NoReturn
 
-from lp_pipe.cli import (
-    agent,
-    checkpoint,
-    clean,
-    doctor,
-    graph,
-    launch,
-    logs,
-    partition,
-    profile,
-    ps,
-    schedule,
-    stacks,
-    status,
-    stop,
-)
 from lp_pipe.cli.errors import INTERRUPTED, NOT_LAUNCHED, CommandError, UsageError, nearest
 from lp_pipe.launch.signals import Terminated
 
-_COMMANDS = {
-    "launch": launch,
-    "graph": graph,
-    "schedule": schedule,
-    "profile": profile,
-    "partition": partition,
-    "checkpoint": checkpoint,
-    "status": status,
-    "logs": logs,
-    "stacks": stacks,
-    "stop": stop,
-    "ps": ps,
-    "clean": clean,
-    "doctor": doctor,
-    "agent": agent,
-}
+# A module of this folder each, imported when it is asked for: some take longer than what they do.
+COMMANDS = (
+    *("launch", "graph", "schedule", "profile", "partition", "checkpoint"),
+    *("status", "logs", "stacks", "stop", "ps", "clean", "doctor", "agent"),
+)
 _EXAMPLES = """\
 examples:
   lp_pipe launch examples/char_gpt.py                    start a program, one process a node
@@ -101,9 +75,10 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _parse(own: list[str]) -> argparse.Namespace:
-    if own and not own[0].startswith("-") and own[0] not in _COMMANDS:
-        raise UsageError(f"no command {own[0]!r}{nearest(own[0], _COMMANDS)} (commands: {', '.join(_COMMANDS)})")
-    arguments, unknown = _parser().parse_known_args(own)
+    if own and not own[0].startswith("-") and own[0] not in COMMANDS:
+        raise UsageError(f"no command {own[0]!r}{nearest(own[0], COMMANDS)} (commands: {', '.join(COMMANDS)})")
+    described = [own[0]] if own and own[0] in COMMANDS else COMMANDS
+    arguments, unknown = _parser(described).parse_known_args(own)
     if unknown:
         flags = " ".join(unknown)
         is_of_program = f"flags of the program itself come after `--`: -- {flags}"
@@ -119,7 +94,7 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}; see `{self.prog} --help`")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(described: Sequence[str]) -> argparse.ArgumentParser:
     parser = _Parser(
         prog="lp_pipe",
         description="Launch program graphs: nodes in threads, in processes, connected by calls.",
@@ -129,8 +104,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in _COMMANDS.values():
-        command.add_command(commands)
+    for command in described:
+        import_module(f"lp_pipe.cli.{command}").add_command(commands)
     return parser
 
 

@@ -5,18 +5,15 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lp_pipe.errors import LaunchError
-from lp_pipe.launch import mixed, multi_host, process
+from lp_pipe.launch import mixed, process
 from lp_pipe.launch.control import ControlPoint
 from lp_pipe.launch.coordination.coordinator import Coordinator
 from lp_pipe.launch.engines import Engine, make_engine
 from lp_pipe.launch.hangs.hangs import HangWatch
 from lp_pipe.launch.host import Host
-from lp_pipe.launch.hosts.gathered import MultiHostOptions
-from lp_pipe.launch.hosts.gathering import Patience
-from lp_pipe.launch.hosts.source_tree import SourceTree
 from lp_pipe.launch.plan.plan import Plan, make_plan, serialize_nodes
 from lp_pipe.launch.refusal import check_not_refused
 from lp_pipe.launch.registry import RUN_FILE, read_record
@@ -25,12 +22,23 @@ from lp_pipe.launch.uncaught import print_reports
 from lp_pipe.program import Program
 from lp_pipe.telemetry.metrics import MetricsLog, Sink
 
-_MakeHost = Callable[[Plan, MetricsLog, MultiHostOptions | None], tuple[Host, Coordinator]]
+if TYPE_CHECKING:  # most launches are of one host, and do not need what is for several
+    from lp_pipe.launch.hosts.gathered import MultiHostOptions
+
+_MakeHost = Callable[[Plan, MetricsLog, "MultiHostOptions | None"], tuple[Host, Coordinator]]
+
+
+def _on_many_hosts(plan: Plan, metrics: MetricsLog, options: "MultiHostOptions | None") -> tuple[Host, Coordinator]:
+    from lp_pipe.launch import multi_host
+
+    assert options is not None
+    return multi_host.make_host(plan, metrics, options)
+
 
 MODES: dict[str, _MakeHost] = {
     "thread": lambda plan, metrics, options: mixed.make_host(plan, metrics),
     "process": lambda plan, metrics, options: process.make_host(plan, metrics),
-    "multi_host": lambda plan, metrics, options: multi_host.make_host(plan, metrics, _needed(options)),
+    "multi_host": _on_many_hosts,
 }
 
 _MOST_NAME_BYTES = 150  # of the program's name in its run's folder; file systems take 255 in all
@@ -99,8 +107,7 @@ def launch(
         raise ValueError(f"mode={mode!r} has one host; engine, hosts, listen, interface and sync are for 'multi_host'")
     if mode == "multi_host":
         found = named_engine(engine, hosts, engine_options or {})
-        tree = None if sync is None else SourceTree.of(sync)
-        options = MultiHostOptions(found, listen, interface, Patience(join_timeout, host_timeout), tree)
+        options = _options(found, listen, interface, join_timeout, host_timeout, sync)
     if serialize_py_nodes:
         serialize_nodes(make_plan(program, Path(), grace))
     folder = make_run_dir(program.name, run_dir)
@@ -110,7 +117,7 @@ def launch(
 def start_run(
     program: Program,
     mode: str,
-    options: MultiHostOptions | None,
+    options: "MultiHostOptions | None",
     run_dir: Path,
     grace: float,
     metrics_sinks: tuple[Sink, ...],
@@ -176,9 +183,20 @@ def new_run_dir(parent: Path, name: str) -> Path:
     return parent / f"{safe}-{stamp}-{os.getpid()}-{time.monotonic_ns() % 10**6:06d}"
 
 
-def _needed(options: MultiHostOptions | None) -> MultiHostOptions:
-    assert options is not None
-    return options
+def _options(
+    engine: Engine,
+    listen: str,
+    interface: str,
+    join_timeout: float,
+    host_timeout: float,
+    sync: str | os.PathLike[str] | None,
+) -> "MultiHostOptions":
+    from lp_pipe.launch.hosts.gathered import MultiHostOptions
+    from lp_pipe.launch.hosts.gathering import Patience
+    from lp_pipe.launch.hosts.source_tree import SourceTree
+
+    tree = None if sync is None else SourceTree.of(sync)
+    return MultiHostOptions(engine, listen, interface, Patience(join_timeout, host_timeout), tree)
 
 
 def make_run_dir(name: str, asked: str | os.PathLike[str] | None) -> Path:

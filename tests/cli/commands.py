@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 COMMAND = [sys.executable, "-m", "lp_pipe"]
+SERVER = [sys.executable, str(Path(__file__).with_name("command_server.py"))]
 # Nodes end by themselves or are made to: no command of these tests needs longer.
 PATIENCE_S = 60
 

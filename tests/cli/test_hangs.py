@@ -35,7 +35,7 @@ program.add_node(lp.PyNode(begin, handles[0]), label="starter")
 
 @pytest.mark.parametrize("mode", ["thread", "process"])
 def test_launch_prints_a_deadlock_and_status_shows_the_waits(
-    folder: Path, start: Start, command: Command, mode: str, monkeypatch: pytest.MonkeyPatch, socket_home: Path
+    folder: Path, start: Start, brief_command: Command, mode: str, monkeypatch: pytest.MonkeyPatch, socket_home: Path
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state"))
     (folder / "ring.py").write_text(PROGRAM)
@@ -51,14 +51,14 @@ def test_launch_prints_a_deadlock_and_status_shows_the_waits(
     assert re.search(r"ring/0 waits for ring/1\.call_next\(\) since .* \(at ring\.py:10 in call_next\)", errors)
     assert re.search(r"ring/1 waits for ring/0\.call_next\(\) since .* \(at ring\.py:10 in call_next\)", errors)
     assert "deadlock: these waits" in (folder / "out" / "hangs.log").read_text()
-    table = command("status", "out").stdout
+    table = brief_command("status", "out").stdout
     assert re.search(r"WAITING\nring/0 +running .* for a reply of ring/1\.call_next\(\)\n", table), table
-    assert command("stop", "out").returncode == 0
+    assert brief_command("stop", "out").returncode == 0
     assert run.finish()[0] == 0
 
 
-def test_the_limit_must_be_a_number_of_seconds_or_never(command: Command) -> None:
+def test_the_limit_must_be_a_number_of_seconds_or_never(brief_command: Command) -> None:
     for wrong in ("0", "-1", "soon"):
-        done = command("launch", "ring.py", f"--hang-after={wrong}")
+        done = brief_command("launch", "ring.py", f"--hang-after={wrong}")
         assert done.returncode == 2
         assert f"--hang-after={wrong}: a number of seconds above 0 is needed" in done.stderr

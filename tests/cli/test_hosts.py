@@ -39,8 +39,8 @@ def target(folder: Path) -> str:
     return "asking.py"
 
 
-def test_a_dry_run_says_which_node_would_run_where_and_starts_none(target: str, command: Command) -> None:
-    done = command("launch", target, "--mode=multi_host", "--hosts=a,b", "--dry-run")
+def test_a_dry_run_says_which_node_would_run_where_and_starts_none(target: str, brief_command: Command) -> None:
+    done = brief_command("launch", target, "--mode=multi_host", "--hosts=a,b", "--dry-run")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "server/0  a",
@@ -52,16 +52,16 @@ def test_a_dry_run_says_which_node_would_run_where_and_starts_none(target: str, 
     assert not Path("runs").exists()
 
 
-def test_a_dry_run_with_json_prints_events_like_a_launch(target: str, command: Command) -> None:
-    done = command("launch", target, "--dry-run", "--json")
+def test_a_dry_run_with_json_prints_events_like_a_launch(target: str, brief_command: Command) -> None:
+    done = brief_command("launch", target, "--dry-run", "--json")
     graph, plan = map(json.loads, done.stdout.splitlines())
     assert (graph["event"], graph["program"], plan["event"]) == ("graph", "asking", "plan")
     assert plan["lines"][:2] == ["server/0  this host", "server/1  this host"]
 
 
-def test_a_dry_run_for_a_cluster_prints_the_manifest_below_the_places(target: str, command: Command) -> None:
+def test_a_dry_run_for_a_cluster_prints_the_manifest_below_the_places(target: str, brief_command: Command) -> None:
     flags = ["--mode=multi_host", "--engine=kubernetes", "--hosts=2:cpus=4", "--image=train:1", "--namespace=team"]
-    done = command("launch", target, *flags, "--kind=job", "--run-as-user=1000", "--dry-run")
+    done = brief_command("launch", target, *flags, "--kind=job", "--run-as-user=1000", "--dry-run")
     assert done.returncode == 0, done.stderr
     places, _, manifest = done.stdout.partition("\n\n")
     assert places.splitlines()[:3] == ["server/0  host-0", "server/1  host-1", "asking/0  host-0"]
@@ -69,7 +69,7 @@ def test_a_dry_run_for_a_cluster_prints_the_manifest_below_the_places(target: st
     assert [one["kind"] for one in (secret, service, job)] == ["Secret", "Service", "Job"]
     assert secret["stringData"] == {"secret": "LEFT-OUT"} and job["spec"]["completions"] == 2
     assert job["spec"]["template"]["spec"]["securityContext"]["runAsUser"] == 1000
-    refused = command("launch", target, *flags[:2], "--hosts=2", "--dry-run")
+    refused = brief_command("launch", target, *flags[:2], "--hosts=2", "--dry-run")
     assert refused.returncode == 3 and "engine 'kubernetes' needs image" in refused.stderr
 
 
@@ -81,16 +81,18 @@ def test_a_program_on_several_hosts_prints_and_ends_as_on_one(target: str, comma
 
 
 @pytest.mark.slow
-def test_another_terminal_sees_and_stops_a_run_on_several_hosts(target: str, command: Command, start: Start) -> None:
+def test_another_terminal_sees_and_stops_a_run_on_several_hosts(
+    target: str, brief_command: Command, start: Start
+) -> None:
     Path(target).write_text(PROGRAM.replace("    lp.stop()\n", "    lp.wait_for_stop()\n"))
     run = start("launch", target, "--mode=multi_host", "--run-dir=here")
     run.wait_for("asked 2")
-    status = command("status", "here")
+    status = brief_command("status", "here")
     assert "multi_host mode" in status.stdout and len(re.findall("running", status.stdout)) == 3, status.stdout
-    stacks = command("stacks", "here").stdout
+    stacks = brief_command("stacks", "here").stdout
     assert "host local0" in stacks and "node server/1" in stacks
-    assert "asked 2" in command("logs", "here", "asking").stdout
-    assert command("stop", "here").returncode == 0
+    assert "asked 2" in brief_command("logs", "here", "asking").stdout
+    assert brief_command("stop", "here").returncode == 0
     assert run.finish()[0] == 0
 
 
@@ -106,8 +108,10 @@ def test_another_terminal_sees_and_stops_a_run_on_several_hosts(target: str, com
         (["--mode=multi_host", "--elastic=1:2"], "needs a function that takes the number of hosts"),
     ],
 )
-def test_options_that_make_no_sense_are_wrong_usage(flags: list[str], said: str, target: str, command: Command) -> None:
-    done = command("launch", target, *flags)
+def test_options_that_make_no_sense_are_wrong_usage(
+    flags: list[str], said: str, target: str, brief_command: Command
+) -> None:
+    done = brief_command("launch", target, *flags)
     assert done.returncode == 2 and said in done.stderr
 
 

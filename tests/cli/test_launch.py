@@ -89,20 +89,22 @@ def test_arguments_after_the_dashes_are_the_programs(command: Command) -> None:
     assert "step 1" not in done.stdout
 
 
-def test_a_program_that_cannot_be_launched_ends_with_3_and_leaves_no_folder(command: Command, folder: Path) -> None:
-    done = command("launch", "demo.py:unpicklable")
+def test_a_program_that_cannot_be_launched_ends_with_3_and_leaves_no_folder(
+    brief_command: Command, folder: Path
+) -> None:
+    done = brief_command("launch", "demo.py:unpicklable")
     assert done.returncode == 3
     assert done.stderr.startswith("lp_pipe: cannot launch demo.py:unpicklable: printer/0: ")
     assert "args[0] of type frame" in done.stderr
     assert "Traceback" not in done.stderr
-    assert command("launch", "demo.py:empty").returncode == 3
+    assert brief_command("launch", "demo.py:empty").returncode == 3
     assert list((folder / "runs").iterdir()) == []
 
 
-def test_a_target_that_raises_shows_its_own_frames_and_ends_with_3(command: Command, folder: Path) -> None:
+def test_a_target_that_raises_shows_its_own_frames_and_ends_with_3(brief_command: Command, folder: Path) -> None:
     (folder / "broken.py").write_text("def half(x):\n    return x // 0\n\nhalf(1)\n")
     for name in ("broken.py", "broken"):
-        done = command("launch", name)
+        done = brief_command("launch", name)
         assert done.returncode == 3
         assert done.stderr.splitlines() == [
             f"lp_pipe: {name} raised ZeroDivisionError: integer division or modulo by zero",
@@ -110,7 +112,7 @@ def test_a_target_that_raises_shows_its_own_frames_and_ends_with_3(command: Comm
             "  broken.py:2 in half:  return x // 0",
         ]
     (folder / "typo.py").write_text("def (x):\n")
-    done = command("graph", "typo.py")
+    done = brief_command("graph", "typo.py")
     assert done.returncode == 3
     assert done.stderr.splitlines()[1] == "  typo.py:1:  def (x):"
 
@@ -179,7 +181,7 @@ def test_a_reader_that_goes_away_ends_the_run_without_a_traceback(start: Start) 
     assert (status, run.process.stderr.read()) == (141, "")
 
 
-def test_a_run_folder_of_the_users_stays_when_the_launch_fails(command: Command, folder: Path) -> None:
+def test_a_run_folder_of_the_users_stays_when_the_launch_fails(brief_command: Command, folder: Path) -> None:
     (folder / "mine").mkdir()
-    assert command("launch", "demo.py:empty", "--run-dir=mine").returncode == 3
+    assert brief_command("launch", "demo.py:empty", "--run-dir=mine").returncode == 3
     assert (folder / "mine").is_dir()

@@ -70,15 +70,15 @@ def dead(start: Start) -> Iterator[tuple[RunRecord, subprocess.Popen[bytes]]]:
     left.wait()
 
 
-def test_status_is_a_table_of_the_nodes(launched: Started, command: Command, folder: Path) -> None:
-    done = command("status")
+def test_status_is_a_table_of_the_nodes(launched: Started, brief_command: Command, folder: Path) -> None:
+    done = brief_command("status")
     assert (done.returncode, done.stderr) == (0, "")
     first, head, *rows = done.stdout.splitlines()
     assert first.startswith("waiting in ")
     assert first.endswith("folder out")
     assert head.split() == ["NODE", "STATE", "PID", "UP", "RESTARTS"]
     assert [row.split()[:2] for row in rows] == [["nodes/0", "running"], ["nodes/1", "running"]]
-    answer = json.loads(command("status", "out", "--json").stdout)
+    answer = json.loads(brief_command("status", "out", "--json").stdout)
     assert (answer["program"], answer["run_dir"], answer["pid"]) == (
         "waiting",
         str(folder / "out"),
@@ -90,49 +90,49 @@ def test_status_is_a_table_of_the_nodes(launched: Started, command: Command, fol
     ]
 
 
-def test_status_says_on_which_host_each_node_is_where_there_are_several(start: Start, command: Command) -> None:
+def test_status_says_on_which_host_each_node_is_where_there_are_several(start: Start, brief_command: Command) -> None:
     # A process's number alone said nothing.
     run = start("launch", "waiting.py", "--run-dir=out", "--mode=multi_host", "--hosts=2")
     run.pids(2)
-    head, *nodes = command("status").stdout.splitlines()[1:]
+    head, *nodes = brief_command("status").stdout.splitlines()[1:]
     assert head.split()[:4] == ["NODE", "STATE", "HOST", "PID"]
     assert [line.split()[2] for line in nodes] == ["local0", "local1"]
 
 
-def test_stop_ends_the_program_in_order_and_waits_for_it(launched: Started, command: Command) -> None:
-    done = command("stop", "ou")
+def test_stop_ends_the_program_in_order_and_waits_for_it(launched: Started, brief_command: Command) -> None:
+    done = brief_command("stop", "ou")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("run out ended in ")
     assert done.stdout.endswith("s; nodes: 2 stopped\n")
     status, lines, errors = launched.finish()
     assert (status, errors) == (0, [])
     assert lines[-1].startswith("done in ")
-    again = command("stop", "out")
+    again = brief_command("stop", "out")
     assert again.returncode == 2
     assert again.stderr.startswith("lp_pipe: run out ended ")
     assert again.stderr.endswith("; its logs: lp_pipe logs out\n")
 
 
-def test_stacks_show_where_every_node_is(launched: Started, command: Command) -> None:
-    done = command("stacks")
+def test_stacks_show_where_every_node_is(launched: Started, brief_command: Command) -> None:
+    done = brief_command("stacks")
     assert done.returncode == 0
     assert "node nodes/0" in done.stdout
     assert done.stdout.count("lp.wait_for_stop()") == 2
 
 
-def test_logs_of_a_live_run_and_of_one_that_has_ended(in_processes: Started, command: Command) -> None:
-    both = command("logs").stdout.splitlines()
+def test_logs_of_a_live_run_and_of_one_that_has_ended(in_processes: Started, brief_command: Command) -> None:
+    both = brief_command("logs").stdout.splitlines()
     assert [line[:14] for line in both] == ["[nodes/0] pid ", "[nodes/1] pid "]
-    command("stop")
-    assert command("logs", "out", "nodes").stdout.splitlines() == both
-    assert command("logs", "out", "nodes/1").stdout == both[1].removeprefix("[nodes/1] ") + "\n"
-    assert command("logs", "out", "-n", "0").stdout == ""
-    missing = command("logs", "out", "node/1")
+    brief_command("stop")
+    assert brief_command("logs", "out", "nodes").stdout.splitlines() == both
+    assert brief_command("logs", "out", "nodes/1").stdout == both[1].removeprefix("[nodes/1] ") + "\n"
+    assert brief_command("logs", "out", "-n", "0").stdout == ""
+    missing = brief_command("logs", "out", "node/1")
     assert missing.returncode == 2
     assert "did you mean 'nodes/1'? (nodes: nodes/0, nodes/1)" in missing.stderr
 
 
-def test_logs_are_followed_until_the_run_ends(start: Start, command: Command, folder: Path) -> None:
+def test_logs_are_followed_until_the_run_ends(start: Start, brief_command: Command, folder: Path) -> None:
     (folder / "talking.py").write_text(
         "import pathlib, lp_pipe as lp\n"
         "def talk():\n"
@@ -154,77 +154,80 @@ def test_logs_are_followed_until_the_run_ends(start: Start, command: Command, fo
     assert run.finish()[0] == 0
 
 
-def test_thread_mode_has_no_log_files_and_says_so(start: Start, command: Command) -> None:
+def test_thread_mode_has_no_log_files_and_says_so(start: Start, brief_command: Command) -> None:
     start("launch", "waiting.py", "--mode=thread").pids(2)
-    done = command("logs")
+    done = brief_command("logs")
     assert done.returncode == 2
     assert done.stderr.endswith("nodes print to the launcher's own output: no log files\n")
 
 
-def test_of_several_runs_one_must_be_named(start: Start, command: Command) -> None:
+def test_of_several_runs_one_must_be_named(start: Start, brief_command: Command) -> None:
     for name in ("first", "fifth"):
         start("launch", "waiting.py", "--mode=thread", f"--run-dir={name}").pids(2)
-    done = command("status")
+    done = brief_command("status")
     assert done.returncode == 2
     lines = done.stderr.splitlines()
     assert lines[0] == "lp_pipe: 2 runs of yours are live; say which:"
     assert [line.split()[0] for line in lines[1:]] == ["RUN", "first", "fifth"]
-    assert command("status", "fi").stderr.startswith(
+    assert brief_command("status", "fi").stderr.startswith(
         "lp_pipe: 'fi' may be 2 runs; say more of the name, or a folder:\n"
     )
-    assert command("status", "frist").stderr.startswith("lp_pipe: no run 'frist'; did you mean 'first'?")
-    assert command("status", "fir").stdout.splitlines()[0].endswith("folder first")
-    assert [line.split()[0] for line in command("ps").stdout.splitlines()] == ["RUN", "first", "fifth"]
-    assert [json.loads(line)["name"] for line in command("ps", "--json").stdout.splitlines()] == ["first", "fifth"]
+    assert brief_command("status", "frist").stderr.startswith("lp_pipe: no run 'frist'; did you mean 'first'?")
+    assert brief_command("status", "fir").stdout.splitlines()[0].endswith("folder first")
+    assert [line.split()[0] for line in brief_command("ps").stdout.splitlines()] == ["RUN", "first", "fifth"]
+    assert [json.loads(line)["name"] for line in brief_command("ps", "--json").stdout.splitlines()] == [
+        "first",
+        "fifth",
+    ]
 
 
-def test_without_a_run_everything_says_so(command: Command, folder: Path) -> None:
+def test_without_a_run_everything_says_so(brief_command: Command, folder: Path) -> None:
     for name in ("status", "stop", "stacks", "logs"):
-        done = command(name)
+        done = brief_command(name)
         assert (done.returncode, done.stderr.count("\n")) == (2, 1)
         assert done.stderr.startswith("lp_pipe: no run of yours is live on this host")
-    assert "it has no run.json" in command("status", str(folder)).stderr
-    assert (command("ps").stdout, command("ps").returncode) == ("", 0)
-    assert command("clean").stdout == "nothing to clean: no killed run of yours has left anything on this host\n"
+    assert "it has no run.json" in brief_command("status", str(folder)).stderr
+    assert (brief_command("ps").stdout, brief_command("ps").returncode) == ("", 0)
+    assert brief_command("clean").stdout == "nothing to clean: no killed run of yours has left anything on this host\n"
 
 
 def test_clean_removes_what_a_killed_run_has_left_and_nothing_else(
-    dead: tuple[RunRecord, "subprocess.Popen[bytes]"], start: Start, command: Command, folder: Path
+    dead: tuple[RunRecord, "subprocess.Popen[bytes]"], start: Start, brief_command: Command, folder: Path
 ) -> None:
     record, left = dead
     other = start("launch", "waiting.py", "--run-dir=other")
     others_pids = other.pids(2)
-    assert command("ps").stderr == "killed runs have left 1 more: lp_pipe clean\n"
-    assert f"its launcher, process {record.pid}, was killed" in command("status", "out").stderr
-    dry = command("clean", "--dry-run").stdout
+    assert brief_command("ps").stderr == "killed runs have left 1 more: lp_pipe clean\n"
+    assert f"its launcher, process {record.pid}, was killed" in brief_command("status", "out").stderr
+    dry = brief_command("clean", "--dry-run").stdout
     assert dry == (
         f"run out, whose launcher {record.pid} is dead: would kill 1 process ({left.pid}), "
         f"would remove {record.socket_dir}, would remove its entry\n"
     )
     assert left.poll() is None
-    assert command("clean").stdout == dry.replace("would kill", "killed").replace("would remove", "removed")
+    assert brief_command("clean").stdout == dry.replace("would kill", "killed").replace("would remove", "removed")
     assert left.wait(10) == -signal.SIGKILL
     assert not Path(record.socket_dir).exists()
-    assert "nothing to clean" in command("clean").stdout
+    assert "nothing to clean" in brief_command("clean").stdout
     assert (folder / "out" / "logs").is_dir()
     assert all(is_alive(pid) for pid in others_pids.values())
-    assert command("status").stdout.splitlines()[0].endswith("folder other")
+    assert brief_command("status").stdout.splitlines()[0].endswith("folder other")
 
 
-def test_a_launcher_that_hangs_is_named(in_processes: Started, command: Command) -> None:
+def test_a_launcher_that_hangs_is_named(in_processes: Started, brief_command: Command) -> None:
     os.kill(in_processes.process.pid, signal.SIGSTOP)
     began = time.monotonic()
-    done = command("status")
+    done = brief_command("status")
     assert time.monotonic() - began < 30
     assert done.returncode == 1
     assert f"`kill -9 {in_processes.process.pid}` ends it" in done.stderr
 
 
-def test_a_run_of_another_host_is_not_judged(folder: Path, command: Command) -> None:
+def test_a_run_of_another_host_is_not_judged(folder: Path, brief_command: Command) -> None:
     (folder / "far").mkdir()
     record = RunRecord("demo", "process", str(folder / "far"), f"not-{socket.gethostname()}", 1, 1, 0.0, "unix:x", "x")
     (folder / "far" / "run.json").write_text(json.dumps(vars(record)))
-    done = command("stop", "far")
+    done = brief_command("stop", "far")
     assert (done.returncode, done.stderr) == (
         2,
         f"lp_pipe: run far is on host not-{socket.gethostname()}: ask it there\n",
@@ -233,22 +236,22 @@ def test_a_run_of_another_host_is_not_judged(folder: Path, command: Command) -> 
 
 @pytest.mark.parametrize("mode", [pytest.param("thread", marks=pytest.mark.slow), "process"])
 def test_a_colocation_of_processes_is_one_node_with_the_logs_and_stacks_of_all(
-    mode: str, start: Start, command: Command, folder: Path
+    mode: str, start: Start, brief_command: Command, folder: Path
 ) -> None:
     source = WAITING.replace("program.add_node(lp.PyNode(wait))", "pass")
     source += "program.add_node(lp.MultiProcessingColocation([lp.PyNode(wait), lp.PyNode(wait)]), label='both')\n"
     (folder / "colocated.py").write_text(source)
     run = start("launch", "colocated.py", "--run-dir=out", f"--mode={mode}")
     pids = run.pids(2)
-    (row,) = json.loads(command("status", "--json").stdout)["nodes"]
+    (row,) = json.loads(brief_command("status", "--json").stdout)["nodes"]
     assert (row["node"], row["state"], row["pid"]) == ("both/0", "running", pids["both/0.0"])
-    stacks = command("stacks").stdout
+    stacks = brief_command("stacks").stdout
     assert "node both/0.0\n" in stacks
     assert "node both/0.1\n" in stacks
-    logs = command("logs").stdout.splitlines()
+    logs = brief_command("logs").stdout.splitlines()
     assert [line.partition(" pid ")[0] for line in logs] == ["[both/0.0]", "[both/0.1]"]
-    assert command("logs", "out", "both").stdout.splitlines() == logs
-    assert command("logs", "out", "both/0").stdout.splitlines() == logs
-    assert command("logs", "out", "both/0.1").stdout == logs[1].removeprefix("[both/0.1] ") + "\n"
-    assert command("stop").returncode == 0
+    assert brief_command("logs", "out", "both").stdout.splitlines() == logs
+    assert brief_command("logs", "out", "both/0").stdout.splitlines() == logs
+    assert brief_command("logs", "out", "both/0.1").stdout == logs[1].removeprefix("[both/0.1] ") + "\n"
+    assert brief_command("stop").returncode == 0
     assert not any(is_alive(pid) for pid in pids.values())

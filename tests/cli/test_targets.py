@@ -47,9 +47,9 @@ def test_a_module_in_a_package_of_the_current_folder(command: Command, folder: P
     )
 
 
-def test_a_missing_import_of_the_target_is_the_targets_failure(command: Command, folder: Path) -> None:
+def test_a_missing_import_of_the_target_is_the_targets_failure(brief_command: Command, folder: Path) -> None:
     (folder / "demo.py").write_text("import no_such_module\n")
-    done = command("graph", "demo")
+    done = brief_command("graph", "demo")
     assert done.returncode == 3
     assert done.stderr.splitlines() == [
         "lp_pipe: demo raised ModuleNotFoundError: No module named 'no_such_module'",
@@ -58,21 +58,21 @@ def test_a_missing_import_of_the_target_is_the_targets_failure(command: Command,
 
 
 @pytest.mark.parametrize("name", ["launch", "graph"])
-def test_a_target_that_launches_its_program_itself_is_told_how(name: str, command: Command, folder: Path) -> None:
+def test_a_target_that_launches_its_program_itself_is_told_how(name: str, brief_command: Command, folder: Path) -> None:
     # The README's first program is such a script. Each of its nodes imported it, and launched it again: it never ended.
     script = PROGRAM.format(sibling="os").replace("os.PLACE", "'a script'")
     (folder / "script.py").write_text(f"{script}lp.launch(program, 'process').wait()\n")
-    refused = command(name, "script.py")
+    refused = brief_command(name, "script.py")
     first, place = refused.stderr.splitlines()
     assert refused.returncode == 3
     assert first.startswith("lp_pipe: script.py raised LaunchError: lp_pipe imports this file for its program")
     assert first.endswith('below `if __name__ == "__main__":`') and "in <module>:  lp.launch(program" in place
     (folder / "script.py").write_text(f"{script}if __name__ == '__main__':\n    lp.launch(program, 'process').wait()\n")
-    assert command(name, "script.py").returncode == 0
+    assert brief_command(name, "script.py").returncode == 0
 
 
-def test_a_target_that_exits_ends_the_command_with_its_status(command: Command, folder: Path) -> None:
+def test_a_target_that_exits_ends_the_command_with_its_status(brief_command: Command, folder: Path) -> None:
     (folder / "demo.py").write_text("import argparse\nargparse.ArgumentParser().parse_args()\n")
-    done = command("launch", "demo.py", "--", "--nope")
+    done = brief_command("launch", "demo.py", "--", "--nope")
     assert done.returncode == 2
     assert "unrecognized arguments: --nope" in done.stderr

@@ -63,17 +63,17 @@ WRONG = {
 
 
 @pytest.mark.parametrize("line", WRONG)
-def test_wrong_usage_is_one_line_and_exit_status_2(line: str, command: Command, folder: Path) -> None:
+def test_wrong_usage_is_one_line_and_exit_status_2(line: str, brief_command: Command, folder: Path) -> None:
     (folder / "demo.py").write_text(TARGET)
-    done = command(*line.split())
+    done = brief_command(*line.split())
     assert done.stderr == f"lp_pipe: {WRONG[line]}\n"
     assert (done.returncode, done.stdout) == (2, "")
     assert not (folder / "runs").exists()
 
 
-def test_help_shows_examples(command: Command) -> None:
+def test_help_shows_examples(brief_command: Command) -> None:
     for arguments in ("--help",), ("launch", "--help"), ("graph", "--help"), ("schedule", "--help"):
-        done = command(*arguments)
+        done = brief_command(*arguments)
         assert done.returncode == 0
         assert "examples:\n  lp_pipe " in done.stdout
 
@@ -82,9 +82,9 @@ def test_the_version_names_lp_pipe_and_python(command: Command) -> None:
     assert command("--version").stdout.startswith("lp_pipe 0.")
 
 
-def test_the_flags_of_the_program_can_be_listed(command: Command, folder: Path) -> None:
+def test_the_flags_of_the_program_can_be_listed(brief_command: Command, folder: Path) -> None:
     (folder / "demo.py").write_text(TARGET)
-    done = command("launch", "demo.py", "--", "--help")
+    done = brief_command("launch", "demo.py", "--", "--help")
     assert done.returncode == 0
     assert "--stages: How many stages." in done.stdout
 
@@ -101,10 +101,10 @@ def test_flags_that_a_program_does_not_take_are_said_so(command: Command, folder
     assert command("launch", "reads.py", "--mode=thread", "--", "--stages=3").stderr == ""
 
 
-def test_the_graph_command_prints_text_or_writes_a_file(command: Command, folder: Path) -> None:
+def test_the_graph_command_prints_text_or_writes_a_file(brief_command: Command, folder: Path) -> None:
     (folder / "demo.py").write_text(TARGET)
-    assert command("graph", "demo.py", "--", "--stages=3").stdout.startswith("demo: 3 nodes in 1 group")
+    assert brief_command("graph", "demo.py", "--", "--stages=3").stdout.startswith("demo: 3 nodes in 1 group")
     for suffix, beginning in (".svg", "<svg "), (".dot", "digraph "), (".json", "{"):
-        done = command("graph", "demo:make_program", "-o", f"graph{suffix}")
+        done = brief_command("graph", "demo:make_program", "-o", f"graph{suffix}")
         assert (done.returncode, done.stdout) == (0, f"wrote graph{suffix}\n")
         assert (folder / f"graph{suffix}").read_text().startswith(beginning)

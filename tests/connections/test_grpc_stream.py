@@ -18,7 +18,7 @@ from lp_pipe.connections.chunks import CHUNK_BYTES
 from lp_pipe.connections.credentials import Credentials, generate_credentials
 from lp_pipe.errors import Unauthenticated
 from lp_pipe.rpc import Server
-from tests.connections.carriers import Carrier, OpenCarrier, assert_works, raw_stream
+from tests.connections.carriers import WITHIN_S, Carrier, End, OpenCarrier, assert_works, raw_stream
 from tests.connections.payloads import Mark, Target, call_frame
 
 
@@ -113,17 +113,10 @@ def test_a_message_over_the_limit_ends_the_connection(tcp: Carrier) -> None:
 
 
 @pytest.mark.parametrize("scheme", [pytest.param("grpc", marks=pytest.mark.slow), "grpcs"])
-def test_a_peer_that_answers_no_more_is_noticed(
-    no_leaks: None,
-    run_credentials: Credentials,
-    monkeypatch: pytest.MonkeyPatch,
-    open_carrier: OpenCarrier,
-    scheme: str,
-) -> None:
+def test_a_peer_that_answers_no_more_is_noticed(no_leaks: None, run_credentials: Credentials, scheme: str) -> None:
     # A stopped process is to its peer what a cut cable is: the connection is open, and nothing comes.
-    quick = [(name, min(value, 300) if name.endswith("_ms") else value) for name, value in grpc_stream._SERVER_OPTIONS]
-    monkeypatch.setattr(grpc_stream, "_SERVER_OPTIONS", quick)
-    carrier = open_carrier(scheme)
+    accepted: queue.SimpleQueue[connections.Connection] = queue.SimpleQueue()
+    listener = grpc_stream.listen(f"{scheme}:127.0.0.1:0", accepted.put, silence_s=1.0)
     source = """
         import sys, time
         from lp_pipe import connections
@@ -132,12 +125,12 @@ def test_a_peer_that_answers_no_more_is_noticed(
         connection = connections.connect(sys.argv[1])
         time.sleep(1000)
     """
-    command = [sys.executable, "-c", textwrap.dedent(source), carrier.endpoint]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as peer:
+    command = [sys.executable, "-c", textwrap.dedent(source), listener.endpoint]
+    with contextlib.closing(listener), subprocess.Popen(command, stdin=subprocess.PIPE) as peer:
         assert peer.stdin is not None
         with peer.stdin:
             peer.stdin.write(grpc_stream.current_credentials().to_bytes())
-        server = carrier.accept().start()
+        server = End(accepted.get(timeout=WITHIN_S)).start()
         with pytest.raises(queue.Empty):
             server.reasons.get(timeout=1.5)  # idle, and alive
         peer.send_signal(signal.SIGSTOP)

@@ -68,6 +68,7 @@ def is_alive(process: psutil.Process) -> bool:
         return False
 
 
+@pytest.mark.slow  # 3 s of silence: tests/launch/test_failures.py
 def test_nodes_tolerate_a_launcher_that_is_silent_for_four_seconds(
     script: "Callable[[str], subprocess.Popen[str]]", tmp_path: Path
 ) -> None:

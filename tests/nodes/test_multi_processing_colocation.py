@@ -15,6 +15,10 @@ import lp_pipe as lp
 from tests.conftest import Script
 
 WITHIN_S = 20.0
+# What is between the colocation and its inner processes is the same in both modes; what is around it others prove.
+mostly_in_processes = pytest.mark.parametrize(
+    "mode", [pytest.param("thread", marks=pytest.mark.slow), "process"], indirect=True
+)
 
 
 class Adder:
@@ -181,6 +185,7 @@ def test_a_killed_inner_process_is_the_colocations_failure(mode: str, tmp_path: 
     assert (tmp_path / "a").read_text() == "stopped"
 
 
+@mostly_in_processes
 def test_a_peer_that_does_not_stop_is_killed_after_the_grace(mode: str, tmp_path: Path) -> None:
     def never_ends() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -198,6 +203,7 @@ def test_a_peer_that_does_not_stop_is_killed_after_the_grace(mode: str, tmp_path
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 
 
+@mostly_in_processes
 def test_inner_nodes_are_tried_again_before_their_failure_counts(mode: str, tmp_path: Path) -> None:
     nodes = [lp.PyClassNode(Flaky, tmp_path / "lives", 2), lp.PyClassNode(Flaky, tmp_path / "well", 0)]
     run = launched(mode, lp.MultiProcessingColocation(nodes, num_retries_on_failure=2))
@@ -207,6 +213,7 @@ def test_inner_nodes_are_tried_again_before_their_failure_counts(mode: str, tmp_
     assert (row_of(run)["state"], row_of(run)["restarts"]) == ("finished", 2)
 
 
+@mostly_in_processes
 def test_a_killed_inner_node_is_tried_again_and_its_clients_wait_for_it(mode: str) -> None:
     colocation = lp.MultiProcessingColocation(num_retries_on_failure=1)
     handle = colocation.add_node(lp.CourierNode(Adder))
@@ -219,6 +226,7 @@ def test_a_killed_inner_node_is_tried_again_and_its_clients_wait_for_it(mode: st
         assert run.client(other).pid() == pids[1]
 
 
+@mostly_in_processes
 def test_when_no_retry_is_left_the_failure_counts(mode: str, tmp_path: Path) -> None:
     nodes = [lp.PyClassNode(Flaky, tmp_path / "lives", 9), lp.CourierNode(Adder)]
     run = launched(mode, lp.MultiProcessingColocation(nodes, num_retries_on_failure=2))
@@ -272,6 +280,7 @@ def test_a_restarting_group_restarts_the_whole_colocation(mode: str, tmp_path: P
     assert row_of(run)["state"] == "stopped"
 
 
+@mostly_in_processes
 def test_a_restart_of_the_colocation_kills_parts_that_do_not_stop(mode: str, tmp_path: Path) -> None:
     def never_ends() -> None:
         with (tmp_path / "pids").open("a") as file:
@@ -291,6 +300,7 @@ def test_a_restart_of_the_colocation_kills_parts_that_do_not_stop(mode: str, tmp
         assert row_of(run)["restarts"] == 1
 
 
+@mostly_in_processes
 def test_an_ignored_failure_ends_the_whole_colocation_and_no_other_node(mode: str, tmp_path: Path) -> None:
     colocation = lp.MultiProcessingColocation([lp.PyClassNode(UntilStop, tmp_path / "a")])
     handle = colocation.add_node(lp.CourierNode(Adder))
@@ -471,6 +481,7 @@ def test_a_launcher_that_is_killed_leaves_no_inner_process(launch_mode: str, tmp
     until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
 
 
+@mostly_in_processes
 def test_a_restarting_group_restarts_threads_with_the_processes_among_them(mode: str, tmp_path: Path) -> None:
     def lives(name: str) -> int:
         return len((tmp_path / name).read_text().split()) if (tmp_path / name).exists() else 0

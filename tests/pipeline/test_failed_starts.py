@@ -19,7 +19,15 @@ def no_layer() -> nn.Module:
     raise ValueError(f"no weights for {name}")
 
 
-@pytest.mark.parametrize("place", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("mode", "place"),
+    [
+        *(("thread", place) for place in (0, 1, 3)),
+        ("process", 1),
+        *(pytest.param("process", place, marks=pytest.mark.slow) for place in (0, 3)),
+    ],
+    indirect=["mode"],
+)
 def test_a_layer_that_cannot_be_built_is_what_everybody_is_told(mode: str, place: int) -> None:
     layers: list[pp.Layer] = [pp.Layer(nn.Linear, 4, 4) for _ in range(4)]
     layers[place] = pp.Layer(no_layer)

@@ -26,7 +26,7 @@ def launch(*arguments: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.parametrize("mode", ["thread", "process"])
+@pytest.mark.parametrize("mode", [pytest.param("thread", marks=pytest.mark.slow), "process"])
 def test_a_program_says_what_it_found(name: str, mode: str, tmp_path: Path) -> None:
     flags, found = PROGRAMS[name]
     done = launch(f"lp_pipe.programs.{name}", f"--mode={mode}", "--", *flags, cwd=tmp_path)

@@ -45,6 +45,7 @@ def plain_loop(problem: Any, iterations: int) -> Evolution:
     return evolution
 
 
+@pytest.mark.parametrize("mode", ["thread", pytest.param("process", marks=pytest.mark.slow)], indirect=True)
 def test_it_balances_the_pole(mode: str, delivered: Delivered) -> None:
     program = evolution_strategies(
         functools.partial(CartPole, 8), num_workers=2, on_result=delivered, iterations=60, target=475.0

@@ -168,12 +168,18 @@ def test_large_items_make_the_window_smaller(serve: Serve) -> None:
     assert [float(array[-1]) for array in items] == list(range(12))
 
 
-@pytest.mark.parametrize("size", [0, 1])
-@EITHER
-@pytest.mark.parametrize("way", ["close", "drop", "with", "break in a loop", "aclose"])
-def test_who_stops_iterating_closes_the_generator(serve: Serve, method: str, way: str, size: int) -> None:
-    client = serve(Feeder, thread_pool_size=size)
+WAYS = ["close", "drop", "with", "break in a loop", "aclose"]
 
+
+@pytest.mark.parametrize("size", [0, 1])
+def test_who_stops_iterating_closes_the_generator(serve: Serve, size: int) -> None:
+    client = serve(Feeder, thread_pool_size=size)
+    for stopped, (method, way) in enumerate(itertools.product(["count", "acount"], WAYS), 1):
+        stop_iterating(client, method, way)
+        assert is_closed(client, stopped), (method, way)
+
+
+def stop_iterating(client: lp.CourierClient, method: str, way: str) -> None:
     async def in_a_loop() -> None:
         if way == "aclose":
             items = await getattr(client.aio, method)()
@@ -197,7 +203,6 @@ def test_who_stops_iterating_closes_the_generator(serve: Serve, method: str, way
             items.close()
             assert list(items) == []
         del items
-    assert is_closed(client)
 
 
 @EITHER

@@ -1,28 +1,32 @@
 """Engines: whoever starts one agent on each host of a run; the table of those that there are."""
 
-import importlib.metadata
 from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from lp_pipe.launch.engines.base import Engine as Engine
 from lp_pipe.launch.engines.base import HostOffer as HostOffer
 from lp_pipe.launch.engines.base import Invitation as Invitation
 from lp_pipe.launch.engines.base import Watched as Watched
-from lp_pipe.launch.engines.kubernetes import KubernetesEngine as KubernetesEngine
-from lp_pipe.launch.engines.local import LocalEngine
-from lp_pipe.launch.engines.manual import ManualEngine
-from lp_pipe.launch.engines.ray import RayEngine
-from lp_pipe.launch.engines.slurm import SlurmEngine
-from lp_pipe.launch.engines.ssh import SshEngine
+
+if TYPE_CHECKING:
+    from lp_pipe.launch.engines.kubernetes import KubernetesEngine as KubernetesEngine
+    from lp_pipe.launch.engines.local import LocalEngine as LocalEngine
+    from lp_pipe.launch.engines.manual import ManualEngine as ManualEngine
+    from lp_pipe.launch.engines.ray import RayEngine as RayEngine
+    from lp_pipe.launch.engines.slurm import SlurmEngine as SlurmEngine
+    from lp_pipe.launch.engines.ssh import SshEngine as SshEngine
 
 ENTRY_POINTS = "lp_pipe.engines"
 
-BUILT_IN: dict[str, type[Engine]] = {
-    "local": LocalEngine,
-    "ssh": SshEngine,
-    "manual": ManualEngine,
-    "slurm": SlurmEngine,
-    "ray": RayEngine,
-    "kubernetes": KubernetesEngine,
+# An engine's class, in the module that has the engine's name: imported when somebody names it.
+BUILT_IN = {
+    "local": "LocalEngine",
+    "ssh": "SshEngine",
+    "manual": "ManualEngine",
+    "slurm": "SlurmEngine",
+    "ray": "RayEngine",
+    "kubernetes": "KubernetesEngine",
 }
 
 
@@ -32,13 +36,13 @@ def engine_names() -> list[str]:
 
 
 def engine_class(name: str) -> type[Engine]:
-    """The engine of that name; one from outside is imported now.
+    """The engine of that name, which is imported now.
 
     Raises:
         ValueError: there is none; names those that there are.
     """
     if name in BUILT_IN:
-        return BUILT_IN[name]
+        return _built_in(name)
     outside = _from_outside()
     if name not in outside:
         raise ValueError(f"unknown engine {name!r}; known are {', '.join(engine_names())}")
@@ -62,5 +66,21 @@ def make_engine(name: str, hosts: str, options: Mapping[str, str]) -> Engine:
     return kind(hosts, **options)
 
 
+def _built_in(name: str) -> type[Engine]:
+    kind: type[Engine] = getattr(import_module(f"{__name__}.{name}"), BUILT_IN[name])
+    return kind
+
+
 def _from_outside() -> dict[str, Callable[[], object]]:
+    import importlib.metadata  # takes longer than all of ours
+
     return {point.name: point.load for point in importlib.metadata.entry_points(group=ENTRY_POINTS)}
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        for engine, kind in BUILT_IN.items():
+            if kind == name:
+                return _built_in(engine)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -157,7 +157,7 @@ def test_the_launcher_that_waits_is_reported_too(mode: str, tmp_path: Path) -> N
         reported(run, "the launcher waits no more for")
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
 def test_calls_in_a_circle_of_full_pools_are_named_as_a_deadlock(mode: str, tmp_path: Path, size: int) -> None:
     with launched(ring(size, threads=1), mode, tmp_path) as run:
         run.client("ring").futures.call_next()

@@ -90,7 +90,7 @@ def test_chains_within_a_memory_limit_equal_brute_force(
 @pytest.mark.parametrize("recompute", ["none", "auto"])
 def test_the_search_of_whole_tables_finds_nothing_faster(schedule: str, recompute: str) -> None:
     for seed, (level, factor) in enumerate(product((LEVEL, SLOW), (1.001, 1.1, 1.5))):
-        states = states_of(random_chain(50, seed), recompute, 100)
+        states = states_of(random_chain(30, seed), recompute, 100)
         least = thriftiest(states, Memory(0.0, 2.0, schedule, recompute, 8), level.count, level.count).most
         memory = Memory(factor * least, 2.0, schedule, recompute, 8)
         found = fastest(states, level, CostModel("pipedream"), memory, level.count)
@@ -127,7 +127,7 @@ def test_the_least_memory_that_any_plan_needs_equals_brute_force(
     assert needed < 1 or not np.isfinite(takes(needed - 1))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("pipedream", marks=pytest.mark.slow)])
 def test_a_thousand_layers_on_64_devices_within_little_memory_take_seconds_and_have_no_gap(schedule: str) -> None:
     profile = random_chain(1000, seed=0)
     states = states_of(profile, "none", 2500)

@@ -99,7 +99,9 @@ def test_nothing_that_is_found_beats_brute_force(
     assert not parts or bound < float("inf")
 
 
-@pytest.mark.parametrize(("counts", "schedule"), [((8, 8), "1f1b"), ((4, 4, 4), "pipedream")])
+@pytest.mark.parametrize(
+    ("counts", "schedule"), [pytest.param((8, 8), "1f1b", marks=pytest.mark.slow), ((4, 4, 4), "pipedream")]
+)
 def test_a_thousand_layers_on_nested_levels_within_little_memory_take_seconds_and_have_a_small_gap(
     counts: tuple[int, ...], schedule: str
 ) -> None:
