@@ -19,6 +19,9 @@ EVERY ?= 60
 # Of make gpu-check: an interpreter that has torch, pytest and the rest, where nothing can be installed
 GPU_PYTHON ?=
 comma := ,
+# Containers often set it. Tests and demos start an interpreter for each program and node, and compiling lp_pipe anew
+# takes as long as all the rest of its start.
+unexport PYTHONDONTWRITEBYTECODE
 
 PROTOS := $(sort $(wildcard protos/*.proto))
 # protos/x.proto is lp_pipe/protos/x.proto to protoc, so generated code imports `from lp_pipe.protos import x_pb2`.
