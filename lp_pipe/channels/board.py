@@ -14,6 +14,7 @@ import mmap
 import os
 import platform
 import threading
+import time
 import weakref
 
 from lp_pipe.channels.segments import announcement, opened
@@ -24,6 +25,7 @@ is_board_supported = hasattr(os, "memfd_create") and platform.machine() in ("x86
 # Each in a cache line of its own.
 _SENT, _TAKEN, _SENDER_SLEEPS, _RECEIVER_SLEEPS, _CLOSED, _ENTRIES = 0, 8, 16, 24, 32, 40
 _ENTRY = 2
+_A_MOMENT_S = 1e-2  # for which a receiver that was at work counts as alive
 MANY_CREDITS = 4  # from here on a sender without any goes on when half of them are back
 
 
@@ -36,7 +38,7 @@ class Board:
         self._wakes_at = credits // 2 if credits >= MANY_CREDITS else credits
         self._fence = threading.Lock()
         self.sent = 0  # by the sender; at the receiver: how many of them it has seen
-        self._taken_before = 0
+        self._taken_before, self._asked_at = 0, 0.0
         self.sender_bell = Bell(self._numbers, self._fence, _TAKEN, _SENDER_SLEEPS)
         self.receiver_bell = Bell(self._numbers, self._fence, _SENT, _RECEIVER_SLEEPS)
 
@@ -68,9 +70,14 @@ class Board:
         return self._numbers[_TAKEN]
 
     def is_being_read(self) -> bool:
-        """Whether the receiver has taken something since this was last asked, and is open; it may die at any moment."""
-        before, self._taken_before = self._taken_before, self.taken
-        return self._taken_before != before and not self._numbers[_CLOSED]
+        """Whether the receiver is open, and has taken something in the moment since this was last asked.
+
+        A killed one may count for that long, and no longer.
+        """
+        before, asked_at = self._taken_before, self._asked_at
+        self._taken_before, self._asked_at = self.taken, time.monotonic()
+        has_taken = self._taken_before != before and self._asked_at - asked_at < _A_MOMENT_S
+        return has_taken and not self._numbers[_CLOSED]
 
     def close(self) -> None:
         """By the receiver, which takes nothing more."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lp_pipe.channels import ChannelHub, Receiver, Sender, open_sender
+from lp_pipe.channels import ChannelHub, Receiver, Sender, board, open_sender
 from lp_pipe.channels.board import Board, is_board_supported
 from lp_pipe.channels.messages import NUDGE
 from lp_pipe.connections import Frame
@@ -115,6 +115,18 @@ def test_a_receiver_that_has_ended_is_noticed_with_credits_left(hub: ChannelHub)
     sender, receiver = ends(hub, credits=4)
     receiver.close("had enough")
     with pytest.raises(ChannelClosed, match="had enough"):
+        sender.send(0, torch.ones(1))
+
+
+def test_a_receiver_that_was_killed_a_moment_ago_is_noticed(hub: ChannelHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had taken all it got, which once was enough for the next value to be sent to nobody, however much later."""
+    sender, receiver = ends(hub, credits=4)
+    assert receiver._connection is not None
+    sender.send(0, torch.zeros(1))
+    receiver.receive(0, PATIENCE_S)
+    receiver._connection._shutdown()  # type: ignore[attr-defined]
+    monkeypatch.setattr(board, "_A_MOMENT_S", 0.0)  # it has passed
+    with pytest.raises(ChannelClosed, match="killed"):
         sender.send(0, torch.ones(1))
 
 
