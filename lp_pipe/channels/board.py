@@ -22,8 +22,8 @@ from lp_pipe.channels.segments import announcement, opened
 # Others may see stores in another order than they were made in; Python has no means to forbid it.
 is_board_supported = hasattr(os, "memfd_create") and platform.machine() in ("x86_64", "AMD64")
 
-# Each in a cache line of its own.
-_SENT, _TAKEN, _SENDER_SLEEPS, _RECEIVER_SLEEPS, _CLOSED, _ENTRIES = 0, 8, 16, 24, 32, 40
+_SENT, _TAKEN, _SENDER_SLEEPS, _RECEIVER_SLEEPS, _CLOSED = range(0, 40, 8)  # each in a cache line of its own
+_ENTRIES = 40
 _ENTRY = 2
 _A_MOMENT_S = 1e-2  # for which a receiver that was at work counts as alive
 MANY_CREDITS = 4  # from here on a sender without any goes on when half of them are back

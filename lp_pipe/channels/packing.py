@@ -92,13 +92,9 @@ class Layout:
     def assemble(self) -> Callable[[Sequence[Tensor]], Any]:
         """Make a value of its tensors; the other leaves are made anew each time, so that no two values share them."""
         others = codec.loads(self.others) if self.others else []
-        if not isinstance(self.structure, bytes) and all(type(leaf) in CONSTANTS for leaf in others):
-            tensors, constants = itertools.count(), iter(others)
-            parts: list[_Maker] = [
-                _Constant(next(constants)) if spec is None else _nth(next(tensors)) for spec in self.specs
-            ]
-            return _assembler(self.structure, iter(parts))
-        return self._assemble_anew
+        if isinstance(self.structure, bytes) or any(type(leaf) not in CONSTANTS for leaf in others):
+            return self._assemble_anew
+        return _assembler(self.structure, _makers(self.specs, others))
 
     def _assemble_anew(self, tensors: Sequence[Tensor]) -> Any:
         structure = self.structure
@@ -260,6 +256,13 @@ class _Constant:
         return self.value
 
 
+def _makers(specs: Sequence[TensorSpec | None], constants: Sequence[Any]) -> Iterator[_Maker]:
+    """Of a value's leaves, in order."""
+    tensors, others = itertools.count(), iter(constants)
+    for spec in specs:
+        yield _Constant(next(others)) if spec is None else _nth(next(tensors))
+
+
 def _nth(index: int) -> _Maker:
     return lambda tensors: tensors[index]
 
@@ -271,16 +274,19 @@ def _assembler(treedef: pytree.TreeSpec, leaves: Iterator[_Maker]) -> _Maker:
     parts = [_assembler(child, leaves) for child in treedef.children()]
     if treedef.type is tuple:
         constants = [part.value for part in parts if isinstance(part, _Constant)]
-        if len(constants) == len(parts):
-            return _Constant(tuple(constants))
-        if len(parts) == 2:  # a message's value and what is known of it
-            first, second = parts
-            return lambda tensors: (first(tensors), second(tensors))
-        return lambda tensors: tuple([part(tensors) for part in parts])
+        all_are_constant = len(constants) == len(parts)
+        return _Constant(tuple(constants)) if all_are_constant else _tuple_of(parts)
     if treedef.type is list:
         return lambda tensors: [part(tensors) for part in parts]
     flat = pytree.TreeSpec(treedef.type, treedef.context, [pytree.treespec_leaf()] * len(parts))
     return lambda tensors: pytree.tree_unflatten([part(tensors) for part in parts], flat)
+
+
+def _tuple_of(parts: Sequence[_Maker]) -> _Maker:
+    if len(parts) == 2:  # nearly always: a message's value and what is known of it
+        first, second = parts
+        return lambda tensors: (first(tensors), second(tensors))
+    return lambda tensors: tuple([part(tensors) for part in parts])
 
 
 def _portable(treedef: pytree.TreeSpec) -> Any:

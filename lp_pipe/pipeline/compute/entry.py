@@ -19,7 +19,8 @@ def entered(phony: Tensor, gradients: list[Tensor | None], tensors: Sequence[Ten
 
 def phony() -> Tensor:
     """A leaf to enter by."""
-    return torch.empty(0, requires_grad=True)
+    with torch.inference_mode(False):
+        return torch.empty(0, requires_grad=True)
 
 
 class _Entry(torch.autograd.Function):

@@ -22,6 +22,7 @@ inputs are found; and outputs may be views.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -103,10 +104,16 @@ def backward(roots: Roots) -> None:
     if not all([gradient is not None and type(root) in _PLAIN for root, gradient in roots]):
         torch.autograd.backward(tensors, gradients)
         return
-    # The same without looking at the arguments, and on the CPU without copying the context for autograd's threads, of
-    # which it uses none there: both together would take longer than a small stage's whole backward.
-    run = _engine_run_backward if gradients[0].is_cuda else Variable._execution_engine.run_backward
+    # The same without looking at the arguments, which would take longer than a small stage's whole backward.
+    run = _engine_of(gradients)
     run(tensors, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def _engine_of(gradients: Sequence[Tensor]) -> Callable[..., Any]:
+    """torch's engine: for GPUs with the context that autograd's threads read; on the CPU there are none of these."""
+    if any([gradient.is_cuda for gradient in gradients]):
+        return _engine_run_backward
+    return Variable._execution_engine.run_backward
 
 
 def _edge_of(root: Root) -> GradientEdge:

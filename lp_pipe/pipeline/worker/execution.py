@@ -73,9 +73,27 @@ class _Route(NamedTuple):
 
     name: str
     stage: Stage
+    microbatch: int
     is_last: bool
     receive: Callable[[int], Any] | None
     send: Callable[[int, Any], None] | None
+
+    def input_of(self, operation: Operation) -> Message:
+        """A forward's."""
+        if self.receive is None:
+            return Message(operation.inputs[self.microbatch], ())
+        return Message(*self.receive(operation.tag))
+
+    def hand_on(self, operation: Operation, value: Any) -> None:
+        """A forward's output, to the next stage if there is one."""
+        if self.send is not None:
+            self.send(operation.tag, to_message(value).parts)
+
+    def note(self, operation: Operation, start: float) -> None:
+        """It is done, and has computed since `start`."""
+        end = time.monotonic()
+        operation.report.busy_s += end - start
+        operation.report.spans.append((self.name, start, end))
 
 
 class Execution:
@@ -142,15 +160,16 @@ class Execution:
 
     def _forward(self, action: Action, operation: Operation) -> None:
         route = self._route(action)
-        message = _input_of(route, action, operation)
+        message = route.input_of(operation)
         skips = self._side.values(action, operation.tag)
         start = time.monotonic()
         number = operation.first_number + action.microbatch
         value = route.stage.forward(message, operation.step, action.microbatch, skips, number)
         if route.is_last:
             operation.losses[action.microbatch] = self._loss(value, action.microbatch, operation)
-        _note(route, operation, start)
-        self._hand_on(route, action, operation, value, skips)
+        route.note(operation, start)
+        route.hand_on(operation, value)
+        self._side.send_values(action, operation.tag, skips)
 
     def _backward(self, action: Action, operation: Operation) -> None:
         route = self._route(action)
@@ -165,7 +184,7 @@ class Execution:
             more = self._side.roots(action, operation.tag)
             start = time.monotonic()
             gradients = route.stage.backward(number, received, more, defer_weights=defer_weights)
-        _note(route, operation, start)
+        route.note(operation, start)
         if route.send is not None:
             route.send(operation.tag, gradients)
         self._side.send_gradients(action, operation.tag)
@@ -175,12 +194,12 @@ class Execution:
         more = self._side.roots(action, operation.tag)
         start = time.monotonic()
         route.stage.backward_weights(action.microbatch, more)
-        _note(route, operation, start)
+        route.note(operation, start)
         self._side.send_gradients(action, operation.tag)
 
     def _infer(self, action: Action, operation: Operation) -> None:
         route = self._route(action)
-        message = _input_of(route, action, operation)
+        message = route.input_of(operation)
         skips = self._side.values(action, operation.tag)
         start = time.monotonic()
         value = route.stage.infer(message, action.microbatch, skips)
@@ -189,8 +208,9 @@ class Execution:
                 self._loss(value, action.microbatch, operation)
             else:
                 operation.report.outputs[action.microbatch] = to_host(value, self._device)
-        _note(route, operation, start)
-        self._hand_on(route, action, operation, value, skips)
+        route.note(operation, start)
+        route.hand_on(operation, value)
+        self._side.send_values(action, operation.tag, skips)
 
     def _route(self, action: Action) -> _Route:
         route = self._routes.get(action)
@@ -199,18 +219,12 @@ class Execution:
             route = self._routes[action] = _Route(
                 str(action),
                 self._stages[action.stage],
+                action.microbatch,
                 action.stage == self._config.last_stage,
                 None if receives is None else self._links.receiving(receives, action.microbatch),
                 None if sends is None else self._links.sending(sends, action.microbatch),
             )
         return route
-
-    def _hand_on(
-        self, route: _Route, action: Action, operation: Operation, value: Any, skips: Mapping[str, Any]
-    ) -> None:
-        if route.send is not None:
-            route.send(operation.tag, to_message(value).parts)
-        self._side.send_values(action, operation.tag, skips)
 
     def _loss(self, output: Any, microbatch: int, operation: Operation) -> tuple[Tensor, Tensor]:
         """The loss of one micro-batch, added to the report with its weight, and the gradient that it begins with.
@@ -243,15 +257,3 @@ class Execution:
         stage = self._stages[action.stage]
         layers = f"layers {stage.first_layer} to {stage.first_layer + len(stage.layers) - 1}"
         return f"{WORDS[action.op]} of micro-batch {action.microbatch}, stage {action.stage} ({layers})"
-
-
-def _input_of(route: _Route, action: Action, operation: Operation) -> Message:
-    if route.receive is None:
-        return Message(operation.inputs[action.microbatch], ())
-    return Message(*route.receive(operation.tag))
-
-
-def _note(route: _Route, operation: Operation, start: float) -> None:
-    end = time.monotonic()
-    operation.report.busy_s += end - start
-    operation.report.spans.append((route.name, start, end))
