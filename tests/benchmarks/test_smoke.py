@@ -67,7 +67,7 @@ def test_calls_compares_lp_pipe_with_a_bare_socket() -> None:
 
 def test_tcp_compares_lp_pipe_with_grpcio() -> None:
     parties = figures("tcp")["parties"]
-    assert {"grpcio unary", "lp_pipe, mTLS", "lp_pipe, mTLS, inline", "lp_pipe, plain"} <= set(parties)
+    assert {"grpcio unary", "lp_pipe, TLS", "lp_pipe, TLS, inline", "lp_pipe, plain gRPC"} <= set(parties)
     for party in parties.values():
         assert_is_spread(party["latency_p50_us"])
         assert_is_spread(party["gigabytes_per_s"])

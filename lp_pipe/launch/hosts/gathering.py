@@ -135,10 +135,11 @@ class Gathering:
         listener, invitation = self._listen_for_agents(log_dir)
         try:
             self._watched = self._engine.start(invitation)
+            # From now on: the first to join must not take the launcher for dead while it waits for the last.
+            threading.Thread(target=self._be_alive, name="launcher is alive", daemon=True).start()
             self._wait()
         finally:
             listener.close()  # nobody joins any more
-        threading.Thread(target=self._be_alive, name="launcher is alive", daemon=True).start()
         return {name: self._agents[name] for name in self._offers}
 
     def tell_of_losses(self, on_lost: OnLost) -> None:
