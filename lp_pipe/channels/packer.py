@@ -34,7 +34,7 @@ class Packer:
         if layout != self._layout:
             self._layout = layout
         # With a geometry the tensors that travel are not those of the value.
-        self._pattern = None if any(layout.geometries) else pattern
+        self._pattern = None if layout.has_geometries else pattern
         assert self._layout is not None
         return self._layout, tensors
 

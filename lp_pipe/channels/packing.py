@@ -4,7 +4,7 @@ import itertools
 import math
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from lp_pipe.channels.assembling import assembler
 from lp_pipe.rpc import codec
 from lp_pipe.rpc import layout as layout_of_memory
 
@@ -91,17 +92,20 @@ class Layout:
     @cached_property
     def assemble(self) -> Callable[[Sequence[Tensor]], Any]:
         """Make a value of its tensors; the other leaves are made anew each time, so that no two values share them."""
-        others = codec.loads(self.others) if self.others else []
+        others = self._new_others()
         if isinstance(self.structure, bytes) or any(type(leaf) not in CONSTANTS for leaf in others):
             return self._assemble_anew
-        return _assembler(self.structure, _makers(self.specs, others))
+        return assembler(self.structure, [spec is not None for spec in self.specs], others)
 
     def _assemble_anew(self, tensors: Sequence[Tensor]) -> Any:
         structure = self.structure
         treedef = _treedef_of(codec.loads(structure)) if isinstance(structure, bytes) else structure
-        remaining, others = iter(tensors), iter(codec.loads(self.others) if self.others else [])
+        remaining, others = iter(tensors), iter(self._new_others())
         leaves = [next(others if spec is None else remaining) for spec in self.specs]
         return pytree.tree_unflatten(leaves, treedef)
+
+    def _new_others(self) -> list[Any]:
+        return list(codec.loads(self.others)) if self.others else []
 
     def encode(self) -> bytes:
         structure = self.structure if isinstance(self.structure, bytes) else _portable(self.structure)
@@ -241,52 +245,6 @@ def _is_plain(treedef: pytree.TreeSpec) -> bool:
     is_dict = treedef.type in (dict, OrderedDict)
     own_is_plain = all(type(key) is str for key in context) if is_dict else context is None or isinstance(context, type)
     return own_is_plain and all(_is_plain(child) for child in treedef.children())
-
-
-_Maker = Callable[[Sequence[Tensor]], Any]
-
-
-@dataclass(frozen=True)
-class _Constant:
-    """Makes the same for every value."""
-
-    value: Any
-
-    def __call__(self, tensors: Sequence[Tensor]) -> Any:
-        return self.value
-
-
-def _makers(specs: Sequence[TensorSpec | None], constants: Sequence[Any]) -> Iterator[_Maker]:
-    """Of a value's leaves, in order."""
-    tensors, others = itertools.count(), iter(constants)
-    for spec in specs:
-        yield _Constant(next(others)) if spec is None else _nth(next(tensors))
-
-
-def _nth(index: int) -> _Maker:
-    return lambda tensors: tensors[index]
-
-
-def _assembler(treedef: pytree.TreeSpec, leaves: Iterator[_Maker]) -> _Maker:
-    """pytree.tree_unflatten, which would look every container up again for every message."""
-    if treedef.is_leaf():
-        return next(leaves)
-    parts = [_assembler(child, leaves) for child in treedef.children()]
-    if treedef.type is tuple:
-        constants = [part.value for part in parts if isinstance(part, _Constant)]
-        all_are_constant = len(constants) == len(parts)
-        return _Constant(tuple(constants)) if all_are_constant else _tuple_of(parts)
-    if treedef.type is list:
-        return lambda tensors: [part(tensors) for part in parts]
-    flat = pytree.TreeSpec(treedef.type, treedef.context, [pytree.treespec_leaf()] * len(parts))
-    return lambda tensors: pytree.tree_unflatten([part(tensors) for part in parts], flat)
-
-
-def _tuple_of(parts: Sequence[_Maker]) -> _Maker:
-    if len(parts) == 2:  # nearly always: a message's value and what is known of it
-        first, second = parts
-        return lambda tensors: (first(tensors), second(tensors))
-    return lambda tensors: tuple([part(tensors) for part in parts])
 
 
 def _portable(treedef: pytree.TreeSpec) -> Any:

@@ -55,7 +55,7 @@ class SplitBackward:
     """
 
     def __init__(self, roots: Sequence[Root], gradients: Sequence[Tensor | None], entry: Tensor) -> None:
-        starts = [_edge_of(root) for root in roots]
+        starts = [edge_of(root) for root in roots]
         self._groups = _find_groups([start.node for start in starts], get_gradient_edge(entry).node)
         self._roots = {
             index: (starts[index], _gradient_of(roots[index], gradients[index]))
@@ -80,7 +80,7 @@ class SplitBackward:
 
     def _accumulate(self, group: _Group, more: Roots) -> None:
         starts = [self._roots[index] for index in group.roots]
-        starts += [(_edge_of(leaf), grad) for leaf, grad in more if grad is not None]
+        starts += [(edge_of(leaf), grad) for leaf, grad in more if grad is not None]
         for joint in group.joints:
             arrived = enumerate(self._arrived[joint])
             starts += [(GradientEdge(joint, index), gradient) for index, gradient in arrived if gradient is not None]
@@ -116,8 +116,15 @@ def _engine_of(gradients: Sequence[Tensor]) -> Callable[..., Any]:
     return Variable._execution_engine.run_backward
 
 
-def _edge_of(root: Root) -> GradientEdge:
-    return get_gradient_edge(root) if isinstance(root, Tensor) else root
+def edge_of(root: Root) -> GradientEdge:
+    """torch's get_gradient_edge, without its checks where there is nothing to find or make."""
+    if not isinstance(root, Tensor):
+        return root
+    node = root.grad_fn
+    # Of leaves, and of functions written in Python, torch has to.
+    if node is None or isinstance(node, torch._C._FunctionBase):
+        return get_gradient_edge(root)
+    return GradientEdge(node, root.output_nr)
 
 
 def _is_among(leaf: Root, leaves: Sequence[Tensor]) -> bool:

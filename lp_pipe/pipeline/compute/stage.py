@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 from torch.utils import _pytree as pytree
 
 from lp_pipe.pipeline.compute.activation_meter import Held, held_for_later
@@ -19,7 +19,7 @@ from lp_pipe.pipeline.compute.entry import entered, phony
 from lp_pipe.pipeline.compute.precision import autocast
 from lp_pipe.pipeline.compute.recompute import Segment
 from lp_pipe.pipeline.compute.segments import Recompute, Run, runs_of
-from lp_pipe.pipeline.compute.split_backward import Roots, SplitBackward, backward
+from lp_pipe.pipeline.compute.split_backward import Roots, SplitBackward, backward, edge_of
 from lp_pipe.pipeline.compute.written_buffers import WrittenBuffers
 from lp_pipe.pipeline.layers.message import Message, tensors_of, with_repeats
 from lp_pipe.pipeline.layers.names import name_prefix
@@ -295,12 +295,4 @@ def _attached(phony: Tensor, tensors: list[Tensor], stash: Stash, gradients: lis
 
 
 def _edges(value: Any) -> list[GradientEdge]:
-    return [_edge(tensor) for tensor in tensors_of(value) if tensor.requires_grad]
-
-
-def _edge(tensor: Tensor) -> GradientEdge:
-    node = tensor.grad_fn
-    # Of leaves, and of functions written in Python, torch has to find or make something.
-    if node is None or isinstance(node, torch._C._FunctionBase):
-        return get_gradient_edge(tensor)
-    return GradientEdge(node, tensor.output_nr)
+    return [edge_of(tensor) for tensor in tensors_of(value) if tensor.requires_grad]
