@@ -32,7 +32,7 @@ from torch.nn import functional as F
 import lp_pipe as lp
 import lp_pipe.pipeline as pp
 from benchmarks.report import machine, show_table, spread, write_json
-from benchmarks.sleeping import Sleeper, Start, batch, mean, sgd
+from benchmarks.sleeping import Sleeper, Start, batch, mean, sgd, slept
 from examples import char_gpt
 
 _STAGES = 4
@@ -56,22 +56,21 @@ class SameBatch:
 
 def throughput(schedule: str, microbatches: int, steps: int, sleep_s: float, folder: str) -> dict[str, Any]:
     """Of the slowest stage's rate, what the pipeline reaches in each step but the first two and the last one."""
+    run_dir = pathlib.Path(folder) / f"{schedule}-{microbatches}"
+    records = [run_dir.with_suffix(f".{stage}") for stage in range(_STAGES)]
     program = lp.Program(f"bench_{schedule}")
     feeder = program.add_node(lp.CourierNode(SameBatch, microbatches), label="feeder")
     pipeline = pp.add_pipeline(
         program,
-        pp.Model([pp.Layer(Start), *(pp.Layer(Sleeper, sleep_s) for _ in range(_STAGES))], mean, sgd),
+        pp.Model([pp.Layer(Start), *(pp.Layer(Sleeper, sleep_s, record) for record in records)], mean, sgd),
         stages=[2, 3, 4],
         schedule=schedule,
         microbatches=microbatches,
         inputs=feeder,
     )
-    with lp.launch(program, "process", run_dir=f"{folder}/{schedule}-{microbatches}") as run:
-        client = run.client(pipeline)
-        traces = client.trace(steps)
-        state = client.state_dict()
-    slept = [state[f"{1 + stage}.slept"].tolist() for stage in range(_STAGES)]
-    slowest_s = max(sum(parts[:3]) / parts[3] for parts in slept)
+    with lp.launch(program, "process", run_dir=run_dir) as run:
+        traces = run.client(pipeline).trace(steps)
+    slowest_s = max(sum(parts[:3]) / parts.forwards for parts in map(slept, records))
     ends = [max(span[2] for span in trace.workers[0]) for trace in traces]
     rates = [microbatches / (end - before) for before, end in itertools.pairwise(ends[1:-1])]
     return {

@@ -8,12 +8,19 @@ same schedule with free communication. A sleep ends late, on a busy machine by m
 engine: the simulation's costs are what the sleeps of each stage have really taken, on average, in these very steps.
 Every schedule runs the same layers: two for each worker, as one stage or as two.
 
+What the layers take beside their sleep is not nothing, though: a process that has slept finds nothing of its own in the
+core's caches. "alone / theory" says it: every worker's layers in a plain loop, forwards and backwards, in as many
+processes at once, without a pipeline, in units of what they slept.
+
 Beside it torch.distributed.pipelining over gloo, where it has the schedule, with the same layers and sleeps compared
 with the same theory; its makespan is that of its `step`, from a barrier to the last rank's return.
 """
 
 import argparse
+import concurrent.futures
+import multiprocessing
 import pathlib
+import statistics
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -26,7 +33,7 @@ import lp_pipe as lp
 import lp_pipe.pipeline as pp
 from benchmarks import torch_schedules
 from benchmarks.report import machine, show_table, spread, write_json
-from benchmarks.sleeping import Sleeper, Start, batch, mean, sgd
+from benchmarks.sleeping import Sleeper, Slept, Start, alone, batch, mean, sgd, slept
 from lp_pipe.errors import ScheduleError
 
 _LAYERS_EACH = 2  # of a worker
@@ -55,10 +62,10 @@ class Case(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Seconds of each step, and by virtual stage for each layer: what F, I and W slept in all steps, and how many."""
+    """Seconds of each step, and by virtual stage what each layer slept in all of them."""
 
     makespans_s: list[float]
-    slept: Mapping[int, Sequence[Sequence[float]]]
+    slept: Mapping[int, Sequence[Slept]]
 
 
 class Feeder:
@@ -75,31 +82,27 @@ def measured(case: Case, repeats: int, folder: str) -> Outcome:
     """Steps of a pipeline in processes, after one to warm up."""
     layers = case.workers * _LAYERS_EACH
     each = case.layers_of_stage
+    run_dir = pathlib.Path(folder) / case.label.replace(" ", "-")
+    records = [run_dir.with_suffix(f".{layer}") for layer in range(layers)]
     program = lp.Program(f"bench_{case.name}")
     feeder = program.add_node(lp.CourierNode(Feeder, case.microbatches), label="feeder")
     pipeline = pp.add_pipeline(
         program,
-        pp.Model([pp.Layer(Start), *(pp.Layer(Sleeper, case.sleep_s) for _ in range(layers))], mean, sgd),
+        pp.Model([pp.Layer(Start), *(pp.Layer(Sleeper, case.sleep_s, record) for record in records)], mean, sgd),
         stages=[1 + cut for cut in range(each, layers, each)],
         schedule=case.name,
         microbatches=case.microbatches,
         inputs=feeder,
     )
-    with lp.launch(program, "process", run_dir=f"{folder}/{case.label.replace(' ', '-')}") as run:
+    with lp.launch(program, "process", run_dir=run_dir) as run:
         client = run.client(pipeline)
         client.step()
-        before = _slept(client, layers)
+        before = [slept(record) for record in records]
         traces = client.trace(repeats)
-        after = _slept(client, layers)
-    slept: dict[int, list[list[float]]] = {}
-    for layer, (late, early) in enumerate(zip(after, before, strict=True)):
-        slept.setdefault(layer // each, []).append([b - a for a, b in zip(early, late, strict=True)])
-    return Outcome([makespan_s(trace) for trace in traces], slept)
-
-
-def _slept(client: pp.PipelineClient, layers: int) -> list[list[float]]:
-    state = client.state_dict()
-    return [state[f"{1 + layer}.slept"].tolist() for layer in range(layers)]
+        after = [slept(record) for record in records]
+    in_steps = [late.since(early) for late, early in zip(after, before, strict=True)]
+    stages = {stage: in_steps[first : first + each] for stage, first in enumerate(range(0, layers, each))}
+    return Outcome([makespan_s(trace) for trace in traces], stages)
 
 
 def makespan_s(trace: pp.StepTrace) -> float:
@@ -117,10 +120,19 @@ def measured_of_torch(case: Case, repeats: int, folder: str) -> Outcome:
     return Outcome(makespans, {stage: layers for rank in ranks for stage, layers in rank.slept.items()})
 
 
+def layers_alone(case: Case) -> float:
+    """What a worker's layers take without a pipeline, while the other workers' do the same, of what they sleep."""
+    count = case.workers
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(count, mp_context=spawn) as pool:
+        turns = [pool.submit(alone, case.sleep_s, _LAYERS_EACH, case.microbatches) for _ in range(count)]
+        return statistics.mean(turn.result() for turn in turns)
+
+
 def simulated(case: Case, outcome: Outcome) -> pp.Timeline:
     """The schedule with stages that take what they slept."""
     costs = [
-        [sum(layer[part] / layer[3] for layer in outcome.slept[stage]) for stage in sorted(outcome.slept)]
+        [sum(layer[part] / layer.forwards for layer in outcome.slept[stage]) for stage in sorted(outcome.slept)]
         for part in range(3)
     ]
     return pp.simulate(case.schedule(), pp.Costs(forward=costs[0], backward_input=costs[1], backward_weight=costs[2]))
@@ -141,7 +153,7 @@ def figures_of(case: Case, repeats: int, folder: str, *, with_torch: bool) -> di
     figures = compared(case, measured(case, repeats, folder))
     peaks = [peak * case.workers / schedule.stages for peak in pp.peak_activations(schedule)]
     figures |= {"schedule": case.name, "workers": case.workers, "microbatches": case.microbatches}
-    figures |= {"peak_activations": peaks, "torch": None}
+    figures |= {"peak_activations": peaks, "alone_to_theory": layers_alone(case), "torch": None}
     if with_torch and case.name in torch_schedules.SCHEDULES:
         try:
             figures["torch"] = compared(case, measured_of_torch(case, repeats, folder))
@@ -158,13 +170,23 @@ def show(parties: dict[str, dict[str, Any]], action_s: float) -> None:
             f"{party['theory_bubble']:.1%}",
             _cell(party["measured_ms"], ".1f"),
             _cell(party["measured_to_theory"], ".3f"),
+            f"{party['alone_to_theory']:.3f}",
             _cell(party["torch"] and party["torch"]["measured_to_theory"], ".3f"),
             f"{max(party['peak_activations']):g}",
         ]
         for name, party in parties.items()
     ]
     title = f"F = I = W = {action_s * 1e3:g} ms of a worker; median (min–max)"
-    columns = ["", "theory ms", "bubble", "measured ms", "measured / theory", "torch / theory", "stash, in stages"]
+    columns = [
+        "",
+        "theory ms",
+        "bubble",
+        "measured ms",
+        "measured / theory",
+        "alone / theory",
+        "torch / theory",
+        "stash, in stages",
+    ]
     show_table(title, columns, rows)
 
 

@@ -1,12 +1,35 @@
-"""Layers that sleep instead of computing, and remember for how long they really slept."""
+"""Layers that sleep instead of computing, and write down for how long they really slept."""
 
+import mmap
+import pathlib
+import struct
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 WIDTH = 4096  # 16 KiB a micro-batch
+
+
+class Slept(NamedTuple):
+    """Seconds that a layer has slept in all, and in how many forwards."""
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+    forwards: float
+
+    def since(self, before: "Slept") -> "Slept":
+        return Slept(*(late - early for late, early in zip(self, before, strict=True)))
+
+
+_FORM = struct.Struct("4d")
+
+
+def slept(record: pathlib.Path) -> Slept:
+    """What the sleeper with this record has slept so far."""
+    return Slept(*_FORM.unpack(record.read_bytes()))
 
 
 class _Sleep(torch.autograd.Function):
@@ -28,30 +51,35 @@ class _Sleep(torch.autograd.Function):
 def _sleep(sleeper: "Sleeper", which: int) -> None:
     start = time.monotonic()
     time.sleep(sleeper.seconds)
-    slept = sleeper.slept  # looked up here: after later forwards it is another tensor
-    slept[which] += time.monotonic() - start
-    slept[3] += which == 0
+    sleeper.slept[which] += time.monotonic() - start
+    sleeper.slept[3] += which == 0
 
 
 class Sleeper(nn.Module):
     """Takes `seconds` for each of its forward, its input's gradient and its weight's gradient.
 
-    slept: what the three have really taken, all in all, then the number of forwards. A buffer, so that it is in the
-    state that a pipeline gives out.
+    record: a file that it makes, from which others may read what the three have really taken (`slept`). A mapped one:
+    what it costs to write a tensor after a sleep, when nothing is in the core's caches, is no cost of an engine.
     """
 
-    slept: Tensor
-
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, record: pathlib.Path | None = None) -> None:
         super().__init__()
         self.seconds = seconds
         self.scale = nn.Parameter(torch.ones(()))
-        self.register_buffer("slept", torch.zeros(4, dtype=torch.float64))
+        self.slept = memoryview(_memory(record)).cast("d")
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = _Sleep.apply(x, self, 0, 1)  # type: ignore[no-untyped-call]
         scale: Tensor = _Sleep.apply(self.scale, self, None, 2)  # type: ignore[no-untyped-call]
         return y * scale
+
+
+def _memory(record: pathlib.Path | None) -> mmap.mmap:
+    if record is None:
+        return mmap.mmap(-1, _FORM.size)
+    with record.open("wb+") as file:
+        file.truncate(_FORM.size)
+        return mmap.mmap(file.fileno(), _FORM.size)
 
 
 class Start(nn.Module):
@@ -76,3 +104,15 @@ def sgd(parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
 def batch(microbatches: int) -> tuple[Tensor, Tensor]:
     """One row for each micro-batch."""
     return torch.ones(microbatches, WIDTH), torch.ones(microbatches, 1)
+
+
+def alone(sleep_s: float, layers: int, microbatches: int) -> float:
+    """What so many sleepers take, forwards and backwards in a plain loop, in units of what they sleep meanwhile."""
+    torch.set_num_threads(1)
+    sleepers = [Sleeper(sleep_s) for _ in range(layers)]
+    model = nn.Sequential(Start(), *sleepers)
+    inputs, _ = batch(microbatches)
+    start = time.monotonic()
+    for row in inputs.split(1):
+        model(row).mean().backward()
+    return (time.monotonic() - start) / sum(sum(sleeper.slept[:3]) for sleeper in sleepers)

@@ -1,6 +1,7 @@
 """torch.distributed.pipelining over gloo, on stages that sleep: a process for each rank."""
 
 import multiprocessing
+import pathlib
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
-from benchmarks.sleeping import Sleeper, Start, batch, mean
+from benchmarks.sleeping import Sleeper, Slept, Start, batch, mean, slept
 
 # torch's names for our schedules. Its zero bubbles but ZBV need several stages a rank, so zb_h1 has none.
 SCHEDULES: dict[str, Callable[..., Any]] = {
@@ -29,7 +30,7 @@ class RankSteps(NamedTuple):
     """What one rank has measured: when each step began and ended (time.monotonic), and what its layers slept."""
 
     steps: list[tuple[float, float]]
-    slept: dict[int, list[list[float]]]  # by virtual stage, for each of its layers
+    slept: dict[int, list[Slept]]  # by virtual stage, for each of its layers
 
 
 def run(
@@ -43,7 +44,8 @@ def run(
 ) -> list[RankSteps]:
     """Train some steps after one to warm up. placement: which rank each virtual stage is on.
 
-    layers_each: how many layers that sleep `sleep_s` a virtual stage has. store: a path that does not exist yet.
+    layers_each: how many layers that sleep `sleep_s` a virtual stage has. store: a path that does not exist yet, as
+    others that begin with it.
 
     Raises:
         RuntimeError: a rank has ended, or takes too long; its error is on stderr.
@@ -90,7 +92,8 @@ def _rank_main(
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=max(placement) + 1)
     own = [stage for stage, owner in enumerate(placement) if owner == rank]
-    modules = {stage: _layers(stage, layers_each, sleep_s) for stage in own}
+    records = {stage: [pathlib.Path(f"{store}.{stage}.{layer}") for layer in range(layers_each)] for stage in own}
+    modules = {stage: _layers(stage, sleep_s, records[stage]) for stage in own}
     cpu = torch.device("cpu")
     stages = [pipelining.PipelineStage(modules[stage], stage, len(placement), cpu) for stage in own]
     is_single = schedule in ("gpipe", "1f1b")
@@ -101,24 +104,19 @@ def _rank_main(
     times: list[tuple[float, float]] = []
     for index in range(steps + 1):
         if index == 1:
-            _forget(modules)
+            before = {stage: [slept(record) for record in records[stage]] for stage in own}
         dist.barrier()
         start = time.monotonic()
         runner.step(*positional, **keywords)
         times.append((start, time.monotonic()))
-    slept = {stage: [m.slept.tolist() for m in module if isinstance(m, Sleeper)] for stage, module in modules.items()}
-    answer.send(RankSteps(times[1:], slept))
-    dist.barrier()
+    after = {stage: [slept(record) for record in records[stage]] for stage in own}
+    in_steps = {
+        stage: [late.since(early) for late, early in zip(after[stage], before[stage], strict=True)] for stage in own
+    }
+    answer.send(RankSteps(times[1:], in_steps))
     answer.recv()  # the parent's end: gloo's other ranks may still talk to this one
 
 
-def _layers(stage: int, count: int, sleep_s: float) -> nn.Sequential:
+def _layers(stage: int, sleep_s: float, records: list[pathlib.Path]) -> nn.Sequential:
     start = [] if stage else [Start()]
-    return nn.Sequential(*start, *(Sleeper(sleep_s) for _ in range(count)))
-
-
-def _forget(modules: dict[int, nn.Sequential]) -> None:
-    for module in modules.values():
-        for layer in module:
-            if isinstance(layer, Sleeper):
-                layer.slept.zero_()
+    return nn.Sequential(*start, *(Sleeper(sleep_s, record) for record in records))
