@@ -67,7 +67,7 @@ def launch_options(arguments: argparse.Namespace) -> dict[str, Any]:
         "host_timeout": arguments.host_timeout,
         "engine_options": engine_options(arguments),
     }
-    options = {name: value for name, value in given.items() if value}
+    options = {name: value for name, value in given.items() if value not in (None, "", {})}
     if vars(arguments).get("elastic"):
         _check_elastic(arguments)
     if options and arguments.mode != "multi_host":

@@ -317,9 +317,11 @@ def test_groups_are_put_on_hosts_with_labels_apart_and_together() -> None:
         }
 
 
-def test_a_host_timeout_that_makes_no_sense_is_refused() -> None:
+def test_timeouts_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ValueError, match="host_timeout=0: from 1 to 86400 seconds"):
         launched(probes(), host_timeout=0)
+    with pytest.raises(ValueError, match="join_timeout=0: more than 0 seconds"):
+        launched(probes(), join_timeout=0)
 
 
 def test_an_unknown_engine_is_an_error_that_names_those_that_there_are() -> None:

@@ -108,6 +108,7 @@ def _unpicklable(spec: NodeSpec, error: Exception) -> LpPipeError:
         if culprit is not None:
             return SerializationError(
                 f"{spec.name}: {culprit.path} of type {culprit.type_name} does not pickle: {culprit.error}\n"
-                "Make it inside the node instead: in its constructor, or with lp_pipe.Deferred(ctor, ...)."
+                "Make it inside the node instead: in its constructor, with lp_pipe.Deferred(ctor, ...), or, if it is a "
+                "layer of a pipeline, with pp.Layer(ctor, ...)."
             )
     return SerializationError(f"{spec.name}: {spec.path}the node cannot be pickled: {type(error).__name__}: {error}")
