@@ -9,10 +9,11 @@ from lp_pipe.errors import NodeError
 from lp_pipe.launch.coordination.coordinator import Coordinator
 from lp_pipe.launch.host import Host
 from lp_pipe.launch.hosts.lacking import advice_for
-from lp_pipe.telemetry.tracebacks import fold_traceback, shortened
+from lp_pipe.telemetry.tracebacks import fold_traceback, notes, shortened
 
 MAX_LINES = 14  # one less than a report may have: who prints it adds where the run's folder is
 _MAX_MESSAGE_LINES = 3
+_MAX_NOTES = 3
 _KEPT_OUTER_LINES = 2
 _FILE = "failure.txt"
 _WORTH_NAMING = ("checkpoint*", "metrics.jsonl")
@@ -86,6 +87,7 @@ def failure_report(
     message = [shortened(line) for line in error.message.splitlines() or [""]]
     head = [f"node {error.label}/{error.index}{where} failed: {error.type_name}: {message[0]}"]
     head += [f"  {line}" for line in message[1:_MAX_MESSAGE_LINES]]
+    head += [f"  {shortened(note)}" for note in notes(error.remote_traceback) if note not in message][:_MAX_NOTES]
     head += [f"  {advice}"] if advice else []
     tail = []
     if later_failures:

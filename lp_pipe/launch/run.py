@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -268,6 +269,8 @@ class Run:
 
 
 _active: "weakref.WeakSet[Run]" = weakref.WeakSet()
+# The launcher's children, such as a DataLoader's workers, have none: they waited for ever for what is not theirs to stop.
+os.register_at_fork(after_in_child=_active.clear)
 
 
 def _stop_active_runs() -> None:

@@ -15,7 +15,7 @@ from lp_pipe.pipeline.add import add_pipeline
 from lp_pipe.pipeline.compute.device import CPU, Device, chosen_device, computing_with
 from lp_pipe.pipeline.compute.recompute import is_recomputing
 from lp_pipe.pipeline.layers.message import tensors_of
-from lp_pipe.pipeline.layers.model import Model, check_in_order
+from lp_pipe.pipeline.layers.model import Model, check_in_order, sources_of
 from lp_pipe.pipeline.layers.rng import current_microbatch
 from lp_pipe.pipeline.layers.skips import Skip, seen_by_setup
 from lp_pipe.pipeline.layers.wrapper import Wrapper
@@ -109,6 +109,8 @@ class _Log:
 
 
 class _Watched(Wrapper):
+    goes_by_its_layer = True
+
     def __init__(self, layer: Any, index: int, log: _Log) -> None:
         super().__init__(layer)
         self.index = index
@@ -129,10 +131,8 @@ def _watched(model: Model, log: _Log) -> Model:
     layers = model.layers
     if callable(layers) and not isinstance(layers, nn.Module):
         return replace(model, layers=_watched_function(layers, log))
-    if not isinstance(layers, (nn.Sequential, nn.ModuleList, Sequence)):
-        return model  # add_pipeline says what is wrong with it
-    check_in_order(layers)
-    return replace(model, layers=[_watch(seen_by_setup(layer), index, log) for index, layer in enumerate(layers)])
+    sources = [seen_by_setup(source) for source in sources_of(model)]
+    return replace(model, layers=[_watch(source, index, log) for index, source in enumerate(sources)])
 
 
 def _watched_function(function: Callable[[], Any], log: _Log) -> Callable[[], Iterator[nn.Module]]:

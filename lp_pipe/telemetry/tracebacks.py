@@ -48,6 +48,19 @@ def fold_traceback(text: str, folder: Path | None = None) -> list[str]:
     return lines
 
 
+def notes(text: str) -> list[str]:
+    """What was added to the last exception of a traceback (add_note), each note once; behind further lines it says."""
+    said: list[str] = []
+    among_frames = False
+    for line in text.splitlines():
+        if line.strip() == _HEADER or _FRAME.match(line):
+            among_frames, said = True, []
+        elif not (among_frames and line.startswith(" ")):
+            among_frames = False
+            said.append(line)
+    return [line for line in dict.fromkeys(said[1:]) if line]
+
+
 def shortened(line: str, letters: int = _MAX_LETTERS) -> str:
     """The line, cut where it would fill a screen."""
     return line if len(line) <= letters else line[: letters - 1] + "…"

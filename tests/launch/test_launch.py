@@ -5,6 +5,7 @@ import functools
 import gc
 import json
 import logging
+import multiprocessing
 import os
 import pickle
 import re
@@ -657,3 +658,18 @@ def test_a_folder_belongs_to_one_run_at_a_time(no_leaks: None, tmp_path: Path) -
     with lp.launch(waiting("first"), "thread", run_dir=tmp_path, listed=True), lives_there:
         lp.launch(waiting("second"), "thread", run_dir=tmp_path)
     lp.launch(waiting("third"), "thread", run_dir=tmp_path).stop()
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_children_that_the_script_forks_end_by_themselves(mode: str, no_leaks: None) -> None:
+    """A DataLoader's workers took the script for ended: each warned so, and waited for a stop until it was killed."""
+    program = lp.Program("forks")
+    program.add_node(lp.PyNode(lp.wait_for_stop), label="node")
+    with lp.launch(program, mode) as run:
+        child = multiprocessing.get_context("fork").Process(target=int)
+        child.start()
+        child.join(WITHIN_S)
+        child.kill()
+        child.join()
+        assert child.exitcode == 0
+        assert run.status()["node"][0]["state"] in ("starting", "running")

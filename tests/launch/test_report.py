@@ -23,6 +23,20 @@ def test_the_report_names_node_host_error_lines_and_logs() -> None:
     ]
 
 
+def test_the_report_has_the_notes_which_say_where_in_a_pipeline_it_was() -> None:
+    """Shapes that do not fit fail in torch's frames alone: without the notes nothing said in which layer."""
+    message = "stages/0.step() raised ValueError: too hot\nby far"
+    told = f"{TRACEBACK}by far\nin layer 3.Linear\nin stages/0, step 7\n"
+    error = NodeError("trainer", 0, "ValueError", message, told)
+    assert failure_report(error, folder=Path("/home/me")).splitlines() == [
+        "node trainer/0 failed: ValueError: stages/0.step() raised ValueError: too hot",
+        "  by far",
+        "  in layer 3.Linear",
+        "  in stages/0, step 7",
+        "  train.py:3 in run:  go()",
+    ]
+
+
 def test_a_killed_process_shows_how_it_died_and_its_last_lines() -> None:
     error = NodeError("stages", 1, "ProcessDied", "the process was killed by SIGKILL", "The process left no traceback")
     assert failure_report(error, last_lines=["step 1", "step 2"]).splitlines() == [

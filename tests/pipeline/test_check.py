@@ -38,6 +38,16 @@ def test_batches_may_be_a_generator_and_the_device_torchs_own() -> None:
     assert report.equal and report.steps == len(BATCHES)
 
 
+@pytest.mark.parametrize("layers", ["layers", "function"])
+def test_the_stages_may_be_a_plan(layers: str) -> None:
+    """It was refused as one for another model, whose layers are called _Watched."""
+    made = [pp.Layer(nn.Linear, D, D, name="first"), nn.Tanh(), nn.Linear(D, D), nn.Tanh()]
+    model = pp.Model(made if layers == "layers" else lambda: [nn.Linear(D, D), nn.Tanh()], squared_error, sgd)
+    topology = pp.Topology([pp.Level("device", count=2, bandwidth=1e12)])
+    plan = pp.partition(pp.profile(model, *BATCHES[0]), topology, straight=True)
+    assert pp.check(model, BATCHES, stages=plan, microbatches=2).equal
+
+
 def weights_only(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([parameter for name, parameter in parameters if name.endswith("weight")], lr=0.1)
 

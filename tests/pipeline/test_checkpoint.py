@@ -266,9 +266,25 @@ def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path: 
     layers = [pp.Layer(nn.Linear, D, D), pp.Layer(nn.Linear, D, D)]
     with launched("thread", pp.Model(layers, squared_error, adam), stages=2) as pipeline:
         refused = Refused(pipeline, tmp_path / "names")
-        refused.by(pp.PipelineError, "another model")
+        refused.by(
+            pp.PipelineError, r"names is a checkpoint of another model: missing \['1.bias', '1.weight'\], unknown"
+        )
         refused.folder = tmp_path / "shapes"
         refused.by(pp.PipelineError, r"another model: 0\.weight")
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    """SGD went on with Adam's learning rate, in silence; torch's own has a KeyError in the next step."""
+    layers = [pp.Layer(nn.Linear, D, D), pp.Layer(nn.Linear, D, D)]
+    with launched("thread", pp.Model(layers, squared_error, adam), BATCHES, stages=2) as pipeline:
+        pipeline.step()
+        pipeline.save(tmp_path / "adam")
+        torch.save(pipeline.state_dict(), tmp_path / "model.pt")
+    with launched("thread", pp.Model(layers, squared_error, sgd), BATCHES, stages=2) as pipeline:
+        refused = Refused(pipeline, tmp_path / "adam")
+        refused.by(pp.PipelineError, r"of another optimizer than SGD: its options have .*betas, .* and not .*momentum")
+        refused.folder = tmp_path / "model.pt"
+        refused.by(pp.CheckpointError, r"model.pt is a file, and a checkpoint is a folder: .* goes to load_state_dict")
 
 
 def test_a_checkpoint_that_cannot_be_replaced_stays_whole(tmp_path: Path) -> None:

@@ -113,11 +113,20 @@ def test_a_layer_that_raises_fails_the_step_and_nothing_else(
             assert caught.value.where == f"stage{stage}.{phase}"
             assert f"in stages/{stage}, {phase} of micro-batch {FAILS_AT}, stage {stage} (layers" in str(caught.value)
             assert f"step {step}" in str(caught.value)
+            assert (f"in layer {3 * stage + 1}.Trap" in str(caught.value)) == (phase == "forward")
 
             assert_same_state(pipeline.state_dict(), plain.state_dict())
             assert pipeline.current_step() == step
             assert pipeline.step().loss == plain.step(BATCHES[step])  # the same batch again, the same dropout
             assert_same_state(pipeline.state_dict(), plain.state_dict())
+
+
+def test_a_loss_that_raises_says_that_it_is_the_loss() -> None:
+    model = pp.Model([pp.Layer(nn.Linear, D, 2)], lambda y, t: nn.functional.nll_loss(y, t + 7), adam)
+    with launched("thread", model, stages=1, microbatches=1) as pipeline:
+        with pytest.raises(IndexError, match="is out of bounds") as caught:
+            pipeline.step((torch.ones(4, D), torch.zeros(4, dtype=torch.long)))
+        assert "\nin the loss\n" in str(caught.value)
 
 
 @pytest.mark.parametrize("stage", range(STAGES))

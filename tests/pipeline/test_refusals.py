@@ -116,7 +116,10 @@ class Says:
     [
         (7, r"feeder's batch\(0\), takes a pair \(input, target\), not int"),
         ((1, 2, 3), "not tuple of 3"),
-        ((None, torch.ones(2)), "at least one tensor with a batch dimension, not NoneType"),
+        (
+            (None, torch.ones(2)),
+            "at least one tensor with a batch dimension, not NoneType: .* give the input as the target",
+        ),
         ((torch.ones(4, T, D), torch.ones(4)[0]), "at least one tensor with a batch dimension"),
     ],
 )

@@ -5,7 +5,7 @@ import traceback
 from pathlib import Path
 
 import lp_pipe
-from lp_pipe.telemetry.tracebacks import fold_traceback
+from lp_pipe.telemetry.tracebacks import fold_traceback, notes
 
 HERE = Path(__file__).parent
 FRAMEWORK = Path(lp_pipe.__file__).parent / "rpc" / "client.py"
@@ -83,3 +83,27 @@ def test_a_cause_comes_before_its_effect() -> None:
 
 def test_text_without_a_traceback_has_no_frames() -> None:
     assert fold_traceback("The process left no traceback; it had printed nothing") == []
+
+
+def test_notes_are_those_of_the_last_exception_each_once() -> None:
+    """A remote error repeats behind the other side's traceback what it has copied."""
+    text = f"""\
+Traceback (most recent call last):
+  File "{FRAMEWORK}", line 80, in result
+    raise error
+lp_pipe.errors.ValueError: stages/0.step() raised ValueError: too hot
+  by far
+
+Traceback (most recent call last):
+  File "/home/me/train.py", line 30, in forward
+    raise ValueError("too hot")
+  [Previous line repeated 3 more times]
+ValueError: too hot
+  by far
+in layer 3.Linear
+in stages/0, step 7
+in layer 3.Linear
+in stages/0, step 7
+"""
+    assert notes(text) == ["  by far", "in layer 3.Linear", "in stages/0, step 7"]
+    assert notes("") == []

@@ -30,7 +30,8 @@ from torch.autograd.graph import GradientEdge, Node, _engine_run_backward, get_g
 from torch.autograd.variable import Variable
 from torch.utils.hooks import RemovableHandle
 
-from lp_pipe.pipeline.compute.activation_meter import held_for_later
+from lp_pipe.pipeline.compute.activation_meter import Held, held_for_later
+from lp_pipe.pipeline.layers.message import tensors_of
 
 Root = Tensor | GradientEdge  # a tensor, or its place in the graph
 Roots = Sequence[tuple[Root, Tensor | None]]  # with their gradients (None for a loss)
@@ -116,6 +117,11 @@ def _engine_of(gradients: Sequence[Tensor]) -> Callable[..., Any]:
     return Variable._execution_engine.run_backward
 
 
+def backward_later(roots: Roots, held: Sequence[Held], more: Roots) -> None:
+    """held: what the roots' gradients count as until then."""
+    backward([*roots, *more])
+
+
 def edge_of(root: Root) -> GradientEdge:
     """torch's get_gradient_edge, without its checks where there is nothing to find or make."""
     if not isinstance(root, Tensor):
@@ -125,6 +131,11 @@ def edge_of(root: Root) -> GradientEdge:
     if node is None or isinstance(node, torch._C._FunctionBase):
         return get_gradient_edge(root)
     return GradientEdge(node, root.output_nr)
+
+
+def edges_of(value: Any) -> list[GradientEdge]:
+    """Of the tensors in it that want a gradient."""
+    return [edge_of(tensor) for tensor in tensors_of(value) if tensor.requires_grad]
 
 
 def _is_among(leaf: Root, leaves: Sequence[Tensor]) -> bool:

@@ -13,14 +13,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.utils import _pytree as pytree
 
-from lp_pipe.pipeline.compute.activation_meter import Held, held_for_later
+from lp_pipe.errors import add_note
+from lp_pipe.pipeline.compute.activation_meter import held_for_later
 from lp_pipe.pipeline.compute.device import CPU
 from lp_pipe.pipeline.compute.entry import entered, phony
 from lp_pipe.pipeline.compute.precision import autocast
 from lp_pipe.pipeline.compute.recompute import Segment
 from lp_pipe.pipeline.compute.segments import Recompute, Run, runs_of
-from lp_pipe.pipeline.compute.split_backward import Roots, SplitBackward, backward, edge_of
+from lp_pipe.pipeline.compute.split_backward import Roots, SplitBackward, backward, backward_later, edges_of
 from lp_pipe.pipeline.compute.written_buffers import WrittenBuffers
+from lp_pipe.pipeline.layers.layer_names import layer_names
 from lp_pipe.pipeline.layers.message import Message, tensors_of, with_repeats
 from lp_pipe.pipeline.layers.names import name_prefix
 from lp_pipe.pipeline.layers.overlaps import Unwritten
@@ -198,18 +200,22 @@ class Stage:
             unwritten.check()
         if step == _EVALUATION:
             return value
-        stash.outputs = _edges(value)
+        stash.outputs = edges_of(value)
         if skips:
-            stash.stashed = {name: _edges(skip) for name, skip in skips.items()}
+            stash.stashed = {name: edges_of(skip) for name, skip in skips.items()}
         return value
 
     def _call(self, layers: _Layers, step: int, microbatch: int, value: Any, skips: dict[str, Any]) -> Any:
         for index, layer in layers:
-            with step_rng(self._seed, index, step, microbatch), autocast(self._precision, self._device_type):
-                if self.watch is None or step == _EVALUATION:
-                    value = call(layer, (value,), skips)
-                else:
-                    value = self.watch(Place(index, step, microbatch), layer, value, skips)
+            try:
+                with step_rng(self._seed, index, step, microbatch), autocast(self._precision, self._device_type):
+                    if self.watch is None or step == _EVALUATION:
+                        value = call(layer, (value,), skips)
+                    else:
+                        value = self.watch(Place(index, step, microbatch), layer, value, skips)
+            except BaseException as error:  # layers may end in SystemExit, too
+                add_note(error, f"in layer {layer_names([layer], index)[0]}")
+                raise
         return value
 
     def _prepared(self, run: Run) -> tuple[_Layers, Segment | None]:
@@ -228,7 +234,7 @@ class Stage:
                 split = SplitBackward([root for root, _ in roots], [gradient for _, gradient in roots], stash.entry)
             self._weight_stash[microbatch] = split.accumulate
         else:  # no input wants a gradient, as on the first stage: nobody waits for any of this
-            self._weight_stash[microbatch] = partial(_backward_later, roots, held_for_later(grad for _, grad in roots))
+            self._weight_stash[microbatch] = partial(backward_later, roots, held_for_later(grad for _, grad in roots))
         self._buffers.check_replaced()
         for name, gradients in stash.popped_gradients.items():
             self._popped_gradients[microbatch, name] = gradients
@@ -263,11 +269,6 @@ class Stage:
             layer.load_state_dict({name.removeprefix(prefix): v for name, v in own.items() if name.startswith(prefix)})
 
 
-def _backward_later(roots: Roots, held: Sequence[Held], more: Roots) -> None:
-    """held: what the roots' gradients count as until then."""
-    backward([*roots, *more])
-
-
 def _enter(phony: Tensor, message: Message, stash: Stash, gradients: list[Tensor | None]) -> Any:
     """The message's value, with the tensors that want a gradient attached to a graph that begins at `phony`."""
     if type(message.value) is Tensor:  # nearly always, and pytree takes its time
@@ -292,7 +293,3 @@ def _attached(phony: Tensor, tensors: list[Tensor], stash: Stash, gradients: lis
     gradients[:] = [None] * len(tensors)
     stash.entry = phony
     return entered(phony, gradients, tensors)
-
-
-def _edges(value: Any) -> list[GradientEdge]:
-    return [edge_of(tensor) for tensor in tensors_of(value) if tensor.requires_grad]

@@ -79,12 +79,10 @@ class AsynchronousSteps(Steps):
         return task if task is not None else self._feeder_task(self.done + len(self._begun))
 
     def _feeder_task(self, step: int) -> Task:
-        value, target, microbatches = self._batch(step, None)
-        return Task(self._workers.new_tag(), step, microbatches, (value,), (target,))
+        return self._whole_task(self._workers.new_tag(), step, self._batch(step, None), from_feeder=True)
 
     def _own_task(self, batch: tuple[Any, Any]) -> Task:
-        value, target, microbatches = self._batch(self.done, batch)
-        return Task(self._workers.new_tag(), self.done, microbatches, (value,), (target,))
+        return self._whole_task(self._workers.new_tag(), self.done, self._batch(self.done, batch), from_feeder=False)
 
     def _begin(self, task: Task, *, ahead: bool, from_feeder: bool = True) -> None:
         if ahead:

@@ -23,6 +23,7 @@ from lp_pipe.pipeline.layers.names import in_order
 from lp_pipe.pipeline.results import StepResult, StepTrace
 from lp_pipe.pipeline.worker.batches import BatchSource
 from lp_pipe.pipeline.worker.execution import Report
+from lp_pipe.pipeline.worker.same_target import glance
 from lp_pipe.pipeline.worker.tasks import Task
 
 
@@ -114,6 +115,10 @@ class Steps(ABC):
         value = aligned(value)
         return value, target, len(split(value, self._config.microbatches))
 
+    def _whole_task(self, tag: int, step: int, batch: tuple[Any, Any, int], *, from_feeder: bool) -> Task:
+        value, target, microbatches = batch
+        return Task(tag, step, microbatches, (value,), (target,), glance(target) if from_feeder else None)
+
     def _task(self, rank: int, task: Task, *, from_feeder: bool) -> Task:
         """Without the tensors that this rank does not need, or gets from the feeder itself."""
         sends = not from_feeder or rank == 0
@@ -166,7 +171,7 @@ class SynchronousSteps(Steps):
         """One after another, whatever more will come."""
         start = time.monotonic()
         value, target, microbatches = self._batch(self.done, batch)
-        task = Task(0, self.done, microbatches, (value,), (target,))
+        task = self._whole_task(0, self.done, (value, target, microbatches), from_feeder=batch is None)
         scale = self.scale
         factor = scale.factor if scale is not None else None
         began = time.monotonic()

@@ -13,12 +13,11 @@ from typing import NamedTuple
 from torch import Tensor
 
 from lp_pipe.checkpoint.shared import check_is_here
-from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.compute.loss_scale import LossScale
 from lp_pipe.pipeline.conductor.workers import Workers
 from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.layers.names import in_order
-from lp_pipe.pipeline.layers.state_shapes import check_shapes
+from lp_pipe.pipeline.layers.state_shapes import check_names, check_shapes
 from lp_pipe.pipeline.saving.manifest import Manifest
 from lp_pipe.pipeline.saving.quick_save import elements_of
 from lp_pipe.pipeline.saving.share_file import remove_shares
@@ -61,9 +60,7 @@ class WholeModel:
             PipelineError: names are missing or unknown, or a shape differs.
         """
         known = self.state_dict()
-        missing, unknown = sorted(known.keys() - state.keys()), sorted(state.keys() - known.keys())
-        if missing or unknown:
-            raise PipelineError(f"state_dict of another model: missing {missing[:3]}, unknown {unknown[:3]}")
+        check_names(state, known, "state_dict")
         check_shapes(state, known, "state_dict")
         # As where layers share it: the last value that is copied into a parameter stays.
         position = {name: index for index, name in enumerate(known)}
@@ -153,8 +150,7 @@ class WholeModel:
         folder = SavedFolder(path)
         found = folder.manifest()
         own = self._workers.some(self._ranks, "names")
-        if set(folder.names) != {name for names in own for name in names}:
-            raise PipelineError(f"{path} is a checkpoint of another model: its parameters have other names")
+        check_names(folder.names, {name for names in own for name in names}, f"{path} is a checkpoint")
         if found.seed != self._config.seed:
             seeds = (found.seed, self._config.seed)
             _log.warning("%s was trained with seed %d, this model has %d: dropout will differ", path, *seeds)

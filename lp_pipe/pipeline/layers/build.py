@@ -37,8 +37,6 @@ def build_layers(sources: Sequence[Any], first_layer: int, seed: int) -> list[nn
         else:
             layer = source
             ready.append(len(layers))
-        if not isinstance(layer, nn.Module):
-            raise PipelineError(f"the factory of layer {index} ({source!r}) returned {layer!r}, which is no nn.Module")
         layers.append(layer)
     for position, module in zip(ready, _copied([layers[position] for position in ready]), strict=True):
         layers[position] = module
@@ -69,7 +67,9 @@ def outlined(source: Any) -> nn.Module:
 
 
 def _built(layer: Layer | Wrapper) -> nn.Module:
-    module = layer.build()
+    module: Any = layer.build()
+    if not isinstance(module, nn.Module):
+        raise PipelineError(f"the factory of {layer!r} returned {module!r}, which is no nn.Module")
     if isinstance(layer, Layer) and isinstance(module, Skip):
         kind = f"pp.{type(module).__name__}({module.name!r}, "
         raise PipelineError(f"{layer!r} makes a {kind}…): write {kind}pp.Layer(…)), so that its name is known before")

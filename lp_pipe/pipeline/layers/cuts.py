@@ -49,5 +49,8 @@ def check_cuts(cuts: Sequence[int], layers: int) -> list[int]:
     """
     points = [0, *cuts, layers]
     if any(later <= earlier for earlier, later in pairwise(points)):
-        raise PipelineError(f"cut points {list(cuts)} must increase and lie between 1 and {layers - 1}")
+        raise PipelineError(
+            f"cut points {list(cuts)} must increase and lie between 1 and {layers - 1}: "
+            "each is the index of a later stage's first layer, not a number of layers"
+        )
     return list(cuts)

@@ -18,5 +18,7 @@ def names_by_index(parts: Iterable[tuple[int, Sequence[Any]]]) -> dict[int, str]
 
 
 def _name(source: Any) -> str:
-    module = source.module if isinstance(source, FromFunction) else source
+    module: Any = source.module if isinstance(source, FromFunction) else source
+    if getattr(module, "goes_by_its_layer", False):
+        return _name(module.layer)
     return str(module.name) if isinstance(module, Layer) else type(module).__name__

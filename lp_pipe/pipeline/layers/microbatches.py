@@ -38,7 +38,10 @@ def split(value: Any, microbatches: int) -> list[Any]:
     # .data: a layer that writes in place to one slice has not changed the others, which autograd may have saved.
     chunked = [[part.data for part in _aligned(leaf).chunk(microbatches)] for leaf in leaves if _is_batched(leaf)]
     if not chunked:
-        raise PipelineError(f"a batch must hold at least one tensor with a batch dimension, not {type(value).__name__}")
+        raise PipelineError(
+            f"input and target must each hold at least one tensor with a batch dimension, not {type(value).__name__}: "
+            "where the loss needs no target, give the input as the target, too"
+        )
     counts = {len(chunks) for chunks in chunked}
     if len(counts) > 1:
         shapes = [tuple(leaf.shape) for leaf in leaves if _is_batched(leaf)]

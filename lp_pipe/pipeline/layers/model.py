@@ -72,9 +72,16 @@ class Model:
     def __post_init__(self) -> None:
         if isinstance(self.loss_weight, str) and self.loss_weight not in ("samples", "one"):
             raise PipelineError(f"loss_weight={self.loss_weight!r}: use 'samples', 'one', or a function of the target")
-        for name in ("loss", "optimizer"):
-            if not callable(getattr(self, name)):
-                raise PipelineError(f"{name}={getattr(self, name)!r} is not callable")
+        if not callable(self.loss):
+            raise PipelineError(f"loss={self.loss!r} is not callable: give a function of (output, target)")
+        if _is_module_class(self.loss):
+            name = getattr(self.loss, "__name__", "")
+            raise PipelineError(f"loss={name} is a class of modules: give a module, loss={name}()")
+        if not callable(self.optimizer):
+            raise PipelineError(
+                f"optimizer={self.optimizer!r} is not callable: give a function of the stage's named parameters, such "
+                "as lambda parameters: torch.optim.Adam(parameters, lr=1e-3)"
+            )
         if self.lr_scheduler is not None and not callable(self.lr_scheduler):
             raise PipelineError(f"lr_scheduler={self.lr_scheduler!r} is not callable: give a function of the optimizer")
         if not isinstance(self.seed, Integral) or not -_SEEDS <= self.seed < _SEEDS:
@@ -102,7 +109,11 @@ def sources_of(model: Model) -> list[Any]:
         return [FromFunction(layers, index, module) for index, module in enumerate(built)]
     if not isinstance(layers, (nn.Sequential, nn.ModuleList, Sequence)):
         kind = type(layers).__name__
-        raise PipelineError(f"layers must be a sequence of modules or pp.Layer, or a function that returns one: {kind}")
+        has_forward = isinstance(layers, nn.Module) and type(layers).forward is not nn.Module.forward
+        hint = ": cut it by pp.split()" if has_forward else ""
+        raise PipelineError(
+            f"layers must be a sequence of modules or pp.Layer, or a function that returns one, not {kind}{hint}"
+        )
     check_in_order(layers)
     sources = list(layers)
     _check(sources, Layer)
@@ -141,8 +152,23 @@ def _check(sources: Sequence[Any], *or_else: type) -> None:
     for index, source in enumerate(sources):
         if not isinstance(source, (nn.Module, *or_else)):
             what = "is neither a module nor a pp.Layer" if or_else else "is no module (a function returns modules only)"
-            hint = "; write pp.Layer(factory, ...) for a layer that its stage builds" if callable(source) else ""
-            raise PipelineError(f"layer {index} is {source!r}, which {what}{hint}")
+            raise PipelineError(f"layer {index} is {source!r}, which {what}{_hint(source)}")
+
+
+def _hint(source: Any) -> str:
+    if isinstance(source, (list, tuple)):
+        return "; write the layers one after another, or those that belong together as nn.Sequential(...)"
+    if not callable(source):
+        return ""
+    hint = "; write pp.Layer(factory, ...) for a layer that its stage builds"
+    if isinstance(source, type):
+        return hint
+    return f"{hint}; a function of the input (x -> y) is made a module, such as nn.Flatten() or one with that forward"
+
+
+def _is_module_class(given: Any) -> bool:
+    """nn.CrossEntropyLoss in place of nn.CrossEntropyLoss(): its call makes a module, whatever it is given."""
+    return isinstance(given, type) and hasattr(given, "named_parameters")
 
 
 class FromFunction:

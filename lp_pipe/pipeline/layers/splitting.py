@@ -21,7 +21,7 @@ from lp_pipe.pipeline.layers.piece import Definitions, Inputs, Part, Piece, hold
 
 _POINTS = {"beginning": SplitPoint.BEGINNING, "end": SplitPoint.END}
 
-SplitPoints = Sequence[str] | Mapping[str, str]
+SplitPoints = Sequence[str] | Mapping[str, str] | Mapping[str, SplitPoint]
 
 
 class _Traced(NamedTuple):
@@ -45,8 +45,8 @@ def split(module: nn.Module, example_inputs: Any, split_points: SplitPoints = ()
     example_inputs: a tensor, a tuple of positional arguments or a dict of keyword arguments, of at least two samples;
         batches are given likewise. They may have any number of samples, and other sizes where the module leaves them
         open.
-    split_points: names of submodules before which to cut; or {name: "beginning" | "end"}. Without any the module calls
-        torch.distributed.pipelining.pipe_split() where it is to be cut.
+    split_points: names of submodules before which to cut; or {name: "beginning" | "end"}, also as torch's SplitPoint.
+        Without any the module calls torch.distributed.pipelining.pipe_split() where it is to be cut.
 
     Raises:
         PipelineError: a name is unknown or never reached, a piece would be empty, the module has a backward of its own
@@ -78,9 +78,9 @@ def _checked(module: nn.Module, split_points: SplitPoints) -> dict[str, SplitPoi
             near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.0)
             hint = f"; the nearest is {near[0]!r}" if near else ""
             raise PipelineError(f"split point {name!r}: {type(module).__name__} has no submodule of this name{hint}")
-        if where not in _POINTS:
+        if where not in _POINTS and not isinstance(where, SplitPoint):
             raise PipelineError(f"split point {name!r}: {where!r} is neither 'beginning' nor 'end'")
-    return {name: _POINTS[where] for name, where in given.items()}
+    return {name: where if isinstance(where, SplitPoint) else _POINTS[where] for name, where in given.items()}
 
 
 def _each_once(example_inputs: Any) -> Any:

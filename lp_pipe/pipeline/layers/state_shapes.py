@@ -1,11 +1,21 @@
-"""Whether the tensors of a state have the shapes of the model that is to take them."""
+"""Whether the tensors of a state have the names and shapes of the model that is to take them."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from lp_pipe.errors import PipelineError
+
+
+def check_names(given: Collection[str], known: Collection[str], what: str) -> None:
+    """
+    Raises:
+        PipelineError: names are missing or unknown.
+    """
+    missing, unknown = sorted({*known} - {*given}), sorted({*given} - {*known})
+    if missing or unknown:
+        raise PipelineError(f"{what} of another model: missing {missing[:3]}, unknown {unknown[:3]}")
 
 
 def check_shapes(state: Mapping[str, Any], own: Mapping[str, Any], what: str) -> None:

@@ -11,6 +11,8 @@ from lp_pipe.pipeline.layers.model import Layer
 class Wrapper(nn.Module):
     """`layer` is a module, or a pp.Layer that its stage builds; it may be a Wrapper itself."""
 
+    goes_by_its_layer = False  # in profiles, plans and messages
+
     def __init__(self, layer: Any) -> None:
         super().__init__()
         if not isinstance(layer, (nn.Module, Layer)):

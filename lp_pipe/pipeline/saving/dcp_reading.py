@@ -118,6 +118,11 @@ def _metadata(folder: Path) -> Metadata:
             found = _DataOnly(file).load()
     except FileNotFoundError:
         raise CheckpointError(f"{folder} is no checkpoint: without {METADATA} it was never finished") from None
+    except NotADirectoryError:
+        raise CheckpointError(
+            f"{folder} is a file, and a checkpoint is a folder: what torch.load or safetensors read from it goes to "
+            "load_state_dict()"
+        ) from None
     except Exception as error:  # damaged bytes may lead pickle anywhere
         raise CheckpointError(f"{path} is damaged: {error}") from error
     if not isinstance(found, Metadata):

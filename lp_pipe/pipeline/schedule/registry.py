@@ -112,7 +112,8 @@ def adopt(name: str, entry: Registered) -> None:
 
 def _entry(name: str) -> Registered:
     if name not in _ENTRIES:
-        nearest = get_close_matches(str(name), schedules(), n=1, cutoff=0.0)[0]
+        asked = str(name).lower().removeprefix("schedule")  # torch has ScheduleGPipe
+        nearest = get_close_matches(asked, schedules(), n=1, cutoff=0.0)[0]
         raise ScheduleError(f"no schedule {name!r}: did you mean {nearest!r}? There are {', '.join(schedules())}")
     return _ENTRIES[name]
 

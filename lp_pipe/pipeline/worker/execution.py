@@ -233,7 +233,11 @@ class Execution:
         """
         with autocast(self._config.precision, self._device.type):
             assert self._criterion is not None, "the last stage's worker has the loss"
-            result = self._criterion(output, operation.targets[microbatch])
+            try:
+                result = self._criterion(output, operation.targets[microbatch])
+            except BaseException as error:
+                add_note(error, "in the loss")
+                raise
         loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = f"one of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__

@@ -11,6 +11,7 @@ from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.layers.microbatches import loss_weights, split
 from lp_pipe.pipeline.worker.batches import BatchSource
 from lp_pipe.pipeline.worker.execution import Operation, Report
+from lp_pipe.pipeline.worker.same_target import glance
 from lp_pipe.pipeline.worker.tasks import Task
 
 
@@ -56,7 +57,7 @@ class Intake:
         given, target = task.given, task.target
         needs_input, needs_target = 0 in self._stages, self._config.last_stage in self._stages
         if (needs_input and given is None) or (needs_target and target is None):
-            value, label = self._from_feeder(task.step)
+            value, label = self._from_feeder(task)
             given, target = given or (value,), target or (label,)
         # Moved first, as a loop in one process does: kernels choose by addresses, and a slice's is not a copy's.
         inputs = split(to_device(given[0], self._device), self._config.microbatches) if needs_input and given else []
@@ -70,11 +71,17 @@ class Intake:
                 )
         return inputs, targets
 
-    def _from_feeder(self, step: int) -> tuple[Any, Any]:
-        batch = self._batches.get(step)
+    def _from_feeder(self, task: Task) -> tuple[Any, Any]:
+        batch = self._batches.get(task.step)
         if batch is None:
             raise PipelineError(
-                f"the feeder gave the first stage a batch for step {step}, and {self._name} None: "
+                f"the feeder gave the first stage a batch for step {task.step}, and {self._name} None: "
                 "batch(step) must be a pure function of the step"
+            )
+        if task.glance is not None and glance(batch[1]) != task.glance:
+            raise PipelineError(
+                f"step {task.step}: the feeder's target was another one when {self._name} asked for it than when the "
+                "first stage did: both ask, so that batch(step) must be a pure function of the step: choose samples by "
+                "the step's number, not by next(iterator), and seed what is random by it"
             )
         return batch

@@ -8,6 +8,7 @@ class Task(NamedTuple):
 
     given: the batch's input, for the first stage. target: for the last stage. None: ask the feeder. They are split by
     the workers, because memory that was split before it came there would lie at other addresses.
+    glance: at the feeder's target, for workers that ask for it, too.
     """
 
     tag: int
@@ -15,3 +16,4 @@ class Task(NamedTuple):
     microbatches: int
     given: tuple[Any] | None = None
     target: tuple[Any] | None = None
+    glance: int | None = None

@@ -1,6 +1,6 @@
 """The optimizer's side of a worker: gradients, norms, steps, and what a checkpoint keeps of them."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -16,6 +16,7 @@ from lp_pipe.pipeline.layers.factories import made_optimizer, made_scheduler
 from lp_pipe.pipeline.layers.model import OptimizerFactory, SchedulerFactory
 from lp_pipe.pipeline.layers.rng import nobody_draws
 from lp_pipe.pipeline.saving.group_values import values_of_group, with_group_values
+from lp_pipe.pipeline.saving.same_optimizer import refuse_other_optimizer
 from lp_pipe.pipeline.saving.saved import Saved
 from lp_pipe.pipeline.worker.execution import Report
 from lp_pipe.pipeline.worker.nonfinite import dense, is_finite
@@ -142,10 +143,14 @@ class Training:
         """
         Raises:
             CheckpointError: it does not have this worker's parameters.
+            PipelineError: it is of another optimizer.
         """
         for name in self._trained_names():
             if name not in saved.optimizer:
                 raise CheckpointError(f"the checkpoint has no optimizer state for {name}: it is of another model")
+        for group, name, _ in self._grouped():
+            if name in saved.optimizer and self._optimizer is not None:
+                refuse_other_optimizer(self._optimizer, group, saved.optimizer[name]["options"])
 
     def restore(self, saved: Saved) -> None:
         """Set optimizer and scheduler to what was saved; the weights are the stages' own business."""
@@ -192,20 +197,20 @@ class Training:
 
     def _trained_names(self) -> list[str]:
         """Without frozen parameters: a stage that has no others has saved nothing of them."""
-        groups = self._optimizer.param_groups if self._optimizer is not None else []
-        held = {id(parameter) for group in groups for parameter in group["params"]}
-        return [name for name, p in self._parameters if id(p) in held and p.requires_grad]
+        return [name for _, name, parameter in self._grouped() if parameter.requires_grad]
 
     def _restore_optimizer(self, saved: dict[str, dict[str, Any]]) -> None:
-        if self._optimizer is None:
-            return
+        for group, name, parameter in self._grouped():
+            if name in saved and self._optimizer is not None:
+                group.update(saved[name]["options"])
+                self._optimizer.state[parameter] = _beside(parameter, saved[name]["state"], group)
+
+    def _grouped(self) -> Iterator[tuple[dict[str, Any], str, nn.Parameter]]:
+        """The optimizer's parameters, each with its group and its name."""
         names = {id(parameter): name for name, parameter in self._parameters}
-        for group in self._optimizer.param_groups:
+        for group in self._optimizer.param_groups if self._optimizer is not None else ():
             for parameter in group["params"]:
-                name = names[id(parameter)]
-                if name in saved:
-                    group.update(saved[name]["options"])
-                    self._optimizer.state[parameter] = _beside(parameter, saved[name]["state"], group)
+                yield group, names[id(parameter)], parameter
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

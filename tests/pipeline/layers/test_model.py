@@ -204,7 +204,18 @@ def test_a_factorys_name_is_for_messages() -> None:
         (3, "int"),
         (nn.ReLU(), "ReLU"),
         ([nn.ReLU(), "tanh"], "layer 1 is 'tanh', which is neither"),
-        ([nn.ReLU], r"layer 0 is .*; write pp.Layer\(factory"),
+        ([nn.ReLU], r"layer 0 is .*; write pp.Layer\(factory[^;]*$"),
+        (
+            [nn.ReLU(), lambda x: x.flatten(1)],
+            r"layer 1 is .*; write pp.Layer.*; a function of the input \(x -> y\) is",
+        ),
+        ([[nn.ReLU()], [nn.ReLU()]], r"layer 0 is .*; write the layers one after another"),
+        (nn.Bilinear(1, 1, 1), r"not Bilinear: cut it by pp\.split\(\)"),
+        ({"relu": nn.ReLU()}, "not dict$"),
+        (
+            [pp.Layer(lambda: torch.relu)],
+            "the factory of Layer.* returned <built-in .* relu .*>, which is no nn.Module",
+        ),
         (lambda: [], "no layers"),
         (lambda: [nn.ReLU(), 3], "layer 1 is 3"),
         (lambda: nn.ReLU(), "ReLU"),
@@ -220,16 +231,18 @@ def test_a_factory_must_be_callable_and_return_a_module() -> None:
         pp.Layer(3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"not Linear.*pass modules as they are"):
         pp.Layer(nn.Linear(1, 1))
-    with pytest.raises(pp.PipelineError, match=r"factory of layer 0 \(Layer\(int\)\) returned 0"):
+    with pytest.raises(pp.PipelineError, match=r"factory of Layer\(int\) returned 0"):
         build_layers([pp.Layer(int)], 0, seed=0)  # type: ignore[arg-type]
 
 
 def test_the_other_parts_of_a_model_are_checked_at_once() -> None:
     with pytest.raises(pp.PipelineError, match="loss_weight='tokens': use"):
         pp.Model([nn.ReLU()], squared_error, sgd, loss_weight="tokens")
-    with pytest.raises(pp.PipelineError, match="loss='mse' is not callable"):
+    with pytest.raises(pp.PipelineError, match="loss='mse' is not callable: give a function of"):
         pp.Model([nn.ReLU()], "mse", sgd)  # type: ignore[arg-type]
-    with pytest.raises(pp.PipelineError, match=r"optimizer=(?s:.*) is not callable"):
+    with pytest.raises(pp.PipelineError, match=r"loss=MSELoss is a class of modules: give a module, loss=MSELoss\(\)"):
+        pp.Model([nn.ReLU()], nn.MSELoss, sgd)  # the step failed: "Boolean value of Tensor ... is ambiguous"
+    with pytest.raises(pp.PipelineError, match=r"optimizer=(?s:.*) is not callable: give a function of the stage's"):
         pp.Model([nn.ReLU()], squared_error, torch.optim.SGD([nn.Parameter(torch.ones(1))]))  # type: ignore[arg-type]
     for seed in ("a", 1.5, None, 2**63):
         with pytest.raises(pp.PipelineError, match=r"seed=.*: give a whole number \(int\) from -2\*\*63"):

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.distributed.pipelining import pipe_split
+from torch.distributed.pipelining import SplitPoint, pipe_split
 
 import lp_pipe.pipeline as pp
 from lp_pipe.pipeline.layers.piece import Definitions, Piece
@@ -260,6 +260,8 @@ def test_ends_of_submodules_are_split_points_too() -> None:
     module, x = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D)), torch.randn(3, D)
     layers = pp.split(module, (x,), {"0": "end", "2": "beginning"})
     assert [list(layer.state_dict()) for layer in layers] == [["0.weight", "0.bias"], [], ["2.weight", "2.bias"]]
+    torchs = pp.split(module, (x,), {"0": SplitPoint.END, "2": SplitPoint.BEGINNING})
+    assert [list(layer.state_dict()) for layer in torchs] == [list(layer.state_dict()) for layer in layers]
     assert "forward" not in vars(module[0]) and "_orig_forward" not in vars(module[2])
 
 
@@ -322,6 +324,7 @@ class CountsSamples(nn.Module):
     ("module", "points", "message"),
     [
         (Language, ["layer.0"], "split point 'layer.0': Language has no submodule .* the nearest is 'layers.0'"),
+        (Language, {"layers.0": None}, "None is neither 'beginning' nor 'end'"),
         (Language, {"layers.0": "middle"}, "'middle' is neither 'beginning' nor 'end'"),
         (Language, "layers.0", "give a list of names"),
         (Language, 2, "split_points=2: give a list of names"),

@@ -53,6 +53,9 @@ def test_chunks_default_to_what_the_schedule_needs() -> None:
 
 
 def test_an_unknown_name_is_answered_with_the_nearest_and_all_others() -> None:
+    for name, meant in {"Schedule1F1B": "1f1b", "ScheduleGPipe": "gpipe", "Interleaved1F1B": "interleaved"}.items():
+        with pytest.raises(ScheduleError, match=f"did you mean '{meant}'"):  # torch's classes; it was 'dualpipev'
+            make_schedule(name, 2, 2)
     message = r"no schedule '1f1bb': did you mean '1f1b'\? There are .*gpipe, interleaved"
     with pytest.raises(ScheduleError, match=message):
         make_schedule("1f1bb", 2, 4)
