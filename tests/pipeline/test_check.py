@@ -174,6 +174,24 @@ def test_buffers_of_replicas_can_be_checked() -> None:
     assert pp.check(model, batches, stages=1, replicas=2, microbatches=6, recompute="full").equal
 
 
+class AgainstMean(nn.Module):
+    """A loss that keeps a mean of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = RunningMean()
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return squared_error(self.mean(output), target)
+
+
+def test_buffers_of_a_loss_on_replicas_can_be_checked() -> None:
+    """The plain loop had one for all replicas, and each replica's micro-batches go on from their own."""
+    model = pp.Model([nn.Linear(D, D), nn.Linear(D, D)], AgainstMean(), adam)
+    report = pp.check(model, random_batches([12, 3, 12]), stages=2, replicas=(1, 2), microbatches=6)
+    assert report.equal, report
+
+
 def test_tied_parameters_can_be_checked() -> None:
     layers = [pp.Layer(nn.Linear, D, D), pp.Layer(nn.Tanh), pp.Layer(nn.Linear, D, D)]
     model = pp.Model(layers, squared_error, adam, tied=[("0.weight", "2.weight")])
