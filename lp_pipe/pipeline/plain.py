@@ -80,11 +80,12 @@ class PlainLoop:
         losses = [0.0] * self._last_replicas
         self._copy_buffers()
         for microbatch, (value, target, weight) in enumerate(zip(inputs, targets, weights, strict=True)):
-            with self._buffers_for(microbatch), autocast(self._precision, self._device.type):
-                result = self._loss(self._forward(value, microbatch), target)
-            loss = result[0] if isinstance(result, tuple) else result
-            losses[microbatch % self._last_replicas] += loss.item() * weight
-            self._scaler.scale(loss * weight).backward()
+            with self._buffers_for(microbatch):
+                with autocast(self._precision, self._device.type):
+                    result = self._loss(self._forward(value, microbatch), target)
+                loss = result[0] if isinstance(result, tuple) else result
+                losses[microbatch % self._last_replicas] += loss.item() * weight
+                self._scaler.scale(loss * weight).backward()
             self._set_aside(microbatch)
         self._sum_parts()
         self._scaler.unscale_(self._optimizer)
