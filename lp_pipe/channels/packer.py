@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lp_pipe.channels import packing
-from lp_pipe.channels.packing import CONSTANTS, Layout
+from lp_pipe.channels.packing import CONSTANTS, Layout, line_offset
 
 
 class Packer:
@@ -47,6 +47,8 @@ class Packer:
         if kind is Tensor:
             if value.layout is not torch.strided or value.is_nested:
                 return None  # they have no strides
+            if line_offset(value) or value.is_conj() or value.is_neg():
+                return None  # they have a geometry
             tensors.append(value.detach() if value.requires_grad else value)
             return value.dtype, value.shape, value.stride(), value.device.type
         if kind is tuple or kind is list:

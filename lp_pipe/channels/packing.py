@@ -48,10 +48,16 @@ class Geometry(NamedTuple):
 
     Kernels sum in another order over another layout, so the receiver restores it: `stride` with its gaps (None: dense),
     then `shape`, to which dimensions of size 1 are expanded without copies.
+
+    offset: of the first element in its cache line, in elements. is_conj, is_neg: it is conjugated or negated on reading
+    only, as for a product that conjugates on its way.
     """
 
     stride: tuple[int, ...] | None
     shape: tuple[int, ...]
+    offset: int = 0
+    is_conj: bool = False
+    is_neg: bool = False
 
 
 @dataclass
@@ -133,7 +139,7 @@ def pack(value: Any, *, carries_gpu: bool = True) -> tuple[Layout, list[Tensor]]
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             _check_is_plain(leaf, carries_gpu)
-            core = layout_of_memory.without_repeats(leaf.detach())
+            core = layout_of_memory.without_repeats(_as_it_lies(leaf.detach()))
             spec = _spec_of(core)
             tensors.append(core)
             specs.append(spec)
@@ -209,20 +215,42 @@ def _spec_of(tensor: Tensor) -> TensorSpec:
     return TensorSpec(tensor.dtype, tensor.shape, dense.stride(), is_on_gpu(tensor))
 
 
+def line_offset(tensor: Tensor) -> int:
+    """Where in a cache line its first element lies, in elements; 0 where kernels do not sum, or there is one only."""
+    if tensor.numel() <= 1 or not (tensor.is_floating_point() or tensor.is_complex()):
+        return 0
+    return tensor.data_ptr() % _ALIGNMENT_BYTES // tensor.dtype.itemsize
+
+
+def _as_it_lies(tensor: Tensor) -> Tensor:
+    """What is in memory, without what is done to it on reading."""
+    tensor = tensor.conj() if tensor.is_conj() else tensor
+    return torch._neg_view(tensor) if tensor.is_neg() else tensor
+
+
 def _geometry_of(tensor: Tensor, core: Tensor, spec: TensorSpec) -> Geometry | None:
     is_dense = core.numel() <= 1 or core.stride() == spec.stride or layout_of_memory.overlaps(core)
-    if is_dense and core.shape == tensor.shape:
-        return None
-    return Geometry(None if is_dense else core.stride(), tuple(tensor.shape))
+    stride = None if is_dense else core.stride()
+    geometry = Geometry(stride, tuple(tensor.shape), line_offset(core), tensor.is_conj(), tensor.is_neg())
+    return None if geometry == Geometry(None, tuple(core.shape)) else geometry
 
 
 def _restored(tensor: Tensor, geometry: Geometry | None) -> Tensor:
     if geometry is None:
         return tensor
-    if geometry.stride is not None:
-        spaced = torch.empty_strided(tensor.shape, geometry.stride, dtype=tensor.dtype, device=tensor.device)
-        tensor = spaced.copy_(tensor)
-    return tensor.expand(geometry.shape).detach()  # detached: layers may write in place, which a view does not allow
+    if geometry.stride is not None or geometry.offset:
+        tensor = _placed(tensor, geometry.stride or tensor.stride(), geometry.offset)
+    tensor = tensor.expand(geometry.shape)
+    tensor = tensor.conj() if geometry.is_conj else tensor
+    tensor = torch._neg_view(tensor) if geometry.is_neg else tensor
+    return tensor.detach()  # layers may write in place, which a view does not allow
+
+
+def _placed(tensor: Tensor, stride: tuple[int, ...], offset: int) -> Tensor:
+    extent = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, stride, strict=True))
+    memory = torch.empty(offset + extent, dtype=tensor.dtype, device=tensor.device)
+    place = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return place.set_(memory.untyped_storage(), offset, tensor.shape, stride).copy_(tensor)
 
 
 def _check_is_plain(tensor: Tensor, carries_gpu: bool) -> None:

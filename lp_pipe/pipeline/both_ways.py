@@ -122,9 +122,14 @@ class _Watched(Wrapper):
     def forward(self, *inputs: Any) -> Any:
         output = self.layer(*inputs)
         if self.training and not is_recomputing():
-            entry = type(self.layer).__name__, [tensor.detach().to(CPU, copy=True) for tensor in tensors_of(output)]
+            entry = type(self.layer).__name__, [_kept(tensor) for tensor in tensors_of(output)]
             self.log.outputs.setdefault(self.index, {})[current_microbatch()] = entry
         return output
+
+
+def _kept(tensor: Tensor) -> Tensor:
+    strided = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()  # to be compared
+    return strided.to(CPU, copy=True)
 
 
 def _watched(model: Model, log: _Log) -> Model:

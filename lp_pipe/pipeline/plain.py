@@ -11,6 +11,7 @@ from lp_pipe.pipeline.compute.device import CPU, current, own_loss, to_device, t
 from lp_pipe.pipeline.compute.precision import autocast
 from lp_pipe.pipeline.compute.stage import Stage
 from lp_pipe.pipeline.layers.build import build_layers
+from lp_pipe.pipeline.layers.factories import made_optimizer
 from lp_pipe.pipeline.layers.microbatches import loss_weights, split
 from lp_pipe.pipeline.layers.model import Model, sources_of
 from lp_pipe.pipeline.layers.names import in_order, own_names, parameter_places
@@ -48,7 +49,7 @@ class PlainLoop:
         self._stage = Stage(0, 0, self._layers, model.seed, device=device)  # asked for names only
         places = parameter_places(sources, own_names(sources))
         self._parameters = in_order(dict(self._stage.named_parameters()), places)
-        self._optimizer = model.optimizer(list(self._parameters.items()))
+        self._optimizer = made_optimizer(model.optimizer, list(self._parameters.items()))
         self._lr_scheduler = model.lr_scheduler(self._optimizer) if model.lr_scheduler is not None else None
         self._step = 0
         # Of what several layers share, those of the first one.
@@ -57,11 +58,11 @@ class PlainLoop:
         for layer, replicas in zip(self._layers, replicas_by_layer, strict=True):
             for parameter in layer.parameters():
                 self._replicas.setdefault(id(parameter), replicas)
-            for module in layer.modules():
-                if module._buffers:
-                    self._modules.setdefault(module, replicas)
+            self._note_modules(layer, replicas)
         self._buffers: dict[tuple[nn.Module, int], dict[str, Tensor | None]] = {}  # of replicas after the first
         self._last_replicas = replicas_by_layer[-1]
+        if isinstance(self._loss, nn.Module):
+            self._note_modules(self._loss, self._last_replicas)
         self._parts: dict[str, dict[int, Tensor]] = {}
 
     def step(self, batch: tuple[Any, Any]) -> float:
@@ -79,11 +80,12 @@ class PlainLoop:
         losses = [0.0] * self._last_replicas
         self._copy_buffers()
         for microbatch, (value, target, weight) in enumerate(zip(inputs, targets, weights, strict=True)):
-            with self._buffers_for(microbatch), autocast(self._precision, self._device.type):
-                result = self._loss(self._forward(value, microbatch), target)
-            loss = result[0] if isinstance(result, tuple) else result
-            losses[microbatch % self._last_replicas] += loss.item() * weight
-            self._scaler.scale(loss * weight).backward()
+            with self._buffers_for(microbatch):
+                with autocast(self._precision, self._device.type):
+                    result = self._loss(self._forward(value, microbatch), target)
+                loss = result[0] if isinstance(result, tuple) else result
+                losses[microbatch % self._last_replicas] += loss.item() * weight
+                self._scaler.scale(loss * weight).backward()
             self._set_aside(microbatch)
         self._sum_parts()
         self._scaler.unscale_(self._optimizer)
@@ -97,6 +99,11 @@ class PlainLoop:
             parameter.grad = None
         self._step += 1
         return sum(losses[1:], losses[0])
+
+    def _note_modules(self, layer: nn.Module, replicas: int) -> None:
+        for module in layer.modules():
+            if module._buffers:
+                self._modules.setdefault(module, replicas)
 
     def _copy_buffers(self) -> None:
         """All replicas begin a step with the same."""

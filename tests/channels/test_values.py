@@ -166,6 +166,29 @@ def test_a_view_keeps_its_values_and_its_layout(edge: Edge, view: Callable[[Tens
     assert received.stride() == sent.stride() or sent.shape[-1] == 3
 
 
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x[1],
+        lambda x: x[:, 1:, 1:],
+        lambda x: torch.view_as_complex(x)[1:].conj(),
+        lambda x: torch.view_as_complex(x).conj().imag,
+    ],
+    ids=["a slice", "a slice with gaps", "conjugated", "negated"],
+)
+def test_a_view_lies_in_memory_as_it_did(edge: Edge, view: Callable[[Tensor], Tensor]) -> None:
+    """Products of few features have other bits where a row begins elsewhere in a cache line, or is conjugated first."""
+    receiver, sender = edge.receiver(), edge.sender()
+    for _ in range(2):
+        sent = view(torch.randn(3, 3, 2))
+        sender.send(0, sent)
+        received = receiver.receive(0, PATIENCE_S)
+        assert torch.equal(received, sent)
+        assert received.data_ptr() % 64 == sent.data_ptr() % 64
+        assert (received.is_conj(), received.is_neg()) == (sent.is_conj(), sent.is_neg())
+        received.mul_(2)  # as a layer may do in place
+
+
 def test_evaluation_and_training_share_a_channel(edge: Edge) -> None:
     """Inference tensors cannot be written outside inference mode: slots made in one must serve the other."""
     receiver, sender = edge.receiver(credits=1), edge.sender()

@@ -184,6 +184,47 @@ def test_buffers_of_replicas_can_be_checked() -> None:
     assert pp.check(model, batches, stages=1, replicas=2, microbatches=6, recompute="full").equal
 
 
+class Watched(nn.Linear):
+    """Keeps a mean of its output's gradients, to which backwards write."""
+
+    def __init__(self) -> None:
+        super().__init__(D, D)
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        y.register_hook(self.seen)
+        return y
+
+    def seen(self, gradient: Tensor) -> None:
+        self.mean = 0.5 * self.mean + 0.5 * gradient.mean()
+
+
+def test_buffers_to_which_the_backwards_of_replicas_write_can_be_checked() -> None:
+    """The plain loop's wrote to those of the first replica."""
+    model = pp.Model([Watched(), nn.Linear(D, D)], squared_error, adam)
+    report = pp.check(model, random_batches([12, 3]), stages=2, replicas=(2, 1), microbatches=6)
+    assert report.equal, report
+
+
+class AgainstMean(nn.Module):
+    """A loss that keeps a mean of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = RunningMean()
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return squared_error(self.mean(output), target)
+
+
+def test_buffers_of_a_loss_on_replicas_can_be_checked() -> None:
+    """The plain loop had one for all replicas, and each replica's micro-batches go on from their own."""
+    model = pp.Model([nn.Linear(D, D), nn.Linear(D, D)], AgainstMean(), adam)
+    report = pp.check(model, random_batches([12, 3, 12]), stages=2, replicas=(1, 2), microbatches=6)
+    assert report.equal, report
+
+
 def test_tied_parameters_can_be_checked() -> None:
     layers = [pp.Layer(nn.Linear, D, D), pp.Layer(nn.Tanh), pp.Layer(nn.Linear, D, D)]
     model = pp.Model(layers, squared_error, adam, tied=[("0.weight", "2.weight")])
@@ -193,6 +234,22 @@ def test_tied_parameters_can_be_checked() -> None:
 def test_numbers_that_are_none_in_both_are_equal() -> None:
     model = pp.Model([nn.Linear(D, D)], lambda output, target: (output * math.nan).mean(), sgd)
     assert pp.check(model, BATCHES, stages=1, microbatches=2).equal
+
+
+class ToSparse(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to_sparse()
+
+
+class ToDense(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to_dense()
+
+
+def test_sparse_outputs_can_be_checked() -> None:
+    """Torch cannot compare them as they are, and said so."""
+    model = pp.Model([nn.Linear(D, D), ToSparse(), ToDense(), nn.Linear(D, D)], squared_error, adam)
+    assert pp.check(model, random_batches([4]), stages=[3], microbatches=2).equal
 
 
 def test_a_check_leaves_the_users_modules_and_threads_alone() -> None:

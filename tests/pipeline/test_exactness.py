@@ -451,6 +451,19 @@ def test_any_model_cut_anywhere_trains_to_the_same_bits(
         assert_same_state(client.state_dict(), plain.state_dict())
 
 
+def test_a_batch_that_passes_a_stage_untouched_keeps_its_bits() -> None:
+    # Slices of few features begin anywhere in a cache line, which products notice: they came to the next stage at the
+    # beginning of one. So do conjugated values and gradients, which came as numbers in memory.
+    few = 6
+    untouched = [apply(lambda x: x), pp.Layer(nn.Linear, few, few)]
+    model = pp.Model([*untouched, apply(_conjugate), apply(lambda z: z.imag), *untouched], squared_error, sgd)
+    batches = random_batches([12, 10, 7], 3, few)
+    plain = PlainLoop(model, 4)
+    with launched("thread", model, batches, stages=[1, 3], microbatches=4) as pipeline:
+        assert [result.loss for result in pipeline.steps()] == plain.steps(batches)
+        assert_same_state(pipeline.state_dict(), plain.state_dict())
+
+
 def test_convolutions_compute_with_the_nodes_number_of_threads() -> None:
     # In a process of its own: the tests' has been told to have one thread before torch was loaded.
     script = """

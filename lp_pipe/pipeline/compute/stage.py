@@ -76,6 +76,7 @@ class Stage:
         precision: str = "fp32",
         device: torch.device = CPU,
         shared_buffers: Mapping[str, str] = MappingProxyType({}),
+        is_asynchronous: bool = False,
     ) -> None:
         self.index = index
         self.first_layer = first_layer
@@ -89,7 +90,7 @@ class Stage:
         for layer in layers:
             layer.to(device)
         self._tied = tied
-        self._buffers = WrittenBuffers(layers, first_layer, shared_buffers)
+        self._buffers = WrittenBuffers(layers, first_layer, shared_buffers, is_asynchronous=is_asynchronous)
         self._runs = [self._prepared(run) for run in runs_of(recompute, first_layer, layers)]
         self._borrowed = [tied[name] for name in tied if int(name.split(".", 1)[0]) < first_layer]
         self._phony = phony()
@@ -156,7 +157,7 @@ class Stage:
         accumulate = self._weight_stash.pop(microbatch)
         with self._alone:
             accumulate([root for root in more if root[1] is not None])
-        self._buffers.check_replaced()  # the graph is in `accumulate`
+        self._buffers.after_weights(microbatch)  # the graph is in `accumulate`
 
     def tied_parameters(self, names: Sequence[str]) -> list[nn.Parameter]:
         """This stage's own or borrowed ones, by the first of each one's names in the model."""
@@ -235,7 +236,7 @@ class Stage:
             self._weight_stash[microbatch] = split.accumulate
         else:  # no input wants a gradient, as on the first stage: nobody waits for any of this
             self._weight_stash[microbatch] = partial(backward_later, roots, held_for_later(grad for _, grad in roots))
-        self._buffers.check_replaced()
+        self._buffers.after_backward(microbatch, is_split=defer_weights)
         for name, gradients in stash.popped_gradients.items():
             self._popped_gradients[microbatch, name] = gradients
         return stash.input_gradients

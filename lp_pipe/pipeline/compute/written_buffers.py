@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.compute.buffers import BufferSnapshot, Place
+from lp_pipe.pipeline.compute.late_writes import LateWrites
 from lp_pipe.pipeline.layers.wrapper import unwrapped
 
 _NO_PLACE: frozenset[Place] = frozenset()
@@ -29,11 +30,20 @@ class WrittenBuffers:
     """Of a stage's layers; without BatchNorms', which no backward needs in train mode."""
 
     def __init__(
-        self, layers: Sequence[nn.Module], first_layer: int = 0, shared: Mapping[str, str] = MappingProxyType({})
+        self,
+        layers: Sequence[nn.Module],
+        first_layer: int = 0,
+        shared: Mapping[str, str] = MappingProxyType({}),
+        *,
+        is_asynchronous: bool = False,
     ) -> None:
-        """shared: names of those that must stay as they are, with what to say if they do not."""
+        """shared: names of those that must stay as they are, with what to say if they do not.
+
+        is_asynchronous: backwards come late by design.
+        """
         modules = [module for layer in layers for module in layer.modules()]
         self._modules = [module for module in modules if module._buffers and not isinstance(module, _NormBase)]
+        self._late = LateWrites([] if is_asynchronous else modules)
         self._written: frozenset[Place] | None = None  # nobody knows before the first forward
         layers_by_name = {str(index): layer for index, layer in enumerate(layers, start=first_layer)}
         self._constants: dict[Place, str] = {}
@@ -50,7 +60,7 @@ class WrittenBuffers:
         Raises:
             PipelineError: it has written to a shared one.
         """
-        return self._watch() if self._modules else _NOTHING_TO_WATCH
+        return self._watch() if self._modules or self._late.modules else _NOTHING_TO_WATCH
 
     @contextmanager
     def _watch(self) -> Iterator[None]:
@@ -61,6 +71,7 @@ class WrittenBuffers:
         for place in self._constants.keys() & written:
             raise PipelineError(self._constants[place])
         self._written = (self._written or _NO_PLACE) | written
+        self._late.after_forward()
 
     def renew(self, *, are_saved: bool = True) -> None:
         """Let the next forward write to other tensors than those that earlier ones may have saved.
@@ -69,6 +80,7 @@ class WrittenBuffers:
         """
         if not are_saved:
             self._replaced.clear()
+            self._late.forget()
             return
         if not self._written:
             return
@@ -80,12 +92,21 @@ class WrittenBuffers:
                 module._buffers[name] = copies.setdefault(id(buffer), buffer.clone())
                 self._replaced.append((weakref.ref(buffer), buffer._version, f"{type(module).__name__}.{name}"))
 
-    def check_replaced(self) -> None:
-        """After a backward, while its graph is there.
+    def after_backward(self, microbatch: int, *, is_split: bool) -> None:
+        """While its graph is there, unless that is split.
 
         Raises:
-            PipelineError: it has written to a buffer that another one has replaced.
+            PipelineError: it has written to a buffer that another one has replaced, or that later forwards have used.
         """
+        self._check_replaced()
+        self._late.after_backward(microbatch, self._written or _NO_PLACE, is_split=is_split)
+
+    def after_weights(self, microbatch: int) -> None:
+        """As `after_backward`, for the second part of one that is split."""
+        self._check_replaced()
+        self._late.after_weights(microbatch, self._written or _NO_PLACE)
+
+    def _check_replaced(self) -> None:
         if not self._replaced:
             return
         self._replaced = [replaced for replaced in self._replaced if replaced[0]() is not None]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.layers.model import OptimizerFactory, SchedulerFactory
@@ -45,6 +45,7 @@ def made_optimizer(factory: OptimizerFactory, named: Sequence[tuple[str, nn.Para
             "stages train copies of the model's modules, so take the function's argument, a list of (name, parameter), "
             "and not module.parameters()"
         )
+    _own_options(optimizer)
     return optimizer
 
 
@@ -64,6 +65,18 @@ def made_scheduler(factory: SchedulerFactory, optimizer: torch.optim.Optimizer) 
             "arguments, once a step: use one that depends on the number of steps only"
         )
     return scheduler
+
+
+def _own_options(optimizer: torch.optim.Optimizer) -> None:
+    """Copy options that are tensors (`lr=torch.tensor(0.1)`): schedulers write to them in place.
+
+    One that the program has made is the same object for all workers that are threads: each scheduler changed it.
+    """
+    copies: dict[int, Tensor] = {}  # groups that share one go on doing so
+    for group in optimizer.param_groups:
+        for key, value in group.items():
+            if isinstance(value, Tensor):
+                group[key] = copies.setdefault(id(value), value.detach().clone())
 
 
 def _refuse_closures(optimizer: torch.optim.Optimizer) -> None:

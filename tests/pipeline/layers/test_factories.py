@@ -1,5 +1,6 @@
 """Optimizers and schedulers that would not train what the user thinks are refused at the start."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 import lp_pipe as lp
 import lp_pipe.pipeline as pp
 from lp_pipe.pipeline.layers.factories import made_optimizer, made_scheduler
-from tests.pipeline.plain_loop import sgd, squared_error
+from tests.pipeline.plain_loop import D, PlainLoop, launched, random_batches, sgd, squared_error
 
 NAMED = [(name, parameter) for name, parameter in nn.Linear(2, 2).named_parameters()]
 WITHIN_S = 20.0
@@ -82,6 +83,23 @@ def test_a_scheduler_is_stepped_without_arguments(factory: Any, message: str) ->
     """ReduceLROnPlateau failed after the update, and only a checkpoint made the pipeline whole again."""
     with pytest.raises(pp.PipelineError, match=message):
         made_scheduler(factory, sgd(NAMED))
+
+
+def test_a_learning_rate_that_is_a_tensor_is_each_workers_own() -> None:
+    """Schedulers write to it: the two of stages that are threads both halved the one that the program had made."""
+    rate = torch.tensor(0.1)
+    layers = [pp.Layer(nn.Linear, D, D) for _ in range(2)]
+    model = pp.Model(
+        layers,
+        squared_error,
+        lambda named: torch.optim.Adam(named, lr=rate),
+        lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
+    )
+    plain = PlainLoop(replace(model, optimizer=lambda named: torch.optim.Adam(named, lr=rate.clone())), 2)
+    batches = random_batches([4, 4, 4])
+    with launched("thread", model, batches, stages=2, microbatches=2) as pipeline:
+        assert [result.loss for result in pipeline.steps()] == plain.steps(batches)
+    assert rate == 0.1
 
 
 def test_a_scheduler_in_place_of_a_function_is_refused_at_once() -> None:

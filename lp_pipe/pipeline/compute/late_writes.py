@@ -1,0 +1,98 @@
+"""Buffers to which backwards write: what one process does between two forwards comes later in a pipeline.
+
+A layer that torch.utils.checkpoint runs again in the backward counts its statistics once more, and computes with them:
+
+    one process   forward 0   again 0   forward 1   again 1
+    a pipeline    forward 0   forward 1   again 0   again 1      forward 1 has not seen what again 0 writes
+
+And where a backward is split, autograd runs the hooks of some activations in both parts.
+"""
+
+from collections.abc import Collection, Sequence
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline.compute.buffers import Place
+
+_State = dict[Place, tuple[Tensor | None, int]]  # with their versions
+
+
+class LateWrites:
+    """Told of every forward and backward of a stage."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.modules = [module for module in modules if module._buffers]
+        self._before: _State = {}
+        self._outstanding = {"backward": 0, "weights": 0}  # of how many forwards
+        self._by_first_part: dict[int, list[Place]] = {}
+
+    def forget(self) -> None:
+        """No forward waits for its backward."""
+        self._outstanding = dict.fromkeys(self._outstanding, 0)
+        self._by_first_part.clear()
+
+    def after_forward(self) -> None:
+        for part in self._outstanding:
+            self._outstanding[part] += 1
+        self._before = _state_of(self.modules)
+
+    def after_backward(self, microbatch: int, counted: Collection[Place], *, is_split: bool) -> None:
+        """counted: what forwards write to, beside the statistics of BatchNorms.
+
+        Raises:
+            PipelineError: it has written to what later forwards have used already.
+        """
+        written = self._written_since("backward", counted)
+        if is_split and written:
+            self._by_first_part[microbatch] = written
+
+    def after_weights(self, microbatch: int, counted: Collection[Place]) -> None:
+        """As `after_backward`, for the second part of one.
+
+        Raises:
+            PipelineError: also where the first part has written to the same buffer.
+        """
+        written = self._written_since("weights", counted)
+        for module, name in set(written).intersection(self._by_first_part.pop(microbatch, ())):
+            raise PipelineError(
+                f"both parts of a split backward change buffer {name!r} of {type(module).__name__}, because autograd "
+                "runs the hooks of some activations in each: use a schedule that does not split them, such as '1f1b'"
+            )
+
+    def _written_since(self, part: str, counted: Collection[Place]) -> list[Place]:
+        if not self.modules:
+            return []
+        now = _state_of(self.modules)
+        written = [place for place, state in now.items() if not _same(state, self._before.get(place))]
+        self._before = now
+        are_later_forwards_done = self._outstanding[part] > 1
+        self._outstanding[part] -= 1
+        for module, name in written if are_later_forwards_done else ():
+            if isinstance(module, _NormBase) or ((module, name) in counted and _is_no_counter(module._buffers[name])):
+                what = "statistics" if isinstance(module, _NormBase) else f"buffer {name!r}"
+                raise PipelineError(
+                    f"a backward changes {what} of {type(module).__name__}, as forwards do, but comes after those of "
+                    "later micro-batches, unlike in one process: where torch.utils.checkpoint runs a layer again, take "
+                    "that out and choose the layer by add_pipeline(recompute=...), which counts each micro-batch once"
+                )
+        return written
+
+
+def _state_of(modules: Sequence[nn.Module]) -> _State:
+    # Kernels of batch norm do not count what they write, but num_batches_tracked is beside it.
+    return {
+        (module, name): (buffer, buffer._version if buffer is not None else 0)
+        for module in modules
+        for name, buffer in module._buffers.items()
+    }
+
+
+def _same(now: tuple[Tensor | None, int], before: tuple[Tensor | None, int] | None) -> bool:
+    return before is not None and now[0] is before[0] and now[1] == before[1]
+
+
+def _is_no_counter(buffer: Tensor | None) -> bool:
+    """Counts add up in any order."""
+    return buffer is not None and (buffer.is_floating_point() or buffer.is_complex())
