@@ -11,6 +11,7 @@ from pathlib import Path
 
 from lp_pipe.errors import LaunchError
 from lp_pipe.launch.engines.base import Invitation, Watched
+from lp_pipe.telemetry.signal_names import signal_name
 
 _KEPT_LINES = 20
 _KEPT_LINE_BYTES = 4096
@@ -60,7 +61,7 @@ class Subprocess(Watched):
         if status is None:
             return None
         self._reader.join(_PATIENCE_S / 4)  # its last lines say why
-        return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+        return f"killed by {signal_name(-status)}" if status < 0 else f"exit status {status}"
 
     def last_lines(self) -> list[str]:
         return list(self._lines)
