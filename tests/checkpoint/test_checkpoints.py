@@ -79,6 +79,14 @@ def test_restoring_brings_back_the_newest_checkpoint_and_only_some_are_kept(tmp_
     assert restored(tmp_path) == 100
 
 
+def test_the_newest_is_the_one_of_the_highest_step_however_many_digits_that_has(tmp_path: Path) -> None:
+    # From a hundred million on, as frames of a game are counted, names were compared as words are.
+    checkpoints = saved(tmp_path, 99_999_998, 99_999_999, 100_000_000, keep=2)
+    found = checkpoints.restore()
+    assert found is not None and found.step == 100_000_000
+    assert [open_checkpoint(path).step for path in checkpoints_in(tmp_path)] == [99_999_999, 100_000_000]
+
+
 def test_without_a_checkpoint_nothing_is_restored(tmp_path: Path) -> None:
     part = Counter(7)
     assert Checkpoints({"counter": part}, tmp_path / "none").restore() is None
