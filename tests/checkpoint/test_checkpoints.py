@@ -224,6 +224,21 @@ def test_training_goes_on_while_a_copy_is_written(tmp_path: Path) -> None:
     assert (part.value, trainer.value) == ("now", 1)
 
 
+def test_to_restore_waits_for_the_checkpoint_that_is_being_written(tmp_path: Path) -> None:
+    # It brought back the one before.
+    slow = Slow()
+    checkpoints = Checkpoints({"slow": slow}, tmp_path)
+    slow.may_write.set()
+    checkpoints.save(1)
+    slow.may_write.clear()
+    slow.value = "then"
+    checkpoints.save(2, wait=False)
+    threading.Timer(0.1, slow.may_write.set).start()
+    found = checkpoints.restore()
+    assert found is not None and found.step == 2
+    assert slow.value == "then"
+
+
 def test_an_error_in_the_background_is_raised_by_the_next_save(tmp_path: Path) -> None:
     part = Slow(OSError(5, "Input/output error"))
     part.may_write.set()
