@@ -141,7 +141,7 @@ def finish(aside: Path, step: int, parts: tuple[str, ...]) -> Checkpoint:
     (aside / MANIFEST).write_text(f"{head}\n{hashlib.sha256(head.encode()).hexdigest()}\n", encoding="utf-8")
     for name in (*files, MANIFEST):
         _sync(aside / name)
-    for folder in {aside, *(aside / name for name in map(os.path.dirname, files))}:
+    for folder in (aside, *(path for path in aside.rglob("*") if path.is_dir())):
         _sync(folder)
     path = aside.parent / f"{_PREFIX}{step:08}"
     before = path.with_name(f".{path.name}{_BEFORE}")

@@ -87,6 +87,16 @@ def test_the_newest_is_the_one_of_the_highest_step_however_many_digits_that_has(
     assert [open_checkpoint(path).step for path in checkpoints_in(tmp_path)] == [99_999_999, 100_000_000]
 
 
+def test_all_of_it_is_on_the_disk_before_it_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: set[str] = set()
+    monkeypatch.setattr(folder, "_sync", lambda path: synced.add(path.name))
+    aside = folder.begin(tmp_path, 1)
+    (aside / "part" / "inner").mkdir(parents=True)
+    (aside / "part" / "inner" / "file").touch()
+    folder.finish(aside, 1, ("part",))
+    assert synced >= {"file", "inner", "part", aside.name, "manifest.json", tmp_path.name}
+
+
 def test_without_a_checkpoint_nothing_is_restored(tmp_path: Path) -> None:
     part = Counter(7)
     assert Checkpoints({"counter": part}, tmp_path / "none").restore() is None
