@@ -33,8 +33,8 @@ def test_once_there_are_threads_again_somebody_looks(monkeypatch: pytest.MonkeyP
     ):
         with monkeypatch.context() as patch, pytest.raises(RuntimeError):
             patch.setattr(threading.Thread, "start", full)
-            some.watch(first, 60.0, owner.on_silence)
-        some.watch(second, 60.0, owner.on_silence)
+            some.watch(first, 1.0, owner.on_silence)
+        some.watch(second, 1.0, owner.on_silence)
         (looking,) = threads() - before
         for sock in (first, second):
             some.forget(sock)
