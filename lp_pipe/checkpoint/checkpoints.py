@@ -101,11 +101,12 @@ class Checkpoints:
     def restore(self) -> Checkpoint | None:
         """Bring all parts to the newest checkpoint without damage; None when there is none at all.
 
-        A damaged one is left out, with a warning that names its files.
+        A damaged one is left out, with a warning that names its files. One that is being written is waited for.
 
         Raises:
             CheckpointError: all are damaged, or it has other parts.
         """
+        self._join()
         folders.put_back(self.folder)
         paths = checkpoints_in(self.folder)
         damaged = []

@@ -97,14 +97,14 @@ def prune(folder: Path, step: int, keep: int) -> None:
 
     Later ones are not of this training: they are damaged, or it has gone back behind them.
     """
-    last = f"{_PREFIX}{step:08}"
-    for path in [path for path in checkpoints_in(folder) if path.name <= last][:-keep]:
+    last = _age(folder / f"{_PREFIX}{step:08}")
+    for path in [path for path in checkpoints_in(folder) if _age(path) <= last][:-keep]:
         remove(path)
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """The folders of finished checkpoints, oldest step first."""
-    return sorted(path for path in folder.glob(f"{_PREFIX}*") if path.is_dir()) if folder.is_dir() else []
+    return sorted((path for path in folder.glob(f"{_PREFIX}*") if path.is_dir()), key=_age)
 
 
 def newest_step(folder: Path) -> int:
@@ -141,7 +141,7 @@ def finish(aside: Path, step: int, parts: tuple[str, ...]) -> Checkpoint:
     (aside / MANIFEST).write_text(f"{head}\n{hashlib.sha256(head.encode()).hexdigest()}\n", encoding="utf-8")
     for name in (*files, MANIFEST):
         _sync(aside / name)
-    for folder in {aside, *(aside / name for name in map(os.path.dirname, files))}:
+    for folder in (aside, *(path for path in aside.rglob("*") if path.is_dir())):
         _sync(folder)
     path = aside.parent / f"{_PREFIX}{step:08}"
     before = path.with_name(f".{path.name}{_BEFORE}")
@@ -168,6 +168,11 @@ def write_state(folder: Path, name: str, state: Any) -> None:
 def read_state(folder: Path, name: str) -> Any:
     """What `write_state` wrote."""
     return pickle.loads((folder / f"{name}.state").read_bytes())
+
+
+def _age(path: Path) -> tuple[int, str]:
+    """What orders checkpoints by their steps, which may have more digits than names are filled up to."""
+    return len(path.name), path.name
 
 
 def _files_of(folder: Path) -> Iterator[str]:

@@ -82,6 +82,8 @@ def _list(paths: Sequence[Path], *, as_json: bool) -> int:
         try:
             found = _open(path)
         except CheckpointError as error:
+            if as_json:
+                print(json.dumps({"path": str(path), "damage": [str(error)]}))
             rows.append((path.name, "", "", "", f"damaged: {error}"))
             continue
         if as_json:

@@ -184,7 +184,7 @@ def _wait(run: Run | ElasticRun, display: Display) -> ending.Ending:
 def _make_display(is_json: bool) -> Display:
     if is_json:
         return JsonDisplay()
-    can_redraw = sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    can_redraw = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     return LiveDisplay() if can_redraw else PlainDisplay()
 
 

@@ -35,14 +35,14 @@ _READER_GONE = INTERRUPTED + signal.SIGPIPE
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's); returns the exit status."""
+    _open_closed_streams()
     given = list(sys.argv[1:] if argv is None else argv)
     own, program_flags = _split(given)
     try:
         arguments = _parse(own)
         arguments.given = given
         status: int = arguments.run(arguments, program_flags)
-        if sys.stdout is not None:  # closed by who started us: `lp_pipe ... >&-`
-            sys.stdout.flush()
+        sys.stdout.flush()
     except CommandError as error:
         print(f"lp_pipe: {error}", file=sys.stderr)
         return error.status
@@ -59,6 +59,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"lp_pipe: cannot print: {error.strerror}", file=sys.stderr)
         return NOT_LAUNCHED
     return status
+
+
+def _open_closed_streams() -> None:
+    """Where who started us has closed standard streams (`lp_pipe ... >&-`), what is printed goes nowhere.
+
+    Left closed, their descriptors would be those of the next files that are opened, and Python has None for them.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)  # the processes of nodes need theirs as well
+    os.close(descriptor)
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - until the process ends
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115 - until the process ends
 
 
 def _drop_output() -> None:

@@ -67,8 +67,8 @@ class Reach:
             self._watched[id(sock)] = _Watched(weakref.ref(sock), limit_ms, is_probed, weakref.WeakMethod(on_silence))
             self._has_changed.notify()  # it may be about to sleep for longer
             if not self._is_running:
-                self._is_running = True
                 threading.Thread(target=self._run, name="reach of other hosts", daemon=True).start()
+                self._is_running = True  # not before: the system may have no more threads
 
     def forget(self, sock: socket.socket) -> None:
         """Watch no more."""

@@ -143,7 +143,7 @@ class ElasticRun:
         self._start = start
         self._is_stopping = threading.Event()
         self._is_over = threading.Event()
-        self._error: Exception | None = None
+        self._error: Exception | SystemExit | None = None
         self.has_raised_failure = False
         self._interrupts = Interrupts(hurry=lambda: self._run.request_stop(hurry=True))
         self._begin(is_first=True)
@@ -240,7 +240,7 @@ class ElasticRun:
                 self._begin(is_first=False)
                 if self._is_stopping.is_set():  # it may not have heard
                     self._run.request_stop()
-        except Exception as error:  # of the user's function, or no room: it belongs to who waits
+        except (Exception, SystemExit) as error:  # of the user's function, or no room: it belongs to who waits
             self._error = error
         finally:
             self._standing.close(_CLOSE_PATIENCE_S)

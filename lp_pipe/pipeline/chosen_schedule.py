@@ -100,7 +100,6 @@ def sufficient_credits(schedule: Schedule, edges: Sequence[Edge]) -> int:
 
 def _verify(schedule: Schedule, credits: int, edges: Sequence[Edge]) -> None:
     verify(schedule, credits=credits, edges=edges)
-    if (
-        edges
-    ):  # evaluation sends stashed values, too; its order repeats itself after as many batches as there are workers
+    if edges:  # evaluation sends stashed values, too
+        # Its order repeats itself after as many batches as there are workers.
         verify(forward_on(schedule.placement, 4 * len(schedule.workers)), credits=credits, edges=edges)

@@ -34,9 +34,8 @@ class PipelineConfig:
     precision: str = "fp32"
     tied: tuple[tuple[str, ...], ...] = ()  # all names of each parameter that has several
     tied_outside: tuple[tuple[str, ...], ...] = ()  # the same, as users call them
-    own_names: Mapping[str, tuple[int, int]] = field(
-        default_factory=dict
-    )  # of modules that were split, with their place
+    # Of modules that were split, with their place.
+    own_names: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     parameter_places: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # the same, of parameters
     edges: tuple[Edge, ...] = ()
     shared_buffers: Mapping[str, str] = field(default_factory=dict)  # by stages; with what to say if one writes to it

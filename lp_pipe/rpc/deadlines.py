@@ -3,6 +3,7 @@
 import heapq
 import itertools
 import math
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -27,6 +28,10 @@ class Deadlines:
     """Calls `action()` at its time, in one daemon thread that starts with the first deadline."""
 
     def __init__(self) -> None:
+        self._reset()
+        os.register_at_fork(after_in_child=self._reset)  # the child has no such thread; the calls are its parent's
+
+    def _reset(self) -> None:
         self._heap: list[_Deadline] = []
         self._enough = _FEW
         self._changed = threading.Condition()

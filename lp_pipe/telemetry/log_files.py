@@ -42,9 +42,11 @@ class LogFiles:
             if self._is_whole:
                 _log.warning("not all that the nodes print is in %s any more: %s", self._folder, error)
             self._is_whole = False
-        texts = [line.decode(errors="replace") for line in lines]
         target = sys.stderr if is_stderr else sys.stdout
-        with contextlib.suppress(ValueError, OSError):  # the launcher has closed it; the file has everything
+        if target is None:  # the launcher was started without; the file has everything
+            return
+        texts = [line.decode(errors="replace") for line in lines]
+        with contextlib.suppress(ValueError, OSError):  # the launcher has closed it; likewise
             target.write("".join(f"[{node_id}] {text}\n" for text in texts))
 
     def _keep(self, node_id: str, data: bytes) -> None:
@@ -57,7 +59,8 @@ class LogFiles:
     def flush(self) -> None:
         for target in (sys.stdout, sys.stderr):
             with contextlib.suppress(ValueError, OSError):  # the launcher has closed it
-                target.flush()
+                if target is not None:
+                    target.flush()
 
     def close(self) -> None:
         for file in self._files.values():

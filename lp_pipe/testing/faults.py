@@ -225,5 +225,5 @@ def _stats_of(pid: int) -> list[str]:
     found = []
     for path in Path(f"/proc/{pid}/task").glob("*/stat"):
         with contextlib.suppress(OSError):  # the thread has just ended
-            found.append(path.read_text())
+            found.append(path.read_text(errors="replace"))  # a thread's name may be any bytes
     return found

@@ -20,7 +20,7 @@ def shared_memory() -> set[str]:
     """Segments that are open or mapped here."""
     opened = {target for _, target in _descriptors() if target.startswith(("/memfd:", "/dev/shm/"))}
     try:
-        mapped = set(_MAPPED.findall(Path("/proc/self/maps").read_text()))
+        mapped = set(_MAPPED.findall(Path("/proc/self/maps").read_text(errors="replace")))
     except OSError:
         mapped = set()
     return opened | mapped

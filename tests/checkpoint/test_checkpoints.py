@@ -79,6 +79,24 @@ def test_restoring_brings_back_the_newest_checkpoint_and_only_some_are_kept(tmp_
     assert restored(tmp_path) == 100
 
 
+def test_the_newest_is_the_one_of_the_highest_step_however_many_digits_that_has(tmp_path: Path) -> None:
+    # From a hundred million on, as frames of a game are counted, names were compared as words are.
+    checkpoints = saved(tmp_path, 99_999_998, 99_999_999, 100_000_000, keep=2)
+    found = checkpoints.restore()
+    assert found is not None and found.step == 100_000_000
+    assert [open_checkpoint(path).step for path in checkpoints_in(tmp_path)] == [99_999_999, 100_000_000]
+
+
+def test_all_of_it_is_on_the_disk_before_it_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: set[str] = set()
+    monkeypatch.setattr(folder, "_sync", lambda path: synced.add(path.name))
+    aside = folder.begin(tmp_path, 1)
+    (aside / "part" / "inner").mkdir(parents=True)
+    (aside / "part" / "inner" / "file").touch()
+    folder.finish(aside, 1, ("part",))
+    assert synced >= {"file", "inner", "part", aside.name, "manifest.json", tmp_path.name}
+
+
 def test_without_a_checkpoint_nothing_is_restored(tmp_path: Path) -> None:
     part = Counter(7)
     assert Checkpoints({"counter": part}, tmp_path / "none").restore() is None
@@ -214,6 +232,21 @@ def test_training_goes_on_while_a_copy_is_written(tmp_path: Path) -> None:
     checkpoints.wait_until_written()
     checkpoints.restore()
     assert (part.value, trainer.value) == ("now", 1)
+
+
+def test_to_restore_waits_for_the_checkpoint_that_is_being_written(tmp_path: Path) -> None:
+    # It brought back the one before.
+    slow = Slow()
+    checkpoints = Checkpoints({"slow": slow}, tmp_path)
+    slow.may_write.set()
+    checkpoints.save(1)
+    slow.may_write.clear()
+    slow.value = "then"
+    checkpoints.save(2, wait=False)
+    threading.Timer(0.1, slow.may_write.set).start()
+    found = checkpoints.restore()
+    assert found is not None and found.step == 2
+    assert slow.value == "then"
 
 
 def test_an_error_in_the_background_is_raised_by_the_next_save(tmp_path: Path) -> None:

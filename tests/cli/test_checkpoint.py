@@ -126,6 +126,18 @@ def test_a_run_that_cannot_be_resumed_is_named(
     assert message in capsys.readouterr().err
 
 
+def test_a_damaged_checkpoint_is_listed_in_json_too(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It was left out: who read the list by a program never heard of it."""
+    for step in (4, 6):
+        saved = folder / "checkpoints" / f"step-{step:08}"
+        saved.mkdir(parents=True)
+        (saved / "manifest.json").write_text("{")
+    assert main(["checkpoint", "ls", "--json"]) == 0
+    listed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [Path(one["path"]).name for one in listed] == ["step-00000004", "step-00000006"]
+    assert all(len(one["damage"]) == 1 for one in listed)
+
+
 def test_where_there_is_no_checkpoint_the_command_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in ((["ls"], "has no finished checkpoint"), (["verify", "nowhere"], "there is no nowhere")):
         assert main(["checkpoint", *arguments]) == 2

@@ -1,11 +1,27 @@
 """Lines that nodes print, with the node that they come from."""
 
+import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
 from lp_pipe.cli.output import labelled, redirected
+from tests.cli.commands import COMMAND, PATIENCE_S
+
+PRINTS_MUCH = """
+import lp_pipe as lp
+
+def talk():
+    print("more than a pipe holds " * 10_000, flush=True)
+    lp.stop()
+
+def make_program():
+    program = lp.Program("talks")
+    program.add_node(lp.PyNode(talk), label="talker")
+    return program
+"""
 
 
 def test_lines_of_node_processes_are_taken_apart() -> None:
@@ -45,3 +61,15 @@ def test_other_lines_pass_unchanged(capsys: pytest.CaptureFixture[str]) -> None:
         print("[stages/1] from a process")
         print("from the launcher")
     assert capsys.readouterr().out == "[stages/1] from a process\nfrom the launcher\n"
+
+
+@pytest.mark.parametrize("options", ["", "--json", "--mode=thread"])
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
+def test_a_run_ends_though_who_started_it_has_closed_the_streams(folder: Path, closed: str, options: str) -> None:
+    """With --json each event was printed as an event, which waited for the lock of the first: for ever."""
+    (folder / "talks.py").write_text(PRINTS_MUCH)
+    command = f"exec {' '.join(COMMAND)} launch talks.py --run-dir=run {options} {closed}"
+    ended = subprocess.run(command, shell=True, timeout=PATIENCE_S, check=False)
+    assert ended.returncode == 0
+    if "thread" not in options:
+        assert (folder / "run/logs/talker-0.log").stat().st_size > 200_000

@@ -111,6 +111,20 @@ def test_a_spare_host_takes_the_nodes_of_a_lost_one_and_the_others_stay() -> Non
         assert after[0] == before[0] and after[1][1] != before[1][1] and run.num_hosts == 2
 
 
+def test_a_function_that_exits_instead_of_building_the_smaller_program_ends_the_run_so() -> None:
+    """The exit ended only the thread that builds: `wait` returned as after a good end."""
+
+    def make(num_hosts: int) -> lp.Program:
+        if num_hosts < 2:
+            raise SystemExit("not on one host")
+        return make_program(num_hosts)
+
+    run, _ = launched(make, "2", "1:2")
+    psutil.Process(everywhere(run)[1][2]).kill()
+    with pytest.raises(SystemExit, match="not on one host"):
+        run.wait(WITHIN_S)
+
+
 @pytest.mark.slow
 def test_too_few_hosts_end_the_run_and_say_how_many_are_needed() -> None:
     run, _ = launched(make_program, "2", "2:2", join_timeout=15.0)

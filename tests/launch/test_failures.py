@@ -337,6 +337,13 @@ def test_a_process_that_ends_without_a_word_is_a_failure_with_its_exit_code(stat
     assert "last words" in str(error)
 
 
+def test_a_process_that_a_signal_without_a_name_kills_is_a_failure_with_its_number(no_leaks: None) -> None:
+    # Nobody was told of its end, nor of any later one: the program ran for ever.
+    number = signal.SIGRTMIN + 6
+    error = failure_of(one_node(lp.PyNode(lambda: os.kill(os.getpid(), number))), "process")
+    assert f"signal {number}" in error.message
+
+
 def test_a_crash_in_c_code_is_reported_with_its_signal(no_leaks: None) -> None:
     error = failure_of(one_node(lp.PyNode(os.abort)), "process")
     assert "SIGABRT" in error.message

@@ -1,5 +1,7 @@
 """lp_pipe/rpc/deadlines.py"""
 
+import os
+import signal
 import threading
 import time
 
@@ -31,3 +33,18 @@ def test_those_that_are_needed_stay_and_come_in_order() -> None:
         some.add(time.monotonic() + 3600, lambda: None, lambda: False)
     assert is_done.wait(WITHIN_S)
     assert done == ["first"]
+
+
+def test_a_forked_child_leaves_the_deadlines_to_its_parent() -> None:
+    # A data loader's worker that called another node with a limit also ran its parent's batches.
+    some = deadlines.Deadlines()
+    done: list[str] = []
+    is_done = threading.Event()
+    soon = time.monotonic() + 0.05
+    some.add(soon, lambda: done.append("the parent's"))
+    child = os.fork()
+    if not child:
+        signal.alarm(WITHIN_S)  # it may also have waited for the lock of a thread that it does not have
+        some.add(soon + 0.01, is_done.set)
+        os._exit(0 if is_done.wait(WITHIN_S) and not done else 1)
+    assert os.waitpid(child, 0) == (child, 0)

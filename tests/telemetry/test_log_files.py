@@ -29,3 +29,15 @@ def test_a_full_disk_is_said_once_and_the_lines_still_come(
     assert capsys.readouterr().out == "[trainer/0] one\n[trainer/0] two\n"
     (said,) = caplog.messages
     assert "not all that the nodes print" in said and "No space left on device" in said and str(tmp_path) in said
+
+
+def test_a_launcher_without_streams_keeps_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that reads the nodes' pipes ended, and every node that printed much stood still."""
+    monkeypatch.setattr("sys.stdout", None)
+    monkeypatch.setattr("sys.stderr", None)
+    files = LogFiles(tmp_path)
+    for is_stderr in (False, True):
+        files.write("trainer/0", is_stderr, [b"one"])
+    files.flush()
+    files.close()
+    assert log_path(tmp_path, "trainer/0").read_text() == "one\none\n"

@@ -53,7 +53,7 @@ class Lives:
 
     def started(self, node_id: str, pid: int) -> None:
         record = self.nodes[node_id]
-        record.pid, record.started_at = pid, time.time()
+        record.pid, record.started_at = pid, time.monotonic()
         if record.state == "starting":  # the template's word may come after the node's own that it has ended
             record.state = "running"
 

@@ -29,7 +29,7 @@ class NodeRecord:
 
     error: the last failure, also of a node that runs again.
     restarts: how often it was started again on its own; retries_left: how often it still may be.
-    waiting: what it has waited for longer than the program's limit.
+    waiting: what it has waited for longer than the program's limit. started_at: of time.monotonic.
     is_gone: nothing is left of its process or thread.
     is_ending: it was told to end, and is not gone.
     """

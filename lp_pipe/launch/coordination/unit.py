@@ -73,7 +73,7 @@ class Unit:
             "state": state,
             "pid": next((part.pid for part in [*running, *self.parts] if part.pid), 0),
             "error": failures[0].summary if failures else None,
-            "uptime_s": None if since is None else round(time.time() - since, 1),
+            "uptime_s": None if since is None else round(time.monotonic() - since, 1),
             "waiting": next((part.waiting for part in running if part.waiting), None),
             "restarts": self.restarts + sum(part.restarts for part in self.parts),
             "calls_per_s": sum(rates) if rates else None,

@@ -10,6 +10,7 @@ A new engine is one file with one subclass of `Engine`. An installed package add
     mine = "my_package.engine:MyEngine"
 """
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -80,6 +81,15 @@ class Watched(ABC):
 
         An agent also ends by itself when its connection does, and takes its nodes with it.
         """
+
+
+def kill_all(started: Sequence[Watched]) -> None:
+    """All at a time: each may take seconds."""
+    threads = [threading.Thread(target=one.kill, name="kill agent", daemon=True) for one in started]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 class Engine(ABC):

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lp_pipe.errors import LaunchError
-from lp_pipe.launch.engines.base import Invitation, Watched
+from lp_pipe.launch.engines.base import Engine, Invitation, Watched, kill_all
+from lp_pipe.telemetry.signal_names import signal_name
 
 _KEPT_LINES = 20
 _KEPT_LINE_BYTES = 4096
@@ -60,7 +61,7 @@ class Subprocess(Watched):
         if status is None:
             return None
         self._reader.join(_PATIENCE_S / 4)  # its last lines say why
-        return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+        return f"killed by {signal_name(-status)}" if status < 0 else f"exit status {status}"
 
     def last_lines(self) -> list[str]:
         return list(self._lines)
@@ -92,10 +93,15 @@ class Subprocess(Watched):
                     log.write(line)
 
 
-def kill_all(started: Sequence[Watched]) -> None:
-    """All at a time: each may take seconds."""
-    threads = [threading.Thread(target=one.kill, name="kill agent", daemon=True) for one in started]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+def start_each(engine: Engine, invitation: Invitation) -> list[Watched]:
+    """The agents of all the engine's hosts, one by one; when one cannot be started, those that were are killed."""
+    started: list[Watched] = []
+    try:
+        for offer in engine.hosts():
+            one = engine.start_again(invitation, offer.name)
+            assert one is not None, "an engine whose agents can be started one by one"
+            started.append(one)
+    except BaseException:
+        kill_all(started)
+        raise
+    return started

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from lp_pipe.launch.engines.base import Engine, HostOffer, Invitation, Watched
-from lp_pipe.launch.engines.command import Subprocess, kill_all
+from lp_pipe.launch.engines.command import Subprocess, start_each
 from lp_pipe.launch.engines.host_list import read_hosts
 
 
@@ -28,14 +28,7 @@ class LocalEngine(Engine):
         return self._hosts
 
     def start(self, invitation: Invitation) -> Sequence[Watched]:
-        started: list[Watched] = []
-        try:
-            for offer in self._hosts:
-                started.append(self.start_again(invitation, offer.name))
-        except BaseException:
-            kill_all(started)
-            raise
-        return started
+        return start_each(self, invitation)
 
     def start_again(self, invitation: Invitation, name: str) -> Watched:
         return Subprocess([name], [sys.executable, *invitation.arguments(name)], invitation)

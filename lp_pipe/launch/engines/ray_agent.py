@@ -1,6 +1,5 @@
 """The launcher's end of an agent that runs in an actor of Ray."""
 
-import signal
 import threading
 from collections import deque
 from contextlib import suppress
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lp_pipe.launch.engines.base import Watched
+from lp_pipe.telemetry.signal_names import signal_name
 
 _KEPT_LINES = 20
 _PATIENCE_S = 2.0
@@ -44,7 +44,7 @@ class RayAgent(Watched):
                 for item in output:
                     said = self._ray.get(item)
                     if isinstance(said, int):
-                        self._ended = f"killed by {signal.Signals(-said).name}" if said < 0 else f"exit status {said}"
+                        self._ended = f"killed by {signal_name(-said)}" if said < 0 else f"exit status {said}"
                         return
                     self._lines.append(said)
                     print(said, file=log, flush=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from lp_pipe.launch.engines.base import Engine, HostOffer, Invitation, Watched
-from lp_pipe.launch.engines.command import Subprocess, kill_all
+from lp_pipe.launch.engines.command import Subprocess, start_each
 from lp_pipe.launch.engines.host_list import read_hosts
 
 # Never a question that nobody can answer; a connection that breaks in silence ends, instead of hanging for hours.
@@ -42,14 +42,7 @@ class SshEngine(Engine):
         return self._hosts
 
     def start(self, invitation: Invitation) -> Sequence[Watched]:
-        started: list[Watched] = []
-        try:
-            for offer in self._hosts:
-                started.append(self.start_again(invitation, offer.name))
-        except BaseException:
-            kill_all(started)
-            raise
-        return started
+        return start_each(self, invitation)
 
     def start_again(self, invitation: Invitation, name: str) -> Watched:
         remote = shlex.join([self._python, *invitation.arguments(name)])

@@ -12,7 +12,7 @@ from lp_pipe.connections.credentials import Credentials
 from lp_pipe.connections.silence import SilenceWatch
 from lp_pipe.connections.tcp_endpoint import TLS
 from lp_pipe.errors import LaunchError
-from lp_pipe.launch.engines.base import Engine, HostOffer, Invitation, Watched
+from lp_pipe.launch.engines.base import Engine, HostOffer, Invitation, Watched, kill_all
 from lp_pipe.launch.hosts import handshake
 from lp_pipe.launch.hosts.agent_link import ALIVE, AgentLink
 from lp_pipe.launch.hosts.handshake import Joining, Versions
@@ -165,11 +165,7 @@ class Gathering:
         hoped_for = [one for one in self._watched if not self._lost.issuperset(one.hosts)]
         while any(one.how_it_ended() is None for one in hoped_for) and time.monotonic() < deadline:
             time.sleep(_LOOK_EVERY_S / 10)
-        threads = [threading.Thread(target=one.kill, name="kill agent", daemon=True) for one in self._watched]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        kill_all(self._watched)
         self._engine.close()
 
     # Called in connections' threads.

@@ -1,11 +1,12 @@
 """The ends of processes, reported one after the other, and all of them soon."""
 
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable
 from queue import SimpleQueue
+
+from lp_pipe.telemetry.signal_names import signal_name
 
 # How long to wait for the last words of a process that has ended. Counted from the news, not from their turn: of 50
 # processes that die at once, with pipes that grandchildren keep open, all are reported after this time.
@@ -42,7 +43,7 @@ class ExitQueue:
 def how_it_died(status: int) -> str:
     """A wait status in words."""
     if os.WIFSIGNALED(status):
-        name = signal.Signals(os.WTERMSIG(status)).name
+        name = signal_name(os.WTERMSIG(status))
         hint = " (kill -9, or the kernel when memory ran out: see dmesg)" if name == "SIGKILL" else ""
         return f"the process was killed by {name}{hint}"
     return f"the process ended with exit code {os.waitstatus_to_exitcode(status)} without reporting why (os._exit?)"

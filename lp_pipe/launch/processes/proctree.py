@@ -36,12 +36,8 @@ def start_time(pid: int) -> int:
     """
     if not os.path.isdir("/proc/self"):
         return int(_exists(pid))
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
-    except OSError:
-        return 0
-    return 0 if fields[0] in "ZX" else int(fields[19])
+    fields = _stat_of(pid)
+    return 0 if not fields or fields[0] in b"ZX" else int(fields[19])
 
 
 def session_of(pid: int) -> int:
@@ -82,8 +78,14 @@ def _exists(pid: int) -> bool:
 
 
 def _is_zombie(pid: int) -> bool:
+    """Or has ended by now."""
+    return _stat_of(pid)[:1] in ([], [b"Z"])
+
+
+def _stat_of(pid: int) -> list[bytes]:
+    """The fields behind the process's name, from its state on; empty when it has ended. Bytes: names may be any."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] == "Z"
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()
     except OSError:
-        return True
+        return []

@@ -245,7 +245,8 @@ def _die_with(parent: int) -> None:
 
 
 def _set_process_name(name: str) -> None:
-    _prctl(_PR_SET_NAME, name.encode()[:15])
+    """As much of it as fits; no half of a letter, which no tool could read."""
+    _prctl(_PR_SET_NAME, name.encode()[:15].decode(errors="ignore").encode())
 
 
 def _prctl(option: int, argument: int | bytes) -> None:

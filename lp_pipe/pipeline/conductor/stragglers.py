@@ -25,7 +25,9 @@ class Stragglers:
 
     @property
     def now(self) -> list[Straggler]:
-        return [self._by_rank[rank] for rank in sorted(self._by_rank)]
+        """Asked in any thread, while the conductor's takes note of steps."""
+        found = dict(self._by_rank)
+        return [found[rank] for rank in sorted(found)]
 
     def begin_again(self) -> None:
         """A worker was restarted, perhaps on another host: who is slow then is told of anew, with where it is."""

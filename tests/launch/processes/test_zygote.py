@@ -74,6 +74,18 @@ def ask_later(steady: Any, births: Path) -> None:
     lp.stop()
 
 
+def test_a_label_may_be_in_any_language(tmp_path: Path, no_leaks: None) -> None:
+    # A process's name has 15 bytes: of this label's it ended within a letter, and the first node's end ended them all.
+    program = lp.Program("labels")
+    steady = program.add_node(lp.CourierNode(Steady), label="2модель")
+    program.add_node(lp.PyNode(print), label="quick")
+    with lp.launch(program, "process", run_dir=tmp_path) as run:
+        client = run.client(steady)
+        while run.status()["quick"][0]["state"] != "finished":
+            assert client.pid() > 0
+        assert run.status()["2модель"][0]["state"] == "running"
+
+
 def test_a_process_that_cannot_be_started_is_one_failure_of_its_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_leaks: None
 ) -> None:

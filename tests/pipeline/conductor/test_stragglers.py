@@ -107,6 +107,21 @@ def test_a_straggler_of_whom_nobody_could_be_told_may_become_well(stragglers: St
     assert [straggler.node for straggler in stragglers.now] == ["stages/1"]
 
 
+class Vanishing(dict[int, Any]):
+    """Somebody else removes all of it at the first look."""
+
+    def __getitem__(self, rank: int) -> Any:
+        found = super().__getitem__(rank)
+        self.clear()
+        return found
+
+
+def test_who_asks_while_a_step_ends_gets_those_before_it(stragglers: Stragglers) -> None:
+    # A client that asked at the wrong moment got a KeyError.
+    stragglers._by_rank = Vanishing({0: "slow", 1: "slow, too"})
+    assert stragglers.now == ["slow", "slow, too"]
+
+
 def test_one_that_starts_again_on_another_host_is_told_of_anew(stragglers: Stragglers) -> None:
     workers: Any = stragglers._workers
     steps(stragglers, 0.05)

@@ -1,0 +1,20 @@
+"""Processes and what they started."""
+
+import os
+import subprocess
+import sys
+
+from lp_pipe.launch.processes.proctree import start_time, tree_of
+
+_NAMED = "import ctypes; ctypes.CDLL(None).prctl(15, b'half \\xd0', 0, 0, 0); print('named', flush=True); input()"
+
+
+def test_a_process_may_have_any_bytes_for_its_name() -> None:
+    """Half a letter of a node's label was the end of the template, and so of all nodes."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", _NAMED], **pipes) as child:  # type: ignore[call-overload]
+        assert child.stdout.readline() == b"named\n"
+        assert child.pid in tree_of(os.getpid())
+        assert start_time(child.pid) > 0
+        child.communicate(b"\n", timeout=60)
+    assert start_time(child.pid) == 0
