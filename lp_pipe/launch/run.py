@@ -269,7 +269,7 @@ class Run:
 
 
 _active: "weakref.WeakSet[Run]" = weakref.WeakSet()
-# The launcher's children, such as a DataLoader's workers, have none: they waited for ever for what is not theirs to stop.
+# The launcher's children, such as a DataLoader's workers, have none: they would wait for what is not theirs to stop.
 os.register_at_fork(after_in_child=_active.clear)
 
 
