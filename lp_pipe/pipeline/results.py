@@ -16,6 +16,8 @@ class StepResult:
     loss_scale: what the losses were multiplied by for the backwards (precision="fp16"; else 1). `loss` is without it.
     skipped: the parameters are as before, because gradients were too large for that scale (the next step's is smaller),
         or because of what `why_skipped` says.
+    grad_norm: of all gradients, over all stages and before they are clipped, as torch's clip_grad_norm_ returns it.
+        None without `clip_grad_norm` (an infinite one only measures), and in steps that `why_skipped` explains.
     """
 
     step: int
@@ -26,6 +28,7 @@ class StepResult:
     loss_scale: float = 1.0
     skipped: bool = False
     why_skipped: str = ""
+    grad_norm: float | None = None
 
     @property
     def bubble_fraction(self) -> float:

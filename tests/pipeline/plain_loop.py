@@ -49,6 +49,7 @@ class PlainLoop:
         self.lr_scheduler = model.lr_scheduler(self.optimizer) if model.lr_scheduler else None
         self.steps_done = 0
         self.sums: dict[str, dict[int, Tensor]] = {}
+        self.grad_norm: float | None = None  # of the last step, before clipping
 
     def step(self, batch: tuple[Any, Any]) -> float:
         xs, ys = (chunk(self._on_device(part), self.microbatches) for part in batch)
@@ -63,7 +64,7 @@ class PlainLoop:
         self._sum_up()
         self.scaler.unscale_(self.optimizer)
         if self.clip_grad_norm is not None:
-            nn.utils.clip_grad_norm_(self.module.parameters(), self.clip_grad_norm)
+            self.grad_norm = nn.utils.clip_grad_norm_(self.module.parameters(), self.clip_grad_norm).item()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         if self.lr_scheduler is not None:

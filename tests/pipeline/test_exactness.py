@@ -99,6 +99,18 @@ def test_every_schedule_and_cut_trains_to_the_same_bits(
         _assert_trains_like(PlainLoop(model, microbatches, clip), pipeline)
 
 
+@pytest.mark.parametrize("clip", [0.1, float("inf"), None])
+def test_a_step_tells_the_norm_of_its_gradients_before_clipping(clip: float | None) -> None:
+    """An infinite limit only measures."""
+    model = model_with_everything()
+    plain = PlainLoop(model, 4, clip)
+    with launched("thread", model, BATCHES, stages=3, microbatches=4, clip_grad_norm=clip) as pipeline:
+        for batch in BATCHES:
+            plain.step(batch)
+            assert pipeline.step().grad_norm == plain.grad_norm
+        assert_same_state(pipeline.state_dict(), plain.state_dict())
+
+
 @pytest.mark.parametrize("more", [0, 3])
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_dualpipev_trains_to_the_same_bits(stages: int, more: int) -> None:

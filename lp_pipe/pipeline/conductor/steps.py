@@ -188,7 +188,8 @@ class SynchronousSteps(Steps):
         overflowed = any(report.overflowed for report in reports)
         loss, _ = summed([reports[rank] for rank in self._last])
         why = self._on_nan.why_skipped(task.step, reports, loss, lambda: run("search"), is_scaled=scale is not None)
-        self._apply(None if why else self._norm_or_nothing(reports), overflowed or bool(why))
+        norm = None if why else self._norm_or_nothing(reports)
+        self._apply(norm, overflowed or bool(why))
         if scale is not None:
             self.scale = scale.after(overflowed=overflowed)
         if self._config.shares_weights:
@@ -196,8 +197,9 @@ class SynchronousSteps(Steps):
                 self._workers.run(lambda worker, tag, _: worker.share_weights(tag))
         self.done += 1
         seconds = time.monotonic() - start
-        options = {"seconds": seconds, "loss_scale": factor or 1.0, "skipped": overflowed or bool(why)}
-        return self._outcome(task, reports, began, pipe_s, **options, why_skipped=why)
+        options: dict[str, Any] = {"seconds": seconds, "loss_scale": factor or 1.0, "skipped": overflowed or bool(why)}
+        options |= {"why_skipped": why, "grad_norm": None if norm is None else norm.item()}
+        return self._outcome(task, reports, began, pipe_s, **options)
 
     def settle(self) -> None:
         """Nothing runs on."""
