@@ -3,6 +3,8 @@
 Works on tensors through their methods, so that it needs no torch.
 """
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 # A view that skips most of its memory (one column of a wide matrix) arrives dense rather than with all its gaps.
@@ -30,7 +32,12 @@ def overlaps(tensor: Any) -> bool:
 
 def kept_stride(tensor: Any) -> tuple[int, ...] | None:
     """The strides with which a tensor without repeats is rebuilt; None: contiguous."""
-    if tensor.numel() <= 1 or tensor.is_contiguous() or overlaps(tensor):
+    if tensor.numel() <= 1 or tuple(tensor.stride()) == _row_major(tensor.shape) or overlaps(tensor):
         return None
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tuple(tensor.stride()) if extent <= _MAX_GAP_FACTOR * tensor.numel() else None
+
+
+def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Also of dimensions of size 1, by whose strides convolutions tell channels_last (weights of 1 x 1)."""
+    return tuple(math.prod(shape[dimension + 1 :]) for dimension in range(len(shape)))

@@ -90,6 +90,16 @@ def test_a_tensor_that_comes_twice_stays_one() -> None:
     assert one is two
 
 
+@pytest.mark.parametrize("kernel", [1, (3, 1)], ids=["1 x 1", "3 x 1"])
+def test_weights_of_small_kernels_stay_channels_last(kernel: Any) -> None:
+    """They count as contiguous, too, and came as such: convolutions then took another kernel, with other last bits."""
+    conv = torch.nn.Conv2d(2, 4, kernel).to(memory_format=torch.channels_last)
+    back = codec.loads(codec.dumps(conv))
+    assert back.weight.stride() == conv.weight.stride()
+    image = torch.randn(2, 1, 5, 5).to(memory_format=torch.channels_last)
+    assert codec.loads(codec.dumps(image)).stride() == image.stride()
+
+
 def test_large_tensors_are_not_copied_into_the_pickle() -> None:
     tensor = torch.zeros(1000, 1000)
     body, buffers = codec.encode(tensor)
