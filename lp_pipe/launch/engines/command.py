@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lp_pipe.errors import LaunchError
-from lp_pipe.launch.engines.base import Engine, Invitation, Watched, kill_all
+from lp_pipe.launch.engines.base import Engine, HostOffer, Invitation, Watched, kill_all
 from lp_pipe.telemetry.signal_names import signal_name
 
 _KEPT_LINES = 20
@@ -93,11 +93,11 @@ class Subprocess(Watched):
                     log.write(line)
 
 
-def start_each(engine: Engine, invitation: Invitation) -> list[Watched]:
-    """The agents of all the engine's hosts, one by one; when one cannot be started, those that were are killed."""
+def start_each(engine: Engine, hosts: Sequence[HostOffer], invitation: Invitation) -> list[Watched]:
+    """The agents of an engine's hosts, one by one; when one cannot be started, those that were are killed."""
     started: list[Watched] = []
     try:
-        for offer in engine.hosts():
+        for offer in hosts:
             one = engine.start_again(invitation, offer.name)
             assert one is not None, "an engine whose agents can be started one by one"
             started.append(one)

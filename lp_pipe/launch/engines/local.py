@@ -28,7 +28,7 @@ class LocalEngine(Engine):
         return self._hosts
 
     def start(self, invitation: Invitation) -> Sequence[Watched]:
-        return start_each(self, invitation)
+        return start_each(self, self._hosts, invitation)
 
     def start_again(self, invitation: Invitation, name: str) -> Watched:
         return Subprocess([name], [sys.executable, *invitation.arguments(name)], invitation)

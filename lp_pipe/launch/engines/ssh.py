@@ -42,7 +42,7 @@ class SshEngine(Engine):
         return self._hosts
 
     def start(self, invitation: Invitation) -> Sequence[Watched]:
-        return start_each(self, invitation)
+        return start_each(self, self._hosts, invitation)
 
     def start_again(self, invitation: Invitation, name: str) -> Watched:
         remote = shlex.join([self._python, *invitation.arguments(name)])
