@@ -87,6 +87,25 @@ def test_outputs_come_in_order_and_inputs_are_taken_lazily() -> None:
         assert [torch.equal(a, pipeline.forward(b)) for a, b in zip(outputs, values, strict=True)] == [True] * 7
 
 
+class AlwaysDropout(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x, 0.5, training=True)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_what_draws_in_eval_mode_too_draws_the_same_for_each_input(stages: int) -> None:
+    """Whatever else is on the way with it, which depends on the number of stages."""
+    model = pp.Model([pp.Layer(nn.Linear, D, D), pp.Layer(AlwaysDropout)], squared_error, adam)
+    batches = random_batches([1, 3, 2, 5, 1, 2, 4])
+    with launched("thread", model, stages=stages) as pipeline:
+        alone = [pipeline.forward(x) for x, _ in batches]
+        assert any((output == 0).any() for output in alone)
+        streamed = pipeline.forward_stream(x for x, _ in batches)
+        assert [torch.equal(a, b) for a, b in zip(streamed, alone, strict=True)] == [True] * 7
+        by_one = sum(pipeline.evaluate([batch]).loss * len(batch[0]) for batch in batches) / 18
+        assert pipeline.evaluate(batches).loss == pytest.approx(by_one)
+
+
 def test_a_stream_that_is_left_early_or_fails_leaves_the_pipeline_as_it_was() -> None:
     model = pp.Model([pp.Layer(nn.Linear, D, D), pp.Layer(nn.Linear, D, D)], squared_error, adam)
     batches = random_batches([4, 4])

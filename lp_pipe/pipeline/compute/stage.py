@@ -130,9 +130,12 @@ class Stage:
         """All layers in order, as in a forward, for whoever watches."""
         return self._call(list(enumerate(self.layers, start=self.first_layer)), step, microbatch, value, {})
 
-    def infer(self, message: Message, microbatch: int, skips: dict[str, Any] | None = None) -> Any:
-        """Forward without a graph; the caller has set eval mode. What draws even so draws the same everywhere."""
-        return self._run(message, _EVALUATION, microbatch, Stash(), {} if skips is None else skips)
+    def infer(self, message: Message, skips: dict[str, Any] | None = None) -> Any:
+        """Forward without a graph; the caller has set eval mode.
+
+        What draws even so draws the same for every input: an output does not depend on which others are on the way.
+        """
+        return self._run(message, _EVALUATION, 0, Stash(), {} if skips is None else skips)
 
     def backward(
         self, microbatch: int, gradients: Sequence[Tensor | None], more: Roots = (), *, defer_weights: bool = False

@@ -202,7 +202,7 @@ class Execution:
         message = route.input_of(operation)
         skips = self._side.values(action, operation.tag)
         start = time.monotonic()
-        value = route.stage.infer(message, action.microbatch, skips)
+        value = route.stage.infer(message, skips)
         if route.is_last:
             if operation.targets:
                 self._loss(value, action.microbatch, operation)
