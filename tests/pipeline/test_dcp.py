@@ -169,6 +169,13 @@ def test_a_folder_without_metadata_was_never_finished(tmp_path: Path) -> None:
         SavedFolder(tmp_path)
 
 
+def test_metadata_that_cannot_be_read_is_not_called_damaged(tmp_path: Path) -> None:
+    """A missing permission sent its user to look for an older checkpoint."""
+    (tmp_path / ".metadata").mkdir()
+    with pytest.raises(CheckpointError, match=r"\.metadata cannot be read: Is a directory"):
+        SavedFolder(tmp_path)
+
+
 def test_every_torn_metadata_is_damage(tmp_path: Path) -> None:
     write(tmp_path, [weights(a=torch.ones(1))])
     whole = (tmp_path / ".metadata").read_bytes()
