@@ -140,15 +140,15 @@ def finish(aside: Path, step: int, parts: tuple[str, ...]) -> Checkpoint:
     head = json.dumps({"format": _FORMAT, "step": step, "saved": time.time(), "parts": parts, "files": files}, indent=1)
     (aside / MANIFEST).write_text(f"{head}\n{hashlib.sha256(head.encode()).hexdigest()}\n", encoding="utf-8")
     for name in (*files, MANIFEST):
-        _sync(aside / name)
+        sync(aside / name)
     for folder in (aside, *(path for path in aside.rglob("*") if path.is_dir())):
-        _sync(folder)
+        sync(folder)
     path = aside.parent / f"{_PREFIX}{step:08}"
     before = path.with_name(f".{path.name}{_BEFORE}")
     if path.exists():
         path.rename(before)
     aside.rename(path)
-    _sync(path.parent)
+    sync(path.parent)
     shutil.rmtree(before, ignore_errors=True)
     return open_checkpoint(path)
 
@@ -193,7 +193,8 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Flush a file's contents to the disk, or which names a folder has."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

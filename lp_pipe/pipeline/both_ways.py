@@ -211,4 +211,5 @@ def _same(one: Any, other: Any) -> bool:
 def _distance(one: Any, other: Any) -> float:
     if not isinstance(one, Tensor) or not isinstance(other, Tensor) or one.shape != other.shape:
         return float("inf")
-    return float((one.detach().double() - other.detach().double()).abs().nan_to_num(float("inf")).max())
+    wide = torch.complex128 if one.is_complex() or other.is_complex() else torch.double
+    return float((one.detach().to(wide) - other.detach().to(wide)).abs().nan_to_num(float("inf")).max())

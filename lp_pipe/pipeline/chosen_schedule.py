@@ -1,6 +1,6 @@
 """The schedule that `add_pipeline` is asked for, made and proven."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from lp_pipe.errors import PipelineError, ScheduleError
@@ -23,10 +23,12 @@ def chosen_schedule(
 
     Raises:
         ScheduleError: it does not exist for these numbers, is for others, cannot be read, or does not train.
-        PipelineError: the replicas or cut points do not fit it.
+        PipelineError: it is no schedule, or the replicas or cut points do not fit it.
     """
     if isinstance(schedule, Schedule):
         made, name = schedule, None
+    elif not isinstance(schedule, str | Path):
+        raise PipelineError(f"schedule={schedule!r}: give a name such as '1f1b', a Schedule, or the path of a CSV")
     elif names_file(schedule):
         made, name = Schedule.from_csv(Path(schedule)), None
     else:
@@ -57,7 +59,7 @@ def _check_asked(made: Schedule, stages: int | Sequence[int] | None, microbatche
 def _counts(replicas: int | Sequence[int], workers: int, microbatches: int) -> tuple[int, ...]:
     if not is_count(workers):
         raise ScheduleError(f"stages={workers}: give a whole number (int) of at least 1")
-    counts = (replicas,) * workers if isinstance(replicas, int) else tuple(replicas)
+    counts = tuple(replicas) if isinstance(replicas, Iterable) else (replicas,) * workers
     if len(counts) != workers or not all(map(is_count, counts)):
         raise PipelineError(
             f"replicas={replicas!r}: give a whole number of at least 1, or {workers} of them, one per worker"

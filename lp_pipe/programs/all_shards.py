@@ -37,13 +37,16 @@ def results_of(calls: "Iterable[Future[Any]]") -> list[Any]:
 class Parameters:
     """All servers' states of one version, as a part of checkpoints; none before `go_back`.
 
-    initial: makes the whole parameters of version 0.
+    initial: makes the whole parameters of version 0. mode: of the servers.
     """
 
-    def __init__(self, servers: Sequence[lp.CourierClient], initial: Callable[[], Vector], num_workers: int) -> None:
+    def __init__(
+        self, servers: Sequence[lp.CourierClient], initial: Callable[[], Vector], num_workers: int, mode: str
+    ) -> None:
         self._servers = servers
         self._initial = initial
         self._num_workers = num_workers
+        self._mode = mode
         self._generation = ""
         self.states: list[ShardState] = []
 
@@ -87,7 +90,20 @@ class Parameters:
         return self.states
 
     def load_state_dict(self, states: list[ShardState]) -> None:
-        if len(states) != len(self._servers):
-            wrong = f"the checkpoint is of {len(states)} servers, this program has {len(self._servers)}"
-            raise CheckpointError(f"{wrong}: resume it with num_servers={len(states)}")
+        """
+        Raises:
+            CheckpointError: another program wrote it: versions, and who waits for whom, would mean something else.
+        """
+        workers, version = len(states[0].updates), states[0].snapshot.version
+        self._check("num_servers", len(states), len(self._servers))
+        self._check("num_workers", workers, self._num_workers)
+        if workers > 1 and version:  # else the modes count alike
+            self._check("mode", "async" if sum(states[0].updates) == version else "sync", self._mode)
         self.states = states
+
+    def _check(self, what: str, found: object, given: object) -> None:
+        if found != given:
+            raise CheckpointError(
+                f"the checkpoint is of a program with {what}={found!r}, this one has {given!r}: resume it with "
+                f"{what}={found!r}"
+            )

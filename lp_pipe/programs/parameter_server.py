@@ -103,7 +103,7 @@ def parameter_server(
         for rank in range(num_workers):
             program.add_node(lp.PyNode(work, task, servers, rank, steps))
     with program.group("evaluator", on_failure="restart"):
-        program.add_node(lp.PyNode(watch, task, servers, num_workers, cuts, on_result))
+        program.add_node(lp.PyNode(watch, task, servers, num_workers, mode, cuts, on_result))
     return program
 
 
@@ -149,12 +149,13 @@ def watch(
     task: TrainingTask,
     servers: Sequence[lp.CourierClient],
     num_workers: int,
+    mode: str,
     cuts: Sequence[int],
     on_result: OnResult,
 ) -> None:
     """Begin where the newest checkpoint is; do it again whenever a server has died, and all others follow."""
     task = CheckedTask(task)
-    parameters = Parameters(servers, task.initial_parameters, num_workers)
+    parameters = Parameters(servers, task.initial_parameters, num_workers, mode)
     checkpoints = Checkpoints({"parameters": parameters})
     why = ""
     while not lp.stop_event().is_set():

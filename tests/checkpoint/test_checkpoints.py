@@ -89,7 +89,7 @@ def test_the_newest_is_the_one_of_the_highest_step_however_many_digits_that_has(
 
 def test_all_of_it_is_on_the_disk_before_it_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: set[str] = set()
-    monkeypatch.setattr(folder, "_sync", lambda path: synced.add(path.name))
+    monkeypatch.setattr(folder, "sync", lambda path: synced.add(path.name))
     aside = folder.begin(tmp_path, 1)
     (aside / "part" / "inner").mkdir(parents=True)
     (aside / "part" / "inner" / "file").touch()

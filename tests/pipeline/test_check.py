@@ -288,3 +288,23 @@ print(pp.check(pp.Model(layers, nn.functional.mse_loss, sgd), [batch] * 2, stage
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.startswith("equal"), done.stdout
+
+
+class Phase(nn.Module):
+    """Keeps a complex number of which only the imaginary part is drawn where no seed reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase: Tensor
+        self.register_buffer("phase", torch.zeros(1, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.phase = torch.tensor([1j * random.random()])
+        return x
+
+
+def test_a_difference_in_imaginary_parts_has_a_size() -> None:
+    """It was 'by up to 0', after a warning that they are discarded."""
+    report = pp.check(pp.Model([nn.Linear(D, D), Phase()], squared_error, sgd), BATCHES, stages=2)
+    assert report.name == "1.phase"
+    assert report.max_difference is not None and 0 < report.max_difference < 1

@@ -1,6 +1,7 @@
 """Checkpoints: any number of stages writes them, any number goes on from them, to the bit."""
 
 import pickle
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -335,6 +336,38 @@ def test_a_share_that_cannot_be_written_leaves_the_old_checkpoint_and_no_memory_
             done = getattr(pipeline, save)(tmp_path)
             done.result()
         assert len(taken) == 2 and not any(shares._held for shares in taken)
+        pipeline.load(tmp_path)
+        assert pipeline.fingerprint() == saved
+
+
+@pytest.mark.parametrize("then", ["save", "save_async"])
+def test_saving_to_a_folder_again_before_it_is_written_leaves_the_newer_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
+    """Who ended first deleted the other's files, for those of an older checkpoint; then there could be none at all."""
+    is_writing, is_overtaken = threading.Event(), threading.Event()
+
+    class Slow(Shares):
+        def write_share(self, folder: str, version: str, *args: Any) -> Any:
+            written = super().write_share(folder, version, *args)
+            if self._worker == 1 and not is_writing.is_set():
+                is_writing.set()
+                is_overtaken.wait(0.5)  # the other one has to wait, so this is not to come
+            elif self._worker == 1:
+                is_overtaken.set()
+                first.exception(10.0)
+            return written
+
+    monkeypatch.setattr("lp_pipe.pipeline.worker.worker.Shares", Slow)
+    with launched("thread", pp.Model([nn.Linear(1, 1), nn.Linear(1, 1)], squared_error, sgd), stages=2) as pipeline:
+        first = pipeline.save_async(tmp_path)
+        assert is_writing.wait(10.0)
+        pipeline.load_state_dict({name: value + 1 for name, value in pipeline.state_dict().items()})
+        saved = pipeline.fingerprint()
+        done = getattr(pipeline, then)(tmp_path)
+        for future in filter(None, (first, done)):
+            future.result(10.0)
+        pipeline.load_state_dict({name: value + 1 for name, value in pipeline.state_dict().items()})
         pipeline.load(tmp_path)
         assert pipeline.fingerprint() == saved
 

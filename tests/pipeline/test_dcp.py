@@ -1,5 +1,6 @@
 """Workers write and read a torch Distributed Checkpoint without a process group."""
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -127,11 +128,51 @@ def test_a_folder_is_the_old_checkpoint_until_it_is_the_new_one(
     assert [name for name in files(tmp_path) if name.endswith(".distcp")] == ["step-3-c-worker-0_0.distcp"]
 
 
+def test_the_older_files_stay_until_the_new_name_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut could undo the renaming of the metadata, whose files had been deleted."""
+    there: list[list[str]] = []
+
+    def fsync(descriptor: int) -> None:
+        if os.fstat(descriptor).st_ino == tmp_path.stat().st_ino:
+            there.append(files(tmp_path))
+
+    write(tmp_path, [weights(a=torch.zeros(2))], "step-1-a")
+    monkeypatch.setattr(os, "fsync", fsync)
+    write(tmp_path, [weights(a=torch.ones(2))], "step-2-b")
+    assert there == [[".metadata", "step-1-a-worker-0_0.distcp", "step-2-b-worker-0_0.distcp"]]
+    assert files(tmp_path) == [".metadata", "step-2-b-worker-0_0.distcp"]
+
+
+@pytest.mark.parametrize("broken", ["iterdir", "unlink"])
+def test_older_files_that_cannot_be_deleted_do_not_spoil_the_new_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    """A folder that could not be listed failed the save, which then deleted what the new metadata names."""
+
+    def fail(*_: Any) -> None:
+        raise OSError("stale file handle")
+
+    write(tmp_path, [weights(a=torch.zeros(2))], "step-1-a")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, broken, fail)
+        write(tmp_path, [weights(a=torch.ones(2))], "step-2-b")
+    assert torch.equal(SavedFolder(tmp_path).read([("model", "a")])["model", "a"], torch.ones(2))
+
+
 def test_a_folder_without_metadata_was_never_finished(tmp_path: Path) -> None:
     Share(weights(a=torch.ones(1)), copy=False).write(str(tmp_path), "step-1-a", 0, "here", ())
     with pytest.raises(
         CheckpointError, match=rf"{tmp_path} is no checkpoint: without \.metadata it was never finished"
     ):
+        SavedFolder(tmp_path)
+
+
+def test_metadata_that_cannot_be_read_is_not_called_damaged(tmp_path: Path) -> None:
+    """A missing permission sent its user to look for an older checkpoint."""
+    (tmp_path / ".metadata").mkdir()
+    with pytest.raises(CheckpointError, match=r"\.metadata cannot be read: Is a directory"):
         SavedFolder(tmp_path)
 
 

@@ -1,5 +1,6 @@
 """A trained pipeline as a file that plain torch loads."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import lp_pipe.pipeline as pp
+from lp_pipe.pipeline.saving import safetensors_file
 from tests.pipeline.plain_loop import D, adam, assert_same_state, launched, random_batches, squared_error
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -55,3 +57,19 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
         with pytest.raises(pp.PipelineError, match=r"0\._extra_state is a dict, and safetensors holds tensors only"):
             pipeline.export(tmp_path / "model.safetensors")
     assert not list(tmp_path.iterdir())
+
+
+def test_an_export_is_on_the_disk_before_it_takes_the_place_of_an_older_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power cut an empty file could be in the place of the older one."""
+    path = tmp_path / "model.safetensors"
+    path.write_text("the older one")
+    seen = []
+
+    def fsync(descriptor: int) -> None:
+        seen.append((os.fstat(descriptor).st_size > 100, path.read_bytes()))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    safetensors_file.write(path, {"a": torch.ones(9)}, 0)
+    assert seen == [(True, b"the older one")] and torch.equal(load_file(path)["a"], torch.ones(9))

@@ -66,6 +66,10 @@ def test_what_cannot_be_built_is_refused_before_launch() -> None:
     refuses(pp.PipelineError, r"microbatches=4.0: give a whole number \(int\)", microbatches=4.0)
     refuses(pp.PipelineError, r"stages='2': give a whole number \(int\), a list", stages="2")
     refuses(pp.PipelineError, r"stages=2.0: give a whole number \(int\), a list", stages=2.0)
+    refuses(pp.PipelineError, r"cut points \[1.0\] must be whole numbers \(int\)", stages=[1.0])
+    refuses(pp.PipelineError, "replicas=1.5: give a whole number", replicas=1.5)
+    refuses(pp.PipelineError, "replicas=None: give a whole number", replicas=None)
+    refuses(pp.PipelineError, "schedule=5: give a name", schedule=5)
     refuses(pp.PipelineError, "channel='pigeon': known are auto", channel="pigeon")
     with pytest.raises(pp.PipelineError, match=r"takes a pp\.Model"):
         pp.add_pipeline(lp.Program("wrong"), nn.Linear(1, 1))  # type: ignore[arg-type]
@@ -215,4 +219,6 @@ def test_what_a_client_asks_wrongly_is_refused_and_the_next_step_goes_on() -> No
             pipeline.evaluate([])
         with pytest.raises(pp.PipelineError, match=r"evaluate\(\) takes a pair \(input, target\), not Tensor"):
             pipeline.evaluate([BATCHES[0][0]])  # type: ignore[list-item]
+        with pytest.raises(pp.PipelineError, match=r"NoneType holds no tensor with a batch dimension: .* the input as"):
+            pipeline.evaluate([(BATCHES[0][0], None)])
         assert pipeline.step(BATCHES[0]).loss == plain.step(BATCHES[0])

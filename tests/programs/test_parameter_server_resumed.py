@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,8 +79,17 @@ def test_a_run_that_was_done_delivers_its_result_again(delivered: Delivered, tmp
 
 
 @pytest.mark.usefixtures("no_leaks")
-def test_a_checkpoint_of_another_number_of_servers_is_refused(delivered: Delivered, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("option", "there", "here"),
+    [("num_servers", 2, 1), ("num_workers", 2, 1), ("num_workers", 2, 3), ("mode", "sync", "async")],
+)
+def test_a_checkpoint_of_another_program_is_refused(
+    delivered: Delivered, tmp_path: Path, option: str, there: Any, here: Any
+) -> None:
+    """Servers waited for ever for workers that there are no more, or delivered a result that nobody had asked for."""
     trained(Marks(), delivered, "thread", tmp_path / "run", "sync", Sgd())
-    program = parameter_server(Marks(), num_workers=WORKERS, steps=STEPS, on_result=print)
-    with pytest.raises(lp.NodeError, match="is of 2 servers, this program has 1: resume it with num_servers=2"):
+    options: dict[str, Any] = {"num_workers": WORKERS, "num_servers": SERVERS, option: here}
+    program = parameter_server(Marks(), steps=STEPS, on_result=print, **options)
+    wanted = f"with {option}={there!r}, this one has {here!r}: resume it with {option}={there!r}"
+    with pytest.raises(lp.NodeError, match=wanted):
         lp.launch(program, "thread", run_dir=tmp_path / "run").wait(WITHIN_S)

@@ -110,7 +110,7 @@ class AsynchronousSteps(Steps):
             reports = attempt.reports()
         except BaseException as error:  # layers may end in SystemExit, too
             self._fail(task.step, error)
-        began, self._ended = max(began, self._ended), time.monotonic()
+        began, self._ended = max(began, self._ended), attempt.ended()  # not now: the caller may have done other things
         self.done += 1
         seconds = self._ended - began
         return self._outcome(task, reports, began, seconds, seconds=seconds)

@@ -209,8 +209,8 @@ class Conductor:
         self._steps.forget_ahead()
 
     def _load(self, path: Path) -> None:
-        self._forget_mirrors()
         found = self._model.read(path)
+        self._forget_mirrors()
         with self._steps.tearing(f"loading {path} has failed after it had changed some of them"):
             self._model.adopt()
         self._steps.go_to(found.step, LossScale(*found.loss_scale) if found.loss_scale is not None else None)

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import logging
 import secrets
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,6 +43,9 @@ class WholeModel:
         self._workers = workers
         self._ranks = config.ranks.firsts
         self._unwritten: dict[str, float] = {}  # copies that nobody has begun to write, with their time
+        # Of two that write to one folder, who ends first deletes the other's files, as those of an older checkpoint; of
+        # workers that read meanwhile, each might read another one.
+        self._one_at_a_time = threading.Lock()
 
     def state_dict(self) -> dict[str, Tensor]:
         """In the order of the layers: virtual stages of one worker may lie apart."""
@@ -94,13 +98,13 @@ class WholeModel:
         return copied
 
     def write_copy(self, path: Path, copy: "Copy") -> None:
-        """Write it; any thread may, while operations go on.
+        """Write it; any thread may, while operations go on. One after another.
 
         Raises:
             Unavailable: the workers do not hold it any more.
         """
         self._unwritten.pop(copy.version, None)
-        with self._or_forget(copy.version):
+        with self._or_forget(copy.version), self._one_at_a_time:
             self._write(path, copy)
 
     def _held(self, step: int, scale: LossScale | None, *, copy: bool) -> "Copy":
@@ -145,6 +149,10 @@ class WholeModel:
 
     def read(self, path: Path) -> Manifest:
         """Let every worker read its part of a checkpoint folder, before one of them changes anything in `adopt`."""
+        with self._one_at_a_time:
+            return self._read(path)
+
+    def _read(self, path: Path) -> Manifest:
         from lp_pipe.pipeline.saving.dcp_reading import SavedFolder
 
         folder = SavedFolder(path)

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -120,8 +121,15 @@ class Attempt:
         self._watchers = watchers
         self._lock = threading.Lock()
         self._errors: list[BaseException] = []
+        self._ends: list[float] = []  # of each future
         for future in futures:
             add_quick_callback(future, self._notice)
+
+    def ended(self) -> float:
+        """When the last report came, after `reports`, in time.monotonic() seconds: perhaps long before that."""
+        now = time.monotonic()  # first, so that it is never after the end of the operation behind this one
+        # A future wakes who waits for it before it calls `_notice`: then it is now.
+        return max(self._ends) if len(self._ends) == len(self._futures) else now
 
     def failure(self) -> BaseException | None:
         """What `reports` raises, if it does."""
@@ -157,6 +165,7 @@ class Attempt:
 
     def _notice(self, future: "Future[Report]") -> None:
         """In the thread that has read the reply: others wait for it to read on."""
+        self._ends.append(time.monotonic())
         if future.exception() is not None:
             self._watchers.submit(self._watch_aside, future)
 

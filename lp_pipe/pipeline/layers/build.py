@@ -81,5 +81,5 @@ def _built_on_meta(layer: Layer | Wrapper) -> nn.Module:
         try:
             with torch.device("meta"):
                 return _built(layer)
-        except (NotImplementedError, RuntimeError):  # it looks at values, such as `linspace(...).tolist()`
+        except Exception:  # it looks at values, as `linspace(...).tolist()` or numpy does; if not, it fails again
             return _built(layer)

@@ -1,5 +1,6 @@
 """Where a sequence of layers is cut into stages. Needs no torch."""
 
+import operator
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
@@ -45,12 +46,15 @@ def check_cuts(cuts: Sequence[int], layers: int) -> list[int]:
     """Cut points as a list, if every stage gets at least one layer.
 
     Raises:
-        PipelineError: they are not increasing, or outside 1 … layers - 1.
+        PipelineError: they are not increasing, outside 1 … layers - 1, or no whole numbers.
     """
-    points = [0, *cuts, layers]
+    try:
+        points = [0, *map(operator.index, cuts), layers]
+    except TypeError as error:
+        raise PipelineError(f"cut points {list(cuts)} must be whole numbers (int)") from error
     if any(later <= earlier for earlier, later in pairwise(points)):
         raise PipelineError(
             f"cut points {list(cuts)} must increase and lie between 1 and {layers - 1}: "
             "each is the index of a later stage's first layer, not a number of layers"
         )
-    return list(cuts)
+    return points[1:-1]

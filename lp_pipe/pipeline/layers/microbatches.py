@@ -57,7 +57,7 @@ def loss_weights(targets: list[Any], loss_weight: LossWeight) -> list[float]:
     """The factor of every micro-batch's loss, see `Model.loss_weight`.
 
     Raises:
-        PipelineError: the weights add up to nothing.
+        PipelineError: the weights add up to nothing, or a target has no samples to be counted.
     """
     if loss_weight == "one":
         return [1.0] * len(targets)
@@ -117,7 +117,13 @@ def _described(value: Any) -> str:
 
 
 def _samples(target: Any) -> int:
-    return next(len(leaf) for leaf in pytree.tree_leaves(target) if _is_batched(leaf))
+    for leaf in pytree.tree_leaves(target):
+        if _is_batched(leaf):
+            return len(leaf)
+    raise PipelineError(
+        f"a target weighs as much as it has samples, but {_described(target)} holds no tensor with a batch dimension: "
+        "where the loss needs no target, give the input as the target, too, or say pp.Model(loss_weight='one')"
+    )
 
 
 def _is_batched(leaf: Any) -> bool:

@@ -34,9 +34,8 @@ def profile_program(program: Program, *, group: str | None = None, device: str =
 
 
 def _workers(program: Program, group: str | None) -> list[Node[Any]]:
-    pipelines = {
-        label: nodes for label, nodes in program.groups.items() if _part(nodes[0], PipelineConfig, None) is not None
-    }
+    workers = {label: list(filter(_is_worker, nodes)) for label, nodes in program.groups.items()}
+    pipelines = {label: nodes for label, nodes in workers.items() if nodes}
     if not pipelines:
         raise PipelineError(f"{program!r} has no pipeline: it was not given to pp.add_pipeline")
     if group is None and len(pipelines) > 1:
@@ -72,7 +71,11 @@ def _asked(feeder: Node[Any]) -> tuple[Any, Any]:
     return check_pair(batch, f"the pipeline, from batch(0) of {feeder.name},")
 
 
-def _part(node: Node[Any], kind: type[Any], *default: Any) -> Any:
+def _is_worker(node: Node[Any]) -> bool:
+    """Not so of what else the user has put into the group."""
+    return any(isinstance(value, PipelineConfig) for _, value in node.launch_parts())
+
+
+def _part(node: Node[Any], kind: type[Any]) -> Any:
     """The argument of that type."""
-    found = (value for _, value in node.launch_parts() if isinstance(value, kind))
-    return next(found, *default)
+    return next(value for _, value in node.launch_parts() if isinstance(value, kind))

@@ -123,6 +123,8 @@ def _metadata(folder: Path) -> Metadata:
             f"{folder} is a file, and a checkpoint is a folder: what torch.load or safetensors read from it goes to "
             "load_state_dict()"
         ) from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     except Exception as error:  # damaged bytes may lead pickle anywhere
         raise CheckpointError(f"{path} is damaged: {error}") from error
     if not isinstance(found, Metadata):

@@ -14,7 +14,7 @@ import contextlib
 import functools
 import os
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from lp_pipe.checkpoint.folder import sync
 from lp_pipe.pipeline.saving.manifest import METADATA
 from lp_pipe.pipeline.saving.saved import Key
 from lp_pipe.pipeline.saving.share_file import Described, Description, Written, is_share
@@ -57,11 +58,16 @@ class WholePlan:
         places = {key: (share.file, *place) for share in written for key, place in share.places.items()}
         places.update({key: places[first] for key, first in self._first.items()})
         _replace(folder / METADATA, pickle.dumps(_metadata(self._described, places)))
-        files = {share.file for share in written}
-        for path in folder.iterdir():
-            if is_share(path) and path.name not in files:
-                with contextlib.suppress(OSError):  # it is one all the same; the next one tries again
-                    path.unlink()
+        with contextlib.suppress(OSError):  # it is one all the same; the next one tries again
+            sync(folder)  # first: else a power cut might undo the renaming, and not the deleting
+            _delete_shares(folder, but={share.file for share in written})
+
+
+def _delete_shares(folder: Path, but: Collection[str]) -> None:
+    for path in folder.iterdir():
+        if is_share(path) and path.name not in but:
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 def _metadata(described: Described, places: Mapping[Key, tuple[str, int, int]]) -> Metadata:

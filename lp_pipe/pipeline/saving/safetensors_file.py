@@ -7,11 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
+from lp_pipe.checkpoint.folder import sync
 from lp_pipe.errors import PipelineError
 
 
 def write(path: Path, state: Mapping[str, Any], step: int) -> None:
-    """Write a state_dict aside, then rename. A tied parameter is there under each of its names.
+    """Write a state_dict aside, down to the disk, then rename. A tied parameter is there under each of its names.
 
     Raises:
         PipelineError: safetensors is not installed, the folder is missing, or a value is no tensor.
@@ -34,6 +35,7 @@ def write(path: Path, state: Mapping[str, Any], step: int) -> None:
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         save_file(tensors, aside, metadata={"format": "pt", "step": str(step)})
+        sync(aside)
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)

@@ -73,6 +73,13 @@ def test_the_samples_are_those_of_the_first_tensor() -> None:
     assert loss_weights(split({"a": torch.tensor(1), "b": torch.zeros(3, 7)}, 2), "samples") == [2 / 3, 1 / 3]
 
 
+@pytest.mark.parametrize("target", [None, 3, torch.tensor(3.0), {}], ids=["None", "int", "scalar", "empty"])
+def test_a_target_without_samples_has_no_weight(target: Any) -> None:
+    """It ended in a bare StopIteration; only an evaluation may have one, since batches of training are cut."""
+    with pytest.raises(PipelineError, match="no tensor with a batch dimension"):
+        loss_weights([target], "samples")
+
+
 def test_a_sum_loss_weighs_one() -> None:
     assert loss_weights(split(torch.zeros(5), 2), "one") == [1.0, 1.0]
 

@@ -54,6 +54,13 @@ class Block(nn.Module):
         return x + nn.functional.dropout(self.inner(x), self.rate, self.training)
 
 
+def drawn_by_numpy(features: int) -> nn.Linear:
+    """A Linear whose weights numpy sets; what the meta device says to that is a TypeError."""
+    layer = nn.Linear(features, features)
+    layer.weight.detach().numpy()[:] = np.eye(features)
+    return layer
+
+
 @pytest.mark.parametrize("mode", ["thread", pytest.param("process", marks=pytest.mark.slow)])
 def test_layers_may_be_modules_factories_or_a_function(mode: str) -> None:
     forms: dict[str, Any] = {
@@ -61,6 +68,7 @@ def test_layers_may_be_modules_factories_or_a_function(mode: str) -> None:
         "an nn.Sequential": a_sequential(),
         "a ModuleList": nn.ModuleList(a_list()),
         "factories": [pp.Layer(nn.Linear, D, D, bias=False), pp.Layer(Block, name="block"), pp.Layer(nn.Linear, D, D)],
+        "a factory that takes numpy": [pp.Layer(drawn_by_numpy, D), nn.Linear(D, D)],
         "factories and modules": [nn.Linear(D, D), pp.Layer(nn.ReLU), pp.Layer(nn.Linear, D, D)],
         "a function": a_sequential,
         "a closure": lambda: [nn.Linear(D, 2 * D), nn.Linear(2 * D, D)],

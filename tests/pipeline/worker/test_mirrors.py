@@ -85,6 +85,17 @@ def test_the_last_two_are_kept_and_forgotten_with_another_state(tmp_path: Path) 
         assert pipeline.current_step() == 0
 
 
+def test_a_checkpoint_that_cannot_be_loaded_leaves_the_mirrors(tmp_path: Path) -> None:
+    """They were forgotten first: with a damaged checkpoint nothing was left to go back to."""
+    with launched("thread", small_model(), BATCHES, stages=2) as pipeline:
+        pipeline.step()
+        pipeline.mirror()
+        with pytest.raises(pp.CheckpointError, match="is no checkpoint"):
+            pipeline.load(tmp_path / "missing")
+        assert pipeline.mirrored_steps() == [1]
+        pipeline.go_back(1)
+
+
 def test_a_mirrored_step_is_the_plain_loops() -> None:
     model = model_with_everything()
     plain = PlainLoop(model, 4)
