@@ -86,3 +86,13 @@ def test_cycles_and_depth_do_not_lead_astray() -> None:
 def test_the_error_names_call_part_and_type() -> None:
     error = unpicklable("server/0.add()", [("args[0]", 1), ("config", Config(LOCK))], TypeError("?"))
     assert "server/0.add(): cannot pickle config.lock of type lock" in str(error)
+
+
+def test_what_cannot_be_looked_at_is_the_culprit_itself() -> None:
+    class Closed(dict[str, int]):
+        def items(self) -> Any:
+            raise OSError("the file is closed")
+
+    culprit = find_culprit([Closed(lock=LOCK)], "x")
+    assert culprit is not None
+    assert culprit.path == "x[0]"
