@@ -115,6 +115,8 @@ def _function_parts(function: types.FunctionType, path: str) -> Iterator[tuple[A
         yield item, f"{path}: global variable {variable!r} of {name}"
     for index, item in enumerate(function.__defaults__ or ()):
         yield item, f"{path}: default argument {index} of {name}"
+    for variable, item in (function.__kwdefaults__ or {}).items():
+        yield item, f"{path}: default argument {variable!r} of {name}"
 
 
 def _attributes(value: Any, path: str) -> Iterator[tuple[Any, str]]:
