@@ -99,7 +99,7 @@ def test_the_error_names_call_part_and_type() -> None:
 
 
 def test_what_cannot_be_looked_at_is_the_culprit_itself() -> None:
-    class Closed(dict[str, int]):
+    class Closed(dict[str, Any]):
         def items(self) -> Any:
             raise OSError("the file is closed")
 
