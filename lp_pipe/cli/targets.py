@@ -1,6 +1,7 @@
 """From a TARGET on the command line to its Program: `path/file.py[:name]` or `package.module[:name]`."""
 
 import importlib
+import importlib.machinery
 import importlib.util
 import inspect
 import sys
@@ -90,6 +91,8 @@ def _made(text: str, target: Target, name: str, function: Callable[[], Any]) -> 
 def _find_file(target: Target) -> Path:
     path = Path(target.place)
     if path.is_file():
+        if not path.name.endswith(tuple(importlib.machinery.all_suffixes())):
+            raise UsageError(f"{path} is no Python file: its name does not end in .py")
         return path.resolve()
     if path.is_dir():
         raise UsageError(f"{path} is a folder; name a Python file in it, such as {path}/program.py")
@@ -104,7 +107,7 @@ def _find_module(target: Target) -> Path:
     try:
         spec = importlib.util.find_spec(target.place) if is_name else None
     except ModuleNotFoundError as error:
-        if not target.place.startswith(f"{error.name}"):
+        if not f"{target.place}.".startswith(f"{error.name}."):  # its package imports another one
             raise NotLaunched(own_failure(target.place, error)) from error
         spec = None
     except Exception as error:  # whatever the package's __init__ raises

@@ -1,10 +1,14 @@
 """What pictures of this project have in common: the frame, the letters, and how an SVG element is made."""
 
+import re
 from typing import Any
 from xml.etree import ElementTree as ET
 
 INK, FAINT_INK = "#1f2733", "#6b7685"
 _FONT = "Inter, 'Segoe UI', 'Helvetica Neue', Helvetica, Arial, 'DejaVu Sans', sans-serif"
+
+# What XML cannot hold, not even escaped: control characters, and the bytes of file names that are no text.
+_NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def make_picture(title: str, width: float, height: float) -> ET.Element:
@@ -28,6 +32,12 @@ def add(parent: ET.Element, tag: str, text: str | None = None, **attributes: Any
     element = ET.SubElement(parent, tag, values)
     element.text = text
     return element
+
+
+def to_text(root: ET.Element, indent: str = "  ") -> str:
+    """The finished picture, as a file has it."""
+    ET.indent(root, space=indent)
+    return _NOT_IN_XML.sub("\N{REPLACEMENT CHARACTER}", ET.tostring(root, encoding="unicode")) + "\n"
 
 
 def written(value: Any, decimals: int = 2) -> str:

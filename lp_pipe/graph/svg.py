@@ -5,7 +5,7 @@ from xml.etree import ElementTree as ET
 
 from lp_pipe.graph.arrows import Arrow
 from lp_pipe.graph.layout import Rect
-from lp_pipe.graph.picture import FAINT_INK, INK, add, add_heading, make_picture
+from lp_pipe.graph.picture import FAINT_INK, INK, add, add_heading, make_picture, to_text
 from lp_pipe.graph.scene import NOTE_HEIGHT, Box, Curve, Scene, make_scene
 from lp_pipe.graph.view import GraphView, NodeView, count
 from lp_pipe.program import Edge
@@ -53,8 +53,7 @@ def to_svg(view: GraphView) -> str:
     left = (width - scene.width) / 2
     stage = add(root, "g", transform=f"translate({left:.1f} {_MARGIN + _HEADER_HEIGHT:.1f})")
     _draw(stage, scene, colors)
-    ET.indent(root)
-    return ET.tostring(root, encoding="unicode", xml_declaration=False) + "\n"
+    return to_text(root)
 
 
 def _draw(stage: ET.Element, scene: Scene, colors: dict[str, Colors]) -> None:

@@ -153,7 +153,7 @@ def _reachable(value: Any) -> list[Any]:
         return [value.__self__]
     if isinstance(value, types.FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
-        return [*cells, *(value.__defaults__ or ())]
+        return [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
     return _children(value) if _is_container(value) else []
 
 

@@ -11,6 +11,7 @@ from lp_pipe.nodes.courier_node import CourierNode
 from lp_pipe.rpc import CourierClient, codec, list_methods
 from lp_pipe.rpc.consuming import RemoteIterator
 from lp_pipe.rpc.exposed import CACHE_INFO
+from lp_pipe.rpc.pool import settle
 
 
 class CacherNode(CourierNode):
@@ -18,7 +19,7 @@ class CacherNode(CourierNode):
 
     Results are kept by method and arguments and are fetched again by the first call after they have expired; their
     age counts from the start of the call that fetched them. Callers that miss at the same time share one call to the
-    server. Errors and streams are not kept.
+    server. Errors and streams are not kept, and each caller has a stream of its own.
 
     methods: names of what is cached, the others are passed on; None: all are cached.
 
@@ -100,13 +101,29 @@ class _Cacher:
         now = time.monotonic()
         with self._lock:
             entry = self._entries.get(key)
+            is_known = entry is not None and entry.result.done()
             if entry is None or not entry.is_fresh(now):
                 self._sweep(now)
                 entry = self._entries[key] = _Entry(call(*args, **kwargs), now + self._interval_s)
                 self._misses += 1
-            else:
-                self._hits += 1
-        return entry.result
+                return entry.result
+            self._hits += 1
+        # What is known and fresh is no stream.
+        return entry.result if is_known else self._shared(entry.result, lambda: call(*args, **kwargs))
+
+    def _shared(self, result: "Future[Any]", call: Callable[[], "Future[Any]"]) -> "Future[Any]":
+        """What another caller waits for already; of a stream, which only one can read, one of its own."""
+        reply: Future[Any] = Future()
+
+        def outcome() -> Any:
+            if not isinstance(found := result.result(), RemoteIterator):
+                return found
+            with self._lock:
+                self._hits, self._misses = self._hits - 1, self._misses + 1
+            return call()  # the server takes a future for its result
+
+        result.add_done_callback(lambda done: settle(reply, outcome))
+        return reply
 
     def _sweep(self, now: float) -> None:
         """Forget what has expired: arguments that nobody repeats must not fill the memory."""

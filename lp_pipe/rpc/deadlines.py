@@ -2,7 +2,6 @@
 
 import heapq
 import itertools
-import math
 import os
 import threading
 import time
@@ -11,6 +10,7 @@ from datetime import timedelta
 from typing import NamedTuple
 
 _FEW = 1024
+_LONGEST_S = (2**31 - 1) // 1000  # 24 days: what poll() takes in milliseconds
 
 
 def _always() -> bool:
@@ -59,7 +59,8 @@ class Deadlines:
         while True:
             with self._changed:
                 while not self._heap or self._heap[0].when > time.monotonic():
-                    self._changed.wait(self._heap[0].when - time.monotonic() if self._heap else None)
+                    remaining = self._heap[0].when - time.monotonic() if self._heap else None
+                    self._changed.wait(None if remaining is None else min(remaining, _LONGEST_S))
                 action = heapq.heappop(self._heap).action
             action()
 
@@ -68,9 +69,9 @@ shared = Deadlines()
 
 
 def seconds(timeout: float | timedelta | None) -> float | None:
-    """A call's limit, None for no limit; ValueError when it is negative."""
+    """A call's limit, None for no limit, or one longer than the system can wait; ValueError when it is negative."""
     if isinstance(timeout, timedelta):
         timeout = timeout.total_seconds()
     if timeout is not None and timeout < 0:
         raise ValueError(f"call_timeout={timeout}: must not be negative; None or 0 means no limit")
-    return float(timeout) if timeout and timeout != math.inf else None
+    return float(timeout) if timeout and timeout <= _LONGEST_S else None

@@ -88,6 +88,8 @@ class LoopCall:
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         self._task = self._loop.create_task(work)
         self._task.add_done_callback(self._ended)
+        if self._is_cancelled:  # the caller had gone before
+            self._task.cancel()
 
     def _cancel(self) -> None:
         self._is_cancelled = True

@@ -1,5 +1,6 @@
 """Find which part of a value does not pickle, and say where it is."""
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 
 from lp_pipe.errors import SerializationError
 from lp_pipe.rpc import codec
+from lp_pipe.rpc.remote_error import text_of
 
 _MAX_DEPTH = 12
 
@@ -42,7 +44,7 @@ def unpicklable(call: str, parts: Iterable[tuple[str, Any]], error: Exception) -
         if culprit is not None:
             where = f"{culprit.path} of type {culprit.type_name}"
             return SerializationError(f"{call}: cannot pickle {where}: {culprit.error}")
-    return SerializationError(f"{call}: cannot pickle the whole, though every part does: {error}")
+    return SerializationError(f"{call}: cannot pickle the whole, though every part does: {text_of(error)}")
 
 
 def _descend(value: Any, path: str, error: str, encode: Encode, seen: set[int], depth: int) -> Culprit:
@@ -63,12 +65,17 @@ def _error_of(value: Any, encode: Encode) -> str | None:
     try:
         encode(value)
     except Exception as error:  # whatever a user's __reduce__ raises is the answer here
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {text_of(error)}"
     return None
 
 
 def _parts(value: Any, path: str) -> Iterator[tuple[Any, str]]:
-    """What a value is made of, as pickle sees it, each with its path."""
+    """What a value is made of, as pickle sees it, each with its path; as far as it lets itself be looked at."""
+    with contextlib.suppress(Exception):  # a closed file of a library, a __repr__: whoever waits must hear even so
+        yield from _all_parts(value, path)
+
+
+def _all_parts(value: Any, path: str) -> Iterator[tuple[Any, str]]:
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield item, f"{path}[{key!r}]"
@@ -108,6 +115,8 @@ def _function_parts(function: types.FunctionType, path: str) -> Iterator[tuple[A
         yield item, f"{path}: global variable {variable!r} of {name}"
     for index, item in enumerate(function.__defaults__ or ()):
         yield item, f"{path}: default argument {index} of {name}"
+    for variable, item in (function.__kwdefaults__ or {}).items():
+        yield item, f"{path}: default argument {variable!r} of {name}"
 
 
 def _attributes(value: Any, path: str) -> Iterator[tuple[Any, str]]:

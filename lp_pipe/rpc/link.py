@@ -127,6 +127,8 @@ class Link:
             self._send_cancel(call_id)
 
     def _send_cancel(self, call_id: int) -> None:
+        if self._forks != _Forks.count:
+            return  # the call, or stream, is the parent's
         with contextlib.suppress(Unavailable):
             self.connection.send(Frame(frames.CANCEL, call_id))
 

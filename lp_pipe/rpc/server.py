@@ -168,8 +168,9 @@ class Server:
             return answer.error(error)
         try:
             args, kwargs = codec.decode(frame.body, frame.buffers)
-        except Exception as error:  # unpickling runs the constructors of the arguments' classes
-            text = f"{frame.name}(): {self._name} cannot load the arguments: {type(error).__name__}: {error}"
+        except BaseException as error:  # unpickling runs the constructors of the arguments' classes
+            why = f"{type(error).__name__}: {remote_error.text_of(error)}"
+            text = f"{frame.name}(): {self._name} cannot load the arguments: {why}"
             return answer.own_error(remote_error.SERIALIZATION, text)
         try:
             is_batched = isinstance(handler, BatchedHandler)

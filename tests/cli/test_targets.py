@@ -57,6 +57,27 @@ def test_a_missing_import_of_the_target_is_the_targets_failure(brief_command: Co
     ]
 
 
+def test_a_missing_import_of_the_targets_package_is_its_failure_too(brief_command: Command, folder: Path) -> None:
+    # "train", with which "training.main" begins, was taken for a part of the target: "no module 'training.main'".
+    package = folder / "training"
+    package.mkdir()
+    (package / "__init__.py").write_text("import train\n")
+    (package / "main.py").touch()
+    done = brief_command("graph", "training.main")
+    assert done.returncode == 3
+    assert done.stderr.startswith("lp_pipe: training.main raised ModuleNotFoundError: No module named 'train'\n")
+
+
+@pytest.mark.parametrize("name", ["prog", "prog-1", "notes.txt"])
+def test_a_file_that_is_not_python_is_refused(name: str, brief_command: Command, folder: Path) -> None:
+    (folder / name).write_text("program = None\n")
+    done = brief_command("graph", f"./{name}")
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"lp_pipe: {name} is no Python file: its name does not end in .py\n",
+    )
+
+
 @pytest.mark.parametrize("name", ["launch", "graph"])
 def test_a_target_that_launches_its_program_itself_is_told_how(name: str, brief_command: Command, folder: Path) -> None:
     # The README's first program is such a script. Each of its nodes imported it, and launched it again: it never ended.

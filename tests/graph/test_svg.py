@@ -97,3 +97,11 @@ def test_what_nodes_have_to_say_is_on_their_cards_which_are_then_not_stacked() -
 
 def test_names_are_escaped() -> None:
     assert ET.fromstring(to_svg(GraphView.of(ring(1)))).findtext(f"{SVG}title") == "Program ring & <friends>"
+
+
+def test_names_that_xml_cannot_hold_are_drawn_all_the_same() -> None:
+    program = lp.Program("red \x1b[31m")
+    program.add_node(lp.PyNode(use), label="lost \udcff byte")
+    picture = ET.fromstring(to_svg(GraphView.of(program)).encode())
+    titles = [title.text for title in picture.iter(f"{SVG}title")]
+    assert titles == ["Program red \ufffd[31m", "lost \ufffd byte/0: PyNode(use)"]

@@ -98,14 +98,31 @@ def test_captured_handles_are_dereferenced_by_hand(mode: str) -> None:
     server = program.add_node(lp.CourierNode(Server), label="server")
     holder = Holder(server)
 
-    def use(default: Any = server) -> None:
+    def use(default: Any = server, *, by_name: Any = server) -> None:
         assert isinstance(server, lp.Handle)
         assert server.dereference().name() == default.dereference().name() == "server"
+        assert by_name.dereference().name() == "server"
         holder.check()
         lp.stop()
 
     program.add_node(lp.PyNode(use), label="user")
     lp.launch(program, mode).wait(WITHIN_S)
+
+
+def defaulting_to(server: Any) -> list[Callable[..., None]]:
+    def by_place(server: Any = server) -> None: ...
+
+    def by_name(*, server: Any = server) -> None: ...
+
+    return [by_place, by_name]
+
+
+def test_handles_among_a_functions_defaults_are_edges_of_the_graph() -> None:
+    program = lp.Program("defaults")
+    server = program.add_node(lp.CourierNode(Server), label="server")
+    for function in defaulting_to(server):
+        program.add_node(lp.PyNode(function), label="user")
+    assert [(edge.user, edge.server) for edge in program.edges()] == [("user/0", "server/0"), ("user/1", "server/0")]
 
 
 def test_the_callers_containers_are_left_as_they_were(mode: str) -> None:

@@ -1,6 +1,8 @@
 """A proxy between many readers and one server."""
 
+import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ class Source:
 
     def __init__(self) -> None:
         self._calls = 0
+        self._gate = threading.Event()
 
     def get(self, *args: Any, **kwargs: Any) -> Any:
         self._calls += 1
@@ -26,6 +29,13 @@ class Source:
 
     def fail(self) -> None:
         raise ValueError(f"call {self.get()[0]}")
+
+    def stream(self) -> Iterator[int]:
+        self._gate.wait(WITHIN_S)
+        return (item for item in range(100))
+
+    def open_gate(self) -> None:
+        self._gate.set()
 
     def __call__(self, x: int) -> int:
         return -x
@@ -47,7 +57,7 @@ def test_a_result_is_fetched_once_per_interval(mode: str) -> None:
         assert client.get(2)[0] == 2  # other arguments, another result
         assert client.get()[0] == 3
         assert client(5) == -5
-        assert lp.list_methods(client) == ["__call__", "fail", "get", "slow"]
+        assert lp.list_methods(client) == ["__call__", "fail", "get", "open_gate", "slow", "stream"]
 
 
 def test_it_is_fetched_again_after_the_interval(mode: str) -> None:
@@ -63,6 +73,19 @@ def test_misses_at_the_same_time_share_a_call(mode: str) -> None:
     run, client = launched(mode, refresh_interval=60.0)
     with run:
         assert {future.result(WITHIN_S) for future in [client.futures.slow() for _ in range(40)]} == {1}
+
+
+def test_misses_at_the_same_time_get_a_stream_each(mode: str) -> None:
+    """They shared one: each got the items that the others did not take."""
+    run, client = launched(mode, refresh_interval=60.0)
+    with run:
+        streams = [client.futures.stream() for _ in range(3)]
+        deadline = time.monotonic() + WITHIN_S
+        while sum(lp.cache_info(client)) < len(streams):
+            assert time.monotonic() < deadline
+        client.open_gate()
+        assert [list(stream.result(WITHIN_S)) for stream in streams] == [[*range(100)]] * 3
+        assert lp.cache_info(client) == (0, len(streams) + 1)
 
 
 def test_errors_are_passed_on_and_not_kept(mode: str) -> None:

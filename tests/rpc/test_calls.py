@@ -680,6 +680,45 @@ def test_a_result_that_does_not_pickle_is_named(serve: Serve) -> None:
         serve(Server()).make()
 
 
+class Closed(dict[str, int]):
+    """As a group of a file that is closed: it does not pickle, and raises at every look."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("open files do not pickle")
+
+    def items(self) -> Any:
+        raise OSError("the file is closed")
+
+
+def test_a_result_that_cannot_be_looked_at_is_an_error_and_not_a_hang(serve: Serve) -> None:
+    """In looking for what does not pickle the thread of the handler ended, and nobody answered."""
+
+    class Server:
+        def make(self) -> Any:
+            return Closed()
+
+    client = serve(Server(), call_timeout=WITHIN_S, thread_pool_size=1)
+    for _ in range(2):
+        with pytest.raises(lp.SerializationError, match=r"make.*Closed: TypeError: open files do not pickle"):
+            client.make()
+
+
+def load_exits() -> None:
+    raise SystemExit(3)
+
+
+class ExitsWhenLoaded:
+    def __reduce__(self) -> Any:
+        return load_exits, ()
+
+
+def test_an_argument_that_exits_as_it_is_loaded_is_an_error_and_not_a_hang(serve: Serve) -> None:
+    client = serve(Calculator(), call_timeout=WITHIN_S, thread_pool_size=1)
+    for _ in range(2):
+        with pytest.raises(lp.SerializationError, match=r"echo.*SystemExit: 3"):
+            client.echo(ExitsWhenLoaded())
+
+
 def load_broken() -> None:
     raise RuntimeError("does not load")
 

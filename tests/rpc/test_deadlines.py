@@ -1,9 +1,13 @@
 """lp_pipe/rpc/deadlines.py"""
 
+import datetime
+import math
 import os
 import signal
 import threading
 import time
+
+import pytest
 
 from lp_pipe.rpc import deadlines
 
@@ -48,3 +52,25 @@ def test_a_forked_child_leaves_the_deadlines_to_its_parent() -> None:
         some.add(soon + 0.01, is_done.set)
         os._exit(0 if is_done.wait(WITHIN_S) and not done else 1)
     assert os.waitpid(child, 0) == (child, 0)
+
+
+@pytest.mark.parametrize("limit", [30 * 86400, 1e12, math.inf, datetime.timedelta.max], ids=str)
+def test_limits_longer_than_the_system_can_wait_are_none(limit: float | datetime.timedelta) -> None:
+    # Every call raised OverflowError: 30 days are more milliseconds than poll() takes.
+    assert deadlines.seconds(limit) is None
+    assert deadlines.seconds(20 * 86400) == 20 * 86400
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_time_that_never_comes_does_not_end_the_thread() -> None:
+    # batched_handler(timeout=float("inf")), for full batches only
+    some = deadlines.Deadlines()
+    is_done = threading.Event()
+    some.add(math.inf, lambda: None)
+    some.add(time.monotonic() + 0.01, is_done.set)
+    assert is_done.wait(WITHIN_S)
+    thread = some._thread
+    is_done.clear()
+    some.add(time.monotonic() + 0.01, is_done.set)
+    assert is_done.wait(WITHIN_S)
+    assert some._thread is thread

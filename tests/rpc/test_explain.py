@@ -29,6 +29,14 @@ def capturing() -> Any:
     return lambda: lock
 
 
+def defaulting() -> tuple[Any, Any]:
+    def by_place(lock: Any = LOCK) -> None: ...
+
+    def by_name(*, lock: Any = LOCK) -> None: ...
+
+    return by_place, by_name
+
+
 class Stubborn:
     def __reduce__(self) -> Any:
         raise ValueError("I stay here")
@@ -58,11 +66,13 @@ def test_what_pickles_has_no_culprit() -> None:
         (functools.partial(print, file=LOCK), "x.keywords['file']"),
         (capturing(), "closure variable 'lock'"),
         ([capturing()], "x[0]: closure variable 'lock'"),
+        (defaulting()[0], "default argument 0"),
+        (defaulting()[1], "default argument 'lock'"),
         (type("Local", (), {"lock": LOCK}), "x.lock"),
         (Stubborn(), "x"),
         ([0, Stubborn()], "x[1]"),
     ],
-    ids=list(range(13)),
+    ids=list(range(15)),
 )
 def test_paths_through_everything(value: Any, path: str) -> None:
     culprit = find_culprit(value, "x")
@@ -86,3 +96,13 @@ def test_cycles_and_depth_do_not_lead_astray() -> None:
 def test_the_error_names_call_part_and_type() -> None:
     error = unpicklable("server/0.add()", [("args[0]", 1), ("config", Config(LOCK))], TypeError("?"))
     assert "server/0.add(): cannot pickle config.lock of type lock" in str(error)
+
+
+def test_what_cannot_be_looked_at_is_the_culprit_itself() -> None:
+    class Closed(dict[str, Any]):
+        def items(self) -> Any:
+            raise OSError("the file is closed")
+
+    culprit = find_culprit([Closed(lock=LOCK)], "x")
+    assert culprit is not None
+    assert culprit.path == "x[0]"

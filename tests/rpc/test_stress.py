@@ -194,3 +194,24 @@ def test_a_client_works_in_a_forked_child_and_its_parent_goes_on(endpoint: str) 
     assert os.waitpid(child, 0)[1] == 0
     assert client.futures.back(4).result(WITHIN_S) == 4
     server.close()
+
+
+def test_a_stream_that_a_forked_child_closes_is_still_its_parents(endpoint: str) -> None:
+    """The child told the server, on the parent's connection, that nobody wants the rest: the parent's loop failed."""
+
+    class Counter:
+        def count(self) -> Iterator[int]:
+            yield from range(100)
+
+    server = Server(Counter(), endpoint, thread_pool_size=2)
+    client = lp.CourierClient(endpoint, call_timeout=WITHIN_S)
+    items = client.count()
+    first = next(items)
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            items.close()  # as when it leaves the loop
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert [first, *items] == [*range(100)]
+    server.close()

@@ -149,7 +149,7 @@ class UnequalDevices:
         return (in_given_order if self._is_given else in_any_order)(speeds, max_replicas)
 
     def _priced(self, stages: Sequence[Served], states: States, memory: Memory | None) -> list[Priced]:
-        parts = [Part(stage.start, stage.end, 1, []) for stage in stages]
+        parts = [Part(stage.start, stage.end, len(stage.devices), []) for stage in stages]
         again = recomputed(parts, states, memory, self._recompute)
         return [self._stage(stage, states, (stage.start, stage.end) in again) for stage in stages]
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from xml.etree import ElementTree as ET
 
-from lp_pipe.graph.picture import FAINT_INK, INK, add, add_heading, make_picture, written
+from lp_pipe.graph.picture import FAINT_INK, INK, add, add_heading, make_picture, to_text, written
 from lp_pipe.pipeline.schedule.draw import TINY_S
 from lp_pipe.pipeline.schedule.ir import WORDS, Op
 from lp_pipe.pipeline.schedule.simulate import Span, Timeline
@@ -41,8 +41,7 @@ def to_svg(timeline: Timeline, name: str) -> str:
     _add_legend(root, timeline, width - _MARGIN)
     chart_at = f"translate({_MARGIN + _NAMES_WIDTH} {_MARGIN + _HEADER_HEIGHT})"
     _add_chart(_add(root, "g", transform=chart_at), timeline, pixels_per_s, with_stage)
-    ET.indent(root, space="")
-    return ET.tostring(root, encoding="unicode", xml_declaration=False) + "\n"
+    return to_text(root, indent="")
 
 
 def _summary(timeline: Timeline) -> str:

@@ -139,6 +139,16 @@ def test_four_speeds_are_exact_or_within_the_proven_gap(profile: pp.Profile, spe
     assert plan.slowest_seconds <= optimum * (1 + plan.proven_gap) * (1 + 1e-9)
 
 
+def test_a_stage_recomputes_only_where_its_replicas_do_not_hold_their_share() -> None:
+    """Each counted as if it held all micro-batches, 800 bytes: the plan recomputed, and was slower than need be."""
+    profile = pp.Profile((pp.LayerProfile("only", 0.6, 0.3, activation_bytes=100, parameter_bytes=0),))
+    plan = pp.partition(
+        profile, topology(2.5, 1.0, memory=400), schedule="gpipe", recompute="auto", microbatches=8, max_replicas=2
+    )
+    assert [(stage.replicas, stage.recompute) for stage in plan.stages] == [(2, "none")]
+    assert plan.slowest_seconds == pytest.approx(0.45)  # the fast device alone: 0.6, recomputed
+
+
 def test_equal_speeds_are_planned_as_devices_without() -> None:
     profile = chain([3, 1, 2, 2])
     level = pp.Level("device", 3, 1e9)
