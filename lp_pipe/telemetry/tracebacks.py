@@ -49,7 +49,12 @@ def fold_traceback(text: str, folder: Path | None = None) -> list[str]:
 
 
 def notes(text: str) -> list[str]:
-    """What was added to the last exception of a traceback (add_note), each note once; behind further lines it says."""
+    """What was added to the last exception of a traceback (add_note), each note once; behind further lines it says.
+
+    Nothing where there is no traceback: a process that was killed has left what it printed last.
+    """
+    if _HEADER not in text:
+        return []
     said: list[str] = []
     among_frames = False
     for line in text.splitlines():

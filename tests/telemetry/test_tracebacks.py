@@ -107,3 +107,4 @@ in stages/0, step 7
 """
     assert notes(text) == ["  by far", "in layer 3.Linear", "in stages/0, step 7"]
     assert notes("") == []
+    assert notes("The process left no traceback; it had printed:\nabout to wait\npid 1") == []
