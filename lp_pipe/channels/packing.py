@@ -224,8 +224,13 @@ def line_offset(tensor: Tensor) -> int:
 
 def _as_it_lies(tensor: Tensor) -> Tensor:
     """What is in memory, without what is done to it on reading."""
-    tensor = tensor.conj() if tensor.is_conj() else tensor
-    return torch._neg_view(tensor) if tensor.is_neg() else tensor
+    return _read_otherwise(tensor, is_conj=tensor.is_conj(), is_neg=tensor.is_neg())
+
+
+def _read_otherwise(tensor: Tensor, *, is_conj: bool, is_neg: bool) -> Tensor:
+    """The same memory, conjugated or negated on reading; or no longer, if it was."""
+    tensor = tensor.conj() if is_conj else tensor
+    return torch._neg_view(tensor) if is_neg else tensor
 
 
 def _geometry_of(tensor: Tensor, core: Tensor, spec: TensorSpec) -> Geometry | None:
@@ -240,9 +245,7 @@ def _restored(tensor: Tensor, geometry: Geometry | None) -> Tensor:
         return tensor
     if geometry.stride is not None or geometry.offset:
         tensor = _placed(tensor, geometry.stride or tensor.stride(), geometry.offset)
-    tensor = tensor.expand(geometry.shape)
-    tensor = tensor.conj() if geometry.is_conj else tensor
-    tensor = torch._neg_view(tensor) if geometry.is_neg else tensor
+    tensor = _read_otherwise(tensor.expand(geometry.shape), is_conj=geometry.is_conj, is_neg=geometry.is_neg)
     return tensor.detach()  # layers may write in place, which a view does not allow
 
 

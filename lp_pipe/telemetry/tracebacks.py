@@ -26,10 +26,11 @@ class _Frame:
 
 @dataclass
 class _Block:
-    """One exception: its frames, and the first line of what it says."""
+    """One exception: its frames, the first line of what it says, and those behind it."""
 
     frames: list[_Frame] = field(default_factory=list)
     error: str = ""
+    more: list[str] = field(default_factory=list)
 
 
 def fold_traceback(text: str, folder: Path | None = None) -> list[str]:
@@ -53,17 +54,8 @@ def notes(text: str) -> list[str]:
 
     Nothing where there is no traceback: a process that was killed has left what it printed last.
     """
-    if _HEADER not in text:
-        return []
-    said: list[str] = []
-    among_frames = False
-    for line in text.splitlines():
-        if line.strip() == _HEADER or _FRAME.match(line):
-            among_frames, said = True, []
-        elif not (among_frames and line.startswith(" ")):
-            among_frames = False
-            said.append(line)
-    return [line for line in dict.fromkeys(said[1:]) if line]
+    *_, last = [_Block(), *_blocks(text)]
+    return [line for line in dict.fromkeys(last.more) if line]
 
 
 def shortened(line: str, letters: int = _MAX_LETTERS) -> str:
@@ -85,8 +77,10 @@ def _blocks(text: str) -> Iterator[_Block]:
             if block is not None:
                 yield block
             block = _Block()
-        elif block is None or block.error:
+        elif block is None:
             continue
+        elif block.error:
+            block.more.append(line)
         elif frame:
             block.frames.append(_Frame(frame["file"], int(frame["line"]), frame["function"] or ""))
         elif line and not line.startswith(" "):

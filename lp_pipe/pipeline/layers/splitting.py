@@ -19,7 +19,11 @@ from lp_pipe.pipeline.layers.graph_memory import changed_state, refuse_shared_me
 from lp_pipe.pipeline.layers.lost_in_export import branches_of, not_exported, own_gradients_refused
 from lp_pipe.pipeline.layers.piece import Definitions, Inputs, Part, Piece, holder, inputs_of, template_of, tensor_at
 
-_POINTS = {"beginning": SplitPoint.BEGINNING, "end": SplitPoint.END}
+_POINTS: dict[str | SplitPoint, SplitPoint] = {
+    "beginning": SplitPoint.BEGINNING,
+    "end": SplitPoint.END,
+    **{point: point for point in SplitPoint},
+}
 
 SplitPoints = Sequence[str] | Mapping[str, str] | Mapping[str, SplitPoint]
 
@@ -78,9 +82,9 @@ def _checked(module: nn.Module, split_points: SplitPoints) -> dict[str, SplitPoi
             near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.0)
             hint = f"; the nearest is {near[0]!r}" if near else ""
             raise PipelineError(f"split point {name!r}: {type(module).__name__} has no submodule of this name{hint}")
-        if where not in _POINTS and not isinstance(where, SplitPoint):
+        if where not in _POINTS:
             raise PipelineError(f"split point {name!r}: {where!r} is neither 'beginning' nor 'end'")
-    return {name: where if isinstance(where, SplitPoint) else _POINTS[where] for name, where in given.items()}
+    return {name: _POINTS[where] for name, where in given.items()}
 
 
 def _each_once(example_inputs: Any) -> Any:
