@@ -16,46 +16,19 @@ from typing import Any
 
 import grpc
 
-from lp_pipe.connections import frames, tcp_endpoint
+from lp_pipe.connections import frames, grpc_channels, tcp_endpoint
 from lp_pipe.connections.base import Connection, Listener, OnClose, OnConnection, OnFrame
-from lp_pipe.connections.chunks import CHUNK_BYTES, ChunkReader, Outbox, cut
-from lp_pipe.connections.credentials import ADVICE, RUN_NAME, Credentials, current_credentials, only_token
+from lp_pipe.connections.chunks import ChunkReader, Outbox, cut
+from lp_pipe.connections.credentials import ADVICE, Credentials
 from lp_pipe.connections.frames import Frame, FrameError
+from lp_pipe.connections.grpc_channels import METHOD, SERVICE, SILENCE_S, TOKEN, WELCOME, credentials_for
 from lp_pipe.connections.refusals import Refusals
 from lp_pipe.connections.silence import SilenceWatch
 from lp_pipe.connections.tcp_endpoint import GONE, TcpEndpoint, parse_to_connect
 from lp_pipe.errors import Unauthenticated, Unavailable
 
-_SERVICE, _METHOD = "lp_pipe.ConnectionService", "Connect"
-_TOKEN, _WELCOME = "lp-pipe-token", "lp-pipe-welcome"
 _CLOSE_PATIENCE_S = 0.2
 _LINGER_S = 5.0  # for a peer that takes its time over what was sent before the close
-_SILENCE_S = 10.0
-# The launcher says a host lost that is silent for so long, or a quarter more; its peers are to notice it after that.
-_ANSWER_SHARE, _PAUSE_SHARE = 1.2, 0.125
-_HANDSHAKE_MS = 10_000  # for TLS and HTTP/2's first words; gRPC's own limit is two minutes
-
-_OPTIONS = [
-    ("grpc.max_receive_message_length", CHUNK_BYTES),
-    ("grpc.max_send_message_length", CHUNK_BYTES),
-    ("grpc.http2.max_pings_without_data", 0),  # no limit
-    ("grpc.http2.max_ping_strikes", 0),  # a listener never takes offence at pings: a stalled stream has nothing else
-    ("grpc.http2.lookahead_bytes", 4 * CHUNK_BYTES),
-]
-_CLIENT_OPTIONS = [
-    *_OPTIONS,
-    ("grpc.use_local_subchannel_pool", 1),  # else channels to one listener share a TCP connection
-    ("grpc.enable_retries", 0),  # they keep a copy of what was sent
-    ("grpc.min_reconnect_backoff_ms", 5000),  # the time limit of connecting
-    ("grpc.enable_http_proxy", 0),
-    ("grpc.ssl_target_name_override", RUN_NAME),
-]
-_SERVER_OPTIONS = [
-    *_OPTIONS,
-    ("grpc.so_reuseport", 0),  # else two listeners could share a port
-    ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
-]
-_Options = list[tuple[str, int | str]]
 
 
 class GrpcConnection(Connection):
@@ -194,7 +167,7 @@ def connect(
     endpoint: str,
     idle_timeout_s: float | None = None,
     credentials: Credentials | None = None,
-    silence_s: float = _SILENCE_S,
+    silence_s: float = SILENCE_S,
 ) -> Connection:
     """Connect to a listener of a process of this run, on any host.
 
@@ -207,12 +180,12 @@ def connect(
     """
     where = parse_to_connect(endpoint)
     endpoint = str(where)  # messages do not show the token
-    credentials = credentials or _credentials_for(where)
-    channel = _channel(where, credentials, silence_s)
+    credentials = credentials or credentials_for(where)
+    channel = grpc_channels.open_channel(where, credentials, silence_s)
     outbox = Outbox()
-    call = channel.stream_stream(f"/{_SERVICE}/{_METHOD}")(outbox, metadata=[(_TOKEN, credentials.token)])
+    call = channel.stream_stream(f"/{SERVICE}/{METHOD}")(outbox, metadata=[(TOKEN, credentials.token)])
     try:
-        if _WELCOME not in dict(call.initial_metadata() or ()):
+        if WELCOME not in dict(call.initial_metadata() or ()):
             raise _refusal(endpoint, call)
     except BaseException:  # also Ctrl+C
         outbox.end()
@@ -222,7 +195,10 @@ def connect(
 
 
 def listen(
-    endpoint: str, on_connection: OnConnection, credentials: Credentials | None = None, silence_s: float = _SILENCE_S
+    endpoint: str,
+    on_connection: OnConnection,
+    credentials: Credentials | None = None,
+    silence_s: float = SILENCE_S,
 ) -> Listener:
     """Accept connections from processes of this run; with port 0 the listener's `endpoint` says which it got.
 
@@ -234,7 +210,7 @@ def listen(
         OSError: the address cannot be bound.
     """
     where = tcp_endpoint.parse(endpoint)
-    return GrpcListener(where, credentials or _credentials_for(where), on_connection, silence_s)
+    return GrpcListener(where, credentials or credentials_for(where), on_connection, silence_s)
 
 
 class GrpcListener(Listener):
@@ -243,10 +219,10 @@ class GrpcListener(Listener):
     ) -> None:
         self._credentials = credentials
         self._on_connection = on_connection
-        self._server = grpc.server(_ThreadPerCall(), options=[*_SERVER_OPTIONS, *_pings(silence_s)])
-        handlers = {_METHOD: grpc.stream_stream_rpc_method_handler(self._accept)}
-        self._server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(_SERVICE, handlers)])
-        bound = where._replace(port=self._bind(where), bind="")
+        self._server = grpc_channels.new_server(_ThreadPerCall(), silence_s)
+        handlers = {METHOD: grpc.stream_stream_rpc_method_handler(self._accept)}
+        self._server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, handlers)])
+        bound = where._replace(port=grpc_channels.bind(self._server, where, credentials), bind="")
         self.endpoint = bound.with_token
         self._label = str(bound)
         self.refusals = Refusals(self._label)
@@ -259,23 +235,15 @@ class GrpcListener(Listener):
         stop.start()
         stop.join()
 
-    def _bind(self, where: TcpEndpoint) -> int:
-        try:
-            if where.is_secure:
-                return int(self._server.add_secure_port(where.bind_target, _server_credentials(self._credentials)))
-            return int(self._server.add_insecure_port(where.bind_target))
-        except RuntimeError as error:
-            raise OSError(f"cannot listen at {where} ({where.bind_target}): {error}") from error
-
     def _accept(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """Called by gRPC in a thread of its own for every stream, which sends what the returned outbox gives."""
-        shown = dict(context.invocation_metadata()).get(_TOKEN, b"")
+        shown = dict(context.invocation_metadata()).get(TOKEN, b"")
         if not self._credentials.is_token(shown):
             text = "a wrong token" if shown else "no token"
             self.refusals.note(context.peer(), f"it showed {text}")
             context.abort(grpc.StatusCode.UNAUTHENTICATED, f"the peer showed {text}")
         outbox = Outbox()
-        context.send_initial_metadata([(_WELCOME, "1")])
+        context.send_initial_metadata([(WELCOME, "1")])
         peer = f"client of {self._label} ({context.peer()})"
         self._on_connection(GrpcConnection(peer, requests, outbox, context, lambda: None))
         return outbox
@@ -295,32 +263,6 @@ class _ThreadPerCall(concurrent.futures.Executor):
 
         threading.Thread(target=run, name="grpc stream", daemon=True).start()
         return future
-
-
-def _credentials_for(where: TcpEndpoint) -> Credentials:
-    return only_token(where.token) if where.token else current_credentials()
-
-
-def _pings(silence_s: float) -> _Options:
-    answer_ms = round(silence_s * _ANSWER_SHARE * 1000)
-    return [
-        ("grpc.keepalive_time_ms", round(silence_s * _PAUSE_SHARE * 1000)),
-        ("grpc.keepalive_timeout_ms", answer_ms),
-        ("grpc.http2.ping_timeout_ms", answer_ms),  # 60 s if left alone, whatever the line above says (grpc 1.85)
-    ]
-
-
-def _channel(where: TcpEndpoint, credentials: Credentials, silence_s: float = _SILENCE_S) -> grpc.Channel:
-    options = [*_CLIENT_OPTIONS, *_pings(silence_s)]
-    if not where.is_secure:
-        return grpc.insecure_channel(where.target, options=options)
-    tls = grpc.ssl_channel_credentials(credentials.authority, credentials.key, credentials.certificate)
-    return grpc.secure_channel(where.target, tls, options=options)
-
-
-def _server_credentials(credentials: Credentials) -> grpc.ServerCredentials:
-    pair = (credentials.key, credentials.certificate)
-    return grpc.ssl_server_credentials([pair], credentials.authority, require_client_auth=True)
 
 
 def _refusal(endpoint: str, call: Any) -> Unavailable:

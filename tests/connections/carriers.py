@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc
 
 from lp_pipe import connections
-from lp_pipe.connections import Connection, Frame, frames, grpc_stream, tcp_endpoint, tls
+from lp_pipe.connections import Connection, Frame, frames, grpc_channels, tcp_endpoint, tls
 from lp_pipe.connections.credentials import current_credentials
 
 WITHIN_S = 20.0
@@ -121,7 +121,7 @@ def raw_tls(endpoint: str) -> ssl.SSLSocket:
 
 def raw_stream(endpoint: str, messages: Iterable[bytes], token: str | None) -> tuple[grpc.Channel, grpc.Call]:
     """The stream under a connection, with any messages."""
-    channel = grpc_stream._channel(tcp_endpoint.parse(endpoint), current_credentials())
-    stub = channel.stream_stream(f"/{grpc_stream._SERVICE}/{grpc_stream._METHOD}")
-    metadata = [(grpc_stream._TOKEN, token)] if token is not None else []
+    channel = grpc_channels.open_channel(tcp_endpoint.parse(endpoint), current_credentials())
+    stub = channel.stream_stream(f"/{grpc_channels.SERVICE}/{grpc_channels.METHOD}")
+    metadata = [(grpc_channels.TOKEN, token)] if token is not None else []
     return channel, stub(iter(messages), metadata=metadata)

@@ -13,9 +13,9 @@ import grpc
 import pytest
 
 from lp_pipe import connections
-from lp_pipe.connections import grpc_stream
+from lp_pipe.connections import grpc_channels, grpc_stream
 from lp_pipe.connections.chunks import CHUNK_BYTES
-from lp_pipe.connections.credentials import Credentials, generate_credentials
+from lp_pipe.connections.credentials import RUN_NAME, Credentials, current_credentials, generate_credentials
 from lp_pipe.errors import Unauthenticated
 from lp_pipe.rpc import Server
 from tests.connections.carriers import WITHIN_S, Carrier, End, OpenCarrier, assert_works, raw_stream
@@ -77,9 +77,9 @@ def test_without_the_runs_certificate_nothing_is_unpickled(
     }
     with contextlib.closing(Server(Target(), "grpcs:127.0.0.1:0")) as server:
         target = server.endpoint.removeprefix("grpcs:")
-        tls, options = channels.get(stranger), grpc_stream._CLIENT_OPTIONS
+        tls, options = channels.get(stranger), grpc_channels.CLIENT_OPTIONS
         channel = grpc.secure_channel(target, tls, options) if tls else grpc.insecure_channel(target, options)
-        stub = channel.stream_stream(f"/{grpc_stream._SERVICE}/{grpc_stream._METHOD}")
+        stub = channel.stream_stream(f"/{grpc_channels.SERVICE}/{grpc_channels.METHOD}")
         with channel, pytest.raises(grpc.RpcError) as caught:
             next(stub(iter([call_frame(Mark(tmp_path / "mark"))]), metadata=[("lp-pipe-token", run_credentials.token)]))
         assert caught.value.code() == grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
@@ -97,13 +97,13 @@ def test_a_client_that_expects_tls_is_told_that_there_is_none(no_leaks: None, op
 
 
 def test_a_message_over_the_limit_ends_the_connection(tcp: Carrier) -> None:
-    limit = [("grpc.max_send_message_length", -1), ("grpc.ssl_target_name_override", grpc_stream.RUN_NAME)]
-    credentials = grpc_stream.current_credentials()
+    limit = [("grpc.max_send_message_length", -1), ("grpc.ssl_target_name_override", RUN_NAME)]
+    credentials = current_credentials()
     tls = grpc.ssl_channel_credentials(credentials.authority, credentials.key, credentials.certificate)
     target = tcp.endpoint.partition(":")[2]
     is_secure = tcp.endpoint.startswith("grpcs:")
     with grpc.secure_channel(target, tls, limit) if is_secure else grpc.insecure_channel(target, limit) as channel:
-        stub = channel.stream_stream(f"/{grpc_stream._SERVICE}/{grpc_stream._METHOD}")
+        stub = channel.stream_stream(f"/{grpc_channels.SERVICE}/{grpc_channels.METHOD}")
         call = stub(iter([b"x" * (CHUNK_BYTES + 1)]), metadata=[("lp-pipe-token", credentials.token)])
         server = tcp.accept().start()
         assert server.reason()
@@ -129,7 +129,7 @@ def test_a_peer_that_answers_no_more_is_noticed(no_leaks: None, run_credentials:
     with contextlib.closing(listener), subprocess.Popen(command, stdin=subprocess.PIPE) as peer:
         assert peer.stdin is not None
         with peer.stdin:
-            peer.stdin.write(grpc_stream.current_credentials().to_bytes())
+            peer.stdin.write(current_credentials().to_bytes())
         server = End(accepted.get(timeout=WITHIN_S)).start()
         with pytest.raises(queue.Empty):
             server.reasons.get(timeout=1.5)  # idle, and alive
