@@ -63,6 +63,27 @@ class PipelineClient:
         result: StepResult = self._conductor.skip_step(why)
         return result
 
+    def scheduler_step(self, metric: float) -> None:
+        """Step the scheduler with a number, on every stage: `scheduler.step(metric)` of a plain loop.
+
+        For a model whose `lr_scheduler` makes one whose `step` must be given something (ReduceLROnPlateau), which
+        training steps leave alone. Call it where a plain loop would, as after `evaluate`. Parameters and random numbers
+        stay as they are.
+
+        Raises:
+            PipelineError: there is no such scheduler, or the metric is no number.
+        """
+        self._conductor.scheduler_step(_number(metric))
+
+    def learning_rates(self) -> dict[str, float]:
+        """By parameter name, the learning rate that the next step will use; in the order of `state_dict`.
+
+        Of the parameters that are trained (a tied one has the first of its names), where the optimizer's groups have an
+        "lr". To log it: `lp.log_metrics({"lr": max(pipeline.learning_rates().values())}, pipeline.current_step())`.
+        """
+        rates: dict[str, float] = self._conductor.learning_rates()
+        return rates
+
     def evaluate(self, batches: Sequence[tuple[Any, Any]]) -> EvalResult:
         """(mean loss, mean metrics) in eval mode; no parameter, buffer or random state changes."""
         result: EvalResult = self._conductor.evaluate(list(batches))
@@ -209,6 +230,15 @@ class PipelineClient:
 
     def __repr__(self) -> str:
         return f"PipelineClient({self._conductor!r})"
+
+
+def _number(metric: Any) -> float:
+    try:
+        return float(metric)
+    except (TypeError, ValueError) as error:
+        raise PipelineError(
+            f"scheduler_step() takes a number, such as evaluate(batches).loss, not {type(metric).__name__}"
+        ) from error
 
 
 class PipelineHandle(Handle[PipelineClient]):

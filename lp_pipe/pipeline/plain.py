@@ -11,7 +11,7 @@ from lp_pipe.pipeline.compute.device import CPU, current, own_loss, to_device, t
 from lp_pipe.pipeline.compute.precision import autocast
 from lp_pipe.pipeline.compute.stage import Stage
 from lp_pipe.pipeline.layers.build import build_layers
-from lp_pipe.pipeline.layers.factories import made_optimizer
+from lp_pipe.pipeline.layers.factories import made_optimizer, made_scheduler, wants_metric
 from lp_pipe.pipeline.layers.microbatches import loss_weights, split
 from lp_pipe.pipeline.layers.model import Model, sources_of
 from lp_pipe.pipeline.layers.names import in_order, own_names, parameter_places
@@ -50,7 +50,7 @@ class PlainLoop:
         places = parameter_places(sources, own_names(sources))
         self._parameters = in_order(dict(self._stage.named_parameters()), places)
         self._optimizer = made_optimizer(model.optimizer, list(self._parameters.items()))
-        self._lr_scheduler = model.lr_scheduler(self._optimizer) if model.lr_scheduler is not None else None
+        self._lr_scheduler = made_scheduler(model.lr_scheduler, self._optimizer) if model.lr_scheduler else None
         self._step = 0
         # Of what several layers share, those of the first one.
         self._replicas: dict[int, int] = {}  # by the parameter's id
@@ -93,7 +93,7 @@ class PlainLoop:
             nn.utils.clip_grad_norm_(self._parameters.values(), self._clip_grad_norm)
         self._scaler.step(self._optimizer)
         self._scaler.update()
-        if self._lr_scheduler is not None:
+        if self._lr_scheduler is not None and not wants_metric(self._lr_scheduler):
             self._lr_scheduler.step()
         for parameter in self._parameters.values():  # also those that the optimizer does not have
             parameter.grad = None

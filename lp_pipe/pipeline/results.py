@@ -18,6 +18,8 @@ class StepResult:
         or because of what `why_skipped` says.
     grad_norm: of all gradients, over all stages and before they are clipped, as torch's clip_grad_norm_ returns it.
         None without `clip_grad_norm` (an infinite one only measures), and in steps that `why_skipped` explains.
+
+    The learning rate is not in it: between two steps `PipelineClient.learning_rates()` has those of the next one.
     """
 
     step: int

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import lp_pipe.pipeline as pp
-from tests.pipeline.plain_loop import chunk, layers_of
+from tests.pipeline.plain_loop import chunk, layers_of, needs_metric
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class DelayedLoop:
                 if (j + 1) % rule.every == 0 or j + 1 == len(ys):
                     self._update(stage, mean_of=1 if self.is_uniform else j % rule.every + 1)
         for scheduler in self.schedulers:
-            if scheduler is not None:
+            if scheduler is not None and not needs_metric(scheduler):
                 scheduler.step()
         self.step_index += 1
         return total

@@ -67,7 +67,7 @@ class PlainLoop:
             self.grad_norm = nn.utils.clip_grad_norm_(self.module.parameters(), self.clip_grad_norm).item()
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        if self.lr_scheduler is not None:
+        if self.lr_scheduler is not None and not needs_metric(self.lr_scheduler):
             self.lr_scheduler.step()
         self.optimizer.zero_grad()
         self.steps_done += 1
@@ -92,6 +92,11 @@ class PlainLoop:
         output = self.output(batch[0])
         with self._autocast():
             return float(self._loss(output, self._on_device(batch[1])))
+
+    def learning_rates(self) -> dict[str, float]:
+        """Of the next step."""
+        rates = {parameter: group["lr"] for group in self.optimizer.param_groups for parameter in group["params"]}
+        return {name: float(rates[p]) for name, p in self.module.named_parameters() if p.requires_grad}
 
     def state_dict(self) -> dict[str, Tensor]:
         return {name: value.cpu() for name, value in self.module.state_dict().items()}
@@ -138,6 +143,12 @@ class PlainLoop:
             return 1.0
         weigh: Any = len if self.model.loss_weight == "samples" else self.model.loss_weight
         return float(weigh(y)) / sum(float(weigh(other)) for other in ys)
+
+
+def needs_metric(scheduler: Any) -> bool:
+    """As ReduceLROnPlateau's, whose user says when it is stepped."""
+    parameters = inspect.signature(scheduler.step).parameters.values()
+    return any(parameter.default is inspect.Parameter.empty for parameter in parameters)
 
 
 def layers_of(model: pp.Model) -> list[nn.Module]:

@@ -5,6 +5,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -61,6 +62,7 @@ SCHEDULERS: dict[str, Any] = {
     "multistep": lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4], 0.5),
     "cosine": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5),
     "lambda": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+    "numpy": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: np.cos(step / 7)),
     "one cycle": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10),
     "sequential": lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
         optimizer,

@@ -13,6 +13,7 @@ from lp_pipe.context import context
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.compute.loss_scale import LossScale
 from lp_pipe.pipeline.conductor.async_steps import AsynchronousSteps
+from lp_pipe.pipeline.conductor.learning_rate import LearningRate
 from lp_pipe.pipeline.conductor.steps import Steps, SynchronousSteps, summed
 from lp_pipe.pipeline.conductor.whole_model import Copy, WholeModel
 from lp_pipe.pipeline.conductor.workers import Workers
@@ -43,8 +44,10 @@ class Conductor:
     ) -> None:
         self._workers = Workers(StageWorker(pipeline, worker, channels, neighbours, feeder), peers)
         self._model = WholeModel(pipeline, self._workers)
+        self._learning_rate = LearningRate(pipeline, self._workers)
         self._config = pipeline
         self._are_guarded = False
+        self._has_two_states = False  # of one step, since `scheduler_step`
         self._are_joined = False
         self._last = pipeline.ranks.of(pipeline.placement[-1])
         make_steps = SynchronousSteps if pipeline.updates is None else AsynchronousSteps
@@ -59,6 +62,14 @@ class Conductor:
     def skip_step(self, why: str) -> StepResult:
         """The next step without its batch and its update; see PipelineClient."""
         return self._in_turn(lambda: self._steps.skip(why))
+
+    def scheduler_step(self, metric: float) -> None:
+        """Step the scheduler, which waits for a metric; see PipelineClient."""
+        self._in_turn(lambda: self._scheduler_step(metric))
+
+    def learning_rates(self) -> dict[str, float]:
+        """Of the next step, by parameter."""
+        return self._in_turn(self._learning_rate.by_name)
 
     def stragglers(self) -> list[Straggler]:
         """Workers that are much slower than expected."""
@@ -176,8 +187,17 @@ class Conductor:
             self._workers.all("join")
             self._are_joined = True
 
+    def _scheduler_step(self, metric: float) -> None:
+        self._learning_rate.refuse_without_metric()
+        self._has_two_states = True
+        with self._steps.tearing("scheduler_step() has failed after it may have changed some of them"):
+            self._learning_rate.step(metric)
+
     def _mirror(self, me: Any) -> int:
         self._guard(me)
+        if self._has_two_states:  # with one of them on its way to a guard, a death would leave some of each
+            self._forget_mirrors(self._steps.done)
+            self._has_two_states = False
         self._workers.all("mirror", self._steps.done, self._steps.scale)
         return self._steps.done
 
@@ -197,9 +217,9 @@ class Conductor:
     def _held_mirrors(self) -> list[int]:
         return common_steps(self._workers.all("mirrors_held"))
 
-    def _forget_mirrors(self) -> None:
-        for method in ("settle_mirrors", "forget_mirrors"):
-            self._workers.all(method)
+    def _forget_mirrors(self, first: int = 0) -> None:
+        self._workers.all("settle_mirrors")
+        self._workers.all("forget_mirrors", first)
 
     def _load_state_dict(self, state: dict[str, Tensor]) -> None:
         whole = self._model.checked(state)

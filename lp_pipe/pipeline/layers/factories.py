@@ -50,21 +50,25 @@ def made_optimizer(factory: OptimizerFactory, named: Sequence[tuple[str, nn.Para
 
 
 def made_scheduler(factory: SchedulerFactory, optimizer: torch.optim.Optimizer) -> Any:
-    """One that is stepped without arguments.
+    """One that is stepped without arguments, or with a metric.
 
     Raises:
-        PipelineError: it is none, or wants an argument.
+        PipelineError: it is none, or wants more than a metric.
     """
     scheduler = factory(optimizer)
     if not callable(getattr(scheduler, "step", None)):
         raise PipelineError(f"lr_scheduler={_name(factory)} has returned {scheduler!r}, which is no torch scheduler")
-    wanted = _required(scheduler.step)
-    if wanted:
+    if not _takes(scheduler.step) and not _takes(scheduler.step, 0.0):
         raise PipelineError(
-            f"{type(scheduler).__name__}.step() wants {', '.join(wanted)}, but a pipeline steps its scheduler without "
-            "arguments, once a step: use one that depends on the number of steps only"
+            f"{type(scheduler).__name__}.step() wants {', '.join(_required(scheduler.step))}, but a pipeline steps its "
+            "scheduler without arguments after every training step, or with one number by scheduler_step(metric)"
         )
     return scheduler
+
+
+def wants_metric(scheduler: Any) -> bool:
+    """Whether its `step` has an argument that must be given: then it is not stepped by training steps."""
+    return not _takes(scheduler.step)
 
 
 def _own_options(optimizer: torch.optim.Optimizer) -> None:
@@ -85,6 +89,14 @@ def _refuse_closures(optimizer: torch.optim.Optimizer) -> None:
             f"{type(optimizer).__name__} evaluates the loss several times a step, which a pipeline cannot; use Adam, "
             "SGD, …"
         )
+
+
+def _takes(method: Callable[..., Any], *arguments: Any) -> bool:
+    try:
+        inspect.signature(method).bind(*arguments)
+    except TypeError:
+        return False
+    return True
 
 
 def _required(method: Callable[..., Any]) -> list[str]:

@@ -53,7 +53,8 @@ class Model:
     loss: (output, target) -> scalar tensor, or (scalar, {name: metric}). A module may write to buffers of its own,
         which checkpoints have; its mode stays as it is, and its parameters would be trained by nobody.
     optimizer: (list of (name, parameter)) -> torch optimizer; called once in every stage that has parameters.
-    lr_scheduler: (optimizer) -> torch LR scheduler, stepped once a step.
+    lr_scheduler: (optimizer) -> torch LR scheduler, stepped once a step; one whose `step` must be given a metric
+        (ReduceLROnPlateau) by `PipelineClient.scheduler_step` alone.
     loss_weight: a micro-batch's share of the loss: "samples" (its size over the batch's: for mean losses), "one"
         (1: for losses that are sums), or a function of its target (a number such as its tokens; divided by the sum).
     tied: pairs of parameter names (nn.Sequential's, such as "0.weight") that are one parameter, with the initial values

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from lp_pipe.errors import CheckpointError
 from lp_pipe.pipeline.saving.manifest import ENTRY, METADATA, Manifest, from_entry
+from lp_pipe.pipeline.saving.plain_values import loaded
 from lp_pipe.pipeline.saving.saved import Key
 
 
@@ -108,7 +109,7 @@ class SavedFolder:
 class _Planner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Torch's own would unpickle anything."""
-        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True, map_location="cpu")
+        self.state_dict[read_item.dest_index.fqn] = loaded(value)
 
 
 def _metadata(folder: Path) -> Metadata:

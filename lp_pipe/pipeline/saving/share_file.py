@@ -1,7 +1,6 @@
 """What one worker writes of a checkpoint: entries one after the other, each as torch.save writes it."""
 
 import contextlib
-import io
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.saving import quick_save
+from lp_pipe.pipeline.saving.plain_values import dumped
 from lp_pipe.pipeline.saving.saved import Key
 
 # Of an entry: a tensor's dtype and shape; None: anything else. Plain tuples, which are quickly sent.
@@ -50,8 +50,7 @@ class Share:
     """Some entries. copy: else the tensors must not change until they are written.
 
     Raises:
-        PipelineError: torch Distributed Checkpoint has no place for one of them.
-        Exception: an entry that is no tensor cannot be pickled.
+        PipelineError: torch Distributed Checkpoint has no place for one of them, or it could not be read back.
     """
 
     def __init__(self, entries: Mapping[Key, Any], *, copy: bool) -> None:
@@ -65,9 +64,7 @@ class Share:
 
     def add(self, key: Key, value: Any) -> None:
         """One more, which is no tensor: it is pickled at once."""
-        pickled = io.BytesIO()
-        torch.save(value, pickled)
-        self._entries[key] = pickled.getvalue()
+        self._entries[key] = dumped(key, value)
 
     def describe(self) -> Described:
         """All of them."""

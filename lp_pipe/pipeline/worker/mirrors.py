@@ -87,14 +87,11 @@ class Mirrors:
             mirror = self._guard.mirror_of(self._rank, step)
             self.keep_mirror(self._rank, mirror)
         self._adopt(copied(mirror.share))  # optimizers go on in the very tensors that they are given
-        self._forget_from(step + 1)
+        self.forget_mirrors(step + 1)
         return mirror.scale
 
-    def forget_mirrors(self) -> None:
-        """The state is another one now, of which they are no past."""
-        self._forget_from(0)
-
-    def _forget_from(self, first: int) -> None:
+    def forget_mirrors(self, first: int = 0) -> None:
+        """From that step on: the state is another one now, of which they are no past."""
         with self._lock:
             for held in self._held.values():
                 for step in [step for step in held if step >= first]:

@@ -12,7 +12,7 @@ from lp_pipe.pipeline.compute.gradient_norms import GradientNorm, norms_of
 from lp_pipe.pipeline.compute.loss_scale import unscale
 from lp_pipe.pipeline.compute.stage import Stage
 from lp_pipe.pipeline.config import PipelineConfig
-from lp_pipe.pipeline.layers.factories import made_optimizer, made_scheduler
+from lp_pipe.pipeline.layers.factories import made_optimizer, made_scheduler, wants_metric
 from lp_pipe.pipeline.layers.model import OptimizerFactory, SchedulerFactory
 from lp_pipe.pipeline.layers.rng import nobody_draws
 from lp_pipe.pipeline.saving.group_values import values_of_group, with_group_values
@@ -29,6 +29,7 @@ class Training:
         self._parameters = [item for stage in stages for item in stage.named_parameters()]
         self._optimizer: torch.optim.Optimizer | None = None
         self._lr_scheduler: Any = None
+        self._waits_for_metric = False
         self.has_updated = False  # by the last step, which may have failed
         # Not for frozen ones alone: factories often leave these out, and torch refuses an empty list.
         if any(parameter.requires_grad for _, parameter in self._parameters):
@@ -37,6 +38,7 @@ class Training:
                 self._optimizer = made_optimizer(optimizer, self._parameters)
             if lr_scheduler is not None:
                 self._lr_scheduler = made_scheduler(lr_scheduler, self._optimizer)
+                self._waits_for_metric = wants_metric(self._lr_scheduler)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -106,9 +108,23 @@ class Training:
         self.clear_gradients()
 
     def step_scheduler(self) -> None:
-        """Once a step, whatever the number of its updates."""
-        if self._lr_scheduler is not None:
+        """Once a step, whatever the number of its updates; not one that waits for a metric."""
+        if self._lr_scheduler is not None and not self._waits_for_metric:
             self._lr_scheduler.step()
+
+    def scheduler_kind(self) -> tuple[str, bool] | None:
+        """Its class, and whether it waits for a metric; None: there is none here."""
+        return None if self._lr_scheduler is None else (type(self._lr_scheduler).__name__, self._waits_for_metric)
+
+    def step_scheduler_by(self, metric: float) -> None:
+        """One that waits for a metric."""
+        if self._waits_for_metric:
+            self._lr_scheduler.step(metric)
+
+    def learning_rates(self) -> dict[str, float]:
+        """By the names of the parameters that the next step would change, if their optimizer knows such a thing."""
+        trained = [(group, name) for group, name, parameter in self._grouped() if parameter.requires_grad]
+        return {name: float(group["lr"]) for group, name in trained if "lr" in group}
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply all that are there."""

@@ -30,6 +30,7 @@ from lp_pipe.pipeline.worker.channel_handle import ChannelTarget
 from lp_pipe.pipeline.worker.execution import Execution, Report
 from lp_pipe.pipeline.worker.hub_endpoint import hub_endpoint
 from lp_pipe.pipeline.worker.intake import Intake
+from lp_pipe.pipeline.worker.learning_rate import LearningRate
 from lp_pipe.pipeline.worker.links import Links
 from lp_pipe.pipeline.worker.metering import Metering
 from lp_pipe.pipeline.worker.mirrors import Mirrors
@@ -64,6 +65,9 @@ class StageWorker:
         self._saved: Saved | None = None
         self._past = Past(node.name)
         self.join, self.is_as_built = self._past.join, self._past.is_as_built
+        rate = LearningRate(self.training, self._past)
+        self.scheduler_kind, self.step_scheduler = rate.scheduler_kind, rate.step_scheduler
+        self.learning_rates = rate.learning_rates
         mirrors = Mirrors(worker.rank, self._share, lambda share: self._take(saved_of(share)))
         self.guarded_by, self.forget_mirrors = mirrors.guarded_by, mirrors.forget_mirrors
         self.mirror, self.go_back = mirrors.mirror, mirrors.go_back

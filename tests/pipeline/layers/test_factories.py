@@ -9,7 +9,7 @@ from torch import nn
 
 import lp_pipe as lp
 import lp_pipe.pipeline as pp
-from lp_pipe.pipeline.layers.factories import made_optimizer, made_scheduler
+from lp_pipe.pipeline.layers.factories import made_optimizer, made_scheduler, wants_metric
 from tests.pipeline.plain_loop import D, PlainLoop, launched, random_batches, sgd, squared_error
 
 NAMED = [(name, parameter) for name, parameter in nn.Linear(2, 2).named_parameters()]
@@ -72,15 +72,41 @@ def test_other_errors_of_a_factory_are_its_own() -> None:
     assert not isinstance(caught.value, pp.PipelineError)
 
 
+class Steps:
+    """A scheduler by its `step` alone."""
+
+    def __init__(self, step: Any) -> None:
+        self.step = step
+
+
+@pytest.mark.parametrize(
+    ("step", "is_metric"),
+    [
+        (lambda: None, False),
+        (lambda epoch=None: None, False),
+        (lambda *args, **kwargs: None, False),
+        (lambda metrics, epoch=None: None, True),
+    ],
+    ids=["nothing", "default", "any", "metric"],
+)
+def test_what_step_must_be_given_is_a_metric(step: Any, is_metric: bool) -> None:
+    scheduler = made_scheduler(lambda optimizer: Steps(step), sgd(NAMED))
+    assert wants_metric(scheduler) == is_metric
+
+
 @pytest.mark.parametrize(
     ("factory", "message"),
     [
         (lambda optimizer: None, "has returned None, which is no torch scheduler"),
-        (torch.optim.lr_scheduler.ReduceLROnPlateau, r"ReduceLROnPlateau.step\(\) wants metrics"),
+        (
+            lambda optimizer: Steps(lambda loss, accuracy: None),
+            r"Steps.step\(\) wants loss, accuracy, but .* one number",
+        ),
+        (lambda optimizer: Steps(lambda *, loss: None), r"Steps.step\(\) wants loss"),
     ],
 )
-def test_a_scheduler_is_stepped_without_arguments(factory: Any, message: str) -> None:
-    """ReduceLROnPlateau failed after the update, and only a checkpoint made the pipeline whole again."""
+def test_a_scheduler_is_stepped_without_arguments_or_with_one(factory: Any, message: str) -> None:
+    """One that wants more failed after the update, and only a checkpoint made the pipeline whole again."""
     with pytest.raises(pp.PipelineError, match=message):
         made_scheduler(factory, sgd(NAMED))
 

@@ -1,0 +1,33 @@
+"""A worker's part in what its pipeline's user asks of learning rates, between two steps."""
+
+from lp_pipe.pipeline.worker.past import Past
+from lp_pipe.pipeline.worker.training import Training
+
+
+class LearningRate:
+    """Of one worker. Its public methods are also the worker's, for the conductor."""
+
+    def __init__(self, training: Training, past: Past) -> None:
+        self._past = past
+        self._training = training
+        self.scheduler_kind = training.scheduler_kind
+
+    def step_scheduler(self, metric: float) -> None:
+        """Of stages with nothing to train, nothing.
+
+        Raises:
+            Exception: the scheduler's own; other workers' may have made the step.
+            Unavailable: this process was started again; no channel would tell.
+        """
+        self._past.check()
+        self._past.changes()
+        self._training.step_scheduler_by(metric)
+
+    def learning_rates(self) -> dict[str, float]:
+        """By the names of this worker's parameters.
+
+        Raises:
+            Unavailable: this process was started again, with the initial ones.
+        """
+        self._past.check()
+        return self._training.learning_rates()
