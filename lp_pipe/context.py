@@ -67,9 +67,9 @@ class StopSignal:
                 return
             handlers, self._handlers = self._handlers, []
             self.event.set()
-            if handlers:
-                self._runner = threading.Thread(target=self._run, args=(handlers,), name="stop-handlers", daemon=True)
-                self._runner.start()
+            self._runner = self._run_aside(handlers) if handlers else None
+        if self._runner is None:
+            self._run(handlers)
 
     def add(self, handler: Callable[[], object]) -> None:
         entry = (handler, current_context())
@@ -92,6 +92,14 @@ class StopSignal:
             runner = self._runner
         if runner is not None and runner is not threading.current_thread():
             runner.join(timeout_s)
+
+    def _run_aside(self, handlers: "list[_Handler]") -> threading.Thread | None:
+        runner = threading.Thread(target=self._run, args=(handlers,), name="stop-handlers", daemon=True)
+        try:
+            runner.start()
+        except RuntimeError:  # out of threads: they must run all the same
+            return None
+        return runner
 
     def _run(self, handlers: "list[_Handler]") -> None:
         for handler, node in handlers:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lp_pipe.channels.arriving import ArrivingInlet
 from lp_pipe.channels.packing import CPU, Layout
-from lp_pipe.channels.transport import Inlet, Notify, Outlet
+from lp_pipe.channels.transport import Inlet, NoRoomError, Notify, Outlet, TransferError
 from lp_pipe.errors import Unavailable
 
 _HEADER = struct.Struct("<QQB?")  # the host's token, the GPU's, how many buffers are the GPU's, is all on the host
@@ -62,7 +62,10 @@ class MixedOutlet(Outlet):
             on_host = [tensor for spec, tensor in zip(specs, tensors, strict=True) if not spec.is_on_gpu]
             on_gpu = [tensor for spec, tensor in zip(specs, tensors, strict=True) if spec.is_on_gpu]
         gpu_token, gpu_buffers = self._gpu.write(of_gpu, on_gpu, credits)
-        host_token, host_buffers = self._host.write(of_host, on_host, credits)
+        try:
+            host_token, host_buffers = self._host.write(of_host, on_host, credits)
+        except NoRoomError as error:  # the GPU's part is on its way
+            raise TransferError(str(error)) from error
         token = self._next
         self._next += 1
         self._gpu_tokens[token] = gpu_token

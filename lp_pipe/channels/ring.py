@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lp_pipe.channels.packing import Layout, separate_tensors
 from lp_pipe.channels.segments import OpenSegments, Segment, Slot
-from lp_pipe.channels.transport import Inlet, Outlet, TransferError
+from lp_pipe.channels.transport import Inlet, NoRoomError, Outlet, TransferError
 from lp_pipe.connections.shortage import told
 
 LEAST_LENT_BYTES = 1 << 18  # below, copying costs less than keeping count
@@ -61,7 +61,11 @@ class RingOutlet(Outlet):
                 return segment, token
         slot_bytes = segments[0].slot_bytes if segments else max(_MIN_SLOT_BYTES, 1 << (size - 1).bit_length())
         count = max(credits, _MIN_LENT_SLOTS) if is_large else credits
-        segment = Segment(self._next_token, count, slot_bytes, is_lent=is_large)
+        try:
+            segment = Segment(self._next_token, count, slot_bytes, is_lent=is_large)
+        except OSError as error:
+            what = f"{count * slot_bytes} bytes of shared memory for messages of {size} bytes"
+            raise NoRoomError(error.errno, f"there is no more room for {what}: {told(error)}") from error
         self._next_token += count
         segments.append(segment)
         token = segment.take()

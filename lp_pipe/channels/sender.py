@@ -14,7 +14,7 @@ from lp_pipe.channels.packer import Packer
 from lp_pipe.channels.packing import CPU, Layout
 from lp_pipe.channels.posting import Posting
 from lp_pipe.channels.pulling import Pulling
-from lp_pipe.channels.transport import Outlet, TransferError
+from lp_pipe.channels.transport import NoRoomError, Outlet, TransferError
 from lp_pipe.connections import Connection, Frame, PulledConnection, frames
 from lp_pipe.connections.shortage import told
 from lp_pipe.errors import ChannelClosed, Unavailable
@@ -55,6 +55,7 @@ class Sender:
 
         Raises:
             ChannelClosed: the peer closed or died, or this operation was aborted.
+            OSError: there are no descriptors or no memory for this message; the channel is as it was before.
         """
         with self._send_lock:
             layout, tensors = self._packer.pack(value)
@@ -102,6 +103,9 @@ class Sender:
                 token = AS_FRAME
             if self._board.publish(tag, token):
                 self._connection.send(NUDGE)
+        except NoRoomError as error:
+            self._never_sent()
+            raise NoRoomError(error.errno, f"{self._label}: {error.strerror}") from error
         except (Unavailable, TransferError) as error:
             self._pulling.look()  # the peer may have said why
             raise self._closed(self._closed_reason or str(error)) from error
@@ -118,6 +122,13 @@ class Sender:
             if reason is not None:
                 raise self._closed(reason)
             self._credits -= 1
+
+    def _never_sent(self) -> None:
+        """The receiver has heard nothing: neither of a layout nor of a message that took a credit."""
+        self._layout = None
+        with self._state:
+            self._credits += 1
+            self._state.notify_all()
 
     def _has_credit(self) -> bool:
         returned = self._board.taken if self._board is not None else 0

@@ -17,6 +17,10 @@ class TransferError(LpPipeError):
     """The bytes will not come, or cannot go: the other end is gone, or this one is closing."""
 
 
+class NoRoomError(LpPipeError, OSError):
+    """There are no descriptors, or no memory, for this message. Nothing of it was written: others may follow."""
+
+
 class Half:
     """What a transport's two halves have in common: they may exchange notes over the channel's connection.
 
@@ -54,6 +58,7 @@ class Outlet(Half, ABC):
 
         Raises:
             TransferError: the channel was closed meanwhile.
+            NoRoomError: this message cannot go; all is as it was before.
         """
 
     def release(self, token: int) -> None:

@@ -2,8 +2,26 @@
 
 import errno
 
+NO_MORE_PROCESSES = "this user, or this container, may not have more processes and threads (ulimit -u, pids.max)"
+_ADVICE = {
+    errno.EMFILE: "raise the limit of that process (ulimit -n)",
+    errno.ENFILE: "this system may not have more open files (sysctl fs.file-max)",
+}
 
-def told(error: OSError) -> str:
+
+def told(error: Exception) -> str:
     """The error in words; for one that a higher limit mends, which."""
-    advice = "; raise the limit of that process (ulimit -n)" if error.errno == errno.EMFILE else ""
-    return f"{error}{advice}"
+    if is_of_threads(error):
+        return f"{error}: {NO_MORE_PROCESSES}"
+    advice = _ADVICE.get(error.errno or 0) if isinstance(error, OSError) else None
+    return f"{error}; {advice}" if advice else str(error)
+
+
+def is_shortage(error: Exception) -> bool:
+    """Whether it says that there are no more threads or file descriptors to be had."""
+    return is_of_threads(error) or (isinstance(error, OSError) and error.errno in _ADVICE)
+
+
+def is_of_threads(error: Exception) -> bool:
+    """Python says so with a bare RuntimeError."""
+    return type(error) is RuntimeError and str(error) == "can't start new thread"

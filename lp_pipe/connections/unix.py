@@ -16,6 +16,7 @@ from lp_pipe.connections.base import Connection, Listener, OnConnection, OnFrame
 from lp_pipe.connections.frames import Frame, Piece, Ticket
 from lp_pipe.connections.loans import Borrower, Lender
 from lp_pipe.connections.refusals import Refusals
+from lp_pipe.connections.shortage import told
 from lp_pipe.connections.socket_connection import SocketConnection
 from lp_pipe.connections.socket_reader import SocketReader
 from lp_pipe.errors import Unavailable
@@ -99,7 +100,11 @@ class UnixListener(Listener):
             self._socket.close()
             raise OSError(error.errno, f"cannot listen at {endpoint}: {error.strerror or error}") from error
         self._socket.listen(1024)
-        threading.Thread(target=self._accept_loop, name=f"accept {endpoint}", daemon=True).start()
+        try:
+            threading.Thread(target=self._accept_loop, name=f"accept {endpoint}", daemon=True).start()
+        except RuntimeError:  # out of threads
+            self.close()
+            raise
 
     def close(self) -> None:
         self._is_closed = True
@@ -130,7 +135,7 @@ class UnixListener(Listener):
         try:
             self._on_connection(connection)
         except Exception as error:  # out of descriptors or threads: who comes later may find some
-            why = f"it could not be taken in: {type(error).__name__}: {error}"
+            why = f"it could not be taken in: {type(error).__name__}: {told(error)}"
             self.refusals.note("a process", why)
             connection.close(why)
 

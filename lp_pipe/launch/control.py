@@ -9,6 +9,7 @@ import threading
 import time
 from typing import Any
 
+from lp_pipe.connections.shortage import told
 from lp_pipe.launch.coordination.coordinator import Coordinator
 from lp_pipe.launch.host import Host
 from lp_pipe.launch.processes.proctree import start_time
@@ -80,8 +81,8 @@ class ControlPoint:
             folder = self._host.socket_dir or self._own_dir
             self._server = Server(self._control, f"unix:{folder}/control", thread_pool_size=0, name="control")
             self._entry = Entry(self._record(folder))
-        except OSError as error:
-            _log.warning("this run cannot be found by `lp_pipe status`, `stop` and `ps`: %s", error)
+        except (OSError, RuntimeError) as error:  # no folder, descriptors or threads
+            _log.warning("this run cannot be found by `lp_pipe status`, `stop` and `ps`: %s", told(error))
 
     def close(self) -> None:
         """Nothing of the run is left: who waits for that gets an answer."""

@@ -7,8 +7,16 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from lp_pipe.context import NodeServices
+from lp_pipe.launch.coordination.supervisor import Supervisor
 from lp_pipe.launch.coordination.view import View
 from lp_pipe.protos import supervision_pb2 as wire
+
+
+def give_up(coordinator: Supervisor, node_ids: Iterable[str]) -> None:
+    """The program ends before these have started."""
+    coordinator.request_stop()
+    for node_id in node_ids:
+        coordinator.node_down(node_id)
 
 
 class Host(ABC):
@@ -26,7 +34,8 @@ class Host(ABC):
         """Start every node.
 
         Raises:
-            LaunchError: something could not be started; nothing is left running.
+            LaunchError, OSError, RuntimeError: something could not be started. What will not has been given up; the
+                rest is taken down, and everything closed, as ever.
         """
 
     @abstractmethod

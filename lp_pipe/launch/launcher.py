@@ -1,12 +1,14 @@
 """`launch`: from a program to a run, in any mode."""
 
+import contextlib
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lp_pipe.connections.shortage import is_shortage, told
 from lp_pipe.errors import LaunchError
 from lp_pipe.launch import mixed, process
 from lp_pipe.launch.control import ControlPoint
@@ -93,8 +95,9 @@ def launch(
         ValueError: unknown mode or engine, empty program, a handle of another program's node, more resources than the
             hosts have, hang_after that is not positive, grace that is negative.
         SerializationError: a part of a node cannot be sent to its process; nothing was started.
-        LaunchError: a host has not joined, or not got the sources, or a process could not be started, or a run that has
-            not ended is in run_dir; nothing is left running.
+        LaunchError: a host has not joined, or not got the sources, or a process could not be started, or there are no
+            more threads or file descriptors to be had, or a run that has not ended is in run_dir; nothing is left
+            running.
     """
     check_not_refused()
     check_program(program, "launch takes a Program")
@@ -110,8 +113,9 @@ def launch(
         options = _options(found, listen, interface, join_timeout, host_timeout, sync)
     if serialize_py_nodes:
         serialize_nodes(make_plan(program, Path(), grace))
-    folder = make_run_dir(program.name, run_dir)
-    return start_run(program, mode, options, folder, grace, metrics_sinks, listed, hang_after)
+    with _naming_shortage(program):
+        folder = make_run_dir(program.name, run_dir)
+        return start_run(program, mode, options, folder, grace, metrics_sinks, listed, hang_after)
 
 
 def start_run(
@@ -134,6 +138,16 @@ def start_run(
     print_reports()
     run.start()
     return run
+
+
+@contextlib.contextmanager
+def _naming_shortage(program: Program) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        if not is_shortage(error):
+            raise
+        raise LaunchError(f"program {program.name!r} could not be launched, and is down: {told(error)}") from error
 
 
 def check_program(found: Any, wanted: str) -> Program:

@@ -56,7 +56,11 @@ class MixedHost(Host):
         self._inner = inner
 
     def start(self) -> None:
-        self._processes.start()  # first: this may fail, and takes nothing with it then
+        try:
+            self._processes.start()  # first: this fails more often, and nothing has begun then
+        except BaseException:
+            self._threads.give_up()
+            raise
         self.socket_dir, self.mark = self._processes.socket_dir, self._processes.mark
         self._threads.start()
 

@@ -17,7 +17,7 @@ from lp_pipe.connections.credentials import generate_credentials
 from lp_pipe.errors import LaunchError, Unavailable
 from lp_pipe.launch.coordination.coordinator import Coordinator
 from lp_pipe.launch.coordination.view import View
-from lp_pipe.launch.host import Host
+from lp_pipe.launch.host import Host, give_up
 from lp_pipe.launch.hosts.agent_link import AgentLink
 from lp_pipe.launch.hosts.assignment import Assignment, without_code
 from lp_pipe.launch.hosts.from_agent import FromAgent, PortsElsewhere
@@ -113,10 +113,7 @@ class MultiHost(Host):
             for name, done in started.items():
                 self._check_start(name, done)
         except BaseException:
-            self._coordinator.request_stop()
-            for spec in self._plan.nodes:
-                self._coordinator.node_down(spec.node_id)
-            self.close()
+            give_up(self._coordinator, self._payloads)  # also those that have started: `close` ends them
             raise
         again = [spec.node_id for spec in self._plan.nodes if spec.may_start_again]
         self._payloads = {node_id: self._payloads[node_id] for node_id in again}  # the others: their agents have them

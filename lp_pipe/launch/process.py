@@ -20,13 +20,14 @@ from lp_pipe.launch.coordination.coordinator import Coordinator
 from lp_pipe.launch.coordination.record import Failure
 from lp_pipe.launch.coordination.supervisor import Supervisor
 from lp_pipe.launch.coordination.view import View
-from lp_pipe.launch.host import Host
+from lp_pipe.launch.host import Host, give_up
 from lp_pipe.launch.plan.hardware import this_host
 from lp_pipe.launch.plan.placement import Place, place_all
 from lp_pipe.launch.plan.plan import Plan, serialize_nodes
 from lp_pipe.launch.plan.spec import NodeSpec
 from lp_pipe.launch.plan.surroundings import Surroundings
 from lp_pipe.launch.processes import os_text
+from lp_pipe.launch.processes.descriptors import check_descriptors
 from lp_pipe.launch.processes.exits import ExitQueue
 from lp_pipe.launch.processes.node_stream import NodeStream
 from lp_pipe.launch.processes.socket_dir import make_socket_dir
@@ -100,8 +101,9 @@ class ProcessHost(Host):
         self._listener: connections.Listener | None = None
 
     def start(self) -> None:
-        self._logs.start()
         try:
+            check_descriptors(len(self._specs))
+            self._logs.start()
             self.socket_dir = make_socket_dir()  # not before there is somebody whom a Ctrl+C lets remove it
             self._listener = connections.listen(f"unix:{self.socket_dir}/coordinator", self._accept)
             self._exits.start()
@@ -112,10 +114,7 @@ class ProcessHost(Host):
             for spec in self._plan.nodes:
                 self._start_node(spec)
         except BaseException:  # also a Ctrl+C
-            self._coordinator.request_stop()
-            for spec in self._plan.nodes:
-                self._coordinator.node_down(spec.node_id)
-            self.close()
+            give_up(self._coordinator, self._specs)  # also those that have started: `close` ends them
             raise
 
     def restart(self, node_id: str) -> None:

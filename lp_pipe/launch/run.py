@@ -1,10 +1,7 @@
 """A launched program, as its launcher sees it."""
 
-import importlib
 import logging
-import os
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -14,10 +11,11 @@ from lp_pipe.connections import faulty
 from lp_pipe.context import asking, publish, replace_published
 from lp_pipe.errors import NodeError, Unavailable, add_note
 from lp_pipe.handles import Handle
+from lp_pipe.launch.at_exit import active_runs
 from lp_pipe.launch.control import ControlPoint
 from lp_pipe.launch.coordination.coordinator import Coordinator
 from lp_pipe.launch.hangs.hangs import HangWatch
-from lp_pipe.launch.host import Host
+from lp_pipe.launch.host import Host, give_up
 from lp_pipe.launch.processes.execute import failure_from
 from lp_pipe.launch.report import described_failure, save_failure
 from lp_pipe.launch.services import EndedServices, LauncherServices
@@ -53,6 +51,7 @@ class Run:
         self._metrics = metrics
         self._control = control
         self._hangs = hangs
+        self._has_started = threading.Event()
         self._is_over = threading.Event()
         self._interrupts = Interrupts(hurry=lambda: coordinator.request_stop(hurry=True))
         self._services = LauncherServices(coordinator)
@@ -71,18 +70,38 @@ class Run:
             # A stop in between would wait for ever for what has not begun to look after the nodes.
             with self._interrupts.deferred():
                 self._interrupts.install()  # first: a node may already run when its start returns
-                self._host.start()
-                if self._control is not None:
-                    self._control.open()
-                self._hangs.start()
-                _active.add(self)
-                threading.Thread(target=self._supervise, name=f"supervise {self._program.name}", daemon=True).start()
+                self._start_supervising()
+                self._start_nodes()
         except KeyboardInterrupt:
             self.stop()
             raise
         except BaseException:
             self._interrupts.uninstall()
             raise
+
+    def _start_supervising(self) -> None:
+        """Before the nodes: out of threads, nobody would take them down."""
+        try:
+            threading.Thread(target=self._supervise, name=f"supervise {self._program.name}", daemon=True).start()
+        except RuntimeError:
+            give_up(self._coordinator, self._coordinator.states())
+            self._finish()
+            raise
+
+    def _start_nodes(self) -> None:
+        """All of them; or none is left when this raises."""
+        try:
+            self._host.start()
+            if self._control is not None:
+                self._control.open()
+            self._hangs.start()
+            active_runs.add(self)
+        except BaseException:
+            self._coordinator.request_stop()
+            self._has_started.set()
+            wait_awake(self._is_over)
+            raise
+        self._has_started.set()
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until every node is down.
@@ -212,14 +231,13 @@ class Run:
             add_note(error, f"the first failure of the program: {cause}")
 
     def _supervise(self) -> None:
+        self._has_started.wait()
         aside: list[threading.Thread] = []
         while (order := self._coordinator.next_order()) is not None:
             if order.is_restart:
                 self._restart(order.node_ids[0])
             else:
-                helper = threading.Thread(target=self._take_down, args=(order.node_ids,), name="take down", daemon=True)
-                helper.start()
-                aside.append(helper)
+                aside += self._take_down_aside(order.node_ids)
         self._hangs.close()
         try:
             self._take_down([spec.node_id for spec in self._coordinator.plan.nodes])
@@ -246,7 +264,7 @@ class Run:
             except Exception:
                 _log.exception("at the end of the program")
         self._is_over.set()
-        _active.discard(self)
+        active_runs.discard(self)
 
     def _restart(self, node_id: str) -> None:
         try:
@@ -254,6 +272,15 @@ class Run:
         except Exception as error:  # no process, no descriptors left: this attempt has failed
             self._coordinator.node_ended(node_id, failure_from(error))
             self._coordinator.node_down(node_id)
+
+    def _take_down_aside(self, node_ids: Sequence[str]) -> list[threading.Thread]:
+        helper = threading.Thread(target=self._take_down, args=(node_ids,), name="take down", daemon=True)
+        try:
+            helper.start()
+        except RuntimeError:  # out of threads: restarts must wait
+            self._take_down(node_ids)
+            return []
+        return [helper]
 
     def _take_down(self, node_ids: Sequence[str]) -> None:
         """Stop event -> grace period -> SIGTERM -> 1 s -> SIGKILL of what is left of these nodes."""
@@ -266,26 +293,3 @@ class Run:
             return
         self._host.kill(ending(node_ids))
         self._coordinator.wait_for_end(node_ids)
-
-
-_active: "weakref.WeakSet[Run]" = weakref.WeakSet()
-# The launcher's children, such as a DataLoader's workers, have none: they would wait for what is not theirs to stop.
-os.register_at_fork(after_in_child=_active.clear)
-
-
-def _stop_active_runs() -> None:
-    """An interpreter that exits without stop() takes its nodes down.
-
-    It says so: in Launchpad a script that ends with `launch(program)` waits for its nodes.
-    """
-    runs = list(_active)
-    for run in runs:
-        run.stop_unfinished()
-    for run in runs:
-        run.stop()
-
-
-# Before the interpreter joins its threads, which atexit comes after: threads of nodes wait for the stop. And after
-# concurrent.futures has registered the same way (last come, first served), for its workers may wait for it too.
-importlib.import_module("concurrent.futures.thread")
-threading._register_atexit(_stop_active_runs)  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from lp_pipe.connections import inproc
 from lp_pipe.context import NodeContext, NodeServices, entered
 from lp_pipe.launch.coordination.call_rate import CallRate
 from lp_pipe.launch.coordination.coordinator import Coordinator
-from lp_pipe.launch.host import Host
+from lp_pipe.launch.host import Host, give_up
 from lp_pipe.launch.plan.plan import Plan
 from lp_pipe.launch.plan.spec import NodeSpec
 from lp_pipe.launch.processes.execute import run_node
@@ -81,13 +81,24 @@ class ThreadHost(Host):
         self._threads: dict[str, threading.Thread] = {}
         self._contexts: dict[str, NodeContext] = {}
         self._thread_count = common_threads(plan.nodes)
+        self._uses_threads = False
 
     def start(self) -> None:
         use_threads(self._thread_count)
+        self._uses_threads = True
         for spec in self._plan.nodes:
             self._prepare(spec)
-        for thread in self._threads.values():
-            thread.start()
+        try:
+            for thread in self._threads.values():
+                thread.start()
+        except RuntimeError:  # out of threads
+            self.give_up()
+            raise
+
+    def give_up(self) -> None:
+        """What has not started will not, and the program ends."""
+        never = [node_id for node_id in self._specs if node_id not in self._threads or not self._threads[node_id].ident]
+        give_up(self._coordinator, never)
 
     def restart(self, node_id: str) -> None:
         # What is left of the failed one, threads of its own and handlers at work, must not wait for a stop for ever.
@@ -97,7 +108,8 @@ class ThreadHost(Host):
 
     def stop_nodes(self, node_ids: Iterable[str]) -> None:
         for node_id in node_ids:
-            self._contexts[node_id].stop_signal.set()
+            if node_id in self._contexts:  # else nothing could be started
+                self._contexts[node_id].stop_signal.set()
 
     def terminate(self, node_ids: Iterable[str]) -> None:
         """Threads cannot be asked any harder than by their stop event."""
@@ -114,7 +126,8 @@ class ThreadHost(Host):
             self._coordinator.node_down(node_id)
 
     def close(self) -> None:
-        unset_threads()
+        if self._uses_threads:
+            unset_threads()
 
     def stacks(self) -> str:
         frames = sys._current_frames()

@@ -42,17 +42,15 @@ class LogPump:
 
     def add_node(self, node_id: str) -> tuple[int, int]:
         """Descriptors for the node's stdout and stderr; the caller closes them once the node has its own."""
+        pipes = _two_pipes()
         with self._changed:
             self._last.setdefault(node_id, deque(maxlen=_KEPT_LINES))
             self._open_pipes[node_id] = self._open_pipes.get(node_id, 0) + 2
-        ends = []
-        for is_stderr in (False, True):
-            read_end, write_end = os.pipe()
+        for is_stderr, (read_end, _) in enumerate(pipes):
             os.set_blocking(read_end, False)
-            self._new.append((read_end, _Stream(node_id, is_stderr)))
-            ends.append(write_end)
+            self._new.append((read_end, _Stream(node_id, bool(is_stderr))))
         os.write(self._wake_write, b"+")
-        return ends[0], ends[1]
+        return pipes[0][1], pipes[1][1]
 
     def last_lines(self, node_id: str, patience_s: float = 0.5) -> list[str]:
         """The node's last lines, both streams; waits a moment for the output of a node that has just died."""
@@ -66,7 +64,8 @@ class LogPump:
             self._changed.wait_for(lambda: not any(self._open_pipes.values()), patience_s)
         self._is_closing = True
         os.write(self._wake_write, b".")
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
         for key in list(self._selector.get_map().values()):
             os.close(key.fd)
         self._selector.close()
@@ -102,3 +101,14 @@ class LogPump:
             with self._changed:
                 self._open_pipes[stream.node_id] -= 1
                 self._changed.notify_all()
+
+
+def _two_pipes() -> tuple[tuple[int, int], tuple[int, int]]:
+    """Both or, out of descriptors, none."""
+    first = os.pipe()
+    try:
+        return first, os.pipe()
+    except OSError:
+        for descriptor in first:
+            os.close(descriptor)
+        raise

@@ -19,7 +19,7 @@ from lp_pipe.channels.recycler import Recycler
 from lp_pipe.channels.ring import RingOutlet
 from lp_pipe.channels.segments import Segment
 from lp_pipe.channels.sender import Sender
-from lp_pipe.errors import ChannelClosed
+from lp_pipe.errors import ChannelClosed, LpPipeError
 
 pytestmark = pytest.mark.skipif(not kinds.is_shm_supported, reason="no memfd_create")
 
@@ -190,6 +190,23 @@ def test_a_sender_that_fails_to_send_closes_the_channel(edge: Edge, monkeypatch:
         edge.sender.send(0, torch.ones(4))
     with pytest.raises(Exception, match="the sender failed to send: MemoryError: no 64 bytes"):
         edge.receiver.receive(0, PATIENCE_S)
+
+
+def test_a_sender_out_of_descriptors_says_so_in_that_send_and_the_next_one_goes(
+    edge: Edge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(name: str, flags: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    edge.pass_on(8)
+    with monkeypatch.context() as out_of_descriptors:
+        out_of_descriptors.setattr(os, "memfd_create", none_left)
+        for _ in range(5):  # they cost no credits, of which there are two
+            with pytest.raises(OSError, match=r"channel .*no more room .*Too many open files.*ulimit -n") as caught:
+                edge.sender.send(0, torch.ones(MEBI))
+            assert isinstance(caught.value, LpPipeError)
+    for size in (MEBI, 8, MEBI):
+        edge.pass_on(size)
 
 
 def test_a_receiver_out_of_descriptors_tells_both_ends_whose_limit_it_is(

@@ -51,7 +51,7 @@ class HangWatch:
     def close(self) -> None:
         """From now on nothing is reported: the program ends, which ends all waits."""
         self._is_over.set()
-        if self._limit_s:
+        if self._thread.ident is not None:
             self._thread.join()
 
     def _run(self) -> None:

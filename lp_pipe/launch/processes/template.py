@@ -1,6 +1,7 @@
 """The launcher's side of the template process (see zygote.py)."""
 
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -11,6 +12,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lp_pipe.connections.shortage import NO_MORE_PROCESSES, told
 from lp_pipe.errors import LaunchError
 from lp_pipe.launch.processes.exits import how_it_died
 from lp_pipe.launch.processes.heap import heap_environment
@@ -76,10 +78,16 @@ class Template:
             )
         except OSError as error:
             self._control.close()
-            raise LaunchError(f"cannot start {sys.executable} for the nodes: {error}") from error
+            why = NO_MORE_PROCESSES if error.errno == errno.EAGAIN else told(error)
+            raise LaunchError(f"cannot start {sys.executable} for the nodes: {why}") from error
         finally:
             theirs.close()
-        threading.Thread(target=self._listen, name="template events", daemon=True).start()
+        try:
+            threading.Thread(target=self._listen, name="template events", daemon=True).start()
+        except RuntimeError:  # out of threads; nobody will close what was not made
+            self._process.kill()
+            self.close()
+            raise
 
     @property
     def mark(self) -> dict[str, str]:

@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from lp_pipe.connections.shortage import NO_MORE_PROCESSES
 from lp_pipe.launch.processes.heap import heap_environment
 from lp_pipe.launch.processes.proctree import kill_all, session_of, tree_of
 
@@ -227,7 +228,7 @@ def _poll(*descriptors: int | None) -> select.poll:
 def _why_no_fork(error: OSError) -> str:
     what = error.strerror or str(error)
     if error.errno == errno.EAGAIN:
-        what = "this user, or this container, may not have more processes and threads (ulimit -u, pids.max)"
+        what = NO_MORE_PROCESSES
     return f"the process could not be started: {what}"
 
 

@@ -1,0 +1,35 @@
+"""An interpreter that exits without stop() takes its nodes down."""
+
+import importlib
+import os
+import threading
+import weakref
+from typing import Protocol
+
+
+class _Stoppable(Protocol):
+    """A run."""
+
+    def stop_unfinished(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+active_runs: "weakref.WeakSet[_Stoppable]" = weakref.WeakSet()
+# The launcher's children, such as a DataLoader's workers, have none: they would wait for what is not theirs to stop.
+os.register_at_fork(after_in_child=active_runs.clear)
+
+
+def _stop_active_runs() -> None:
+    """It says so: in Launchpad a script that ends with `launch(program)` waits for its nodes."""
+    runs = list(active_runs)
+    for run in runs:
+        run.stop_unfinished()
+    for run in runs:
+        run.stop()
+
+
+# Before the interpreter joins its threads, which atexit comes after: threads of nodes wait for the stop. And after
+# concurrent.futures has registered the same way (last come, first served), for its workers may wait for it too.
+importlib.import_module("concurrent.futures.thread")
+threading._register_atexit(_stop_active_runs)  # type: ignore[attr-defined]

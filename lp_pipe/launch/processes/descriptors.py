@@ -1,0 +1,26 @@
+"""What nodes that are processes take of the file descriptors of the process that starts them."""
+
+import os
+import resource
+import socket
+
+from lp_pipe.errors import LaunchError
+
+_OF_NODE = 3  # two for what it prints, one for its stream
+_OF_HOST = 8
+
+
+def check_descriptors(nodes: int) -> None:
+    """Nodes that cannot be let in later would wait for ever.
+
+    Raises:
+        LaunchError: this process may not have so many descriptors.
+    """
+    needed = _OF_NODE * nodes + _OF_HOST
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = limit - len(os.listdir("/dev/fd"))
+    if limit != resource.RLIM_INFINITY and free < needed:
+        raise LaunchError(
+            f"{nodes} nodes need {needed} file descriptors in the process that launches them (host "
+            f"{socket.gethostname()}), and {max(free, 0)} of its {limit} are free: raise its limit (ulimit -n)"
+        )
