@@ -8,9 +8,10 @@ class LpPipeError(Exception):
 
 
 def add_note(error: BaseException, text: str) -> None:
-    """Say where it happened; an exception whose `__notes__` are no list goes without, and stays what it is."""
-    with contextlib.suppress(TypeError):
-        error.add_note(text)
+    """Say where it happened; an exception that cannot take notes goes without, and stays what it is."""
+    # Not error.add_note(): it asks a user's `__getattr__` for notes that are not there yet, which may raise anything.
+    with contextlib.suppress(Exception):
+        vars(error).setdefault("__notes__", []).append(text)
 
 
 class NodeError(LpPipeError, RuntimeError):

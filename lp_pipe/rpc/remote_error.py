@@ -32,12 +32,15 @@ def capture(error: BaseException) -> bytes:
         message=printable(text_of(error)),
         traceback=printable(format_traceback(error)),
     )
-    original = getattr(error, "_lp_pipe_original_class", type(error))
+    original = getattr(type(error), "_lp_pipe_original_class", type(error))  # asked itself, it may raise
     with contextlib.suppress(Exception):  # a class that does not pickle travels as its name only
         message.exception_type = codec.dumps(original)
     with contextlib.suppress(Exception):
         message.args = codec.dumps(error.args)
-    for name, value in {**_builtin_attributes(error), **vars(error)}.items():
+    attributes = _builtin_attributes(error)
+    with contextlib.suppress(Exception):  # a user's __getattribute__
+        attributes |= vars(error)
+    for name, value in attributes.items():
         if name == "__notes__" or not name.startswith(("_lp_pipe", "__", "type_name", "remote_traceback")):
             with contextlib.suppress(Exception):
                 message.attributes[name] = codec.dumps(value)
@@ -80,6 +83,12 @@ def text_of(said: object) -> str:
         return str(said)
     except BaseException as broken:  # a user's __str__ may raise anything; whoever waits must hear even so
         return f"<str() of the exception raised {type(broken).__name__}>"
+
+
+def headline(error: BaseException) -> str:
+    """Its class and the first line of its message."""
+    lines = text_of(error).splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def printable(text: str) -> str:

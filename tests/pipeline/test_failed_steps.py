@@ -66,11 +66,40 @@ class _Odd(Exception):
         raise KeyboardInterrupt("not now")
 
 
+class _Lazy(Exception):
+    """Has the attributes of what it was made of, and says KeyError for others, `__notes__` among them."""
+
+    def __init__(self, **found: Any) -> None:
+        super().__init__("lazy")
+        self.found = found
+
+    def __getattr__(self, name: str) -> Any:
+        return self.__dict__["found"][name]
+
+
 class _RaisesOdd(nn.Module):
+    def __init__(self, odd: Any = _Odd) -> None:
+        super().__init__()
+        self.odd = odd
+
     def forward(self, x: Tensor) -> Tensor:
         if x.isnan().any():
-            raise _Odd
+            raise self.odd()
         return x
+
+
+@pytest.mark.parametrize("stages", [[], [1]], ids=["one stage", "two stages"])
+def test_an_exception_whose_attributes_raise_fails_the_step_and_nothing_else(stages: list[int]) -> None:
+    # Of one stage the gradients stayed, and the next step added its own to them; the second of two hung.
+    model = pp.Model([nn.Linear(D, D), _RaisesOdd(_Lazy)], squared_error, sgd)
+    plain = PlainLoop(model, 2)
+    bad = BATCHES[0][0].clone(), BATCHES[0][1]
+    bad[0][-1] = float("nan")
+    with launched("thread", model, stages=stages or 1, microbatches=2) as pipeline:
+        with pytest.raises(_Lazy, match=rf"in layer 1\._RaisesOdd\nin stages/{len(stages)}, forward of micro-batch 1"):
+            pipeline.step(bad)
+        assert pipeline.step(BATCHES[0]).loss == plain.step(BATCHES[0])
+        assert_same_state(pipeline.state_dict(), plain.state_dict())
 
 
 @pytest.mark.parametrize("stage", [0, 1])

@@ -3,7 +3,6 @@
 import contextlib
 import math
 import time
-import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -25,6 +24,7 @@ from lp_pipe.pipeline.worker.batches import BatchSource
 from lp_pipe.pipeline.worker.execution import Report
 from lp_pipe.pipeline.worker.same_target import glance
 from lp_pipe.pipeline.worker.tasks import Task
+from lp_pipe.rpc.remote_error import headline
 
 
 class Steps(ABC):
@@ -83,7 +83,7 @@ class Steps(ABC):
 
     def tear(self, why: str, error: BaseException | None = None) -> None:
         """The stages are not at the same step any more; `go_to` follows once they are."""
-        what = f"{why}: {traceback.format_exception_only(error)[0].splitlines()[0]}" if error is not None else why
+        what = f"{why}: {headline(error)}" if error is not None else why
         self.torn, self._is_torn_by_death = what, isinstance(error, Unavailable)
 
     @contextlib.contextmanager

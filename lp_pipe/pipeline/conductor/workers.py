@@ -4,7 +4,6 @@ import contextlib
 import logging
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -16,6 +15,7 @@ from lp_pipe.pipeline.worker.worker import StageWorker
 from lp_pipe.rpc.calls import add_quick_callback
 from lp_pipe.rpc.futures_view import read_by
 from lp_pipe.rpc.pool import DaemonPool
+from lp_pipe.rpc.remote_error import headline
 
 _MOST_SAID = 1000  # characters of a failure, to workers that only end because of it
 
@@ -159,9 +159,7 @@ class Attempt:
             self._errors.append(error)
             is_first = len(self._errors) == 1
         if is_first:
-            # Not str(error): it may be empty, or the user's own and raise.
-            first_line = traceback.format_exception_only(error)[0].splitlines()[0][:_MOST_SAID]
-            self._abort(f"the operation failed on another stage: {first_line}")
+            self._abort(f"the operation failed on another stage: {headline(error)[:_MOST_SAID]}")
 
     def _notice(self, future: "Future[Report]") -> None:
         """In the thread that has read the reply: others wait for it to read on."""
