@@ -263,9 +263,15 @@ def _check_is_plain(tensor: Tensor, carries_gpu: bool) -> None:
         raise ValueError(f"a channel carries plain dense tensors, not a {type(tensor).__name__}")
     if not is_copied(tensor):
         kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else f"of layout {tensor.layout}"
-        raise ValueError(f"a channel carries dense tensors, not one that is {kind}")
+        raise ValueError(f"a channel carries dense tensors, not one that is {kind}: send {_dense_form(tensor)}")
     if not (tensor.is_cpu or (carries_gpu and tensor.is_cuda)):
         raise ValueError(f"this channel carries CPU tensors, not one on {tensor.device}: send tensor.cpu()")
+
+
+def _dense_form(tensor: Tensor) -> str:
+    if tensor.is_quantized:
+        return "tensor.dequantize()"
+    return "its parts, tensor.unbind(), or a padded tensor" if tensor.is_nested else "tensor.to_dense()"
 
 
 def _is_plain(treedef: pytree.TreeSpec) -> bool:

@@ -9,6 +9,7 @@ from itertools import combinations
 
 from torch import Tensor
 
+from lp_pipe.channels.packing import is_copied
 from lp_pipe.errors import PipelineError
 
 
@@ -18,7 +19,7 @@ def overlapping(tensors: Sequence[Tensor]) -> tuple[int, ...]:
         return ()
     of_storage: dict[int, list[int]] = {}
     for position, tensor in enumerate(tensors):
-        if tensor.numel():
+        if tensor.numel() and is_copied(tensor):  # the channel refuses others, with a reason
             of_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(position)
     found: set[int] = set()
     for positions in of_storage.values():

@@ -38,6 +38,11 @@ def test_tensors_of_their_own_memory_do_not_overlap() -> None:
     assert overlapping([windows[:2], windows[3:]]) == (0, 1)  # element 3
 
 
+def test_tensors_without_memory_to_compare_are_left_to_the_channel() -> None:
+    # A sparse tensor in a tuple failed here, by "Cannot access storage of SparseTensorImpl"; the channel says what to do.
+    assert overlapping([torch.eye(3).to_sparse(), torch.eye(3).to_sparse_csr(), torch.ones(3)]) == ()
+
+
 def _model(values: Callable[[Any], Any], after: Callable[[Any], Any]) -> pp.Model:
     linear = pp.Layer(nn.Linear, D, D)
     return pp.Model([linear, apply(values), apply(after), linear], squared_error, sgd)
