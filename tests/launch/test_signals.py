@@ -156,13 +156,14 @@ def test_other_threads_launch_without_touching_the_handlers(no_leaks: None) -> N
 def test_an_interpreter_that_exits_without_stop_takes_its_nodes_down(script: Any, launch_mode: str) -> None:
     # The second node's own thread is no daemon: the interpreter would wait for it before any atexit function ran.
     body = f"""
-    def threaded():
+    def threaded(event):
         threading.Thread(target=obedient).start()
+        event.set()
 
-    program.add_node(lp.PyNode(threaded), label="threaded")
-    program.add_node(lp.CourierNode(lambda: threading.Event()), label="server")
+    event = program.add_node(lp.CourierNode(lambda: threading.Event()), label="event")
+    program.add_node(lp.PyNode(threaded, event), label="threaded")
     run = lp.launch(program, {launch_mode!r})
-    run.client("server").is_set()
+    run.client("event").wait({WITHIN_S})  # else nothing may have begun that could be stopped in order
     """
     launcher = script(SCRIPT.format(node="obedient", body=body))
     lines_until_ready(launcher)

@@ -89,6 +89,7 @@ class NodeStream:
 
     def _on_hello(self, message: wire.Hello) -> None:
         self._node_id = message.node_id
+        self._view = View([], [], [], self._node_id)  # it may never say what it is at
         self._say_hello(self, message)
 
     def _on_register(self, message: wire.Register) -> None:

@@ -343,3 +343,20 @@ def test_a_frozen_process_is_named_as_one_that_does_not_answer(no_leaks: None, t
         finally:
             os.kill(pid, signal.SIGCONT)
         assert call.result(PATIENCE_S) == "done"
+
+
+def test_a_process_that_freezes_before_it_has_ever_answered_is_named_too(no_leaks: None, tmp_path: Path) -> None:
+    class Frozen:  # local, so that its process need not import this file, which takes a while
+        def __init__(self) -> None:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    program = lp.Program("frozen")
+    server = program.add_node(lp.CourierNode(Frozen), label="server")
+    program.add_node(lp.PyNode(lp.list_methods, server), label="actor")
+    with launched(program, "process", tmp_path, limit_s=3.0) as run:
+        try:
+            reported(
+                run, "node actor/0 has waited", "for server/0 to come up", "server/0's process has not answered for"
+            )
+        finally:
+            os.kill(run.status()["server"][0]["pid"], signal.SIGCONT)
