@@ -82,7 +82,8 @@ def check(model: Model, batches: Iterable[tuple[Any, Any]], **pipeline_options: 
     with computing_with((pipeline_options.get("resources") or Resources()).threads), launch(program, "thread") as run:
         pipeline = run.client(handle)
         options = (pipeline_options.get("clip_grad_norm"), pipeline_options.get("precision", "fp32"))
-        plain = PlainLoop(_watched(model, here), microbatches, *options, handle.replicas_by_layer, place)
+        on_nan = pipeline_options.get("on_nan", "ignore")
+        plain = PlainLoop(_watched(model, here), microbatches, *options, handle.replicas_by_layer, place, on_nan)
         for step, batch in enumerate(batches):
             losses = pipeline.step(batch).loss, plain.step(batch)
             found = _outputs_differ(there, here)

@@ -1,5 +1,6 @@
 """The loop in one process that every synchronous pipeline equals to the bit."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -7,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lp_pipe.pipeline.compute.buffers import BufferSnapshot
 from lp_pipe.pipeline.compute.device import CPU, current, own_loss, to_device, to_host
 from lp_pipe.pipeline.compute.precision import autocast
+from lp_pipe.pipeline.compute.shortened_rows import ShortenedRows
 from lp_pipe.pipeline.compute.stage import Stage
 from lp_pipe.pipeline.layers.build import build_layers
 from lp_pipe.pipeline.layers.factories import made_optimizer, made_scheduler, wants_metric
@@ -18,6 +21,7 @@ from lp_pipe.pipeline.layers.names import in_order, own_names, parameter_places
 from lp_pipe.pipeline.layers.rng import step_rng
 from lp_pipe.pipeline.layers.skips import call, seen_by_setup
 from lp_pipe.pipeline.layers.tied import tie, tied_names
+from lp_pipe.pipeline.worker.nonfinite import dense, is_finite
 
 
 class PlainLoop:
@@ -25,6 +29,8 @@ class PlainLoop:
 
     replicas_by_layer: gradients are summed in so many parts, micro-batch j in part j mod r; then the parts, in order.
         So are buffers written in a step, each part's to its own; afterwards part 0's are everybody's.
+    on_nan: "skip" leaves out the update of a step whose loss or gradients are not finite, and what its forwards have
+        written; only the learning rate goes on.
     """
 
     def __init__(
@@ -35,6 +41,7 @@ class PlainLoop:
         precision: str,
         replicas_by_layer: Sequence[int],
         device: torch.device = CPU,
+        on_nan: str = "ignore",
     ) -> None:
         sources = [seen_by_setup(source) for source in sources_of(model)]
         self._model = model
@@ -43,6 +50,7 @@ class PlainLoop:
         self._microbatches = microbatches
         self._clip_grad_norm = clip_grad_norm
         self._precision = precision
+        self._on_nan = on_nan
         self._scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
         self._layers = build_layers(sources, 0, model.seed)
         tie(self._layers, 0, tied_names(sources, model.tied), {}, model.seed)
@@ -64,6 +72,7 @@ class PlainLoop:
         if isinstance(self._loss, nn.Module):
             self._note_modules(self._loss, self._last_replicas)
         self._parts: dict[str, dict[int, Tensor]] = {}
+        self._rows = ShortenedRows(module for layer in self._layers for module in layer.modules())
 
     def step(self, batch: tuple[Any, Any]) -> float:
         """One optimizer step; the weighted sum of the micro-batches' losses."""
@@ -78,6 +87,8 @@ class PlainLoop:
 
     def _stepped(self, inputs: list[Any], targets: list[Any], weights: list[float]) -> float:
         losses = [0.0] * self._last_replicas
+        self._rows.forget()
+        before = BufferSnapshot(self._modules if self._on_nan == "skip" else ())
         self._copy_buffers()
         for microbatch, (value, target, weight) in enumerate(zip(inputs, targets, weights, strict=True)):
             with self._buffers_for(microbatch):
@@ -89,16 +100,29 @@ class PlainLoop:
             self._set_aside(microbatch)
         self._sum_parts()
         self._scaler.unscale_(self._optimizer)
-        if self._clip_grad_norm is not None:
-            nn.utils.clip_grad_norm_(self._parameters.values(), self._clip_grad_norm)
-        self._scaler.step(self._optimizer)
+        loss = sum(losses[1:], losses[0])
+        if self._on_nan == "skip" and not self._is_finite(loss):
+            before.restore()
+            self._rows.undo()
+        else:
+            self._update()
         self._scaler.update()
         if self._lr_scheduler is not None and not wants_metric(self._lr_scheduler):
             self._lr_scheduler.step()
         for parameter in self._parameters.values():  # also those that the optimizer does not have
             parameter.grad = None
         self._step += 1
-        return sum(losses[1:], losses[0])
+        return loss
+
+    def _is_finite(self, loss: float) -> bool:
+        """Of gradients that are scaled the scaler takes care."""
+        gradients = [parameter.grad for parameter in self._parameters.values()] if not self._scaler.is_enabled() else []
+        return math.isfinite(loss) and all(gradient is None or is_finite(dense(gradient)) for gradient in gradients)
+
+    def _update(self) -> None:
+        if self._clip_grad_norm is not None:
+            nn.utils.clip_grad_norm_(self._parameters.values(), self._clip_grad_norm)
+        self._scaler.step(self._optimizer)
 
     def _note_modules(self, layer: nn.Module, replicas: int) -> None:
         for module in layer.modules():

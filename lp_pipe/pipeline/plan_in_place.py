@@ -97,6 +97,11 @@ def taken(program: Program, group: str) -> PlanInPlace | None:
         return None
     place.pipelines.append((program, group))
     groups = place.groups(program)
+    if groups.count(group) > 1 and place.group in (None, group):
+        raise place.refuse(
+            f"the program has several pipelines in group {group!r}, and nothing says which one the plan is for: give "
+            "each a group of its own, add_pipeline(..., group=...), and say which (--plan-group)"
+        )
     if place.group is None and len(groups) > 1:
         raise place.refuse(
             f"the program has several pipelines, in the groups {', '.join(groups)}: say which one the plan is for "

@@ -69,6 +69,12 @@ def two():
     return program
 
 
+def one_group():
+    program = make_program()
+    add(program, stages=1)
+    return program
+
+
 def empty():
     return lp.Program("empty")
 
@@ -173,6 +179,8 @@ def test_of_several_pipelines_the_plan_is_for_the_named_one(target: str) -> None
     [
         ([":two", "--plan=plan.toml"], "plan.toml: the program has several pipelines, in the groups stages, others"),
         ([":two", "--plan=plan.toml", "--plan-group=x"], "plan.toml: group 'x' is no pipeline of the program"),
+        ([":one_group", "--plan=plan.toml"], "plan.toml: the program has several pipelines in group 'stages', and"),
+        ([":one_group", "--plan=plan.toml", "--plan-group=stages"], "give each a group of its own, add_pipeline(..., "),
         ([":empty", "--plan=plan.toml"], "plan.toml: no pipeline to plan"),
         (["", "--plan=other.toml"], "other.toml: stages: the plan is for another model: it has 1 layers, the model 3"),
         (["", "--plan=mixed.toml"], "mixed.toml: stages: stage 0 of the plan has '2.Linear'"),

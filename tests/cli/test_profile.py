@@ -49,6 +49,12 @@ def two():
     return program
 
 
+def one_group():
+    program = make_program()
+    add(program, None, "stages")
+    return program
+
+
 def needy():
     program = lp.Program("needy")
     feeder = program.add_node(lp.CourierNode(Feeder), label="feeder")
@@ -96,6 +102,8 @@ def test_a_programs_pipeline_is_profiled_on_its_feeders_first_microbatch(
     [
         (["two"], "has several pipelines: say which group: stages, others"),
         (["two", "--group=others"], "the pipeline has no feeder"),
+        (["one_group"], "has the stages of 2 pipelines, and nothing says which one is meant: give each a group"),
+        (["one_group", "--group=stages"], "group 'stages' of Program('fed': "),
         (["two", "--group=feeder"], "group 'feeder' is no pipeline"),
         (["needy"], "node needy/0 needs a client of feeder/0"),
         (["empty"], "has no pipeline"),

@@ -236,6 +236,44 @@ def test_numbers_that_are_none_in_both_are_equal() -> None:
     assert pp.check(model, BATCHES, stages=1, microbatches=2).equal
 
 
+class Inverse(nn.Module):
+    """Finite, but for a slope at 0."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.abs().sqrt()
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step\\(\\)`")  # when the first step is skipped
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"clip_grad_norm": 0.1, "schedule": "zb_h1"}, {"replicas": 2}, {"precision": "fp16"}, {"recompute": "full"}],
+    ids=["plain", "clipped", "replicas", "fp16", "recompute"],
+)
+@pytest.mark.parametrize("bad", ["loss", "gradient"])
+def test_steps_that_are_skipped_because_a_number_is_none_are_so_in_both(bad: str, options: dict[str, Any]) -> None:
+    """The plain loop did not skip them: every such model was "different", by NaN."""
+    x, y = random_batches([12])[0]
+    wrong = (x * math.inf, y) if bad == "loss" else (x * 0.0, y)
+    layers: list[Any] = [pp.Layer(nn.Linear, D, D, bias=False), pp.Layer(Inverse), pp.Layer(nn.BatchNorm1d, T)]
+    layers += [pp.Layer(nn.Dropout, 0.2), pp.Layer(nn.Linear, D, D)]
+    model = model_with_everything(layers=layers, optimizer=sgd)
+    batches = [wrong, *BATCHES, wrong, *BATCHES]
+    assert pp.check(model, batches, stages=2, microbatches=4, on_nan="skip", **options).equal
+    if options.get("precision") != "fp16":
+        assert pp.check(model, batches, stages=2, microbatches=4, **options).equal  # NaN in both from then on
+
+
+def test_a_table_with_a_largest_norm_is_as_before_a_step_that_is_skipped() -> None:
+    layers = [pp.Layer(nn.Embedding, 20, D, max_norm=0.5), pp.Layer(nn.Linear, D, D)]
+    generator = torch.Generator().manual_seed(0)
+    batches = [
+        (torch.randint(20, (8, T), generator=generator), torch.randn(8, T, D, generator=generator)) for _ in range(3)
+    ]
+    batches[1] = batches[1][0], batches[1][1] * math.nan
+    model = pp.Model(layers, squared_error, sgd)
+    assert pp.check(model, batches, stages=2, microbatches=4, on_nan="skip").equal
+
+
 class ToSparse(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.to_sparse()

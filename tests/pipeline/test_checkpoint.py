@@ -1,5 +1,6 @@
 """Checkpoints: any number of stages writes them, any number goes on from them, to the bit."""
 
+import functools
 import pickle
 import threading
 from pathlib import Path
@@ -290,6 +291,22 @@ def test_a_checkpoint_of_another_optimizer_is_refused_and_changes_nothing(tmp_pa
         refused.by(pp.CheckpointError, r"model.pt is a file, and a checkpoint is a folder: .* goes to load_state_dict")
 
 
+@pytest.mark.parametrize(("kind", "other"), [("sequential", "StepLR"), ("lambda", "sequential")])
+def test_a_checkpoint_of_another_scheduler_is_refused_and_changes_nothing(
+    tmp_path: Path, kind: str, other: str
+) -> None:
+    """SequentialLR ended in a bare KeyError, with some stages loaded; others went on with what they had in common."""
+    schedulers = {**SCHEDULERS, "StepLR": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2)}
+    with launched("thread", model_with_everything(lr_scheduler=schedulers[other]), BATCHES, stages=2) as pipeline:
+        pipeline.step()
+        pipeline.save(tmp_path)
+    kinds = {"sequential": "SequentialLR of LinearLR and ExponentialLR", "lambda": "LambdaLR", "StepLR": "StepLR"}
+    with launched("thread", model_with_everything(lr_scheduler=schedulers[kind]), BATCHES, stages=3) as pipeline:
+        Refused(pipeline, tmp_path).by(
+            pp.PipelineError, f"another lr_scheduler, {kinds[other]}, than this model's, {kinds[kind]}: give the model"
+        )
+
+
 def test_a_checkpoint_that_cannot_be_replaced_stays_whole(tmp_path: Path) -> None:
     class Stubborn(nn.Linear):
         def get_extra_state(self) -> Any:
@@ -462,24 +479,26 @@ def test_a_full_disk_is_named_and_loses_no_room_to_what_has_failed(tmp_path: Pat
 
 
 def test_a_load_that_fails_halfway_is_mended_by_another_one_only(tmp_path: Path) -> None:
-    """torch's SequentialLR takes no other scheduler's state, which is found out when the weights are taken already."""
-    schedulers = torch.optim.lr_scheduler
+    """A scheduler may not take a state, which is found out when the weights are taken already."""
 
-    def sequential(optimizer: torch.optim.Optimizer) -> Any:
-        parts = [schedulers.ConstantLR(optimizer), schedulers.ExponentialLR(optimizer, 0.8)]
-        return schedulers.SequentialLR(optimizer, parts, [2])
+    class Fussy(torch.optim.lr_scheduler.StepLR):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            if state["step_size"] != self.step_size:
+                raise ValueError("a state of other steps")
+            super().load_state_dict(state)
 
     layers = [nn.Linear(1, 1), nn.Linear(1, 1)]
-    for name, scheduler in (("step", lambda optimizer: schedulers.StepLR(optimizer, 2)), ("sequential", sequential)):
-        batch = torch.ones(2, 1), torch.ones(2, 1)
-        with launched("thread", pp.Model(layers, squared_error, sgd, scheduler), stages=2) as pipeline:
+    batch = torch.ones(2, 1), torch.ones(2, 1)
+    for size in (2, 3):
+        model = pp.Model(layers, squared_error, sgd, functools.partial(Fussy, step_size=size))
+        with launched("thread", model, stages=2) as pipeline:
             pipeline.step(batch)
-            pipeline.save(tmp_path / name)
-            if name == "step":
+            pipeline.save(tmp_path / str(size))
+            if size == 2:
                 continue
-            with pytest.raises(KeyError, match="_schedulers"):
-                pipeline.load(tmp_path / "step")
-            with pytest.raises(pp.PipelineError, match=r"loading .*step has failed after it had changed some of them"):
+            with pytest.raises(ValueError, match="of other steps"):
+                pipeline.load(tmp_path / "2")
+            with pytest.raises(pp.PipelineError, match=r"loading .*2 has failed after it had changed some of them"):
                 pipeline.step(batch)
-            pipeline.load(tmp_path / name)
+            pipeline.load(tmp_path / "3")
             assert pipeline.step(batch).step == 1

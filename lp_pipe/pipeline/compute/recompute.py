@@ -47,8 +47,7 @@ class Segment:
         self._pops = popped_by(layers)
         modules = list(nn.ModuleList(layers).modules())
         self._modules = [m for m in modules if m._buffers]
-        # max_norm: what it has made shorter it does not change again.
-        self._constants = [p for m in modules if getattr(m, "max_norm", None) is None for p in m.parameters(False)]
+        self._constants = [parameter for module in modules for parameter in module.parameters(recurse=False)]
         # What the layers write to must be copied before. The first run tells; until then it may be anything.
         self._written: frozenset[Place] | None = None
         self._writes_to_inputs: bool | None = None

@@ -1,6 +1,6 @@
 """Which layers of a stage are recomputed together: what the option `recompute` means."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -40,12 +40,32 @@ def check_recompute(option: Any) -> None:
     )
 
 
-def runs_of(option: Recompute, first_layer: int, layers: Sequence[Any]) -> list[Run]:
+def runs_of(
+    option: Recompute, first_layer: int, layers: Sequence[Any], never: Collection[int] = frozenset()
+) -> list[Run]:
     """A stage's layers in consecutive runs.
 
     "none" and "full": one run. ("every", k): runs of k layers, counted from the stage's first one, the last one may be
     shorter. FullStages: one run. A function: each layer that it chooses is a run of its own.
+
+    never: indices of layers that are not recomputed whatever the option says; they cut a run in pieces.
     """
+    return [piece for run in _chosen(option, first_layer, layers) for piece in _without(run, never)]
+
+
+def _without(run: Run, never: Collection[int]) -> Iterator[Run]:
+    first = run.first
+    for index in range(run.first, run.end) if run.is_recomputed else ():
+        if index in never:
+            if first < index:
+                yield Run(first, index, True)
+            yield Run(index, index + 1, False)
+            first = index + 1
+    if first < run.end:
+        yield run._replace(first=first)
+
+
+def _chosen(option: Recompute, first_layer: int, layers: Sequence[Any]) -> list[Run]:
     end = first_layer + len(layers)
     every = _every(option)
     if every is not None:

@@ -20,6 +20,7 @@ from lp_pipe.pipeline.compute.entry import entered, phony
 from lp_pipe.pipeline.compute.precision import autocast
 from lp_pipe.pipeline.compute.recompute import Segment
 from lp_pipe.pipeline.compute.segments import Recompute, Run, runs_of
+from lp_pipe.pipeline.compute.shortened_rows import writers
 from lp_pipe.pipeline.compute.split_backward import Roots, SplitBackward, backward, backward_later, edges_of
 from lp_pipe.pipeline.compute.written_buffers import WrittenBuffers
 from lp_pipe.pipeline.layers.layer_names import layer_names
@@ -91,7 +92,7 @@ class Stage:
             layer.to(device)
         self._tied = tied
         self._buffers = WrittenBuffers(layers, first_layer, shared_buffers, is_asynchronous=is_asynchronous)
-        self._runs = [self._prepared(run) for run in runs_of(recompute, first_layer, layers)]
+        self._runs = [self._prepared(r) for r in runs_of(recompute, first_layer, layers, writers(layers, first_layer))]
         self._borrowed = [tied[name] for name in tied if int(name.split(".", 1)[0]) < first_layer]
         self._phony = phony()
         self.activation_stash: dict[int, Stash] = {}

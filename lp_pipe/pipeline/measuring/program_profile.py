@@ -42,7 +42,14 @@ def _workers(program: Program, group: str | None) -> list[Node[Any]]:
         raise PipelineError(f"{program!r} has several pipelines: say which group: {', '.join(pipelines)}")
     if group is not None and group not in pipelines:
         raise PipelineError(f"group {group!r} is no pipeline of {program!r}: there is {', '.join(pipelines)}")
-    return pipelines[group if group is not None else next(iter(pipelines))]
+    label = group if group is not None else next(iter(pipelines))
+    configs = {id(_part(node, PipelineConfig)) for node in pipelines[label]}
+    if len(configs) > 1:
+        raise PipelineError(
+            f"group {label!r} of {program!r} has the stages of {len(configs)} pipelines, and nothing says which one is "
+            "meant: give each a group of its own, add_pipeline(..., group=...)"
+        )
+    return pipelines[label]
 
 
 def _batch(program: Program, conductor: Node[Any]) -> tuple[Any, Any]:

@@ -8,7 +8,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-_LISTS = frozenset({"base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "min_lrs", "base_momentums", "max_momentums"})
+_NAMES = ("lrs", "_last_lr", "lr_lambdas", "momentums")  # torch's all end so; a user's own: peak_lrs, warmup_lrs
 Path = tuple[str | int, ...]
 
 
@@ -34,7 +34,7 @@ def with_group_values(
 
 def _lists(state: Mapping[str, Any], path: Path) -> Iterator[tuple[Path, list[Any]]]:
     for key, value in state.items():
-        if key in _LISTS and isinstance(value, list):
+        if str(key).endswith(_NAMES) and isinstance(value, list):
             yield (*path, key), value
         elif isinstance(value, Mapping):
             yield from _lists(value, (*path, key))

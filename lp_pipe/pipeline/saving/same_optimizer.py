@@ -10,6 +10,11 @@ from lp_pipe.errors import PipelineError
 # torch's schedulers keep these among an optimizer's own.
 _OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"})
 
+WEIGHTS_ALONE = (
+    "to begin anew with its weights, write them to a file by `lp_pipe checkpoint export`, and give what "
+    "safetensors.torch.load_file reads to load_state_dict()"
+)
+
 
 def refuse_other_optimizer(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], saved: Mapping[str, Any]
@@ -26,6 +31,5 @@ def refuse_other_optimizer(
     if saved and lacking and unknown:
         raise PipelineError(
             f"the checkpoint is of another optimizer than {type(optimizer).__name__}: its options have "
-            f"{', '.join(unknown)}, and not {', '.join(lacking)}; to begin anew with its weights, write them to a "
-            "file by `lp_pipe checkpoint export`, and give what safetensors.torch.load_file reads to load_state_dict()"
+            f"{', '.join(unknown)}, and not {', '.join(lacking)}; {WEIGHTS_ALONE}"
         )

@@ -5,6 +5,7 @@ optimizer.<name>.<key>            a parameter's optimizer state
 options.<name>                    the options of its group, which the scheduler changes
 schedule.<name>                   what the scheduler's state says of its group
 lr_scheduler                      the scheduler's state
+lr_scheduler_kind                 its class
 loss.<name>                       a buffer of the loss that it has written to
 versions.<worker>.newest          of an asynchronous schedule: the number of a worker's newest weights
 versions.<worker>.<version>.<name>    and older ones that are still in use
@@ -29,12 +30,14 @@ class Saved(NamedTuple):
     lr_scheduler: dict[str, Any] | None
     versions: list[dict[str, Any]]
     loss: dict[str, Tensor]
+    scheduler_kind: str | None = None
 
 
 def saved_of(share: Mapping[str, Any]) -> Saved:
     """What one worker's share holds."""
     versions = [share["versions"]] if "versions" in share else []
-    return Saved(share["weights"], share["optimizer"], share["lr_scheduler"], versions, share["loss"])
+    kind = share.get("lr_scheduler_kind")
+    return Saved(share["weights"], share["optimizer"], share["lr_scheduler"], versions, share["loss"], kind)
 
 
 def entries(share: Mapping[str, Any], worker: int) -> dict[Key, Any]:
@@ -50,6 +53,8 @@ def entries(share: Mapping[str, Any], worker: int) -> dict[Key, Any]:
     found.update({("loss", name): value for name, value in share["loss"].items()})
     if share["lr_scheduler"] is not None:
         found["lr_scheduler",] = share["lr_scheduler"]
+    if share.get("lr_scheduler_kind") is not None:
+        found["lr_scheduler_kind",] = share["lr_scheduler_kind"]
     if "versions" in share:
         found["versions", str(worker), "newest"] = share["versions"]["newest"]
         for version, weights in share["versions"]["older"].items():
@@ -64,14 +69,19 @@ def is_of(key: Key, state: Collection[str], parameters: Collection[str]) -> bool
             return name in state
         case ("optimizer", name, _) | ("versions", _, _, name):
             return name in parameters
-        case ("lr_scheduler",) | ("loss", _) | ("options" | "schedule", _) | ("versions", _, "newest"):
+        case (
+            ("lr_scheduler" | "lr_scheduler_kind",)
+            | ("loss", _)
+            | ("options" | "schedule", _)
+            | ("versions", _, "newest")
+        ):
             return True
     return False
 
 
 def joined(found: Mapping[Key, Any]) -> Saved:
     """Entries of any number of workers, put together."""
-    saved = Saved({}, {}, found.get(("lr_scheduler",)), [], {})
+    saved = Saved({}, {}, found.get(("lr_scheduler",)), [], {}, found.get(("lr_scheduler_kind",)))
     versions: dict[str, dict[str, Any]] = {}
     for key, value in found.items():
         match key:

@@ -10,7 +10,11 @@ class LearningRate:
     def __init__(self, training: Training, past: Past) -> None:
         self._past = past
         self._training = training
-        self.scheduler_kind = training.scheduler_kind
+
+    def scheduler_kind(self) -> tuple[str, bool] | None:
+        """Its class, and whether it waits for a metric; None: there is none here."""
+        kind = self._training.scheduler_kind()
+        return (kind, self._training.waits_for_metric) if kind is not None else None
 
     def step_scheduler(self, metric: float) -> None:
         """Of stages with nothing to train, nothing.

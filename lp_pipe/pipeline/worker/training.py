@@ -17,6 +17,7 @@ from lp_pipe.pipeline.layers.model import OptimizerFactory, SchedulerFactory
 from lp_pipe.pipeline.layers.rng import nobody_draws
 from lp_pipe.pipeline.saving.group_values import values_of_group, with_group_values
 from lp_pipe.pipeline.saving.same_optimizer import refuse_other_optimizer
+from lp_pipe.pipeline.saving.same_scheduler import kind_of, refuse_other_scheduler
 from lp_pipe.pipeline.saving.saved import Saved
 from lp_pipe.pipeline.worker.execution import Report
 from lp_pipe.pipeline.worker.nonfinite import dense, is_finite
@@ -29,7 +30,7 @@ class Training:
         self._parameters = [item for stage in stages for item in stage.named_parameters()]
         self._optimizer: torch.optim.Optimizer | None = None
         self._lr_scheduler: Any = None
-        self._waits_for_metric = False
+        self.waits_for_metric = False  # whether training steps leave the scheduler alone
         self.has_updated = False  # by the last step, which may have failed
         # Not for frozen ones alone: factories often leave these out, and torch refuses an empty list.
         if any(parameter.requires_grad for _, parameter in self._parameters):
@@ -38,7 +39,7 @@ class Training:
                 self._optimizer = made_optimizer(optimizer, self._parameters)
             if lr_scheduler is not None:
                 self._lr_scheduler = made_scheduler(lr_scheduler, self._optimizer)
-                self._waits_for_metric = wants_metric(self._lr_scheduler)
+                self.waits_for_metric = wants_metric(self._lr_scheduler)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -108,17 +109,17 @@ class Training:
         self.clear_gradients()
 
     def step_scheduler(self) -> None:
-        """Once a step, whatever the number of its updates; not one that waits for a metric."""
-        if self._lr_scheduler is not None and not self._waits_for_metric:
+        """Once a step, whatever the number of its updates; but not one that waits for a metric."""
+        if self._lr_scheduler is not None and not self.waits_for_metric:
             self._lr_scheduler.step()
 
-    def scheduler_kind(self) -> tuple[str, bool] | None:
-        """Its class, and whether it waits for a metric; None: there is none here."""
-        return None if self._lr_scheduler is None else (type(self._lr_scheduler).__name__, self._waits_for_metric)
+    def scheduler_kind(self) -> str | None:
+        """What it is; None: there is none here."""
+        return kind_of(self._lr_scheduler) if self._lr_scheduler is not None else None
 
     def step_scheduler_by(self, metric: float) -> None:
         """One that waits for a metric."""
-        if self._waits_for_metric:
+        if self.waits_for_metric:
             self._lr_scheduler.step(metric)
 
     def learning_rates(self) -> dict[str, float]:
@@ -153,13 +154,14 @@ class Training:
         """
         optimizer, lr_scheduler = self._optimizer_state(), self._scheduler_state()
         share = {"weights": weights, "loss": loss, "optimizer": optimizer, "lr_scheduler": lr_scheduler}
+        share["lr_scheduler_kind"] = self.scheduler_kind()
         return share if versions is None else {**share, "versions": versions}
 
     def check(self, saved: Saved) -> None:
         """
         Raises:
             CheckpointError: it does not have this worker's parameters.
-            PipelineError: it is of another optimizer.
+            PipelineError: it is of another optimizer, or of another scheduler.
         """
         for name in self._trained_names():
             if name not in saved.optimizer:
@@ -167,6 +169,8 @@ class Training:
         for group, name, _ in self._grouped():
             if name in saved.optimizer and self._optimizer is not None:
                 refuse_other_optimizer(self._optimizer, group, saved.optimizer[name]["options"])
+        if self._lr_scheduler is not None:
+            refuse_other_scheduler(self._lr_scheduler, saved.scheduler_kind)
 
     def restore(self, saved: Saved) -> None:
         """Set optimizer and scheduler to what was saved; the weights are the stages' own business."""

@@ -16,6 +16,7 @@ from lp_pipe.errors import add_note
 from lp_pipe.pipeline.compute.buffers import BufferSnapshot, eval_mode
 from lp_pipe.pipeline.compute.device import chosen_device, current, to_host
 from lp_pipe.pipeline.compute.loss_state import OwnLoss
+from lp_pipe.pipeline.compute.shortened_rows import ShortenedRows
 from lp_pipe.pipeline.compute.stages import stages_of
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
 from lp_pipe.pipeline.layers.layer_names import names_by_index
@@ -81,6 +82,7 @@ class StageWorker:
         self._inner = [m for s in self._stages.values() for layer in s.layers for m in layer.modules()]
         self._modules = [*self._inner, *self._loss.modules]
         self._buffers_before: BufferSnapshot | None = None
+        self._rows = ShortenedRows(self._inner)
         self._metering = Metering(self._inner, self.training, (self._worker, self._replica), list(self._stages))
         self._search = Search(pipeline, self._stages, names_by_index(worker.sources.values()), node.name)
         self._intake = Intake(pipeline, self._stages, feeder, node.name, self._device)
@@ -140,6 +142,7 @@ class StageWorker:
         """One step of an asynchronous schedule, updates included; see AsyncWorker.run."""
         assert self._async is not None, "only an asynchronous schedule has such steps"
         self._past.changes()
+        self._rows.forget()  # a step that fails is not undone
         with current(self._device):
             return self._async.run(task, ahead, after)
 
@@ -153,7 +156,7 @@ class StageWorker:
             self._async.discard()  # its messages are in the way of these
         self._buffers_before = None  # what a step has changed stays
         operation = self._intake.of(tag, 0, apart(inputs), aligned(targets))
-        with torch.no_grad(), current(self._device), eval_mode(self._inner, self._loss.modules):
+        with torch.no_grad(), current(self._device), eval_mode(self._inner, self._loss.modules), self._rows.undone():
             self._execution.run(self._part_of(schedule), operation, self._execution.inference)
         return operation.report
 
@@ -173,6 +176,7 @@ class StageWorker:
         except BaseException as error:
             add_note(error, f"in {self._name}, update of stages {', '.join(map(str, self._stages))}")
             raise
+        self._rows.forget()
 
     def has_updated(self) -> bool:
         """Whether the last `apply`, which may have failed, has changed something."""
@@ -191,6 +195,7 @@ class StageWorker:
     def discard(self) -> None:
         """Forget what an aborted operation has left behind."""
         self.training.clear_gradients()
+        self._rows.undo()
         if self._buffers_before is not None:
             self._buffers_before.restore()
             self._buffers_before = None

@@ -27,7 +27,11 @@ from tests.pipeline.plain_loop import (
     squared_error,
 )
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = [
+    pytest.mark.usefixtures("no_leaks"),
+    # torch's, when the very first step is skipped.
+    pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step\\(\\)`"),
+]
 
 BATCHES = random_batches([8] * 6)
 METRICS = [3.0, 2.0, 2.5, 2.5, 1.0, 4.0]  # with a patience of 0, the third, fourth and last one lower the rate
@@ -190,6 +194,50 @@ def test_the_rate_is_that_of_the_next_step_whatever_the_scheduler() -> None:
             assert pipeline.learning_rates() == plain.learning_rates()
             pipeline.step()
             plain.step(batch)
+
+
+def rates_by_name(named: Any) -> torch.optim.Optimizer:
+    """Two groups, of which one or both are empty on some stages."""
+    biases = {"params": [parameter for name, parameter in named if name.endswith("bias")], "lr": 0.01, "momentum": 0.8}
+    others = {"params": [parameter for name, parameter in named if not name.endswith("bias")]}
+    return torch.optim.SGD([others, biases], lr=0.05, momentum=0.9)
+
+
+SCHEDULERS: dict[str, Any] = {
+    "one cycle": lambda o: schedulers.OneCycleLR(o, [0.1, 0.3], total_steps=9),
+    "lambdas": lambda o: schedulers.LambdaLR(o, [lambda step: 1 / (1 + step), lambda step: 0.5**step]),
+    "cyclic": lambda o: schedulers.CyclicLR(o, 0.01, 0.1, step_size_up=2, max_momentum=0.95),
+    "sequential": lambda o: schedulers.SequentialLR(
+        o, [schedulers.LinearLR(o, 0.1, total_iters=2), schedulers.CosineAnnealingLR(o, 5)], [2]
+    ),
+    "chained": lambda o: schedulers.ChainedScheduler(
+        [schedulers.ConstantLR(o, 0.1, total_iters=2), schedulers.ExponentialLR(o, 0.9)]
+    ),
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_groups_have_their_rates_where_stages_have_no_parameters_or_one_group(scheduler: str, precision: str) -> None:
+    """With fp16 the first two steps are skipped, and count for the scheduler."""
+    factor = 50.0 if precision == "fp16" else 1.0
+    model = pp.Model(
+        [
+            pp.Layer(nn.Linear, D, D, bias=False),
+            pp.Layer(nn.Tanh),
+            pp.Layer(nn.Linear, D, D),
+            pp.Layer(nn.Linear, D, D),
+        ],
+        lambda output, target: squared_error(output, target) * factor,
+        rates_by_name,
+        SCHEDULERS[scheduler],
+    )
+    plain = PlainLoop(model, 4, precision=precision)
+    with launched("thread", model, BATCHES, stages=4, microbatches=4, precision=precision) as pipeline:
+        for batch, result in zip(BATCHES, pipeline.steps(), strict=True):
+            assert result.loss == plain.step(batch)
+            assert pipeline.learning_rates() == plain.learning_rates()
+        assert_same_state(pipeline.state_dict(), plain.state_dict())
 
 
 class NoRate(torch.optim.SGD):

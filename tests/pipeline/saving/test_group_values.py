@@ -56,7 +56,19 @@ class Decay:
         return self.factor
 
 
+class ToPeak(schedulers.LRScheduler):
+    """A user's own, with a list of its own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.peak_lrs = [3 * group["lr"] for group in optimizer.param_groups]
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[Any]:
+        return [peak / (3 + abs(self.last_epoch - 2)) for peak in self.peak_lrs]
+
+
 SCHEDULERS: dict[str, Any] = {
+    "one of the user's own": ToPeak,
     "lambda": lambda optimizer: schedulers.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
     "lambdas with a state": lambda o: schedulers.LambdaLR(o, [Decay() for _ in o.param_groups]),
     "sequential": lambda optimizer: schedulers.SequentialLR(

@@ -15,13 +15,14 @@ def share(name: str, newest: int) -> dict[str, Any]:
         "weights": {name: ONE},
         "optimizer": {name: {"state": {"step": 3, "exp_avg": ONE}, "options": {"lr": 0.1, "betas": (0.9, 0.99)}}},
         "lr_scheduler": {"last_epoch": 3},
+        "lr_scheduler_kind": "StepLR",
         "loss": {"center": torch.tensor(2.0)},
         "versions": {"newest": newest, "older": {newest - 1: {name: ONE}, newest - 2: {name: ONE}}},
     }
 
 
 def test_a_share_comes_back_from_its_entries() -> None:
-    for original in (share("0.weight", 5), {**share("0.weight", 5), "lr_scheduler": None}):
+    for original in (share("0.weight", 5), {**share("0.weight", 5), "lr_scheduler": None, "lr_scheduler_kind": None}):
         assert joined(entries(original, 0)) == saved_of(original)
     synchronous = {name: value for name, value in share("0.weight", 5).items() if name != "versions"}
     assert joined(entries(synchronous, 0)) == saved_of(synchronous)
@@ -57,5 +58,6 @@ def test_a_borrower_of_a_tied_parameter_takes_its_weight_only() -> None:
         ("options", "0"),
         ("loss", "center"),
         ("lr_scheduler",),
+        ("lr_scheduler_kind",),
         ("versions", "0", "newest"),
     ]

@@ -26,6 +26,20 @@ class Tokens(nn.Module):
         return x + rows
 
 
+class Words(nn.Module):
+    """Its backward needs what the rows were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 16, max_norm=1.0)
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.table(x)
+        mixed: Tensor = self.linear(torch.tanh(rows * rows))
+        return mixed
+
+
 class Decays(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -47,6 +61,77 @@ def test_a_table_with_a_largest_norm_trains_to_the_same_bits(options: dict[str, 
     plain = PlainLoop(_model(Tokens), 4)
     with launched("thread", _model(Tokens), BATCHES, stages=[2], microbatches=4, **options) as pipeline:
         assert [result.loss for result in pipeline.steps()] == plain.steps(BATCHES)
+        assert_same_state(pipeline.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    ["full", ("every", 1), ("every", 2), lambda index, _: index < 2],
+    ids=["full", "every layer", "every two", "chosen"],
+)
+def test_a_table_with_a_largest_norm_is_not_looked_up_twice(recompute: Any) -> None:
+    """The second run found rows that later micro-batches had made shorter again, by a last bit, and did so itself."""
+    layers = [pp.Layer(Words), pp.Layer(nn.Linear, 16, 16), pp.Layer(nn.Linear, 16, 16)]
+    model = pp.Model(layers, squared_error, lambda parameters: torch.optim.SGD(parameters, lr=5.0))
+    generator = torch.Generator().manual_seed(1)
+    batches = [
+        (torch.randint(50, (64, 5), generator=generator), torch.randn(64, 5, 16, generator=generator)) for _ in range(8)
+    ]
+    plain = PlainLoop(model, 8)
+    with launched(
+        "thread", model, batches, stages=2, microbatches=8, schedule="gpipe", recompute=recompute
+    ) as pipeline:
+        assert [result.loss for result in pipeline.steps()] == plain.steps(batches)
+        assert_same_state(pipeline.state_dict(), plain.state_dict())
+
+
+def test_evaluation_leaves_the_table_alone() -> None:
+    """What it looked up stayed shorter, as if the evaluation had trained it."""
+    batches = random_batches([16, 16])
+    with launched("thread", _model(Tokens), batches[:1], stages=2, microbatches=4) as pipeline:
+        pipeline.step()
+        before = pipeline.fingerprint()
+        loss = pipeline.evaluate(batches).loss
+        pipeline.forward(batches[1][0])
+        assert pipeline.fingerprint() == before
+        assert pipeline.evaluate(batches).loss == loss
+
+
+class Fails(nn.Module):
+    """For one batch, once all stages before have looked up their rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) == 3:
+            raise ArithmeticError("no good")
+        return x
+
+
+def failing() -> pp.Model:
+    layers = [pp.Layer(Tokens), pp.Layer(nn.Linear, D, D), pp.Layer(Fails), pp.Layer(Tokens), pp.Layer(nn.Linear, D, D)]
+    return pp.Model(layers, squared_error, sgd)
+
+
+def test_a_step_that_fails_leaves_the_table_as_it_was() -> None:
+    """Rows stayed shorter: the next steps were no longer those of a loop that had left the batch out."""
+    good, bad = random_batches([16, 16]), random_batches([12])[0]
+    plain = PlainLoop(failing(), 4)
+    with launched("thread", failing(), stages=2, microbatches=4, schedule="gpipe") as pipeline:
+        for batch in good:
+            before = pipeline.fingerprint()
+            with pytest.raises(ArithmeticError, match="no good"):
+                pipeline.step(bad)
+            assert pipeline.fingerprint() == before
+            assert pipeline.step(batch).loss == plain.step(batch)
+        assert_same_state(pipeline.state_dict(), plain.state_dict())
+
+
+def test_so_does_one_that_is_skipped_because_its_loss_is_no_number() -> None:
+    good, bad = random_batches([16, 16]), random_batches([16, 16, 16])[0]
+    plain = PlainLoop(_model(Tokens), 4)
+    with launched("thread", _model(Tokens), stages=2, microbatches=4, on_nan="skip") as pipeline:
+        for batch in good:
+            assert pipeline.step((bad[0], bad[1] * float("nan"))).skipped
+            assert pipeline.step(batch).loss == plain.step(batch)
         assert_same_state(pipeline.state_dict(), plain.state_dict())
 
 
