@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from lp_pipe.cli.errors import INTERRUPTED, NOT_LAUNCHED, CommandError, UsageError, nearest
+from lp_pipe.launch.processes import standard_streams
 from lp_pipe.launch.signals import Terminated
 
 # A module of this folder each, imported when it is asked for: some take longer than what they do.
@@ -62,13 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_closed_streams() -> None:
-    """Where who started us has closed standard streams (`lp_pipe ... >&-`), what is printed goes nowhere.
-
-    Left closed, their descriptors would be those of the next files that are opened, and Python has None for them.
-    """
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(descriptor, True)  # the processes of nodes need theirs as well
-    os.close(descriptor)
+    """Python has None for those that are closed."""
+    standard_streams.open_closed()
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - until the process ends
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115 - until the process ends
 

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from lp_pipe.cli.comparison import comparison_json, comparison_text, comparison_trace
-from lp_pipe.cli.errors import UsageError, nearest
+from lp_pipe.cli.errors import UsageError
 from lp_pipe.cli.files import output_path, write_file
 from lp_pipe.errors import PartitionError, ScheduleError
 from lp_pipe.pipeline.measuring.profile_costs import ProfileCosts, is_profile
@@ -16,6 +16,7 @@ from lp_pipe.pipeline.schedule import (
     Schedule,
     Timeline,
     compare,
+    default_chunks,
     make_schedule,
     names_file,
     schedules,
@@ -155,9 +156,8 @@ def _check(arguments: argparse.Namespace, given: Schedule | None) -> None:
         raise UsageError(f"which schedule? Give one of {', '.join(schedules())}, a CSV file, or --compare")
     if arguments.json and not arguments.compare:
         raise UsageError("--json is for --compare; the trace of one schedule is written by -o FILE.json")
-    if arguments.name and not given and arguments.name not in schedules():
-        names = ", ".join(schedules())
-        raise UsageError(f"no schedule {arguments.name!r}{nearest(arguments.name, schedules())} (schedules: {names})")
+    if arguments.name and not given:
+        default_chunks(arguments.name)  # is there such a schedule?
     for option in ("stages", "microbatches"):
         if given is None and getattr(arguments, option) is None:
             raise UsageError(f"--{option} is missing: give a number, such as --{option} 4")

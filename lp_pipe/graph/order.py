@@ -22,25 +22,24 @@ class Way(NamedTuple):
 def break_cycles(vertices: Sequence[str], edges: Sequence[tuple[str, str]]) -> dict[tuple[str, str], None]:
     """The edges, those that close a cycle turned round; vertices that nobody calls are visited first."""
     called = {server for _, server in edges}
-    outgoing: dict[str, list[str]] = {
-        vertex: [server for user, server in edges if user == vertex] for vertex in vertices
-    }
+    outgoing: dict[str, list[str]] = {vertex: [] for vertex in vertices}
+    for user, server in edges:
+        outgoing[user].append(server)
     downward: dict[tuple[str, str], None] = {}
-    finished: set[str] = set()
-    open_path: set[str] = set()
-
-    def visit(vertex: str) -> None:
-        open_path.add(vertex)
-        for server in outgoing[vertex]:
-            downward[(server, vertex) if server in open_path else (vertex, server)] = None
-            if server not in open_path and server not in finished:
-                visit(server)
-        open_path.remove(vertex)
-        finished.add(vertex)
-
-    for vertex in sorted(vertices, key=lambda vertex: vertex in called):
-        if vertex not in finished:
-            visit(vertex)
+    seen: set[str] = set()
+    for first in sorted(vertices, key=lambda vertex: vertex in called):
+        path = {first: iter(outgoing[first])} if first not in seen else {}  # no recursion: chains are long
+        seen.add(first)
+        while path:
+            vertex, servers = next(reversed(path.items()))
+            server = next(servers, None)
+            if server is None:
+                del path[vertex]
+                continue
+            downward[(server, vertex) if server in path else (vertex, server)] = None
+            if server not in seen:
+                seen.add(server)
+                path[server] = iter(outgoing[server])
     return downward
 
 
@@ -50,14 +49,15 @@ def longest_path_layers(vertices: Sequence[str], edges: Iterable[tuple[str, str]
     for user, server in edges:
         users[server].append(user)
     layers: dict[str, int] = {}
-
-    def layer(vertex: str) -> int:
+    waiting = list(reversed(vertices))
+    while waiting:
+        missing = [user for user in users[waiting[-1]] if user not in layers]
+        if missing:
+            waiting += reversed(missing)
+            continue
+        vertex = waiting.pop()
         if vertex not in layers:
-            layers[vertex] = 1 + max((layer(user) for user in users[vertex]), default=-1)
-        return layers[vertex]
-
-    for vertex in vertices:
-        layer(vertex)
+            layers[vertex] = 1 + max((layers[user] for user in users[vertex]), default=-1)
     return layers
 
 
@@ -113,9 +113,7 @@ def _by_barycentre(row: list[Vertex], before: list[Vertex], neighbours: Mapping[
 
 def _crossings(rows: list[list[Vertex]], links: list[tuple[Vertex, Vertex]]) -> int:
     place = {vertex: (number, index) for number, row in enumerate(rows) for index, vertex in enumerate(row)}
-    spans = [(place[upper], place[lower]) for upper, lower in links]
-    return sum(
-        a_upper[0] == b_upper[0] and a_upper[1] < b_upper[1] and a_lower[1] > b_lower[1]
-        for a_upper, a_lower in spans
-        for b_upper, b_lower in spans
-    )
+    spans: list[list[tuple[int, int]]] = [[] for _ in rows]  # by upper row
+    for upper, lower in links:
+        spans[place[upper][0]].append((place[upper][1], place[lower][1]))
+    return sum(one[0] < other[0] and one[1] > other[1] for row in spans for one in row for other in row)

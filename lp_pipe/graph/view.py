@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from lp_pipe.channels import kinds
@@ -71,19 +71,33 @@ class GraphView:
 
     def servers_of(self, users: Iterable[NodeView]) -> list[str]:
         """The names of the nodes that any of `users` holds a handle of, in the program's order."""
-        names = {user.name for user in users}
-        called = {edge.server for edge in self.edges if edge.user in names}
-        return [node.name for node in self.nodes if node.name in called]
+        return self._in_order({edge.server for edge in self._edges_from(users)})
 
     def channels_of(self, users: Iterable[NodeView]) -> dict[str, list[str]]:
         """By kind of channel, the names of the nodes that any of `users` sends tensors to, in the program's order."""
-        names = {user.name for user in users}
-        table: dict[str, list[str]] = {}
-        for node in self.nodes:
-            for kind in {edge.channel for edge in self.edges if edge.user in names and edge.server == node.name}:
-                if kind:
-                    table.setdefault(kind, []).append(node.name)
+        table: dict[str, set[str]] = {}
+        for edge in self._edges_from(users):
+            if edge.channel:
+                table.setdefault(edge.channel, set()).add(edge.server)
+        return {kind: self._in_order(table[kind]) for kind in sorted(table)}
+
+    @functools.cached_property
+    def _by_user(self) -> dict[str, list[Edge]]:
+        table: dict[str, list[Edge]] = {}
+        for edge in self.edges:
+            table.setdefault(edge.user, []).append(edge)
         return table
+
+    @functools.cached_property
+    def _places(self) -> dict[str, int]:
+        return {node.name: place for place, node in enumerate(self.nodes)}
+
+    def _edges_from(self, users: Iterable[NodeView]) -> Iterator[Edge]:
+        for user in users:
+            yield from self._by_user.get(user.name, ())
+
+    def _in_order(self, names: Iterable[str]) -> list[str]:
+        return sorted(names, key=self._places.__getitem__)
 
     def to_dict(self) -> dict[str, Any]:
         """`{"program", "groups": {label: [node names]}, "nodes": [...], "edges": [{"user", "server"}]}`.

@@ -26,7 +26,7 @@ from lp_pipe.launch.plan.placement import Place, place_all
 from lp_pipe.launch.plan.plan import Plan, serialize_nodes
 from lp_pipe.launch.plan.spec import NodeSpec
 from lp_pipe.launch.plan.surroundings import Surroundings
-from lp_pipe.launch.processes import os_text
+from lp_pipe.launch.processes import os_text, standard_streams
 from lp_pipe.launch.processes.descriptors import check_descriptors
 from lp_pipe.launch.processes.exits import ExitQueue
 from lp_pipe.launch.processes.node_stream import NodeStream
@@ -94,6 +94,7 @@ class ProcessHost(Host):
         self._faults: dict[str, wire.Fault] = {}
         self.past_hits: Counter[str] = Counter()  # of faults in processes that have ended
         self._log_dir = plan.run_dir / "logs"
+        standard_streams.open_closed()  # before what is opened here takes their numbers
         self._logs = LogPump(log_output or LogFiles(self._log_dir))
         self._is_over = threading.Event()
         self._exits = ExitQueue()

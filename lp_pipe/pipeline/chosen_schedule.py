@@ -4,7 +4,15 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from lp_pipe.errors import PipelineError, ScheduleError
-from lp_pipe.pipeline.schedule import Schedule, default_chunks, forward_on, names_file, replicated, verify
+from lp_pipe.pipeline.schedule import (
+    Schedule,
+    default_chunks,
+    forward_on,
+    names_file,
+    nearest_name,
+    replicated,
+    verify,
+)
 from lp_pipe.pipeline.schedule.channels import Edge
 from lp_pipe.pipeline.schedule.numbers_given import is_count
 
@@ -28,7 +36,8 @@ def chosen_schedule(
     if isinstance(schedule, Schedule):
         made, name = schedule, None
     elif not isinstance(schedule, str | Path):
-        raise PipelineError(f"schedule={schedule!r}: give a name such as '1f1b', a Schedule, or the path of a CSV")
+        name = nearest_name(schedule) or "1f1b"
+        raise PipelineError(f"schedule={schedule!r}: give a name such as {name!r}, a Schedule, or the path of a CSV")
     elif names_file(schedule):
         made, name = Schedule.from_csv(Path(schedule)), None
     else:

@@ -138,6 +138,7 @@ class RemoteAsyncIterator(RemoteItems, AsyncIterator[Any]):
         self._stream.inbox.on_arrival = lambda: _wake(loop, arrival)
 
     async def __anext__(self) -> Any:
+        self._stream.check_owner()
         try:
             async with asyncio.timeout(self._timeout_s):
                 with self._waiting():

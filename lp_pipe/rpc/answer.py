@@ -66,7 +66,7 @@ class Answer:
     def _encoded(self, kind: int, value: Any) -> Frame:
         try:
             body, buffers = codec.encode(value)
-        except Exception as error:
+        except BaseException as error:  # a __reduce__ that exits: the caller would wait for ever
             text = str(unpicklable(f"{self.method}() of {self._server}", [("result", value)], error))
             return self._error_frame(remote_error.own(remote_error.SERIALIZATION, text))
         return Frame(kind, self.id, "", body, buffers)

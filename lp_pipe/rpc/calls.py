@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 from lp_pipe.connections import Frame
 from lp_pipe.context import NodeContext, current_context, entered
 from lp_pipe.rpc.consuming import Stream
+from lp_pipe.rpc.owner import Owner
 from lp_pipe.rpc.pool import DaemonPool
 from lp_pipe.telemetry import waits
 
@@ -105,6 +106,7 @@ class CallFuture(Future[Any]):
         self._settling = threading.Lock()
         self.on_cancel: Callable[[], bool] | None = None
         self.sent: Sent | None = None
+        self._owner = Owner()
 
     @property
     def has_reply(self) -> bool:
@@ -146,7 +148,12 @@ class CallFuture(Future[Any]):
         return waits.waiting(waits.CALL, self._target, self._method, timeout is not None)
 
     def _read(self, timeout: float | None) -> float | None:
-        """Wait in the way that costs no hop between threads; what is left of the time."""
+        """Wait in the way that costs no hop between threads; what is left of the time.
+
+        Raises:
+            Unavailable: a forked child has inherited the call, and would take the reply from its parent.
+        """
+        self._owner.check(f"the pending call of {self._method}()")
         if self.sent is None or self.done():
             return timeout
         deadline = None if timeout is None else time.monotonic() + timeout

@@ -193,7 +193,9 @@ class CourierClient:
     def _encode(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> codec.Payload:
         try:
             return codec.encode((args, kwargs))
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a __reduce__ that exits is no reason for this node to end as if all was well
             parts = [*((f"args[{index}]", arg) for index, arg in enumerate(args)), *kwargs.items()]
             raise unpicklable(f"{self._peer}.{method}()", parts, error) from error
 

@@ -9,6 +9,7 @@ from typing import Any, Self
 from lp_pipe.connections import Connection, Frame, frames
 from lp_pipe.errors import Unavailable
 from lp_pipe.protos import frame_pb2
+from lp_pipe.rpc.owner import Owner
 from lp_pipe.rpc.pool import DaemonPool
 from lp_pipe.rpc.window import MAX_ITEMS
 from lp_pipe.telemetry import waits
@@ -62,7 +63,15 @@ class Stream:
         self._call_id = call_id
         self._end = end
         self._taken = 0
+        self._owner = Owner()
         _closer.ensure_thread()  # not in __del__: that must not take locks
+
+    def check_owner(self) -> None:
+        """
+        Raises:
+            Unavailable: a process has inherited it, in which nothing arrives.
+        """
+        self._owner.check("this stream of a handler's items")
 
     def taken(self) -> None:
         """An item was taken; tell the producer before it runs out of credits, but not for every item."""
@@ -119,6 +128,7 @@ class RemoteIterator(RemoteItems, Iterator[Any]):
     """
 
     def __next__(self) -> Any:
+        self._stream.check_owner()
         try:
             with self._waiting():
                 reply = self._stream.inbox.take(self._timeout_s)

@@ -37,7 +37,7 @@ def find_culprit(value: Any, path: str, encode: Encode = codec.encode) -> Culpri
     return _descend(value, path, error, encode, set(), 0)
 
 
-def unpicklable(call: str, parts: Iterable[tuple[str, Any]], error: Exception) -> SerializationError:
+def unpicklable(call: str, parts: Iterable[tuple[str, Any]], error: BaseException) -> SerializationError:
     """The error for a call whose arguments or result (`parts`, with their names) do not pickle."""
     for path, value in parts:
         culprit = find_culprit(value, path)
@@ -64,7 +64,9 @@ def _error_of(value: Any, encode: Encode) -> str | None:
         return None
     try:
         encode(value)
-    except Exception as error:  # whatever a user's __reduce__ raises is the answer here
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever a user's __reduce__ raises is the answer here, even SystemExit
         return f"{type(error).__name__}: {text_of(error)}"
     return None
 

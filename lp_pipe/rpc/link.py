@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import os
 
 from lp_pipe.connections import Connection, Frame, PulledConnection, ends, frames
 from lp_pipe.errors import DeadlineExceeded, Unavailable
@@ -10,20 +9,8 @@ from lp_pipe.rpc.calls import CallFuture, PendingCall, Reply, SyncCall
 from lp_pipe.rpc.codec import Payload
 from lp_pipe.rpc.consuming import Inbox, Stream
 from lp_pipe.rpc.expected import Expected
+from lp_pipe.rpc.owner import Owner
 from lp_pipe.rpc.reading import Reading
-
-
-class _Forks:
-    """How many forks lie between this process and its first: a child must leave the connections to its parent."""
-
-    count = 0
-
-    @classmethod
-    def happened(cls) -> None:
-        cls.count += 1
-
-
-os.register_at_fork(after_in_child=_Forks.happened)
 
 
 class Link:
@@ -34,7 +21,7 @@ class Link:
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
-        self._forks = _Forks.count
+        self._owner = Owner()
         self._expected = Expected()
         self._ids = itertools.count(1)
         self._reading: Reading | None = None
@@ -47,13 +34,13 @@ class Link:
 
     def is_open(self) -> bool:
         """Whether a call may be sent; a peer that has closed by now is noticed here, whoever reads."""
-        if self._forks != _Forks.count:
+        if not self._owner.is_here:
             return False
         return self.connection.closed_reason is None and (self._reading is None or self._reading.look())
 
     def close(self) -> None:
         """Nobody will use it any more."""
-        if self._forks == _Forks.count:
+        if self._owner.is_here:
             self.connection.close("the client is gone")
 
     def call(self, method: str, payload: Payload, deadline: float | None) -> Reply | None:
@@ -89,7 +76,7 @@ class Link:
 
     def attend(self) -> None:
         """Nobody may wait for what was started; it must be settled all the same."""
-        if self._reading is not None:
+        if self._reading is not None and self._owner.is_here:
             self._reading.attend()
 
     def _send(self, call_id: int, method: str, payload: Payload) -> None:
@@ -127,7 +114,7 @@ class Link:
             self._send_cancel(call_id)
 
     def _send_cancel(self, call_id: int) -> None:
-        if self._forks != _Forks.count:
+        if not self._owner.is_here:
             return  # the call, or stream, is the parent's
         with contextlib.suppress(Unavailable):
             self.connection.send(Frame(frames.CANCEL, call_id))

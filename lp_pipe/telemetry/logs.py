@@ -1,5 +1,6 @@
 """The output of nodes: read from their pipes, and passed on in whole lines."""
 
+import logging
 import os
 import selectors
 import threading
@@ -7,9 +8,13 @@ from collections import deque
 
 from lp_pipe.telemetry.log_files import LogOutput
 
+_log = logging.getLogger(__name__)
+
 _KEPT_LINES = 20
 _READ_BYTES = 1 << 16
 _MAX_LINE_BYTES = 1 << 20
+_WRITING_PATIENCE_S = 2.0
+_LAST_LOOKS = 4  # for what came while nobody took what was written; pipes of strangers may never be empty
 
 
 class _Stream:
@@ -59,30 +64,52 @@ class LogPump:
             return list(self._last.get(node_id, ()))
 
     def close(self, patience_s: float = 1.0) -> None:
-        """Write what is still in the pipes, then stop; pipes that strangers keep open are given up."""
+        """Write what is still in the pipes, then stop; pipes that strangers keep open are given up.
+
+        While nobody takes what is written (a pager, a stopped terminal), this returns after a while: the rest is
+        written when somebody does, for which the interpreter waits at its end.
+        """
         with self._changed:
             self._changed.wait_for(lambda: not any(self._open_pipes.values()), patience_s)
         self._is_closing = True
         os.write(self._wake_write, b".")
-        if self._thread.ident is not None:
-            self._thread.join()
-        for key in list(self._selector.get_map().values()):
-            os.close(key.fd)
+        if self._thread.ident is None:
+            self._free()
+            return
+        self._thread.join(_WRITING_PATIENCE_S)
+        if self._thread.is_alive():
+            _unfinished.append(self._thread)
+            _log.warning(
+                "nobody reads what this process writes (a pager, a stopped terminal?): what the nodes printed last is "
+                "neither there nor in their files until somebody does"
+            )
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing:
+                self._pass_on(None)
+            for _ in range(_LAST_LOOKS):
+                self._pass_on(0.0)
+        finally:
+            self._free()
+
+    def _pass_on(self, timeout_s: float | None) -> None:
+        for key, _ in self._selector.select(timeout_s):
+            if key.fd == self._wake_read:
+                os.read(self._wake_read, 4096)
+            else:
+                self._read(key.fd, key.data)
+        while self._new:
+            fd, stream = self._new.popleft()
+            self._selector.register(fd, selectors.EVENT_READ, stream)
+        self._output.flush()
+
+    def _free(self) -> None:
+        for fd in [*(key.fd for key in self._selector.get_map().values()), *(fd for fd, _ in self._new)]:
+            os.close(fd)
         self._selector.close()
         os.close(self._wake_write)
         self._output.close()
-
-    def _run(self) -> None:
-        while not self._is_closing:
-            for key, _ in self._selector.select():
-                if key.fd == self._wake_read:
-                    os.read(self._wake_read, 4096)
-                else:
-                    self._read(key.fd, key.data)
-            while self._new:
-                fd, stream = self._new.popleft()
-                self._selector.register(fd, selectors.EVENT_READ, stream)
-            self._output.flush()
 
     def _read(self, fd: int, stream: _Stream) -> None:
         try:
@@ -112,3 +139,13 @@ def _two_pipes() -> tuple[tuple[int, int], tuple[int, int]]:
         for descriptor in first:
             os.close(descriptor)
         raise
+
+
+def _write_the_rest() -> None:
+    for thread in _unfinished:
+        thread.join()
+
+
+_unfinished: list[threading.Thread] = []
+# At the end, and not a thread that is no daemon: that would be joined before runs that nobody has stopped end.
+threading._register_atexit(_write_the_rest)  # type: ignore[attr-defined]

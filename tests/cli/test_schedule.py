@@ -138,7 +138,8 @@ def test_all_schedules_are_compared_by_a_profile_each_with_its_own_cuts(
 WRONG = {
     "schedule": "which schedule? Give one of 1f1b, auto, ",
     "schedule 1f1b --stages 2": "--microbatches is missing: give a number, such as --microbatches 4",
-    "schedule 1fb --stages 2 --microbatches 2": "no schedule '1fb'; did you mean '1f1b'? (schedules: 1f1b, ",
+    "schedule 1fb --stages 2 --microbatches 2": "no schedule '1fb': did you mean '1f1b'? There are 1f1b, ",
+    "schedule Schedule1F1B --stages 2 --microbatches 2": "no schedule 'Schedule1F1B': did you mean '1f1b'?",
     "schedule 1f1b --stages 0 --microbatches 2": "schedule '1f1b' with stages=0: ",
     "schedule dualpipev --stages 4 --microbatches 1": (
         "schedule 'dualpipev' with stages=4 and microbatches=1: it needs a micro-batch for each of its 8 virtual "

@@ -28,3 +28,10 @@ def test_an_edge_over_a_layer_gets_a_way_through_it() -> None:
 def test_crossings_are_sorted_away() -> None:
     rows = fewest_crossings([["a", "b"], ["x", "y"]], [("a", "y"), ("b", "x")])
     assert rows in ([["a", "b"], ["y", "x"]], [["b", "a"], ["x", "y"]])
+
+
+def test_a_chain_may_be_longer_than_python_recurses() -> None:
+    labels = [f"g{number}" for number in range(2000)]
+    chain = list(zip(labels[1:], labels, strict=False))
+    assert list(break_cycles(labels, chain)) == chain[::-1]
+    assert longest_path_layers(labels, chain)["g0"] == 1999

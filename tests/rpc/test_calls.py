@@ -719,6 +719,31 @@ def test_an_argument_that_exits_as_it_is_loaded_is_an_error_and_not_a_hang(serve
             client.echo(ExitsWhenLoaded())
 
 
+class ExitsWhenPickled:
+    def __reduce__(self) -> Any:
+        raise SystemExit(3)
+
+
+def test_a_result_or_argument_that_exits_as_it_is_pickled_is_an_error_and_not_a_hang(serve: Serve) -> None:
+    class Server:
+        def make(self) -> Any:
+            return [ExitsWhenPickled()]
+
+        def items(self) -> Iterator[Any]:
+            yield ExitsWhenPickled()
+
+        def take(self, value: Any) -> None: ...
+
+    client = serve(Server(), call_timeout=WITHIN_S, thread_pool_size=1)
+    for _ in range(2):
+        with pytest.raises(lp.SerializationError, match=r"make.*result\[0\] of type ExitsWhenPickled: SystemExit: 3"):
+            client.make()
+        with pytest.raises(lp.SerializationError, match=r"items.*ExitsWhenPickled: SystemExit: 3"):
+            next(client.items())
+        with pytest.raises(lp.SerializationError, match=r"take.*args\[0\] of type ExitsWhenPickled: SystemExit: 3"):
+            client.take(ExitsWhenPickled())
+
+
 def load_broken() -> None:
     raise RuntimeError("does not load")
 

@@ -5,6 +5,7 @@ import contextlib
 import faulthandler
 import os
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -214,4 +215,55 @@ def test_a_stream_that_a_forked_child_closes_is_still_its_parents(endpoint: str)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     assert [first, *items] == [*range(100)]
+    server.close()
+
+
+def told_in_child(work: Callable[[], object]) -> str:
+    """What the work raises in a forked child."""
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+            said = "nothing"
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(write_end, said.encode())
+        os._exit(0)
+    os.close(write_end)
+    with open(read_end, encoding="utf-8") as file:
+        said = file.read()
+    os.waitpid(child, 0)
+    return said
+
+
+def test_a_forked_child_is_refused_its_parents_stream(endpoint: str) -> None:
+    """It took what had arrived, sent credits on its parent's connection, and then waited for ever."""
+
+    class Counter:
+        def count(self) -> Iterator[int]:
+            yield from range(100)
+
+    server = Server(Counter(), endpoint, thread_pool_size=2)
+    items = lp.CourierClient(endpoint, call_timeout=WITHIN_S).count()
+    first = next(items)
+    assert re.match(r"Unavailable: this stream .* was forked from: call again here", told_in_child(lambda: next(items)))
+    assert [first, *items] == [*range(100)]
+    server.close()
+
+
+def test_a_forked_child_is_refused_the_reply_of_its_parents_call(endpoint: str) -> None:
+    """It read the reply from its parent's connection, and the parent waited for ever."""
+    is_forked = threading.Event()
+
+    class Slow:
+        def answer(self) -> int:
+            is_forked.wait(WITHIN_S)
+            return 7
+
+    server = Server(Slow(), endpoint, thread_pool_size=2)
+    future = lp.CourierClient(endpoint).futures.answer()
+    assert re.match(r"Unavailable: the pending call of answer\(\) .*: call again", told_in_child(future.result))
+    is_forked.set()
+    assert future.result(WITHIN_S) == 7
     server.close()

@@ -14,6 +14,7 @@ from typing import Any
 
 from lp_pipe.connections.shortage import NO_MORE_PROCESSES, told
 from lp_pipe.errors import LaunchError
+from lp_pipe.launch.processes import standard_streams
 from lp_pipe.launch.processes.exits import how_it_died
 from lp_pipe.launch.processes.heap import heap_environment
 from lp_pipe.launch.processes.proctree import kill_all, marked
@@ -74,6 +75,8 @@ class Template:
                 pass_fds=[theirs.fileno()],
                 env=environment,
                 stdin=subprocess.DEVNULL,
+                stdout=standard_streams.for_child(1),
+                stderr=standard_streams.for_child(2),
                 start_new_session=True,
             )
         except OSError as error:

@@ -19,6 +19,7 @@ from lp_pipe.pipeline.schedule.pipedream import pipedream as pipedream
 from lp_pipe.pipeline.schedule.pipedream import pipedream_2bw as pipedream_2bw
 from lp_pipe.pipeline.schedule.registry import default_chunks as default_chunks
 from lp_pipe.pipeline.schedule.registry import make_schedule as make_schedule
+from lp_pipe.pipeline.schedule.registry import nearest_name as nearest_name
 from lp_pipe.pipeline.schedule.registry import register_schedule as register_schedule
 from lp_pipe.pipeline.schedule.registry import schedules as schedules
 from lp_pipe.pipeline.schedule.replicas import replicated as replicated

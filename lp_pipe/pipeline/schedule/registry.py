@@ -23,6 +23,12 @@ class Registered:
 
 
 _ENTRIES: dict[str, Registered] = {}
+_IN_TORCH = {  # what torch.distributed.pipelining calls them, and does not look alike
+    "interleaved1f1b": "interleaved",
+    "interleavedzerobubble": "zb_h1",
+    "loopedbfs": "looped_bfs",
+    "zbvzerobubble": "zbv",
+}
 
 
 def schedules() -> list[str]:
@@ -58,6 +64,14 @@ def takes_chunks(name: str) -> bool:
         ScheduleError: there is no such name.
     """
     return not _entry(name).fixed_chunks
+
+
+def nearest_name(asked: object) -> str:
+    """What somebody means who asks for this; also torch's names and classes (ScheduleGPipe). "" for no idea."""
+    name = asked.__name__ if isinstance(asked, type) else str(asked)
+    name = name.lower().removeprefix("schedule")
+    near = get_close_matches(name, [*_IN_TORCH, *schedules()], n=1)
+    return _IN_TORCH.get(near[0], near[0]) if near else ""
 
 
 def register_schedule(
@@ -112,9 +126,9 @@ def adopt(name: str, entry: Registered) -> None:
 
 def _entry(name: str) -> Registered:
     if name not in _ENTRIES:
-        asked = str(name).lower().removeprefix("schedule")  # torch has ScheduleGPipe
-        nearest = get_close_matches(asked, schedules(), n=1, cutoff=0.0)[0]
-        raise ScheduleError(f"no schedule {name!r}: did you mean {nearest!r}? There are {', '.join(schedules())}")
+        meant = nearest_name(name)
+        hint = f": did you mean {meant!r}? There are " if meant else "; there are "
+        raise ScheduleError(f"no schedule {name!r}{hint}{', '.join(schedules())}")
     return _ENTRIES[name]
 
 

@@ -1,7 +1,7 @@
 import itertools
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -53,12 +53,30 @@ def test_chunks_default_to_what_the_schedule_needs() -> None:
 
 
 def test_an_unknown_name_is_answered_with_the_nearest_and_all_others() -> None:
-    for name, meant in {"Schedule1F1B": "1f1b", "ScheduleGPipe": "gpipe", "Interleaved1F1B": "interleaved"}.items():
-        with pytest.raises(ScheduleError, match=f"did you mean '{meant}'"):  # torch's classes; it was 'dualpipev'
-            make_schedule(name, 2, 2)
     message = r"no schedule '1f1bb': did you mean '1f1b'\? There are .*gpipe, interleaved"
     with pytest.raises(ScheduleError, match=message):
         make_schedule("1f1bb", 2, 4)
+    with pytest.raises(ScheduleError, match=r"no schedule 'mine'; there are 1f1b"):
+        make_schedule("mine", 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("in_torch", "here"),
+    [
+        ("Schedule1F1B", "1f1b"),
+        ("ScheduleGPipe", "gpipe"),
+        ("GPipe", "gpipe"),
+        ("ScheduleInterleaved1F1B", "interleaved"),
+        ("ScheduleInterleavedZeroBubble", "zb_h1"),
+        ("ScheduleLoopedBFS", "looped_bfs"),
+        ("ScheduleZBVZeroBubble", "zbv"),
+        ("ScheduleDualPipeV", "dualpipev"),
+    ],
+)
+def test_torchs_names_and_classes_are_answered_with_the_one_here(in_torch: str, here: str) -> None:
+    for asked in (in_torch, type(in_torch, (), {})):
+        with pytest.raises(ScheduleError, match=f"did you mean '{here}'"):
+            make_schedule(cast(str, asked), 2, 2)
 
 
 @pytest.mark.parametrize(

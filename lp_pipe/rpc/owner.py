@@ -1,0 +1,36 @@
+"""What belongs to one process: a forked child must leave it to its parent."""
+
+import os
+
+from lp_pipe.errors import Unavailable
+
+
+class Owner:
+    """The process that makes it."""
+
+    _forks = 0  # between this process and its first
+
+    def __init__(self) -> None:
+        self._made_at = Owner._forks
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the process."""
+        return self._made_at == Owner._forks
+
+    def check(self, what: str) -> None:
+        """
+        Raises:
+            Unavailable: this is a forked child of it.
+        """
+        if not self.is_here:
+            raise Unavailable(
+                f"{what} belongs to the process that this one ({os.getpid()}) was forked from: call again here"
+            )
+
+    @classmethod
+    def _forked(cls) -> None:
+        cls._forks += 1
+
+
+os.register_at_fork(after_in_child=Owner._forked)
