@@ -239,9 +239,10 @@ class Execution:
                 add_note(error, "in the loss")
                 raise
         loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            what = f"one of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise PipelineError(f"the loss function must return a scalar tensor, or (scalar, metrics), not {what}")
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
+            is_tensor = isinstance(loss, Tensor)
+            what = f"one of shape {list(loss.shape)} and {loss.dtype}" if is_tensor else type(loss).__name__
+            raise PipelineError(f"the loss function must return a real scalar tensor, or (scalar, metrics), not {what}")
         if type(metrics) is not dict and not isinstance(metrics, Mapping):
             raise PipelineError(f"the loss function's metrics must be a dict of numbers, not {type(metrics).__name__}")
         weight = operation.weights[microbatch]
