@@ -243,8 +243,9 @@ def test_an_update_that_ends_in_an_exit_has_failed_as_well(
         pipeline.step(BATCHES[0])
         pipeline.save(tmp_path)
         before = pipeline.state_dict()
-        with pytest.raises(lp.RemoteError, match=leaves.__name__):
+        with pytest.raises(lp.RemoteError, match=leaves.__name__) as caught:
             pipeline.step(BATCHES[1])
+        assert "in stages/0, update of stages 0, step 1" in str(caught.value)
         with pytest.raises(pp.PipelineError, match=rf"an update has failed .*: step 1: {leaves.__name__}"):
             pipeline.step(BATCHES[1])
         pipeline.load(tmp_path)

@@ -129,7 +129,7 @@ class Steps(ABC):
 
     def _apply(self, total_norm: Tensor | None, skip: bool) -> None:
         try:
-            self._workers.all("apply", total_norm, skip)
+            self._workers.all("apply", self.done, total_norm, skip)
         except BaseException as error:  # an optimizer may end in SystemExit, too
             if self._may_have_updated():
                 self._tear_at(self.done, error)

@@ -153,7 +153,7 @@ class StageWorker:
             self._execution.run(self._part_of(schedule), operation, self._execution.inference)
         return operation.report
 
-    def apply(self, total_norm: Tensor | None, skip: bool = False) -> None:
+    def apply(self, step: int, total_norm: Tensor | None, skip: bool = False) -> None:
         """Clip by the norm of all stages' gradients, step the optimizer and its scheduler, clear the gradients.
 
         skip: leave the parameters as they are; only the scheduler goes on.
@@ -167,7 +167,7 @@ class StageWorker:
         try:
             self.training.step(total_norm, self._config.clip_grad_norm, skip=skip)
         except BaseException as error:
-            add_note(error, f"in {self._name}, update of stages {', '.join(map(str, self._stages))}")
+            add_note(error, f"in {self._name}, update of stages {', '.join(map(str, self._stages))}, step {step}")
             raise
 
     def has_updated(self) -> bool:
@@ -284,7 +284,7 @@ class StageWorker:
         parts = self._execution, self.training, self._reduction, self._intake
         stage = self._stages[self._worker]
         guard = Guard(stage, self.training, self._search, self._config) if self._config.on_nan == "stop" else None
-        return AsyncWorker(stage, self._config.timings, share, *parts, self._metering, guard)
+        return AsyncWorker(self._name, stage, self._config.timings, share, *parts, self._metering, guard)
 
     def _part_of(self, schedule: Schedule) -> tuple[Action, ...]:
         return share(schedule.workers[self._worker], self._config.replicas[self._worker], self._replica)
