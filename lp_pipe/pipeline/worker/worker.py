@@ -16,6 +16,7 @@ from lp_pipe.errors import add_note
 from lp_pipe.pipeline.compute.buffers import BufferSnapshot, eval_mode
 from lp_pipe.pipeline.compute.device import chosen_device, current, to_host
 from lp_pipe.pipeline.compute.loss_state import OwnLoss
+from lp_pipe.pipeline.compute.stage import EVALUATION
 from lp_pipe.pipeline.compute.stages import stages_of
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
 from lp_pipe.pipeline.layers.layer_names import names_by_index
@@ -148,7 +149,7 @@ class StageWorker:
         if self._async is not None:
             self._async.discard()  # its messages are in the way of these
         self._buffers_before = None  # what a step has changed stays
-        operation = self._intake.of(tag, 0, apart(inputs), aligned(targets))
+        operation = self._intake.of(tag, EVALUATION, apart(inputs), aligned(targets))
         with torch.no_grad(), current(self._device), eval_mode(self._inner, self._loss.modules):
             self._execution.run(self._part_of(schedule), operation, self._execution.inference)
         return operation.report
