@@ -217,7 +217,11 @@ class CourierClient:
                 raise Unavailable(f"{call}{reply}") from reply
             raise reply
         if reply.kind == frames.ERROR:
-            raise remote_error.rebuild(reply.body, f"{self._peer}.{method}()")
+            error = remote_error.rebuild(reply.body, f"{self._peer}.{method}()")
+            try:
+                raise error
+            finally:
+                error.__context__ = None  # between threads the handler's own, whose text it has
         try:
             return codec.decode(reply.body, reply.buffers)
         except Exception as error:

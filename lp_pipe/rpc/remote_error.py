@@ -29,7 +29,7 @@ def capture(error: BaseException) -> bytes:
     message = frame_pb2.CallError(
         origin=HANDLER,
         type_name=innermost_type_name(error),
-        message=printable(text_of(error)),
+        message=printable(_message_of(error)),
         traceback=printable(format_traceback(error)),
     )
     original = getattr(type(error), "_lp_pipe_original_class", type(error))  # asked itself, it may raise
@@ -83,6 +83,12 @@ def text_of(said: object) -> str:
         return str(said)
     except BaseException as broken:  # a user's __str__ may raise anything; whoever waits must hear even so
         return f"<str() of the exception raised {type(broken).__name__}>"
+
+
+def _message_of(error: BaseException) -> str:
+    """Of one from afar without its traceback, which is in this one's: with both each hop would double the text."""
+    text = text_of(error)
+    return text.split("\n\n", 1)[0] if isinstance(error, RemoteError) else text
 
 
 def headline(error: BaseException) -> str:

@@ -192,13 +192,16 @@ def test_tied_weights_that_did_not_reach_their_other_stage_are_not_trained_on(
         assert pipeline.fingerprint() == undisturbed
 
 
-def test_a_norm_that_cannot_be_computed_leaves_no_gradients_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("what", ["steps.total_norm", "steps.summed", "on_nan.OnNan.why_skipped"])
+def test_what_fails_between_backwards_and_update_leaves_no_gradients_behind(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # The next step added its own to them.
     model = pp.Model([nn.Linear(D, D), nn.Linear(D, D)], squared_error, sgd)
     plain = PlainLoop(model, 2, clip_grad_norm=0.1)
     with launched("thread", model, stages=2, microbatches=2, clip_grad_norm=0.1) as pipeline:
         with monkeypatch.context() as patched:
-            patched.setattr("lp_pipe.pipeline.conductor.steps.total_norm", _no_room)
+            patched.setattr(f"lp_pipe.pipeline.conductor.{what}", _no_room)
             with pytest.raises(MemoryError, match="no room"):
                 pipeline.step(BATCHES[0])
         pipeline.step(BATCHES[0])
@@ -206,7 +209,7 @@ def test_a_norm_that_cannot_be_computed_leaves_no_gradients_behind(monkeypatch: 
         assert_same_state(pipeline.state_dict(), plain.state_dict())
 
 
-def _no_room(*args: Any) -> Any:
+def _no_room(*args: Any, **options: Any) -> Any:
     raise MemoryError("no room")
 
 
@@ -240,8 +243,9 @@ def test_an_update_that_ends_in_an_exit_has_failed_as_well(
         pipeline.step(BATCHES[0])
         pipeline.save(tmp_path)
         before = pipeline.state_dict()
-        with pytest.raises(lp.RemoteError, match=leaves.__name__):
+        with pytest.raises(lp.RemoteError, match=leaves.__name__) as caught:
             pipeline.step(BATCHES[1])
+        assert "in stages/0, update of stages 0, step 1" in str(caught.value)
         with pytest.raises(pp.PipelineError, match=rf"an update has failed .*: step 1: {leaves.__name__}"):
             pipeline.step(BATCHES[1])
         pipeline.load(tmp_path)

@@ -129,13 +129,23 @@ def test_a_loss_that_raises_says_that_it_is_the_loss() -> None:
         assert "\nin the loss\n" in str(caught.value)
 
 
+def test_a_loss_weight_that_raises_says_where() -> None:
+    def weight(target: Tensor) -> float:
+        raise Boom("weight")
+
+    model = pp.Model([nn.Linear(D, D), nn.Linear(D, D)], squared_error, adam, loss_weight=weight)
+    where = "in stages/1, before the first micro-batch of step 0"
+    with launched("thread", model, stages=2) as pipeline, pytest.raises(Boom, match=where):
+        pipeline.step(BATCHES[0])
+
+
 @pytest.mark.parametrize("stage", range(STAGES))
 def test_an_evaluation_may_fail_as_well(stage: int, tmp_path: Path, no_leaks: None) -> None:
     model = model_with_traps(tmp_path)
     plain = PlainLoop(model, 4)
     with launched("thread", model, BATCHES, **OPTIONS) as pipeline:
         (tmp_path / f"stage{stage}.forward").touch()
-        with pytest.raises(Boom, match=f"stage {stage}"):
+        with pytest.raises(Boom, match=rf"stage {stage} \(layers .*\), in eval mode"):  # which is no step
             pipeline.evaluate(BATCHES)
         assert pipeline.evaluate(BATCHES[:1]).loss == plain.evaluate(BATCHES[0])
         assert pipeline.step().loss == plain.step(BATCHES[0])

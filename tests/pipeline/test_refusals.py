@@ -177,6 +177,7 @@ def test_a_target_that_splits_otherwise_is_refused(source: str, target_size: int
     ("loss", "message"),
     [
         (lambda output, target: output, r"scalar tensor, .* not one of shape \[4, 3, 8\]"),
+        (lambda output, target: output.mean() * 1j, r"a real scalar tensor, .* of shape \[\] and torch.complex64"),
         (lambda output, target: 1.0, "not float"),
         (lambda output, target: None, "not NoneType"),
         (lambda output, target: (output.mean(), {}, 1), "not tuple"),

@@ -215,6 +215,14 @@ def test_the_innermost_class_is_named_through_any_hops(far_client: lp.CourierCli
     assert error.type_name == "SystemExit"
 
 
+def test_the_text_has_each_traceback_once(far_client: lp.CourierClient) -> None:
+    # Each hop doubled it: ten had a thousand tracebacks.
+    text = str(caught(far_client, lambda: ValueError("no such layer")))
+    assert text.startswith("middle/0.fail() raised ValueError: server/0.fail() raised ValueError: no such layer\n\n")
+    assert text.count("Traceback (most recent call last)") == 2
+    assert text.count("raise make()") == 1
+
+
 def test_errors_of_calls_inside_a_handler_are_remote_errors(far_client: lp.CourierClient) -> None:
     with pytest.raises(lp.Unavailable) as info:
         far_client.call_nobody()

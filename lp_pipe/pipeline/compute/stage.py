@@ -30,7 +30,7 @@ from lp_pipe.pipeline.layers.overlaps import Unwritten
 from lp_pipe.pipeline.layers.rng import nobody_draws, step_rng
 from lp_pipe.pipeline.layers.skips import call
 
-_EVALUATION = -1  # in place of a step
+EVALUATION = -1  # in place of a step
 _Layers = list[tuple[int, nn.Module]]  # with their indices in the model
 
 
@@ -136,7 +136,7 @@ class Stage:
 
         What draws even so draws the same for every input: an output does not depend on which others are on the way.
         """
-        return self._run(message, _EVALUATION, 0, Stash(), {} if skips is None else skips)
+        return self._run(message, EVALUATION, 0, Stash(), {} if skips is None else skips)
 
     def backward(
         self, microbatch: int, gradients: Sequence[Tensor | None], more: Roots = (), *, defer_weights: bool = False
@@ -197,13 +197,13 @@ class Stage:
         for name in skips:
             skips[name] = _enter(self._phony, skips[name], stash, stash.popped_gradients.setdefault(name, []))
         for layers, segment in self._runs:
-            if segment is None or step == _EVALUATION:
+            if segment is None or step == EVALUATION:
                 value = self._call(layers, step, microbatch, value, skips)
             else:
                 value = segment.forward(partial(self._call, layers, step, microbatch), value, skips)
         if unwritten is not None:
             unwritten.check()
-        if step == _EVALUATION:
+        if step == EVALUATION:
             return value
         stash.outputs = edges_of(value)
         if skips:
@@ -214,7 +214,7 @@ class Stage:
         for index, layer in layers:
             try:
                 with step_rng(self._seed, index, step, microbatch), autocast(self._precision, self._device_type):
-                    if self.watch is None or step == _EVALUATION:
+                    if self.watch is None or step == EVALUATION:
                         value = call(layer, (value,), skips)
                     else:
                         value = self.watch(Place(index, step, microbatch), layer, value, skips)

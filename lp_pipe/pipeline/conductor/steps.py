@@ -129,7 +129,7 @@ class Steps(ABC):
 
     def _apply(self, total_norm: Tensor | None, skip: bool) -> None:
         try:
-            self._workers.all("apply", total_norm, skip)
+            self._workers.all("apply", self.done, total_norm, skip)
         except BaseException as error:  # an optimizer may end in SystemExit, too
             if self._may_have_updated():
                 self._tear_at(self.done, error)
@@ -186,9 +186,10 @@ class SynchronousSteps(Steps):
         reports = run("train")
         pipe_s = time.monotonic() - began
         overflowed = any(report.overflowed for report in reports)
-        loss, _ = summed([reports[rank] for rank in self._last])
-        why = self._on_nan.why_skipped(task.step, reports, loss, lambda: run("search"), is_scaled=scale is not None)
-        norm = None if why else self._norm_or_nothing(reports)
+        with self._leaving_nothing():
+            loss, _ = summed([reports[rank] for rank in self._last])
+            why = self._on_nan.why_skipped(task.step, reports, loss, lambda: run("search"), is_scaled=scale is not None)
+            norm = None if why else self._total_norm(reports)
         self._apply(norm, overflowed or bool(why))
         if scale is not None:
             self.scale = scale.after(overflowed=overflowed)
@@ -207,10 +208,12 @@ class SynchronousSteps(Steps):
     def forget_ahead(self) -> None:
         """Nothing is done ahead."""
 
-    def _norm_or_nothing(self, reports: Sequence[Report]) -> Tensor | None:
+    @contextlib.contextmanager
+    def _leaving_nothing(self) -> Iterator[None]:
+        """Between the backwards and the update: after an exception the next step would add to the gradients."""
         try:
-            return self._total_norm(reports)
-        except BaseException:  # no memory: the next step would add to the gradients
+            yield
+        except BaseException:
             self._workers.discard()
             raise
 

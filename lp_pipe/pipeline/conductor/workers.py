@@ -98,7 +98,7 @@ class Workers:
 
     def _start(self, run: Callable[[Any, int], Any]) -> "list[Future[Report]]":
         """On the other ranks."""
-        return [run(read_by("thread", peer), rank) for rank, peer in enumerate(self._peers, start=1)]
+        return [_called(run, read_by("thread", peer), rank) for rank, peer in enumerate(self._peers, start=1)]
 
     def _attempt(self, tag: int, futures: "Sequence[Future[Report]]") -> "Attempt":
         def abort(reason: str) -> None:
@@ -107,6 +107,16 @@ class Workers:
                 peer.futures.abort(tag, reason)
 
         return Attempt(abort, futures, self._watchers)
+
+
+def _called(run: Callable[[Any, int], Any], peer: Any, rank: int) -> "Future[Report]":
+    """A call that cannot be made (its arguments do not pickle) has failed: those made before it must be freed."""
+    try:
+        future: Future[Report] = run(peer, rank)
+    except BaseException as error:
+        future = Future()
+        future.set_exception(error)
+    return future
 
 
 class Attempt:

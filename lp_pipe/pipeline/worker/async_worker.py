@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lp_pipe.errors import ChannelClosed
+from lp_pipe.errors import ChannelClosed, add_note
 from lp_pipe.pipeline.compute.buffers import BufferSnapshot
 from lp_pipe.pipeline.compute.stage import Stage
 from lp_pipe.pipeline.compute.weight_versions import WeightVersions
@@ -23,7 +23,7 @@ from lp_pipe.pipeline.worker.training import Training
 
 
 class AsyncWorker:
-    """One replica of a stage. timings: of all stages. share: (replica, replicas).
+    """One replica of a stage, in node `name`. timings: of all stages. share: (replica, replicas).
 
     Where all stages update after the same micro-batches, the loss weights of these add up to 1, as in a step. Else each
     micro-batch has the weight 1 when its gradients come along, and a stage takes the mean of its group's.
@@ -31,6 +31,7 @@ class AsyncWorker:
 
     def __init__(
         self,
+        name: str,
         stage: Stage,
         timings: Sequence[Timing],
         share: tuple[int, int],
@@ -41,6 +42,7 @@ class AsyncWorker:
         metering: Metering,
         guard: Guard | None = None,
     ) -> None:
+        self._name = name
         self._stage = stage
         self._timing = timings[stage.index]
         self._is_uniform = len({timing.every for timing in timings}) == 1
@@ -147,14 +149,25 @@ class AsyncWorker:
         count = ahead.microbatches if ahead is not None else 0
         for turn in turns(self._timing, *self._share, task.microbatches, forwarded=forwarded, ahead=count):
             if turn.op == "U":
-                self._update(task, first, turn)
+                with self._noting(task.step):
+                    self._update(task, first, turn)
             elif turn.ahead:
                 self._run_action(turn, self._operation_ahead(ahead, operation, task.microbatches), first)
                 self._forwarded += 1
             else:
                 self._run_action(turn, operation, first)
-        self._training.step_scheduler()
+        with self._noting(task.step):
+            self._training.step_scheduler()
         return operation.report
+
+    @contextmanager
+    def _noting(self, step: int) -> Iterator[None]:
+        """Let what is raised in an update say where."""
+        try:
+            yield
+        except BaseException as error:  # an optimizer may end in SystemExit, too
+            add_note(error, f"in {self._name}, update of stages {self._stage.index}, step {step}")
+            raise
 
     def _operation_ahead(self, task: Task | None, operation: Operation, microbatches: int) -> Operation:
         if self._next is None:

@@ -13,7 +13,7 @@ from lp_pipe.pipeline.compute.device import to_host
 from lp_pipe.pipeline.compute.gradient_norms import GradientNorm
 from lp_pipe.pipeline.compute.loss_scale import scaled
 from lp_pipe.pipeline.compute.precision import autocast
-from lp_pipe.pipeline.compute.stage import Stage
+from lp_pipe.pipeline.compute.stage import EVALUATION, Stage
 from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.layers.message import Message, to_message
 from lp_pipe.pipeline.layers.microbatches import number_of
@@ -60,6 +60,11 @@ class Operation:
     gradient_weights: list[float] | None = None
     first_number: int = 0
     losses: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # with the gradients they begin with
+
+    @property
+    def when(self) -> str:
+        """For whoever reads of it."""
+        return "in eval mode" if self.step == EVALUATION else f"step {self.step}"
 
 
 Run = Callable[[Action, Operation], None]
@@ -136,7 +141,7 @@ class Execution:
             return "between two operations"
         action, operation = at
         done = len(operation.report.spans)
-        return f"{self._describe(action)}, step {operation.step}, {done} action{'s' * (done != 1)} done"
+        return f"{self._describe(action)}, {operation.when}, {done} action{'s' * (done != 1)} done"
 
     def run(self, actions: Iterable[Action], operation: Operation, doing: Mapping[str, Run]) -> None:
         """Do one action after another. doing: `training` or `inference`, perhaps with something around it.
@@ -152,7 +157,7 @@ class Execution:
                 doing[action.op](action, operation)
         except BaseException as error:  # layers may end in SystemExit, too
             if self._at is not None:
-                add_note(error, f"in {self._name}, {self._describe(self._at[0])}, step {operation.step}")
+                add_note(error, f"in {self._name}, {self._describe(self._at[0])}, {operation.when}")
             raise
         finally:
             self._at = None
@@ -239,9 +244,10 @@ class Execution:
                 add_note(error, "in the loss")
                 raise
         loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            what = f"one of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise PipelineError(f"the loss function must return a scalar tensor, or (scalar, metrics), not {what}")
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
+            is_tensor = isinstance(loss, Tensor)
+            what = f"one of shape {list(loss.shape)} and {loss.dtype}" if is_tensor else type(loss).__name__
+            raise PipelineError(f"the loss function must return a real scalar tensor, or (scalar, metrics), not {what}")
         if type(metrics) is not dict and not isinstance(metrics, Mapping):
             raise PipelineError(f"the loss function's metrics must be a dict of numbers, not {type(metrics).__name__}")
         weight = operation.weights[microbatch]

@@ -17,6 +17,7 @@ from lp_pipe.pipeline.compute.buffers import BufferSnapshot, eval_mode
 from lp_pipe.pipeline.compute.device import chosen_device, current, to_host
 from lp_pipe.pipeline.compute.loss_state import OwnLoss
 from lp_pipe.pipeline.compute.shortened_rows import ShortenedRows
+from lp_pipe.pipeline.compute.stage import EVALUATION
 from lp_pipe.pipeline.compute.stages import stages_of
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
 from lp_pipe.pipeline.layers.layer_names import names_by_index
@@ -155,12 +156,12 @@ class StageWorker:
         if self._async is not None:
             self._async.discard()  # its messages are in the way of these
         self._buffers_before = None  # what a step has changed stays
-        operation = self._intake.of(tag, 0, apart(inputs), aligned(targets))
+        operation = self._intake.of(tag, EVALUATION, apart(inputs), aligned(targets))
         with torch.no_grad(), current(self._device), eval_mode(self._inner, self._loss.modules), self._rows.undone():
             self._execution.run(self._part_of(schedule), operation, self._execution.inference)
         return operation.report
 
-    def apply(self, total_norm: Tensor | None, skip: bool = False) -> None:
+    def apply(self, step: int, total_norm: Tensor | None, skip: bool = False) -> None:
         """Clip by the norm of all stages' gradients, step the optimizer and its scheduler, clear the gradients.
 
         skip: leave the parameters as they are; only the scheduler goes on.
@@ -174,7 +175,7 @@ class StageWorker:
         try:
             self.training.step(total_norm, self._config.clip_grad_norm, skip=skip)
         except BaseException as error:
-            add_note(error, f"in {self._name}, update of stages {', '.join(map(str, self._stages))}")
+            add_note(error, f"in {self._name}, update of stages {', '.join(map(str, self._stages))}, step {step}")
             raise
         self._rows.forget()
 
@@ -293,7 +294,7 @@ class StageWorker:
         parts = self._execution, self.training, self._reduction, self._intake
         stage = self._stages[self._worker]
         guard = Guard(stage, self.training, self._search, self._config) if self._config.on_nan == "stop" else None
-        return AsyncWorker(stage, self._config.timings, share, *parts, self._metering, guard)
+        return AsyncWorker(self._name, stage, self._config.timings, share, *parts, self._metering, guard)
 
     def _part_of(self, schedule: Schedule) -> tuple[Action, ...]:
         return share(schedule.workers[self._worker], self._config.replicas[self._worker], self._replica)
