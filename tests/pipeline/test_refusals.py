@@ -100,7 +100,7 @@ def test_lbfgs_is_refused_with_a_reason() -> None:
     program = lp.Program("lbfgs")
     model = pp.Model([nn.Linear(1, 1)], squared_error, lambda p: torch.optim.LBFGS([parameter for _, parameter in p]))
     pp.add_pipeline(program, model, stages=1)
-    with pytest.raises(lp.NodeError, match="LBFGS evaluates the loss several times a step") as caught:
+    with pytest.raises(lp.NodeError, match="LBFGS needs a closure, to evaluate the loss") as caught:
         lp.launch(program, "thread").wait(WITHIN_S)
     assert (caught.value.label, caught.value.type_name) == ("stages", "PipelineError")
 
