@@ -24,6 +24,8 @@ class GroupOptions:
 
     def check(self, label: str) -> None:
         """Refuse what no launcher could follow, naming the group."""
+        if not isinstance(self.resources, Resources):
+            raise TypeError(f"group {label!r}: resources={self.resources!r}: give lp.Resources(cpus=1, …)")
         if self.on_failure not in FAILURE_POLICIES:
             known = ", ".join(FAILURE_POLICIES)
             raise ValueError(f"group {label!r}: on_failure={self.on_failure!r}; known are {known}")
@@ -94,6 +96,7 @@ class Program:
 
         Raises:
             ValueError: no label, a group inside a group, options that differ from those of the same label before.
+            TypeError: no Resources.
         """
         if not label:
             raise ValueError("a group needs a label: program.group('feeder')")

@@ -110,6 +110,14 @@ def test_edges_of_a_handle_from_elsewhere_name_its_user() -> None:
         program.edges()
 
 
+def test_a_groups_resources_are_resources() -> None:
+    """A dict was taken, and failed the launch: it "has no attribute 'colocate_with'"."""
+    program = lp.Program("mine")
+    group = program.group("servers", resources={"cpus": 1})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"group 'servers': resources=.*: give lp\.Resources\("), group:
+        pass
+
+
 def test_resources_are_checked() -> None:
     assert lp.Resources() == lp.Resources(cpus=None, gpus=0, memory=None, threads=1, env={}, host=None)
     for wrong in ({"threads": 0}, {"gpus": -1}, {"cpus": 0}):

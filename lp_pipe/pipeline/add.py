@@ -89,7 +89,7 @@ def add_pipeline(
     """
     stages, microbatches, chunks = as_int(stages), as_int(microbatches), as_int(chunks)
     replicas = tuple(map(as_int, replicas)) if isinstance(replicas, Iterable) else as_int(replicas)
-    _check(model, stages, channel, microbatches, precision, clip_grad_norm, inputs)
+    _check(program, model, stages, channel, microbatches, precision, clip_grad_norm, inputs)
     check_recompute("none" if recompute is None else recompute)
     sources = [seen_by_setup(source) for source in sources_of(model)]
     refuse_unfit(model.loss, sources)
@@ -149,13 +149,22 @@ def add_pipeline(
 
 
 def _check(
-    model: Any, stages: Any, channel: str, microbatches: int, precision: str, clip_grad_norm: Any, inputs: Any
+    program: Any,
+    model: Any,
+    stages: Any,
+    channel: str,
+    microbatches: int,
+    precision: str,
+    clip_grad_norm: Any,
+    inputs: Any,
 ) -> None:
     """Refuse what can be seen to be wrong at once.
 
     Raises:
-        PipelineError: says what it is.
+        TypeError, PipelineError: says what it is.
     """
+    if not isinstance(program, Program):
+        raise TypeError(f"add_pipeline takes an lp.Program first, not {type(program).__name__}")
     if not isinstance(model, Model):
         raise PipelineError(f"add_pipeline takes a pp.Model(layers, loss, optimizer), not {type(model).__name__}")
     if not isinstance(stages, int | Sequence | Plan | None) or isinstance(stages, str | bool):

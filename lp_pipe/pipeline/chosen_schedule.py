@@ -30,7 +30,7 @@ def chosen_schedule(
     """The schedule, its name if it can be made again for another number of micro-batches, each worker's replicas.
 
     Raises:
-        ScheduleError: it does not exist for these numbers, is for others, cannot be read, or does not train.
+        ScheduleError: it does not exist for these numbers, is for others, or cannot be read.
         PipelineError: it is no schedule, or the replicas or cut points do not fit it.
     """
     if isinstance(schedule, Schedule):
@@ -44,8 +44,6 @@ def chosen_schedule(
         name, stages = str(schedule), DEFAULT_STAGES if stages is None else stages
         counts = _counts(replicas, _worker_count(stages, chunks, name), microbatches)
         made = replicated(name, counts, microbatches, chunks)
-    if made.forward_only:
-        raise ScheduleError(f"schedule {made.name!r} has no backwards: it evaluates, but a pipeline trains")
     if name is None:
         _check_asked(made, stages, microbatches, chunks)
     return made, name, _counts(replicas, len(made.workers), microbatches)

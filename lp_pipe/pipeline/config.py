@@ -65,6 +65,11 @@ class PipelineConfig:
         return any(edge.kind == "tied weights" for edge in self.edges)
 
     @property
+    def forward_only(self) -> bool:
+        """Whether the pipeline evaluates, and does not train."""
+        return self.schedule_for(self.microbatches).forward_only
+
+    @property
     def last_stage(self) -> int:
         """The virtual stage that computes the loss."""
         return len(self.placement) - 1

@@ -1,7 +1,7 @@
 """Where a stage computes, and how its values get there."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -25,7 +25,7 @@ def check_devices(device: Device | Sequence[Device], workers: int, channel: str 
     Raises:
         PipelineError: a name is wrong, or their number; or this kind of channel does not join them.
     """
-    given = (device,) * workers if isinstance(device, Device) else tuple(device)
+    given = tuple(device) if isinstance(device, Iterable) and not isinstance(device, str) else (device,) * workers
     names = tuple(str(name) if isinstance(name, torch.device) else name for name in given)
     if len(names) != workers:
         raise PipelineError(f"device={device!r}: give one name, or {workers} of them, one per worker")

@@ -14,6 +14,7 @@ from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.compute.loss_scale import LossScale
 from lp_pipe.pipeline.conductor.async_steps import AsynchronousSteps
 from lp_pipe.pipeline.conductor.learning_rate import LearningRate
+from lp_pipe.pipeline.conductor.no_steps import NoSteps
 from lp_pipe.pipeline.conductor.steps import Steps, SynchronousSteps, summed
 from lp_pipe.pipeline.conductor.whole_model import Copy, WholeModel
 from lp_pipe.pipeline.conductor.workers import Workers
@@ -50,8 +51,7 @@ class Conductor:
         self._has_two_states = False  # of one step, since `scheduler_step`
         self._are_joined = False
         self._last = pipeline.ranks.of(pipeline.placement[-1])
-        make_steps = SynchronousSteps if pipeline.updates is None else AsynchronousSteps
-        self._steps: Steps = make_steps(pipeline, self._workers, feeder)
+        self._steps: Steps = _kind_of_steps(pipeline)(pipeline, self._workers, feeder)
         self._queue = DaemonPool(1, "pipeline operations")
         context().exit_stack.callback(self._queue.close)
 
@@ -279,3 +279,9 @@ class Conductor:
     def _outputs(self, values: Sequence[Any]) -> list[Any]:
         found = {j: output for report in self._infer(list(values), []) for j, output in report.outputs.items()}
         return [found[j] for j in range(len(values))]
+
+
+def _kind_of_steps(pipeline: PipelineConfig) -> type[Steps]:
+    if pipeline.forward_only:
+        return NoSteps
+    return SynchronousSteps if pipeline.updates is None else AsynchronousSteps

@@ -86,8 +86,8 @@ def _own_options(optimizer: torch.optim.Optimizer) -> None:
 def _refuse_closures(optimizer: torch.optim.Optimizer) -> None:
     if "closure" in _required(optimizer.step):
         raise PipelineError(
-            f"{type(optimizer).__name__} evaluates the loss several times a step, which a pipeline cannot; use Adam, "
-            "SGD, …"
+            f"{type(optimizer).__name__} needs a closure, to evaluate the loss several times a step, which a pipeline "
+            "cannot; use Adam, SGD, …"
         )
 
 

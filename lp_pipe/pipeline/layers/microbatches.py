@@ -1,6 +1,7 @@
 """Cut a batch into micro-batches exactly as the plain loop does: torch.chunk along the first dimension."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
 from torch import Tensor
@@ -66,7 +67,10 @@ def loss_weights(targets: list[Any], loss_weight: LossWeight) -> list[float]:
     raw = [number_of(weigh(target), wanted) for target in targets]
     total = sum(raw)
     if not total > 0:
-        raise PipelineError(f"the loss weights of the batch's micro-batches add up to {total}: {raw}")
+        raise PipelineError(
+            f"the loss weights of the batch's micro-batches add up to {total}: {raw}: give a batch that has samples, "
+            "or tokens, as loss_weight counts them, or skip_step() to go on without it"
+        )
     return [weight / total for weight in raw]
 
 
@@ -101,8 +105,8 @@ def number_of(value: Any, wanted: str) -> float:
 
 
 def _refuse_unknown_container(leaf: Any) -> None:
-    """Such as a tokenizer's UserDict: every micro-batch would get all of it."""
-    if isinstance(leaf, (Mapping, Sequence)) and not isinstance(leaf, (str, bytes)):
+    """Such as a tokenizer's UserDict, or a dataclass: every micro-batch would get all of it."""
+    if is_dataclass(leaf) or (isinstance(leaf, (Mapping, Sequence)) and not isinstance(leaf, (str, bytes))):
         for name, _ in hidden_tensors(leaf):
             raise PipelineError(
                 f"the batch holds a {type(leaf).__name__}, whose tensor {name!r} would not be cut into micro-batches: "

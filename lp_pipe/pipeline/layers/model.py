@@ -1,12 +1,13 @@
 """What a pipeline trains: layers in order, a loss, an optimizer. Data only; stages build what they own."""
 
 import itertools
+import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
-from lp_pipe.errors import PipelineError
+from lp_pipe.errors import PipelineError, add_note
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +34,16 @@ class Layer:
 
     def build(self) -> "nn.Module":
         """Make the module; the caller seeds the generator."""
-        return self.factory(*self.args, **self.kwargs)
+        try:
+            return self.factory(*self.args, **self.kwargs)
+        except Exception as error:
+            add_note(error, f"in the factory of {self!r}, which was given {self._arguments()}")
+            raise
+
+    def _arguments(self) -> str:
+        given = [reprlib.repr(value) for value in self.args]
+        given += [f"{name}={reprlib.repr(value)}" for name, value in self.kwargs.items()]
+        return f"({', '.join(given)})"
 
     def __repr__(self) -> str:
         return f"Layer({self.name})"
@@ -71,7 +81,7 @@ class Model:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if isinstance(self.loss_weight, str) and self.loss_weight not in ("samples", "one"):
+        if self.loss_weight not in ("samples", "one") and not callable(self.loss_weight):
             raise PipelineError(f"loss_weight={self.loss_weight!r}: use 'samples', 'one', or a function of the target")
         if not callable(self.loss):
             raise PipelineError(f"loss={self.loss!r} is not callable: give a function of (output, target)")

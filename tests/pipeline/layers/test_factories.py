@@ -58,7 +58,7 @@ def test_groups_of_pairs_are_refused_where_one_is_empty_and_groups_of_parameters
             lambda named: sgd([p for name, p in named if "norm" in name]),
             "has left out all of these: weight, bias: give",
         ),
-        (lambda named: torch.optim.LBFGS([p for _, p in named]), "LBFGS evaluates the loss several times a step"),
+        (lambda named: torch.optim.LBFGS([p for _, p in named]), "LBFGS needs a closure, to evaluate the loss"),
     ],
 )
 def test_what_is_no_optimizer_of_these_parameters_is_refused(factory: Any, message: str) -> None:

@@ -1,6 +1,7 @@
 """How a batch is cut into micro-batches, and what each one's loss weighs."""
 
 from collections import UserDict, namedtuple
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -90,7 +91,7 @@ def test_a_function_may_count_tokens() -> None:
 
 
 def test_weights_that_add_up_to_nothing_are_refused() -> None:
-    with pytest.raises(PipelineError, match=r"add up to 0\.0: \[0\.0, 0\.0\]"):
+    with pytest.raises(PipelineError, match=r"add up to 0\.0: \[0\.0, 0\.0\]: give a batch that has samples"):
         loss_weights([torch.zeros(1), torch.zeros(1)], lambda target: 0)
 
 
@@ -100,6 +101,11 @@ def test_a_batch_is_a_pair() -> None:
         check_pair((1, 2, 3), "step()")
     with pytest.raises(PipelineError, match="not Tensor"):
         check_pair(torch.zeros(2, 2), "step()")
+
+
+@dataclass
+class Masked:
+    mask: torch.Tensor
 
 
 class Encoding(UserDict[str, Any]):
@@ -113,3 +119,8 @@ def test_a_container_that_torch_does_not_know_is_refused(value: Any) -> None:
         PipelineError, match=r"holds a Encoding, whose tensor 'data.ids.*' would not be cut .* dict\(batch\)"
     ):
         split(value, 2)
+
+
+def test_so_is_a_dataclass() -> None:
+    with pytest.raises(PipelineError, match="holds a Masked, whose tensor 'mask' would not be cut"):
+        split((torch.ones(4, 3), Masked(torch.ones(4))), 2)

@@ -243,9 +243,19 @@ def test_a_factory_must_be_callable_and_return_a_module() -> None:
         build_layers([pp.Layer(int)], 0, seed=0)  # type: ignore[arg-type]
 
 
+def test_the_factory_that_fails_is_named() -> None:
+    """Of many layers, which one has an argument too few?"""
+    layers = [pp.Layer(nn.Linear, D, D), pp.Layer(nn.Linear, D, bias=False)]
+    with pytest.raises(TypeError, match="out_features") as caught:
+        pp.add_pipeline(lp.Program("wrong"), pp.Model(layers, squared_error, sgd))
+    assert caught.value.__notes__ == [f"in the factory of Layer(Linear), which was given ({D}, bias=False)"]
+
+
 def test_the_other_parts_of_a_model_are_checked_at_once() -> None:
     with pytest.raises(pp.PipelineError, match="loss_weight='tokens': use"):
         pp.Model([nn.ReLU()], squared_error, sgd, loss_weight="tokens")
+    with pytest.raises(pp.PipelineError, match="loss_weight=None: use"):  # the step failed: "not callable"
+        pp.Model([nn.ReLU()], squared_error, sgd, loss_weight=None)  # type: ignore[arg-type]
     with pytest.raises(pp.PipelineError, match="loss='mse' is not callable: give a function of"):
         pp.Model([nn.ReLU()], "mse", sgd)  # type: ignore[arg-type]
     with pytest.raises(pp.PipelineError, match=r"loss=MSELoss is a class of modules: give a module, loss=MSELoss\(\)"):
