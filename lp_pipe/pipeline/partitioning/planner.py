@@ -168,14 +168,15 @@ class _Planner:
             raise self._too_little(memory, needed)
 
     def _too_little(self, memory: Memory, needed: float) -> PartitionError:
-        """needed: what any plan on one level needs, and so on several."""
+        """needed: what any plan between the states needs on one level, and so on several."""
         states, levels = self._states, self._topology.levels
         can_search = self._devices.affordable(states.count, states.count, self._max_replicas, memory) is None
         if len(levels) > 1 and can_search:
             needed = least_bytes(states, levels, memory, self._max_replicas)
         again = ", recompute='auto'" if memory.recompute == "none" else ""
+        found = "fits" if states.is_complete else f"was found that fits, in one order of the layers ({_MANY_CUTS})"
         return PartitionError(
-            f"memory: no plan fits: on {self._topology.devices} devices the fullest needs at least {needed:,.0f} "
+            f"memory: no plan {found}: on {self._topology.devices} devices the fullest needs at least {needed:,.0f} "
             f"bytes, {needed - memory.limit:,.0f} more than the topology's memory of "
             f"{memory.limit:,.0f}; use more devices{again}, or smaller micro-batches"
         )

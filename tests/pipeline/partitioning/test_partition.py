@@ -296,6 +296,15 @@ def test_wrong_options_are_named(options: dict[str, object], said: str) -> None:
         pp.partition(chain([1]), pp.Topology(ONE_LEVEL), **options)  # type: ignore[arg-type]
 
 
+def test_where_one_order_of_a_large_dag_is_searched_an_error_does_not_say_that_nothing_fits() -> None:
+    # 2 ** 13 cuts: nine of the small layers against the large one and three others would fit, but not side by side.
+    sizes = [1.0] * 6 + [5.0] + [1.0] * 6
+    layers = tuple(pp.LayerProfile(f"l{i}", 1.0, 2.0, 0.0, size) for i, size in enumerate(sizes))
+    topology = pp.Topology((pp.Level("device", 2, 1e9),), memory=3 * 9)
+    with pytest.raises(pp.PartitionError, match=r"no plan was found that fits.*too many places to cut.*at least 33 "):
+        pp.partition(pp.Profile(layers, edges=()), topology)
+
+
 def test_a_tensor_with_many_readers_crosses_once() -> None:
     layers = tuple(pp.LayerProfile(name, 1.0, 1.0, 10.0 if name == "a" else 0.0, 0.0) for name in "abcd")
     profile = pp.Profile(layers, (("a", "b"), ("a", "c"), ("a", "d")))
