@@ -32,14 +32,14 @@ def break_cycles(vertices: Sequence[str], edges: Sequence[tuple[str, str]]) -> d
         seen.add(first)
         while path:
             vertex, servers = next(reversed(path.items()))
-            server = next(servers, None)
-            if server is None:
+            below = next(servers, None)
+            if below is None:
                 del path[vertex]
                 continue
-            downward[(server, vertex) if server in path else (vertex, server)] = None
-            if server not in seen:
-                seen.add(server)
-                path[server] = iter(outgoing[server])
+            downward[(below, vertex) if below in path else (vertex, below)] = None
+            if below not in seen:
+                seen.add(below)
+                path[below] = iter(outgoing[below])
     return downward
 
 
