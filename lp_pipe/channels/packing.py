@@ -250,8 +250,7 @@ def _restored(tensor: Tensor, geometry: Geometry | None) -> Tensor:
 
 
 def _placed(tensor: Tensor, stride: tuple[int, ...], offset: int) -> Tensor:
-    extent = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, stride, strict=True))
-    memory = torch.empty(offset + extent, dtype=tensor.dtype, device=tensor.device)
+    memory = torch.empty(offset + layout_of_memory.extent(tensor.shape, stride), dtype=tensor.dtype, device=tensor.device)
     place = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return place.set_(memory.untyped_storage(), offset, tensor.shape, stride).copy_(tensor)
 

@@ -121,11 +121,11 @@ class Line:
 
     def _after(self, delay_s: float, act: Callable[[], object]) -> None:
         with self._changed:
+            if not self._has_thread:
+                threading.Thread(target=self._run, name="late frames", daemon=True).start()
+                self._has_thread = True  # not before: the system may have no more threads
             due = time.monotonic() + delay_s
             self._late.append(_Late(max(due, self._late[-1].due) if self._late else due, act))
-            if not self._has_thread:
-                self._has_thread = True
-                threading.Thread(target=self._run, name="late frames", daemon=True).start()
 
     def _run(self) -> None:
         while (late := self._next()) is not None:

@@ -19,9 +19,10 @@ import os
 import socket
 import struct
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from lp_pipe.connections.frames import FrameError, Ticket
@@ -33,13 +34,15 @@ MOST_DESCRIPTORS = 64  # with one frame; the kernel takes 253
 
 _MOST_LENT_BYTES = 1 << 31
 _MOST_IDLE_BYTES = 1 << 28
+_AGAIN_S = 0.1  # then those are asked again who did not read
 _COPY_BYTES = 1 << 22  # at a time: a copy holds the interpreter's lock
 _TICKET = struct.Struct("<Q Q Q")  # the segment's inode, its bytes, those of the buffer
 _TOKEN = struct.Struct("<Q")
 _DESCRIPTOR = struct.Struct("i")
 
 
-_GiveBack = weakref.WeakMethod[Callable[[bytes], None]]
+_GiveBack = weakref.WeakMethod[Callable[[bytes], bool]]
+_Return = tuple[_GiveBack, bytes]
 
 
 class Lender:
@@ -147,10 +150,11 @@ class _Segment:
 class Borrower:
     """The receiver's side of a connection; used by the thread that reads.
 
-    give_back: sends the body of a LOAN_RETURN to the lender; called in a thread of this module.
+    give_back: sends the body of a LOAN_RETURN to the lender; called in a thread of this module, once more after a while
+        when it returns False, because the lender does not read just now.
     """
 
-    def __init__(self, give_back: Callable[[bytes], None]) -> None:
+    def __init__(self, give_back: Callable[[bytes], bool]) -> None:
         # Weakly: the ends of loans are watched for by a table of the whole process, which would keep the connection,
         # and with it whatever its owner has kept of what it received, for ever.
         self._give_back = weakref.WeakMethod(give_back)
@@ -205,14 +209,17 @@ def _map(descriptor: int, size: int) -> mmap.mmap:
 
 
 class _Returns:
-    """Sends what was borrowed back: the collector drops views anywhere, also inside of `send`."""
+    """Sends what was borrowed back: the collector drops views anywhere, also inside of `send`.
+
+    One thread for all lenders: one that does not read must not hold the others' segments up.
+    """
 
     def __init__(self) -> None:
         self._reset()
         os.register_at_fork(after_in_child=self._reset)  # the child has borrowed nothing
 
     def _reset(self) -> None:
-        self._queue: SimpleQueue[tuple[_GiveBack, bytes]] = SimpleQueue()
+        self._queue: SimpleQueue[_Return] = SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -228,12 +235,22 @@ class _Returns:
         self._queue.put((give_back, body))
 
     def _run(self) -> None:
+        late: list[_Return] = []
+        again_at = 0.0
         while True:
-            give_back, body = self._queue.get()
+            with contextlib.suppress(Empty):
+                late += self._not_taken([self._queue.get(timeout=_AGAIN_S if late else None)])
+            if late and time.monotonic() >= again_at:
+                late, again_at = self._not_taken(late), time.monotonic() + _AGAIN_S
+
+    def _not_taken(self, returns: "list[_Return]") -> "list[_Return]":
+        """What is left of these after one more try."""
+        left: list[_Return] = []
+        for give_back, body in returns:
             method = give_back()
-            if method is not None:
-                method(body)
-            del method
+            if method is not None and not method(body):
+                left.append((give_back, body))
+        return left
 
 
 _returns = _Returns()

@@ -26,6 +26,7 @@ SCHEME = "unix:"
 _MAX_PIECES = 512  # below every system's IOV_MAX
 _JOINED_BYTES = 1 << 12  # up to here one copy costs less than keeping track of the pieces
 _ROOM_BYTES = 1 << 14  # a socket is writable while three quarters of its buffer (208 KiB) are free
+_RETURN_BYTES = 64  # of a segment, at most
 _ACCEPT_PAUSE_S = 0.1
 _UCRED = struct.Struct("3i")
 
@@ -74,9 +75,12 @@ class UnixConnection(SocketConnection):
         elif self._lender is not None:
             self._lender.take_back(frame.body)
 
-    def _give_back(self, body: bytes) -> None:
+    def _give_back(self, body: bytes) -> bool:
+        if self.closed_reason is None and (self._send_lock.locked() or not self.has_room_for(_RETURN_BYTES)):
+            return False
         with contextlib.suppress(Unavailable):
             self.send(Frame(frames.LOAN_RETURN, body=body))
+        return True
 
     def _free(self) -> None:
         super()._free()

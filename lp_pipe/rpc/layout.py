@@ -34,8 +34,13 @@ def kept_stride(tensor: Any) -> tuple[int, ...] | None:
     """The strides with which a tensor without repeats is rebuilt; None: contiguous."""
     if tensor.numel() <= 1 or tuple(tensor.stride()) == _row_major(tensor.shape) or overlaps(tensor):
         return None
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tuple(tensor.stride()) if extent <= _MAX_GAP_FACTOR * tensor.numel() else None
+    reach = extent(tensor.shape, tensor.stride())
+    return tuple(tensor.stride()) if reach <= _MAX_GAP_FACTOR * tensor.numel() else None
+
+
+def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """How many elements of memory lie from the first to the last of such a tensor, which has some."""
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 def _row_major(shape: Sequence[int]) -> tuple[int, ...]:

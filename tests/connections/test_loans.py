@@ -8,6 +8,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -214,3 +215,44 @@ def test_a_frame_that_cannot_be_sent_lends_nothing(ends: Ends) -> None:
     with pytest.raises(frames.FrameError):
         ends.near.send(Frame(frames.CALL, buffers=[bytes(LARGE), *[b"x"] * 200_000]))
     assert ends.near._lender is not None and not ends.near._lender._lent
+
+
+class Lender:
+    """Takes segments back once it reads."""
+
+    def __init__(self) -> None:
+        self.reads = threading.Event()
+        self.taken: queue.Queue[bytes] = queue.Queue()
+
+    def give_back(self, body: bytes) -> bool:
+        if self.reads.is_set():
+            self.taken.put(body)
+        return self.reads.is_set()
+
+
+def test_a_lender_that_does_not_read_holds_up_no_other() -> None:
+    """The one thread that gives back stood still in a full socket, and all other lenders lent ever more."""
+    idle, busy = Lender(), Lender()
+    busy.reads.set()
+    returns = loans._Returns()
+    returns.start()
+    for body in (b"1", b"2"):
+        for lender in (idle, busy):
+            returns.put(weakref.WeakMethod(lender.give_back), body)
+    assert [busy.taken.get(timeout=WITHIN_S) for _ in range(2)] == [b"1", b"2"]
+    assert idle.taken.empty()
+    idle.reads.set()
+    assert [idle.taken.get(timeout=WITHIN_S) for _ in range(2)] == [b"1", b"2"]
+
+
+def test_giving_back_does_not_wait_for_a_peer_that_does_not_read() -> None:
+    near, far = socket.socketpair()
+    connection = UnixConnection(near, "far")
+    deadline = time.monotonic() + WITHIN_S
+    while connection._give_back(bytes(8)):
+        assert time.monotonic() < deadline
+    far.recv(1 << 20)
+    assert connection._give_back(bytes(8))
+    connection.close()
+    assert connection._give_back(bytes(8)), "nobody wants it any more"
+    far.close()
