@@ -39,6 +39,11 @@ class KillsItself(nn.Module):
         return value
 
 
+def lower_each_time(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.ReduceLROnPlateau:
+    """But for the first one, which is better than none."""
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+
+
 def trained(
     mode: str,
     run_dir: Path,
@@ -49,17 +54,22 @@ def trained(
     schedule: str,
     on_failure: str = "restart",
     mirror_every: int | None = None,
+    metric_every: int | None = None,
 ) -> str:
     """The fingerprint after 8 steps; which ones there were is in the file `steps`."""
     deaths.mkdir()
     layers: list[Any] = [pp.Layer(nn.Linear, 6, 8), pp.Layer(nn.Dropout, 0.5), pp.Layer(nn.Linear, 8, 2)]
     layers.insert(2 * stage, pp.Layer(KillsItself, deaths, 9, times))
-    model = pp.Model(layers, squared_error, torch.optim.Adam)
+    model = pp.Model(layers, squared_error, torch.optim.Adam, lower_each_time if metric_every is not None else None)
 
     def train(pipeline: pp.PipelineClient) -> None:
         checkpoints = Checkpoints({"pipeline": pipeline})
-        results = list(checkpoints.steps(pipeline, 8, save_every=3, mirror_every=mirror_every))
-        (run_dir / "steps").write_text(str([result.step for result in results]))
+        steps = []
+        for result in checkpoints.steps(pipeline, 8, save_every=3, mirror_every=mirror_every):
+            steps.append(result.step)
+            if metric_every is not None and (result.step + 1) % metric_every == 0:
+                pipeline.scheduler_step(1.0)
+        (run_dir / "steps").write_text(str(steps))
         (run_dir / "fingerprint").write_text(pipeline.fingerprint())
         lp.stop()
 
@@ -97,6 +107,16 @@ def test_with_mirrors_no_step_that_was_finished_comes_again(tmp_path: Path, stag
     killed = trained("process", tmp_path / "killed", tmp_path / "deaths", times=1, mirror_every=1, **options)
     assert killed == undisturbed
     assert (tmp_path / "killed" / "steps").read_text() == str([*range(8)])  # it died in step 4, its checkpoint is 3's
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mirror_every", [None, 1])
+def test_a_scheduler_of_a_metric_goes_back_with_the_stages(tmp_path: Path, mirror_every: int | None) -> None:
+    options: dict[str, Any] = {"stage": 1, "schedule": "1f1b", "metric_every": 1, "mirror_every": mirror_every}
+    undisturbed = trained("thread", tmp_path / "whole", tmp_path / "never", times=0, **options)
+    assert trained("process", tmp_path / "killed", tmp_path / "deaths", times=1, **options) == undisturbed
+    options["metric_every"] = 2
+    assert trained("thread", tmp_path / "other", tmp_path / "neither", times=0, **options) != undisturbed
 
 
 @pytest.mark.slow

@@ -1,14 +1,17 @@
 """What the user's functions for optimizers and schedulers have made, looked at before anything is trained with it."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lp_pipe.errors import PipelineError
+from lp_pipe.errors import PipelineError, add_note
 from lp_pipe.pipeline.layers.model import OptimizerFactory, SchedulerFactory
+
+_MAKE_LISTS = "make lists for groups from optimizer.param_groups"
 
 
 def made_optimizer(factory: OptimizerFactory, named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
@@ -19,7 +22,8 @@ def made_optimizer(factory: OptimizerFactory, named: Sequence[tuple[str, nn.Para
             closure.
     """
     try:
-        optimizer = factory(list(named))
+        with _noting(f"optimizer={_name(factory)}", f"its own parameters, here {_some([name for name, _ in named])}"):
+            optimizer = factory(list(named))
     except ValueError as error:
         if "param groups should be with/without names" in str(error):
             raise PipelineError(
@@ -55,7 +59,10 @@ def made_scheduler(factory: SchedulerFactory, optimizer: torch.optim.Optimizer) 
     Raises:
         PipelineError: it is none, or wants more than a metric.
     """
-    scheduler = factory(optimizer)
+    groups = len(optimizer.param_groups)
+    own = f"the optimizer of its own parameters, which has {groups} group{'s' * (groups != 1)} here: {_MAKE_LISTS}"
+    with _noting(f"lr_scheduler={_name(factory)}", own):
+        scheduler = factory(optimizer)
     if not callable(getattr(scheduler, "step", None)):
         raise PipelineError(f"lr_scheduler={_name(factory)} has returned {scheduler!r}, which is no torch scheduler")
     if not _takes(scheduler.step) and not _takes(scheduler.step, 0.0):
@@ -104,6 +111,20 @@ def _required(method: Callable[..., Any]) -> list[str]:
     parameters = inspect.signature(method).parameters.values()
     has_default = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [p.name for p in parameters if p.default is inspect.Parameter.empty and p.kind not in has_default]
+
+
+@contextmanager
+def _noting(function: str, given: str) -> Iterator[None]:
+    """What it raises in the body is the user's own, who may think of the whole model."""
+    try:
+        yield
+    except Exception as error:
+        add_note(error, f"in {function}, which every stage worker calls with {given}")
+        raise
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _name(factory: Callable[..., Any]) -> str:

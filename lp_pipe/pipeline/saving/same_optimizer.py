@@ -33,3 +33,21 @@ def refuse_other_optimizer(
             f"the checkpoint is of another optimizer than {type(optimizer).__name__}: its options have "
             f"{', '.join(unknown)}, and not {', '.join(lacking)}; {WEIGHTS_ALONE}"
         )
+
+
+def refuse_hidden_state(optimizer: torch.optim.Optimizer) -> None:
+    """What its class adds to its state_dict() has no parameter with which it could go to other stages.
+
+    Raises:
+        PipelineError: there is such a thing; says where else it could be.
+    """
+    usual = torch.optim.Optimizer.state_dict
+    if getattr(type(optimizer), "state_dict", usual) is usual:
+        return  # it takes as long as copying many small parameters
+    hidden = sorted({*optimizer.state_dict()} - {"state", "param_groups"})
+    if hidden:
+        raise PipelineError(
+            f"{type(optimizer).__name__}.state_dict() has {', '.join(map(repr, hidden))}, which a checkpoint of a "
+            "pipeline would lose: for any number of stages it keeps what belongs to a parameter, so put it into "
+            "self.state[parameter], or into the options of the groups"
+        )

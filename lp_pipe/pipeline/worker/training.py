@@ -16,7 +16,7 @@ from lp_pipe.pipeline.layers.factories import made_optimizer, made_scheduler, wa
 from lp_pipe.pipeline.layers.model import OptimizerFactory, SchedulerFactory
 from lp_pipe.pipeline.layers.rng import nobody_draws
 from lp_pipe.pipeline.saving.group_values import values_of_group, with_group_values
-from lp_pipe.pipeline.saving.same_optimizer import refuse_other_optimizer
+from lp_pipe.pipeline.saving.same_optimizer import refuse_hidden_state, refuse_other_optimizer
 from lp_pipe.pipeline.saving.same_scheduler import kind_of, refuse_other_scheduler
 from lp_pipe.pipeline.saving.saved import Saved
 from lp_pipe.pipeline.worker.execution import Report
@@ -185,6 +185,7 @@ class Training:
         """For each parameter its optimizer state, and the options of its group (the scheduler changes them)."""
         if self._optimizer is None:
             return {}
+        refuse_hidden_state(self._optimizer)
         names = {id(parameter): name for name, parameter in self._parameters}
         groups, scheduler = self._optimizer.param_groups, self._scheduler_state() or {}
         found: dict[str, dict[str, Any]] = {}

@@ -72,6 +72,43 @@ def test_other_errors_of_a_factory_are_its_own() -> None:
     assert not isinstance(caught.value, pp.PipelineError)
 
 
+def rate_of_the_first_layer(named: Any) -> torch.optim.Optimizer:
+    first = dict(named)["0.weight"]
+    return torch.optim.SGD(
+        [{"params": [first], "lr": 1.0}, {"params": [p for _, p in named if p is not first]}], lr=0.1
+    )
+
+
+def a_rate_for_each_of_three(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, [0.1, 0.2, 0.3], total_steps=9)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"optimizer": rate_of_the_first_layer},
+            "KeyError: '0.weight'.*in optimizer=rate_of_the_first_layer, which every stage worker calls with its own "
+            "parameters, here 1.weight, 1.bias, 2.weight, 2.bias and 2 more",
+        ),
+        (
+            {"lr_scheduler": a_rate_for_each_of_three},
+            "max_lr has 3 values, param_groups has 1.*in lr_scheduler=a_rate_for_each_of_three, which every stage "
+            "worker calls with the optimizer of its own parameters, which has 1 group here: make lists",
+        ),
+    ],
+    ids=["optimizer", "scheduler"],
+)
+def test_who_thinks_of_the_whole_model_is_told_that_a_stage_has_a_part(options: dict[str, Any], message: str) -> None:
+    program = lp.Program("mistake")
+    layers = [pp.Layer(nn.Linear, 2, 2) for _ in range(4)]
+    model = pp.Model(layers, squared_error, **{"optimizer": sgd, **options})
+    pp.add_pipeline(program, model, stages=[1])
+    with pytest.raises(lp.NodeError, match=f"(?s){message}") as caught:
+        lp.launch(program, "thread").wait(WITHIN_S)
+    assert "which every stage worker calls" in caught.value.report
+
+
 class Steps:
     """A scheduler by its `step` alone."""
 

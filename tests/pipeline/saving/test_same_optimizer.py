@@ -1,12 +1,15 @@
 """A checkpoint goes on with the kind of optimizer that it is of, whatever version of torch has written it."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from lp_pipe.pipeline.saving.same_optimizer import refuse_other_optimizer
+import lp_pipe.pipeline as pp
+from lp_pipe.pipeline.saving.same_optimizer import refuse_hidden_state, refuse_other_optimizer
+from tests.pipeline.plain_loop import D, launched, random_batches, squared_error
 
 
 def adam() -> torch.optim.Adam:
@@ -32,3 +35,20 @@ def test_a_users_own_options_of_a_group_are_no_other_optimizers() -> None:
     group = {**adam().param_groups[0], "decays": True}
     saved = {name: value for name, value in group.items() if name not in ("params", "fused")}
     refuse_other_optimizer(adam(), group, saved)
+
+
+class Lookahead(torch.optim.SGD):
+    """As most are written: with weights of its own beside the state of its parameters."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "slow_weights": [], "counter": 3}
+
+
+def test_a_state_that_belongs_to_no_parameter_is_refused_when_it_is_saved(tmp_path: Path) -> None:
+    """It was left out: the training went on from the checkpoint as if it had just begun."""
+    refuse_hidden_state(adam())
+    model = pp.Model([nn.Linear(D, D), nn.Linear(D, D)], squared_error, lambda named: Lookahead(named, lr=0.1))
+    with launched("thread", model, random_batches([4]), stages=2, microbatches=2) as pipeline:
+        pipeline.step()
+        with pytest.raises(pp.PipelineError, match=r"Lookahead.state_dict\(\) has 'counter', 'slow_weights', which a"):
+            pipeline.save(tmp_path)
