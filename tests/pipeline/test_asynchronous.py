@@ -204,6 +204,21 @@ def test_a_run_goes_on_from_a_checkpoint_as_if_nothing_had_happened(tmp_path: Pa
         assert resumed.fingerprint() == whole.fingerprint()
 
 
+@pytest.mark.parametrize("replicas", [(2, 1, 1), (1, 2, 1)], ids=str)
+def test_stages_that_update_at_different_times_go_on_from_a_checkpoint(
+    replicas: tuple[int, ...], tmp_path: Path
+) -> None:
+    # Each took the largest number of updates of all stages for its own, and its older weights for none of its.
+    model = pp.Model(layers(), squared_error, sgd)
+    options = {"stages": [2, 4], "schedule": "pipedream", "microbatches": 4, "replicas": replicas}
+    with launched_many("thread", [(model, BATCHES, options)] * 2) as (whole, resumed):
+        whole.step()
+        whole.save(tmp_path)
+        resumed.load(tmp_path)
+        assert [result.loss for result in resumed.steps()] == [result.loss for result in whole.steps()]
+        assert resumed.fingerprint() == whole.fingerprint()
+
+
 def test_another_number_of_stages_goes_on_from_the_weights_that_there_are(tmp_path: Path) -> None:
     model = model_with_everything(loss=squared_error)
     options = {"schedule": "pipedream", "microbatches": 4}

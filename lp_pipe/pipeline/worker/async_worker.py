@@ -117,18 +117,18 @@ class AsyncWorker:
         return {"newest": self._versions.newest, "older": self._versions.older()}
 
     def restore(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from the `state`s of the workers that wrote a checkpoint.
+        """Go on from the `state`s of the workers that wrote a checkpoint, with the weights that are of this stage now.
 
         Where the stages are cut otherwise now, or update at other times, older weights may be missing: then forwards
         use the oldest ones that there are.
         """
         self.discard()
-        newest = max((state["newest"] for state in states), default=0)
+        own = [state for state in states if state["older"]] or states  # the others have counted their own updates
+        newest = max((state["newest"] for state in own), default=0)
         older: dict[int, dict[str, Tensor]] = {}
-        for state in states:
-            if state["newest"] == newest:
-                for version, weights in state["older"].items():
-                    older.setdefault(version, {}).update(weights)
+        for state in own:
+            for version, weights in state["older"].items():
+                older.setdefault(newest - state["newest"] + version, {}).update(weights)
         self._versions.restore(newest, older)
 
     def _wait_for(self, after: int, tag: int) -> None:
