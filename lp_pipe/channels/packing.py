@@ -18,7 +18,7 @@ from lp_pipe.rpc import codec
 from lp_pipe.rpc import layout as layout_of_memory
 
 CPU = torch.device("cpu")
-_ALIGNMENT_BYTES = 64  # a cache line, and what torch's own allocator gives
+_ALIGNMENT_BYTES = layout_of_memory.LINE_BYTES
 
 # Leaves that no two values can tell apart: the same objects do for all. Equal ones are the same on the wire, too, which
 # 0.0 and -0.0 are not.
@@ -244,15 +244,9 @@ def _restored(tensor: Tensor, geometry: Geometry | None) -> Tensor:
     if geometry is None:
         return tensor
     if geometry.stride is not None or geometry.offset:
-        tensor = _placed(tensor, geometry.stride or tensor.stride(), geometry.offset)
+        tensor = layout_of_memory.placed(tensor, geometry.stride or tensor.stride(), geometry.offset)
     tensor = _read_otherwise(tensor.expand(geometry.shape), is_conj=geometry.is_conj, is_neg=geometry.is_neg)
     return tensor.detach()  # layers may write in place, which a view does not allow
-
-
-def _placed(tensor: Tensor, stride: tuple[int, ...], offset: int) -> Tensor:
-    memory = torch.empty(offset + layout_of_memory.extent(tensor.shape, stride), dtype=tensor.dtype, device=tensor.device)
-    place = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return place.set_(memory.untyped_storage(), offset, tensor.shape, stride).copy_(tensor)
 
 
 def _check_is_plain(tensor: Tensor, carries_gpu: bool) -> None:

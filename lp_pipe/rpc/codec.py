@@ -231,18 +231,22 @@ def _reduce_tensor(tensor: Any, torch: Any) -> tuple[Callable[..., Any], tuple[A
     raw = pickle.PickleBuffer(flat.view(torch.uint8).numpy()) if plain.numel() else b""
     is_parameter = type(tensor) is torch.nn.Parameter
     dtype = str(plain.dtype).removeprefix("torch.")
-    place = (tuple(core.shape), layout.kept_stride(core), tuple(tensor.shape))
+    place = (tuple(core.shape), layout.kept_stride(core), tuple(tensor.shape), layout.offset_in_line(core))
     return _rebuild_tensor, (raw, dtype, place, tensor.requires_grad, is_parameter)
 
 
 def _rebuild_tensor(raw: Any, dtype: str, place: tuple[Any, ...], requires_grad: bool, is_parameter: bool) -> Any:
-    """place: shape of what travelled, its strides (None: contiguous), and the shape to which it is expanded."""
+    """place: shape of what travelled, its strides (None: contiguous), the shape to which it is expanded, and its offset
+    in a cache line.
+    """
     import torch
 
     kind = getattr(torch, dtype)
-    shape, stride, expanded_shape = place
+    shape, stride, expanded_shape, offset = place
     tensor = torch.frombuffer(raw, dtype=kind).reshape(shape) if len(raw) else torch.empty(shape, dtype=kind)
-    if stride is not None:
+    if offset:
+        tensor = layout.placed(tensor, stride or tensor.stride(), offset)
+    elif stride is not None:
         tensor = torch.empty_strided(shape, stride, dtype=kind).copy_(tensor)
     if expanded_shape != shape:
         tensor = tensor.expand(expanded_shape)

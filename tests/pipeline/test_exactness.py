@@ -183,6 +183,23 @@ def test_batches_that_the_client_brings_train_to_the_same_bits() -> None:
         assert_same_state(pipeline.state_dict(), plain.state_dict())
 
 
+@pytest.mark.parametrize("mode", ["thread", pytest.param("process", marks=pytest.mark.slow)])
+def test_batches_may_be_slices_of_a_data_set(mode: str) -> None:
+    """Rows of 5 features begin at any multiple of 20 bytes, where a product has other bits than at one of 16 bytes."""
+    [(inputs, targets)] = random_batches([40], 5)
+    batches = list(zip(inputs.split(7), targets.split(7), strict=True))
+    model = pp.Model([pp.Layer(nn.Linear, 5, 7), pp.Layer(nn.Linear, 7, 5)], squared_error, sgd)
+    plain = PlainLoop(model, 3)
+    losses = plain.steps(batches)
+    with launched_many(mode, [(model, batches, {"microbatches": 3}), (model, None, {"microbatches": 3})]) as clients:
+        assert [result.loss for result in clients[0].steps()] == losses  # each batch from a feeder
+        assert [clients[1].step(batch).loss for batch in batches] == losses
+        for pipeline in clients:
+            assert_same_state(pipeline.state_dict(), plain.state_dict())
+            assert all(torch.equal(pipeline.forward(value), plain.output(value)) for value, _ in batches)
+    assert pp.check(model, batches, stages=2, microbatches=3)
+
+
 # What crosses a cut may be a view of other memory. Kernels sum strided and dense tensors in different orders, so the
 # next stage must see the tensor as the plain loop's next layer does. Sizes at which vectorised kernels show it.
 

@@ -100,6 +100,14 @@ def test_weights_of_small_kernels_stay_channels_last(kernel: Any) -> None:
     assert codec.loads(codec.dumps(image)).stride() == image.stride()
 
 
+@pytest.mark.parametrize("value", [BASE[1:, 1:5], BASE.t()[1:3], BASE.flatten()[3:]], ids=["part", "columns", "tail"])
+def test_a_slice_keeps_its_place_in_a_cache_line(value: torch.Tensor) -> None:
+    """Products have other last bits where rows begin at no multiple of 16 bytes."""
+    back = through(value)
+    assert torch.equal(back, value)
+    assert back.data_ptr() % 64 == value.data_ptr() % 64
+
+
 def test_large_tensors_are_not_copied_into_the_pickle() -> None:
     tensor = torch.zeros(1000, 1000)
     body, buffers = codec.encode(tensor)

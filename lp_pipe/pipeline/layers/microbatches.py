@@ -11,8 +11,7 @@ from lp_pipe.channels.packing import copied
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.layers.hidden import hidden_tensors
 from lp_pipe.pipeline.layers.model import LossWeight
-
-_ALIGNMENT_BYTES = 64
+from lp_pipe.rpc import layout as layout_of_memory
 
 
 def check_pair(batch: Any, where: str) -> tuple[Any, Any]:
@@ -75,7 +74,7 @@ def loss_weights(targets: list[Any], loss_weight: LossWeight) -> list[float]:
 
 
 def aligned(value: Any) -> Any:
-    """A tensor, or nested containers of tensors, at addresses such as torch gives to new tensors."""
+    """A tensor, or nested containers of tensors, in memory that begins as torch's does."""
     return pytree.tree_map(lambda leaf: _aligned(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 
@@ -135,5 +134,9 @@ def _is_batched(leaf: Any) -> bool:
 
 
 def _aligned(tensor: Tensor) -> Tensor:
-    # A tensor that came in a message may start at any address; kernels may sum in another order there.
-    return tensor if tensor.data_ptr() % _ALIGNMENT_BYTES == 0 else tensor.clone()
+    # Memory that came in a message may begin at any address; kernels may sum in another order there. In it a slice of a
+    # data set is where the plain loop has it.
+    if tensor.untyped_storage().data_ptr() % layout_of_memory.LINE_BYTES == 0:
+        return tensor
+    dense, offset = tensor.clone(), layout_of_memory.offset_in_line(tensor)
+    return layout_of_memory.placed(dense, dense.stride(), offset) if offset else dense
