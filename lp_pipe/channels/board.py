@@ -15,9 +15,9 @@ import os
 import platform
 import threading
 import time
-import weakref
 
 from lp_pipe.channels.segments import announcement, opened
+from lp_pipe.connections.when_gone import when_gone
 
 # Others may see stores in another order than they were made in; Python has no means to forbid it.
 is_board_supported = hasattr(os, "memfd_create") and platform.machine() in ("x86_64", "AMD64")
@@ -49,7 +49,7 @@ class Board:
         size = 8 * (_ENTRIES + _ENTRY * credits)
         os.ftruncate(descriptor, size)
         board = Board(mmap.mmap(descriptor, size), credits)
-        weakref.finalize(board, os.close, descriptor)
+        when_gone(board, os.close, descriptor)
         return board, announcement(descriptor, [credits])
 
     @staticmethod

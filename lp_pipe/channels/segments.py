@@ -9,7 +9,6 @@ import ctypes
 import json
 import mmap
 import os
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lp_pipe.channels.packing import Layout, tensor_over
+from lp_pipe.connections.when_gone import when_gone
 
 _FREE, _USED = b"\0", b"\1"
 
@@ -49,7 +49,7 @@ class Slot:
     def lent(self) -> Any:
         """A buffer over the slot, which is free again once neither the buffer nor a view of it is used."""
         loan = (ctypes.c_char * self._size).from_buffer(self._mapping, self._offset)
-        weakref.finalize(loan, self._give_back, os.getpid()).atexit = False
+        when_gone(loan, self._give_back, os.getpid())
         return loan
 
     def _give_back(self, borrower: int) -> None:
@@ -70,7 +70,7 @@ class Segment:
         self.is_announced = False
         self._count = count
         self._fd = os.memfd_create("lp_pipe-channel", os.MFD_CLOEXEC)
-        weakref.finalize(self, os.close, self._fd)
+        when_gone(self, os.close, self._fd)
         os.ftruncate(self._fd, _flags_bytes(count) + count * slot_bytes)
         self._mapping, self._slots = _mapped(self._fd, count, slot_bytes)
 

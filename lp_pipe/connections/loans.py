@@ -26,6 +26,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from lp_pipe.connections.frames import FrameError, Ticket
+from lp_pipe.connections.when_gone import when_gone
 
 is_supported = hasattr(os, "memfd_create") and hasattr(socket, "MSG_CMSG_CLOEXEC")
 
@@ -135,7 +136,7 @@ class _Segment:
     def __init__(self, size: int) -> None:
         self.size = size
         self.descriptor = os.memfd_create("lp_pipe-loan", os.MFD_CLOEXEC)
-        weakref.finalize(self, os.close, self.descriptor)
+        when_gone(self, os.close, self.descriptor)
         os.ftruncate(self.descriptor, size)
         self.inode = os.fstat(self.descriptor).st_ino
         self.is_known = False  # to the borrower
@@ -188,7 +189,7 @@ class Borrower:
             raise FrameError("shared memory of the peer did not arrive: this process has too many open files")
         # Every loan is an object of its own, whose end we learn of; the mapping stays.
         loan = (ctypes.c_char * length).from_buffer(self._mapped[inode])
-        weakref.finalize(loan, _returns.put, self._give_back, _TOKEN.pack(inode)).atexit = False
+        when_gone(loan, _returns.put, self._give_back, _TOKEN.pack(inode))
         return memoryview(loan).cast("B")
 
     def close(self) -> None:

@@ -5,7 +5,6 @@ import functools
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future
 from datetime import timedelta
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lp_pipe import connections
 from lp_pipe.connections import Connection, frames, spanning
+from lp_pipe.connections.when_gone import when_gone
 from lp_pipe.context import services_for
 from lp_pipe.errors import DeadlineExceeded, SerializationError, Unauthenticated, Unavailable
 from lp_pipe.rpc import codec, deadlines, remote_error
@@ -244,7 +244,7 @@ class CourierClient:
             if self._link is None or not self._link.is_open():
                 self._link = Link(self._connect(method, deadline))
                 # Clients come and go (each that travels through a call is a new one); their connections must not stay.
-                weakref.finalize(self, self._link.close).atexit = False
+                when_gone(self, self._link.close)
             return self._link
         finally:
             self._link_lock.release()

@@ -79,7 +79,7 @@ class Schedule:
         for worker, actions in enumerate(self.workers):
             for stage in sorted({action.stage for action in actions}):
                 if owners.setdefault(stage, worker) != worker:
-                    raise ScheduleError(_two_owners(self, stage, owners[stage], worker))
+                    raise ScheduleError(_two_owners(self, stage))
         for stage, worker in owners.items():
             if not 0 <= stage < len(owners):
                 raise ScheduleError(_out_of_range(self, stage, worker, len(owners)))
@@ -150,12 +150,16 @@ def location(worker: int, position: int, action: Action) -> str:
     return f"worker {worker}, position {position}, action {action}"
 
 
-def _two_owners(schedule: Schedule, stage: int, first: int, second: int) -> str:
-    actions = schedule.workers[second]
+def _two_owners(schedule: Schedule, stage: int) -> str:
+    """Who has most of a stage's actions owns it: a single stray one is the slip of the pen."""
+    counts = [sum(action.stage == stage for action in actions) for actions in schedule.workers]
+    owner = counts.index(max(counts))
+    stray = next(worker for worker, count in enumerate(counts) if count and worker != owner)
+    actions = schedule.workers[stray]
     position = next(index for index, action in enumerate(actions) if action.stage == stage)
     return (
-        f"schedule {schedule.name!r}: {location(second, position, actions[position])}: stage {stage} "
-        f"already belongs to worker {first}: give all its actions to one worker"
+        f"schedule {schedule.name!r}: {location(stray, position, actions[position])}: stage {stage} "
+        f"already belongs to worker {owner}: give all its actions to one worker"
     )
 
 

@@ -19,6 +19,7 @@ def test_a_sound_schedule_passes() -> None:
     [
         ("0F0,0B0\n1F0", "worker 1, position 1, action 1B0: is missing"),
         ("0F0,0B0\n1F0,1B0,0F1", "worker 1, position 2, action 0F1: stage 0 already belongs to worker 0"),
+        ("0F0,0B0,1F1\n1F0,1B0,1B1", "worker 0, position 2, action 1F1: stage 1 already belongs to worker 1"),
         ("0F1,0F0,0B0,0B1", "worker 0, position 0, action 0F1: runs before micro-batch 0: order each stage's fo"),
         (
             "0F0,0F1,0B1,0B0",

@@ -1,0 +1,61 @@
+"""What is done when an object has gone, also while the interpreter exits."""
+
+import gc
+
+from lp_pipe.connections.when_gone import when_gone
+from tests.conftest import Script
+
+
+class Thing:
+    """Not hashable."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_it_is_done_once_when_the_last_reference_goes() -> None:
+    done: list[str] = []
+    thing = Thing()
+    when_gone(thing, done.append, "gone")
+    assert not done
+    del thing
+    gc.collect()
+    assert done == ["gone"]
+
+
+def test_what_others_clean_up_at_the_exit_is_cleaned_up_while_loans_come_and_go(script: Script) -> None:
+    # weakref.finalize's table, which has theirs, must not change while the interpreter goes through it: a node's exit
+    # said "dictionary changed size during iteration", and left temporary folders.
+    ended = script("""
+        import os, sys, threading, weakref
+        from lp_pipe.connections import loans
+
+        sys.setswitchinterval(1e-5)  # threads take turns within that loop, too
+
+        class Mine: pass
+
+        kept = [Mine() for _ in range(100_000)]  # so many that the interpreter takes a while
+        for mine in kept:
+            weakref.finalize(mine, int)
+        weakref.finalize(kept[0], print, "cleaned up")
+        descriptor = os.memfd_create("a segment of the peer")
+        os.ftruncate(descriptor, 4096)
+        inode = os.fstat(descriptor).st_ino
+
+        class Connection:
+            def give_back(self, body): pass
+
+        connection = Connection()
+        borrower = loans.Borrower(connection.give_back)
+        borrower._arrived[inode] = descriptor
+        started = threading.Event()
+
+        def receive():
+            while True:
+                borrower.open(loans._TICKET.pack(inode, 4096, 4096))
+                started.set()
+
+        threading.Thread(target=receive, daemon=True).start()
+        started.wait()
+    """)
+    out, err = ended.communicate(timeout=60)
+    assert (out, err) == ("cleaned up\n", "")
