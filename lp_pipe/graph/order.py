@@ -32,14 +32,14 @@ def break_cycles(vertices: Sequence[str], edges: Sequence[tuple[str, str]]) -> d
         seen.add(first)
         while path:
             vertex, servers = next(reversed(path.items()))
-            server = next(servers, None)
-            if server is None:
+            called_next = next(servers, None)
+            if called_next is None:
                 del path[vertex]
                 continue
-            downward[(server, vertex) if server in path else (vertex, server)] = None
-            if server not in seen:
-                seen.add(server)
-                path[server] = iter(outgoing[server])
+            downward[(called_next, vertex) if called_next in path else (vertex, called_next)] = None
+            if called_next not in seen:
+                seen.add(called_next)
+                path[called_next] = iter(outgoing[called_next])
     return downward
 
 
