@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lp_pipe.channels.assembling import assembler
+from lp_pipe.channels.carried import check_carried
 from lp_pipe.rpc import codec
 from lp_pipe.rpc import layout as layout_of_memory
 
@@ -23,11 +24,6 @@ _ALIGNMENT_BYTES = layout_of_memory.LINE_BYTES
 # Leaves that no two values can tell apart: the same objects do for all. Equal ones are the same on the wire, too, which
 # 0.0 and -0.0 are not.
 CONSTANTS = frozenset({bool, int, str, type(None)})
-
-# Torch has them, but cannot copy them.
-_NOT_COPIED = {
-    getattr(torch, name, None) for name in [f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)]
-}
 
 
 class TensorSpec(NamedTuple):
@@ -138,7 +134,7 @@ def pack(value: Any, *, carries_gpu: bool = True) -> tuple[Layout, list[Tensor]]
     others: list[Any] = []
     for leaf in leaves:
         if isinstance(leaf, Tensor):
-            _check_is_plain(leaf, carries_gpu)
+            check_carried(leaf, carries_gpu)
             core = layout_of_memory.without_repeats(_as_it_lies(leaf.detach()))
             spec = _spec_of(core)
             tensors.append(core)
@@ -203,12 +199,6 @@ def is_on_gpu(tensor: Tensor) -> bool:
     return tensor.is_cuda
 
 
-def is_copied(tensor: Tensor) -> bool:
-    """Whether torch can make a dense copy of it, bit by bit."""
-    is_dense = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
-    return is_dense and tensor.dtype not in _NOT_COPIED
-
-
 def _spec_of(tensor: Tensor) -> TensorSpec:
     # The strides go along because kernels may sum in another order for another memory format (channels_last).
     dense = tensor if tensor.is_contiguous() else torch.empty_like(tensor, device="meta")
@@ -247,24 +237,6 @@ def _restored(tensor: Tensor, geometry: Geometry | None) -> Tensor:
         tensor = layout_of_memory.placed(tensor, geometry.stride or tensor.stride(), geometry.offset)
     tensor = _read_otherwise(tensor.expand(geometry.shape), is_conj=geometry.is_conj, is_neg=geometry.is_neg)
     return tensor.detach()  # layers may write in place, which a view does not allow
-
-
-def _check_is_plain(tensor: Tensor, carries_gpu: bool) -> None:
-    if tensor.dtype in _NOT_COPIED:
-        raise ValueError(f"a channel cannot carry {tensor.dtype}: send tensor.view(torch.uint8)")
-    if type(tensor) not in (Tensor, torch.nn.Parameter):
-        raise ValueError(f"a channel carries plain dense tensors, not a {type(tensor).__name__}")
-    if not is_copied(tensor):
-        kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else f"of layout {tensor.layout}"
-        raise ValueError(f"a channel carries dense tensors, not one that is {kind}: send {_dense_form(tensor)}")
-    if not (tensor.is_cpu or (carries_gpu and tensor.is_cuda)):
-        raise ValueError(f"this channel carries CPU tensors, not one on {tensor.device}: send tensor.cpu()")
-
-
-def _dense_form(tensor: Tensor) -> str:
-    if tensor.is_quantized:
-        return "tensor.dequantize()"
-    return "its parts, tensor.unbind(), or a padded tensor" if tensor.is_nested else "tensor.to_dense()"
 
 
 def _is_plain(treedef: pytree.TreeSpec) -> bool:

@@ -97,7 +97,7 @@ def _nothing(record: RunRecord, logs: _Logs, node: str | None) -> str:
         return f"run {record.name} is in thread mode, where nodes print to the launcher's own output: no log files"
     known = [file.node for file in log_files(logs.folder)]
     if node is None or not known:
-        return f"no node of run {record.name} has printed anything yet; -f waits for it"
+        return f"no node of run {record.name} has printed anything{' yet; -f waits for it' if _is_on(record) else ''}"
     return f"node {node!r} of run {record.name} has printed nothing{nearest(node, known)} (nodes: {', '.join(known)})"
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import shlex
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -52,7 +53,8 @@ def find_live_run(text: str | None) -> RunRecord:
     if not record.is_here:
         raise UsageError(f"run {record.name} is on host {record.host}: ask it there")
     if not record.is_live:
-        raise UsageError(f"run {record.name} {how_ended(record)}; its logs: lp_pipe logs {shown(record.run_dir)}")
+        folder = shlex.quote(str(shown(record.run_dir)))
+        raise UsageError(f"run {record.name} {how_ended(record)}; its logs: lp_pipe logs {folder}")
     return record
 
 
@@ -68,7 +70,7 @@ def find_ended_run(text: str) -> RunRecord:
     if found is None:
         raise UsageError(f"no run {text!r}: neither that folder nor runs/{text} has a {RUN_FILE}")
     if found.is_live:
-        raise UsageError(f"run {found.name} is live: `lp_pipe stop {found.name}` ends it")
+        raise UsageError(f"run {found.name} is live: `lp_pipe stop {shlex.quote(found.name)}` ends it")
     return found
 
 

@@ -48,7 +48,7 @@ def described_failure(coordinator: Coordinator, host: Host) -> NodeError | None:
         last_lines=host.last_lines(part),
         log_path=shown(log_path) if log_path is not None and log_path.exists() else None,
         traceback_path=shown(run_dir / _FILE) if (run_dir / _FILE).exists() else None,
-        folder=Path.cwd(),
+        folder=_here(),
     )
     error.report = f"{text}\n{run_folder(run_dir)}"
     return error
@@ -63,8 +63,16 @@ def run_folder(run_dir: Path) -> str:
 
 def shown(path: str | Path) -> Path:
     """Relative where it lies below the current folder."""
-    here, path = Path(os.path.realpath(Path.cwd())), Path(path)
+    here, path = Path(os.path.realpath(_here())), Path(path)
     return path.relative_to(here) if path.is_relative_to(here) else path
+
+
+def _here() -> Path:
+    """The current folder; where that was removed, one that nothing is in: a failure must be told even so."""
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        return Path(os.devnull)
 
 
 def failure_report(

@@ -113,6 +113,15 @@ def test_stop_ends_the_program_in_order_and_waits_for_it(launched: Started, brie
     assert again.stderr.endswith("; its logs: lp_pipe logs out\n")
 
 
+def test_what_is_said_of_a_run_that_has_ended_can_be_copied_and_is_true(folder: Path, command: Command) -> None:
+    (folder / "quiet.py").write_text(
+        "import lp_pipe as lp\nprogram = lp.Program('quiet')\nprogram.add_node(lp.PyNode(int), label='node')\n"
+    )
+    assert command("launch", "quiet.py", "--run-dir=my run").returncode == 0
+    assert command("status", "my run").stderr.endswith("; its logs: lp_pipe logs 'my run'\n")
+    assert command("logs", "my run").stderr == "lp_pipe: no node of run my run has printed anything\n"
+
+
 def test_stacks_show_where_every_node_is(launched: Started, brief_command: Command) -> None:
     done = brief_command("stacks")
     assert done.returncode == 0

@@ -495,3 +495,60 @@ def test_a_launcher_that_is_silent_for_a_while_is_not_taken_for_dead(script: Any
     os.kill(launcher.pid, signal.SIGCONT)
     out, err = launcher.communicate(timeout=WITHIN_S)
     assert (out.strip(), launcher.returncode) == ("4", 0), err
+
+
+class AsksInItsConstructor:
+    def __init__(self, next_one: Any) -> None:
+        next_one.pid()
+
+
+class NeverUp:
+    def __init__(self) -> None:
+        raise ValueError("no such weights file")
+
+
+def test_who_asks_a_node_that_another_ones_failure_has_ended_is_told_of_that_one(mode: str) -> None:
+    """It heard of the neighbour first: "node first/0 failed: Unavailable: node second/0 failed: Unavailable: …"."""
+    program = lp.Program("chain")
+    last = program.add_node(lp.CourierNode(NeverUp), label="last")
+    second = program.add_node(lp.CourierNode(AsksInItsConstructor, last), label="second")
+    program.add_node(lp.CourierNode(AsksInItsConstructor, second), label="first")
+    run = lp.launch(program, mode)
+    with pytest.raises(lp.Unavailable, match="node last/0 failed: ValueError: no such weights file") as caught:
+        run.client("first").pid()
+    assert "Unavailable:" not in str(caught.value)
+    with pytest.raises(lp.NodeError, match="node last/0 failed: ValueError"):
+        run.wait(WITHIN_S)
+
+
+def test_a_failure_is_told_though_the_current_folder_was_removed(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """wait() raised a FileNotFoundError in its place."""
+    may_fail = tmp_path / "may fail"
+    os.mkfifo(may_fail)
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+
+    def fail() -> None:
+        may_fail.read_bytes()
+        raise ValueError("bad config")
+
+    run = lp.launch(one_node(lp.PyNode(fail)), mode)
+    gone.rmdir()
+    may_fail.write_bytes(b"")
+    with pytest.raises(lp.NodeError, match="bad config") as caught:
+        run.wait(WITHIN_S)
+    assert "bad config" in caught.value.report
+
+
+def test_a_launch_from_a_folder_that_was_removed_says_so(
+    no_leaks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(lp.LaunchError, match="the current folder, in which the nodes would run, was removed"):
+        lp.launch(one_node(lp.PyNode(print)), "process")

@@ -45,11 +45,17 @@ class Lives:
         return [record for node_id, record in self.nodes.items() if node_id.startswith(f"{colocation}.")]
 
     def why_gone(self, record: NodeRecord) -> str:
-        """For those who would call it: what it says itself, and which failure has stopped it."""
-        if self.verdict.first is None or record.state != "stopped":
+        """For those who would call it: what it says itself, and which failure has stopped it, or was echoed by it."""
+        if self.verdict.first is None:
             return record.why_gone
         spec, failure = self.verdict.first
-        return f"{record.why_gone}, because node {spec.node_id} failed: {failure.summary}"
+        cause = f"node {spec.node_id} failed: {failure.summary}"
+        if record.state == "stopped":
+            return f"{record.why_gone}, because {cause}"
+        is_echo = record.state == "failed" and record.error is not None and record.error.is_unavailable
+        if is_echo and spec.node_id != record.spec.node_id:  # what it says itself is about a neighbour
+            return f"{cause}; then node {record.spec.node_id} failed, too"
+        return record.why_gone
 
     def started(self, node_id: str, pid: int) -> None:
         record = self.nodes[node_id]

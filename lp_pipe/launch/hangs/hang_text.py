@@ -1,5 +1,6 @@
 """What people are told of waits that take long: who waits, for whom, what that one does, and what can be done."""
 
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 
@@ -43,7 +44,7 @@ def cycle_text(situation: Situation, cycle: Sequence[Wait], is_sure: bool, run: 
     lines = [head, *(f"  {_cycle_line(situation, wait)}" for wait in cycle)]
     if not is_sure:
         lines.append(f"  {owner_text(situation, cycle[-1].activity)}")
-    lines.append(f"To see every stack: lp_pipe stacks {run}. {_advice(situation, cycle)}")
+    lines.append(f"To see every stack: lp_pipe stacks {shlex.quote(run)}. {_advice(situation, cycle)}")
     return "\n".join(lines)
 
 

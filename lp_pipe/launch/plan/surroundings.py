@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
+from lp_pipe.errors import LaunchError
 from lp_pipe.launch.plan import absl_flags
 
 # What describes a host or a login there, not the program.
@@ -39,7 +40,9 @@ class Surroundings:
     def here(cls, synced: str = "") -> Self:
         """Of this process, now."""
         level = logging.getLogger().getEffectiveLevel()
-        return cls(dict(os.environ), os.getcwd(), tuple(sys.path), tuple(sys.argv), level, absl_flags.here(), synced)
+        return cls(
+            dict(os.environ), _current_folder(), tuple(sys.path), tuple(sys.argv), level, absl_flags.here(), synced
+        )
 
     def on_this_host(self, tree: str = "") -> "Surroundings":
         """Those of a launcher elsewhere, as far as they make sense here; the rest is this process's own.
@@ -75,3 +78,10 @@ def _may_be_entered(folder: str) -> bool:
 
 def _is_of_a_host(name: str) -> bool:
     return name in _OF_A_HOST or name.startswith(_PREFIXES_OF_A_HOST)
+
+
+def _current_folder() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError as error:
+        raise LaunchError("the current folder, in which the nodes would run, was removed: change to another") from error

@@ -20,7 +20,8 @@ def check_descriptors(nodes: int) -> None:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = limit - len(os.listdir("/dev/fd"))
     if limit != resource.RLIM_INFINITY and free < needed:
+        who = "1 node needs" if nodes == 1 else f"{nodes} nodes need"
         raise LaunchError(
-            f"{nodes} nodes need {needed} file descriptors in the process that launches them (host "
+            f"{who} {needed} file descriptors in the process that launches (host "
             f"{socket.gethostname()}), and {max(free, 0)} of its {limit} are free: raise its limit (ulimit -n)"
         )
