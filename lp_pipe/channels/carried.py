@@ -9,7 +9,7 @@ _NOT_COPIED = {
 }
 
 
-def _is_copied(tensor: Tensor) -> bool:
+def is_copied(tensor: Tensor) -> bool:
     """Whether torch can make a dense copy of it, bit by bit."""
     is_dense = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
     return is_dense and tensor.dtype not in _NOT_COPIED
@@ -26,7 +26,7 @@ def check_carried(tensor: Tensor, carries_gpu: bool) -> None:
         raise ValueError(
             f"a channel carries plain dense tensors, not a {type(tensor).__name__}: return a torch.Tensor in the layer"
         )
-    if not _is_copied(tensor):
+    if not is_copied(tensor):
         kind, dense = _how_to_make_dense(tensor)
         raise ValueError(f"a channel carries dense tensors, not one that is {kind}: return {dense} in the layer")
     if not (tensor.is_cpu or (carries_gpu and tensor.is_cuda)):

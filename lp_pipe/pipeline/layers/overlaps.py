@@ -9,7 +9,7 @@ from itertools import combinations
 
 from torch import Tensor
 
-from lp_pipe.channels.packing import is_copied
+from lp_pipe.channels.carried import is_copied
 from lp_pipe.errors import PipelineError
 
 
