@@ -88,6 +88,7 @@ def add_pipeline(
         ScheduleError: the schedule does not exist for these numbers, or is not correct.
     """
     stages, microbatches, chunks = as_int(stages), as_int(microbatches), as_int(chunks)
+    stages = list(stages) if isinstance(stages, Iterable) and not isinstance(stages, str) else stages  # or an array
     replicas = tuple(map(as_int, replicas)) if isinstance(replicas, Iterable) else as_int(replicas)
     _check(program, model, stages, channel, microbatches, precision, clip_grad_norm, inputs)
     check_recompute("none" if recompute is None else recompute)

@@ -390,7 +390,7 @@ def test_a_caller_that_cannot_be_taken_in_is_told_so_and_later_ones_are_taken(
     with monkeypatch.context() as patched:
         patched.setattr(carrier.listener, "_on_connection", no_more_threads)
         refused = carrier.connect().start()
-        assert refused.reason() == "it could not be taken in: RuntimeError: can't start new thread"
+        assert refused.reason().startswith("it could not be taken in: RuntimeError: can't start new thread: this user")
     client, server = carrier.pair()
     client.start()
     server.start()

@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -81,11 +80,10 @@ class Demo:
         (found,) = [p for p in self.family if p.name() == f"lp:{label}/{index}"[:15]]
         return found
 
-    def end(self) -> tuple[int, str, float]:
-        """Exit status, stderr, and the seconds that it took."""
-        start = time.monotonic()
+    def end(self) -> tuple[int, str]:
+        """Exit status and stderr."""
         _, errors = self.process.communicate(timeout=60)
-        return self.process.returncode, errors, time.monotonic() - start
+        return self.process.returncode, errors
 
     def survivors(self, patience_s: float) -> list[psutil.Process]:
         _, alive = psutil.wait_procs(self.family, timeout=patience_s)
@@ -108,12 +106,11 @@ def demo(tmp_path: Path) -> Iterator[Demo]:
 @pytest.mark.parametrize("victim", ["feeder/0", "stages/0", "stages/1", "evaluator/0", "trainer/0"])
 def test_killing_any_node_ends_the_demo_and_names_it(demo: Demo, victim: str) -> None:
     demo.node(victim).kill()
-    status, errors, seconds = demo.end()
+    status, errors = demo.end()
     assert status == 1
     assert victim in errors.splitlines()[0]
     assert "SIGKILL" in errors
     assert len(errors.splitlines()) <= 20
-    assert seconds < 10
     assert not demo.survivors(1)
 
 
@@ -125,11 +122,10 @@ def test_killing_the_launcher_leaves_no_process(demo: Demo) -> None:
 
 def test_ctrl_c_ends_the_demo_and_says_what_was_saved(demo: Demo) -> None:
     demo.process.send_signal(signal.SIGINT)
-    status, errors, seconds = demo.end()
+    status, errors = demo.end()
     assert status == 130
     assert "Traceback" not in errors
     assert "checkpoint" in errors
-    assert seconds < 10
     assert not demo.survivors(1)
 
 

@@ -264,7 +264,7 @@ class NeedsAClosure(torch.optim.Optimizer):
 def test_any_optimizer_that_needs_a_closure_is_refused_and_its_node_named() -> None:
     program = lp.Program("closure")
     pp.add_pipeline(program, pp.Model([nn.Linear(D, D)], squared_error, NeedsAClosure), stages=1)
-    with pytest.raises(lp.NodeError, match="NeedsAClosure evaluates the loss several times a step") as caught:
+    with pytest.raises(lp.NodeError, match="NeedsAClosure needs a closure, to evaluate the loss") as caught:
         lp.launch(program, "thread").wait(20)
     assert caught.value.label == "stages"
 

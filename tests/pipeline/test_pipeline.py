@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,16 @@ def test_a_node_trains_a_model_through_its_handle() -> None:
     program.add_node(lp.PyNode(train, pipeline, losses), label="trainer")
     lp.launch(program, "thread").wait(WITHIN_S)
     assert losses == PlainLoop(model, 3).steps(BATCHES)
+
+
+def test_numbers_of_numpy_and_torch_are_as_good_as_pythons() -> None:
+    model, plain = model_with_everything(), PlainLoop(model_with_everything(), 4, clip_grad_norm=0.5)
+    options: dict[str, Any] = {"stages": np.array([2, 4]), "recompute": ("every", np.int64(2)), "channel": "inproc"}
+    with launched("thread", model, BATCHES, microbatches=np.int64(4), clip_grad_norm=np.float32(0.5), **options) as one:
+        assert [result.loss for result in one.steps()] == plain.steps(BATCHES)
+    program = lp.Program("cut")
+    pp.add_pipeline(program, pp.Model([LINEAR, LINEAR], squared_error, sgd), stages=torch.tensor([1]))
+    assert len(program.groups["stages"]) == 2
 
 
 def test_the_graph_shows_who_talks_to_whom() -> None:

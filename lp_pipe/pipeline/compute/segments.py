@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.layers.wrapper import unwrapped
+from lp_pipe.pipeline.schedule.numbers_given import as_int, is_count
 
 
 @dataclass(frozen=True)
@@ -87,5 +88,5 @@ def _chosen(option: Recompute, first_layer: int, layers: Sequence[Any]) -> list[
 def _every(option: Any) -> int | None:
     if not isinstance(option, (tuple, list)) or len(option) != 2 or option[0] != "every":
         return None
-    k = option[1]
-    return k if isinstance(k, int) and not isinstance(k, bool) and k >= 1 else None
+    k = as_int(option[1])
+    return k if is_count(k) else None

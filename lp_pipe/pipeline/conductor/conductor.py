@@ -254,7 +254,7 @@ class Conductor:
         return found
 
     def _evaluate(self, batches: Sequence[tuple[Any, Any]]) -> EvalResult:
-        pairs = [check_pair(batch, "evaluate()") for batch in batches]
+        pairs = [check_pair(batch, "each batch in the list given to evaluate()") for batch in batches]
         if not pairs:
             raise PipelineError("evaluate() needs at least one (input, target) pair")
         targets = [target for _, target in pairs]
