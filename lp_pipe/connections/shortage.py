@@ -9,7 +9,7 @@ _ADVICE = {
 }
 
 
-def told(error: Exception) -> str:
+def told(error: BaseException) -> str:
     """The error in words; for one that a higher limit mends, which."""
     if is_of_threads(error):
         return f"{error}: {NO_MORE_PROCESSES}"
@@ -17,11 +17,11 @@ def told(error: Exception) -> str:
     return f"{error}; {advice}" if advice else str(error)
 
 
-def is_shortage(error: Exception) -> bool:
+def is_shortage(error: BaseException) -> bool:
     """Whether it says that there are no more threads or file descriptors to be had."""
     return is_of_threads(error) or (isinstance(error, OSError) and error.errno in _ADVICE)
 
 
-def is_of_threads(error: Exception) -> bool:
+def is_of_threads(error: BaseException) -> bool:
     """Python says so with a bare RuntimeError."""
     return type(error) is RuntimeError and str(error) == "can't start new thread"
