@@ -1,6 +1,7 @@
 """Every exception that users may catch; one class per thing a caller would do differently."""
 
 import contextlib
+from collections.abc import Iterator
 
 
 class LpPipeError(Exception):
@@ -12,6 +13,16 @@ def add_note(error: BaseException, text: str) -> None:
     # Not error.add_note(): it asks a user's `__getattr__` for notes that are not there yet, which may raise anything.
     with contextlib.suppress(Exception):
         vars(error).setdefault("__notes__", []).append(text)
+
+
+@contextlib.contextmanager
+def noting(text: str) -> Iterator[None]:
+    """Let whatever is raised in the body say where: layers and optimizers may end in SystemExit, too."""
+    try:
+        yield
+    except BaseException as error:
+        add_note(error, text)
+        raise
 
 
 class NodeError(LpPipeError, RuntimeError):

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from lp_pipe.channels import packing
-from lp_pipe.channels.packing import CONSTANTS, Layout, line_offset
+from lp_pipe.channels.packing import CONSTANTS, Layout
+from lp_pipe.rpc.layout import offset_in_line
 
 
 class Packer:
@@ -47,7 +48,7 @@ class Packer:
         if kind is Tensor:
             if value.layout is not torch.strided or value.is_nested:
                 return None  # they have no strides
-            if line_offset(value) or value.is_conj() or value.is_neg():
+            if offset_in_line(value) or value.is_conj() or value.is_neg():
                 return None  # they have a geometry
             tensors.append(value.detach() if value.requires_grad else value)
             return value.dtype, value.shape, value.stride(), value.device.type

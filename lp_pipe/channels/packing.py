@@ -205,13 +205,6 @@ def _spec_of(tensor: Tensor) -> TensorSpec:
     return TensorSpec(tensor.dtype, tensor.shape, dense.stride(), is_on_gpu(tensor))
 
 
-def line_offset(tensor: Tensor) -> int:
-    """Where in a cache line its first element lies, in elements; 0 where kernels do not sum, or there is one only."""
-    if tensor.numel() <= 1 or not (tensor.is_floating_point() or tensor.is_complex()):
-        return 0
-    return tensor.data_ptr() % _ALIGNMENT_BYTES // tensor.dtype.itemsize
-
-
 def _as_it_lies(tensor: Tensor) -> Tensor:
     """What is in memory, without what is done to it on reading."""
     return _read_otherwise(tensor, is_conj=tensor.is_conj(), is_neg=tensor.is_neg())
@@ -226,7 +219,9 @@ def _read_otherwise(tensor: Tensor, *, is_conj: bool, is_neg: bool) -> Tensor:
 def _geometry_of(tensor: Tensor, core: Tensor, spec: TensorSpec) -> Geometry | None:
     is_dense = core.numel() <= 1 or core.stride() == spec.stride or layout_of_memory.overlaps(core)
     stride = None if is_dense else core.stride()
-    geometry = Geometry(stride, tuple(tensor.shape), line_offset(core), tensor.is_conj(), tensor.is_neg())
+    geometry = Geometry(
+        stride, tuple(tensor.shape), layout_of_memory.offset_in_line(core), tensor.is_conj(), tensor.is_neg()
+    )
     return None if geometry == Geometry(None, tuple(core.shape)) else geometry
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from lp_pipe.connections.credentials import Credentials
 from lp_pipe.connections.refusals import Refusals
-from lp_pipe.connections.shortage import told
+from lp_pipe.connections.shortage import not_taken_in
 from lp_pipe.connections.tls_stream import server_context
 
 # What a client says first: magic, length of the token, token; the answer: magic, length of the refusal (0: come in),
@@ -140,7 +140,7 @@ class Doorman:
         try:
             self._on_guest(visitor.sock, visitor.address)
         except Exception as error:  # out of descriptors or threads: who comes later may find some
-            self._refusals.note(visitor.address, f"it could not be taken in: {type(error).__name__}: {told(error)}")
+            self._refusals.note(visitor.address, not_taken_in(error))
 
     def _patience_s(self) -> float | None:
         for visitor in self._visitors.values():

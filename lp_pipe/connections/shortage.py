@@ -17,6 +17,11 @@ def told(error: BaseException) -> str:
     return f"{error}; {advice}" if advice else str(error)
 
 
+def not_taken_in(error: BaseException) -> str:
+    """Why a listener has sent somebody away who had come rightly."""
+    return f"it could not be taken in: {type(error).__name__}: {told(error)}"
+
+
 def is_shortage(error: BaseException) -> bool:
     """Whether it says that there are no more threads or file descriptors to be had."""
     return is_of_threads(error) or (isinstance(error, OSError) and error.errno in _ADVICE)

@@ -19,7 +19,7 @@ from lp_pipe.connections.credentials import ADVICE, RUN_NAME, Credentials, curre
 from lp_pipe.connections.doorman import GREETING, MAGIC, Doorman
 from lp_pipe.connections.frames import Frame, Piece
 from lp_pipe.connections.refusals import Refusals
-from lp_pipe.connections.shortage import told
+from lp_pipe.connections.shortage import not_taken_in
 from lp_pipe.connections.socket_connection import SocketConnection
 from lp_pipe.connections.socket_reader import SocketReader
 from lp_pipe.connections.tcp_endpoint import GONE, TcpEndpoint
@@ -127,7 +127,7 @@ class TlsListener(Listener):
         try:
             self._on_connection(connection)
         except BaseException as error:
-            connection.close(f"it could not be taken in: {type(error).__name__}: {told(error)}")
+            connection.close(not_taken_in(error))
             raise
 
 

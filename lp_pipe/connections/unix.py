@@ -16,7 +16,7 @@ from lp_pipe.connections.base import Connection, Listener, OnConnection, OnFrame
 from lp_pipe.connections.frames import Frame, Piece, Ticket
 from lp_pipe.connections.loans import Borrower, Lender
 from lp_pipe.connections.refusals import Refusals
-from lp_pipe.connections.shortage import told
+from lp_pipe.connections.shortage import not_taken_in
 from lp_pipe.connections.socket_connection import SocketConnection
 from lp_pipe.connections.socket_reader import SocketReader
 from lp_pipe.errors import Unavailable
@@ -139,7 +139,7 @@ class UnixListener(Listener):
         try:
             self._on_connection(connection)
         except Exception as error:  # out of descriptors or threads: who comes later may find some
-            why = f"it could not be taken in: {type(error).__name__}: {told(error)}"
+            why = not_taken_in(error)
             self.refusals.note("a process", why)
             connection.close(why)
 

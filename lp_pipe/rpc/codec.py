@@ -231,7 +231,12 @@ def _reduce_tensor(tensor: Any, torch: Any) -> tuple[Callable[..., Any], tuple[A
     raw = pickle.PickleBuffer(flat.view(torch.uint8).numpy()) if plain.numel() else b""
     is_parameter = type(tensor) is torch.nn.Parameter
     dtype = str(plain.dtype).removeprefix("torch.")
-    place = (tuple(core.shape), layout.kept_stride(core), tuple(tensor.shape), layout.offset_in_line(core))
+    place = (
+        tuple(core.shape),
+        layout.kept_stride(core),
+        tuple(tensor.shape),
+        layout.offset_in_line(core, of_storage=True),
+    )
     return _rebuild_tensor, (raw, dtype, place, tensor.requires_grad, is_parameter)
 
 

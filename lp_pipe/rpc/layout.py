@@ -45,15 +45,18 @@ def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
-def offset_in_line(tensor: Any) -> int:
-    """Where the first element lies in a cache line, in elements from one at which its storage begins.
+def offset_in_line(tensor: Any, *, of_storage: bool = False) -> int:
+    """Where the first element lies in a cache line, in elements; 0 where no kernel sums.
 
-    0 where no kernel sums. At addresses that are no multiple of 16 bytes, such as that of a slice of a data set with 5
-    features, matrix products have other last bits.
+    At addresses that are no multiple of 16 bytes, such as that of a slice of a data set with 5 features, matrix
+    products have other last bits.
+
+    of_storage: as if the storage began with a line, as torch's do; else by the address.
     """
     if tensor.numel() <= 1 or not (tensor.is_floating_point() or tensor.is_complex()):
         return 0
-    return int(tensor.storage_offset() % (LINE_BYTES // tensor.element_size()))
+    start = tensor.storage_offset() if of_storage else tensor.data_ptr() // tensor.element_size()
+    return int(start % (LINE_BYTES // tensor.element_size()))
 
 
 def placed(tensor: Any, stride: Sequence[int], offset: int) -> Any:

@@ -1,16 +1,16 @@
 """What the user's functions for optimizers and schedulers have made, looked at before anything is trained with it."""
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lp_pipe.errors import PipelineError, add_note
+from lp_pipe.errors import PipelineError, noting
 from lp_pipe.pipeline.layers.model import OptimizerFactory, SchedulerFactory
 
+_EACH_STAGE = "which every stage worker calls with"
 _MAKE_LISTS = "make lists for groups from optimizer.param_groups"
 
 
@@ -21,8 +21,9 @@ def made_optimizer(factory: OptimizerFactory, named: Sequence[tuple[str, nn.Para
         PipelineError: it is none, has other parameters (of the modules that the stages have copied), or wants a
             closure.
     """
+    own = f"its own parameters, here {_some([name for name, _ in named])}"
     try:
-        with _noting(f"optimizer={_name(factory)}", f"its own parameters, here {_some([name for name, _ in named])}"):
+        with noting(f"in optimizer={_name(factory)}, {_EACH_STAGE} {own}"):
             optimizer = factory(list(named))
     except ValueError as error:
         if "param groups should be with/without names" in str(error):
@@ -61,7 +62,7 @@ def made_scheduler(factory: SchedulerFactory, optimizer: torch.optim.Optimizer) 
     """
     groups = len(optimizer.param_groups)
     own = f"the optimizer of its own parameters, which has {groups} group{'s' * (groups != 1)} here: {_MAKE_LISTS}"
-    with _noting(f"lr_scheduler={_name(factory)}", own):
+    with noting(f"in lr_scheduler={_name(factory)}, {_EACH_STAGE} {own}"):
         scheduler = factory(optimizer)
     if not callable(getattr(scheduler, "step", None)):
         raise PipelineError(f"lr_scheduler={_name(factory)} has returned {scheduler!r}, which is no torch scheduler")
@@ -111,16 +112,6 @@ def _required(method: Callable[..., Any]) -> list[str]:
     parameters = inspect.signature(method).parameters.values()
     has_default = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [p.name for p in parameters if p.default is inspect.Parameter.empty and p.kind not in has_default]
-
-
-@contextmanager
-def _noting(function: str, given: str) -> Iterator[None]:
-    """What it raises in the body is the user's own, who may think of the whole model."""
-    try:
-        yield
-    except Exception as error:
-        add_note(error, f"in {function}, which every stage worker calls with {given}")
-        raise
 
 
 def _some(names: Sequence[str]) -> str:

@@ -138,5 +138,5 @@ def _aligned(tensor: Tensor) -> Tensor:
     # data set is where the plain loop has it.
     if tensor.untyped_storage().data_ptr() % layout_of_memory.LINE_BYTES == 0:
         return tensor
-    dense, offset = tensor.clone(), layout_of_memory.offset_in_line(tensor)
+    dense, offset = tensor.clone(), layout_of_memory.offset_in_line(tensor, of_storage=True)
     return layout_of_memory.placed(dense, dense.stride(), offset) if offset else dense

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lp_pipe.errors import ChannelClosed, add_note
+from lp_pipe.errors import ChannelClosed, noting
 from lp_pipe.pipeline.compute.buffers import BufferSnapshot
 from lp_pipe.pipeline.compute.stage import Stage
 from lp_pipe.pipeline.compute.weight_versions import WeightVersions
@@ -147,27 +147,19 @@ class AsyncWorker:
         first = self._versions.newest
         self._next, self._forwarded, self._boundary = None, 0, None
         count = ahead.microbatches if ahead is not None else 0
+        where = f"in {self._name}, update of stages {self._stage.index}, step {task.step}"
         for turn in turns(self._timing, *self._share, task.microbatches, forwarded=forwarded, ahead=count):
             if turn.op == "U":
-                with self._noting(task.step):
+                with noting(where):
                     self._update(task, first, turn)
             elif turn.ahead:
                 self._run_action(turn, self._operation_ahead(ahead, operation, task.microbatches), first)
                 self._forwarded += 1
             else:
                 self._run_action(turn, operation, first)
-        with self._noting(task.step):
+        with noting(where):
             self._training.step_scheduler()
         return operation.report
-
-    @contextmanager
-    def _noting(self, step: int) -> Iterator[None]:
-        """Let what is raised in an update say where."""
-        try:
-            yield
-        except BaseException as error:  # an optimizer may end in SystemExit, too
-            add_note(error, f"in {self._name}, update of stages {self._stage.index}, step {step}")
-            raise
 
     def _operation_ahead(self, task: Task | None, operation: Operation, microbatches: int) -> Operation:
         if self._next is None:

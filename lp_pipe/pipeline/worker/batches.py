@@ -3,7 +3,7 @@
 from concurrent.futures import Future
 from typing import Any
 
-from lp_pipe.errors import PipelineError, add_note
+from lp_pipe.errors import PipelineError, noting
 from lp_pipe.pipeline.layers.microbatches import check_pair
 from lp_pipe.rpc.futures_view import read_by
 
@@ -25,11 +25,8 @@ class BatchSource:
             raise PipelineError("step() without a batch needs a feeder: add_pipeline(..., inputs=feeder_handle)")
         future = self._ahead[1] if self._ahead and self._ahead[0] == step else self._feeder.futures.batch(step)
         self._ahead = None
-        try:
+        with noting(f"in the feeder's batch({step})"):
             batch = future.result()
-        except Exception as error:
-            add_note(error, f"in the feeder's batch({step})")
-            raise
         if batch is None:
             return None
         pair = check_pair(batch, f"the pipeline, from the feeder's batch({step}),")

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from lp_pipe.errors import PipelineError, add_note
+from lp_pipe.errors import PipelineError, noting
 from lp_pipe.pipeline.compute.device import to_device
 from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.layers.microbatches import loss_weights, split
@@ -30,12 +30,9 @@ class Intake:
 
     def operation(self, task: Task, scale: float | None = None) -> Operation:
         """A step of training."""
-        try:
+        with noting(f"in {self._name}, before the first micro-batch of step {task.step}"):  # loss_weight is the user's
             inputs, targets = self._batch(task)
             return self.of(task.tag, task.step, inputs, targets, scale)
-        except BaseException as error:  # loss_weight is the user's
-            add_note(error, f"in {self._name}, before the first micro-batch of step {task.step}")
-            raise
 
     def of(
         self,

@@ -12,7 +12,7 @@ from torch import Tensor
 from lp_pipe.address import Address
 from lp_pipe.channels import ChannelHub
 from lp_pipe.context import context
-from lp_pipe.errors import add_note
+from lp_pipe.errors import noting
 from lp_pipe.pipeline.compute.buffers import BufferSnapshot, eval_mode
 from lp_pipe.pipeline.compute.device import chosen_device, current, to_host
 from lp_pipe.pipeline.compute.loss_state import OwnLoss
@@ -172,11 +172,8 @@ class StageWorker:
         self._past.changes()
         if self._async is not None:
             self._async.discard()  # a step that is left out, perhaps the one of which some forwards are done
-        try:
+        with noting(f"in {self._name}, update of stages {', '.join(map(str, self._stages))}, step {step}"):
             self.training.step(total_norm, self._config.clip_grad_norm, skip=skip)
-        except BaseException as error:
-            add_note(error, f"in {self._name}, update of stages {', '.join(map(str, self._stages))}, step {step}")
-            raise
         self._rows.forget()
 
     def has_updated(self) -> bool:
