@@ -47,8 +47,11 @@ class PipelineClient:
 
         With an asynchronous schedule the pipeline stays full: while you have one step's result, the next one is on its
         way. So what you do between two steps (evaluate, save) sees the weights after that next one, and if you leave
-        the loop early, it is done as well (`current_step`). At the end of the loop no step is on its way.
+        the loop early, it is done as well (`current_step`): the next loop has its result first, beside its own `n`, so
+        that `steps(total - current_step())` goes on to `total`. At the end of the loop no step is on its way.
         """
+        while self.steps_ahead and (left := self._conductor.result_left()) is not None:
+            yield left
         for more in itertools.count() if n is None else reversed(range(n)):
             try:
                 yield self._conductor.step(None, _NO_END if n is None else more)

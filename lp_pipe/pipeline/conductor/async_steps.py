@@ -60,6 +60,10 @@ class AsynchronousSteps(Steps):
         while self._begun:
             self._results.append(self._end())
 
+    def result_left(self) -> StepResult | None:
+        """Comes after `settle`."""
+        return self._results.popleft()[0] if self._results else None
+
     def go_to(self, step: int, *args: Any) -> None:
         super().go_to(step, *args)
         self._results.clear()

@@ -59,6 +59,10 @@ class Conductor:
         """One step; see PipelineClient. more: further ones on the feeder's batches that the caller will ask for."""
         return self._in_turn(lambda: self._steps.step(batch, more)[0], may_run_on=True)
 
+    def result_left(self) -> StepResult | None:
+        """Of a step that was begun ahead for a loop which has been left; no later call has it."""
+        return self._in_turn(self._steps.result_left)
+
     def skip_step(self, why: str) -> StepResult:
         """The next step without its batch and its update; see PipelineClient."""
         return self._in_turn(lambda: self._steps.skip(why))

@@ -62,6 +62,10 @@ class Steps(ABC):
     def settle(self) -> None:
         """Let what has begun come to its end, before another operation."""
 
+    def result_left(self) -> StepResult | None:
+        """Of a step that is done, and that its loop was left without."""
+        return None
+
     @abstractmethod
     def forget_ahead(self) -> None:
         """The workers have dropped what they had done of a step that nobody has begun."""
