@@ -202,18 +202,21 @@ class PipelineClient:
         digest: str = self._conductor.fingerprint()
         return digest
 
-    def trace(self, n: int) -> list[StepTrace]:
-        """`n` steps with the start and end of every action on every stage."""
-        traces: list[StepTrace] = self._conductor.trace(n)
+    def trace(self, n: int, batch: tuple[Any, Any] | None = None) -> list[StepTrace]:
+        """`n` steps with the start and end of every action on every stage, each on `batch` or on the feeder's next one.
+
+        With an asynchronous schedule the pipeline runs empty first, and on a given batch after each of the steps, too;
+        in the middle of `steps()` the loop goes on after the `n` steps.
+        """
+        traces: list[StepTrace] = self._conductor.trace(n, batch)
         return traces
 
-    def profile_memory(self, n: int = 1) -> list[StageMemory]:
-        """`n` steps on the feeder's batches, and what each stage worker had in memory then; such steps take longer.
+    def profile_memory(self, n: int = 1, batch: tuple[Any, Any] | None = None) -> list[StageMemory]:
+        """`n` steps as of `trace`, and what each stage worker had in memory then; such steps take longer.
 
-        With recompute, stages copy more than they need to in their first step: let one go before. With an asynchronous
-        schedule the pipeline runs empty first; in the middle of `steps()` the loop goes on after the `n` steps.
+        With recompute, stages copy more than they need to in their first step: let one go before.
         """
-        found: list[StageMemory] = self._conductor.profile_memory(n)
+        found: list[StageMemory] = self._conductor.profile_memory(n, batch)
         return found
 
     def stragglers(self) -> list[Straggler]:

@@ -47,11 +47,11 @@ class AsynchronousSteps(Steps):
                 break
         return self._results.popleft() if self._results else self._end()
 
-    def go_on(self, count: int) -> None:
+    def go_on(self, count: int, batch: tuple[Any, Any] | None = None) -> list[StepTrace]:
         """The results that somebody may still ask for are kept."""
         kept, self._results = self._results, deque()
         try:
-            super().go_on(count)
+            return super().go_on(count, batch)
         finally:
             self._results = kept
 

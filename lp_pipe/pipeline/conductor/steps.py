@@ -53,10 +53,9 @@ class Steps(ABC):
             EndOfData: the feeder has no more.
         """
 
-    def go_on(self, count: int) -> None:
-        """So many steps on the feeder's batches, whose results nobody wants."""
-        for more in reversed(range(count)):
-            self.step(None, more)
+    def go_on(self, count: int, batch: tuple[Any, Any] | None = None) -> list[StepTrace]:
+        """So many steps, each on this batch or on the feeder's next one, whose results nobody wants."""
+        return [self.step(batch, more)[1] for more in reversed(range(count))]
 
     @abstractmethod
     def settle(self) -> None:
