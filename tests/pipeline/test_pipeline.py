@@ -56,7 +56,8 @@ def test_a_node_trains_a_model_through_its_handle() -> None:
 def test_numbers_of_numpy_and_torch_are_as_good_as_pythons() -> None:
     model, plain = model_with_everything(), PlainLoop(model_with_everything(), 4, clip_grad_norm=0.5)
     options: dict[str, Any] = {"stages": np.array([2, 4]), "recompute": ("every", np.int64(2)), "channel": "inproc"}
-    with launched("thread", model, BATCHES, microbatches=np.int64(4), clip_grad_norm=np.float32(0.5), **options) as one:
+    options |= {"microbatches": np.int64(4), "clip_grad_norm": torch.tensor(0.5)}
+    with launched("thread", model, BATCHES, **options) as one:
         assert [result.loss for result in one.steps()] == plain.steps(BATCHES)
     program = lp.Program("cut")
     pp.add_pipeline(program, pp.Model([LINEAR, LINEAR], squared_error, sgd), stages=torch.tensor([1]))
