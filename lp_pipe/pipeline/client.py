@@ -93,7 +93,11 @@ class PipelineClient:
         return result
 
     def forward(self, input: Any) -> Any:
-        """The model's output for one input, in eval mode."""
+        """The model's output for one input, in eval mode; the input goes through as a whole.
+
+        To the bit that of `with torch.no_grad(): model.eval()(input)`, with as many torch threads. (With gradients on,
+        torch may use other kernels: nn.TransformerEncoderLayer does, and has other last bits.)
+        """
         return self._conductor.forward(input)
 
     def forward_stream(self, inputs: Iterable[Any], *, in_flight: int | None = None) -> Iterator[Any]:
