@@ -218,7 +218,7 @@ def test_a_factorys_name_is_for_messages() -> None:
         ),
         (
             [nn.ReLU(), lambda x: x.flatten(1)],
-            r"layer 1 is .*; a function of the input \(x -> y\) is made a module: nn.ReLU\(\) for torch.relu, .*pp.Layer",
+            r"layer 1 is .*; a function of the input \(x -> y\) is made a module: nn.ReLU\(\) for .*pp.Layer",
         ),
         ([[nn.ReLU()], [nn.ReLU()]], r"layer 0 is .*; write the layers one after another"),
         (nn.Bilinear(1, 1, 1), r"not Bilinear: cut it by pp\.split\(\)"),
