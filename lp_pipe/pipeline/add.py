@@ -1,7 +1,6 @@
 """Add a pipeline to a program: one node per stage worker, connected by channels."""
 
 from collections.abc import Iterable, Sequence
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from lp_pipe.pipeline.partitioning.plan import Plan
 from lp_pipe.pipeline.plan_in_place import explained, taken
 from lp_pipe.pipeline.planned import as_planned, replica_seconds
 from lp_pipe.pipeline.schedule import Schedule
-from lp_pipe.pipeline.schedule.numbers_given import as_int, is_count
+from lp_pipe.pipeline.schedule.numbers_given import as_float, as_int, is_count
 from lp_pipe.pipeline.schedule.registry import registered
 from lp_pipe.pipeline.worker_nodes import add_nodes, workers
 from lp_pipe.program import Program
@@ -90,6 +89,7 @@ def add_pipeline(
     stages, microbatches, chunks = as_int(stages), as_int(microbatches), as_int(chunks)
     stages = list(stages) if isinstance(stages, Iterable) and not isinstance(stages, str) else stages  # or an array
     replicas = tuple(map(as_int, replicas)) if isinstance(replicas, Iterable) else as_int(replicas)
+    clip_grad_norm = clip_grad_norm if isinstance(clip_grad_norm, bool) else as_float(clip_grad_norm)
     _check(program, model, stages, channel, microbatches, precision, clip_grad_norm, inputs)
     check_recompute("none" if recompute is None else recompute)
     sources = [seen_by_setup(source) for source in sources_of(model)]
@@ -176,7 +176,7 @@ def _check(
         raise PipelineError(f"channel={channel!r}: {kinds.why_not(channel)}")
     if not is_count(microbatches):
         raise PipelineError(f"microbatches={microbatches!r}: give a whole number (int) of at least 1")
-    if clip_grad_norm is not None and not (isinstance(clip_grad_norm, Real) and float(clip_grad_norm) > 0):
+    if clip_grad_norm is not None and not (isinstance(clip_grad_norm, float) and clip_grad_norm > 0):
         raise PipelineError(f"clip_grad_norm={clip_grad_norm!r}: give a number above 0, or None")
     check_precision(precision)
 

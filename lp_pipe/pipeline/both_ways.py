@@ -20,6 +20,7 @@ from lp_pipe.pipeline.layers.rng import current_microbatch
 from lp_pipe.pipeline.layers.skips import Skip, seen_by_setup
 from lp_pipe.pipeline.layers.wrapper import Wrapper
 from lp_pipe.pipeline.plain import PlainLoop
+from lp_pipe.pipeline.schedule.numbers_given import as_float
 from lp_pipe.program import Program
 from lp_pipe.resources import Resources
 
@@ -81,7 +82,7 @@ def check(model: Model, batches: Iterable[tuple[Any, Any]], **pipeline_options: 
     place = chosen_device(str(device if isinstance(device, Device) else device[0]), 0)
     with computing_with((pipeline_options.get("resources") or Resources()).threads), launch(program, "thread") as run:
         pipeline = run.client(handle)
-        options = (pipeline_options.get("clip_grad_norm"), pipeline_options.get("precision", "fp32"))
+        options = (as_float(pipeline_options.get("clip_grad_norm")), pipeline_options.get("precision", "fp32"))
         on_nan = pipeline_options.get("on_nan", "ignore")
         plain = PlainLoop(_watched(model, here), microbatches, *options, handle.replicas_by_layer, place, on_nan)
         for step, batch in enumerate(batches):

@@ -47,8 +47,11 @@ class PipelineClient:
 
         With an asynchronous schedule the pipeline stays full: while you have one step's result, the next one is on its
         way. So what you do between two steps (evaluate, save) sees the weights after that next one, and if you leave
-        the loop early, it is done as well (`current_step`). At the end of the loop no step is on its way.
+        the loop early, it is done as well (`current_step`): the next loop has its result first, beside its own `n`, so
+        that `steps(total - current_step())` goes on to `total`. At the end of the loop no step is on its way.
         """
+        while self.steps_ahead and (left := self._conductor.result_left()) is not None:
+            yield left
         for more in itertools.count() if n is None else reversed(range(n)):
             try:
                 yield self._conductor.step(None, _NO_END if n is None else more)
@@ -90,7 +93,11 @@ class PipelineClient:
         return result
 
     def forward(self, input: Any) -> Any:
-        """The model's output for one input, in eval mode."""
+        """The model's output for one input, in eval mode; the input goes through as a whole.
+
+        To the bit that of `with torch.no_grad(): model.eval()(input)`, with as many torch threads. (With gradients on,
+        torch may use other kernels: nn.TransformerEncoderLayer does, and has other last bits.)
+        """
         return self._conductor.forward(input)
 
     def forward_stream(self, inputs: Iterable[Any], *, in_flight: int | None = None) -> Iterator[Any]:
@@ -199,18 +206,21 @@ class PipelineClient:
         digest: str = self._conductor.fingerprint()
         return digest
 
-    def trace(self, n: int) -> list[StepTrace]:
-        """`n` steps with the start and end of every action on every stage."""
-        traces: list[StepTrace] = self._conductor.trace(n)
+    def trace(self, n: int, batch: tuple[Any, Any] | None = None) -> list[StepTrace]:
+        """`n` steps with the start and end of every action on every stage, each on `batch` or on the feeder's next one.
+
+        With an asynchronous schedule the pipeline runs empty first, and on a given batch after each of the steps, too;
+        in the middle of `steps()` the loop goes on after the `n` steps.
+        """
+        traces: list[StepTrace] = self._conductor.trace(n, batch)
         return traces
 
-    def profile_memory(self, n: int = 1) -> list[StageMemory]:
-        """`n` steps on the feeder's batches, and what each stage worker had in memory then; such steps take longer.
+    def profile_memory(self, n: int = 1, batch: tuple[Any, Any] | None = None) -> list[StageMemory]:
+        """`n` steps as of `trace`, and what each stage worker had in memory then; such steps take longer.
 
-        With recompute, stages copy more than they need to in their first step: let one go before. With an asynchronous
-        schedule the pipeline runs empty first; in the middle of `steps()` the loop goes on after the `n` steps.
+        With recompute, stages copy more than they need to in their first step: let one go before.
         """
-        found: list[StageMemory] = self._conductor.profile_memory(n)
+        found: list[StageMemory] = self._conductor.profile_memory(n, batch)
         return found
 
     def stragglers(self) -> list[Straggler]:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from lp_pipe.pipeline.compute.buffers import BufferSnapshot
 from lp_pipe.pipeline.compute.device import CPU, current, own_loss, to_device, to_host
+from lp_pipe.pipeline.compute.forward_writes import ForwardWrites
 from lp_pipe.pipeline.compute.precision import autocast
-from lp_pipe.pipeline.compute.shortened_rows import ShortenedRows
 from lp_pipe.pipeline.compute.stage import Stage
 from lp_pipe.pipeline.layers.build import build_layers
 from lp_pipe.pipeline.layers.factories import made_optimizer, made_scheduler, wants_metric
@@ -72,7 +72,8 @@ class PlainLoop:
         if isinstance(self._loss, nn.Module):
             self._note_modules(self._loss, self._last_replicas)
         self._parts: dict[str, dict[int, Tensor]] = {}
-        self._rows = ShortenedRows(module for layer in self._layers for module in layer.modules())
+        modules = [module for layer in self._layers for module in layer.modules()]
+        self._writes = ForwardWrites(modules, self._parameters.items())
 
     def step(self, batch: tuple[Any, Any]) -> float:
         """One optimizer step; the weighted sum of the micro-batches' losses."""
@@ -87,7 +88,7 @@ class PlainLoop:
 
     def _stepped(self, inputs: list[Any], targets: list[Any], weights: list[float]) -> float:
         losses = [0.0] * self._last_replicas
-        self._rows.forget()
+        self._writes.begin(trains=True)
         before = BufferSnapshot(self._modules if self._on_nan == "skip" else ())
         self._copy_buffers()
         for microbatch, (value, target, weight) in enumerate(zip(inputs, targets, weights, strict=True)):
@@ -98,12 +99,13 @@ class PlainLoop:
                 losses[microbatch % self._last_replicas] += loss.item() * weight
                 self._scaler.scale(loss * weight).backward()
             self._set_aside(microbatch)
+        self._writes.end(trains=True)
         self._sum_parts()
         self._scaler.unscale_(self._optimizer)
         loss = sum(losses[1:], losses[0])
         if self._on_nan == "skip" and not self._is_finite(loss):
             before.restore()
-            self._rows.undo()
+            self._writes.undo()
         else:
             self._update()
         self._scaler.update()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lp_pipe import connections
 from lp_pipe.connections import Connection, frames, spanning
+from lp_pipe.connections.shortage import told
 from lp_pipe.connections.when_gone import when_gone
 from lp_pipe.context import services_for
 from lp_pipe.errors import DeadlineExceeded, SerializationError, Unauthenticated, Unavailable
@@ -146,7 +147,10 @@ class CourierClient:
             payload = codec.Payload(task.payload.body, [bytearray(buffer) for buffer in task.payload.buffers])
             arguments = (task._replace(payload=payload),)
             name = f"connect {self._peer}"
-            threading.Thread(target=self._connect_and_send, args=arguments, name=name, daemon=True).start()
+            try:
+                threading.Thread(target=self._connect_and_send, args=arguments, name=name, daemon=True).start()
+            except RuntimeError as error:
+                call.deliver(self._no_thread(method, "to connect", error))
 
     def _connect_and_send(self, task: "_Task") -> None:
         try:
@@ -175,7 +179,13 @@ class CourierClient:
             call.cancel()
         if task.deadline is not None:  # must not refer to the call: its result would live until the deadline
             expire = functools.partial(self._expire, link, call_id, method)
-            deadlines.shared.add(task.deadline, expire, functools.partial(link.waits_for, call_id))
+            try:
+                deadlines.shared.add(task.deadline, expire, functools.partial(link.waits_for, call_id))
+            except RuntimeError as error:
+                link.expire(call_id, self._no_thread(method, "to watch its call_timeout", error))
+
+    def _no_thread(self, method: str, what_for: str, error: RuntimeError) -> Unavailable:
+        return Unavailable(f"{self._peer}.{method}(): no thread {what_for}: {told(error)}")
 
     def _expire(self, link: Link, call_id: int, method: str) -> None:
         link.expire(call_id, self._too_late(method))

@@ -102,8 +102,8 @@ class Link:
         """Whether the reply of a call is still to come."""
         return call_id in self._expected
 
-    def expire(self, call_id: int, error: DeadlineExceeded) -> None:
-        """Settle a call whose deadline has passed, if it still waits."""
+    def expire(self, call_id: int, error: DeadlineExceeded | Unavailable) -> None:
+        """Settle a call whose deadline has passed, or that nobody can watch for it, if it still waits."""
         call = self._expected.take(call_id)
         if call is not None:
             call.deliver(error)

@@ -6,6 +6,7 @@ import threading
 import time
 
 from lp_pipe.connections import PulledConnection, ends
+from lp_pipe.connections.shortage import told
 from lp_pipe.rpc import deadlines
 from lp_pipe.rpc.calls import CallFuture, SyncCall
 from lp_pipe.rpc.expected import Expected
@@ -98,7 +99,7 @@ class Reading:
         try:
             self._start_thread()
         except RuntimeError as error:  # nobody would read the replies, ever
-            self._connection.close(f"no thread for reading the replies: {error}")
+            self._connection.close(f"no thread for reading the replies: {told(error)}")
         self._release()
 
     def _start_thread(self) -> None:

@@ -1,6 +1,7 @@
 """Asynchronous 1F1B: every stage uses weights exactly as old as the papers say, and trains what a single process does
 whose gradients are that late."""
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -254,6 +255,30 @@ def test_a_loop_that_is_left_early_has_done_one_step_more() -> None:
         assert [result.step for result in pipeline.steps()] == [3, 4]
         with pytest.raises(pp.EndOfData):
             pipeline.step()
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "pipedream_2bw"])
+def test_a_loop_that_was_left_is_gone_on_with_to_its_last_step(schedule: str) -> None:
+    # The result that was left behind counted as one of the next loop's, which then trained one step less.
+    model = pp.Model(layers(), squared_error, sgd)
+    options = {"stages": [2, 4], "schedule": schedule, "microbatches": 4}
+    with launched_many("thread", [(model, BATCHES, options)] * 2) as (left, whole):
+        seen = [result.step for result in itertools.islice(left.steps(4), 2)]
+        assert (seen, left.current_step()) == ([0, 1], 3)
+        seen += [result.step for result in left.steps(4 - left.current_step())]
+        assert (seen, left.current_step()) == ([0, 1, 2, 3], 4)
+        list(whole.steps(4))
+        assert left.fingerprint() == whole.fingerprint()
+
+
+def test_a_loop_that_was_left_in_its_last_but_one_step_has_one_result_more_to_come() -> None:
+    model = pp.Model(layers(), squared_error, sgd)
+    options = {"stages": [2, 4], "schedule": "pipedream", "microbatches": 4}
+    with launched("thread", model, BATCHES, **options) as pipeline:
+        next(iter(pipeline.steps(2)))
+        assert [result.step for result in pipeline.steps(2 - pipeline.current_step())] == [1]
+        assert pipeline.current_step() == 2
+        assert list(pipeline.steps(0)) == []
 
 
 class _FailsLate(nn.Module):

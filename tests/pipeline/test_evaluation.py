@@ -53,6 +53,20 @@ def test_an_evaluation_is_a_mean_over_its_batches() -> None:
     assert metrics["count"] == pytest.approx((4 * 4 + 4 * 4 + 2 * 2 + 1 + 1) / 12)
 
 
+def test_an_output_is_that_of_plain_torch_without_gradients() -> None:
+    """Where torch takes another path than with them, as nn.TransformerEncoder does, whose last bits differ then."""
+    model = pp.Model([nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(3)], squared_error, sgd)
+    x = random_batches([5], 8)[0][0]
+    with launched("thread", model, stages=2, microbatches=2) as pipeline:
+        pipeline.step((x, x))
+        output, streamed = pipeline.forward(x), next(pipeline.forward_stream([x, x[:2]]))
+        plain = nn.Sequential(*(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(3)))
+        plain.load_state_dict(pipeline.state_dict())
+    with torch.no_grad():
+        expected = plain.eval()(x)
+    assert torch.equal(output, expected) and torch.equal(streamed, expected)
+
+
 class Noise(nn.Module):
     """Draws in eval mode, too."""
 

@@ -21,6 +21,7 @@ from tests.pipeline.plain_loop import (
     adam,
     assert_same_state,
     launched,
+    launched_many,
     model_with_everything,
     random_batches,
     sgd,
@@ -55,7 +56,8 @@ def test_a_node_trains_a_model_through_its_handle() -> None:
 def test_numbers_of_numpy_and_torch_are_as_good_as_pythons() -> None:
     model, plain = model_with_everything(), PlainLoop(model_with_everything(), 4, clip_grad_norm=0.5)
     options: dict[str, Any] = {"stages": np.array([2, 4]), "recompute": ("every", np.int64(2)), "channel": "inproc"}
-    with launched("thread", model, BATCHES, microbatches=np.int64(4), clip_grad_norm=np.float32(0.5), **options) as one:
+    options |= {"microbatches": np.int64(4), "clip_grad_norm": torch.tensor(0.5)}
+    with launched("thread", model, BATCHES, **options) as one:
         assert [result.loss for result in one.steps()] == plain.steps(BATCHES)
     program = lp.Program("cut")
     pp.add_pipeline(program, pp.Model([LINEAR, LINEAR], squared_error, sgd), stages=torch.tensor([1]))
@@ -110,6 +112,18 @@ def test_a_trace_has_every_action_of_every_worker() -> None:
             times = [time for _, start, end in spans for time in (start, end)]
             assert times == sorted(times) and times[0] >= traces[1].began
         assert pipeline.current_step() == 2
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_a_pipeline_without_a_feeder_is_traced_and_metered_on_a_batch(schedule: str) -> None:
+    """Each of the steps is on it."""
+    options = {"stages": 2, "microbatches": 2, "schedule": schedule}
+    with launched_many("thread", [(model_with_everything(loss=squared_error), None, options)] * 2) as (shown, plain):
+        assert [trace.step for trace in shown.trace(2, BATCHES[0])] == [0, 1]
+        assert [memory.worker for memory in shown.profile_memory(batch=BATCHES[0])] == [0, 1]
+        for _ in range(3):
+            plain.step(BATCHES[0])
+        assert shown.fingerprint() == plain.fingerprint()
 
 
 # State.

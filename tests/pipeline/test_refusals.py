@@ -54,6 +54,8 @@ def test_what_cannot_be_built_is_refused_before_launch() -> None:
         stages=[],
         schedule="interleaved",
     )
+    for clip in (True, 0, -1.0, torch.tensor([0.5]), "1"):
+        refuses(pp.PipelineError, "clip_grad_norm=.* give a number above 0, or None", clip_grad_norm=clip)
     refuses(pp.ScheduleError, "'zbv' with chunks=3: .* use chunks=2", schedule="zbv", chunks=3)
     refuses(pp.ScheduleError, "use microbatches=4 or more", schedule="dualpipev", stages=2, microbatches=3)
     refuses(pp.PipelineError, "runs 2: give .* multiple of 2", stages=[1, 2], schedule="dualpipev")

@@ -121,3 +121,30 @@ def test_without_a_thread_for_the_replies_calls_fail_and_later_ones_go_on(
         doubler.may_answer.set()
         assert client.double(6) == 12
     assert read_by("thread", client).double(7).result(WITHIN_S) == 14
+
+
+@pytest.mark.parametrize(
+    ("missing", "what_for"),
+    [("connect ", "to connect"), ("deadlines", "to watch its call_timeout")],
+    ids=["new", "limit"],
+)
+def test_a_future_for_which_there_is_no_thread_says_which_limit(
+    client: lp.CourierClient, missing: str, what_for: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Making it raised Python's bare RuntimeError.
+    start = threading.Thread.start
+
+    def short(thread: threading.Thread) -> None:
+        if thread.name.startswith(missing):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(deadlines, "shared", deadlines.Deadlines())
+    monkeypatch.setattr(threading.Thread, "start", short)
+    caller = lp.CourierClient(client.address, call_timeout=WITHIN_S)
+    if missing == "deadlines":
+        assert caller.double(1) == 2
+    future = caller.futures.double(2)
+    with pytest.raises(lp.Unavailable, match=rf"double\(\): no thread {what_for}: can't start new thread: .*ulimit -u"):
+        future.result(WITHIN_S)
+    assert caller.double(3) == 6

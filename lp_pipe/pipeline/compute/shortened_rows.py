@@ -4,8 +4,7 @@ An operation that fails, and every evaluation, must leave parameters as they wer
 change is noted: the rows that it looks up and that are too long, which are few once it has seen them.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ class ShortenedRows:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._before: list[tuple[Tensor, Tensor, Tensor]] = []  # a table, indices of rows, and what these held
         for module in modules:
-            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            if has_short_rows(module):
                 module.register_forward_pre_hook(self._note, with_kwargs=True)
 
     def forget(self) -> None:
@@ -32,15 +31,6 @@ class ShortenedRows:
         for table, indices, rows in reversed(self._before):
             table.data.index_copy_(0, indices, rows)
         self.forget()
-
-    @contextmanager
-    def undone(self) -> Iterator[None]:
-        """After the body they are as before it."""
-        self.forget()
-        try:
-            yield
-        finally:
-            self.undo()
 
     def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         looked_up, table = args[0] if args else kwargs.get("input"), module.weight
@@ -54,11 +44,14 @@ class ShortenedRows:
             self._before.append((table, indices[are_long], rows[are_long]))
 
 
+def has_short_rows(module: nn.Module) -> bool:
+    """Whether it is one of torch's tables with max_norm."""
+    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
+
+
 def writers(layers: Sequence[nn.Module], first_layer: int) -> set[int]:
     """The indices of layers that use a table with max_norm: a second run would not find what the first one has used."""
-    modules = [
-        module for layer in layers for module in layer.modules() if getattr(module, "max_norm", None) is not None
-    ]
+    modules = [module for layer in layers for module in layer.modules() if has_short_rows(module)]
     tables = {id(parameter) for module in modules for parameter in module.parameters(recurse=False)}
     return {
         index

@@ -47,11 +47,11 @@ class AsynchronousSteps(Steps):
                 break
         return self._results.popleft() if self._results else self._end()
 
-    def go_on(self, count: int) -> None:
+    def go_on(self, count: int, batch: tuple[Any, Any] | None = None) -> list[StepTrace]:
         """The results that somebody may still ask for are kept."""
         kept, self._results = self._results, deque()
         try:
-            super().go_on(count)
+            return super().go_on(count, batch)
         finally:
             self._results = kept
 
@@ -59,6 +59,10 @@ class AsynchronousSteps(Steps):
         """Wait for the step ahead; its result is kept."""
         while self._begun:
             self._results.append(self._end())
+
+    def result_left(self) -> StepResult | None:
+        """Comes after `settle`."""
+        return self._results.popleft()[0] if self._results else None
 
     def go_to(self, step: int, *args: Any) -> None:
         super().go_to(step, *args)

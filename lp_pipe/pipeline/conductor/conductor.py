@@ -59,6 +59,10 @@ class Conductor:
         """One step; see PipelineClient. more: further ones on the feeder's batches that the caller will ask for."""
         return self._in_turn(lambda: self._steps.step(batch, more)[0], may_run_on=True)
 
+    def result_left(self) -> StepResult | None:
+        """Of a step that was begun ahead for a loop which has been left; no later call has it."""
+        return self._in_turn(self._steps.result_left)
+
     def skip_step(self, why: str) -> StepResult:
         """The next step without its batch and its update; see PipelineClient."""
         return self._in_turn(lambda: self._steps.skip(why))
@@ -75,13 +79,13 @@ class Conductor:
         """Workers that are much slower than expected."""
         return self._steps.stragglers.now
 
-    def trace(self, steps: int) -> list[StepTrace]:
+    def trace(self, steps: int, batch: tuple[Any, Any] | None) -> list[StepTrace]:
         """Some steps, with the start and end of every action."""
-        return self._in_turn(lambda: [self._steps.step(None, more)[1] for more in reversed(range(steps))])
+        return self._in_turn(lambda: self._steps.go_on(steps, batch))
 
-    def profile_memory(self, steps: int) -> list[StageMemory]:
+    def profile_memory(self, steps: int, batch: tuple[Any, Any] | None) -> list[StageMemory]:
         """What each worker holds in memory during some steps."""
-        return self._in_turn(lambda: self._profile_memory(steps))
+        return self._in_turn(lambda: self._profile_memory(steps, batch))
 
     def evaluate(self, batches: Sequence[tuple[Any, Any]]) -> EvalResult:
         """Mean loss and metrics over the batches, each one weighted as `loss_weight` says."""
@@ -244,11 +248,11 @@ class Conductor:
         if not all(self._workers.all("is_as_built")):
             self._steps.tear("a worker was restarted with the initial weights")
 
-    def _profile_memory(self, steps: int) -> list[StageMemory]:
+    def _profile_memory(self, steps: int, batch: tuple[Any, Any] | None) -> list[StageMemory]:
         self._steps.forget_ahead()
         self._workers.all("start_metering")
         try:
-            self._steps.go_on(steps)
+            self._steps.go_on(steps, batch)
         finally:
             found: list[StageMemory] = self._workers.all("stop_metering")
         return found

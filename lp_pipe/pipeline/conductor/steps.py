@@ -53,14 +53,17 @@ class Steps(ABC):
             EndOfData: the feeder has no more.
         """
 
-    def go_on(self, count: int) -> None:
-        """So many steps on the feeder's batches, whose results nobody wants."""
-        for more in reversed(range(count)):
-            self.step(None, more)
+    def go_on(self, count: int, batch: tuple[Any, Any] | None = None) -> list[StepTrace]:
+        """So many steps, each on this batch or on the feeder's next one, whose results nobody wants."""
+        return [self.step(batch, more)[1] for more in reversed(range(count))]
 
     @abstractmethod
     def settle(self) -> None:
         """Let what has begun come to its end, before another operation."""
+
+    def result_left(self) -> StepResult | None:
+        """Of a step that is done, and that its loop was left without."""
+        return None
 
     @abstractmethod
     def forget_ahead(self) -> None:

@@ -2,7 +2,7 @@
 
 import itertools
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
@@ -120,10 +120,9 @@ def sources_of(model: Model) -> list[Any]:
         return [FromFunction(layers, index, module) for index, module in enumerate(built)]
     if not isinstance(layers, (nn.Sequential, nn.ModuleList, Sequence)):
         kind = type(layers).__name__
-        has_forward = isinstance(layers, nn.Module) and type(layers).forward is not nn.Module.forward
-        hint = ": cut it by pp.split()" if has_forward else ""
         raise PipelineError(
-            f"layers must be a sequence of modules or pp.Layer, or a function that returns one, not {kind}{hint}"
+            "layers must be a sequence of modules or pp.Layer, or a function that returns one, not "
+            f"{kind}{_sequence_hint(layers)}"
         )
     check_in_order(layers)
     sources = list(layers)
@@ -166,15 +165,27 @@ def _check(sources: Sequence[Any], *or_else: type) -> None:
             raise PipelineError(f"layer {index} is {source!r}, which {what}{_hint(source)}")
 
 
+def _sequence_hint(layers: Any) -> str:
+    from torch import nn
+
+    if isinstance(layers, (Mapping, nn.ModuleDict)):
+        return ": write list(layers.values())"
+    if isinstance(layers, nn.Module):
+        return ": cut it by pp.split()" if type(layers).forward is not nn.Module.forward else ""
+    return ": write list(layers)" if isinstance(layers, Iterator) else ""
+
+
 def _hint(source: Any) -> str:
     if isinstance(source, (list, tuple)):
         return "; write the layers one after another, or those that belong together as nn.Sequential(...)"
+    if isinstance(source, type):
+        return f"; write {source.__name__}(...), or pp.Layer({source.__name__}, ...) for a layer that its stage builds"
     if not callable(source):
         return ""
-    hint = "; write pp.Layer(factory, ...) for a layer that its stage builds"
-    if isinstance(source, type):
-        return hint
-    return f"{hint}; a function of the input (x -> y) is made a module, such as nn.Flatten() or one with that forward"
+    return (
+        "; a function of the input (x -> y) is made a module: nn.ReLU() for torch.relu, or a class with that forward; "
+        "one that makes a layer is written pp.Layer(function, ...), for its stage to build"
+    )
 
 
 def _is_module_class(given: Any) -> bool:

@@ -4,11 +4,11 @@ import csv
 import io
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, Self, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, cast
 
 from lp_pipe.errors import ScheduleError
 
@@ -45,7 +45,10 @@ class Schedule:
     """The order in which each worker runs its actions; sends, receives and the step follow from it.
 
     updates: when an asynchronous schedule updates weights; None: once, when a step's gradients are all there.
-    Construction checks nothing; `verify` does.
+    Whether it works is what `verify` checks, and not its construction.
+
+    Raises:
+        ScheduleError: something in it is no Action.
     """
 
     name: str
@@ -53,7 +56,8 @@ class Schedule:
     updates: "Updates | None" = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "workers", tuple(tuple(actions) for actions in self.workers))
+        workers = tuple(_actions(self.name, worker, listed) for worker, listed in enumerate(self.workers))
+        object.__setattr__(self, "workers", workers)
 
     @property
     def stages(self) -> int:
@@ -148,6 +152,22 @@ def is_path(source: str | Path) -> bool:
 def location(worker: int, position: int, action: Action) -> str:
     """Say which action is meant; every ScheduleError about one begins with this."""
     return f"worker {worker}, position {position}, action {action}"
+
+
+def _actions(name: str, worker: int, listed: Iterable[Any]) -> tuple[Action, ...]:
+    """
+    Raises:
+        ScheduleError: something else is among them.
+    """
+    actions = tuple(listed)
+    if not {*map(type, actions)} <= {Action}:  # at once: there may be millions
+        for position, action in enumerate(actions):
+            if not isinstance(action, Action):
+                raise ScheduleError(
+                    f"schedule {name!r}: worker {worker}, position {position}: {action!r} is no Action: write op ('F', "
+                    "'B', 'I' or 'W'), stage and micro-batch, such as pp.Action('F', 0, 3)"
+                )
+    return actions
 
 
 def _two_owners(schedule: Schedule, stage: int) -> str:

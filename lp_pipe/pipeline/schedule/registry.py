@@ -7,7 +7,7 @@ from functools import wraps
 from typing import Any
 
 from lp_pipe.errors import ScheduleError
-from lp_pipe.pipeline.schedule.ir import Action, Schedule
+from lp_pipe.pipeline.schedule.ir import Schedule
 from lp_pipe.pipeline.schedule.numbers_given import as_int, is_count
 
 Generator = Callable[[int, int, int], Schedule]
@@ -170,8 +170,6 @@ def _check_made(name: str, made: Any, stages: int, microbatches: int) -> None:
     """Nobody else would see that a function left out the last micro-batch: without it all is complete, too."""
     if not isinstance(made, Schedule):
         raise ScheduleError(f"schedule {name!r}: its function returned {type(made).__name__}: return a pp.Schedule")
-    if not all(isinstance(action, Action) for actions in made.workers for action in actions):
-        raise ScheduleError(f"schedule {name!r}: its function put other things than pp.Action into the schedule")
     if (len(made.workers), made.microbatches) != (stages, microbatches):
         raise ScheduleError(
             f"schedule {name!r}: its function made {len(made.workers)} workers and {made.microbatches} micro-batches "

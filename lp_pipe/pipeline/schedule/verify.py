@@ -7,6 +7,7 @@ from lp_pipe.errors import ScheduleError
 from lp_pipe.pipeline.schedule.channels import Channels, Edge
 from lp_pipe.pipeline.schedule.completeness import check_complete
 from lp_pipe.pipeline.schedule.ir import Schedule, location
+from lp_pipe.pipeline.schedule.numbers_given import as_int, is_count
 from lp_pipe.pipeline.schedule.run_order import run_order
 from lp_pipe.pipeline.schedule.stash import check_memory
 
@@ -30,8 +31,10 @@ def verify(
     Raises:
         ScheduleError: names the first offending worker, position and action.
     """
-    if credits is not None and credits < 1:
-        raise ScheduleError(f"schedule {schedule.name!r} with credits={credits}: nothing can be sent: use 1 or more")
+    credits = as_int(credits)
+    if credits is not None and not is_count(credits):
+        why = "nothing can be sent: use 1 or more" if credits == 0 else "give a whole number of at least 1, or None"
+        raise ScheduleError(f"schedule {schedule.name!r} with credits={credits!r}: {why}")
     check_complete(schedule)
     _check_microbatch_order(schedule)
     _check_channel_order(schedule, edges)

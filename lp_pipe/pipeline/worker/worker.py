@@ -15,8 +15,8 @@ from lp_pipe.context import context
 from lp_pipe.errors import noting
 from lp_pipe.pipeline.compute.buffers import BufferSnapshot, eval_mode
 from lp_pipe.pipeline.compute.device import chosen_device, current, to_host
+from lp_pipe.pipeline.compute.forward_writes import ForwardWrites
 from lp_pipe.pipeline.compute.loss_state import OwnLoss
-from lp_pipe.pipeline.compute.shortened_rows import ShortenedRows
 from lp_pipe.pipeline.compute.stage import EVALUATION
 from lp_pipe.pipeline.compute.stages import stages_of
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
@@ -83,7 +83,7 @@ class StageWorker:
         self._inner = [m for s in self._stages.values() for layer in s.layers for m in layer.modules()]
         self._modules = [*self._inner, *self._loss.modules]
         self._buffers_before: BufferSnapshot | None = None
-        self._rows = ShortenedRows(self._inner)
+        self._writes = ForwardWrites(self._inner, [p for s in self._stages.values() for p in s.named_parameters()])
         self._metering = Metering(self._inner, self.training, (self._worker, self._replica), list(self._stages))
         self._search = Search(pipeline, self._stages, names_by_index(worker.sources.values()), node.name)
         self._intake = Intake(pipeline, self._stages, feeder, node.name, self._device)
@@ -122,8 +122,10 @@ class StageWorker:
         self._buffers_before = None
         operation = self._intake.operation(task, scale)
         self._buffers_before = BufferSnapshot(self._modules)
+        self._writes.begin(trains=True)
         with current(self._device), self._metering.around(self._execution.training) as actions:
             self._execution.run(self._part_of(schedule), operation, actions)
+        self._writes.end(trains=True)
         self._metering.before_update()
         self._reduction.reduce(task.tag, self.training.parameters, self._modules, self._buffers_before)
         self.training.examine(operation.report, self._config, scale)
@@ -134,6 +136,7 @@ class StageWorker:
         schedule = self._config.schedule_for(task.microbatches)
         operation = self._intake.operation(task, scale)
         self._buffers_before = BufferSnapshot(self._modules)
+        self._writes.begin(trains=True)
         report = operation.report
         with current(self._device), self._search.around(self._execution.training, report.nonfinite) as actions:
             self._execution.run(self._part_of(schedule), operation, actions)
@@ -143,7 +146,7 @@ class StageWorker:
         """One step of an asynchronous schedule, updates included; see AsyncWorker.run."""
         assert self._async is not None, "only an asynchronous schedule has such steps"
         self._past.changes()
-        self._rows.forget()  # a step that fails is not undone
+        self._writes.forget()  # a step that fails is not undone
         with current(self._device):
             return self._async.run(task, ahead, after)
 
@@ -157,7 +160,7 @@ class StageWorker:
             self._async.discard()  # its messages are in the way of these
         self._buffers_before = None  # what a step has changed stays
         operation = self._intake.of(tag, EVALUATION, apart(inputs), aligned(targets))
-        with torch.no_grad(), current(self._device), eval_mode(self._inner, self._loss.modules), self._rows.undone():
+        with torch.no_grad(), current(self._device), eval_mode(self._inner, self._loss.modules), self._writes.undone():
             self._execution.run(self._part_of(schedule), operation, self._execution.inference)
         return operation.report
 
@@ -174,7 +177,7 @@ class StageWorker:
             self._async.discard()  # a step that is left out, perhaps the one of which some forwards are done
         with noting(f"in {self._name}, update of stages {', '.join(map(str, self._stages))}, step {step}"):
             self.training.step(total_norm, self._config.clip_grad_norm, skip=skip)
-        self._rows.forget()
+        self._writes.forget()
 
     def has_updated(self) -> bool:
         """Whether the last `apply`, which may have failed, has changed something."""
@@ -193,7 +196,7 @@ class StageWorker:
     def discard(self) -> None:
         """Forget what an aborted operation has left behind."""
         self.training.clear_gradients()
-        self._rows.undo()
+        self._writes.undo()
         if self._buffers_before is not None:
             self._buffers_before.restore()
             self._buffers_before = None
@@ -237,6 +240,7 @@ class StageWorker:
             self._async.forget_versions()
         for stage in self._stages.values():
             stage.load_state_dict(state)
+        self._writes.are_loaded()
 
     def read(self, path: str) -> None:
         """Read what belongs to this worker's layers, and change nothing before `adopt`: the other workers may fail to.
@@ -273,6 +277,7 @@ class StageWorker:
 
     def _share(self) -> dict[str, Any]:
         """On the host: who guards this worker may see no GPU, and this one's may have no room for copies."""
+        self._writes.check()
         loss, versions = self._loss.state(), self._async.state() if self._async is not None else None
         return dict(to_host(self.training.share(self.state_dict(), loss, versions), self._device))
 

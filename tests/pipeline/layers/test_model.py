@@ -212,14 +212,19 @@ def test_a_factorys_name_is_for_messages() -> None:
         (3, "int"),
         (nn.ReLU(), "ReLU"),
         ([nn.ReLU(), "tanh"], "layer 1 is 'tanh', which is neither"),
-        ([nn.ReLU], r"layer 0 is .*; write pp.Layer\(factory[^;]*$"),
+        (
+            [nn.ReLU],
+            r"layer 0 is .*; write ReLU\(\.\.\.\), or pp.Layer\(ReLU, \.\.\.\) for a layer that its stage builds$",
+        ),
         (
             [nn.ReLU(), lambda x: x.flatten(1)],
-            r"layer 1 is .*; write pp.Layer.*; a function of the input \(x -> y\) is",
+            r"layer 1 is .*; a function of the input \(x -> y\) is made a module: nn.ReLU\(\) for .*pp.Layer",
         ),
         ([[nn.ReLU()], [nn.ReLU()]], r"layer 0 is .*; write the layers one after another"),
         (nn.Bilinear(1, 1, 1), r"not Bilinear: cut it by pp\.split\(\)"),
-        ({"relu": nn.ReLU()}, "not dict$"),
+        ({"relu": nn.ReLU()}, r"not dict: write list\(layers.values\(\)\)$"),
+        (nn.ModuleDict({"relu": nn.ReLU()}), r"not ModuleDict: write list\(layers.values\(\)\)$"),
+        (iter([nn.ReLU()]), r"not list_iterator: write list\(layers\)$"),
         (
             [pp.Layer(lambda: torch.relu)],
             "the factory of Layer.* returned <built-in .* relu .*>, which is no nn.Module",

@@ -163,7 +163,6 @@ def test_a_name_belongs_to_one_function() -> None:
     ("made", "message"),
     [
         (None, "returned NoneType: return a pp.Schedule"),
-        (Schedule("mine", ((("F", 0, 0), ("B", 0, 0)),)), "other things than pp.Action"),  # type: ignore[arg-type]
         (one_by_one(2, 3, 1), "made 2 workers and 3 micro-batches where 2 and 4 were asked for"),
         (one_by_one(3, 4, 1), "made 3 workers and 4 micro-batches where 2 and 4 were asked for"),
     ],

@@ -1,3 +1,6 @@
+import re
+from typing import Any
+
 import pytest
 
 from lp_pipe.errors import ScheduleError
@@ -52,6 +55,12 @@ def test_within_a_worker_there_is_no_order_to_agree_on() -> None:
 def test_credits_below_one_are_refused() -> None:
     with pytest.raises(ScheduleError, match="credits=0: nothing can be sent: use 1 or more"):
         verify(make_schedule("1f1b", 2, 2), credits=0)
+
+
+@pytest.mark.parametrize("credits", [1.5, -1, True, "4"], ids=repr)
+def test_credits_that_are_no_number_of_messages_are_refused(credits: Any) -> None:
+    with pytest.raises(ScheduleError, match=re.escape(f"credits={credits!r}: give a whole number of at least 1")):
+        verify(make_schedule("1f1b", 2, 2), credits=credits)
 
 
 def test_too_few_credits_are_a_deadlock() -> None:

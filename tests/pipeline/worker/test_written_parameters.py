@@ -1,10 +1,12 @@
 """Parameters to which forwards write: fine where one stage has them, refused where copies would differ."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import lp_pipe.pipeline as pp
 from tests.pipeline.plain_loop import D, PlainLoop, assert_same_state, launched, random_batches, sgd, squared_error
@@ -97,6 +99,47 @@ def test_evaluation_leaves_the_table_alone() -> None:
         assert pipeline.evaluate(batches).loss == loss
 
 
+class LooksUp(nn.Module):
+    """As `Tokens`, by a function: nothing says so before it has run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(11, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.embedding((x.detach().abs() * 5).long().sum(2) % 11, self.weight, max_norm=1.0)
+
+
+class Clips(nn.Module):
+    """Keeps its weights small, without autograd's knowledge."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((D,), 3.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data.clamp_(-1, 1)
+        return x + self.weight
+
+
+WRITERS = [LooksUp, Clips, Decays]
+
+
+@pytest.mark.parametrize("layer", WRITERS)
+def test_evaluation_leaves_parameters_alone_to_which_a_forward_writes(layer: type[nn.Module]) -> None:
+    # They stayed changed, as if the evaluation had trained them.
+    plain = PlainLoop(_model(layer), 4)
+    with launched("thread", _model(layer), stages=2, microbatches=4, schedule="gpipe") as pipeline:
+        for batch in BATCHES:
+            before = pipeline.fingerprint()
+            loss = pipeline.evaluate(BATCHES).loss
+            pipeline.forward(BATCHES[1][0])
+            assert pipeline.evaluate(BATCHES).loss == loss
+            assert pipeline.fingerprint() == before
+            assert pipeline.step(batch).loss == plain.step(batch)
+        assert_same_state(pipeline.state_dict(), plain.state_dict())
+
+
 class Fails(nn.Module):
     """For one batch, once all stages before have looked up their rows."""
 
@@ -106,16 +149,17 @@ class Fails(nn.Module):
         return x
 
 
-def failing() -> pp.Model:
-    layers = [pp.Layer(Tokens), pp.Layer(nn.Linear, D, D), pp.Layer(Fails), pp.Layer(Tokens), pp.Layer(nn.Linear, D, D)]
+def failing(layer: type[nn.Module] = Tokens) -> pp.Model:
+    layers = [pp.Layer(layer), pp.Layer(nn.Linear, D, D), pp.Layer(Fails), pp.Layer(layer), pp.Layer(nn.Linear, D, D)]
     return pp.Model(layers, squared_error, sgd)
 
 
-def test_a_step_that_fails_leaves_the_table_as_it_was() -> None:
+@pytest.mark.parametrize("layer", [Tokens, *WRITERS])
+def test_a_step_that_fails_leaves_parameters_as_they_were(layer: type[nn.Module]) -> None:
     """Rows stayed shorter: the next steps were no longer those of a loop that had left the batch out."""
     good, bad = random_batches([16, 16]), random_batches([12])[0]
-    plain = PlainLoop(failing(), 4)
-    with launched("thread", failing(), stages=2, microbatches=4, schedule="gpipe") as pipeline:
+    plain = PlainLoop(failing(layer), 4)
+    with launched("thread", failing(layer), stages=2, microbatches=4, schedule="gpipe") as pipeline:
         for batch in good:
             before = pipeline.fingerprint()
             with pytest.raises(ArithmeticError, match="no good"):
@@ -125,13 +169,53 @@ def test_a_step_that_fails_leaves_the_table_as_it_was() -> None:
         assert_same_state(pipeline.state_dict(), plain.state_dict())
 
 
-def test_so_does_one_that_is_skipped_because_its_loss_is_no_number() -> None:
+@pytest.mark.parametrize("layer", [Tokens, *WRITERS])
+def test_so_does_one_that_is_skipped_because_its_loss_is_no_number(layer: type[nn.Module]) -> None:
     good, bad = random_batches([16, 16]), random_batches([16, 16, 16])[0]
-    plain = PlainLoop(_model(Tokens), 4)
-    with launched("thread", _model(Tokens), stages=2, microbatches=4, on_nan="skip") as pipeline:
+    plain = PlainLoop(_model(layer), 4)
+    with launched("thread", _model(layer), stages=2, microbatches=4, on_nan="skip") as pipeline:
         for batch in good:
             assert pipeline.step((bad[0], bad[1] * float("nan"))).skipped
             assert pipeline.step(batch).loss == plain.step(batch)
+        assert_same_state(pipeline.state_dict(), plain.state_dict())
+
+
+class BorrowsItsTable(nn.Module):
+    """The table is torch's own, and does not know how it is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.embedding((x.detach().abs() * 5).long().sum(2) % 11, self.table.weight, max_norm=1.0)
+
+
+def test_what_an_evaluation_has_changed_and_cannot_put_back_is_named_until_weights_are_loaded(
+    tmp_path: Path,
+) -> None:
+    model = _model(BorrowsItsTable)
+    with launched("thread", model, stages=1, microbatches=4) as pipeline:
+        before = pipeline.state_dict()
+        named = "a forward writes to parameter '1.table.weight', and has changed it in an evaluation"
+        with pytest.raises(pp.PipelineError, match=named):
+            pipeline.evaluate(BATCHES)
+        with pytest.raises(pp.PipelineError, match=named):
+            pipeline.save(tmp_path)
+        with pytest.raises(pp.PipelineError, match=named):
+            pipeline.step(BATCHES[0])
+        pipeline.load_state_dict(before)
+        pipeline.evaluate(BATCHES)
+        assert_same_state(pipeline.state_dict(), before)
+
+
+def test_what_a_step_has_shown_is_put_back_after_evaluations() -> None:
+    model = _model(BorrowsItsTable)
+    plain = PlainLoop(model, 4)
+    with launched("thread", model, stages=2, microbatches=4) as pipeline:
+        for batch in BATCHES:
+            assert pipeline.step(batch).loss == plain.step(batch)
+            pipeline.evaluate(BATCHES)
         assert_same_state(pipeline.state_dict(), plain.state_dict())
 
 

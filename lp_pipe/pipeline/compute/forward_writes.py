@@ -1,0 +1,111 @@
+"""Parameters to which forwards write, and not only the optimizer: failed steps and evaluations leave them as they were.
+
+Of an Embedding with max_norm the rows are noted that it makes shorter. Of any other layer nobody knows before it has
+run: copied are the parameters of modules that are not torch's own, in the first operation, and later those that were
+seen to change. What changes without a copy cannot be put back: then nothing goes on before weights are loaded.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline.compute.shortened_rows import ShortenedRows, has_short_rows
+
+
+class ForwardWrites:
+    """Of some modules, whose parameters have the names that users see."""
+
+    def __init__(self, modules: Sequence[nn.Module], named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        self._rows = ShortenedRows(modules)
+        tables = {id(module.weight) for module in modules if has_short_rows(module)}
+        self._named = [(name, parameter) for name, parameter in named_parameters if id(parameter) not in tables]
+        users = [module for module in modules if type(module).__module__.partition(".")[0] != "torch"]
+        own = {id(parameter) for module in users for parameter in module.parameters(recurse=False)}
+        suspects = frozenset(place for place, (_, parameter) in enumerate(self._named) if id(parameter) in own)
+        self._suspects = {True: suspects, False: suspects}  # by whether it trains; nobody is after the first operation
+        self._written: frozenset[int] = frozenset()
+        self._versions: list[int] | None = None
+        self._copies: dict[int, Tensor] = {}
+        self._lost: str | None = None
+
+    def begin(self, *, trains: bool) -> None:
+        """Forwards are about to run.
+
+        Raises:
+            PipelineError: as `check`.
+        """
+        self.check()
+        self.forget()
+        self._versions = self._now()
+        self._copies = {
+            place: self._named[place][1].detach().clone() for place in self._written | self._suspects[trains]
+        }
+
+    def end(self, *, trains: bool) -> None:
+        """They have run; `forget` or `undo` comes later."""
+        self._suspects[trains] = frozenset()
+        self._written |= self._changed()
+        self._copies = {place: copy for place, copy in self._copies.items() if place in self._written}
+
+    def forget(self) -> None:
+        """What was changed stays so."""
+        self._rows.forget()
+        self._versions = None
+        self._copies.clear()
+
+    def undo(self) -> None:
+        """Put back what the parameters held; nobody who has saved one for a backward notices."""
+        self._rows.undo()
+        for place in sorted(self._changed()):
+            name, parameter = self._named[place]
+            if place in self._copies:
+                parameter.data.copy_(self._copies[place])
+            else:
+                self._lost = self._lost or name
+            self._written |= {place}
+        self.forget()
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """An evaluation is the body, after which they are as before it.
+
+        Raises:
+            PipelineError: as `check`.
+        """
+        self.begin(trains=False)
+        try:
+            yield
+            self.end(trains=False)
+        finally:
+            self.undo()
+        self.check()
+
+    def check(self) -> None:
+        """Before the weights are used.
+
+        Raises:
+            PipelineError: one was changed, and could not be put back.
+        """
+        if self._lost is not None:
+            raise PipelineError(
+                f"a forward writes to parameter {self._lost!r}, and has changed it in an evaluation or in a step that "
+                "has failed: load() or load_state_dict() to go on, which will not happen again with this parameter"
+            )
+
+    def are_loaded(self) -> None:
+        """All parameters were set."""
+        self._lost = None
+
+    def _now(self) -> list[int]:
+        return [parameter._version for _, parameter in self._named]
+
+    def _changed(self) -> set[int]:
+        """Where something has changed since `begin`; what is written to .data shows in a copy alone."""
+        if self._versions is None:
+            return set()
+        versions = zip(self._versions, self._now(), strict=True)
+        changed = {place for place, (before, now) in enumerate(versions) if before != now}
+        return changed | {p for p, copy in self._copies.items() if not torch.equal(copy, self._named[p][1])}
