@@ -24,6 +24,7 @@ class InMemory:
 
     def keep(self, step: int) -> None:
         """All parts as they are now, after so many steps, and as they were the time before."""
+        self._cuts = [cut for cut in self._cuts if cut.step != step]  # its mirrors are about to be other ones
         mirrored = {name: part.mirror() for name, part in self._parts.items() if mirrors_itself(part)}
         others = {name: part for name, part in self._parts.items() if name not in mirrored}
         states = {name: copy.deepcopy(part.state_dict()) for name, part in others.items()}

@@ -54,6 +54,7 @@ class Poison:
         """
         while step < total:
             if step in self._why:
+                yield from self._awaited(pipeline, step, 0)  # results that the checkpoint came with
                 yield pipeline.skip_step(self._why[step])
                 step += 1
                 continue
@@ -64,6 +65,7 @@ class Poison:
                 step = result.step + 1
             if step < before + count:
                 return
+        yield from self._awaited(pipeline, step, 0)  # where nothing is left to do but to have them
 
     @contextlib.contextmanager
     def ahead_of(self, step: int) -> Iterator[None]:
@@ -85,6 +87,7 @@ class Poison:
                 raise
             if result is None:
                 return
+            step = result.step
             self._succeeded(step)
             yield result
             step += 1

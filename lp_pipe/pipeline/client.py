@@ -43,16 +43,16 @@ class PipelineClient:
         return result
 
     def steps(self, n: int | None = None) -> Iterator[StepResult]:
-        """Steps on the feeder's batches until there were `n`, or until the end of the data.
+        """Steps on the feeder's batches until there were `n` more, or until the end of the data.
 
         With an asynchronous schedule the pipeline stays full: while you have one step's result, the next one is on its
         way. So what you do between two steps (evaluate, save) sees the weights after that next one, and if you leave
-        the loop early, it is done as well (`current_step`): the next loop has its result first, beside its own `n`, so
-        that `steps(total - current_step())` goes on to `total`. At the end of the loop no step is on its way.
+        the loop early, it is done as well (`current_step`). At the end of the loop no step is on its way.
+        The result of a step that was done so is what the next loop has first, also after `load` of a checkpoint that
+        was saved in the middle of a loop; `n` does not count it.
         """
-        while self.steps_ahead and (left := self._conductor.result_left()) is not None:
-            yield left
-        for more in itertools.count() if n is None else reversed(range(n)):
+        due = self._conductor.due() if self.steps_ahead else 0
+        for more in itertools.count() if n is None else reversed(range(n + due)):
             try:
                 yield self._conductor.step(None, _NO_END if n is None else more)
             except EndOfData:

@@ -281,6 +281,46 @@ def test_a_loop_that_was_left_in_its_last_but_one_step_has_one_result_more_to_co
         assert list(pipeline.steps(0)) == []
 
 
+def test_a_loop_that_is_left_early_goes_on_to_as_many_steps_as_it_says() -> None:
+    # The result that was still to be had counted as a step: the training ended one short.
+    model = pp.Model(layers(), squared_error, sgd)
+    with launched("thread", model, BATCHES, stages=[2, 4], schedule="pipedream", microbatches=4) as pipeline:
+        next(pipeline.steps())
+        steps = [result.step for result in pipeline.steps(4 - pipeline.current_step())]
+        assert (steps, pipeline.current_step()) == ([1, 2, 3], 4)
+
+
+@pytest.mark.parametrize("how", ["save", "save_async", "mirror"])
+def test_a_checkpoint_in_the_middle_of_a_loop_has_the_result_that_is_due(how: str, tmp_path: Path) -> None:
+    # It was lost, and with it whatever the loop would have done with it.
+    model = pp.Model(layers(), squared_error, sgd)
+    with launched("thread", model, BATCHES, stages=[2, 4], schedule="pipedream", microbatches=4) as pipeline:
+
+        def keep() -> None:
+            if how == "mirror":
+                pipeline.mirror()
+            elif how == "save":
+                pipeline.save(tmp_path)
+            else:
+                pipeline.save_async(tmp_path).result(30.0)
+
+        def go_back() -> None:
+            if how == "mirror":
+                pipeline.go_back(3)
+            else:
+                pipeline.load(tmp_path)
+
+        losses = []
+        for result in pipeline.steps():
+            losses.append(result.loss)
+            if result.step == 1:
+                keep()
+        go_back()
+        assert [result.loss for result in pipeline.steps(5 - pipeline.current_step())] == losses[2:]
+        go_back()
+        assert pipeline.step().step == 3, "who asks for a step wants one that is done now"
+
+
 class _FailsLate(nn.Module):
     """Raises in its 6th forward, which is of the second step."""
 

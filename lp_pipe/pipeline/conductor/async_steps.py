@@ -2,9 +2,11 @@
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from lp_pipe.errors import EndOfData
+from lp_pipe.pipeline.compute.loss_scale import LossScale
 from lp_pipe.pipeline.conductor.steps import Steps
 from lp_pipe.pipeline.conductor.workers import Attempt, Workers, first_cause
 from lp_pipe.pipeline.config import PipelineConfig
@@ -26,11 +28,13 @@ class AsynchronousSteps(Steps):
         super().__init__(config, workers, feeder)
         self._begun: deque[_Begun] = deque()
         self._results: deque[tuple[StepResult, StepTrace]] = deque()  # of steps that nobody has asked for yet
+        self._due: Sequence[StepResult] = ()  # came with a checkpoint, and are for a loop that goes on from it
         self._promised: Task | None = None  # the step after those
         self._ended = 0.0
 
     def step(self, batch: tuple[Any, Any] | None, more: int = 0) -> tuple[StepResult, StepTrace]:
         """The next result; with `more`, the step after it runs on."""
+        self._due = ()
         if batch is not None:
             self.settle()
             self._results.clear()  # their reader has left: steps() was not read to the end
@@ -60,18 +64,25 @@ class AsynchronousSteps(Steps):
         while self._begun:
             self._results.append(self._end())
 
-    def result_left(self) -> StepResult | None:
-        """Comes after `settle`."""
-        return self._results.popleft()[0] if self._results else None
+    @property
+    def due(self) -> tuple[StepResult, ...]:
+        return (*self._due, *(result for result, _ in self._results))
 
-    def go_to(self, step: int, *args: Any) -> None:
-        super().go_to(step, *args)
+    def take_due(self) -> int:
+        self._results.extend((result, StepTrace(result.step, 0.0, ())) for result in self._due)
+        self._due = ()
+        return len(self._begun) + len(self._results)
+
+    def go_to(self, step: int, scale: LossScale | None = None, due: Sequence[StepResult] = ()) -> None:
+        super().go_to(step, scale)
         self._results.clear()
+        self._due = due
         self._promised = None
 
     def skip(self, why: str) -> StepResult:
         """As in `step`, whoever has left results behind does not want them."""
         self._results.clear()
+        self._due = ()
         return super().skip(why)
 
     def forget_ahead(self) -> None:

@@ -48,7 +48,7 @@ class Conductor:
         self._learning_rate = LearningRate(pipeline, self._workers)
         self._config = pipeline
         self._are_guarded = False
-        self._has_two_states = False  # of one step, since `scheduler_step`
+        self._mirrored: int | None = None  # the step of the last mirror
         self._are_joined = False
         self._last = pipeline.ranks.of(pipeline.placement[-1])
         self._steps: Steps = _kind_of_steps(pipeline)(pipeline, self._workers, feeder)
@@ -59,9 +59,9 @@ class Conductor:
         """One step; see PipelineClient. more: further ones on the feeder's batches that the caller will ask for."""
         return self._in_turn(lambda: self._steps.step(batch, more)[0], may_run_on=True)
 
-    def result_left(self) -> StepResult | None:
-        """Of a step that was begun ahead for a loop which has been left; no later call has it."""
-        return self._in_turn(self._steps.result_left)
+    def due(self) -> int:
+        """How many results of finished steps a loop that begins now has first."""
+        return self._in_turn(self._steps.take_due, may_run_on=True)
 
     def skip_step(self, why: str) -> StepResult:
         """The next step without its batch and its update; see PipelineClient."""
@@ -113,11 +113,11 @@ class Conductor:
 
     def save(self, path: str) -> None:
         """Write a checkpoint folder; the metadata, written last, makes it one."""
-        self._in_turn(lambda: self._model.save(Path(path), self._steps.done, self._steps.scale))
+        self._in_turn(lambda: self._model.save(Path(path), *self._progress()))
 
     def copy(self) -> Copy:
         """Copy what `save` would write, in memory."""
-        return self._in_turn(lambda: self._model.copy(self._steps.done, self._steps.scale))
+        return self._in_turn(lambda: self._model.copy(*self._progress()))
 
     def write_copy(self, path: str, copy: Copy) -> None:
         """Write it, while operations go on."""
@@ -193,17 +193,20 @@ class Conductor:
 
     def _scheduler_step(self, metric: float) -> None:
         self._learning_rate.refuse_without_metric()
-        self._has_two_states = True
         with self._steps.tearing("scheduler_step() has failed after it may have changed some of them"):
             self._learning_rate.step(metric)
 
     def _mirror(self, me: Any) -> int:
         self._guard(me)
-        if self._has_two_states:  # with one of them on its way to a guard, a death would leave some of each
+        if self._mirrored == self._steps.done:  # of two on their way to a guard, a death would leave some of each
             self._forget_mirrors(self._steps.done)
-            self._has_two_states = False
-        self._workers.all("mirror", self._steps.done, self._steps.scale)
+        self._mirrored = self._steps.done
+        self._workers.all("mirror", *self._progress())
         return self._steps.done
+
+    def _progress(self) -> tuple[int, LossScale | None, tuple[StepResult, ...]]:
+        """What belongs to a checkpoint or mirror beside the workers' shares."""
+        return self._steps.done, self._steps.scale, self._steps.due
 
     def _guard(self, me: Any) -> None:
         if not self._are_guarded:
@@ -215,8 +218,9 @@ class Conductor:
         self._workers.all("settle_mirrors")
         check_is_held(step, self._held_mirrors())
         with self._steps.tearing(f"going back to step {step} has failed"):
-            scales: list[LossScale | None] = self._workers.all("go_back", step)
-        self._steps.go_to(step, scales[0])
+            scale, due = self._workers.all("go_back", step)[0]
+        self._mirrored = step
+        self._steps.go_to(step, scale, due)
 
     def _held_mirrors(self) -> list[int]:
         return common_steps(self._workers.all("mirrors_held"))
@@ -237,7 +241,8 @@ class Conductor:
         self._forget_mirrors()
         with self._steps.tearing(f"loading {path} has failed after it had changed some of them"):
             self._model.adopt()
-        self._steps.go_to(found.step, LossScale(*found.loss_scale) if found.loss_scale is not None else None)
+        scale = LossScale(*found.loss_scale) if found.loss_scale is not None else None
+        self._steps.go_to(found.step, scale, found.due)
 
     def _recover(self) -> None:
         self._workers.all("is_up")  # waits for those that are on their way

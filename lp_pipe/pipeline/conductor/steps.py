@@ -61,10 +61,6 @@ class Steps(ABC):
     def settle(self) -> None:
         """Let what has begun come to its end, before another operation."""
 
-    def result_left(self) -> StepResult | None:
-        """Of a step that is done, and that its loop was left without."""
-        return None
-
     @abstractmethod
     def forget_ahead(self) -> None:
         """The workers have dropped what they had done of a step that nobody has begun."""
@@ -77,7 +73,16 @@ class Steps(ABC):
         log_metrics({"skipped": 1.0}, step)
         return StepResult(step, math.nan, skipped=True, why_skipped=why)
 
-    def go_to(self, step: int, scale: LossScale | None = None) -> None:
+    @property
+    def due(self) -> tuple[StepResult, ...]:
+        """Results of finished steps that whoever loops has not had yet."""
+        return ()
+
+    def take_due(self) -> int:
+        """A loop begins, which has these first; returns how many."""
+        return 0
+
+    def go_to(self, step: int, scale: LossScale | None = None, due: Sequence[StepResult] = ()) -> None:
         """Go on from a checkpoint."""
         self.done, self.torn = step, None
         self._batches.forget_ahead()

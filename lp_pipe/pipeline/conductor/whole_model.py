@@ -6,7 +6,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +19,7 @@ from lp_pipe.pipeline.conductor.workers import Workers
 from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.layers.names import in_order
 from lp_pipe.pipeline.layers.state_shapes import check_names, check_shapes
+from lp_pipe.pipeline.results import StepResult
 from lp_pipe.pipeline.saving.manifest import Manifest
 from lp_pipe.pipeline.saving.quick_save import elements_of
 from lp_pipe.pipeline.saving.share_file import remove_shares
@@ -81,11 +82,11 @@ class WholeModel:
             digest.update(elements_of(value.detach().contiguous()))
         return digest.hexdigest()
 
-    def save(self, path: Path, step: int, scale: LossScale | None) -> None:
+    def save(self, path: Path, step: int, scale: LossScale | None, due: Sequence[StepResult] = ()) -> None:
         """Write a checkpoint folder; the metadata, written last, makes it one."""
-        self.write_copy(path, self._held(step, scale, copy=False))
+        self.write_copy(path, self._held(step, scale, due, copy=False))
 
-    def copy(self, step: int, scale: LossScale | None) -> "Copy":
+    def copy(self, step: int, scale: LossScale | None, due: Sequence[StepResult] = ()) -> "Copy":
         """Copy what a checkpoint holds, in each worker's memory.
 
         Who has asked for it may die before it asks for it to be written: the next copy ends one that has waited long.
@@ -93,7 +94,7 @@ class WholeModel:
         for version, copied_at in list(self._unwritten.items()):
             if time.monotonic() - copied_at > _COPY_PATIENCE_S and self._unwritten.pop(version, None) is not None:
                 self._workers.some(self._ranks, "forget_share", version)
-        copied = self._held(step, scale, copy=True)
+        copied = self._held(step, scale, due, copy=True)
         self._unwritten[copied.version] = time.monotonic()
         return copied
 
@@ -107,13 +108,13 @@ class WholeModel:
         with self._or_forget(copy.version), self._one_at_a_time:
             self._write(path, copy)
 
-    def _held(self, step: int, scale: LossScale | None, *, copy: bool) -> "Copy":
+    def _held(self, step: int, scale: LossScale | None, due: Sequence[StepResult], *, copy: bool) -> "Copy":
         # New names: until the new metadata replaces the old one, the checkpoint that was there before stays whole.
         version = f"step-{step}-{secrets.token_hex(4)}"
         with self._or_forget(version):
             self._workers.some(self._ranks, "hold_share", version, copy)
         kept = (scale.factor, scale.good_steps) if scale is not None else None
-        return Copy(version, Manifest(step, self._config.seed, kept))
+        return Copy(version, Manifest(step, self._config.seed, kept, tuple(due)))
 
     def _write(self, path: Path, copy: "Copy") -> None:
         from lp_pipe.pipeline.saving.dcp_writing import WholePlan

@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lp_pipe.errors import CheckpointError
+from lp_pipe.pipeline.results import StepResult
 
 METADATA = ".metadata"  # torch's own file; it comes last, so that what was never finished has none
 ENTRY = ("lp_pipe",)  # where it is among the entries
@@ -12,11 +13,15 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class Manifest:
-    """step: finished optimizer steps. loss_scale: the state of a LossScale, where there is one."""
+    """step: finished optimizer steps. loss_scale: the state of a LossScale, where there is one.
+
+    due: results of finished steps that whoever loops over an asynchronous pipeline had not had yet.
+    """
 
     step: int
     seed: int
     loss_scale: tuple[float, int] | None = None
+    due: tuple[StepResult, ...] = ()
 
     def as_entry(self) -> dict[str, Any]:
         """Of plain values, which torch.load(weights_only=True) reads."""
@@ -31,4 +36,5 @@ def from_entry(entry: dict[str, Any], where: str) -> Manifest:
     """
     if entry.get("format") != _FORMAT:
         raise CheckpointError(f"{where} has format {entry.get('format')}; this version of lp_pipe reads {_FORMAT}")
-    return Manifest(entry["step"], entry["seed"], entry["loss_scale"])
+    due = tuple(StepResult(**result) for result in entry.get("due", ()))  # older versions have none
+    return Manifest(entry["step"], entry["seed"], entry["loss_scale"], due)

@@ -9,17 +9,19 @@ from lp_pipe.channels.packing import copied
 from lp_pipe.context import context
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.compute.loss_scale import LossScale
+from lp_pipe.pipeline.results import StepResult
 from lp_pipe.rpc.pool import DaemonPool
 
 _KEPT = 2  # while the newest is on its way to its guard, the one before is what all can go back to
 
 
 class Mirror(NamedTuple):
-    """share: what a checkpoint would hold of a worker."""
+    """share: what a checkpoint would hold of a worker. due: as in a checkpoint's Manifest."""
 
     step: int
     scale: LossScale | None
     share: dict[str, Any]
+    due: tuple[StepResult, ...] = ()
 
 
 class Mirrors:
@@ -46,13 +48,13 @@ class Mirrors:
         """
         self._guard = guards[(self._rank + 1) % len(guards)]
 
-    def mirror(self, step: int, scale: LossScale | None) -> None:
+    def mirror(self, step: int, scale: LossScale | None, due: tuple[StepResult, ...] = ()) -> None:
         """Copy this worker's state in memory; the copy goes to the guard while training goes on.
 
         Waits until the one before has gone, so that no more than two are ever on their way.
         """
         self.settle_mirrors()
-        mirror = Mirror(step, scale, copied(self._share()))
+        mirror = Mirror(step, scale, copied(self._share()), due)
         self.keep_mirror(self._rank, mirror)
         self._sent = self._sending.start(lambda: self._guard.keep_mirror(self._rank, mirror))
 
@@ -79,8 +81,8 @@ class Mirrors:
         with self._lock:
             return self._held[rank][step]
 
-    def go_back(self, step: int) -> LossScale | None:
-        """Take this worker's state after so many steps, from its own memory or its guard's; returns the loss scale."""
+    def go_back(self, step: int) -> tuple[LossScale | None, tuple[StepResult, ...]]:
+        """Take this worker's state after so many steps, from its own memory or its guard's; returns scale and due."""
         with self._lock:
             mirror = self._held.get(self._rank, {}).get(step)
         if mirror is None:
@@ -88,7 +90,7 @@ class Mirrors:
             self.keep_mirror(self._rank, mirror)
         self._adopt(copied(mirror.share))  # optimizers go on in the very tensors that they are given
         self.forget_mirrors(step + 1)
-        return mirror.scale
+        return mirror.scale, mirror.due
 
     def forget_mirrors(self, first: int = 0) -> None:
         """From that step on: the state is another one now, of which they are no past."""

@@ -1,5 +1,7 @@
 """A scheduler that waits for a metric, and the learning rates of the whole model, are a plain loop's on any cut."""
 
+import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,14 @@ from torch.optim import lr_scheduler as schedulers
 
 import lp_pipe as lp
 import lp_pipe.pipeline as pp
+from lp_pipe.checkpoint import Checkpoints
 from lp_pipe.pipeline.worker.learning_rate import LearningRate
 from lp_pipe.pipeline.worker.past import Past
 from lp_pipe.pipeline.worker.training import Training
 from tests.pipeline.delayed_gradients import DelayedLoop, buffered, stashed
 from tests.pipeline.plain_loop import (
     D,
+    Feeder,
     PlainLoop,
     adam,
     assert_same_state,
@@ -144,6 +148,65 @@ def test_a_checkpoint_keeps_what_the_scheduler_knows(tmp_path: Path, how: str) -
             train(pipeline, METRICS[3:])
             assert pipeline.learning_rates() == plain.learning_rates()
             assert_same_state(pipeline.state_dict(), plain.state_dict())
+
+
+class _Trains:
+    """Lowers the rate by its losses; `last` is the step whose result ends the program, as a kill there would."""
+
+    def __init__(self, pipeline: pp.PipelineClient, every: int, last: int) -> None:
+        self._pipeline, self._every, self._last = pipeline, every, last
+        self._losses: list[float] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": self._losses}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._losses = state["losses"]
+
+    def run(self) -> None:
+        checkpoints = Checkpoints({"pipeline": self._pipeline, "trainer": self})
+        for result in checkpoints.steps(self._pipeline, len(BATCHES), save_every=self._every):
+            if result.step == self._last:
+                raise ArithmeticError("as if it were killed")
+            self._losses.append(result.loss)
+            self._pipeline.scheduler_step(result.loss)
+        outcome = repr((self._losses, self._pipeline.learning_rates(), self._pipeline.fingerprint()))
+        (Path(lp.context().run_dir) / "outcome").write_text(outcome)
+        lp.stop()
+
+
+def outcome_of(run_dir: Path, schedule: str, every: int, lasts: Sequence[int]) -> str:
+    model = pp.Model(
+        [pp.Layer(nn.Linear, D, D) for _ in range(3)],
+        squared_error,
+        sgd,
+        lambda optimizer: schedulers.ReduceLROnPlateau(optimizer, "max", 0.5, 0),  # losses fall, so that it lowers
+    )
+    for last in (*lasts, -1):
+        program = lp.Program("resumed")
+        feeder = program.add_node(lp.CourierNode(Feeder, BATCHES), label="feeder")
+        pipeline = pp.add_pipeline(program, model, stages=2, schedule=schedule, microbatches=2, inputs=feeder)
+        program.add_node(lp.PyClassNode(_Trains, pipeline, every, last), label="trainer")
+        with contextlib.suppress(lp.NodeError):
+            lp.launch(program, run_dir=run_dir).wait(60.0)
+    return (run_dir / "outcome").read_text()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "every", "lasts"),
+    [
+        ("pipedream", 2, [3]),
+        pytest.param("pipedream", 1, [2, 5], marks=pytest.mark.slow),
+        pytest.param("pipedream_2bw", 5, [5], marks=pytest.mark.slow),  # nothing is left to do but to have the result
+        pytest.param("1f1b", 2, [3], marks=pytest.mark.slow),
+    ],
+)
+def test_a_resumed_loop_steps_the_scheduler_as_often_as_one_that_was_not_ended(
+    tmp_path: Path, schedule: str, every: int, lasts: list[int]
+) -> None:
+    # Of an asynchronous schedule the result that was due at the checkpoint was lost: the rates were other ones.
+    undisturbed = outcome_of(tmp_path / "whole", schedule, every, [])
+    assert outcome_of(tmp_path / "resumed", schedule, every, lasts) == undisturbed
 
 
 def test_a_step_is_mirrored_before_and_after_a_metric_as_two_states() -> None:
