@@ -244,7 +244,7 @@ class CourierClient:
             if self._link is None or not self._link.is_open():
                 self._link = Link(self._connect(method, deadline))
                 # Clients come and go (each that travels through a call is a new one); their connections must not stay.
-                when_gone(self, self._link.close)
+                when_gone(self, self._link.drop)
             return self._link
         finally:
             self._link_lock.release()
