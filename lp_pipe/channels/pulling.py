@@ -66,7 +66,6 @@ class Pulling:
             self.look()
         finally:
             self._state.acquire()
-            self._state.notify_all()
         return is_so()
 
     def look(self) -> None:
@@ -83,6 +82,8 @@ class Pulling:
             connection.done_reading()
             if self.attention is not None:
                 self.attention.resume()
+            with self._state:
+                self._state.notify_all()  # who came to wait meanwhile found the reading taken
 
     def wake(self) -> None:
         """Let everybody who waits look again; called with the lock held."""

@@ -3,7 +3,6 @@
 import importlib
 import os
 import threading
-import weakref
 from typing import Protocol
 
 
@@ -15,7 +14,7 @@ class _Stoppable(Protocol):
     def stop(self) -> None: ...
 
 
-active_runs: "weakref.WeakSet[_Stoppable]" = weakref.WeakSet()
+active_runs: set[_Stoppable] = set()  # no WeakSet: a run that ends while one is looked through would break that off
 # The launcher's children, such as a DataLoader's workers, have none: they would wait for what is not theirs to stop.
 os.register_at_fork(after_in_child=active_runs.clear)
 

@@ -285,8 +285,8 @@ class ProcessHost(Host):
             if silence_s > LAUNCHER_PATIENCE_S:
                 _log.warning("this process was stopped or starved for %.0f s: its nodes took it for dead", silence_s)
             template.ping()
-            for node_id in list(self._streams):
-                self._tell(node_id, ping=wire.Ping())
+            for stream in list(self._streams.values()):
+                stream.mention(ping=wire.Ping())
 
 
 def _answer_of(future: "Future[str]") -> str:

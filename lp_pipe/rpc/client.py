@@ -23,6 +23,7 @@ from lp_pipe.rpc.explain import unpicklable
 from lp_pipe.rpc.exposed import LIST_METHODS
 from lp_pipe.rpc.futures_view import Futures
 from lp_pipe.rpc.link import Link
+from lp_pipe.rpc.owner import Owner
 from lp_pipe.telemetry import waits
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ class CourierClient:
         self._as_target = waits.Target(address, address_id or "", self._peer)
         self._link: Link | None = None
         self._link_lock = threading.Lock()
+        self._owner = Owner()  # of the lock
         self._services = services_for(address_id) if address_id is not None else None
 
     @property
@@ -247,6 +249,8 @@ class CourierClient:
             return self._newly_connected(method, deadline)
 
     def _newly_connected(self, method: str, deadline: float | None) -> "Link":
+        if not self._owner.is_here:  # a thread that was connecting at the fork has the lock in the child for ever
+            self._link_lock, self._owner = threading.Lock(), Owner()
         # Somebody may hold the lock for as long as the server takes to come up: that must not outlast our deadline.
         if not self._link_lock.acquire(timeout=-1 if deadline is None else max(0.0, deadline - time.monotonic())):
             raise self._too_late(method)
@@ -254,7 +258,7 @@ class CourierClient:
             if self._link is None or not self._link.is_open():
                 self._link = Link(self._connect(method, deadline))
                 # Clients come and go (each that travels through a call is a new one); their connections must not stay.
-                when_gone(self, self._link.close)
+                when_gone(self, self._link.drop)
             return self._link
         finally:
             self._link_lock.release()

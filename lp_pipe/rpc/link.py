@@ -10,7 +10,12 @@ from lp_pipe.rpc.codec import Payload
 from lp_pipe.rpc.consuming import Inbox, Stream
 from lp_pipe.rpc.expected import Expected
 from lp_pipe.rpc.owner import Owner
+from lp_pipe.rpc.pool import DaemonPool
 from lp_pipe.rpc.reading import Reading
+
+# Connections of dropped clients are closed here: the collector drops them anywhere, also inside of `connection.send`,
+# or while a lock of all connections is held. Not where streams are: ending one may wait for a peer that reads nothing.
+_closer = DaemonPool(1, "close dropped clients").survive_forks()
 
 
 class Link:
@@ -21,6 +26,7 @@ class Link:
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
+        _closer.ensure_thread()  # not in `drop`: that must not take locks
         self._owner = Owner()
         self._expected = Expected()
         self._ids = itertools.count(1)
@@ -38,10 +44,10 @@ class Link:
             return False
         return self.connection.closed_reason is None and (self._reading is None or self._reading.look())
 
-    def close(self) -> None:
-        """Nobody will use it any more."""
+    def drop(self) -> None:
+        """Nobody will use it any more; called wherever the collector drops the client."""
         if self._owner.is_here:
-            self.connection.close("the client is gone")
+            _closer.submit(self.connection.close, "the client is gone")
 
     def call(self, method: str, payload: Payload, deadline: float | None) -> Reply | None:
         """Send a call and wait for the reply; None when there was none at the deadline (of time.monotonic)."""
@@ -135,9 +141,15 @@ class Link:
 
     def _open(self, call_id: int) -> Stream:
         inbox = self._expected.inboxes[call_id] = Inbox()
+        if self.connection.closed_reason is not None:  # in one process another thread may have closed it meanwhile
+            self._expected.fail(self._ended(self.connection.closed_reason))
         return Stream(inbox, self.connection, call_id, lambda: self.end_stream(call_id))
 
+    @staticmethod
+    def _ended(reason: str) -> Unavailable:
+        return Unavailable(f"the connection ended during the call: {reason}")
+
     def _on_close(self, reason: str) -> None:
-        self._expected.fail(Unavailable(f"the connection ended during the call: {reason}"))
+        self._expected.fail(self._ended(reason))
         if self._reading is not None:
             self._reading.end()

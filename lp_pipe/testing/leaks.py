@@ -22,6 +22,7 @@ _LIVE_AS_LONG_AS_THE_PROCESS = (
     "return loans",
     "call callbacks",
     "close dropped streams",
+    "close dropped clients",
 )
 
 

@@ -12,7 +12,7 @@ from lp_pipe.channels.pulling import Pulling
 from lp_pipe.connections import frames
 from lp_pipe.connections.frames import Frame
 from lp_pipe.connections.unix import UnixConnection
-from tests.channels.edges import PATIENCE_S, in_thread
+from tests.channels.edges import PATIENCE_S, in_thread, is_blocked
 
 
 class Looked(UnixConnection):
@@ -42,7 +42,7 @@ class End:
             return self.pulling.wait_for(lambda: len(self.arrived) >= count, timeout_s)
 
     def looks_in_a_wait(self) -> int:
-        """A wait for what does not come."""
+        """A wait for what does not come; on a busy machine it may be over before there was a look."""
         before = self.connection.looks
         assert not self.wait(len(self.arrived) + 1, 0.001)
         return self.connection.looks - before
@@ -62,7 +62,7 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[End, UnixConnection]
 def test_looking_in_vain_becomes_rare(ends: tuple[End, UnixConnection]) -> None:
     end, _ = ends
     waits = [end.looks_in_a_wait() for _ in range(150)]
-    assert waits[0] > 0
+    assert any(waits[:20])
     assert sum(looks > 0 for looks in waits) < 15
 
 
@@ -82,9 +82,9 @@ def test_who_loses_the_core_to_another_thread_stops_looking(
     monkeypatch.setattr(pulling, "_TAKEN_AWAY_S", -1.0)  # each look at the clock counts as late
     switches = itertools.count()
     monkeypatch.setattr(pulling, "_switches", lambda: next(switches))
-    assert end.looks_in_a_wait() == 1
+    assert max(end.looks_in_a_wait() for _ in range(20)) == 1
     monkeypatch.setattr(pulling, "_switches", lambda: 0)
-    assert end.looks_in_a_wait() > 1, "where only the hypervisor took it, looking goes on"
+    assert max(end.looks_in_a_wait() for _ in range(20)) > 1, "where only the hypervisor took it, looking goes on"
 
 
 def test_nobody_looks_where_there_is_one_core(ends: tuple[End, UnixConnection]) -> None:
@@ -109,3 +109,27 @@ def test_being_woken_while_looking_is_not_lost(ends: tuple[End, UnixConnection])
             is_over = True
             end.pulling.wake()
         assert waiting.result(PATIENCE_S)
+
+
+def test_who_comes_to_wait_while_another_thread_has_a_look_reads_when_that_one_is_done(
+    ends: tuple[End, UnixConnection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Nobody read the connection any more, and the value that came next was not received.
+    end, peer = ends
+    has_begun, may_end = threading.Event(), threading.Event()
+    is_ready = end.connection.is_ready
+
+    def is_ready_late() -> bool:
+        has_begun.set()
+        assert may_end.wait(PATIENCE_S)
+        return is_ready()
+
+    monkeypatch.setattr(end.connection, "is_ready", is_ready_late)
+    looking = in_thread(end.pulling.look)
+    assert has_begun.wait(PATIENCE_S)
+    waiting = in_thread(end.wait, 1, 2 * PATIENCE_S)
+    assert is_blocked(waiting)
+    may_end.set()
+    looking.result(PATIENCE_S)
+    peer.send(Frame(frames.CHANNEL_NOTE))
+    assert waiting.result(PATIENCE_S)

@@ -197,6 +197,25 @@ def test_a_client_works_in_a_forked_child_and_its_parent_goes_on(endpoint: str) 
     server.close()
 
 
+def test_a_client_that_was_connecting_at_the_fork_works_in_the_child(endpoint: str) -> None:
+    # The thread that held the lock of connecting is not there.
+    client = lp.CourierClient(endpoint, call_timeout=WITHIN_S)
+    connecting = threading.Thread(target=client.back, args=(1,))
+    connecting.start()
+    while not client._link_lock.locked():
+        time.sleep(0)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        with contextlib.suppress(BaseException):
+            status = client.back(0)
+        os._exit(status)
+    server = Server(Target(), endpoint, thread_pool_size=2)
+    assert os.waitpid(child, 0)[1] == 0
+    connecting.join(WITHIN_S)
+    server.close()
+
+
 def test_a_stream_that_a_forked_child_closes_is_still_its_parents(endpoint: str) -> None:
     """The child told the server, on the parent's connection, that nobody wants the rest: the parent's loop failed."""
 

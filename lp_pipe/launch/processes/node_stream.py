@@ -14,6 +14,8 @@ from lp_pipe.launch.coordination.supervisor import Supervisor
 from lp_pipe.launch.coordination.view import View, from_wire
 from lp_pipe.protos import supervision_pb2 as wire
 
+_MENTION_BYTES = 64  # at most
+
 OnHello = Callable[["NodeStream", wire.Hello], None]
 
 
@@ -52,6 +54,14 @@ class NodeStream:
         with contextlib.suppress(Unavailable):  # the process has just ended; its exit is reported by the template
             self.connection.send(Frame(frames.SUPERVISION, body=body, buffers=buffers))
 
+    def mention(self, **message: Any) -> None:
+        """Send what is said again and again, unless the process has not read the last ones.
+
+        One that is frozen must hold up neither who tells all the others, nor the stop.
+        """
+        if self.connection.has_room_for(_MENTION_BYTES):
+            self.send(**message)
+
     def ask_stacks(self) -> "Future[str] | None":
         if self.closed.is_set():
             return None
@@ -62,7 +72,7 @@ class NodeStream:
 
     def look(self, old_s: float) -> View:
         """What the process is at, as it said last; and ask again."""
-        self.send(waits=wire.Waits(old_s=old_s))
+        self.mention(waits=wire.Waits(old_s=old_s))
         return self._view._replace(silence_s=time.monotonic() - self._answered_at)
 
     def ask_fault(self, fault: wire.Fault) -> "Future[int]":
