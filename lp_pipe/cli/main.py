@@ -3,6 +3,7 @@
 import argparse
 import errno
 import importlib.metadata
+import io
 import os
 import platform
 import signal
@@ -36,7 +37,7 @@ _READER_GONE = INTERRUPTED + signal.SIGPIPE
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's); returns the exit status."""
-    _open_closed_streams()
+    _prepare_streams()
     given = list(sys.argv[1:] if argv is None else argv)
     own, program_flags = _split(given)
     try:
@@ -62,11 +63,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _open_closed_streams() -> None:
-    """Python has None for those that are closed."""
+def _prepare_streams() -> None:
+    """Python has None for those that are closed; and a terminal in Latin-1, say, has no arrow."""
     standard_streams.open_closed()
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - until the process ends
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115 - until the process ends
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as Python has it for stderr
 
 
 def _drop_output() -> None:
