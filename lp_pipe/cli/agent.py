@@ -42,8 +42,6 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
     Raises:
         UsageError, NotLaunched: it could not join.
     """
-    if program_flags:
-        raise UsageError("an agent takes no flags of a program: its launcher has them")
     credentials = _read_credentials(arguments.token_file)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C is the launcher's to handle
     try:

@@ -132,4 +132,4 @@ def _by_name(text: str, live: Sequence[RunRecord]) -> RunRecord:
     if found:
         raise UsageError(f"{text!r} may be {len(found)} runs; say more of the name, or a folder:", run_table(found))
     names = [record.name for record in live]
-    raise UsageError(f"no run {text!r}{nearest(text, names)}; these are live:", run_table(live))
+    raise UsageError(f"no run {text!r}{nearest(text, names) or ';'} these are live:", run_table(live))

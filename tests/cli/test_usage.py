@@ -50,6 +50,13 @@ WRONG = {
     "launch demo.py --stages=3": (
         "unknown arguments: --stages=3; flags of the program itself come after `--`: -- --stages=3"
     ),
+    "launch demo.py --mdoe=thread": (
+        "unknown arguments: --mdoe=thread; did you mean '--mode'? "
+        "flags of the program itself come after `--`: -- --mdoe=thread"
+    ),
+    "schedule 1f1b --stage 4": "unknown arguments: --stage 4; did you mean '--stages'? see `lp_pipe schedule --help`",
+    "stop --all": "unknown arguments: --all; see `lp_pipe stop --help`",  # it takes no flags of a program
+    "status -- --json": "`lp_pipe status` takes no flags of a program: leave out -- --json",  # nobody saw it
     "clean --force": "unknown arguments: --force; see `lp_pipe clean --help`",
     "launch demo.py -- --stage=3": (
         "demo.py: Unknown command line flag 'stage'. Did you mean: stages ?; `-- --help` lists the program's flags"
