@@ -8,9 +8,10 @@ import os
 import platform
 import signal
 import sys
+import textwrap
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from lp_pipe.cli.errors import INTERRUPTED, NOT_LAUNCHED, CommandError, UsageError, nearest
 from lp_pipe.launch.processes import standard_streams
@@ -111,8 +112,21 @@ def _unknown(command: str, unknown: Sequence[str], options: Sequence[str]) -> st
     return f"unknown arguments: {flags}{meant or ';'} {hint}"
 
 
+class _Help(argparse.HelpFormatter):
+    """Keeps the lines of examples as they are, and options (--dry-run) in one piece."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if "\n  " in text else super()._fill_text(text, width, indent)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False)
+
+
 class _Parser(argparse.ArgumentParser):
     """Reports wrong usage as one line, without the synopsis."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, formatter_class=_Help)
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see `{self.prog} --help`")
@@ -124,7 +138,6 @@ def _parser(described: Sequence[str]) -> tuple[argparse.ArgumentParser, list[str
         prog="lp_pipe",
         description="Launch program graphs: nodes in threads, in processes, connected by calls.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=_version())

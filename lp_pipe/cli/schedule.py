@@ -62,7 +62,6 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         help="draw a schedule's timeline, or compare all schedules",
         description="Simulate a step of a pipeline schedule and draw it; with --compare rank all of them.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="lp_pipe schedule NAME|FILE.csv|--compare --stages P --microbatches M [options]",
         allow_abbrev=False,
     )

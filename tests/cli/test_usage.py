@@ -85,6 +85,15 @@ def test_help_shows_examples(brief_command: Command) -> None:
         assert "examples:\n  lp_pipe " in done.stdout
 
 
+def test_help_takes_no_example_apart(brief_command: Command) -> None:
+    """`--srun='--` was at the end of a line, and the description of profile one line of 150 letters."""
+    text = brief_command("launch", "--help").stdout
+    assert "--srun='--container-image=IMAGE'" in text
+    profile = brief_command("profile", "--help").stdout
+    assert max(len(line) for line in profile.partition("examples:")[0].splitlines()) <= 100
+    assert "several hosts (--links):" in profile  # it named --mode, which profile does not have
+
+
 def test_the_version_names_lp_pipe_and_python(command: Command) -> None:
     assert command("--version").stdout.startswith("lp_pipe 0.")
 
