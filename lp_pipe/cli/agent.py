@@ -42,10 +42,9 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
     Raises:
         UsageError, NotLaunched: it could not join.
     """
-    if program_flags:
-        raise UsageError("an agent takes no flags of a program: its launcher has them")
     credentials = _read_credentials(arguments.token_file)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C is the launcher's to handle
+    if not sys.stdin.isatty():  # started by an engine: Ctrl+C is the launcher's to handle
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         interface = address_of_interface(arguments.interface) if arguments.interface else ""
         addresses = with_ssh_client([address for address in arguments.join.split(",") if address])

@@ -31,7 +31,6 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         help="list, verify and export a run's checkpoints",
         description="List, verify and export what a program has saved with lp_pipe.checkpoint, or with pipeline.save.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="lp_pipe checkpoint ls|verify|export PATH [options]",
         allow_abbrev=False,
     )

@@ -46,7 +46,7 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}{ending}"
 
 
-def nearest(wrong: str, known: Iterable[str]) -> str:
+def nearest(wrong: str, known: Iterable[str], likeness: float = 0.6) -> str:
     """ "; did you mean 'right'?", or nothing when nothing is near."""
-    found = difflib.get_close_matches(wrong, list(known), n=1)
+    found = difflib.get_close_matches(wrong, list(known), n=1, cutoff=likeness)
     return f"; did you mean {found[0]!r}?" if found else ""

@@ -28,7 +28,6 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         help="show a program's graph as text, SVG, DOT or JSON",
         description="Show which nodes a program has, and which holds handles of which. Nothing is started.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="lp_pipe graph TARGET [-o FILE] [--mode MODE] [-- program flags]",
         allow_abbrev=False,
     )

@@ -14,9 +14,9 @@ from lp_pipe.program import Program
 _OPTION = "option_"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Describe them; also those of the engines that we bring."""
-    group = parser.add_argument_group("several hosts (--mode=multi_host)")
+def add_arguments(parser: argparse.ArgumentParser, needed: str = "--mode=multi_host") -> None:
+    """Describe them, and what goes with them; also those of the engines that we bring."""
+    group = parser.add_argument_group(f"several hosts ({needed})")
     group.add_argument(
         "--engine", metavar="NAME", help=f"who starts an agent on each host: {', '.join(BUILT_IN)} (default: local)"
     )

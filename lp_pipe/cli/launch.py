@@ -54,7 +54,6 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         help="start a program and watch it until it ends",
         description="Start every node of a program, show what they print and log, and end as they end.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="lp_pipe launch TARGET [options] [-- program flags]",
         allow_abbrev=False,
     )

@@ -29,11 +29,12 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         help="print what the nodes of a run have printed",
         description="Print what the nodes of a run have printed, node after node; with -f as it comes.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="lp_pipe logs [RUN] [NODE] [-f] [-n N]",
         allow_abbrev=False,
     )
-    parser.add_argument("target", metavar="RUN", nargs="?", help="a run's folder, or the beginning of its name")
+    parser.add_argument(
+        "target", metavar="RUN", nargs="?", help="a run's folder, or its name (its beginning, if it is live)"
+    )
     parser.add_argument("node", metavar="NODE", nargs="?", help="label/index, or a label for its whole group")
     parser.add_argument("-f", "--follow", action="store_true", help="go on with new lines until the run ends")
     parser.add_argument("-n", "--lines", type=_count, metavar="N", help="of each node only the last N lines")

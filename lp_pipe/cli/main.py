@@ -3,13 +3,15 @@
 import argparse
 import errno
 import importlib.metadata
+import io
 import os
 import platform
 import signal
 import sys
+import textwrap
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from lp_pipe.cli.errors import INTERRUPTED, NOT_LAUNCHED, CommandError, UsageError, nearest
 from lp_pipe.launch.processes import standard_streams
@@ -20,6 +22,8 @@ COMMANDS = (
     *("launch", "graph", "schedule", "profile", "partition", "checkpoint"),
     *("status", "logs", "stacks", "stop", "ps", "clean", "doctor", "agent"),
 )
+_WITH_PROGRAM_FLAGS = ("launch", "graph", "profile")
+_LIKE_AN_OPTION = 0.75  # --mdoe is like --mode, but a program's own --stages is not like --hosts
 _EXAMPLES = """\
 examples:
   lp_pipe launch examples/char_gpt.py                    start a program, one process a node
@@ -36,11 +40,11 @@ _READER_GONE = INTERRUPTED + signal.SIGPIPE
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's); returns the exit status."""
-    _open_closed_streams()
+    _prepare_streams()
     given = list(sys.argv[1:] if argv is None else argv)
     own, program_flags = _split(given)
     try:
-        arguments = _parse(own)
+        arguments = _parse(own, program_flags)
         arguments.given = given
         status: int = arguments.run(arguments, program_flags)
         sys.stdout.flush()
@@ -62,11 +66,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _open_closed_streams() -> None:
-    """Python has None for those that are closed."""
+def _prepare_streams() -> None:
+    """Python has None for those that are closed; and a terminal in Latin-1, say, has no arrow."""
     standard_streams.open_closed()
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - until the process ends
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115 - until the process ends
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as Python has it for stderr
 
 
 def _drop_output() -> None:
@@ -82,39 +88,64 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
     return argv[:place], argv[place + 1 :]
 
 
-def _parse(own: list[str]) -> argparse.Namespace:
-    if own and not own[0].startswith("-") and own[0] not in COMMANDS:
-        raise UsageError(f"no command {own[0]!r}{nearest(own[0], COMMANDS)} (commands: {', '.join(COMMANDS)})")
-    described = [own[0]] if own and own[0] in COMMANDS else COMMANDS
-    arguments, unknown = _parser(described).parse_known_args(own)
+def _parse(own: list[str], program_flags: list[str]) -> argparse.Namespace:
+    command = own[0] if own and not own[0].startswith("-") else None
+    if command and command not in COMMANDS:
+        raise UsageError(f"no command {command!r}{nearest(command, COMMANDS)} (commands: {', '.join(COMMANDS)})")
+    parser, options = _parser([command] if command else COMMANDS)
+    arguments, unknown = parser.parse_known_args(own)
     if unknown:
-        flags = " ".join(unknown)
-        is_of_program = f"flags of the program itself come after `--`: -- {flags}"
-        hint = is_of_program if "target" in vars(arguments) else f"see `lp_pipe {own[0]} --help`"
-        raise UsageError(f"unknown arguments: {flags}; {hint}")
+        raise UsageError(_unknown(own[0], unknown, options))
+    if program_flags and command not in _WITH_PROGRAM_FLAGS:
+        raise UsageError(f"`lp_pipe {command}` takes no flags of a program: leave out -- {' '.join(program_flags)}")
     return arguments
+
+
+def _unknown(command: str, unknown: Sequence[str], options: Sequence[str]) -> str:
+    """What is said of arguments that the command does not have."""
+    flags = " ".join(unknown)
+    meant = nearest(unknown[0].partition("=")[0], options, _LIKE_AN_OPTION)
+    if command in _WITH_PROGRAM_FLAGS:
+        hint = f"flags of the program itself come after `--`: -- {flags}"
+    else:
+        hint = f"see `lp_pipe {command} --help`"
+    return f"unknown arguments: {flags}{meant or ';'} {hint}"
+
+
+class _Help(argparse.HelpFormatter):
+    """Keeps the lines of examples as they are, and options (--dry-run) in one piece."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if "\n  " in text else super()._fill_text(text, width, indent)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False)
 
 
 class _Parser(argparse.ArgumentParser):
     """Reports wrong usage as one line, without the synopsis."""
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, formatter_class=_Help)
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see `{self.prog} --help`")
 
 
-def _parser(described: Sequence[str]) -> argparse.ArgumentParser:
+def _parser(described: Sequence[str]) -> tuple[argparse.ArgumentParser, list[str]]:
+    """For these commands; and the names of all their options."""
     parser = _Parser(
         prog="lp_pipe",
         description="Launch program graphs: nodes in threads, in processes, connected by calls.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in described:
         import_module(f"lp_pipe.cli.{command}").add_command(commands)
-    return parser
+    actions = (action for one in commands.choices.values() for action in one._actions)
+    return parser, [option for action in actions for option in action.option_strings]
 
 
 def _version() -> str:

@@ -40,7 +40,6 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         help="decide where to cut a profiled model, and how many replicas each stage gets",
         description="Find the plan whose slowest stage, or boundary between stages, is as fast as can be.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="lp_pipe partition PROFILE TOPOLOGY [-o plan.toml] [options]",
         allow_abbrev=False,
     )

@@ -33,7 +33,6 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         description="Train copies of a pipeline's layers for some seconds in this process, on the first micro-batch of "
         "its feeder; the program itself is not launched.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="lp_pipe profile TARGET [-o profile.json] [options] [-- program flags]",
         allow_abbrev=False,
     )
@@ -56,7 +55,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         metavar="N",
         help="measure while N - 1 other processes do the same, as N stages of one host do (default: 1)",
     )
-    hosts.add_arguments(parser)
+    hosts.add_arguments(parser, needed="--links")
     parser.set_defaults(run=run_command, mode="multi_host")
 
 

@@ -2,9 +2,11 @@
 
 import argparse
 import contextlib
+import glob
 import shlex
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from lp_pipe.cli.errors import NotAnswered, UsageError, nearest
@@ -14,6 +16,7 @@ from lp_pipe.launch.registry import RUN_FILE, RunRecord, entries, read_record
 from lp_pipe.launch.report import shown
 from lp_pipe.rpc import CourierClient
 
+_FOLDER = Path("runs")  # where `lp_pipe launch` makes those of its runs
 _PATIENCE_S = 5.0
 
 
@@ -35,7 +38,7 @@ def find_run(text: str | None) -> RunRecord:
         if len(live) == 1:
             return live[0]
         raise UsageError(f"{len(live)} runs of yours are live; say which:", run_table(live)) if live else no_runs()
-    record = read_record(Path(text) / RUN_FILE)
+    record = _record_in(Path(text))
     if record is not None:
         return record
     if Path(text).is_dir():
@@ -64,9 +67,7 @@ def find_ended_run(text: str) -> RunRecord:
     Raises:
         UsageError: no such run, or it has not ended.
     """
-    found = next(
-        (record for path in (Path(text), Path("runs", text)) if (record := read_record(path / RUN_FILE))), None
-    )
+    found = _record_in(Path(text)) or _record_in(_FOLDER / text)
     if found is None:
         raise UsageError(f"no run {text!r}: neither that folder nor runs/{text} has a {RUN_FILE}")
     if found.is_live:
@@ -118,18 +119,35 @@ def how_ended(record: RunRecord) -> str:
     return f"ended {duration(time.time() - record.ended)} ago, after {duration(record.ended - record.started)}"
 
 
-def no_runs() -> UsageError:
-    return UsageError("no run of yours is live on this host; `lp_pipe launch TARGET` starts one")
+def no_runs(beginning: str = "") -> UsageError:
+    """Says which one has ended last here, if its name begins so."""
+    ended = max(_FOLDER.glob(f"{glob.escape(beginning)}*/{RUN_FILE}"), key=_changed, default=None)
+    logs = f"; the newest that has ended: lp_pipe logs {shlex.quote(str(ended.parent))}" if ended else ""
+    return UsageError(f"no run of yours is live on this host{logs or '; `lp_pipe launch TARGET` starts one'}")
+
+
+def _changed(path: Path) -> float:
+    with contextlib.suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0
+
+
+def _record_in(folder: Path) -> RunRecord | None:
+    """That of the run in this folder, which may have been moved since."""
+    record = read_record(folder / RUN_FILE)
+    return record and replace(record, run_dir=str(folder.resolve()))
 
 
 def _by_name(text: str, live: Sequence[RunRecord]) -> RunRecord:
-    if not live:
-        raise no_runs()
     exact = [record for record in live if record.name == text]
+    if not exact and (ended := _record_in(_FOLDER / text)):
+        return ended
+    if not live:
+        raise no_runs(text)
     found = exact or [record for record in live if record.name.startswith(text)]
     if len(found) == 1:
         return found[0]
     if found:
         raise UsageError(f"{text!r} may be {len(found)} runs; say more of the name, or a folder:", run_table(found))
     names = [record.name for record in live]
-    raise UsageError(f"no run {text!r}{nearest(text, names)}; these are live:", run_table(live))
+    raise UsageError(f"no run {text!r}{nearest(text, names) or ';'} these are live:", run_table(live))

@@ -12,6 +12,8 @@ from lp_pipe.errors import PartitionError, ScheduleError
 from lp_pipe.pipeline.measuring.profile_costs import ProfileCosts, is_profile
 from lp_pipe.pipeline.partitioning import Profile
 from lp_pipe.pipeline.schedule import (
+    Compared,
+    Comparison,
     Costs,
     Schedule,
     Timeline,
@@ -44,6 +46,7 @@ examples:
   lp_pipe schedule auto --stages 4 --microbatches 8 --costs costs.json -o auto.csv
   lp_pipe schedule my.csv --costs costs.json
   lp_pipe schedule --compare --stages 4 --microbatches 8 --links 0.1
+  lp_pipe schedule 1f1b --compare --stages 4 --microbatches 8     and what each takes of the makespan of 1f1b
   lp_pipe schedule --compare --stages 4 --microbatches 8 --costs profile.json
 
 costs.json holds seconds, each one number or a list with one per virtual stage:
@@ -59,8 +62,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         help="draw a schedule's timeline, or compare all schedules",
         description="Simulate a step of a pipeline schedule and draw it; with --compare rank all of them.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="lp_pipe schedule NAME|FILE.csv --stages P --microbatches M [options]",
+        usage="lp_pipe schedule NAME|FILE.csv|--compare --stages P --microbatches M [options]",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -71,7 +73,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     add("--costs", metavar="FILE.json", help="seconds of each action (see below), or a profile; without: 1 each")
     add("--links", type=float, metavar="SECONDS", help="what a message takes from one worker to the next; without: 0")
     add("--memory", type=int, metavar="N", help="activations that a worker may stash; without: no limit")
-    add("--compare", action="store_true", help="rank all schedules that exist for these numbers")
+    add("--compare", action="store_true", help="rank all schedules that exist for these numbers; with NAME: beside it")
     add("--json", action="store_true", help="with --compare: print the table as JSON")
     add(
         "-o",
@@ -142,12 +144,23 @@ def _compare(arguments: argparse.Namespace, costs: Costs | ProfileCosts, given: 
         memory=arguments.memory,
         more=[given] if given else [],
     )
-    text = comparison_text(comparison)
+    named = _named(comparison, given.name if given else arguments.name)
+    text = comparison_text(comparison, named)
     for path in arguments.output:
         write_file(path, text if path.suffix == ".txt" else comparison_trace(comparison))
-    print(comparison_json(comparison) if arguments.json else text, end="")
+    print(comparison_json(comparison, named) if arguments.json else text, end="")
     if not arguments.json:
         _say_wrote(arguments.output)
+
+
+def _named(comparison: Comparison, name: str | None) -> Compared | None:
+    """The one that the others are compared with: of several with its name, the fastest."""
+    if name is None:
+        return None
+    for party in comparison.ranked:
+        if party.name == name:
+            return party
+    raise UsageError(next(reason for left, reason in comparison.left_out.items() if left.partition(",")[0] == name))
 
 
 def _check(arguments: argparse.Namespace, given: Schedule | None) -> None:

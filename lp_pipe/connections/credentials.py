@@ -62,7 +62,9 @@ class Credentials:
             pems = {name: base64.b64decode(fields[name]) for name in ("authority", "certificate", "key")}
             return cls(token=fields["token"], **pems)
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"these {len(data)} bytes are not what Credentials.to_bytes() gives") from error
+            raise ValueError(
+                f"these {len(data)} bytes are no secret of a run: take the file that its launcher has written"
+            ) from error
 
 
 def generate_credentials() -> Credentials:

@@ -7,7 +7,7 @@ import os
 import sys
 from io import FileIO
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TextIO
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class LogFiles:
             return
         texts = [line.decode(errors="replace") for line in lines]
         with contextlib.suppress(ValueError, OSError):  # the launcher has closed it; likewise
-            target.write("".join(f"[{node_id}] {text}\n" for text in texts))
+            _print("".join(f"[{node_id}] {text}\n" for text in texts), target)
 
     def _keep(self, node_id: str, data: bytes) -> None:
         file = self._files.get(node_id)
@@ -65,6 +65,14 @@ class LogFiles:
     def close(self) -> None:
         for file in self._files.values():
             file.close()
+
+
+def _print(text: str, target: TextIO) -> None:
+    """What the target's encoding does not have is escaped: the other lines must not be lost for it."""
+    try:
+        target.write(text)
+    except UnicodeEncodeError as error:
+        target.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
 
 
 def log_path(folder: Path, node_id: str) -> Path:

@@ -91,6 +91,17 @@ def test_a_run_that_died_is_resumed_in_its_folder_and_ends_with_the_same_bits(
     assert (folder / "model.safetensors").stat().st_size > 100
 
 
+def test_a_run_whose_folder_was_moved_is_resumed_where_it_is(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It began again at step 0, in a new folder at the old place."""
+    (folder / "train.py").write_text(TRAIN)
+    assert main(["launch", "train.py", "--mode=thread", "--run-dir=runs/mine"]) == 1
+    (folder / "runs/mine").rename(folder / "kept")
+    assert main(["launch", "train.py", "--mode=thread", "--resume=kept"]) == 0
+    assert "restored 4" in capsys.readouterr().out
+    assert (folder / "kept/checkpoints/step-00000006").is_dir()
+    assert not (folder / "runs/mine").exists()
+
+
 def test_what_a_pipeline_has_saved_by_itself_is_listed_verified_and_exported(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

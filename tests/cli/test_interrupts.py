@@ -1,13 +1,17 @@
 """Ctrl+C and SIGTERM: everything ends within 10 seconds, in a few calm lines."""
 
 import json
+import os
 import signal
+import socket
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.cli.commands import Start, is_alive
+from lp_pipe.connections.credentials import generate_credentials
+from tests.cli.commands import COMMAND, PATIENCE_S, Start, is_alive
 
 WAITING = """
 import os, signal, threading
@@ -98,3 +102,22 @@ def test_an_interrupt_while_the_target_is_imported_is_one_line(start: Start, fol
         run.process.send_signal(number)
         status, _, errors = run.finish()
         assert (status, errors) == (expected, ["lp_pipe: interrupted"])
+
+
+def test_ctrl_c_ends_an_agent_that_somebody_has_started_by_hand(folder: Path) -> None:
+    """It was ignored there too, as in agents that an engine has started, whose launcher has it."""
+    secret = folder / "secret"
+    secret.write_bytes(generate_credentials().to_bytes())
+    secret.chmod(0o600)
+    keyboard, terminal = os.openpty()
+    with socket.create_server(("127.0.0.1", 0)) as launcher:
+        join = f"--join=127.0.0.1:{launcher.getsockname()[1]}"
+        command = [*COMMAND, "agent", join, f"--token-file={secret}", f"--patience={2 * PATIENCE_S}"]
+        agent = subprocess.Popen(command, stdin=terminal, stderr=subprocess.PIPE, text=True)
+        launcher.settimeout(PATIENCE_S)
+        with launcher.accept()[0]:
+            agent.send_signal(signal.SIGINT)
+            assert agent.communicate(timeout=PATIENCE_S)[1] == "lp_pipe: interrupted\n"
+    assert agent.returncode == 130
+    os.close(keyboard)
+    os.close(terminal)

@@ -185,3 +185,12 @@ def test_a_run_folder_of_the_users_stays_when_the_launch_fails(brief_command: Co
     (folder / "mine").mkdir()
     assert brief_command("launch", "demo.py:empty", "--run-dir=mine").returncode == 3
     assert (folder / "mine").is_dir()
+
+
+def test_no_hosts_are_none(brief_command: Command, folder: Path) -> None:
+    """One host was started, of the name "0"."""
+    (folder / "none.py").write_text(
+        "import lp_pipe as lp\nprogram = lp.Program('none')\nprogram.add_node(lp.PyNode(int), label='n')\n"
+    )
+    done = brief_command("launch", "none.py", "--mode=multi_host", "--hosts=0", "--dry-run")
+    assert (done.returncode, done.stderr) == (3, "lp_pipe: cannot launch none.py: hosts=0: 1 or more, or their names\n")

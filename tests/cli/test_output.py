@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lp_pipe.cli.output import labelled, redirected
-from tests.cli.commands import COMMAND, PATIENCE_S
+from tests.cli.commands import COMMAND, PATIENCE_S, Command
 
 PRINTS_MUCH = """
 import lp_pipe as lp
@@ -73,3 +73,18 @@ def test_a_run_ends_though_who_started_it_has_closed_the_streams(folder: Path, c
     assert ended.returncode == 0
     if "thread" not in options:
         assert (folder / "run/logs/talker-0.log").stat().st_size > 200_000
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["checkpoint --help", "graph talks.py", "launch talks.py --mode=thread --run-dir=run"],
+)
+def test_a_terminal_without_arrows_and_dots_gets_them_escaped(
+    command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch, arguments: str
+) -> None:
+    """All of them ended with a UnicodeEncodeError: the graph of every program with handles has an arrow."""
+    (folder / "talks.py").write_text(PRINTS_MUCH.replace("more than a pipe holds", "größer").replace("talker", "größe"))
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    done = command(*arguments.split())
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\\xf6\\xdf" in done.stdout or "usage" in done.stdout

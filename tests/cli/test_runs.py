@@ -200,6 +200,21 @@ def test_without_a_run_everything_says_so(brief_command: Command, folder: Path) 
     assert brief_command("clean").stdout == "nothing to clean: no killed run of yours has left anything on this host\n"
 
 
+def test_a_run_that_has_ended_is_found_by_its_name_and_where_it_was_moved_to(
+    in_processes: Started, brief_command: Command, folder: Path
+) -> None:
+    brief_command("stop")
+    both = brief_command("logs", "out").stdout
+    (folder / "runs").mkdir()
+    (folder / "out").rename(folder / "runs" / "waiting-1")
+    for name in "runs/waiting-1", "waiting-1":
+        assert brief_command("logs", name).stdout == both != ""
+    for arguments in ("logs",), ("status",), ("logs", "wait"):
+        assert brief_command(*arguments).stderr == (
+            "lp_pipe: no run of yours is live on this host; the newest that has ended: lp_pipe logs runs/waiting-1\n"
+        )
+
+
 def test_clean_removes_what_a_killed_run_has_left_and_nothing_else(
     dead: tuple[RunRecord, "subprocess.Popen[bytes]"], start: Start, brief_command: Command, folder: Path
 ) -> None:

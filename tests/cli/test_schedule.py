@@ -68,9 +68,25 @@ def test_the_comparison_may_be_json(folder: Path, capsys: pytest.CaptureFixture[
     Path("mine.csv").write_text(make_schedule("gpipe", 2, 2).to_csv())
     assert main(["schedule", "mine.csv", "--compare", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert set(result["ranked"][0]) == {"name", "chunks", "makespan_s", "bubble", "peak_activations"}
+    assert set(result["ranked"][0]) == {"name", "chunks", "makespan_s", "bubble", "peak_activations", "of_named"}
     ranked = {party["name"] for party in result["ranked"]}
     assert ranked | set(result["left_out"]) == {*schedules(), "mine"}
+
+
+def test_a_named_schedule_is_what_the_others_are_compared_with(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The name was ignored, even that of a schedule which does not exist for these numbers."""
+    compare = ["schedule", "gpipe", "--compare", "--stages=3", "--microbatches=4"]
+    assert main(compare) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert "MAKESPAN  OF gpipe  BUBBLE" in head
+    shares = {line.split()[0]: line.split()[4] for line in lines if "%" in line}
+    assert shares["gpipe"] == shares["1f1b"] == "100.0%"
+    assert float(shares["zb_h1"].rstrip("%")) < 100
+    assert main([*compare, "--json"]) == 0
+    ranked = json.loads(capsys.readouterr().out)["ranked"]
+    assert {party["of_named"] for party in ranked if party["name"] == "gpipe"} == {1.0}
 
 
 def test_a_file_that_is_called_like_a_schedule_has_its_own_place(folder: Path) -> None:
@@ -163,6 +179,8 @@ WRONG = {
     "schedule 1f1b --stages 2 --microbatches 2 --costs deep.json": "deep.json: cannot read costs: ",
     "schedule 1f1b --stages 2 --microbatches 2 --memory -1": "schedule '1f1b': memory=-1: ",
     "schedule 1f1b --stages 2000000 --microbatches 1000000": "--stages 2000000 and --microbatches 1000000 make ",
+    "schedule dualpipev --compare --stages 2 --microbatches 2": "schedule 'dualpipev' with stages=2 and ",
+    "schedule forward --compare --stages 2 --microbatches 2": "schedule 'forward' has no backwards: ",
     "schedule --compare --stages 0 --microbatches 2": "a comparison with stages=0: ",
     "schedule --compare --stages 2 --microbatches 2 --chunks 0": "a comparison with chunks=0: ",
     "schedule auto --stages 2 --microbatches 2 --chunks 0": "schedule 'auto' with chunks=0: ",

@@ -50,6 +50,13 @@ WRONG = {
     "launch demo.py --stages=3": (
         "unknown arguments: --stages=3; flags of the program itself come after `--`: -- --stages=3"
     ),
+    "launch demo.py --mdoe=thread": (
+        "unknown arguments: --mdoe=thread; did you mean '--mode'? "
+        "flags of the program itself come after `--`: -- --mdoe=thread"
+    ),
+    "schedule 1f1b --stage 4": "unknown arguments: --stage 4; did you mean '--stages'? see `lp_pipe schedule --help`",
+    "stop --all": "unknown arguments: --all; see `lp_pipe stop --help`",  # it takes no flags of a program
+    "status -- --json": "`lp_pipe status` takes no flags of a program: leave out -- --json",  # nobody saw it
     "clean --force": "unknown arguments: --force; see `lp_pipe clean --help`",
     "launch demo.py -- --stage=3": (
         "demo.py: Unknown command line flag 'stage'. Did you mean: stages ?; `-- --help` lists the program's flags"
@@ -76,6 +83,15 @@ def test_help_shows_examples(brief_command: Command) -> None:
         done = brief_command(*arguments)
         assert done.returncode == 0
         assert "examples:\n  lp_pipe " in done.stdout
+
+
+def test_help_takes_no_example_apart(brief_command: Command) -> None:
+    """`--srun='--` was at the end of a line, and the description of profile one line of 150 letters."""
+    text = brief_command("launch", "--help").stdout
+    assert "--srun='--container-image=IMAGE'" in text
+    profile = brief_command("profile", "--help").stdout
+    assert max(len(line) for line in profile.partition("examples:")[0].splitlines()) <= 100
+    assert "several hosts (--links):" in profile  # it named --mode, which profile does not have
 
 
 def test_the_version_names_lp_pipe_and_python(command: Command) -> None:

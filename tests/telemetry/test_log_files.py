@@ -1,5 +1,6 @@
 """The files with what the nodes print."""
 
+import io
 import os
 from pathlib import Path
 
@@ -41,3 +42,16 @@ def test_a_launcher_without_streams_keeps_the_files(tmp_path: Path, monkeypatch:
     files.flush()
     files.close()
     assert log_path(tmp_path, "trainer/0").read_text() == "one\none\n"
+
+
+def test_a_terminal_without_a_letter_gets_the_line_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All lines that were read at a time with it were missing, without a word."""
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    monkeypatch.setattr("sys.stdout", terminal)
+    files = LogFiles(tmp_path)
+    files.write("größe/0", False, ["日本".encode(), b"two"])
+    files.flush()
+    files.close()
+    assert terminal.buffer.getvalue() == "[größe/0] \\u65e5\\u672c\n[größe/0] two\n".encode("latin-1")

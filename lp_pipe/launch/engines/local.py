@@ -19,7 +19,9 @@ class LocalEngine(Engine):
 
     def __init__(self, hosts: str = "", **options: str) -> None:
         text = hosts or "2"
-        if text.isdigit() and int(text) > 0:
+        if text.isdigit():
+            if not int(text):
+                raise ValueError(f"hosts={text}: 1 or more, or their names")
             self._hosts = [HostOffer(f"local{index}") for index in range(int(text))]
         else:
             self._hosts = read_hosts(text)
