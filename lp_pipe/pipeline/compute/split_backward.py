@@ -138,6 +138,13 @@ def edges_of(value: Any) -> list[GradientEdge]:
     return [edge_of(tensor) for tensor in tensors_of(value) if tensor.requires_grad]
 
 
+def leaves_behind(nodes: Sequence[Node]) -> Iterator[Tensor]:
+    """Those that a backward from these nodes gives gradients to."""
+    for node in _children_first(nodes):
+        if _is_leaf(node):
+            yield node.variable  # type: ignore[attr-defined]
+
+
 def _is_among(leaf: Root, leaves: Sequence[Tensor]) -> bool:
     return any(leaf is other for other in leaves)
 

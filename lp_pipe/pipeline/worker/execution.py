@@ -1,5 +1,6 @@
 """Actions of a schedule, done on a worker's stages: what comes from where, what is computed, and where it goes."""
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from lp_pipe.pipeline.compute.gradient_norms import GradientNorm
 from lp_pipe.pipeline.compute.loss_scale import scaled
 from lp_pipe.pipeline.compute.precision import autocast
 from lp_pipe.pipeline.compute.stage import EVALUATION, Stage
+from lp_pipe.pipeline.compute.untrained import refuse_untrained
 from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.layers.message import Message, to_message
 from lp_pipe.pipeline.layers.microbatches import number_of
@@ -132,6 +134,7 @@ class Execution:
         self._copied = CopiedParameters(config, stages)
         self._routes: dict[Action, _Route] = {}
         self._at: tuple[Action, Operation] | None = None
+        self._looked_through: set[int] = set()  # stages
         positions.add(self)
 
     def position(self) -> str:
@@ -172,9 +175,19 @@ class Execution:
         value = route.stage.forward(message, operation.step, action.microbatch, skips, number)
         if route.is_last:
             operation.losses[action.microbatch] = self._loss(value, action.microbatch, operation)
+        if action.stage not in self._looked_through:
+            self._look_through(action, number, operation)
         route.note(operation, start)
         route.hand_on(operation, value)
         self._side.send_values(action, operation.tag, skips)
+
+    def _look_through(self, action: Action, number: int, operation: Operation) -> None:
+        """The first graph of each stage, for what would be trained by nobody."""
+        stash = self._stages[action.stage].activation_stash[number]
+        outputs = [*stash.outputs, *itertools.chain.from_iterable(stash.stashed.values())]
+        loss = operation.losses[action.microbatch][0] if action.microbatch in operation.losses else None
+        refuse_untrained(self._stages.values(), outputs, loss if self._route(action).is_last else None)
+        self._looked_through.add(action.stage)
 
     def _backward(self, action: Action, operation: Operation) -> None:
         route = self._route(action)
