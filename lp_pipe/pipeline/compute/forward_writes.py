@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline.compute.device import CPU
 from lp_pipe.pipeline.compute.shortened_rows import ShortenedRows, has_short_rows
 
 
@@ -40,9 +41,9 @@ class ForwardWrites:
         self.check()
         self.forget()
         self._versions = self._now()
-        self._copies = {
-            place: self._named[place][1].detach().clone() for place in self._written | self._suspects[trains]
-        }
+        self._copies = {place: self._named[place][1].detach().clone() for place in self._written}
+        for place in self._suspects[trains] - self._written:  # many, perhaps: a GPU has no room for all of them twice
+            self._copies[place] = self._named[place][1].detach().to(CPU, copy=True)
 
     def end(self, *, trains: bool) -> None:
         """They have run; `forget` or `undo` comes later."""
@@ -108,4 +109,8 @@ class ForwardWrites:
             return set()
         versions = zip(self._versions, self._now(), strict=True)
         changed = {place for place, (before, now) in enumerate(versions) if before != now}
-        return changed | {p for p, copy in self._copies.items() if not torch.equal(copy, self._named[p][1])}
+        return changed | {
+            place
+            for place, copy in self._copies.items()
+            if not torch.equal(copy, self._named[place][1].detach().to(copy.device))
+        }
