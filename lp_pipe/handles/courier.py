@@ -8,6 +8,7 @@ from lp_pipe.context import is_launcher_of, services_for
 from lp_pipe.errors import Unavailable
 from lp_pipe.handles.base import Handle
 from lp_pipe.rpc import CourierClient
+from lp_pipe.rpc.first_failure import because_of
 from lp_pipe.telemetry import waits
 
 
@@ -36,7 +37,7 @@ class CourierHandle(Handle[CourierClient]):
                 try:
                     services.resolve(self._address.id).result()
                 except Unavailable as error:
-                    raise error from services.first_failure()
+                    raise because_of(services, error, str(error)) from error
         return self._client(services.endpoint_for(self._address.id))
 
     def _client(self, endpoint: str) -> CourierClient:

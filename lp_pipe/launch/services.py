@@ -40,7 +40,7 @@ class LauncherServices(_OutsideOfNodes):
         return self._coordinator.reserve_port(address)
 
     def first_failure(self) -> Exception | None:
-        return self._coordinator.failure()
+        return self._coordinator.settled_failure()
 
     def request_stop(self) -> None:
         self._coordinator.request_stop()

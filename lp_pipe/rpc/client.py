@@ -21,6 +21,7 @@ from lp_pipe.rpc.calls import CallFuture, Cancel, CancellableCall, Reader, Reply
 from lp_pipe.rpc.consuming import RemoteIterator, Stream
 from lp_pipe.rpc.explain import unpicklable
 from lp_pipe.rpc.exposed import LIST_METHODS
+from lp_pipe.rpc.first_failure import because_of
 from lp_pipe.rpc.futures_view import Futures
 from lp_pipe.rpc.link import Link
 from lp_pipe.telemetry import waits
@@ -224,10 +225,12 @@ class CourierClient:
         if isinstance(reply, Exception):
             call = f"{self._peer}.{method}(): "
             if isinstance(reply, Unavailable) and not str(reply).startswith(call):  # where it never connected
-                raise self._unavailable(f"{call}{reply}", reply) from reply
+                raise because_of(self._services, reply, f"{call}{reply}") from reply
             raise reply
         if reply.kind == frames.ERROR:
             error = remote_error.rebuild(reply.body, f"{self._peer}.{method}()")
+            if type(error) is Unavailable:  # the node's own, which takes no more calls
+                raise because_of(self._services, error, str(error)) from error
             try:
                 raise error
             finally:
@@ -238,15 +241,6 @@ class CourierClient:
             raise SerializationError(
                 f"{self._peer}.{method}(): the result does not load here: {type(error).__name__}: {error}"
             ) from error
-
-    def _unavailable(self, text: str, error: Unavailable) -> Unavailable:
-        """With the failure that has ended the program, where this is its launcher: nobody has to wait() for that."""
-        failure = self._services.first_failure() if self._services is not None else None
-        if failure is None:
-            return Unavailable(text)
-        error.__cause__ = failure
-        cause = str(failure).partition("\n")[0]
-        return Unavailable(text if cause in text else f"{text}; the first failure of the program: {cause}")
 
     def _connected(self, method: str, deadline: float | None) -> "Link":
         link = self._link
@@ -296,7 +290,7 @@ class CourierClient:
             try:
                 endpoint = self._services.resolve(self._address_id).result(remaining)
             except Unavailable as error:
-                raise self._unavailable(f"{self._peer}.{method}(): {error}", error) from error
+                raise because_of(self._services, error, f"{self._peer}.{method}(): {error}") from error
             except TimeoutError:
                 raise self._too_late(method) from None
         # Registered but not reachable (it has just died), or no coordinator to ask: look again in a moment.
