@@ -30,6 +30,9 @@ class NodeServices(Protocol):
     def reserve_port(self, address: str) -> str:
         """A "host:port" for a user's own server."""
 
+    def first_failure(self) -> Exception | None:
+        """What ends the program, for whoever does not see it otherwise: the launcher's clients."""
+
     def request_stop(self) -> None:
         """Ask for an ordered stop of the whole program."""
 

@@ -5,8 +5,10 @@ from typing import Any
 
 from lp_pipe.address import Address
 from lp_pipe.context import is_launcher_of, services_for
+from lp_pipe.errors import Unavailable
 from lp_pipe.handles.base import Handle
 from lp_pipe.rpc import CourierClient
+from lp_pipe.rpc.first_failure import because_of
 from lp_pipe.telemetry import waits
 
 
@@ -32,7 +34,10 @@ class CourierHandle(Handle[CourierClient]):
             raise RuntimeError(f"cannot dereference the handle of {self.node_name}: its program was not launched yet")
         if is_launcher_of(self._address.id):
             with waits.waiting(waits.RESOLVE, waits.Target("", self._address.id, self.node_name)):
-                services.resolve(self._address.id).result()
+                try:
+                    services.resolve(self._address.id).result()
+                except Unavailable as error:
+                    raise because_of(services, error, str(error)) from error
         return self._client(services.endpoint_for(self._address.id))
 
     def _client(self, endpoint: str) -> CourierClient:

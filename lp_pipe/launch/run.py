@@ -251,7 +251,7 @@ class Run:
         parts: list[Callable[[], object]] = [
             self._coordinator.finish,
             # What is published stays for ever: a word for each address, and not the whole program.
-            lambda: replace_published(self._services, EndedServices(self._coordinator.why_gone())),
+            lambda: replace_published(self._services, EndedServices(self._coordinator.why_gone(), self.failure)),
             self._host.close,
             self._metrics.close,
             lambda: save_failure(self._coordinator),

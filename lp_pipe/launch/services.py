@@ -39,6 +39,9 @@ class LauncherServices(_OutsideOfNodes):
     def reserve_port(self, address: str) -> str:
         return self._coordinator.reserve_port(address)
 
+    def first_failure(self) -> Exception | None:
+        return self._coordinator.settled_failure()
+
     def request_stop(self) -> None:
         self._coordinator.request_stop()
 
@@ -49,8 +52,12 @@ class LauncherServices(_OutsideOfNodes):
 class EndedServices(_OutsideOfNodes):
     """NodeServices in the launching process once the program is over: says why each of its servers is gone."""
 
-    def __init__(self, reasons: Mapping[str, str]) -> None:
+    def __init__(self, reasons: Mapping[str, str], failure: Exception | None) -> None:
         self._reasons = reasons
+        self._failure = failure
+
+    def first_failure(self) -> Exception | None:
+        return self._failure
 
     def endpoint_for(self, address: str) -> str:
         raise Unavailable(self._reasons[address])

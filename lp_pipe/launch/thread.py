@@ -58,6 +58,9 @@ class LocalServices:
     def reserve_port(self, address: str) -> str:
         return self._coordinator.reserve_port(address)
 
+    def first_failure(self) -> None:
+        """Its launcher says it."""
+
     def request_stop(self) -> None:
         self._coordinator.request_stop()
 

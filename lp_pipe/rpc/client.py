@@ -21,6 +21,7 @@ from lp_pipe.rpc.calls import CallFuture, Cancel, CancellableCall, Reader, Reply
 from lp_pipe.rpc.consuming import RemoteIterator, Stream
 from lp_pipe.rpc.explain import unpicklable
 from lp_pipe.rpc.exposed import LIST_METHODS
+from lp_pipe.rpc.first_failure import because_of
 from lp_pipe.rpc.futures_view import Futures
 from lp_pipe.rpc.link import Link
 from lp_pipe.rpc.owner import Owner
@@ -226,10 +227,12 @@ class CourierClient:
         if isinstance(reply, Exception):
             call = f"{self._peer}.{method}(): "
             if isinstance(reply, Unavailable) and not str(reply).startswith(call):  # where it never connected
-                raise Unavailable(f"{call}{reply}") from reply
+                raise because_of(self._services, reply, f"{call}{reply}") from reply
             raise reply
         if reply.kind == frames.ERROR:
             error = remote_error.rebuild(reply.body, f"{self._peer}.{method}()")
+            if type(error) is Unavailable:  # the node's own, which takes no more calls
+                raise because_of(self._services, error, str(error)) from error
             try:
                 raise error
             finally:
@@ -291,7 +294,7 @@ class CourierClient:
             try:
                 endpoint = self._services.resolve(self._address_id).result(remaining)
             except Unavailable as error:
-                raise Unavailable(f"{self._peer}.{method}(): {error}") from error
+                raise because_of(self._services, error, f"{self._peer}.{method}(): {error}") from error
             except TimeoutError:
                 raise self._too_late(method) from None
         # Registered but not reachable (it has just died), or no coordinator to ask: look again in a moment.

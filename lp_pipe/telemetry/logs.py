@@ -76,13 +76,7 @@ class LogPump:
         if self._thread.ident is None:
             self._free()
             return
-        self._thread.join(_WRITING_PATIENCE_S)
-        if self._thread.is_alive():
-            _unfinished.append(self._thread)
-            _log.warning(
-                "nobody reads what this process writes (a pager, a stopped terminal?): what the nodes printed last is "
-                "neither there nor in their files until somebody does"
-            )
+        join_or_leave(self._thread, _WRITING_PATIENCE_S)
 
     def _run(self) -> None:
         try:
@@ -139,6 +133,17 @@ def _two_pipes() -> tuple[tuple[int, int], tuple[int, int]]:
         for descriptor in first:
             os.close(descriptor)
         raise
+
+
+def join_or_leave(writing: threading.Thread, patience_s: float) -> None:
+    """Wait a while for a thread that writes the nodes' lines; where nobody reads them, it goes on, as `close` says."""
+    writing.join(patience_s)
+    if writing.is_alive():
+        _unfinished.append(writing)
+        _log.warning(
+            "nobody reads what this process writes (a pager, a stopped terminal?): what the nodes printed last is "
+            "neither there nor in their files until somebody does"
+        )
 
 
 def _write_the_rest() -> None:

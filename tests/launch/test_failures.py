@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import psutil
 import pytest
 
 import lp_pipe as lp
+from lp_pipe.errors import ChannelClosed
+from lp_pipe.launch.coordination import coordinator, verdict
 
 WITHIN_S = 20.0
 REPORTED_WITHIN_S = 1.0
@@ -321,6 +324,34 @@ def test_a_killed_node_is_reported_although_a_grandchild_holds_its_output_open(n
     run = lp.launch(program, "process")
     os.kill(run.client(server).pid(), signal.SIGKILL)
     with pytest.raises(lp.NodeError, match=r"server/0.*SIGKILL"):
+        run.wait(WITHIN_S)
+
+
+def test_a_client_of_an_echo_waits_for_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A neighbour of a killed stage says first that its channel is closed: the client was told that, and no more.
+    for module in (coordinator, verdict):
+        monkeypatch.setattr(module, "ECHO_PATIENCE_S", WITHIN_S)
+    may_fail = threading.Event()
+
+    class Echo:
+        def __init__(self) -> None:
+            raise ChannelClosed("the peer has gone")
+
+    def dies() -> None:
+        may_fail.wait(WITHIN_S)
+        raise ValueError("the cause")
+
+    program = lp.Program("echo")
+    handle = program.add_node(lp.CourierNode(Echo), label="neighbour")
+    program.add_node(lp.PyNode(dies), label="dead")
+    run = lp.launch(program, "thread")
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(run.client, handle)
+        wait([asked], 0.2)  # as it would be answered without the cause
+        may_fail.set()
+        with pytest.raises(lp.Unavailable, match="node dead/0 failed: ValueError: the cause"):
+            asked.result(WITHIN_S)
+    with pytest.raises(lp.NodeError, match="the cause"):
         run.wait(WITHIN_S)
 
 

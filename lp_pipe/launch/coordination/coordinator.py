@@ -13,6 +13,7 @@ from lp_pipe.launch.coordination.directory import Directory, Settlement
 from lp_pipe.launch.coordination.lives import Lives, Order
 from lp_pipe.launch.coordination.ports import Ports
 from lp_pipe.launch.coordination.record import Failure, NodeRecord
+from lp_pipe.launch.coordination.verdict import ECHO_PATIENCE_S
 from lp_pipe.launch.plan.plan import Plan
 from lp_pipe.telemetry.metrics import MetricsLog
 from lp_pipe.telemetry.tracebacks import fold_traceback
@@ -250,6 +251,12 @@ class Coordinator:
     def failure(self) -> NodeError | None:
         """The first failure, as `wait()` raises it."""
         return next(iter(self.failures()), None)
+
+    def settled_failure(self) -> NodeError | None:
+        """As `failure`; while there is nothing but an echo, wait for its cause."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._lives.verdict.due_at is None, 2 * ECHO_PATIENCE_S)
+        return self.failure()
 
     def failures(self) -> list[NodeError]:
         """The first one and all that came after it."""

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from lp_pipe.launch.hosts.agent_link import AgentLink
 from lp_pipe.telemetry.log_files import LogOutput
+from lp_pipe.telemetry.logs import join_or_leave
 
 _WINDOW_BYTES = 1 << 19
 _KEPT_LINES = 20
@@ -79,13 +80,17 @@ class ReceivedLogs:
         return list(self._last.get(node_id, ()))
 
     def close(self, patience_s: float = 5.0) -> None:
-        """Write what has come; a launcher whose output nobody reads gives up after a while."""
+        """Write what has come; where nobody reads the launcher's output, as LogPump.close has it."""
         self._pieces.put(None)
-        self._thread.join(patience_s)
-        if not self._thread.is_alive():
-            self._output.close()
+        join_or_leave(self._thread, patience_s)
 
     def _run(self) -> None:
+        try:
+            self._write_all()
+        finally:
+            self._output.close()
+
+    def _write_all(self) -> None:
         while (piece := self._pieces.get()) is not None:
             lines = piece.text.split(b"\n")
             kept = self._last.setdefault(piece.node_id, deque(maxlen=_KEPT_LINES))

@@ -115,6 +115,9 @@ class Supervision:
     def reserve_port(self, address: str) -> str:
         return self._ask(lambda number: {"reserve_port": wire.ReservePort(id=number, address=address)}).result()
 
+    def first_failure(self) -> None:
+        """Its launcher says it."""
+
     def request_stop(self) -> None:
         with contextlib.suppress(Unavailable):  # then the stop is under way already
             self.send(stop_request=wire.StopRequest())

@@ -158,6 +158,22 @@ def test_lines_wait_at_the_agent_while_the_launcher_writes_nothing(pair: Pair) -
     assert received.last_lines("node/0") == [line.decode()] * 20
 
 
+def test_the_launcher_says_that_nobody_reads_what_it_writes_and_writes_the_rest_when_somebody_does(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    # It gave up without a word, and the files of the run lacked what was left.
+    output = Output()
+    received = ReceivedLogs(output)
+    for line in (b"first", b"last"):
+        received.put(pair[0], "node/0", False, line)
+    received.close(patience_s=0.1)
+    assert "nobody reads what this process writes" in caplog.text
+    assert not output.is_closed
+    output.may_write.set()
+    until(lambda: output.is_closed)
+    assert output.lines == [b"first", b"last"]
+
+
 def test_a_pump_that_waits_is_freed_when_the_launcher_is_gone(pair: Pair) -> None:
     _, agent = pair
     shipped = ShippedLogs(agent)
