@@ -36,6 +36,12 @@ class Attention:
         self.connection.be_ready_at(_WORTH_WAKING_BYTES)
         self._attendant.set(self, _ARMED)
 
+    def leave(self) -> None:
+        """By the one thread that reads: as `resume`, and others may read."""
+        self.connection.be_ready_at(_WORTH_WAKING_BYTES)  # not later: who reads next is to wake at the first byte
+        self.connection.done_reading()
+        self._attendant.set(self, _ARMED)
+
     def end(self) -> None:
         """The owner has closed it."""
         self._attendant.forget(self)
@@ -91,14 +97,12 @@ class Attendant:
                     self._read(attention)
 
     def _read(self, attention: Attention) -> None:
-        connection = attention.connection
         try:
-            if connection.is_ready():
+            if attention.connection.is_ready():
                 with contextlib.suppress(Exception):  # it has ended the connection, and is its reason
-                    connection.read()
+                    attention.connection.read()
         finally:
-            connection.done_reading()
-        attention.resume()
+            attention.leave()
         attention.on_read()
 
 

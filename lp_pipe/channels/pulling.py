@@ -79,9 +79,7 @@ class Pulling:
             if connection.is_ready() and connection.wait(0):
                 connection.read()
         finally:
-            connection.done_reading()
-            if self.attention is not None:
-                self.attention.resume()
+            self._leave(connection)
             with self._state:
                 self._state.notify_all()  # who came to wait meanwhile found the reading taken
 
@@ -107,9 +105,14 @@ class Pulling:
                 if bell is not None:
                     bell.disarm()
         finally:
+            self._leave(connection)
+
+    def _leave(self, connection: PulledConnection) -> None:
+        """The one thread that reads does so no more."""
+        if self.attention is not None:
+            self.attention.leave()
+        else:
             connection.done_reading()
-            if self.attention is not None:
-                self.attention.resume()
 
 
 class _Looking:

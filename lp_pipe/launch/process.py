@@ -153,7 +153,8 @@ class ProcessHost(Host):
 
     def stacks(self) -> str:
         asked = [(node_id, stream.ask_stacks()) for node_id, stream in list(self._streams.items())]
-        return "\n".join(f"node {node_id}\n{_answer_of(future)}" for node_id, future in asked if future is not None)
+        due = time.monotonic() + _STACKS_PATIENCE_S  # for all: several may be stopped, and who asks waits 5 s
+        return "\n".join(f"node {name}\n{_answer_of(answer, due)}" for name, answer in asked if answer is not None)
 
     def look(self, old_s: float) -> list[View]:
         return [stream.look(old_s) for stream in list(self._streams.values())]
@@ -289,8 +290,8 @@ class ProcessHost(Host):
                 stream.mention(ping=wire.Ping())
 
 
-def _answer_of(future: "Future[str]") -> str:
+def _answer_of(future: "Future[str]", due: float) -> str:
     try:
-        return future.result(_STACKS_PATIENCE_S)
+        return future.result(max(0.0, due - time.monotonic()))
     except TimeoutError:
         return f"(no answer within {_STACKS_PATIENCE_S} s: it is stopped, or inside C code that holds Python's lock)"

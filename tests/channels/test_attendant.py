@@ -87,3 +87,39 @@ def test_a_hang_up_wakes_it_once_although_a_forked_child_still_has_the_socket(
     threading.Event().wait(0.1)
     assert looks.looks < 20
     os.close(kept)
+
+
+def test_an_owner_who_reads_right_after_the_attendant_is_woken_by_little(
+    open_carrier: OpenCarrier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The attendant said only then that little is not worth waking: the owner slept until 256 KiB were there, or for
+    # ever.
+    client, server, attention, _ = attended(open_carrier)
+    connection = server.connection
+    assert isinstance(connection, PulledConnection)
+    done_reading, has_paused = connection.done_reading, threading.Event()
+    was_woken = threading.Event()
+
+    def own() -> None:
+        assert connection.try_reading()
+        attention.pause()
+        has_paused.set()
+        while server.frames.empty() and connection.wait(WITHIN_S):  # TLS has words of its own
+            connection.read()
+        attention.leave()
+        was_woken.set()
+
+    def done_and_the_owner_reads() -> None:
+        monkeypatch.setattr(connection, "done_reading", done_reading)
+        done_reading()
+        threading.Thread(target=own, daemon=True).start()
+        assert has_paused.wait(WITHIN_S)
+
+    monkeypatch.setattr(connection, "done_reading", done_and_the_owner_reads)
+    assert connection.try_reading()
+    attendant.shared._read(attention)  # as when it was woken
+    client.connection.send(Frame(frames.CALL, 1))
+    assert was_woken.wait(2 * WITHIN_S)
+    assert server.frames.get_nowait().id == 1
+    client.connection.close("that was all")
+    assert server.reason() == "that was all"

@@ -2,10 +2,16 @@
 
 import socket
 import threading
+from concurrent.futures import Future
 from queue import SimpleQueue
+from typing import Any
+
+import pytest
 
 from lp_pipe.connections.unix import UnixConnection
+from lp_pipe.launch import process
 from lp_pipe.launch.coordination.coordinator import Coordinator
+from lp_pipe.launch.process import ProcessHost
 from lp_pipe.launch.processes.node_stream import NodeStream
 from lp_pipe.protos import supervision_pb2 as wire
 
@@ -42,3 +48,29 @@ def test_a_process_that_reads_nothing_holds_up_neither_the_pings_to_the_others_n
         connection.close()
     assert not is_held_up
     assert {"ping", "waits"} < set(words) and len(words) < PINGS
+
+
+class Asked:
+    """A node's stream whose process answers at once, or never."""
+
+    def __init__(self, stacks: str | None) -> None:
+        self._stacks = stacks
+
+    def ask_stacks(self) -> "Future[str]":
+        answer: Future[str] = Future()
+        if self._stacks is not None:
+            answer.set_result(self._stacks)
+        return answer
+
+
+def test_processes_that_do_not_say_where_they_are_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    # One after the other, two on one host took longer than the launcher waits for the host, and the report of a hang
+    # had none of its nodes.
+    monkeypatch.setattr(process, "_STACKS_PATIENCE_S", 0.2)
+    host = ProcessHost.__new__(ProcessHost)
+    streams: Any = {**{f"deaf/{index}": Asked(None) for index in range(200)}, "well/0": Asked("in step()")}
+    host._streams = streams
+    stacks: Future[str] = Future()
+    threading.Thread(target=lambda: stacks.set_result(host.stacks()), daemon=True).start()
+    text = stacks.result(20)
+    assert text.endswith("node well/0\nin step()") and text.count("no answer") == 200
