@@ -43,6 +43,13 @@ def test_the_unit_test_is_a_unit_test(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["process", "thread"])
+def test_the_page_on_nodes_runs(mode: str, tmp_path: Path) -> None:
+    (block,) = blocks_of("docs/nodes.md")
+    (tmp_path / "page.py").write_text(block.replace('mode="process"', f'mode="{mode}"'))
+    run("page.py", cwd=tmp_path)
+
+
+@pytest.mark.parametrize("mode", ["process", "thread"])
 def test_the_ported_launchpad_program_runs(mode: str, tmp_path: Path) -> None:
     (block,) = blocks_of("docs/coming_from_launchpad.md")
     (tmp_path / "ported.py").write_text(block.replace('mode="process"', f'mode="{mode}"'))
