@@ -15,7 +15,7 @@ would run again for every part. Source: GPipe (Huang et al., 2019), section 2.3;
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -63,10 +63,10 @@ class Segment:
         inputs = _Inputs((value, own), copy=self._writes_to_inputs is not False)
         buffers = BufferSnapshot(self._modules, self._written)
         frame = _Frame(self, run, inputs)
-        versions = _versions(self._constants)
+        before = _states(self._constants)
         with saved_tensors_hooks(frame.pack, _unpack):
             value = run(value, own)
-        if _versions(self._constants) != versions:
+        if _states(self._constants) != before:
             raise PipelineError(
                 f"{self.name}: cannot be recomputed, because a forward writes to a parameter, which the second run "
                 "would do again: leave these layers out of recompute"
@@ -256,6 +256,11 @@ def _is_new(tensor: Tensor) -> bool:
 
 def _versions(leaves: Sequence[Any]) -> list[int]:
     return [leaf._version for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _states(parameters: Iterable[nn.Parameter]) -> list[tuple[int, int]]:
+    """Others when somebody has written to one, or given it other memory (`p.data = …`, as MoCo's key encoder gets)."""
+    return [(parameter._version, parameter.data_ptr()) for parameter in parameters]
 
 
 def _copied(tensor: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor:

@@ -1,7 +1,7 @@
 """What an optimizer keeps for its parameters, also one that wraps another, as Lookahead does.
 
-Such a one may have a `state` that stays empty, and gives the inner one's in state_dict(): what a class says there itself
-is what a checkpoint has, and goes back the same way.
+Such a one may have a `state` that stays empty, and gives the inner one's in state_dict(): what a class says there
+itself is what a checkpoint has, and goes back the same way.
 """
 
 from collections.abc import Iterator, Mapping

@@ -18,8 +18,8 @@ from lp_pipe.pipeline.layers.rng import nobody_draws
 from lp_pipe.pipeline.saving.group_values import values_of_group, with_group_values
 from lp_pipe.pipeline.saving.same_optimizer import refuse_hidden_state, refuse_other_optimizer
 from lp_pipe.pipeline.saving.same_scheduler import kind_of, refuse_other_scheduler
-from lp_pipe.pipeline.saving.state_of_optimizer import OfParameter, restore, state_of
 from lp_pipe.pipeline.saving.saved import Saved
+from lp_pipe.pipeline.saving.state_of_optimizer import OfParameter, restore, state_of
 from lp_pipe.pipeline.worker.execution import Report
 from lp_pipe.pipeline.worker.nonfinite import dense, is_finite
 

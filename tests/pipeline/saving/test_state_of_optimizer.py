@@ -1,4 +1,4 @@
-"""An optimizer around another one, as timm's Lookahead is written, goes on from a checkpoint as if it had not stopped."""
+"""An optimizer around another one, such as timm's Lookahead, goes on from a checkpoint as if it had not stopped."""
 
 from collections import defaultdict
 from pathlib import Path
