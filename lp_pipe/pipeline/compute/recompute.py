@@ -159,6 +159,7 @@ class _Frame:
         self._slots: list[weakref.ref[_Slot]] = []
         self._kinds: list[tuple[torch.Size, torch.dtype]] = []
         self._filled = 0
+        self._is_over = False
         self._last_is_new = False
 
     def pack(self, tensor: Tensor) -> _Slot:
@@ -191,7 +192,7 @@ class _Frame:
         run, inputs = self._run, self._inputs
         self._run = self._inputs = None
         with (
-            contextlib.suppress(_AllFilled),
+            self._until_all_are_filled(),
             torch.enable_grad(),
             self._buffers.swapped_in(),
             saved_tensors_hooks(self._fill_next, _itself),
@@ -217,8 +218,17 @@ class _Frame:
         # rrelu saves its noise, then its input, and writes the noise only afterwards: it must come to its end.
         last_is_new, self._last_is_new = self._last_is_new, _is_new(tensor)
         if self._filled == len(self._slots) and not last_is_new and not self._last_is_new:
+            self._is_over = True
             raise _AllFilled
         return value
+
+    @contextlib.contextmanager
+    def _until_all_are_filled(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            if not self._is_over:  # _AllFilled comes out of TorchScript as a RuntimeError
+                raise
 
     def _differs(self, how: str) -> PipelineError:
         return PipelineError(
