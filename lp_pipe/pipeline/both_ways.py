@@ -178,7 +178,11 @@ def _outputs_differ(there: _Log, here: _Log) -> CheckReport | None:
 def _results_differ(losses: tuple[float, float], got: dict[str, Any], wanted: dict[str, Any]) -> CheckReport | None:
     loss = _difference([torch.tensor(losses[0])], [torch.tensor(losses[1])])
     if loss is not None:
-        reason = f"the outputs of all layers are equal, but the losses are {losses[0]!r} and {losses[1]!r}"
+        reason = (
+            f"the outputs of all layers are equal, but the losses are {losses[0]!r} and {losses[1]!r}: does the loss "
+            "draw random numbers (which step_rng seeds in layers only: let one draw, and return them beside its "
+            "output), or keep state that is no buffer of a module?"
+        )
         return CheckReport(False, 0, max_difference=loss, reason=reason)
     for name, value in wanted.items():
         difference = _difference(pytree.tree_leaves(got[name]), pytree.tree_leaves(value))

@@ -123,6 +123,12 @@ def test_a_loss_that_is_no_function_is_found() -> None:
     assert "all layers are equal, but the losses are" in str(report)
 
 
+def test_a_loss_that_draws_is_told_where_to_draw() -> None:
+    """Noise of a diffusion, a VAE's sample: it was only said that the losses differ."""
+    model = pp.Model([nn.Linear(D, D)], lambda output, target: squared_error(output, torch.randn_like(target)), sgd)
+    assert "does the loss draw random numbers" in str(pp.check(model, BATCHES, stages=1, microbatches=1))
+
+
 def _shared() -> list[nn.Module]:
     linear = nn.Linear(D, D)
     return [linear, nn.Dropout(0.5), linear, nn.BatchNorm1d(3)]

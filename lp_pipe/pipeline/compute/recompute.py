@@ -15,7 +15,7 @@ would run again for every part. Source: GPipe (Huang et al., 2019), section 2.3;
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -63,10 +63,10 @@ class Segment:
         inputs = _Inputs((value, own), copy=self._writes_to_inputs is not False)
         buffers = BufferSnapshot(self._modules, self._written)
         frame = _Frame(self, run, inputs)
-        versions = _versions(self._constants)
+        before = _states(self._constants)
         with saved_tensors_hooks(frame.pack, _unpack):
             value = run(value, own)
-        if _versions(self._constants) != versions:
+        if _states(self._constants) != before:
             raise PipelineError(
                 f"{self.name}: cannot be recomputed, because a forward writes to a parameter, which the second run "
                 "would do again: leave these layers out of recompute"
@@ -159,6 +159,7 @@ class _Frame:
         self._slots: list[weakref.ref[_Slot]] = []
         self._kinds: list[tuple[torch.Size, torch.dtype]] = []
         self._filled = 0
+        self._is_over = False
         self._last_is_new = False
 
     def pack(self, tensor: Tensor) -> _Slot:
@@ -191,7 +192,7 @@ class _Frame:
         run, inputs = self._run, self._inputs
         self._run = self._inputs = None
         with (
-            contextlib.suppress(_AllFilled),
+            self._until_all_are_filled(),
             torch.enable_grad(),
             self._buffers.swapped_in(),
             saved_tensors_hooks(self._fill_next, _itself),
@@ -217,8 +218,17 @@ class _Frame:
         # rrelu saves its noise, then its input, and writes the noise only afterwards: it must come to its end.
         last_is_new, self._last_is_new = self._last_is_new, _is_new(tensor)
         if self._filled == len(self._slots) and not last_is_new and not self._last_is_new:
+            self._is_over = True
             raise _AllFilled
         return value
+
+    @contextlib.contextmanager
+    def _until_all_are_filled(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            if not self._is_over:  # _AllFilled comes out of TorchScript as a RuntimeError
+                raise
 
     def _differs(self, how: str) -> PipelineError:
         return PipelineError(
@@ -256,6 +266,11 @@ def _is_new(tensor: Tensor) -> bool:
 
 def _versions(leaves: Sequence[Any]) -> list[int]:
     return [leaf._version for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _states(parameters: Iterable[nn.Parameter]) -> list[tuple[int, int]]:
+    """Others when somebody has written to one, or given it other memory (`p.data = …`, as MoCo's key encoder gets)."""
+    return [(parameter._version, parameter.data_ptr()) for parameter in parameters]
 
 
 def _copied(tensor: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor:

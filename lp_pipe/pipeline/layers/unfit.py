@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -13,13 +14,14 @@ def refuse_unfit(loss: Any, sources: Sequence[Any]) -> None:
     """Look at a model before anything is made of it.
 
     Raises:
-        PipelineError: a parameter has hooks, which copies do not have, or no shape yet; or the loss has parameters,
-            which no stage would train.
+        PipelineError: a parameter has hooks, which copies do not have, or no shape yet, or is TorchScript's; or the
+            loss has parameters, which no stage would train.
     """
     for index, source in enumerate(sources):
         if isinstance(source, nn.Module):
             refuse_lazy(source, f"layer {index}")
             _refuse_hooks(source, index)
+            _refuse_scripted(source, index)
     if isinstance(loss, nn.Module) and any(parameter.requires_grad for parameter in loss.parameters()):
         raise PipelineError(
             f"the loss, {type(loss).__name__}, has parameters, which nobody would train: make what they belong to the "
@@ -48,3 +50,12 @@ def _refuse_hooks(module: nn.Module, index: int) -> None:
                 f"parameter {name!r} of layer {index} has a hook, which the stage's copy would not have: let a "
                 "pp.Layer make the layer and register the hook there, so that it runs where the layer is trained"
             )
+
+
+def _refuse_scripted(module: nn.Module, index: int) -> None:
+    scripted = [part for part in module.modules() if isinstance(part, torch.jit.ScriptModule)]
+    if any(parameter.requires_grad for part in scripted for parameter in part.parameters()):
+        raise PipelineError(
+            f"layer {index} has a scripted module, of which torch makes no copies that can be trained: let a pp.Layer "
+            "make it, as pp.Layer(lambda: torch.jit.script(Block()))"
+        )

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline.saving.state_of_optimizer import says_it_itself
 
 # torch's schedulers keep these among an optimizer's own.
 _OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"})
@@ -41,9 +42,8 @@ def refuse_hidden_state(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         PipelineError: there is such a thing; says where else it could be.
     """
-    usual = torch.optim.Optimizer.state_dict
-    if getattr(type(optimizer), "state_dict", usual) is usual:
-        return  # it takes as long as copying many small parameters
+    if not says_it_itself(optimizer):
+        return
     hidden = sorted({*optimizer.state_dict()} - {"state", "param_groups"})
     if hidden:
         raise PipelineError(

@@ -153,7 +153,7 @@ class Execution:
             Exception: a layer's own, with a note that says where; ChannelClosed.
             PipelineError: a forward has written to a parameter of which others have copies.
         """
-        before = self._copied.versions()
+        before = self._copied.states()
         try:
             for action in actions:
                 self._at = action, operation

@@ -19,6 +19,7 @@ from lp_pipe.pipeline.saving.group_values import values_of_group, with_group_val
 from lp_pipe.pipeline.saving.same_optimizer import refuse_hidden_state, refuse_other_optimizer
 from lp_pipe.pipeline.saving.same_scheduler import kind_of, refuse_other_scheduler
 from lp_pipe.pipeline.saving.saved import Saved
+from lp_pipe.pipeline.saving.state_of_optimizer import OfParameter, restore, state_of
 from lp_pipe.pipeline.worker.execution import Report
 from lp_pipe.pipeline.worker.nonfinite import dense, is_finite
 
@@ -137,7 +138,7 @@ class Training:
         """Those of the parameters, of the gradients that are there, and of the optimizer's state."""
         parameters = [parameter for _, parameter in self._parameters]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        states = self._optimizer.state.values() if self._optimizer is not None else ()
+        states = state_of(self._optimizer).values() if self._optimizer is not None else ()
         state = [value for values in states for value in values.values() if isinstance(value, Tensor)]
         return _bytes(parameters), _bytes(gradients), _bytes(state)
 
@@ -188,11 +189,12 @@ class Training:
         refuse_hidden_state(self._optimizer)
         names = {id(parameter): name for name, parameter in self._parameters}
         groups, scheduler = self._optimizer.param_groups, self._scheduler_state() or {}
+        states = state_of(self._optimizer)
         found: dict[str, dict[str, Any]] = {}
         for index, group in enumerate(groups):
             of_group = {"options": _options(group), "schedule": values_of_group(scheduler, len(groups), index)}
             for parameter in group["params"]:
-                found[names[id(parameter)]] = {"state": dict(self._optimizer.state.get(parameter, {})), **of_group}
+                found[names[id(parameter)]] = {"state": dict(states.get(parameter, {})), **of_group}
         return found
 
     def _scheduler_state(self) -> dict[str, Any] | None:
@@ -221,10 +223,15 @@ class Training:
         return [name for _, name, parameter in self._grouped() if parameter.requires_grad]
 
     def _restore_optimizer(self, saved: dict[str, dict[str, Any]]) -> None:
+        if self._optimizer is None:
+            return
+        of_parameters: dict[Tensor, OfParameter] = {}
         for group, name, parameter in self._grouped():
-            if name in saved and self._optimizer is not None:
-                group.update(saved[name]["options"])
-                self._optimizer.state[parameter] = _beside(parameter, saved[name]["state"], group)
+            if name in saved:
+                options = saved[name]["options"]
+                state = _beside(parameter, saved[name]["state"], {**group, **options})
+                of_parameters[parameter] = OfParameter(state, options)
+        restore(self._optimizer, of_parameters)
 
     def _grouped(self) -> Iterator[tuple[dict[str, Any], str, nn.Parameter]]:
         """The optimizer's parameters, each with its group and its name."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
-from torch import nn
+from torch import Tensor, nn
 
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.compute.stage import Stage
@@ -28,17 +28,18 @@ class CopiedParameters:
                 tied = zip(edge.names, stages[end].tied_parameters(edge.names), strict=True)
                 self._add(tied, f"stages {edge.sender} and {edge.receiver} have it both: leave its layers in one")
 
-    def versions(self) -> dict[str, int]:
-        """To be checked after an operation's forwards and backwards."""
-        return {name: parameter._version for name, parameter in self._parameters.items()}
+    def states(self) -> dict[str, tuple[int, Tensor]]:
+        """To be checked after an operation's forwards and backwards. Holds their memory, or others might get it."""
+        return {name: (parameter._version, parameter.data) for name, parameter in self._parameters.items()}
 
-    def check(self, before: Mapping[str, int]) -> None:
+    def check(self, before: Mapping[str, tuple[int, Tensor]]) -> None:
         """
         Raises:
             PipelineError: a forward has written to one since.
         """
-        for name, version in self.versions().items():
-            if version != before[name]:
+        for name, (version, memory) in before.items():
+            parameter = self._parameters[name]
+            if parameter._version != version or parameter.data_ptr() != memory.data_ptr():
                 raise PipelineError(
                     f"a forward writes to parameter {name!r}, as an Embedding with max_norm does, but {self._why[name]}"
                 )

@@ -345,3 +345,27 @@ def test_a_later_layer_that_writes_to_a_kept_input_is_found() -> None:
         pipeline.step(BATCHES[0])  # in its first run a segment keeps a copy of its input
         with pytest.raises(pp.PipelineError, match=match):
             pipeline.step(BATCHES[0])
+
+
+class Interpreted(nn.Module):
+    """As TorchScript's interpreter: whatever ends it comes out as a RuntimeError."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            y: Tensor = self.linear(x).tanh() * 0.5
+        except BaseException as error:
+            raise RuntimeError("The following operation failed in the TorchScript interpreter.") from error
+        return y
+
+
+def test_what_a_layer_makes_of_the_second_runs_early_end_is_no_error() -> None:
+    """Steps with a scripted function (a fused GELU) and recompute failed with just that sentence."""
+    model = pp.Model([pp.Layer(Interpreted) for _ in range(3)], squared_error, sgd)
+    plain = PlainLoop(model, 4)
+    with launched("thread", model, BATCHES, stages=2, microbatches=4, recompute="full") as pipeline:
+        assert [result.loss for result in pipeline.steps()] == plain.steps(BATCHES)
+        assert_same_state(pipeline.state_dict(), plain.state_dict())

@@ -51,6 +51,20 @@ def test_lazy_layers_are_refused_by_name(layer: Any, stages: Any) -> None:
         lp.launch(program, "thread").wait(WITHIN_S)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_ready_made_scripted_layer_is_refused_and_one_of_a_factory_trains() -> None:
+    """The stage ended in "can't optimize a non-leaf Tensor": torch's copies of such a module have no others."""
+
+    def scripted() -> nn.Module:
+        module: nn.Module = torch.jit.script(nn.Linear(D, D))
+        return module
+
+    with pytest.raises(pp.PipelineError, match=r"layer 1 has a scripted module, .* pp\.Layer\(lambda: torch\.jit"):
+        pp.check(pp.Model([nn.Linear(D, D), scripted()], squared_error, sgd), BATCHES)
+    layers = [pp.Layer(nn.Linear, D, D), pp.Layer(scripted)]
+    assert pp.check(pp.Model(layers, squared_error, sgd), BATCHES, stages=2, microbatches=2)
+
+
 class Centers(nn.Module):
     """A loss with a parameter, and a buffer that it writes to."""
 

@@ -53,6 +53,19 @@ class Decays(nn.Module):
         return x + self.shift
 
 
+class Follows(nn.Module):
+    """A parameter that gets other memory in each forward, as MoCo's key encoder does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.ones(D))
+        self.slow = nn.Parameter(torch.ones(D), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.slow.data = self.slow.data * 0.9 + self.shift.data * 0.1
+        return x + self.shift * self.slow
+
+
 def _model(layer: type[nn.Module], **options: Any) -> pp.Model:
     layers = [pp.Layer(nn.Linear, D, D), pp.Layer(layer), pp.Layer(nn.Linear, D, D), pp.Layer(layer)]
     return pp.Model(layers, squared_error, sgd, **options)
@@ -223,6 +236,14 @@ REFUSED: dict[str, tuple[type[nn.Module], dict[str, Any], dict[str, Any], str]] 
     "replicas": (Tokens, {}, {"replicas": (1, 2)}, r"'3.table.weight', .* the stage's other replicas have it"),
     "tied": (Tokens, {"tied": (("1.table.weight", "3.table.weight"),)}, {}, "'1.table.weight', .* stages 0 and 1"),
     "recompute": (Decays, {}, {"recompute": "full"}, "layers 0 to 1: cannot be recomputed, because a forward writes"),
+    # In silence: nobody saw that they have other memory now.
+    "replicas, other memory": (Follows, {}, {"replicas": (1, 2)}, r"'3.slow', .* the stage's other replicas have it"),
+    "recompute, other memory": (
+        Follows,
+        {},
+        {"recompute": "full"},
+        "layers 0 to 1: cannot be recomputed, because a f",
+    ),
 }
 
 
