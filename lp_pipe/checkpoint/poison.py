@@ -110,13 +110,14 @@ class Poison:
     def _failed(self, step: int, error: Exception) -> None:
         if not self._may_be_poison(error) or stop_event().is_set():
             return
+        is_certain = self._runs_alone or not self._ahead
         if not self._failures or not self._suspect <= step <= self._suspect + self._others:
             self._failures, self._suspect, self._others = 0, step, self._ahead
         elif self._runs_alone:
             self._others = 0
         self._failures += 1
         first_line = str(error).partition("\n")[0]
-        if self._failures < self._tries:
+        if self._failures < self._tries or not is_certain:
             if not isinstance(error, Unavailable):
                 _log.warning("step %d has failed (try %d of %d): %s", step, self._failures, self._tries, first_line)
                 raise TryAgain from error
