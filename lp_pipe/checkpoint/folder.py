@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -28,6 +29,7 @@ from lp_pipe.errors import CheckpointError
 MANIFEST = "manifest.json"
 _FORMAT = 1
 _PREFIX = "step-"
+_NAME = re.compile(rf"{_PREFIX}\d{{8,}}")
 _BEFORE = ".before"
 
 
@@ -103,8 +105,10 @@ def prune(folder: Path, step: int, keep: int) -> None:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The folders of finished checkpoints, oldest step first."""
-    return sorted((path for path in folder.glob(f"{_PREFIX}*") if path.is_dir()), key=_age)
+    """The folders of finished checkpoints, oldest step first; one with another name is somebody's own (`step-best`)."""
+    return sorted(
+        (path for path in folder.glob(f"{_PREFIX}*") if _NAME.fullmatch(path.name) and path.is_dir()), key=_age
+    )
 
 
 def newest_step(folder: Path) -> int:
@@ -157,7 +161,10 @@ def remove(path: Path) -> None:
     """Out of sight at once, then gone: half of a checkpoint is never taken for one."""
     hidden = path.with_name(f".{path.name}.old")
     path.rename(hidden)
-    shutil.rmtree(hidden)
+    if hidden.is_symlink():  # to where somebody has moved it
+        hidden.unlink()
+    else:
+        shutil.rmtree(hidden)
 
 
 def write_state(folder: Path, name: str, state: Any) -> None:

@@ -40,6 +40,15 @@ class Poison:
         self._suspect = self._others = -1
         self._why: dict[int, str] = {}  # why a step is left out
 
+    @property
+    def _runs_alone(self) -> bool:
+        """Whether the next failure may be the last, and has to say which step it is.
+
+        Not before: what is done between two steps that overlap comes later than between two that do not (an
+        evaluation, `scheduler_step`), and most failures are no batch's, so that the results must be as without them.
+        """
+        return self._failures > 0 and self._failures >= self._tries - 1
+
     def __contains__(self, step: int) -> bool:
         """Whether a step is left out."""
         return step in self._why
@@ -58,7 +67,7 @@ class Poison:
                 yield pipeline.skip_step(self._why[step])
                 step += 1
                 continue
-            count = 1 if self._failures else min((s for s in self._why if s > step), default=total) - step
+            count = 1 if self._runs_alone else min((s for s in self._why if s > step), default=total) - step
             before = step
             for result in self._awaited(pipeline, step, count):
                 yield result
@@ -73,7 +82,7 @@ class Poison:
         try:
             yield
         except Exception as error:
-            if self._ahead and not self._failures:
+            if self._ahead and not self._runs_alone:
                 self._failed(step + 1, error)
             raise
 
@@ -101,13 +110,14 @@ class Poison:
     def _failed(self, step: int, error: Exception) -> None:
         if not self._may_be_poison(error) or stop_event().is_set():
             return
+        is_certain = self._runs_alone or not self._ahead
         if not self._failures or not self._suspect <= step <= self._suspect + self._others:
             self._failures, self._suspect, self._others = 0, step, self._ahead
-        elif step == self._suspect:
-            self._others = 0  # it was alone this time
+        elif self._runs_alone:
+            self._others = 0
         self._failures += 1
         first_line = str(error).partition("\n")[0]
-        if self._failures < self._tries:
+        if self._failures < self._tries or not is_certain:
             if not isinstance(error, Unavailable):
                 _log.warning("step %d has failed (try %d of %d): %s", step, self._failures, self._tries, first_line)
                 raise TryAgain from error

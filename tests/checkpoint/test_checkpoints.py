@@ -1,5 +1,6 @@
 """Parts of a program are saved together and restored together, from the newest checkpoint that is whole."""
 
+import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -85,6 +86,27 @@ def test_the_newest_is_the_one_of_the_highest_step_however_many_digits_that_has(
     found = checkpoints.restore()
     assert found is not None and found.step == 100_000_000
     assert [open_checkpoint(path).step for path in checkpoints_in(tmp_path)] == [99_999_999, 100_000_000]
+
+
+@pytest.mark.parametrize("name", ["step-best", "step-00000001-copy"])
+def test_a_copy_under_a_name_of_ones_own_is_left_alone(tmp_path: Path, name: str) -> None:
+    # By its length the name was that of the oldest checkpoint, and so deleted, or of the newest, and so gone on from.
+    checkpoints = saved(tmp_path, 1)
+    shutil.copytree(tmp_path / "step-00000001", tmp_path / name)
+    for step in (2, 3):
+        checkpoints.save(step)
+    found = checkpoints.restore()
+    assert found is not None and found.step == 3
+    assert open_checkpoint(tmp_path / name).step == 1
+
+
+def test_one_that_was_moved_elsewhere_is_left_there_when_it_is_too_old(tmp_path: Path) -> None:
+    checkpoints = saved(tmp_path / "run", 1, keep=1)
+    (tmp_path / "run" / "step-00000001").rename(tmp_path / "elsewhere")
+    (tmp_path / "run" / "step-00000001").symlink_to(tmp_path / "elsewhere")
+    checkpoints.save(2)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-00000002"]
+    assert open_checkpoint(tmp_path / "elsewhere").damage() == []
 
 
 def test_all_of_it_is_on_the_disk_before_it_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,6 +136,28 @@ def test_failures_by_chance_are_not_counted_together(tmp_path: Path) -> None:
     assert (pipeline.updates, pipeline.recoveries) == ([*range(8)], 8)
 
 
+@pytest.mark.parametrize("deaths", [1, 2])
+def test_steps_run_ahead_until_the_next_failure_may_be_the_last(tmp_path: Path, deaths: int) -> None:
+    # They ran alone after the first one, which is mostly chance. What the loop does between two steps (an evaluation,
+    # scheduler_step) then came a step earlier than without the death, and the training ended with other parameters.
+    asked: list[int] = []
+
+    class Asked(Pipeline):
+        def steps(self, n: int) -> Iterator[Result]:
+            asked.append(n)
+            return super().steps(n)
+
+    trained(Asked({5: killed(deaths)}, steps_ahead=2), tmp_path)
+    assert (1 in asked) == (deaths == 2)
+
+
+def test_also_the_only_try_leaves_out_no_step_that_another_one_has_ended(tmp_path: Path) -> None:
+    # The step that was awaited was left out, and then the bad one behind it, too.
+    pipeline = Pipeline({5: killed(9)}, steps_ahead=2)
+    trained(pipeline, tmp_path, on_poison="skip", tries=1)
+    assert (pipeline.skipped, pipeline.updates) == ([5], [0, 1, 2, 3, 4, 6, 7])
+
+
 def test_where_steps_run_ahead_the_bad_one_is_found_by_trying_them_alone(tmp_path: Path) -> None:
     pipeline = Pipeline({5: killed(9)}, steps_ahead=2)
     trained(pipeline, tmp_path, on_poison="skip")

@@ -52,14 +52,18 @@ def trained(
     stage: int,
     times: int,
     schedule: str,
+    calls: int = 9,
     on_failure: str = "restart",
     mirror_every: int | None = None,
     metric_every: int | None = None,
 ) -> str:
-    """The fingerprint after 8 steps; which ones there were is in the file `steps`."""
+    """The fingerprint after 8 steps; which ones there were is in the file `steps`.
+
+    calls: of the layer that kills its process, the last of which does it.
+    """
     deaths.mkdir()
     layers: list[Any] = [pp.Layer(nn.Linear, 6, 8), pp.Layer(nn.Dropout, 0.5), pp.Layer(nn.Linear, 8, 2)]
-    layers.insert(2 * stage, pp.Layer(KillsItself, deaths, 9, times))
+    layers.insert(2 * stage, pp.Layer(KillsItself, deaths, calls, times))
     model = pp.Model(layers, squared_error, torch.optim.Adam, lower_each_time if metric_every is not None else None)
 
     def train(pipeline: pp.PipelineClient) -> None:
@@ -117,6 +121,16 @@ def test_a_scheduler_of_a_metric_goes_back_with_the_stages(tmp_path: Path, mirro
     assert trained("process", tmp_path / "killed", tmp_path / "deaths", times=1, **options) == undisturbed
     options["metric_every"] = 2
     assert trained("thread", tmp_path / "other", tmp_path / "neither", times=0, **options) != undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mirror_every", [None, 2])
+def test_a_metric_comes_after_the_same_step_as_without_the_death(tmp_path: Path, mirror_every: int | None) -> None:
+    # Of an asynchronous schedule: after a death steps ran alone, and the metric of step 5 came before step 6.
+    options: dict[str, Any] = {"stage": 1, "schedule": "pipedream", "metric_every": 3, "mirror_every": mirror_every}
+    options["calls"] = 11  # in the forwards of step 5, which are ahead of a step that is ahead itself: of result 3
+    undisturbed = trained("thread", tmp_path / "whole", tmp_path / "never", times=0, **options)
+    assert trained("process", tmp_path / "killed", tmp_path / "deaths", times=1, **options) == undisturbed
 
 
 @pytest.mark.slow
