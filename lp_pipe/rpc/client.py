@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -11,27 +10,22 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lp_pipe import connections
-from lp_pipe.connections import Connection, frames, spanning
+from lp_pipe.connections import frames
 from lp_pipe.connections.shortage import told
-from lp_pipe.connections.when_gone import when_gone
-from lp_pipe.context import services_for
-from lp_pipe.errors import DeadlineExceeded, SerializationError, Unauthenticated, Unavailable
+from lp_pipe.errors import DeadlineExceeded, SerializationError, Unavailable
 from lp_pipe.rpc import codec, deadlines, remote_error
 from lp_pipe.rpc.calls import CallFuture, Cancel, CancellableCall, Reader, Reply
+from lp_pipe.rpc.connecting import Connecting
 from lp_pipe.rpc.consuming import RemoteIterator, Stream
 from lp_pipe.rpc.explain import unpicklable
 from lp_pipe.rpc.exposed import LIST_METHODS
 from lp_pipe.rpc.first_failure import because_of
 from lp_pipe.rpc.futures_view import Futures
 from lp_pipe.rpc.link import Link
-from lp_pipe.rpc.owner import Owner
 from lp_pipe.telemetry import waits
 
 if TYPE_CHECKING:
     from lp_pipe.rpc.aio import Aio
-
-_RECONNECT_PAUSE_S = 0.02
-_OUT_OF_REACH_S = 10.0  # longer than a host that is lost is taken for up (host_timeout)
 
 
 class _Task(NamedTuple):
@@ -77,11 +71,8 @@ class CourierClient:
         self._wait_for_ready = wait_for_ready
         self._address_id = address_id
         self._peer = peer or address
-        self._as_target = waits.Target(address, address_id or "", self._peer)
-        self._link: Link | None = None
-        self._link_lock = threading.Lock()
-        self._owner = Owner()  # of the lock
-        self._services = services_for(address_id) if address_id is not None else None
+        self._connecting = Connecting(address, self._call_timeout_s, wait_for_ready, address_id, self._peer)
+        self._as_target = self._connecting.target
 
     @property
     def futures(self) -> Futures:
@@ -123,7 +114,7 @@ class CourierClient:
     def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         deadline = self._deadline()
         payload = self._encode(method, args, kwargs)
-        link = self._connected(method, deadline)
+        link = self._connecting.connected(method, deadline)
         with self._explained(method), waits.waiting(waits.CALL, self._as_target, method, deadline is not None):
             reply = link.call(method, payload, deadline)
         if reply is None:
@@ -142,8 +133,8 @@ class CourierClient:
     ) -> None:
         """Send a call without waiting for anything; every error but that of an argument goes to `call`."""
         task = _Task(method, self._encode(method, args, kwargs), call, cancel, self._deadline())
-        link = self._link
-        if link is not None and link.is_open():
+        link = self._connecting.open_link()
+        if link is not None:
             self._send_task(link, task)
         else:
             # Connecting may take as long as the server takes to come up; the arguments are captured now.
@@ -157,7 +148,7 @@ class CourierClient:
 
     def _connect_and_send(self, task: "_Task") -> None:
         try:
-            link = self._connected(task.method, task.deadline)
+            link = self._connecting.connected(task.method, task.deadline)
         except Exception as error:  # belongs to whoever asks for the result
             task.call.deliver(error)
             return
@@ -227,12 +218,12 @@ class CourierClient:
         if isinstance(reply, Exception):
             call = f"{self._peer}.{method}(): "
             if isinstance(reply, Unavailable) and not str(reply).startswith(call):  # where it never connected
-                raise because_of(self._services, reply, f"{call}{reply}") from reply
+                raise because_of(self._connecting.services, reply, f"{call}{reply}") from reply
             raise reply
         if reply.kind == frames.ERROR:
             error = remote_error.rebuild(reply.body, f"{self._peer}.{method}()")
             if type(error) is Unavailable:  # the node's own, which takes no more calls
-                raise because_of(self._services, error, str(error)) from error
+                raise because_of(self._connecting.services, error, str(error)) from error
             try:
                 raise error
             finally:
@@ -244,68 +235,11 @@ class CourierClient:
                 f"{self._peer}.{method}(): the result does not load here: {type(error).__name__}: {error}"
             ) from error
 
-    def _connected(self, method: str, deadline: float | None) -> "Link":
-        link = self._link
-        if link is not None and link.is_open():
-            return link
-        with waits.waiting(waits.RESOLVE, self._as_target, method, deadline is not None):
-            return self._newly_connected(method, deadline)
-
-    def _newly_connected(self, method: str, deadline: float | None) -> "Link":
-        if not self._owner.is_here:  # a thread that was connecting at the fork has the lock in the child for ever
-            self._link_lock, self._owner = threading.Lock(), Owner()
-        # Somebody may hold the lock for as long as the server takes to come up: that must not outlast our deadline.
-        if not self._link_lock.acquire(timeout=-1 if deadline is None else max(0.0, deadline - time.monotonic())):
-            raise self._too_late(method)
-        try:
-            if self._link is None or not self._link.is_open():
-                self._link = Link(self._connect(method, deadline))
-                # Clients come and go (each that travels through a call is a new one); their connections must not stay.
-                when_gone(self, self._link.drop)
-            return self._link
-        finally:
-            self._link_lock.release()
-
-    def _connect(self, method: str, deadline: float | None) -> Connection:
-        tried_since: dict[str, float] = {}  # by the endpoint that is registered
-        while True:
-            try:
-                return connections.connect(self._address)
-            except Unavailable as error:
-                if not self._wait_for_ready or isinstance(error, Unauthenticated):
-                    raise type(error)(f"{self._peer}.{method}(): {error}") from error
-                why = str(error)
-            endpoint = self._wait_until_up(method, deadline)
-            since = tried_since.setdefault(endpoint, time.monotonic())
-            if spanning.is_far(endpoint) and time.monotonic() - since > _OUT_OF_REACH_S:
-                # Its host and ours are alive, and know each other's launcher: only the way between the two is missing.
-                raise Unavailable(
-                    f"{self._peer}.{method}(): it is up, but was out of reach from host {socket.gethostname()} for "
-                    f"{_OUT_OF_REACH_S:g} s: {why}"
-                )
-
-    def _wait_until_up(self, method: str, deadline: float | None) -> str:
-        """The endpoint that the server has registered; "" where nobody can be asked."""
-        remaining = None if deadline is None else deadline - time.monotonic()
-        if remaining is not None and remaining <= 0:
-            raise self._too_late(method)
-        endpoint = ""
-        if self._services is not None and self._address_id is not None:
-            try:
-                endpoint = self._services.resolve(self._address_id).result(remaining)
-            except Unavailable as error:
-                raise because_of(self._services, error, f"{self._peer}.{method}(): {error}") from error
-            except TimeoutError:
-                raise self._too_late(method) from None
-        # Registered but not reachable (it has just died), or no coordinator to ask: look again in a moment.
-        time.sleep(_RECONNECT_PAUSE_S if remaining is None else min(_RECONNECT_PAUSE_S, remaining))
-        return endpoint
-
     def _deadline(self) -> float | None:
         return None if self._call_timeout_s is None else time.monotonic() + self._call_timeout_s
 
     def _too_late(self, method: str) -> DeadlineExceeded:
-        return DeadlineExceeded(f"{self._peer}.{method}(): no reply within call_timeout = {self._call_timeout_s} s")
+        return deadlines.too_late(self._peer, method, self._call_timeout_s)
 
 
 def list_methods(client: CourierClient) -> list[str]:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import NamedTuple
 
+from lp_pipe.errors import DeadlineExceeded
+
 _FEW = 1024
 _LONGEST_S = (2**31 - 1) // 1000  # 24 days: what poll() takes in milliseconds
 
@@ -66,6 +68,11 @@ class Deadlines:
 
 
 shared = Deadlines()
+
+
+def too_late(peer: str, method: str, call_timeout_s: float | None) -> DeadlineExceeded:
+    """What a call ends with at its deadline."""
+    return DeadlineExceeded(f"{peer}.{method}(): no reply within call_timeout = {call_timeout_s} s")
 
 
 def seconds(timeout: float | timedelta | None) -> float | None:

@@ -1,0 +1,104 @@
+"""How a client gets to its server: wherever that is by now, and again after the server has been restarted."""
+
+import socket
+import threading
+import time
+
+from lp_pipe import connections
+from lp_pipe.connections import Connection, spanning
+from lp_pipe.connections.when_gone import when_gone
+from lp_pipe.context import services_for
+from lp_pipe.errors import Unauthenticated, Unavailable
+from lp_pipe.rpc.deadlines import too_late
+from lp_pipe.rpc.first_failure import because_of
+from lp_pipe.rpc.link import Link
+from lp_pipe.rpc.owner import Owner
+from lp_pipe.telemetry import waits
+
+_RECONNECT_PAUSE_S = 0.02
+_OUT_OF_REACH_S = 10.0  # longer than a host that is lost is taken for up (host_timeout)
+
+
+class Connecting:
+    """Of one client, whose options it has; holds the link, which goes with it."""
+
+    def __init__(
+        self, address: str, call_timeout_s: float | None, wait_for_ready: bool, address_id: str | None, peer: str
+    ) -> None:
+        self._address = address
+        self._call_timeout_s = call_timeout_s
+        self._wait_for_ready = wait_for_ready
+        self._address_id = address_id
+        self._peer = peer
+        self.target = waits.Target(address, address_id or "", peer)
+        self._link: Link | None = None
+        self._lock = threading.Lock()
+        self._owner = Owner()  # of the lock
+        self.services = services_for(address_id) if address_id is not None else None
+
+    def open_link(self) -> Link | None:
+        """The one that is there."""
+        link = self._link
+        return link if link is not None and link.is_open() else None
+
+    def connected(self, method: str, deadline: float | None) -> Link:
+        """The open link, or a new one as soon as the server is there.
+
+        Raises:
+            DeadlineExceeded, Unavailable: of the call of this method.
+        """
+        link = self.open_link()
+        if link is not None:
+            return link
+        with waits.waiting(waits.RESOLVE, self.target, method, deadline is not None):
+            return self._newly_connected(method, deadline)
+
+    def _newly_connected(self, method: str, deadline: float | None) -> Link:
+        if not self._owner.is_here:  # a thread that was connecting at the fork has the lock in the child for ever
+            self._lock, self._owner = threading.Lock(), Owner()
+        # Somebody may hold the lock for as long as the server takes to come up: that must not outlast our deadline.
+        if not self._lock.acquire(timeout=-1 if deadline is None else max(0.0, deadline - time.monotonic())):
+            raise too_late(self._peer, method, self._call_timeout_s)
+        try:
+            if self._link is None or not self._link.is_open():
+                self._link = Link(self._connect(method, deadline))
+                # Clients come and go (each that travels through a call is a new one); their connections must not stay.
+                when_gone(self, self._link.drop)
+            return self._link
+        finally:
+            self._lock.release()
+
+    def _connect(self, method: str, deadline: float | None) -> Connection:
+        tried_since: dict[str, float] = {}  # by the endpoint that is registered
+        while True:
+            try:
+                return connections.connect(self._address)
+            except Unavailable as error:
+                if not self._wait_for_ready or isinstance(error, Unauthenticated):
+                    raise type(error)(f"{self._peer}.{method}(): {error}") from error
+                why = str(error)
+            endpoint = self._wait_until_up(method, deadline)
+            since = tried_since.setdefault(endpoint, time.monotonic())
+            if spanning.is_far(endpoint) and time.monotonic() - since > _OUT_OF_REACH_S:
+                # Its host and ours are alive, and know each other's launcher: only the way between the two is missing.
+                raise Unavailable(
+                    f"{self._peer}.{method}(): it is up, but was out of reach from host {socket.gethostname()} for "
+                    f"{_OUT_OF_REACH_S:g} s: {why}"
+                )
+
+    def _wait_until_up(self, method: str, deadline: float | None) -> str:
+        """The endpoint that the server has registered; "" where nobody can be asked."""
+        remaining = None if deadline is None else deadline - time.monotonic()
+        if remaining is not None and remaining <= 0:
+            raise too_late(self._peer, method, self._call_timeout_s)
+        endpoint = ""
+        if self.services is not None and self._address_id is not None:
+            try:
+                endpoint = self.services.resolve(self._address_id).result(remaining)
+            except Unavailable as error:
+                raise because_of(self.services, error, f"{self._peer}.{method}(): {error}") from error
+            except TimeoutError:
+                raise too_late(self._peer, method, self._call_timeout_s) from None
+        # Registered but not reachable (it has just died), or no coordinator to ask: look again in a moment.
+        time.sleep(_RECONNECT_PAUSE_S if remaining is None else min(_RECONNECT_PAUSE_S, remaining))
+        return endpoint
