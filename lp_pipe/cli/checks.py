@@ -16,7 +16,9 @@ from pathlib import Path
 
 import lp_pipe as lp
 from lp_pipe import connections
+from lp_pipe.launch.launcher import usual_runs
 from lp_pipe.launch.processes.socket_dir import fits, make_socket_dir
+from lp_pipe.launch.registry import live_folder
 
 _MIB = 1 << 20
 _PATIENCE_S = 30.0
@@ -129,6 +131,23 @@ def check_unix_socket() -> Sequence[str]:
     return "ok", f"in {usual}"
 
 
+def check_run_folder() -> Sequence[str]:
+    folder, live = usual_runs(), live_folder()
+    try:
+        for wanted in (folder, live):
+            there = next(path for path in (wanted, *wanted.parents) if path.exists())
+            with tempfile.TemporaryDirectory(dir=there):
+                pass
+    except OSError as error:
+        fix = "export XDG_STATE_HOME=/folder/that/can/be/written"
+        return (
+            "warn",
+            f"{wanted} cannot be written ({error.strerror}): scripts do not run, ps and status miss runs",
+            fix,
+        )
+    return "ok", f"{folder}, where scripts' runs have their logs, can be written"
+
+
 def check_fork() -> Sequence[str]:
     """A program of one node, from the launch to its end: template process, fork, stream, exit."""
     program = lp.Program("doctor")
@@ -189,6 +208,7 @@ CHECKS: dict[str, Callable[[], Sequence[str]]] = {
     "hostname": check_hostname,
     "loopback": check_loopback,
     "unix socket": check_unix_socket,
+    "run folder": check_run_folder,
     "death signals": check_death_signals,
     "fork": check_fork,
     "gpu": check_gpu,  # last: a fork after torch's import would take longer

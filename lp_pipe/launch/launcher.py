@@ -96,8 +96,8 @@ def launch(
             hosts have, hang_after that is not positive, grace that is negative.
         SerializationError: a part of a node cannot be sent to its process; nothing was started.
         LaunchError: a host has not joined, or not got the sources, or a process could not be started, or there are no
-            more threads or file descriptors to be had, or a run that has not ended is in run_dir; nothing is left
-            running.
+            more threads or file descriptors to be had, run_dir cannot be made, or a run that has not ended is in it;
+            nothing is left running.
     """
     check_not_refused()
     check_program(program, "launch takes a Program")
@@ -213,18 +213,24 @@ def _options(
     return MultiHostOptions(engine, listen, interface, Patience(join_timeout, host_timeout), tree)
 
 
+def usual_runs() -> Path:
+    """Where a script's runs have their folders."""
+    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    return Path(os.environ.get("LP_PIPE_RUNS") or state / "lp_pipe" / "runs")
+
+
 def make_run_dir(name: str, asked: str | os.PathLike[str] | None) -> Path:
     """The folder of a run: what was asked for, or a new one.
 
     Raises:
-        LaunchError: a run is there that has not ended.
+        LaunchError: it cannot be made, or a run is there that has not ended.
     """
-    if asked is not None:
-        folder = Path(asked)
-    else:
-        state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-        folder = new_run_dir(Path(os.environ.get("LP_PIPE_RUNS") or state / "lp_pipe" / "runs"), name)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = new_run_dir(usual_runs(), name) if asked is None else Path(asked)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:  # a home folder that is not there or cannot be written, as in some containers
+        hint = "set LP_PIPE_RUNS to one where runs may be, or say run_dir=" if asked is None else "give another one"
+        raise LaunchError(f"the run's folder {folder} cannot be made ({error.strerror}): {hint}") from None
     folder = folder.resolve()
     other = read_record(folder / RUN_FILE)
     if other is not None and other.is_live:  # both would write the same logs, and prune each other's checkpoints

@@ -9,7 +9,7 @@ import pytest
 from tests.cli.commands import COMMAND, PATIENCE_S, Command
 
 NAMES = ["python", "lp_pipe", "numpy", "protobuf", "torch", "open files", "processes", "/dev/shm", "hostname"]
-NAMES += ["loopback", "unix socket", "death signals", "fork", "gpu"]
+NAMES += ["loopback", "unix socket", "run folder", "death signals", "fork", "gpu"]
 
 
 def by_name(output: str) -> dict[str, dict[str, str]]:
@@ -32,6 +32,18 @@ def test_what_fails_has_a_line_with_the_command_that_fixes_it(folder: Path) -> N
     lines = done.stdout.splitlines()
     place = lines.index("fail  open files     200: room for about 50 node processes")
     assert lines[place + 1].startswith("                     fix: ulimit -n ")
+
+
+def test_a_state_folder_that_cannot_be_written_is_named(
+    command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(folder / "file"))
+    monkeypatch.delenv("LP_PIPE_RUNS", raising=False)
+    done = command("doctor", "--json")
+    check = by_name(done.stdout)["run folder"]
+    assert (done.returncode, check["level"]) == (0, "warn")
+    assert check["text"].startswith(f"{folder}/file/lp_pipe/runs cannot be written (Not a directory): ")
 
 
 def test_a_temporary_folder_with_a_long_path_is_named(

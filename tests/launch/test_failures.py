@@ -581,3 +581,16 @@ def test_a_launch_from_a_folder_that_was_removed_says_so(
     gone.rmdir()
     with pytest.raises(lp.LaunchError, match="the current folder, in which the nodes would run, was removed"):
         lp.launch(one_node(lp.PyNode(print)), "process")
+
+
+def test_a_launch_whose_folder_cannot_be_made_says_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose home folder is not there: it was four chained FileNotFoundErrors of pathlib's."""
+    program = lp.Program("nowhere")
+    program.add_node(lp.PyNode(int), label="node")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    monkeypatch.delenv("LP_PIPE_RUNS", raising=False)
+    with pytest.raises(lp.LaunchError, match=r"file/lp_pipe/runs/.* \(Not a directory\): set LP_PIPE_RUNS"):
+        lp.launch(program, "thread")
+    with pytest.raises(lp.LaunchError, match=r"file cannot be made \(File exists\): give another one"):
+        lp.launch(program, "thread", run_dir=tmp_path / "file")
