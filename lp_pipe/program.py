@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 from lp_pipe.handles import Handle
@@ -29,8 +30,10 @@ class GroupOptions:
         if self.on_failure not in FAILURE_POLICIES:
             known = ", ".join(FAILURE_POLICIES)
             raise ValueError(f"group {label!r}: on_failure={self.on_failure!r}; known are {known}")
-        if self.max_restarts < 0:
-            raise ValueError(f"group {label!r}: max_restarts={self.max_restarts}: must not be negative")
+        if not isinstance(self.max_restarts, Integral) or self.max_restarts < 0:
+            raise ValueError(
+                f"group {label!r}: max_restarts={self.max_restarts!r}: give a whole number, which must not be negative"
+            )
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,8 @@ def add_pipeline(
     """
     stages, microbatches, chunks = as_int(stages), as_int(microbatches), as_int(chunks)
     stages = list(stages) if isinstance(stages, Iterable) and not isinstance(stages, str) else stages  # or an array
-    replicas = tuple(map(as_int, replicas)) if isinstance(replicas, Iterable) else as_int(replicas)
+    replicas = as_int(replicas)
+    replicas = tuple(map(as_int, replicas)) if isinstance(replicas, Iterable) else replicas
     clip_grad_norm = clip_grad_norm if isinstance(clip_grad_norm, bool) else as_float(clip_grad_norm)
     _check(program, model, stages, channel, microbatches, precision, clip_grad_norm, inputs)
     check_recompute("none" if recompute is None else recompute)
@@ -105,7 +106,9 @@ def add_pipeline(
             plan = stages
             _refuse_replicas(replicas)
             stages, replicas, schedule, recompute = as_planned(plan, sources, schedule, recompute, chunks)
-        made, name, counts = chosen_schedule(schedule or "1f1b", stages, microbatches, chunks, replicas)
+        made, name, counts = chosen_schedule(
+            "1f1b" if schedule is None else schedule, stages, microbatches, chunks, replicas
+        )
         cuts = _cuts(sources, len(made.workers) if stages is None else stages, made.stages)
     tied = tied_names(sources, model.tied)
     edges = tied_edges(tied, cuts) + skip_edges(sources, cuts)
@@ -172,8 +175,8 @@ def _check(
         raise PipelineError(f"stages={stages!r}: give a whole number (int), a list of cut points, or a plan")
     if inputs is not None and not isinstance(inputs, Handle):
         raise PipelineError(f"inputs={inputs!r}: give the handle of a feeder, program.add_node(lp.CourierNode(Feeder))")
-    if channel not in kinds.KINDS:
-        raise PipelineError(f"channel={channel!r}: {kinds.why_not(channel)}")
+    if not isinstance(channel, str) or channel not in kinds.KINDS:
+        raise PipelineError(f"channel={channel!r}: {kinds.why_not(str(channel))}")
     if not is_count(microbatches):
         raise PipelineError(f"microbatches={microbatches!r}: give a whole number (int) of at least 1")
     if clip_grad_norm is not None and not (isinstance(clip_grad_norm, float) and clip_grad_norm > 0):

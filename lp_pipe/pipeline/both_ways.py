@@ -65,6 +65,8 @@ def check(model: Model, batches: Iterable[tuple[Any, Any]], **pipeline_options: 
     Raises:
         PipelineError: there are no batches, or the pipeline cannot be built or run.
     """
+    if not isinstance(model, Model):
+        raise PipelineError(f"check() takes a pp.Model(layers, loss, optimizer) first, not {type(model).__name__}")
     batches = list(batches)
     if not batches:
         raise PipelineError("check() needs at least one (input, target) pair")

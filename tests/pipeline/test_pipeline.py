@@ -62,6 +62,9 @@ def test_numbers_of_numpy_and_torch_are_as_good_as_pythons() -> None:
     program = lp.Program("cut")
     pp.add_pipeline(program, pp.Model([LINEAR, LINEAR], squared_error, sgd), stages=torch.tensor([1]))
     assert len(program.groups["stages"]) == 2
+    replicated = pp.Model([LINEAR, LINEAR], squared_error, sgd)
+    pp.add_pipeline(program, replicated, group="replicas", stages=2, replicas=torch.tensor(2))  # type: ignore[arg-type]
+    assert len(program.groups["replicas"]) == 4
 
 
 def test_the_graph_shows_who_talks_to_whom() -> None:

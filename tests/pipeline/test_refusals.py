@@ -1,5 +1,6 @@
 """What a pipeline refuses: what it says, and that it works on."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +209,50 @@ def test_a_weight_that_is_no_number_is_refused(weight: Any, message: str) -> Non
     batch, expected = random_batches([4])[0], f"loss_weight must give a number .* {message}"
     with launched("thread", model, microbatches=1) as pipeline, pytest.raises(pp.PipelineError, match=expected):
         pipeline.step(batch)
+
+
+NO_SCHEDULE: Any = "1f1b"
+COSTS = pp.Costs(forward=1, backward_input=1, backward_weight=1)
+TOPOLOGY = pp.Topology(levels=[pp.Level("device", count=2, bandwidth=1e9)])
+PROFILE = pp.Profile((pp.LayerProfile("only", forward_s=1, backward_s=1, activation_bytes=1, parameter_bytes=1),))
+NOTHING: Any = None
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda: pp.verify(NO_SCHEDULE), "schedule='1f1b': give a pp.Schedule, such as pp.make_schedule"),
+        (lambda: pp.simulate(NO_SCHEDULE, COSTS), "schedule='1f1b': give a pp.Schedule"),
+        (lambda: pp.simulate(pp.make_schedule("gpipe", 2, 2), NOTHING), "costs=None: give pp.Costs"),
+        (lambda: pp.make_schedule(NOTHING, 2, 2), "no schedule None"),
+        (lambda: pp.make_schedule([], 2, 2), r"no schedule \[\]"),  # type: ignore[arg-type]
+        (lambda: pp.partition(NOTHING, TOPOLOGY), "profile=None: give a pp.Profile"),
+        (lambda: pp.partition(PROFILE, NOTHING), "topology=None: give a pp.Topology"),
+        (
+            lambda: pp.check(NOTHING, BATCHES),
+            r"check\(\) takes a pp.Model\(layers, loss, optimizer\) first, not NoneType",
+        ),
+    ],
+    ids=["verify", "simulate", "costs", "name", "no name", "profile", "topology", "check"],
+)
+def test_what_is_something_else_than_asked_for_is_named(ask: Callable[[], Any], message: str) -> None:
+    # Mostly an AttributeError of whatever was looked at first: 'str' object has no attribute 'placement'.
+    with pytest.raises((pp.PipelineError, pp.ScheduleError, pp.PartitionError), match=message):
+        ask()
+
+
+def test_options_of_the_wrong_kind_are_named() -> None:
+    refuses(pp.PipelineError, r"channel=\[\]", channel=[])
+    refuses(pp.PipelineError, r"schedule=\[\]: give a name such as", schedule=[])
+    refuses(ValueError, "max_restarts='2': give a whole number", max_restarts="2")
+    with pytest.raises(pp.PipelineError, match="tied=3: give pairs of parameter names"):
+        pp.Model([LINEAR, LINEAR], squared_error, sgd, tied=3)  # type: ignore[arg-type]
+
+
+def test_pairs_of_tied_parameters_may_come_from_a_generator() -> None:
+    # It was read to its end by the check, and nothing was tied.
+    pairs = (pair for pair in [("0.weight", "1.weight")])
+    assert pp.Model([LINEAR, LINEAR], squared_error, sgd, tied=pairs).tied == (("0.weight", "1.weight"),)  # type: ignore[arg-type]
 
 
 def test_what_a_client_asks_wrongly_is_refused_and_the_next_step_goes_on() -> None:

@@ -98,11 +98,13 @@ class Model:
         if not isinstance(self.seed, Integral) or not -_SEEDS <= self.seed < _SEEDS:
             raise PipelineError(f"seed={self.seed!r}: give a whole number (int) from -2**63 to 2**63 - 1")
         object.__setattr__(self, "seed", int(self.seed))  # another library's has no place in a checkpoint
-        for pair in self.tied:
+        tied = tuple(self.tied) if isinstance(self.tied, Iterable) else (self.tied,)
+        for pair in tied:
             if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(isinstance(name, str) for name in pair):
                 raise PipelineError(
                     f"tied={self.tied!r}: give pairs of parameter names, such as (('0.weight', '3.weight'),)"
                 )
+        object.__setattr__(self, "tied", tied)  # a generator's, too, which gives them once
 
 
 def sources_of(model: Model) -> list[Any]:

@@ -59,6 +59,10 @@ def partition(
     Raises:
         PartitionError: an option is wrong, or no plan fits the memory; says by how much.
     """
+    if not isinstance(profile, Profile):
+        raise PartitionError(f"profile={profile!r}: give a pp.Profile, of pp.profile(...) or pp.Profile.load(path)")
+    if not isinstance(topology, Topology):
+        raise PartitionError(f"topology={topology!r}: give a pp.Topology(levels=[…]), or pp.Topology.load(path)")
     if schedule not in (*SCHEDULES, *ASYNCHRONOUS, "auto"):
         known = ", ".join(map(repr, (*SCHEDULES, *ASYNCHRONOUS)))
         raise PartitionError(

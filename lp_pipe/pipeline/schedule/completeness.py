@@ -21,6 +21,10 @@ def check_complete(schedule: Schedule) -> None:
     Raises:
         ScheduleError: names the first such action.
     """
+    if not isinstance(schedule, Schedule):
+        raise ScheduleError(
+            f"schedule={schedule!r}: give a pp.Schedule, such as pp.make_schedule('1f1b', stages=4, microbatches=8)"
+        )
     if not schedule.placement:
         raise ScheduleError(f"schedule {schedule.name!r} has no actions")
     for worker, actions in enumerate(schedule.workers):

@@ -125,7 +125,7 @@ def adopt(name: str, entry: Registered) -> None:
 
 
 def _entry(name: str) -> Registered:
-    if name not in _ENTRIES:
+    if not isinstance(name, str) or name not in _ENTRIES:
         meant = nearest_name(name)
         hint = f": did you mean {meant!r}? There are " if meant else "; there are "
         raise ScheduleError(f"no schedule {name!r}{hint}{', '.join(schedules())}")

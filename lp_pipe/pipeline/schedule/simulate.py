@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from lp_pipe.errors import ScheduleError
 from lp_pipe.pipeline.schedule.channels import Channels
 from lp_pipe.pipeline.schedule.completeness import check_complete
 from lp_pipe.pipeline.schedule.costs import Costs, Seconds, one_each
@@ -39,6 +40,8 @@ def simulate(schedule: Schedule, costs: Costs, links: Seconds | None = None) -> 
         ScheduleError: the schedule is incomplete or deadlocks, or the number of costs or links is wrong.
     """
     check_complete(schedule)
+    if not isinstance(costs, Costs):
+        raise ScheduleError(f"costs={costs!r}: give pp.Costs(forward=…, backward_input=…, backward_weight=…)")
     channels = Channels(schedule.placement)
     durations = costs.durations(schedule.stages)
     delays = _delays(channels, 0.0 if links is None else links)
