@@ -192,13 +192,14 @@ def outcome_of(run_dir: Path, schedule: str, every: int, lasts: Sequence[int]) -
     return (run_dir / "outcome").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "every", "lasts"),
     [
         ("pipedream", 2, [3]),
-        pytest.param("pipedream", 1, [2, 5], marks=pytest.mark.slow),
-        pytest.param("pipedream_2bw", 5, [5], marks=pytest.mark.slow),  # nothing is left to do but to have the result
-        pytest.param("1f1b", 2, [3], marks=pytest.mark.slow),
+        ("pipedream", 1, [2, 5]),
+        ("pipedream_2bw", 5, [5]),  # nothing is left to do but to have the result
+        ("1f1b", 2, [3]),
     ],
 )
 def test_a_resumed_loop_steps_the_scheduler_as_often_as_one_that_was_not_ended(
