@@ -17,7 +17,7 @@ In both parts autograd runs a node as it does in one backward, in the same order
 for some of its results only. Source: torch.distributed.pipelining's _backward.py (2.13), where joints are called
 intermediates. Unlike there, autograd itself adds to a parameter's gradient, so that its layout and hooks are those of a
 plain backward; users' hooks on activations do not change a gradient twice; parameters that lead to an output past the
-inputs are found; and outputs may be views.
+inputs are found; and outputs may be views. Nodes that cannot be run in parts leave nothing to part 2.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +36,8 @@ from lp_pipe.pipeline.layers.message import tensors_of
 Root = Tensor | GradientEdge  # a tensor, or its place in the graph
 Roots = Sequence[tuple[Root, Tensor | None]]  # with their gradients (None for a loss)
 _PLAIN = (Tensor, GradientEdge)
+# In torch 2.13, on channels_last activations, it crashes where it is not asked for the input's gradient as well.
+_NEVER_IN_PARTS = {"NativeGroupNormBackward0"}
 _Arrived = tuple[Tensor | None, ...]  # a gradient for each output of a node; None where none has arrived
 
 
@@ -57,7 +59,9 @@ class SplitBackward:
 
     def __init__(self, roots: Sequence[Root], gradients: Sequence[Tensor | None], entry: Tensor) -> None:
         starts = [edge_of(root) for root in roots]
-        self._groups = _find_groups([start.node for start in starts], get_gradient_edge(entry).node)
+        groups = _find_groups([start.node for start in starts], get_gradient_edge(entry).node)
+        self._groups = [group for group in groups if not _runs_whole(group)]
+        at_once = [leaf for group in groups if _runs_whole(group) for leaf in group.leaves]
         self._roots = {
             index: (starts[index], _gradient_of(roots[index], gradients[index]))
             for group in self._groups
@@ -66,7 +70,7 @@ class SplitBackward:
         self._arrived: dict[Node, _Arrived] = {}
         handles = [_keep(joint, self._arrived) for group in self._groups for joint in group.joints]
         try:
-            torch.autograd.backward(starts, gradients, retain_graph=True, inputs=[entry])
+            torch.autograd.backward(starts, gradients, retain_graph=True, inputs=[entry, *at_once])
         finally:
             _remove(handles)
         waiting = [gradient for gradients in self._arrived.values() for gradient in gradients]
@@ -143,6 +147,11 @@ def leaves_behind(nodes: Sequence[Node]) -> Iterator[Tensor]:
     for node in _children_first(nodes):
         if _is_leaf(node):
             yield node.variable  # type: ignore[attr-defined]
+
+
+def _runs_whole(group: _Group) -> bool:
+    """Whether its parameters get their gradients in part 1."""
+    return any(joint.name() in _NEVER_IN_PARTS for joint in group.joints)
 
 
 def _is_among(leaf: Root, leaves: Sequence[Tensor]) -> bool:

@@ -185,6 +185,13 @@ KINDS: dict[str, Callable[[], list[nn.Module]]] = {
     "rms norm": lambda: [nn.RMSNorm(D), _linear()],
     "batch norm": lambda: [nn.BatchNorm1d(T), _linear(), nn.BatchNorm1d(T)],
     "group norm": lambda: [nn.GroupNorm(1, T), _linear()],
+    "group norm, channels last": lambda: [
+        Apply(lambda x: x.unsqueeze(1)),
+        nn.Conv2d(1, 8, 3),
+        Apply(lambda x: x.contiguous(memory_format=torch.channels_last)),
+        nn.GroupNorm(2, 8),
+        nn.Conv2d(8, 8, 3),
+    ],
     "frozen batch norm": lambda: [nn.BatchNorm1d(T).eval(), _linear()],
     "conv 1d": lambda: [nn.Conv1d(T, 8, 3, padding=1), nn.ReLU(), nn.Conv1d(8, T, 3, groups=1)],
     "conv 2d": lambda: [
