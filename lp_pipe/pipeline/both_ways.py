@@ -182,8 +182,7 @@ def _results_differ(losses: tuple[float, float], got: dict[str, Any], wanted: di
     if loss is not None:
         reason = (
             f"the outputs of all layers are equal, but the losses are {losses[0]!r} and {losses[1]!r}: does the loss "
-            "draw random numbers (which step_rng seeds in layers only: let one draw, and return them beside its "
-            "output), or keep state that is no buffer of a module?"
+            "keep state that is no buffer of a module, or draw from a generator of its own?"
         )
         return CheckReport(False, 0, max_difference=loss, reason=reason)
     for name, value in wanted.items():

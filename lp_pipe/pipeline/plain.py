@@ -94,7 +94,9 @@ class PlainLoop:
         for microbatch, (value, target, weight) in enumerate(zip(inputs, targets, weights, strict=True)):
             with self._buffers_for(microbatch):
                 with autocast(self._precision, self._device.type):
-                    result = self._loss(self._forward(value, microbatch), target)
+                    output = self._forward(value, microbatch)
+                    with step_rng(self._model.seed, len(self._layers), self._step, microbatch):
+                        result = self._loss(output, target)
                 loss = result[0] if isinstance(result, tuple) else result
                 losses[microbatch % self._last_replicas] += loss.item() * weight
                 self._scaler.scale(loss * weight).backward()

@@ -57,7 +57,9 @@ class PlainLoop:
         total = 0.0
         for j, (x, y, weight) in enumerate(zip(xs, ys, weights, strict=True)):
             with self._autocast():
-                loss = self._loss(self._forward(x, j), y)
+                output = self._forward(x, j)
+                with pp.step_rng(self.model.seed, len(self.layers), self.steps_done, j):
+                    loss = self._loss(output, y)
             total += loss.item() * weight
             self.scaler.scale(loss * weight).backward()
             self._set_aside(j)

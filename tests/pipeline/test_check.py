@@ -123,10 +123,18 @@ def test_a_loss_that_is_no_function_is_found() -> None:
     assert "all layers are equal, but the losses are" in str(report)
 
 
-def test_a_loss_that_draws_is_told_where_to_draw() -> None:
-    """Noise of a diffusion, a VAE's sample: it was only said that the losses differ."""
-    model = pp.Model([nn.Linear(D, D)], lambda output, target: squared_error(output, torch.randn_like(target)), sgd)
-    assert "does the loss draw random numbers" in str(pp.check(model, BATCHES, stages=1, microbatches=1))
+def test_a_loss_that_draws_is_equal_and_one_with_a_generator_of_its_own_is_asked_about() -> None:
+    """Noise of a diffusion, a VAE's sample."""
+
+    def model(generator: torch.Generator | None) -> pp.Model:
+        def loss(output: Tensor, target: Tensor) -> Tensor:
+            return squared_error(output, torch.randn(target.shape, generator=generator))
+
+        return pp.Model([nn.Linear(D, D), nn.Linear(D, D)], loss, sgd)
+
+    assert pp.check(model(None), BATCHES, stages=2, microbatches=2).equal
+    report = pp.check(model(torch.Generator().manual_seed(0)), BATCHES, stages=1, microbatches=1)
+    assert "a generator of its own" in str(report)
 
 
 def _shared() -> list[nn.Module]:

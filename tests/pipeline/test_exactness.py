@@ -183,6 +183,23 @@ def test_batches_that_the_client_brings_train_to_the_same_bits() -> None:
         assert_same_state(pipeline.state_dict(), plain.state_dict())
 
 
+def noisy_error(output: Tensor, target: Tensor) -> Tensor:
+    """As of a diffusion, or of a VAE's sample."""
+    return squared_error(output, target + torch.randn_like(target))
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_a_loss_draws_as_a_layer_behind_the_last_one(mode: str) -> None:
+    model = pp.Model([nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D)], noisy_error, adam)
+    plain = PlainLoop(model, 3)
+    losses = plain.steps(BATCHES)
+    with launched_many(mode, [(model, BATCHES, {"stages": n, "microbatches": 3}) for n in (1, 3)]) as pipelines:
+        for pipeline in pipelines:
+            assert [result.loss for result in pipeline.steps()] == losses
+            assert_same_state(pipeline.state_dict(), plain.state_dict())
+            assert pipeline.evaluate(BATCHES[:1]).loss == pipeline.evaluate(BATCHES[:1]).loss
+
+
 @pytest.mark.parametrize("mode", ["thread", pytest.param("process", marks=pytest.mark.slow)])
 def test_batches_may_be_slices_of_a_data_set(mode: str) -> None:
     """Rows of 5 features begin at any multiple of 20 bytes, where a product has other bits than at one of 16 bytes."""

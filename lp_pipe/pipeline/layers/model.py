@@ -69,7 +69,7 @@ class Model:
         (1: for losses that are sums), or a function of its target (a number such as its tokens; divided by the sum).
     tied: pairs of parameter names (nn.Sequential's, such as "0.weight") that are one parameter, with the initial values
         of the first in the order of layers. The same Parameter object in two ready-made layers is found by itself.
-    seed: decides initial weights and dropout, the same for every number of stages.
+    seed: decides initial weights, dropout and what the loss draws, the same for every number of stages.
     """
 
     layers: Any

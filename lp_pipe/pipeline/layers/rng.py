@@ -42,7 +42,8 @@ def nobody_draws() -> contextlib.AbstractContextManager[Any]:
 class step_rng:  # contextlib's way to make one costs as much as all that it does
     """Draw layer `layer`'s dropout for one micro-batch of one step in the body; restores torch's generator.
 
-    Use it in a plain loop too, around the call of each layer, to get the very masks that a pipeline draws.
+    Use it in a plain loop too, around the call of each layer, to get the very masks that a pipeline draws. A loss that
+    draws counts as a layer behind the last one.
     Stages that are threads take turns in such bodies.
     """
 

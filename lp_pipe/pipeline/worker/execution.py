@@ -20,6 +20,7 @@ from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.layers.message import Message, to_message
 from lp_pipe.pipeline.layers.microbatches import number_of
 from lp_pipe.pipeline.layers.model import Loss
+from lp_pipe.pipeline.layers.rng import step_rng
 from lp_pipe.pipeline.results import NonFinite
 from lp_pipe.pipeline.schedule import Action
 from lp_pipe.pipeline.schedule.ir import WORDS
@@ -62,6 +63,10 @@ class Operation:
     gradient_weights: list[float] | None = None
     first_number: int = 0
     losses: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # with the gradients they begin with
+
+    def draws(self, microbatch: int) -> tuple[int, int]:
+        """The step and micro-batch of `step_rng`; evaluations draw the same for all."""
+        return (self.step, 0 if self.step == EVALUATION else microbatch)
 
     @property
     def when(self) -> str:
@@ -119,6 +124,7 @@ class Execution:
         self._device = device
         self._config = config
         self._criterion = criterion
+        self._loss_place = stages[config.last_stage].last_layer + 1 if config.last_stage in stages else 0
         self._channels = config.channels
         self._stages = stages
         self._links = links
@@ -247,9 +253,11 @@ class Execution:
     def _loss(self, output: Any, microbatch: int, operation: Operation) -> tuple[Tensor, Tensor]:
         """The loss of one micro-batch, added to the report with its weight, and the gradient that it begins with.
 
-        That is what a product with the weight would hand down to it, without the product.
+        That is what a product with the weight would hand down to it, without the product. The loss draws random numbers
+        as a layer behind the last one would: a sample or noise is the same in every run.
         """
-        with autocast(self._config.precision, self._device.type):
+        draws = step_rng(self._config.seed, self._loss_place, *operation.draws(microbatch))
+        with draws, autocast(self._config.precision, self._device.type):
             assert self._criterion is not None, "the last stage's worker has the loss"
             try:
                 result = self._criterion(output, operation.targets[microbatch])
