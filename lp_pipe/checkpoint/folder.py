@@ -60,7 +60,8 @@ class Checkpoint:
             else:
                 found += [f"{name}: {what}" for what in _changes(file, digest)]
         known = {*self.files, MANIFEST}
-        return found + [f"{name}: is no file of this checkpoint" for name in _files_of(self.path) if name not in known]
+        strange = [name for name in _files_of(self.path) if name not in known and not _is_of_the_system(name)]
+        return found + [f"{name}: is no file of this checkpoint" for name in strange]
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -186,6 +187,11 @@ def _files_of(folder: Path) -> Iterator[str]:
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path != folder / MANIFEST:
             yield path.relative_to(folder).as_posix()
+
+
+def _is_of_the_system(name: str) -> bool:
+    """Such as .DS_Store, or the .nfs000… of a file that somebody deleted and another still reads."""
+    return name.rpartition("/")[2].startswith(".")
 
 
 def _changes(file: Path, digest: str) -> list[str]:

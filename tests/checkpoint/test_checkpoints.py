@@ -169,6 +169,13 @@ def test_files_that_are_torn_or_missing_or_too_many_are_named(tmp_path: Path, da
         restored(tmp_path)
 
 
+@pytest.mark.parametrize("name", [".DS_Store", ".nfs000000000a1b2c3d00000001"])
+def test_what_file_systems_leave_in_a_folder_does_not_damage_a_checkpoint(tmp_path: Path, name: str) -> None:
+    saved(tmp_path, 1)
+    (tmp_path / "step-00000001" / name).write_bytes(b"")
+    assert restored(tmp_path) == 10
+
+
 def test_a_checkpoint_that_cannot_be_written_is_an_error_or_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
