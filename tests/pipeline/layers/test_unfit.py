@@ -95,7 +95,7 @@ def test_a_loss_with_parameters_is_refused_and_one_with_buffers_stays_as_it_is()
     assert_same_state(state, plain.state_dict())
 
 
-@pytest.mark.parametrize("clip", [0, -1.0, float("nan"), "1"])
+@pytest.mark.parametrize("clip", [0.0, -1.0, float("nan"), "1"])
 def test_a_norm_to_clip_to_is_a_number_above_0(clip: Any) -> None:
     """A negative one turned all gradients around."""
     model = pp.Model([nn.Linear(D, D)], squared_error, sgd)
