@@ -115,14 +115,14 @@ class Task(Watched):
         return f"srun: {ended}" if ended else None
 
     def last_lines(self) -> list[str]:
-        """Its own, and what srun says itself."""
+        """Its own, and what srun says itself but for how tasks ended: others' ends would hide why this one did."""
         found = []
         for line in self._step.last_lines():
             labelled = _LABELLED.fullmatch(line)
-            if labelled is None:
-                found.append(line)
-            elif int(labelled[1]) == self._number:
+            if labelled is not None and int(labelled[1]) == self._number:
                 found.append(labelled[2])
+            elif labelled is None and not _TASKS_ENDED.fullmatch(line):
+                found.append(line)
         return found
 
     def kill(self) -> None:

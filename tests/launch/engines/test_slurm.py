@@ -77,8 +77,8 @@ def test_when_srun_ends_all_its_tasks_have() -> None:
     assert task.last_lines() == ["srun: error: Unable to create step: Invalid credential"]
 
 
-def test_a_task_has_its_own_lines_and_those_of_srun() -> None:
-    step = _Step("01: mine: yes", "10: another's", "srun: both")
+def test_a_task_has_its_own_lines_and_those_of_srun_but_not_how_others_ended() -> None:
+    step = _Step("01: mine: yes", "10: another's", "srun: error: node1: task 0: Killed", "srun: both")
     assert Task("node2", 1, step, set()).last_lines() == ["mine: yes", "srun: both"]
 
 
