@@ -19,7 +19,7 @@ from lp_pipe.rpc.connecting import Connecting
 from lp_pipe.rpc.consuming import RemoteIterator, Stream
 from lp_pipe.rpc.explain import unpicklable
 from lp_pipe.rpc.exposed import LIST_METHODS
-from lp_pipe.rpc.first_failure import because_of
+from lp_pipe.rpc.first_failure import because_of, give_cause
 from lp_pipe.rpc.futures_view import Futures
 from lp_pipe.rpc.link import Link
 from lp_pipe.telemetry import waits
@@ -190,7 +190,7 @@ class CourierClient:
         try:
             yield
         except Unavailable as error:
-            raise Unavailable(f"{self._peer}.{method}(): {error}") from error
+            raise because_of(self._connecting.services, error, f"{self._peer}.{method}(): {error}") from error
         except frames.FrameError as error:
             raise SerializationError(f"{self._peer}.{method}(): the arguments are too large: {error}") from error
 
@@ -224,6 +224,8 @@ class CourierClient:
             error = remote_error.rebuild(reply.body, f"{self._peer}.{method}()")
             if type(error) is Unavailable:  # the node's own, which takes no more calls
                 raise because_of(self._connecting.services, error, str(error)) from error
+            if isinstance(error, Unavailable):  # of a client of the handler's
+                give_cause(self._connecting.services, error)
             try:
                 raise error
             finally:

@@ -550,6 +550,38 @@ def test_who_asks_a_node_that_another_ones_failure_has_ended_is_told_of_that_one
         run.wait(WITHIN_S)
 
 
+def test_an_unavailable_of_a_handlers_own_client_has_the_failure_as_its_cause(mode: str) -> None:
+    # A pipeline's step that asks a stage which another one's failure has ended: its text alone told of that.
+    class Failing:
+        def __init__(self, middle: Any) -> None:
+            middle.asks()
+            raise ValueError("the cause")
+
+    class Middle:
+        def __init__(self, failing: Any) -> None:
+            self._failing = failing
+            self._asking = threading.Event()
+
+        def asks(self) -> None:
+            assert self._asking.wait(WITHIN_S)
+
+        def ask(self) -> None:
+            self._asking.set()
+            self._failing.anything()
+
+    program = lp.Program("chain")
+    node = lp.CourierNode(Middle, None)
+    middle = program.add_node(node, label="middle")
+    node.configure(program.add_node(lp.CourierNode(Failing, middle), label="failing"))
+    run = lp.launch(program, mode)
+    with pytest.raises(lp.RemoteError, match=r"middle/0.ask\(\) raised Unavailable") as caught:
+        run.client(middle).ask()
+    assert isinstance(caught.value, lp.Unavailable)
+    assert isinstance(caught.value.__cause__, lp.NodeError) and caught.value.__cause__.label == "failing"
+    with pytest.raises(lp.NodeError, match="the cause"):
+        run.wait(WITHIN_S)
+
+
 def test_a_failure_is_told_though_the_current_folder_was_removed(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
