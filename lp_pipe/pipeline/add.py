@@ -90,7 +90,7 @@ def add_pipeline(
     stages = list(stages) if isinstance(stages, Iterable) and not isinstance(stages, str) else stages  # or an array
     replicas = as_int(replicas)
     replicas = tuple(map(as_int, replicas)) if isinstance(replicas, Iterable) else replicas
-    clip_grad_norm = clip_grad_norm if isinstance(clip_grad_norm, bool) else as_float(clip_grad_norm)
+    clip_grad_norm = as_float(clip_grad_norm)
     _check(program, model, stages, channel, microbatches, precision, clip_grad_norm, inputs)
     check_recompute("none" if recompute is None else recompute)
     sources = [seen_by_setup(source) for source in sources_of(model)]

@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from lp_pipe.errors import CheckpointError, PipelineError
+from lp_pipe.pipeline.compute.loss_scale import LossScale
 from lp_pipe.pipeline.saving.dcp_reading import SavedFolder
 from lp_pipe.pipeline.saving.dcp_writing import WholePlan
 from lp_pipe.pipeline.saving.manifest import ENTRY, Manifest
@@ -19,7 +20,7 @@ from lp_pipe.pipeline.saving.share_file import Share
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-MANIFEST = Manifest(step=3, seed=1, loss_scale=(2.0, 5))
+MANIFEST = Manifest(step=3, seed=1, loss_scale=LossScale(2.0, 5))
 
 
 def write(

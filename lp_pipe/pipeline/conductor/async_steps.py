@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from lp_pipe.errors import EndOfData
-from lp_pipe.pipeline.compute.loss_scale import LossScale
 from lp_pipe.pipeline.conductor.steps import Steps
 from lp_pipe.pipeline.conductor.workers import Attempt, Workers, first_cause
 from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.results import StepResult, StepTrace
+from lp_pipe.pipeline.saving.manifest import Manifest
 from lp_pipe.pipeline.schedule.updates import may_overlap
 from lp_pipe.pipeline.worker.tasks import Task
 
@@ -73,10 +73,10 @@ class AsynchronousSteps(Steps):
         self._due = ()
         return len(self._begun) + len(self._results)
 
-    def go_to(self, step: int, scale: LossScale | None = None, due: Sequence[StepResult] = ()) -> None:
-        super().go_to(step, scale)
+    def go_to(self, found: Manifest) -> None:
+        super().go_to(found)
         self._results.clear()
-        self._due = due
+        self._due = found.due
         self._promised = None
 
     def skip(self, why: str) -> StepResult:

@@ -11,7 +11,6 @@ from torch import Tensor
 from lp_pipe.address import Address
 from lp_pipe.context import context
 from lp_pipe.errors import PipelineError
-from lp_pipe.pipeline.compute.loss_scale import LossScale
 from lp_pipe.pipeline.conductor.async_steps import AsynchronousSteps
 from lp_pipe.pipeline.conductor.learning_rate import LearningRate
 from lp_pipe.pipeline.conductor.no_steps import NoSteps
@@ -22,6 +21,7 @@ from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
 from lp_pipe.pipeline.layers.microbatches import check_pair, loss_weights
 from lp_pipe.pipeline.results import EvalResult, StageMemory, StepResult, StepTrace, Straggler
 from lp_pipe.pipeline.saving import safetensors_file
+from lp_pipe.pipeline.saving.manifest import Manifest
 from lp_pipe.pipeline.worker.channel_handle import ChannelTarget
 from lp_pipe.pipeline.worker.execution import Report
 from lp_pipe.pipeline.worker.mirrors import Mirror, check_guards, check_is_held, common_steps
@@ -113,11 +113,11 @@ class Conductor:
 
     def save(self, path: str) -> None:
         """Write a checkpoint folder; the metadata, written last, makes it one."""
-        self._in_turn(lambda: self._model.save(Path(path), *self._progress()))
+        self._in_turn(lambda: self._model.save(Path(path), self._steps.manifest()))
 
     def copy(self) -> Copy:
         """Copy what `save` would write, in memory."""
-        return self._in_turn(lambda: self._model.copy(*self._progress()))
+        return self._in_turn(lambda: self._model.copy(self._steps.manifest()))
 
     def write_copy(self, path: str, copy: Copy) -> None:
         """Write it, while operations go on."""
@@ -201,12 +201,8 @@ class Conductor:
         if self._mirrored == self._steps.done:  # of two on their way to a guard, a death would leave some of each
             self._forget_mirrors(self._steps.done)
         self._mirrored = self._steps.done
-        self._workers.all("mirror", *self._progress())
+        self._workers.all("mirror", self._steps.manifest())
         return self._steps.done
-
-    def _progress(self) -> tuple[int, LossScale | None, tuple[StepResult, ...]]:
-        """What belongs to a checkpoint or mirror beside the workers' shares."""
-        return self._steps.done, self._steps.scale, self._steps.due
 
     def _guard(self, me: Any) -> None:
         if not self._are_guarded:
@@ -218,9 +214,9 @@ class Conductor:
         self._workers.all("settle_mirrors")
         check_is_held(step, self._held_mirrors())
         with self._steps.tearing(f"going back to step {step} has failed"):
-            scale, due = self._workers.all("go_back", step)[0]
+            found = self._workers.all("go_back", step)[0]
         self._mirrored = step
-        self._steps.go_to(step, scale, due)
+        self._steps.go_to(found)
 
     def _held_mirrors(self) -> list[int]:
         return common_steps(self._workers.all("mirrors_held"))
@@ -241,15 +237,14 @@ class Conductor:
         self._forget_mirrors()
         with self._steps.tearing(f"loading {path} has failed after it had changed some of them"):
             self._model.adopt()
-        scale = LossScale(*found.loss_scale) if found.loss_scale is not None else None
-        self._steps.go_to(found.step, scale, found.due)
+        self._steps.go_to(found)
 
     def _recover(self) -> None:
         self._workers.all("is_up")  # waits for those that are on their way
         self._workers.all("reconnect", f", {time.time_ns()}")
         self._are_joined, self._are_guarded = True, False
         self._steps.stragglers.begin_again()
-        self._steps.go_to(0)
+        self._steps.go_to(Manifest(0, self._config.seed))
         if not all(self._workers.all("is_as_built")):
             self._steps.tear("a worker was restarted with the initial weights")
 

@@ -20,6 +20,7 @@ from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.layers.microbatches import aligned, check_pair, split
 from lp_pipe.pipeline.layers.names import in_order
 from lp_pipe.pipeline.results import StepResult, StepTrace
+from lp_pipe.pipeline.saving.manifest import Manifest
 from lp_pipe.pipeline.worker.batches import BatchSource
 from lp_pipe.pipeline.worker.execution import Report
 from lp_pipe.pipeline.worker.same_target import glance
@@ -54,7 +55,7 @@ class Steps(ABC):
         """
 
     def go_on(self, count: int, batch: tuple[Any, Any] | None = None) -> list[StepTrace]:
-        """So many steps, each on this batch or on the feeder's next one, whose results nobody wants."""
+        """So many steps, each on this batch or on the feeder's next one, of which nobody wants but the traces."""
         return [self.step(batch, more)[1] for more in reversed(range(count))]
 
     @abstractmethod
@@ -82,12 +83,16 @@ class Steps(ABC):
         """A loop begins, which has these first; returns how many."""
         return 0
 
-    def go_to(self, step: int, scale: LossScale | None = None, due: Sequence[StepResult] = ()) -> None:
-        """Go on from a checkpoint."""
-        self.done, self.torn = step, None
+    def manifest(self) -> Manifest:
+        """What belongs to a checkpoint or mirror beside the workers' shares."""
+        return Manifest(self.done, self._config.seed, self.scale, self.due)
+
+    def go_to(self, found: Manifest) -> None:
+        """Go on from a checkpoint or mirror."""
+        self.done, self.torn = found.step, None
         self._batches.forget_ahead()
         if self.scale is not None:
-            self.scale = scale or LossScale()
+            self.scale = found.loss_scale or LossScale()
 
     def tear(self, why: str, error: BaseException | None = None) -> None:
         """The stages are not at the same step any more; `go_to` follows once they are."""

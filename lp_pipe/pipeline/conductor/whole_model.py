@@ -6,7 +6,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -14,12 +14,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from lp_pipe.checkpoint.shared import check_is_here
-from lp_pipe.pipeline.compute.loss_scale import LossScale
 from lp_pipe.pipeline.conductor.workers import Workers
 from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.layers.names import in_order
 from lp_pipe.pipeline.layers.state_shapes import check_names, check_shapes
-from lp_pipe.pipeline.results import StepResult
 from lp_pipe.pipeline.saving.manifest import Manifest
 from lp_pipe.pipeline.saving.quick_save import elements_of
 from lp_pipe.pipeline.saving.share_file import remove_shares
@@ -82,11 +80,11 @@ class WholeModel:
             digest.update(elements_of(value.detach().contiguous()))
         return digest.hexdigest()
 
-    def save(self, path: Path, step: int, scale: LossScale | None, due: Sequence[StepResult] = ()) -> None:
+    def save(self, path: Path, manifest: Manifest) -> None:
         """Write a checkpoint folder; the metadata, written last, makes it one."""
-        self.write_copy(path, self._held(step, scale, due, copy=False))
+        self.write_copy(path, self._held(manifest, copy=False))
 
-    def copy(self, step: int, scale: LossScale | None, due: Sequence[StepResult] = ()) -> "Copy":
+    def copy(self, manifest: Manifest) -> "Copy":
         """Copy what a checkpoint holds, in each worker's memory.
 
         Who has asked for it may die before it asks for it to be written: the next copy ends one that has waited long.
@@ -94,7 +92,7 @@ class WholeModel:
         for version, copied_at in list(self._unwritten.items()):
             if time.monotonic() - copied_at > _COPY_PATIENCE_S and self._unwritten.pop(version, None) is not None:
                 self._workers.some(self._ranks, "forget_share", version)
-        copied = self._held(step, scale, due, copy=True)
+        copied = self._held(manifest, copy=True)
         self._unwritten[copied.version] = time.monotonic()
         return copied
 
@@ -108,13 +106,12 @@ class WholeModel:
         with self._or_forget(copy.version), self._one_at_a_time:
             self._write(path, copy)
 
-    def _held(self, step: int, scale: LossScale | None, due: Sequence[StepResult], *, copy: bool) -> "Copy":
+    def _held(self, manifest: Manifest, *, copy: bool) -> "Copy":
         # New names: until the new metadata replaces the old one, the checkpoint that was there before stays whole.
-        version = f"step-{step}-{secrets.token_hex(4)}"
+        version = f"step-{manifest.step}-{secrets.token_hex(4)}"
         with self._or_forget(version):
             self._workers.some(self._ranks, "hold_share", version, copy)
-        kept = (scale.factor, scale.good_steps) if scale is not None else None
-        return Copy(version, Manifest(step, self._config.seed, kept, tuple(due)))
+        return Copy(version, manifest)
 
     def _write(self, path: Path, copy: "Copy") -> None:
         from lp_pipe.pipeline.saving.dcp_writing import WholePlan

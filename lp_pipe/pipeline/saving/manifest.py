@@ -1,9 +1,10 @@
-"""What a checkpoint says of itself, beside the workers' shares."""
+"""What a checkpoint, or a mirror, says of itself, beside the workers' shares."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 from lp_pipe.errors import CheckpointError
+from lp_pipe.pipeline.compute.loss_scale import LossScale
 from lp_pipe.pipeline.results import StepResult
 
 METADATA = ".metadata"  # torch's own file; it comes last, so that what was never finished has none
@@ -13,19 +14,20 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class Manifest:
-    """step: finished optimizer steps. loss_scale: the state of a LossScale, where there is one.
+    """step: finished optimizer steps. loss_scale: of the next one, where there is one.
 
     due: results of finished steps that whoever loops over an asynchronous pipeline had not had yet.
     """
 
     step: int
     seed: int
-    loss_scale: tuple[float, int] | None = None
+    loss_scale: LossScale | None = None
     due: tuple[StepResult, ...] = ()
 
     def as_entry(self) -> dict[str, Any]:
         """Of plain values, which torch.load(weights_only=True) reads."""
-        return {"format": _FORMAT, **asdict(self)}
+        scale = None if self.loss_scale is None else astuple(self.loss_scale)
+        return {"format": _FORMAT, **asdict(self), "loss_scale": scale}
 
 
 def from_entry(entry: dict[str, Any], where: str) -> Manifest:
@@ -37,4 +39,5 @@ def from_entry(entry: dict[str, Any], where: str) -> Manifest:
     if entry.get("format") != _FORMAT:
         raise CheckpointError(f"{where} has format {entry.get('format')}; this version of lp_pipe reads {_FORMAT}")
     due = tuple(StepResult(**result) for result in entry.get("due", ()))  # older versions have none
-    return Manifest(entry["step"], entry["seed"], entry["loss_scale"], due)
+    scale = entry["loss_scale"]
+    return Manifest(entry["step"], entry["seed"], None if scale is None else LossScale(*scale), due)

@@ -1,7 +1,7 @@
 """What the actions of each stage take."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -99,7 +99,7 @@ def one_each(seconds: Seconds, count: int, what: str, unit: str) -> list[float]:
 def _recut(seconds: Seconds, stages: int, workers: int, what: str) -> list[float]:
     """Whether or not one count divides the other: stage s of n has the share from s/n to (s + 1)/n of the model."""
     given = as_float(seconds)
-    count = workers if isinstance(given, float) else len(given)
+    count = len(given) if isinstance(given, Sized) else workers
     pieces = one_each(seconds, count, what, "virtual stage")
     if not pieces:
         raise ScheduleError(f"{what} is empty: give one number, or one per virtual stage")

@@ -13,7 +13,7 @@ def as_int(value: Any) -> Any:
 def as_float(value: Any) -> Any:
     """A number as a float; all else, such as a list of them, as it is."""
     number = _inside(value)
-    return float(number) if isinstance(number, Real) else value
+    return float(number) if isinstance(number, Real) and not isinstance(number, bool) else value
 
 
 def is_count(value: Any) -> bool:

@@ -191,8 +191,8 @@ class Execution:
         """The first graph of each stage, for what would be trained by nobody."""
         stash = self._stages[action.stage].activation_stash[number]
         outputs = [*stash.outputs, *itertools.chain.from_iterable(stash.stashed.values())]
-        loss = operation.losses[action.microbatch][0] if action.microbatch in operation.losses else None
-        refuse_untrained(self._stages.values(), outputs, loss if self._route(action).is_last else None)
+        loss, _ = operation.losses.get(action.microbatch, (None, None))
+        refuse_untrained(self._stages.values(), outputs, loss)
         self._looked_through.add(action.stage)
 
     def _backward(self, action: Action, operation: Operation) -> None:

@@ -8,20 +8,17 @@ from typing import Any, NamedTuple
 from lp_pipe.channels.packing import copied
 from lp_pipe.context import context
 from lp_pipe.errors import PipelineError
-from lp_pipe.pipeline.compute.loss_scale import LossScale
-from lp_pipe.pipeline.results import StepResult
+from lp_pipe.pipeline.saving.manifest import Manifest
 from lp_pipe.rpc.pool import DaemonPool
 
 _KEPT = 2  # while the newest is on its way to its guard, the one before is what all can go back to
 
 
 class Mirror(NamedTuple):
-    """share: what a checkpoint would hold of a worker. due: as in a checkpoint's Manifest."""
+    """share: what a checkpoint would hold of a worker."""
 
-    step: int
-    scale: LossScale | None
+    manifest: Manifest
     share: dict[str, Any]
-    due: tuple[StepResult, ...] = ()
 
 
 class Mirrors:
@@ -48,13 +45,13 @@ class Mirrors:
         """
         self._guard = guards[(self._rank + 1) % len(guards)]
 
-    def mirror(self, step: int, scale: LossScale | None, due: tuple[StepResult, ...] = ()) -> None:
+    def mirror(self, manifest: Manifest) -> None:
         """Copy this worker's state in memory; the copy goes to the guard while training goes on.
 
         Waits until the one before has gone, so that no more than two are ever on their way.
         """
         self.settle_mirrors()
-        mirror = Mirror(step, scale, copied(self._share()), due)
+        mirror = Mirror(manifest, copied(self._share()))
         self.keep_mirror(self._rank, mirror)
         self._sent = self._sending.start(lambda: self._guard.keep_mirror(self._rank, mirror))
 
@@ -67,7 +64,7 @@ class Mirrors:
         """Hold a worker's state, and the one before; forget older ones."""
         with self._lock:
             held = self._held.setdefault(rank, {})
-            held[mirror.step] = mirror
+            held[mirror.manifest.step] = mirror
             for step in sorted(held)[:-_KEPT]:
                 del held[step]
 
@@ -81,8 +78,8 @@ class Mirrors:
         with self._lock:
             return self._held[rank][step]
 
-    def go_back(self, step: int) -> tuple[LossScale | None, tuple[StepResult, ...]]:
-        """Take this worker's state after so many steps, from its own memory or its guard's; returns scale and due."""
+    def go_back(self, step: int) -> Manifest:
+        """Take this worker's state after so many steps, from its own memory or its guard's."""
         with self._lock:
             mirror = self._held.get(self._rank, {}).get(step)
         if mirror is None:
@@ -90,7 +87,7 @@ class Mirrors:
             self.keep_mirror(self._rank, mirror)
         self._adopt(copied(mirror.share))  # optimizers go on in the very tensors that they are given
         self.forget_mirrors(step + 1)
-        return mirror.scale, mirror.due
+        return mirror.manifest
 
     def forget_mirrors(self, first: int = 0) -> None:
         """From that step on: the state is another one now, of which they are no past."""

@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,3 +57,10 @@ def test_a_model_is_cut_into_more_stages_or_fewer(
 ) -> None:
     costs = Costs(forward=forward, backward_input=0, backward_weight=0).cut_into(stages, workers=2)
     assert costs.forward == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("forward", [None, True, "1.0"], ids=["none", "bool", "text"])
+def test_what_is_no_number_of_seconds_is_refused_where_a_model_is_cut(forward: Any) -> None:
+    costs = Costs(forward=forward, backward_input=1.0, backward_weight=1.0)
+    with pytest.raises(ScheduleError, match=r"costs.forward is .*: give seconds, one number or one per"):
+        costs.cut_into(4, workers=2)

@@ -11,6 +11,7 @@ from torch import nn
 
 import lp_pipe as lp
 import lp_pipe.pipeline as pp
+from lp_pipe.pipeline.saving.manifest import Manifest
 from lp_pipe.pipeline.worker.mirrors import Mirror, Mirrors, common_steps
 from lp_pipe.pipeline.worker.worker import StageWorker
 from lp_pipe.telemetry import waits
@@ -129,7 +130,7 @@ def test_a_mirror_that_was_on_its_way_does_not_come_after_going_back(monkeypatch
     arrived: list[int] = []
 
     def keep_slowly(mirrors: Mirrors, rank: int, mirror: Mirror) -> None:
-        if rank != mirrors._rank and mirror.step == 2:
+        if rank != mirrors._rank and mirror.manifest.step == 2:
             assert may_come.wait(30.0)
             arrived.append(rank)
         keep(mirrors, rank, mirror)
@@ -164,7 +165,7 @@ def test_the_conductor_keeps_a_mirror_while_all_its_threads_wait_for_operations(
         evaluations = [conductor.futures.evaluate(BATCHES[:1]) for _ in range(max(pool.size for pool in waits.pools()))]
         until(lambda: any(pool.active >= pool.size for pool in waits.pools()))
         try:
-            conductor.futures.keep_mirror(1, Mirror(1, None, {})).result(10.0)
+            conductor.futures.keep_mirror(1, Mirror(Manifest(1, 0), {})).result(10.0)
         finally:
             may_go_on.set()
         assert all(evaluation.result(30.0) == pipeline.evaluate(BATCHES[:1]) for evaluation in evaluations)
