@@ -324,7 +324,7 @@ def test_nobody_there(socket_home: Any) -> None:
         lp.CourierClient(f"unix:{socket_home}/nobody", wait_for_ready=False).back(1)
     with pytest.raises(lp.Unavailable):
         lp.CourierClient(f"unix:{socket_home}/nobody", wait_for_ready=False).futures.back(1).result(WITHIN_S)
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < WITHIN_S
     with pytest.raises(lp.DeadlineExceeded):
         lp.CourierClient(f"unix:{socket_home}/nobody", call_timeout=0.2).back(1)
 
