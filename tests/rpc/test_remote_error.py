@@ -126,7 +126,7 @@ ARGUMENTS = {
     "UnicodeTranslateError": ("x", 0, 1, "bad"),
     "ExceptionGroup": ("group", [ValueError(1)]),
     "BaseExceptionGroup": ("group", [KeyboardInterrupt()]),
-    **dict.fromkeys(("SyntaxError", "IndentationError", "TabError"), ("message",)),
+    **dict.fromkeys(("SyntaxError", "IndentationError", "TabError", "_IncompleteInputError"), ("message",)),
 }
 BUILTINS = [
     kind

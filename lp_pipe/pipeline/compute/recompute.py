@@ -226,9 +226,10 @@ class _Frame:
     def _until_all_are_filled(self) -> Iterator[None]:
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             if not self._is_over:  # _AllFilled comes out of TorchScript as a RuntimeError
                 raise
+            error.__traceback__ = None  # a cycle from Python 3.12 on, in which the layers' locals are: activations
 
     def _differs(self, how: str) -> PipelineError:
         return PipelineError(

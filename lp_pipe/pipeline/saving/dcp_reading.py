@@ -141,6 +141,7 @@ class _DataOnly(pickle.Unpickler):
             ("torch", "Size"),
             ("torch.serialization", "_get_layout"),
             ("pathlib", "PosixPath"),
+            ("pathlib._local", "PosixPath"),  # of Python 3.13
             ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
             *(
                 ("torch.distributed.checkpoint.metadata", name)

@@ -64,6 +64,11 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
+def is_stopped(stat: Path) -> bool:
+    """A thread, by its file in /proc."""
+    return stat.read_text().rpartition(")")[2].split()[0] == "T"
+
+
 def reported(run: lp.Run, *texts: str) -> str:
     """The reports, once they hold all of these."""
     deadline = time.monotonic() + PATIENCE_S
@@ -337,6 +342,7 @@ def test_a_frozen_process_is_named_as_one_that_does_not_answer(no_leaks: None, t
         assert run.client("actor").ask() == "done"
         pid = run.status()["server"][0]["pid"]
         os.kill(pid, signal.SIGSTOP)
+        until(lambda: all(is_stopped(stat) for stat in Path(f"/proc/{pid}/task").glob("*/stat")))  # not all at once
         try:
             call = run.client("actor").futures.ask()
             reported(run, "for a reply of server/0.block()", "server/0's process has not answered for")
