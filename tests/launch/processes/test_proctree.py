@@ -22,6 +22,7 @@ def test_a_process_may_have_any_bytes_for_its_name() -> None:
 
 
 def test_a_process_is_dying_once_its_connections_have_closed() -> None:
-    with subprocess.Popen([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], stdout=subprocess.PIPE) as child:
-        assert child.stdout is not None and child.stdout.read() == b""  # closed by the kernel, before anybody waits for it
+    killed = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
+    with subprocess.Popen(killed, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None and child.stdout.read() == b""  # closed by the kernel
         assert is_dying(child.pid)
