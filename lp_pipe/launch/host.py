@@ -62,6 +62,10 @@ class Host(ABC):
     def stacks(self) -> str:
         """The Python stacks of every running node, as text."""
 
+    def dying(self) -> Mapping[str, int]:
+        """The pids, by node_id, of those processes that have ended and whose ends nobody was told of yet."""
+        return {}
+
     def look(self, old_s: float) -> list[View]:
         """Whom its processes wait for and serve; returns at once.
 

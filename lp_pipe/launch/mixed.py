@@ -86,6 +86,9 @@ class MixedHost(Host):
     def stacks(self) -> str:
         return f"{self._threads.stacks()}\n{self._processes.stacks()}"
 
+    def dying(self) -> Mapping[str, int]:
+        return self._processes.dying()
+
     def look(self, old_s: float) -> list[View]:
         return self._processes.look(old_s)
 

@@ -30,6 +30,7 @@ from lp_pipe.launch.processes import os_text, standard_streams
 from lp_pipe.launch.processes.descriptors import check_descriptors
 from lp_pipe.launch.processes.exits import ExitQueue
 from lp_pipe.launch.processes.node_stream import NodeStream
+from lp_pipe.launch.processes.proctree import is_dying
 from lp_pipe.launch.processes.socket_dir import make_socket_dir
 from lp_pipe.launch.processes.template import MARK, Template
 from lp_pipe.launch.processes.threads import thread_environment
@@ -91,6 +92,7 @@ class ProcessHost(Host):
         self._preload = preload
         self._orphan_s = orphan_s
         self._streams: dict[str, NodeStream] = {}
+        self._pids: dict[str, int] = {}  # by node_id: of processes whose ends nobody was told of
         self._faults: dict[str, wire.Fault] = {}
         self.past_hits: Counter[str] = Counter()  # of faults in processes that have ended
         self._log_dir = plan.run_dir / "logs"
@@ -108,7 +110,7 @@ class ProcessHost(Host):
             self.socket_dir = make_socket_dir()  # not before there is somebody whom a Ctrl+C lets remove it
             self._listener = connections.listen(f"unix:{self.socket_dir}/coordinator", self._accept)
             self._exits.start()
-            told = self._coordinator.node_started, self._on_exit, self._on_template_lost
+            told = self._on_start, self._on_exit, self._on_template_lost
             self._template = Template(*told, self._preload, self._orphan_s, self.socket_dir)
             self.mark = self._template.mark[MARK]
             threading.Thread(target=self._ping, args=(self._template,), name="launcher pings", daemon=True).start()
@@ -155,6 +157,9 @@ class ProcessHost(Host):
         asked = [(node_id, stream.ask_stacks()) for node_id, stream in list(self._streams.items())]
         due = time.monotonic() + _STACKS_PATIENCE_S  # for all: several may be stopped, and who asks waits 5 s
         return "\n".join(f"node {name}\n{_answer_of(answer, due)}" for name, answer in asked if answer is not None)
+
+    def dying(self) -> Mapping[str, int]:
+        return {node_id: pid for node_id, pid in list(self._pids.items()) if is_dying(pid)}
 
     def look(self, old_s: float) -> list[View]:
         return [stream.look(old_s) for stream in list(self._streams.values())]
@@ -239,6 +244,10 @@ class ProcessHost(Host):
         if self._coordinator.must_end(node_id):
             stream.send(stop=wire.Stop())
 
+    def _on_start(self, node_id: str, pid: int) -> None:
+        self._pids[node_id] = pid
+        self._coordinator.node_started(node_id, pid)
+
     def _on_exit(self, node_id: str, how: str) -> None:
         self._exits.put(lambda deadline: self._process_ended(node_id, how, deadline))
 
@@ -258,6 +267,7 @@ class ProcessHost(Host):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(f"{self.socket_dir}/{address}")
         self._report_death(node_id, how, deadline, can_restart)
+        self._pids.pop(node_id, None)
         self._coordinator.node_down(node_id)
 
     def _report_death(self, node_id: str, how: str, deadline: float, can_restart: bool) -> None:

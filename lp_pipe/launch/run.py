@@ -54,7 +54,7 @@ class Run:
         self._has_started = threading.Event()
         self._is_over = threading.Event()
         self._interrupts = Interrupts(hurry=lambda: coordinator.request_stop(hurry=True))
-        self._services = LauncherServices(coordinator)
+        self._services = LauncherServices(coordinator, host)
         self.has_raised_failure = False
         self.has_faulty_connections = faulty.is_enabled()
         publish(coordinator.plan.owners, self._services)
@@ -219,7 +219,10 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.stop()
+        try:
+            self._services.first_failure()  # of a process that has died by now: the stop is not what ended it
+        finally:
+            self.stop()
         failure: NodeError | None = described_failure(self._coordinator, self._host)
         if failure is None:
             return

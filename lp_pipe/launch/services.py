@@ -5,6 +5,7 @@ from concurrent.futures import Future
 
 from lp_pipe.errors import Unavailable
 from lp_pipe.launch.coordination.coordinator import Coordinator
+from lp_pipe.launch.host import Host
 from lp_pipe.telemetry.numbers import as_numbers
 
 
@@ -27,8 +28,9 @@ class _OutsideOfNodes:
 class LauncherServices(_OutsideOfNodes):
     """NodeServices for clients made in the launching process."""
 
-    def __init__(self, coordinator: Coordinator) -> None:
+    def __init__(self, coordinator: Coordinator, host: Host) -> None:
         self._coordinator = coordinator
+        self._host = host
 
     def endpoint_for(self, address: str) -> str:
         return self._coordinator.endpoint_for(address)
@@ -40,7 +42,7 @@ class LauncherServices(_OutsideOfNodes):
         return self._coordinator.reserve_port(address)
 
     def first_failure(self) -> Exception | None:
-        return self._coordinator.settled_failure()
+        return self._coordinator.settled_failure(self._host.dying())
 
     def request_stop(self) -> None:
         self._coordinator.request_stop()

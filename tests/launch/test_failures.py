@@ -393,6 +393,13 @@ def test_a_call_to_a_process_that_dies_is_unavailable_and_later_calls_too(no_lea
         run.wait(WITHIN_S)
 
 
+def test_a_death_that_only_a_broken_call_tells_of_is_raised_at_the_end_of_the_block(no_leaks: None) -> None:
+    # The launcher hears of a process's end later than its clients do, and took it for one of those that it had stopped.
+    program = one_node(lp.CourierNode(Pid))
+    with pytest.raises(lp.NodeError, match="exit code 3"), lp.launch(program, "process") as run:
+        assert "exit code 3" in str(run.client("node").futures.exit(3).exception(WITHIN_S))
+
+
 def test_a_node_that_ignores_stop_is_killed_after_the_grace(no_leaks: None) -> None:
     def stubborn() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

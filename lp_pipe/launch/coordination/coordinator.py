@@ -252,10 +252,13 @@ class Coordinator:
         """The first failure, as `wait()` raises it."""
         return next(iter(self.failures()), None)
 
-    def settled_failure(self) -> NodeError | None:
-        """As `failure`; while there is nothing but an echo, wait for its cause."""
+    def settled_failure(self, dying: Mapping[str, int]) -> NodeError | None:
+        """As `failure`; while there is nothing but an echo, wait for its cause.
+
+        dying: pids by node_id, of processes whose ends are still to be told; wait for these, too.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._lives.verdict.due_at is None, 2 * ECHO_PATIENCE_S)
+            self._changed.wait_for(lambda: self._lives.are_settled(dying), 2 * ECHO_PATIENCE_S)
         return self.failure()
 
     def failures(self) -> list[NodeError]:

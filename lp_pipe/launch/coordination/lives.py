@@ -1,7 +1,7 @@
 """What becomes of a program's processes and threads when they end, by the policies of their groups."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from lp_pipe.launch.coordination.record import Failure, NodeRecord
@@ -56,6 +56,11 @@ class Lives:
         if is_echo and spec.node_id != record.spec.node_id:  # what it says itself is about a neighbour
             return f"{cause}; then node {record.spec.node_id} failed, too"
         return record.why_gone
+
+    def are_settled(self, dying: Mapping[str, int]) -> bool:
+        """Whether it is known what has ended these processes (pids by node_id), and which failure was the first."""
+        ends = ((self.nodes[node_id], pid) for node_id, pid in dying.items())
+        return self.verdict.due_at is None and not any(node.is_alive and node.pid == pid for node, pid in ends)
 
     def started(self, node_id: str, pid: int) -> None:
         record = self.nodes[node_id]

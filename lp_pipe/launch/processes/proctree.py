@@ -5,6 +5,8 @@ import os
 import signal
 from collections.abc import Iterable
 
+_PF_EXITING = 0x4  # of the flags in /proc/PID/stat
+
 
 def tree_of(pid: int) -> list[int]:
     """All living descendants of a process, parents before children; empty where there is no /proc."""
@@ -38,6 +40,12 @@ def start_time(pid: int) -> int:
         return int(_exists(pid))
     fields = _stat_of(pid)
     return 0 if not fields or fields[0] in b"ZX" else int(fields[19])
+
+
+def is_dying(pid: int) -> bool:
+    """Whether it has begun to end, or has ended: the kernel says so before it closes a process's connections."""
+    fields = _stat_of(pid)
+    return os.path.isdir("/proc/self") and (not fields or fields[0] in b"ZX" or bool(int(fields[6]) & _PF_EXITING))
 
 
 def session_of(pid: int) -> int:

@@ -117,6 +117,12 @@ class Zygote:
                 heard = time.monotonic()
         self._clean_up(is_orderly=self._is_done)
 
+    def close(self) -> None:
+        """For `python -X dev`, which names each socket that nobody has closed."""
+        signal.set_wakeup_fd(-1)
+        for end in (self._control, self._wake, self._wake_write):
+            end.close()
+
     def _serve_one(self) -> bool:
         try:
             received = receive_message(self._control)
@@ -294,7 +300,8 @@ def main(control_fd: int, launcher_pid: int, preload: list[str], orphan_s: float
     except ProcessLookupError:
         shutil.rmtree(socket_dir, ignore_errors=True)
         sys.exit("the launcher ended before its template process was up")
-    zygote.serve()
+    with contextlib.closing(zygote):
+        zygote.serve()
 
 
 if __name__ == "__main__":

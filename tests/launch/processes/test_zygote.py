@@ -124,3 +124,16 @@ def test_a_killed_template_is_told_with_what_kills_processes(tmp_path: Path, no_
     os.kill(psutil.Process(run.client(steady).pid()).ppid(), signal.SIGKILL)
     with pytest.raises(lp.NodeError, match=r"had started it ended: killed by SIGKILL \(.* when memory ran out"):
         run.wait(60)
+
+
+def test_nothing_is_left_unclosed_for_python_to_warn_of(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import lp_pipe as lp\n"
+        "program = lp.Program('quiet')\n"
+        "program.add_node(lp.PyNode(print, 'ran'), label='node')\n"
+        "lp.launch(program, 'process').wait()\n"
+    )
+    command = [sys.executable, "-X", "dev", "-W", "error::ResourceWarning", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "") and "ran" in done.stdout
