@@ -62,7 +62,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser.add_argument("target", metavar="TARGET", help="path/file.py[:name] or package.module[:name]")
     parser.add_argument("--mode", type=_mode, default="process", help=f"{', '.join(MODES)} (default: process)")
     parser.add_argument(
-        "--run-dir", type=Path, metavar="DIR", help="logs, metrics, checkpoints (default: a new runs/…)"
+        "--run-dir", type=_folder, metavar="DIR", help="logs, metrics, checkpoints (default: a new runs/…)"
     )
     parser.add_argument(
         "--resume",
@@ -221,6 +221,12 @@ def _mode(text: str) -> str:
     if text not in MODES:
         raise UsageError(f"unknown mode {text!r}{nearest(text, MODES)} (modes: {', '.join(MODES)})")
     return text
+
+
+def _folder(text: str) -> Path:
+    if not text:  # --run-dir=$UNSET
+        raise UsageError("--run-dir= names no folder: `--run-dir=.` is this one")
+    return Path(text)
 
 
 def _grace(text: str) -> float:

@@ -84,15 +84,19 @@ def _parse(own: list[str], program_flags: list[str]) -> argparse.Namespace:
     parser, options = _parser([command] if command else COMMANDS)
     arguments, unknown = parser.parse_known_args(own)
     if unknown:
-        raise UsageError(_unknown(own[0], unknown, options))
+        raise UsageError(_unknown(command, unknown, options))
     if program_flags and command not in _WITH_PROGRAM_FLAGS:
         raise UsageError(f"`lp_pipe {command}` takes no flags of a program: leave out -- {' '.join(program_flags)}")
     return arguments
 
 
-def _unknown(command: str, unknown: Sequence[str], options: Sequence[str]) -> str:
+def _unknown(command: str | None, unknown: Sequence[str], options: Sequence[str]) -> str:
     """What is said of arguments that the command does not have."""
     flags = " ".join(unknown)
+    if command is None:
+        return f"{unknown[0]} stands before the command: options come behind it, as in lp_pipe launch TARGET --json"
+    if unknown[0] == "-m" and command in _WITH_PROGRAM_FLAGS:
+        return f"a module is given by its name alone: lp_pipe {command} package.module"
     meant = nearest(unknown[0].partition("=")[0], options, _LIKE_AN_OPTION)
     if command in _WITH_PROGRAM_FLAGS:
         hint = f"flags of the program itself come after `--`: -- {flags}"

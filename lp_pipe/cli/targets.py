@@ -4,6 +4,7 @@ import importlib
 import importlib.machinery
 import importlib.util
 import inspect
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -23,6 +24,8 @@ _LAUNCHES = (
     "lp_pipe imports this file for its program, and launches that itself: "
     'put the file\'s own launch below `if __name__ == "__main__":`'
 )
+_CALL_LAUNCHES = "lp_pipe calls {} for its program, and launches that itself: give a function that returns it"
+_MAIN_GUARD = re.compile(r"^if\s+__name__\s*==", re.MULTILINE)
 
 
 class Target(NamedTuple):
@@ -82,7 +85,8 @@ def _load(text: str, program_flags: Sequence[str]) -> tuple[Target, str, Any]:
 
 
 def _made(text: str, target: Target, name: str, function: Callable[[], Any]) -> Program:
-    made = _guarded(text, function)
+    with launches_refused(_CALL_LAUNCHES.format(f"{target.place}:{name}")):
+        made = _guarded(text, function)
     if not isinstance(made, Program):
         raise UsageError(f"{target.place}:{name} returned {type(made).__name__}, but a Program is needed")
     return made
@@ -175,9 +179,24 @@ def _no_such_name(target: Target, module: ModuleType) -> str:
         and not isinstance(value, type)
     }
     known = [name for name, value in vars(module).items() if isinstance(value, Program) or name in own]
-    if not target.name:
-        return f"{target.place} has neither `program` nor `make_program`; name yours: {target.place}:NAME"
-    return f"{target.place} has no {target.name!r}{nearest(target.name, known)}"
+    programs = [name for name, value in vars(module).items() if isinstance(value, Program)]
+    if target.name:
+        return f"{target.place} has no {target.name!r}{nearest(target.name, known) or _below_main(module)}"
+    if programs:
+        names = f"{len(programs)} programs" if len(programs) > 1 else "a program of another name"
+        return f"{target.place} has {names}; name one: {' or '.join(f'{target.place}:{name}' for name in programs)}"
+    hint = _below_main(module) or f"; name yours: {target.place}:NAME"
+    return f"{target.place} has neither `program` nor `make_program`{hint}"
+
+
+def _below_main(module: ModuleType) -> str:
+    """A hint, where the file has something that only runs when it is a script."""
+    try:
+        has_guard = _MAIN_GUARD.search(inspect.getsource(module))
+    except (OSError, TypeError):  # no source to be had
+        has_guard = None
+    why = '; what is below `if __name__ == "__main__":` does not run here: make the program above it, or in a function'
+    return why if has_guard else ""
 
 
 def _takes(function: Callable[..., Any], *arguments: Any) -> bool:
@@ -202,4 +221,12 @@ def own_failure(text: str, error: Exception) -> str:
     full = "".join(traceback.format_exception(error))
     frames = [line for line in fold_traceback(full, Path.cwd()) if not line.startswith("  …")]
     first_line = next(iter(str(error).splitlines()), "")
-    return "\n  ".join([f"{text} raised {type(error).__name__}: {first_line}", *frames])
+    return "\n  ".join([f"{text} raised {type(error).__name__}: {first_line}{_as_module(text, error)}", *frames])
+
+
+def _as_module(text: str, error: Exception) -> str:
+    """For a file whose relative imports need its package, which only a module's name tells: the target to give."""
+    file = Path(Target.parse(text).place)
+    if "relative import" not in str(error) or file.suffix != ".py" or file.is_absolute() or ".." in file.parts:
+        return ""
+    return f"; give it as a module: {'.'.join(file.with_suffix('').parts)}"

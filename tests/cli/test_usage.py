@@ -64,6 +64,11 @@ WRONG = {
     "launch demo.py -- --stages=0": (
         "demo.py: flag --stages=0: 0 is not a positive integer; `-- --help` lists the program's flags"
     ),
+    "launch demo.py --run-dir=": "--run-dir= names no folder: `--run-dir=.` is this one",  # it was this one
+    "--json launch demo.py": (
+        "--json stands before the command: options come behind it, as in lp_pipe launch TARGET --json"
+    ),
+    "launch -m demo": "a module is given by its name alone: lp_pipe launch package.module",
     "graph demo.py -o graph.png": "-o graph.png: the file's name must end in one of .svg, .dot, .json",
     "graph demo.py -o no/graph.svg": "cannot write no/graph.svg: No such file or directory",
 }
