@@ -56,7 +56,10 @@ def load_program(text: str, program_flags: Sequence[str]) -> Program:
     target, name, found = _load(text, program_flags)
     if not isinstance(found, Program):
         if not _takes(found):
-            raise UsageError(f"{target.place}:{name} needs arguments; a target function is called without any")
+            raise UsageError(
+                f"{target.place}:{name} needs arguments; a target function is called without any: give them defaults, "
+                "or read them from the program's flags in it (lp_pipe launch … -- --name=value)"
+            )
         found = _made(text, target, name, found)
     check_answered(text, program_flags)
     return found
@@ -164,10 +167,18 @@ def _find_name(target: Target, module: ModuleType) -> tuple[str, Any]:
     found = getattr(module, names[0])
     if isinstance(found, Program):
         return names[0], found
-    if isinstance(found, type) or not callable(found):
-        kind = "a class" if isinstance(found, type) else f"of type {type(found).__name__}"
-        raise UsageError(f"{target.place}:{names[0]} is {kind}, not a Program or a function that returns one")
+    if wrong := _no_maker(found):
+        raise UsageError(f"{target.place}:{names[0]} is {wrong}, not a Program or a function that returns one")
     return names[0], found
+
+
+def _no_maker(found: object) -> str:
+    """What it is, if it cannot be called for a program."""
+    if isinstance(found, type):
+        return "a class"
+    if inspect.iscoroutinefunction(found):
+        return "async def"
+    return "" if callable(found) else f"of type {type(found).__name__}"
 
 
 def _no_such_name(target: Target, module: ModuleType) -> str:

@@ -23,6 +23,8 @@ def make_program():
     return program
 
 def with_arguments(stages): return make_program()
+
+async def waits(): return make_program()
 """
 
 WRONG = {
@@ -42,7 +44,11 @@ WRONG = {
     "launch json": "json has neither `program` nor `make_program`; name yours: json:NAME",
     "launch demo.py:number": "demo.py:number is of type int, not a Program or a function that returns one",
     "launch demo.py:work": "demo.py:work returned NoneType, but a Program is needed",
-    "launch demo.py:with_arguments": "demo.py:with_arguments needs arguments; a target function is called without any",
+    "launch demo.py:with_arguments": (
+        "demo.py:with_arguments needs arguments; a target function is called without any: give them defaults, or "
+        "read them from the program's flags in it (lp_pipe launch … -- --name=value)"
+    ),
+    "launch demo.py:waits": "demo.py:waits is async def, not a Program or a function that returns one",
     "launch demo.py --mode=proces": (
         "unknown mode 'proces'; did you mean 'process'? (modes: thread, process, multi_host)"
     ),
