@@ -115,8 +115,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
                         run = launch(program, arguments.mode, **options)
                     else:
                         run = launch_elastic(make, arguments.elastic, **options)
-                (run.run_dir / "graph.svg").write_text(to_svg(view), encoding="utf-8")
-                result = _wait(run, display)
+                result = _wait(run, display, view)
             with _whoever_listens():
                 display.ended(result, run.status())
             return result.exit_status
@@ -157,9 +156,10 @@ def _explained(target: str, new_folder: Path | None) -> Iterator[None]:
         raise NotLaunched(f"cannot launch {target}: {error}") from error
 
 
-def _wait(run: Run | ElasticRun, display: Display) -> ending.Ending:
+def _wait(run: Run | ElasticRun, display: Display, view: GraphView) -> ending.Ending:
     began = time.monotonic()
     try:
+        (run.run_dir / "graph.svg").write_text(to_svg(view), encoding="utf-8")  # in here: the nodes run by now
         display.started()
         while not run.is_over:
             display.status(run.status())

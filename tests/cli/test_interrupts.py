@@ -121,6 +121,23 @@ def test_a_terminal_that_is_closed_stops_the_nodes_in_order(folder: Path, option
     assert len(list(folder.glob("out/saved-*"))) == 3
 
 
+INTERRUPTED_ONCE_STARTED = """
+import signal, sys
+from lp_pipe.cli import launch, main
+
+launch.to_svg = lambda view: signal.raise_signal(signal.SIGINT)
+sys.exit(main.main())
+"""
+
+
+def test_an_interrupt_as_soon_as_the_nodes_are_started_stops_them_in_order(folder: Path) -> None:
+    """While graph.svg was written it left them to the end of the process, in thread mode before they had stopped."""
+    command = [sys.executable, "-c", INTERRUPTED_ONCE_STARTED, "launch", "waiting.py", "--mode=thread", "--run-dir=out"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert done.returncode == 130
+    assert "interrupted; 3 nodes stopped in " in done.stderr
+
+
 def test_an_interrupt_while_the_target_is_imported_is_one_line(start: Start, folder: Path) -> None:
     (folder / "slow.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
     for number, expected in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
