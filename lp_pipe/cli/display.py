@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from lp_pipe.cli.ending import Ending
 from lp_pipe.cli.output import labelled
+from lp_pipe.cli.streams import say
 from lp_pipe.graph import GraphView, to_text
 from lp_pipe.telemetry.metrics import MetricsRecord
 
@@ -54,7 +55,7 @@ class Display:
 
     def note(self, text: str) -> None:
         """Something that the user must know now."""
-        print(text, file=sys.stderr, flush=True)
+        say(text)
 
     def ended(self, ending: Ending, status: Status) -> None:
         """The last words; failures and interruptions go to stderr. The last line says where the run's folder is."""

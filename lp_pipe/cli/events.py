@@ -55,7 +55,8 @@ class JsonDisplay(Display):
 
     def note(self, text: str) -> None:
         self._emit("note", text=text)
-        print(text, file=self._stderr, flush=True)
+        with contextlib.suppress(OSError):  # a closed terminal; the stop goes on
+            print(text, file=self._stderr, flush=True)
 
     def ended(self, ending: Ending, status: Status) -> None:
         for label, rows in status.items():

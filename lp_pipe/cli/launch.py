@@ -19,6 +19,7 @@ from lp_pipe.cli.events import JsonDisplay
 from lp_pipe.cli.live import LiveDisplay
 from lp_pipe.cli.plan_option import add_plan_options, load_planned
 from lp_pipe.cli.runs import find_ended_run
+from lp_pipe.cli.streams import drop_unwritten
 from lp_pipe.cli.targets import load_maker
 from lp_pipe.errors import LpPipeError, NodeError
 from lp_pipe.graph import GraphView, to_svg
@@ -42,8 +43,9 @@ examples:
   lp_pipe launch examples/char_gpt.py --resume=runs/…    go on from the newest checkpoint of a run that has ended
   lp_pipe launch my_package.train:make_program --json | jq 'select(.event == "metrics")'
 
-Ctrl+C once stops the nodes in order, twice kills them. Exit status: 0 done, 1 a node failed, 2 wrong usage,
-3 could not launch (the target's own code raised, too), 130 Ctrl+C, 143 SIGTERM.
+Ctrl+C once stops the nodes in order, twice kills them; SIGTERM, too. A terminal that is closed (SIGHUP) stops them in
+order: `nohup lp_pipe launch … &` goes on without it. Exit status: 0 done, 1 a node failed, 2 wrong usage, 3 could not
+launch (the target's own code raised, too), 130 Ctrl+C, 143 SIGTERM, 129 SIGHUP.
 """
 
 
@@ -60,7 +62,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser.add_argument("target", metavar="TARGET", help="path/file.py[:name] or package.module[:name]")
     parser.add_argument("--mode", type=_mode, default="process", help=f"{', '.join(MODES)} (default: process)")
     parser.add_argument(
-        "--run-dir", type=Path, metavar="DIR", help="logs, metrics, checkpoints (default: a new runs/…)"
+        "--run-dir", type=_folder, metavar="DIR", help="logs, metrics, checkpoints (default: a new runs/…)"
     )
     parser.add_argument(
         "--resume",
@@ -113,9 +115,9 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
                         run = launch(program, arguments.mode, **options)
                     else:
                         run = launch_elastic(make, arguments.elastic, **options)
-                (run.run_dir / "graph.svg").write_text(to_svg(view), encoding="utf-8")
-                result = _wait(run, display)
-            display.ended(result, run.status())
+                result = _wait(run, display, view)
+            with _whoever_listens():
+                display.ended(result, run.status())
             return result.exit_status
 
 
@@ -154,9 +156,10 @@ def _explained(target: str, new_folder: Path | None) -> Iterator[None]:
         raise NotLaunched(f"cannot launch {target}: {error}") from error
 
 
-def _wait(run: Run | ElasticRun, display: Display) -> ending.Ending:
+def _wait(run: Run | ElasticRun, display: Display, view: GraphView) -> ending.Ending:
     began = time.monotonic()
     try:
+        (run.run_dir / "graph.svg").write_text(to_svg(view), encoding="utf-8")  # in here: the nodes run by now
         display.started()
         while not run.is_over:
             display.status(run.status())
@@ -164,7 +167,8 @@ def _wait(run: Run | ElasticRun, display: Display) -> ending.Ending:
         run.wait()
     except KeyboardInterrupt:
         began = time.monotonic()
-        again = "a second SIGTERM kills" if run.interrupted_by == signal.SIGTERM else "Ctrl+C again to kill"
+        is_key = run.interrupted_by in (signal.SIGINT, None)
+        again = "Ctrl+C again to kill" if is_key else "a second SIGTERM kills"
         with contextlib.suppress(KeyboardInterrupt):  # a second one, before stop() keeps it out
             display.note(f"stopping ({again}) …")
             run.stop()
@@ -178,6 +182,15 @@ def _wait(run: Run | ElasticRun, display: Display) -> ending.Ending:
         run.stop()
         display.status(run.status())
     return ending.done(run, time.monotonic() - began)
+
+
+@contextlib.contextmanager
+def _whoever_listens() -> Iterator[None]:
+    """`| head`, a closed terminal, a full disk: nobody hears how the run has ended, but the exit status says it."""
+    try:
+        yield
+    except OSError:
+        drop_unwritten()
 
 
 def _make_display(is_json: bool) -> Display:
@@ -201,13 +214,19 @@ def _sigterm_like_ctrl_c() -> Iterator[None]:
 
 
 def _raise_terminated(number: int, frame: FrameType | None) -> None:
-    raise Terminated("received SIGTERM")
+    raise Terminated(number)
 
 
 def _mode(text: str) -> str:
     if text not in MODES:
         raise UsageError(f"unknown mode {text!r}{nearest(text, MODES)} (modes: {', '.join(MODES)})")
     return text
+
+
+def _folder(text: str) -> Path:
+    if not text:  # --run-dir=$UNSET
+        raise UsageError("--run-dir= names no folder: `--run-dir=.` is this one")
+    return Path(text)
 
 
 def _grace(text: str) -> float:

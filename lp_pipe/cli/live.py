@@ -1,5 +1,6 @@
 """The live display on a terminal: a table of nodes with their newest metrics; log lines scroll by above it."""
 
+import contextlib
 import sys
 import threading
 import time
@@ -57,7 +58,8 @@ class LiveDisplay(Display):
 
     def close(self) -> None:
         self._live.transient = not self._status  # a launch that failed leaves no empty table behind
-        self._live.stop()
+        with contextlib.suppress(OSError):  # the terminal was closed
+            self._live.stop()
 
     def _render(self) -> RenderableType:
         with self._lock:

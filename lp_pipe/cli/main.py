@@ -3,8 +3,6 @@
 import argparse
 import errno
 import importlib.metadata
-import io
-import os
 import platform
 import signal
 import sys
@@ -13,8 +11,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
-from lp_pipe.cli.errors import INTERRUPTED, NOT_LAUNCHED, CommandError, UsageError, nearest
-from lp_pipe.launch.processes import standard_streams
+from lp_pipe.cli import streams
+from lp_pipe.cli.errors import DONE, INTERRUPTED, NOT_LAUNCHED, CommandError, UsageError, nearest
 from lp_pipe.launch.signals import Terminated
 
 # A module of this folder each, imported when it is asked for: some take longer than what they do.
@@ -36,48 +34,39 @@ examples:
 `lp_pipe COMMAND --help` says more.
 """
 _READER_GONE = INTERRUPTED + signal.SIGPIPE
+_CANNOT_PRINT = (errno.ENOSPC, errno.EIO)  # a full disk; a terminal that was closed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's); returns the exit status."""
-    _prepare_streams()
-    given = list(sys.argv[1:] if argv is None else argv)
-    own, program_flags = _split(given)
+    streams.prepare()
     try:
-        arguments = _parse(own, program_flags)
-        arguments.given = given
-        status: int = arguments.run(arguments, program_flags)
-        sys.stdout.flush()
+        return _run(list(sys.argv[1:] if argv is None else argv))
     except CommandError as error:
-        print(f"lp_pipe: {error}", file=sys.stderr)
+        streams.say(f"lp_pipe: {error}")
         return error.status
     except KeyboardInterrupt as error:
-        print("lp_pipe: interrupted", file=sys.stderr)
-        return INTERRUPTED + (signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
+        streams.say("lp_pipe: interrupted")
+        return error.code if isinstance(error, Terminated) else INTERRUPTED + signal.SIGINT
     except BrokenPipeError:  # such as `lp_pipe graph ... | head`
-        _drop_output()
         return _READER_GONE
     except OSError as error:
-        if error.errno != errno.ENOSPC or error.filename is not None:
+        if error.errno not in _CANNOT_PRINT or error.filename is not None:
             raise
-        _drop_output()
-        print(f"lp_pipe: cannot print: {error.strerror}", file=sys.stderr)
+        streams.say(f"lp_pipe: cannot print: {error.strerror}")
         return NOT_LAUNCHED
+    finally:
+        streams.drop_unwritten()
+
+
+def _run(given: list[str]) -> int:
+    own, program_flags = _split(given)
+    arguments = _parse(own, program_flags)
+    arguments.given = given
+    status: int = arguments.run(arguments, program_flags)
+    if status == DONE:  # else it says more than that nobody reads
+        sys.stdout.flush()
     return status
-
-
-def _prepare_streams() -> None:
-    """Python has None for those that are closed; and a terminal in Latin-1, say, has no arrow."""
-    standard_streams.open_closed()
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - until the process ends
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115 - until the process ends
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # as Python has it for stderr
-
-
-def _drop_output() -> None:
-    """What is left of it, which would be written at the end, cannot be."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:
@@ -95,15 +84,19 @@ def _parse(own: list[str], program_flags: list[str]) -> argparse.Namespace:
     parser, options = _parser([command] if command else COMMANDS)
     arguments, unknown = parser.parse_known_args(own)
     if unknown:
-        raise UsageError(_unknown(own[0], unknown, options))
+        raise UsageError(_unknown(command, unknown, options))
     if program_flags and command not in _WITH_PROGRAM_FLAGS:
         raise UsageError(f"`lp_pipe {command}` takes no flags of a program: leave out -- {' '.join(program_flags)}")
     return arguments
 
 
-def _unknown(command: str, unknown: Sequence[str], options: Sequence[str]) -> str:
+def _unknown(command: str | None, unknown: Sequence[str], options: Sequence[str]) -> str:
     """What is said of arguments that the command does not have."""
     flags = " ".join(unknown)
+    if command is None:
+        return f"{unknown[0]} stands before the command: options come behind it, as in lp_pipe launch TARGET --json"
+    if unknown[0] == "-m" and command in _WITH_PROGRAM_FLAGS:
+        return f"a module is given by its name alone: lp_pipe {command} package.module"
     meant = nearest(unknown[0].partition("=")[0], options, _LIKE_AN_OPTION)
     if command in _WITH_PROGRAM_FLAGS:
         hint = f"flags of the program itself come after `--`: -- {flags}"

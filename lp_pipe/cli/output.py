@@ -5,7 +5,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from lp_pipe.context import current_context
 
@@ -57,12 +57,16 @@ def redirected(on_line: OnLine) -> Iterator[None]:
 
 @contextmanager
 def labelled() -> Iterator[None]:
-    """Put the node's label before each line that a node which is a thread prints, as node processes have it."""
+    """Put the node's label before each line that a node which is a thread prints, as node processes have it.
+
+    Nor does a node fail because nobody reads any more (`| head`, a closed terminal, a full disk), as they do not.
+    """
     streams = {"stdout": sys.stdout, "stderr": sys.stderr}
 
     def write(stream: str, node: str | None, line: str) -> None:
-        streams[stream].write(f"[{node}] {line}\n" if node else f"{line}\n")
-        streams[stream].flush()
+        with suppress(OSError):
+            streams[stream].write(f"[{node}] {line}\n" if node else f"{line}\n")
+            streams[stream].flush()
 
     with redirected(write):
         yield

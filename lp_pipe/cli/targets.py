@@ -4,6 +4,7 @@ import importlib
 import importlib.machinery
 import importlib.util
 import inspect
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -23,6 +24,8 @@ _LAUNCHES = (
     "lp_pipe imports this file for its program, and launches that itself: "
     'put the file\'s own launch below `if __name__ == "__main__":`'
 )
+_CALL_LAUNCHES = "lp_pipe calls {} for its program, and launches that itself: give a function that returns it"
+_MAIN_GUARD = re.compile(r"^if\s+__name__\s*==", re.MULTILINE)
 
 
 class Target(NamedTuple):
@@ -53,7 +56,10 @@ def load_program(text: str, program_flags: Sequence[str]) -> Program:
     target, name, found = _load(text, program_flags)
     if not isinstance(found, Program):
         if not _takes(found):
-            raise UsageError(f"{target.place}:{name} needs arguments; a target function is called without any")
+            raise UsageError(
+                f"{target.place}:{name} needs arguments; a target function is called without any: give them defaults, "
+                "or read them from the program's flags in it (lp_pipe launch … -- --name=value)"
+            )
         found = _made(text, target, name, found)
     check_answered(text, program_flags)
     return found
@@ -82,7 +88,8 @@ def _load(text: str, program_flags: Sequence[str]) -> tuple[Target, str, Any]:
 
 
 def _made(text: str, target: Target, name: str, function: Callable[[], Any]) -> Program:
-    made = _guarded(text, function)
+    with launches_refused(_CALL_LAUNCHES.format(f"{target.place}:{name}")):
+        made = _guarded(text, function)
     if not isinstance(made, Program):
         raise UsageError(f"{target.place}:{name} returned {type(made).__name__}, but a Program is needed")
     return made
@@ -160,10 +167,18 @@ def _find_name(target: Target, module: ModuleType) -> tuple[str, Any]:
     found = getattr(module, names[0])
     if isinstance(found, Program):
         return names[0], found
-    if isinstance(found, type) or not callable(found):
-        kind = "a class" if isinstance(found, type) else f"of type {type(found).__name__}"
-        raise UsageError(f"{target.place}:{names[0]} is {kind}, not a Program or a function that returns one")
+    if wrong := _no_maker(found):
+        raise UsageError(f"{target.place}:{names[0]} is {wrong}, not a Program or a function that returns one")
     return names[0], found
+
+
+def _no_maker(found: object) -> str:
+    """What it is, if it cannot be called for a program."""
+    if isinstance(found, type):
+        return "a class"
+    if inspect.iscoroutinefunction(found):
+        return "async def"
+    return "" if callable(found) else f"of type {type(found).__name__}"
 
 
 def _no_such_name(target: Target, module: ModuleType) -> str:
@@ -175,9 +190,24 @@ def _no_such_name(target: Target, module: ModuleType) -> str:
         and not isinstance(value, type)
     }
     known = [name for name, value in vars(module).items() if isinstance(value, Program) or name in own]
-    if not target.name:
-        return f"{target.place} has neither `program` nor `make_program`; name yours: {target.place}:NAME"
-    return f"{target.place} has no {target.name!r}{nearest(target.name, known)}"
+    programs = [name for name, value in vars(module).items() if isinstance(value, Program)]
+    if target.name:
+        return f"{target.place} has no {target.name!r}{nearest(target.name, known) or _below_main(module)}"
+    if programs:
+        names = f"{len(programs)} programs" if len(programs) > 1 else "a program of another name"
+        return f"{target.place} has {names}; name one: {' or '.join(f'{target.place}:{name}' for name in programs)}"
+    hint = _below_main(module) or f"; name yours: {target.place}:NAME"
+    return f"{target.place} has neither `program` nor `make_program`{hint}"
+
+
+def _below_main(module: ModuleType) -> str:
+    """A hint, where the file has something that only runs when it is a script."""
+    try:
+        has_guard = _MAIN_GUARD.search(inspect.getsource(module))
+    except (OSError, TypeError):  # no source to be had
+        has_guard = None
+    why = '; what is below `if __name__ == "__main__":` does not run here: make the program above it, or in a function'
+    return why if has_guard else ""
 
 
 def _takes(function: Callable[..., Any], *arguments: Any) -> bool:
@@ -202,4 +232,12 @@ def own_failure(text: str, error: Exception) -> str:
     full = "".join(traceback.format_exception(error))
     frames = [line for line in fold_traceback(full, Path.cwd()) if not line.startswith("  …")]
     first_line = next(iter(str(error).splitlines()), "")
-    return "\n  ".join([f"{text} raised {type(error).__name__}: {first_line}", *frames])
+    return "\n  ".join([f"{text} raised {type(error).__name__}: {first_line}{_as_module(text, error)}", *frames])
+
+
+def _as_module(text: str, error: Exception) -> str:
+    """For a file whose relative imports need its package, which only a module's name tells: the target to give."""
+    file = Path(Target.parse(text).place)
+    if "relative import" not in str(error) or file.suffix != ".py" or file.is_absolute() or ".." in file.parts:
+        return ""
+    return f"; give it as a module: {'.'.join(file.with_suffix('').parts)}"

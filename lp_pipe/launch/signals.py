@@ -1,4 +1,4 @@
-"""Ctrl+C and SIGTERM at the launcher: once, an ordered stop; twice, the end at once."""
+"""Ctrl+C, SIGTERM and SIGHUP at the launcher: once, an ordered stop; twice, the end at once."""
 
 import contextlib
 import os
@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _NOTICED_WITHIN_S = 0.5
 
 
 class Terminated(KeyboardInterrupt, SystemExit):
-    """SIGTERM at the launcher: like a Ctrl+C to `except`, but a script that lets it pass exits with status 143."""
+    """SIGTERM or SIGHUP at the launcher: like a Ctrl+C to `except`; a script that lets it pass ends with 143 or 129."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message)
-        self.code = 128 + signal.SIGTERM
+    def __init__(self, number: int) -> None:
+        super().__init__(f"received {signal.Signals(number).name}")
+        self.code: int = 128 + number
 
 
 class Interrupts:
@@ -41,7 +41,7 @@ class Interrupts:
             return
         for number in _SIGNALS:
             before = signal.getsignal(number)
-            if before is not signal.SIG_IGN and before is not _handle:
+            if before is not _handle and _is_ours_to_take(number, before):
                 _before[number] = before
                 signal.signal(number, _handle)
         _installed.append(self)
@@ -69,8 +69,13 @@ class Interrupts:
             raise error
 
     def on_signal(self, number: int) -> bool:
-        """Note a signal; True when it is taken care of, and must not be raised where the main thread is."""
+        """Note a signal; True when it is taken care of, and must not be raised where the main thread is.
+
+        A terminal that is closed sends SIGHUP twice, itself and by its shell: further ones mean no haste.
+        """
         is_first = self.received is None
+        if number == signal.SIGHUP and not is_first:
+            return True
         self.received = self.received or number
         self.is_impatient = not is_first
         if self._is_deferring and is_first:
@@ -113,8 +118,12 @@ def _handle(number: int, frame: FrameType | None) -> None:
 
 
 def _exception(number: int) -> KeyboardInterrupt:
-    text = f"received {signal.Signals(number).name}"
-    return Terminated(text) if number == signal.SIGTERM else KeyboardInterrupt(text)
+    return KeyboardInterrupt("received SIGINT") if number == signal.SIGINT else Terminated(number)
+
+
+def _is_ours_to_take(number: int, before: Any) -> bool:
+    """Not what the script ignores (nohup), nor a SIGHUP that has another meaning to it ("read the settings again")."""
+    return before is signal.SIG_DFL if number == signal.SIGHUP else before is not signal.SIG_IGN
 
 
 def _restore() -> None:

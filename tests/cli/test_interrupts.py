@@ -1,10 +1,11 @@
-"""Ctrl+C and SIGTERM: everything ends within 10 seconds, in a few calm lines."""
+"""Ctrl+C, SIGTERM and a closed terminal: everything ends within 10 seconds, in a few calm lines."""
 
 import json
 import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -43,6 +44,15 @@ def stubborn():
     return make_program(wait, ignore_everything)
 """
 
+SAVES_AT_THE_STOP = """(
+        lp.wait_for_stop(), print("saving"), (lp.context().run_dir / f"saved-{lp.context().index}").touch())"""
+# A session's first terminal; a program that has one gets its SIGHUP.
+TAKES_THE_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
 
 @pytest.fixture(autouse=True)
 def waiting(folder: Path) -> None:
@@ -54,6 +64,7 @@ def waiting(folder: Path) -> None:
     [
         (signal.SIGINT, 130, "stopping (Ctrl+C again to kill) …"),
         (signal.SIGTERM, 143, "stopping (a second SIGTERM kills) …"),
+        (signal.SIGHUP, 129, "stopping (a second SIGTERM kills) …"),
     ],
 )
 def test_an_interrupt_stops_the_nodes_and_says_what_was_saved(
@@ -92,6 +103,39 @@ def test_a_second_ctrl_c_does_not_wait_for_the_grace_period(start: Start) -> Non
     assert status == 130
     assert json.loads(events[-1])["event"] == "interrupted"
     assert not any(is_alive(int(log["line"].split()[1])) for log in logs)
+
+
+@pytest.mark.parametrize("options", [["--mode=process"], ["--mode=thread"], ["--json"]], ids=" ".join)
+def test_a_terminal_that_is_closed_stops_the_nodes_in_order(folder: Path, options: list[str]) -> None:
+    """They were killed, so that what they save at the stop was lost; and nobody can print there any more."""
+    (folder / "saves.py").write_text(WAITING.replace("lp.wait_for_stop()", SAVES_AT_THE_STOP))
+    keyboard, terminal = os.openpty()
+    command = [sys.executable, "-c", TAKES_THE_TERMINAL, *COMMAND, "launch", "saves.py", "--run-dir=out", *options]
+    with subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True) as run:
+        os.close(terminal)
+        seen = b""
+        while seen.count(b"pid ") < 3:
+            seen += os.read(keyboard, 65536)
+        os.close(keyboard)
+        assert run.wait(PATIENCE_S) == 129
+    assert len(list(folder.glob("out/saved-*"))) == 3
+
+
+INTERRUPTED_ONCE_STARTED = """
+import signal, sys
+from lp_pipe.cli import launch, main
+
+launch.to_svg = lambda view: signal.raise_signal(signal.SIGINT)
+sys.exit(main.main())
+"""
+
+
+def test_an_interrupt_as_soon_as_the_nodes_are_started_stops_them_in_order(folder: Path) -> None:
+    """While graph.svg was written it left them to the end of the process, in thread mode before they had stopped."""
+    command = [sys.executable, "-c", INTERRUPTED_ONCE_STARTED, "launch", "waiting.py", "--mode=thread", "--run-dir=out"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert done.returncode == 130
+    assert "interrupted; 3 nodes stopped in " in done.stderr
 
 
 def test_an_interrupt_while_the_target_is_imported_is_one_line(start: Start, folder: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.commands import PATIENCE_S, Command, Start, is_alive
+from tests.cli.commands import Command, Start, is_alive
 
 DEMO = """
 import sys
@@ -169,16 +169,6 @@ def test_a_killed_node_ends_the_program_with_its_last_lines(start: Start, folder
         "run folder out",
     ]
     assert not any(is_alive(pid) for pid in pids.values())
-
-
-def test_a_reader_that_goes_away_ends_the_run_without_a_traceback(start: Start) -> None:
-    run = start("launch", "demo.py")
-    run.wait_for("run folder")
-    assert run.process.stdout is not None
-    run.process.stdout.close()
-    status = run.process.wait(PATIENCE_S)
-    assert run.process.stderr is not None
-    assert (status, run.process.stderr.read()) == (141, "")
 
 
 def test_a_run_folder_of_the_users_stays_when_the_launch_fails(brief_command: Command, folder: Path) -> None:

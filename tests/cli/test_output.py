@@ -75,6 +75,19 @@ def test_a_run_ends_though_who_started_it_has_closed_the_streams(folder: Path, c
         assert (folder / "run/logs/talker-0.log").stat().st_size > 200_000
 
 
+@pytest.mark.parametrize("options", ["--mode=process", "--mode=thread", "--json"])
+def test_a_run_goes_on_when_nobody_reads_any_more(folder: Path, options: str) -> None:
+    """`| head`: in thread mode the first node that printed then failed, of a broken pipe."""
+    (folder / "talks.py").write_text(PRINTS_MUCH)
+    command = [*COMMAND, "launch", "talks.py", "--run-dir=run", options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:
+        assert run.stdout is not None and run.stderr is not None
+        assert any(b"run folder" in line or b'"launched"' in line for line in run.stdout)
+        run.stdout.close()
+        assert run.wait(PATIENCE_S) == 0
+        assert run.stderr.read() == b""
+
+
 @pytest.mark.parametrize(
     "arguments",
     ["checkpoint --help", "graph talks.py", "launch talks.py --mode=thread --run-dir=run"],

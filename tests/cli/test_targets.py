@@ -97,3 +97,48 @@ def test_a_target_that_exits_ends_the_command_with_its_status(brief_command: Com
     done = brief_command("launch", "demo.py", "--", "--nope")
     assert done.returncode == 2
     assert "unrecognized arguments: --nope" in done.stderr
+
+
+GUARDED = "if __name__ == '__main__':\n    train = 1\n"
+MADE_BELOW_MAIN = (
+    'what is below `if __name__ == "__main__":` does not run here: make the program above it, or in a function'
+)
+
+
+@pytest.mark.parametrize(
+    ("target", "text", "answer"),
+    [
+        ("demo.py", "train = lp.Program('a')", "has a program of another name; name one: demo.py:train"),
+        (
+            "demo.py",
+            "train, serve = lp.Program('a'), lp.Program('b')",
+            "has 2 programs; name one: demo.py:train or demo.py:serve",
+        ),
+        ("demo.py", GUARDED, f"has neither `program` nor `make_program`; {MADE_BELOW_MAIN}"),
+        ("demo.py:train", GUARDED, f"has no 'train'; {MADE_BELOW_MAIN}"),
+    ],
+    ids=["one", "two", "below main", "below main by name"],
+)
+def test_a_program_that_is_not_found_is_looked_for(
+    target: str, text: str, answer: str, brief_command: Command, folder: Path
+) -> None:
+    (folder / "demo.py").write_text(f"import lp_pipe as lp\n{text}\n")
+    done = brief_command("launch", target)
+    assert (done.returncode, done.stderr) == (2, f"lp_pipe: demo.py {answer}\n")
+
+
+def test_a_function_that_launches_is_told_to_return_its_program(brief_command: Command, folder: Path) -> None:
+    """It ran, and when it had ended after hours the command said that it had returned None."""
+    script = PROGRAM.format(sibling="os").replace("os.PLACE", "'a script'")
+    (folder / "script.py").write_text(f"{script}def main():\n    lp.launch(program, 'process').wait()\n")
+    done = brief_command("launch", "script.py:main")
+    assert done.returncode == 3
+    assert "lp_pipe calls script.py:main for its program, and launches that itself: give a function" in done.stderr
+
+
+def test_a_file_with_relative_imports_is_told_its_modules_name(brief_command: Command, folder: Path) -> None:
+    (folder / "train").mkdir()
+    (folder / "train/demo.py").write_text("from . import data\n")
+    done = brief_command("launch", "train/demo.py")
+    assert done.returncode == 3
+    assert done.stderr.splitlines()[0].endswith("no known parent package; give it as a module: train.demo")

@@ -23,6 +23,8 @@ def make_program():
     return program
 
 def with_arguments(stages): return make_program()
+
+async def waits(): return make_program()
 """
 
 WRONG = {
@@ -42,7 +44,11 @@ WRONG = {
     "launch json": "json has neither `program` nor `make_program`; name yours: json:NAME",
     "launch demo.py:number": "demo.py:number is of type int, not a Program or a function that returns one",
     "launch demo.py:work": "demo.py:work returned NoneType, but a Program is needed",
-    "launch demo.py:with_arguments": "demo.py:with_arguments needs arguments; a target function is called without any",
+    "launch demo.py:with_arguments": (
+        "demo.py:with_arguments needs arguments; a target function is called without any: give them defaults, or "
+        "read them from the program's flags in it (lp_pipe launch … -- --name=value)"
+    ),
+    "launch demo.py:waits": "demo.py:waits is async def, not a Program or a function that returns one",
     "launch demo.py --mode=proces": (
         "unknown mode 'proces'; did you mean 'process'? (modes: thread, process, multi_host)"
     ),
@@ -64,6 +70,11 @@ WRONG = {
     "launch demo.py -- --stages=0": (
         "demo.py: flag --stages=0: 0 is not a positive integer; `-- --help` lists the program's flags"
     ),
+    "launch demo.py --run-dir=": "--run-dir= names no folder: `--run-dir=.` is this one",  # it was this one
+    "--json launch demo.py": (
+        "--json stands before the command: options come behind it, as in lp_pipe launch TARGET --json"
+    ),
+    "launch -m demo": "a module is given by its name alone: lp_pipe launch package.module",
     "graph demo.py -o graph.png": "-o graph.png: the file's name must end in one of .svg, .dot, .json",
     "graph demo.py -o no/graph.svg": "cannot write no/graph.svg: No such file or directory",
 }

@@ -1,4 +1,4 @@
-"""Ctrl+C and SIGTERM at the launcher: scripts that are interrupted, as a user would."""
+"""Ctrl+C, SIGTERM and SIGHUP at the launcher: scripts that are interrupted, as a user would."""
 
 import multiprocessing
 import signal
@@ -55,7 +55,9 @@ BODIES = {
 
 
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 @pytest.mark.parametrize("launch_mode", ["thread", "process"])
 def test_one_signal_stops_in_order(script: Any, body: str, number: int, status: int, launch_mode: str) -> None:
     launcher = script(SCRIPT.format(node="obedient", body=body.replace("MODE", repr(launch_mode))))
@@ -97,6 +99,47 @@ def test_two_signals_kill_at_once(script: Any, number: int) -> None:
     launcher.send_signal(number)
     launcher.communicate(timeout=WITHIN_S)
     assert launcher.returncode in (-signal.SIGINT, 143)
+
+
+def test_further_hang_ups_do_not_hurry(script: Any) -> None:
+    """A terminal that is closed sends one, and its shell another one."""
+    body = """
+    def slow():
+        print("ready", flush=True)
+        lp.wait_for_stop()
+        signal.pthread_kill(launcher, signal.SIGHUP)
+        signal.pthread_kill(launcher, signal.SIGHUP)
+        lp.stop_event().wait()
+        time.sleep(0.5)
+        say("stopped in order")
+
+    launcher = threading.get_ident()
+    program = lp.Program("slow")
+    program.add_node(lp.PyNode(slow), label="node")
+    lp.launch(program, "thread", grace=60).wait()
+    """
+    launcher = script(SCRIPT.format(node="obedient", body=body))
+    lines_until_ready(launcher)
+    launcher.send_signal(signal.SIGHUP)
+    out, err = launcher.communicate(timeout=WITHIN_S)
+    assert "stopped in order" in out, err
+    assert launcher.returncode == 129, err
+
+
+@pytest.mark.parametrize(
+    "meaning", ["signal.SIG_IGN", "lambda number, frame: say('settings read')"], ids=["nohup", "own"]
+)
+def test_a_hang_up_that_the_script_has_a_meaning_for_stops_nothing(script: Any, meaning: str) -> None:
+    body = f"""
+    signal.signal(signal.SIGHUP, {meaning})
+    with lp.launch(program, "process"):
+        signal.raise_signal(signal.SIGHUP)
+        say("goes on")
+    """
+    launcher = script(SCRIPT.format(node="obedient", body=body))
+    out, err = launcher.communicate(timeout=WITHIN_S)
+    assert "goes on" in out, err
+    assert launcher.returncode == 0, err
 
 
 def test_a_signal_during_the_stop_leaves_it_orderly_and_is_raised_after_it(script: Any) -> None:
