@@ -66,12 +66,15 @@ class WholeModel:
         """
         known = self.state_dict()
         check_names(state, known, "state_dict")
-        check_shapes(state, known, "state_dict")
+        check_shapes(state, known, "state_dict", self._taken)
         # As where layers share it: the last value that is copied into a parameter stays.
         position = {name: index for index, name in enumerate(known)}
         groups = [sorted(set(names), key=position.__getitem__) for names in self._config.tied_outside]
         tied = {name: state[names[-1]] for names in groups for name in names}
         return {**state, **tied}
+
+    def _taken(self, state: dict[str, Tensor]) -> set[str]:
+        return {name for names in self._workers.some(self._ranks, "taken", state) for name in names}
 
     def fingerprint(self) -> str:
         """sha256 over all parameters and buffers."""
