@@ -50,7 +50,8 @@ class BufferSnapshot:
                     self._before[module, name] = _Before(None, 0, None)
                     continue
                 is_copied = copied is None or (module, name) in copied or isinstance(module, _NormBase)
-                copy = buffer.detach().clone() if is_copied else None
+                # Sparse ones (a graph's adjacency) cannot be compared, nor written to without a new version.
+                copy = buffer.detach().clone() if is_copied and buffer.layout is torch.strided else None
                 self._before[module, name] = _Before(buffer, buffer._version, copy)
 
     def written(self) -> frozenset[Place]:

@@ -21,7 +21,7 @@ from lp_pipe.pipeline.layers.names import in_order
 from lp_pipe.pipeline.layers.state_shapes import check_names, check_shapes
 from lp_pipe.pipeline.results import StepResult
 from lp_pipe.pipeline.saving.manifest import Manifest
-from lp_pipe.pipeline.saving.quick_save import elements_of
+from lp_pipe.pipeline.saving.quick_save import dense_parts, elements_of
 from lp_pipe.pipeline.saving.share_file import remove_shares
 
 _log = logging.getLogger(__name__)
@@ -82,7 +82,8 @@ class WholeModel:
         for value in self.state_dict().values():
             if not isinstance(value, Tensor):
                 continue  # a module's get_extra_state() may be anything
-            digest.update(elements_of(value.detach().contiguous()))
+            for part in dense_parts(value.detach()):
+                digest.update(elements_of(part.contiguous()))
         return digest.hexdigest()
 
     def save(self, path: Path, step: int, scale: LossScale | None, due: Sequence[StepResult] = ()) -> None:
