@@ -132,7 +132,8 @@ class _Watched(Wrapper):
 
 
 def _kept(tensor: Tensor) -> Tensor:
-    return _strided(tensor.detach()).to(CPU, copy=True)
+    kept: Tensor = _strided(tensor.detach()).to(CPU, copy=True)
+    return kept
 
 
 def _strided(tensor: Any) -> Any:
