@@ -132,8 +132,14 @@ class _Watched(Wrapper):
 
 
 def _kept(tensor: Tensor) -> Tensor:
-    strided = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()  # to be compared
-    return strided.to(CPU, copy=True)
+    kept: Tensor = _strided(tensor.detach()).to(CPU, copy=True)
+    return kept
+
+
+def _strided(tensor: Any) -> Any:
+    """To be compared."""
+    is_sparse = isinstance(tensor, Tensor) and tensor.layout is not torch.strided
+    return tensor.to_dense() if is_sparse else tensor
 
 
 def _watched(model: Model, log: _Log) -> Model:
@@ -186,7 +192,8 @@ def _results_differ(losses: tuple[float, float], got: dict[str, Any], wanted: di
         )
         return CheckReport(False, 0, max_difference=loss, reason=reason)
     for name, value in wanted.items():
-        difference = _difference(pytree.tree_leaves(got[name]), pytree.tree_leaves(value))
+        both = [[_strided(leaf) for leaf in pytree.tree_leaves(one)] for one in (got[name], value)]
+        difference = _difference(*both)
         if difference is not None:
             index = name.split(".", 1)[0]
             layer = f" (of layer {index})" if index.isdecimal() else ""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint import format_utils
 
 import lp_pipe as lp
@@ -275,6 +275,68 @@ def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path: 
         )
         refused.folder = tmp_path / "shapes"
         refused.by(pp.PipelineError, r"another model: 0\.weight")
+
+
+class Observes(nn.Module):
+    """Makes its buffer longer once it has seen an input, as quantisation's observers of channels do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+        self.register_buffer("largest", torch.tensor([]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        seen = y.detach().abs().amax((0, 1))
+        if self.largest.numel() == 0:
+            self.largest.resize_(seen.shape).copy_(seen)
+        else:
+            self.largest.copy_(torch.maximum(self.largest, seen))
+        return y / (self.largest + 1)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
+        if state_dict[prefix + "largest"].numel() in (0, D):
+            self.largest.resize_(state_dict[prefix + "largest"].shape)
+        super()._load_from_state_dict(state_dict, prefix, *others)
+
+
+def test_buffers_that_the_first_forward_makes_longer_are_trained_saved_and_loaded(tmp_path: Path) -> None:
+    """Their own lengths were refused as another model's, evaluate failed, and what had been sent could not grow."""
+    model = pp.Model([Observes(), Observes(), Observes()], squared_error, adam)
+    plain = PlainLoop(model, 4)
+    with launched("thread", model, stages=2, microbatches=4) as pipeline:
+        untouched = pipeline.state_dict()
+        pipeline.evaluate(BATCHES)
+        assert_same_state(pipeline.state_dict(), untouched)
+        for batch in BATCHES[:2]:
+            assert pipeline.step(batch).loss == plain.step(batch)
+        pipeline.save(tmp_path)
+    with launched("thread", model, stages=3, microbatches=4) as pipeline:
+        pipeline.load(tmp_path)
+        plain.steps(BATCHES[2:4])
+        for batch in BATCHES[2:4]:
+            pipeline.step(batch)
+        assert_same_state(pipeline.state_dict(), plain.state_dict())
+    with launched("thread", model, stages=1, microbatches=4) as pipeline:
+        wrong = {**plain.state_dict(), "1.largest": torch.ones(3)}
+        with pytest.raises(pp.PipelineError, match=r"1\.largest has shape \[3\] there and \[0\] here"):
+            pipeline.load_state_dict(wrong)
+        pipeline.load_state_dict(plain.state_dict())
+        assert_same_state(pipeline.state_dict(), plain.state_dict())
+
+
+class Breaks(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError("as it should")
+
+
+def test_buffers_that_a_failed_step_has_made_longer_are_short_again() -> None:
+    model = pp.Model([Observes(), Breaks()], squared_error, adam)
+    with launched("thread", model, stages=2, microbatches=4) as pipeline:
+        before = pipeline.state_dict()
+        with pytest.raises(ValueError, match="as it should"):
+            pipeline.step(BATCHES[0])
+        assert_same_state(pipeline.state_dict(), before)
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused_and_changes_nothing(tmp_path: Path) -> None:

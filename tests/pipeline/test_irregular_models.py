@@ -1,6 +1,7 @@
 """Models that are no plain chain of trained layers on floats, to the same bits."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -240,6 +241,46 @@ class Unwraps(nn.Module):
     def forward(self, output: Any) -> Tensor:
         hidden: Tensor = output.hidden
         return hidden
+
+
+class Neighbours(nn.Module):
+    """A layer of a graph network: the adjacency is the same for all samples, and sparse."""
+
+    def __init__(self, adjacency: Tensor) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+        self.register_buffer("adjacency", adjacency, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(torch.stack([torch.sparse.mm(self.adjacency, sample) for sample in x])))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"schedule": "zb_h1"}, {"recompute": "full"}, {"replicas": 2, "on_nan": "skip"}], ids=str
+)
+def test_layers_may_have_sparse_buffers(layout: torch.layout, options: dict[str, Any]) -> None:
+    """Torch compares no sparse tensors, and copies none of a compressed layout: not even a step could be made."""
+    adjacency = torch.ones(T, T).triu().to_sparse(layout=layout)
+    model = pp.Model([Neighbours(adjacency) for _ in range(3)], squared_error, sgd)
+    report = pp.check(model, BATCHES[:2], stages=2, microbatches=4, **options)
+    assert report, str(report)
+
+
+def test_what_is_told_of_a_pipeline_with_sparse_buffers(tmp_path: Path) -> None:
+    layer = Neighbours(torch.ones(T, T).triu().to_sparse())
+    layer.register_buffer("kept", torch.eye(T).to_sparse())
+    model = pp.Model([layer, nn.Linear(D, D)], squared_error, sgd)
+    with launched("thread", model, stages=2, microbatches=4) as pipeline:
+        before, loss = pipeline.fingerprint(), pipeline.evaluate(BATCHES).loss
+        pipeline.load_state_dict(pipeline.state_dict())
+        assert pipeline.fingerprint() == before and pipeline.evaluate(BATCHES).loss == loss
+        assert pipeline.profile_memory(1, BATCHES[0])[0].buffer_bytes > T * T * 4
+        for keep in (pipeline.save, pipeline.export):
+            with pytest.raises(pp.PipelineError, match=r"0\.kept is .*sparse_coo.* persistent=False"):
+                keep(tmp_path / "model")
+    assert pp.profile(model, *BATCHES[0]).layers[0].activation_bytes > 0
 
 
 @pytest.mark.parametrize("kind", WRAPPERS)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Self
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -34,7 +35,7 @@ class ActivationMeter:
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
         """From now on these, and no others, do not count: they are in memory, saved or not."""
-        self._uncounted = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        self._uncounted = {memory_of(tensor)[0] for tensor in tensors}
 
     @contextmanager
     def counting(self) -> Iterator[Self]:
@@ -71,16 +72,15 @@ class ActivationMeter:
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether the tensor's memory counts now."""
-        return tensor.untyped_storage().data_ptr() in self._holders
+        return memory_of(tensor)[0] in self._holders
 
     def add(self, tensor: Tensor) -> int:
         """Another holder of the tensor's memory; returns its address."""
-        storage = tensor.untyped_storage()
-        address = storage.data_ptr()
+        address, size = memory_of(tensor)
         if address not in self._uncounted:
             self._holders[address] += 1
             if self._holders[address] == 1:
-                self.bytes += storage.nbytes()
+                self.bytes += size
                 self.peak_bytes = max(self.peak_bytes, self.bytes)
         return address
 
@@ -103,7 +103,23 @@ class Held:
         self._address = meter.add(tensor)
 
     def __del__(self) -> None:
-        self._meter.remove(self._address, self.tensor.untyped_storage().nbytes())
+        self._meter.remove(self._address, memory_of(self.tensor)[1])
+
+
+def memory_of(tensor: Tensor) -> tuple[int, int]:
+    """Where the tensor's memory begins, and its bytes; of a sparse one where its values are, and those of all parts."""
+    storages = [part.untyped_storage() for part in _parts(tensor)]
+    return storages[0].data_ptr(), sum(storage.nbytes() for storage in storages)
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    if tensor.layout is torch.sparse_coo:
+        return tensor._values(), tensor._indices()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.values(), tensor.crow_indices(), tensor.col_indices()
+    return tensor.values(), tensor.ccol_indices(), tensor.row_indices()
 
 
 def held_for_later(tensors: Iterable[Tensor | None]) -> list[Held]:

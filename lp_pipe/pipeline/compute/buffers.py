@@ -50,7 +50,8 @@ class BufferSnapshot:
                     self._before[module, name] = _Before(None, 0, None)
                     continue
                 is_copied = copied is None or (module, name) in copied or isinstance(module, _NormBase)
-                copy = buffer.detach().clone() if is_copied else None
+                # Sparse ones (a graph's adjacency) cannot be compared, nor written to without a new version.
+                copy = buffer.detach().clone() if is_copied and buffer.layout is torch.strided else None
                 self._before[module, name] = _Before(buffer, buffer._version, copy)
 
     def written(self) -> frozenset[Place]:
@@ -69,7 +70,7 @@ class BufferSnapshot:
         """Put the values back, in the same tensors; nobody who has saved one for a backward notices."""
         for (module, name), before in self._before.items():
             if before.buffer is not None and before.copy is not None and before.was_written_in_place:
-                before.buffer.data.copy_(before.copy)
+                _put_back(before.buffer, before.copy)
             module._buffers[name] = before.buffer
 
     def only(self, places: frozenset[Place]) -> "BufferSnapshot":
@@ -116,6 +117,13 @@ def eval_mode(modules: Sequence[nn.Module], beside: Sequence[nn.Module] = ()) ->
         for module, mode in zip(modules, modes, strict=True):
             module.training = mode
         buffers.restore()
+
+
+def _put_back(buffer: Tensor, value: Tensor) -> None:
+    if buffer.shape == value.shape:
+        buffer.data.copy_(value)
+    else:  # resized by the forward, as observers of quantisation do to begin with
+        buffer.data = value.clone()
 
 
 def _at(place: Place) -> Tensor | None:

@@ -16,6 +16,12 @@ from lp_pipe.pipeline.compute.device import CPU
 from lp_pipe.pipeline.compute.shortened_rows import ShortenedRows, has_short_rows
 
 
+def are_users(modules: Iterable[nn.Module]) -> set[int]:
+    """The ids of parameters that belong to modules which are not torch's own."""
+    users = [module for module in modules if type(module).__module__.partition(".")[0] != "torch"]
+    return {id(parameter) for module in users for parameter in module.parameters(recurse=False)}
+
+
 class ForwardWrites:
     """Of some modules, whose parameters have the names that users see."""
 
@@ -23,8 +29,7 @@ class ForwardWrites:
         self._rows = ShortenedRows(modules)
         tables = {id(module.weight) for module in modules if has_short_rows(module)}
         self._named = [(name, parameter) for name, parameter in named_parameters if id(parameter) not in tables]
-        users = [module for module in modules if type(module).__module__.partition(".")[0] != "torch"]
-        own = {id(parameter) for module in users for parameter in module.parameters(recurse=False)}
+        own = are_users(modules)
         suspects = frozenset(place for place, (_, parameter) in enumerate(self._named) if id(parameter) in own)
         self._suspects = {True: suspects, False: suspects}  # by whether it trains; nobody is after the first operation
         self._written: frozenset[int] = frozenset()

@@ -245,22 +245,29 @@ class Stage:
             self._popped_gradients[microbatch, name] = gradients
         return stash.input_gradients
 
+    def named_layers(self) -> Iterator[tuple[str, nn.Module]]:
+        """With what the names that users see begin with."""
+        for index, layer in enumerate(self.layers, start=self.first_layer):
+            yield name_prefix(index, layer), layer
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Own parameters under the names that users see; a shared one once."""
         seen = {id(parameter) for parameter in self._borrowed}
-        for index, layer in enumerate(self.layers, start=self.first_layer):
-            prefix = name_prefix(index, layer)
+        for prefix, layer in self.named_layers():
             for name, parameter in layer.named_parameters():
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
                     yield prefix + name, parameter
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Parameters and buffers under the names that users see; not copies."""
-        state: dict[str, Tensor] = {}
-        for index, layer in enumerate(self.layers, start=self.first_layer):
-            layer.state_dict(destination=state, prefix=name_prefix(index, layer))
-        return state
+        """Parameters and buffers under the names that users see; not copies of the parameters.
+
+        But of buffers: a tensor that has been sent or written to a file cannot be resized any more, as a forward may.
+        """
+        state: dict[str, Any] = {}
+        for prefix, layer in self.named_layers():
+            layer.state_dict(destination=state, prefix=prefix, keep_vars=True)
+        return {name: _given_away(value) if isinstance(value, Tensor) else value for name, value in state.items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Copy this stage's part of a whole model's state in.
@@ -268,10 +275,13 @@ class Stage:
         Raises:
             RuntimeError: names are missing or shapes differ, as torch says it.
         """
-        for index, layer in enumerate(self.layers, start=self.first_layer):
-            prefix = name_prefix(index, layer)
+        for prefix, layer in self.named_layers():
             own = state if prefix else {name: state[name] for name in layer.state_dict()}  # of a piece, no more
             layer.load_state_dict({name.removeprefix(prefix): v for name, v in own.items() if name.startswith(prefix)})
+
+
+def _given_away(value: Tensor) -> Tensor:
+    return value.detach() if isinstance(value, nn.Parameter) else value.detach().clone()
 
 
 def _enter(phony: Tensor, message: Message, stash: Stash, gradients: list[Tensor | None]) -> Any:

@@ -13,7 +13,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
+from typing import TypeGuard
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -88,7 +90,7 @@ class WrittenBuffers:
         whole = self._apart()
         for module, name in self._written:
             buffer = module._buffers.get(name)
-            if buffer is not None and buffer.untyped_storage().data_ptr() in whole:
+            if _has_memory(buffer) and buffer.untyped_storage().data_ptr() in whole:
                 module._buffers[name] = copies.setdefault(id(buffer), buffer.clone())
                 self._replaced.append((weakref.ref(buffer), buffer._version, f"{type(module).__name__}.{name}"))
 
@@ -121,6 +123,11 @@ class WrittenBuffers:
 
     def _apart(self) -> set[int]:
         """The memory of buffers of which no other one is a view."""
-        buffers = {id(b): b for module in self._modules for b in module._buffers.values() if b is not None}
+        buffers = {id(b): b for module in self._modules for b in module._buffers.values() if _has_memory(b)}
         found = Counter(buffer.untyped_storage().data_ptr() for buffer in buffers.values())
         return {address for address, count in found.items() if count == 1}
+
+
+def _has_memory(buffer: Tensor | None) -> TypeGuard[Tensor]:
+    """Of its own, in one piece: a sparse one has not."""
+    return buffer is not None and buffer.layout is torch.strided

@@ -19,7 +19,7 @@ from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.layers.names import in_order
 from lp_pipe.pipeline.layers.state_shapes import check_names, check_shapes
 from lp_pipe.pipeline.saving.manifest import Manifest
-from lp_pipe.pipeline.saving.quick_save import elements_of
+from lp_pipe.pipeline.saving.quick_save import dense_parts, elements_of
 from lp_pipe.pipeline.saving.share_file import remove_shares
 
 _log = logging.getLogger(__name__)
@@ -64,12 +64,15 @@ class WholeModel:
         """
         known = self.state_dict()
         check_names(state, known, "state_dict")
-        check_shapes(state, known, "state_dict")
+        check_shapes(state, known, "state_dict", self._taken)
         # As where layers share it: the last value that is copied into a parameter stays.
         position = {name: index for index, name in enumerate(known)}
         groups = [sorted(set(names), key=position.__getitem__) for names in self._config.tied_outside]
         tied = {name: state[names[-1]] for names in groups for name in names}
         return {**state, **tied}
+
+    def _taken(self, state: dict[str, Tensor]) -> set[str]:
+        return {name for names in self._workers.some(self._ranks, "taken", state) for name in names}
 
     def fingerprint(self) -> str:
         """sha256 over all parameters and buffers."""
@@ -77,7 +80,8 @@ class WholeModel:
         for value in self.state_dict().values():
             if not isinstance(value, Tensor):
                 continue  # a module's get_extra_state() may be anything
-            digest.update(elements_of(value.detach().contiguous()))
+            for part in dense_parts(value.detach()):
+                digest.update(elements_of(part.contiguous()))
         return digest.hexdigest()
 
     def save(self, path: Path, manifest: Manifest) -> None:

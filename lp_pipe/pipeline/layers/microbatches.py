@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -35,6 +36,7 @@ def split(value: Any, microbatches: int) -> list[Any]:
     leaves, spec = pytree.tree_flatten(value)
     for leaf in leaves:
         _refuse_unknown_container(leaf)
+        _refuse_sparse(leaf)
     # .data: a layer that writes in place to one slice has not changed the others, which autograd may have saved.
     chunked = [[part.data for part in _aligned(leaf).chunk(microbatches)] for leaf in leaves if _is_batched(leaf)]
     if not chunked:
@@ -45,7 +47,11 @@ def split(value: Any, microbatches: int) -> list[Any]:
     counts = {len(chunks) for chunks in chunked}
     if len(counts) > 1:
         shapes = [tuple(leaf.shape) for leaf in leaves if _is_batched(leaf)]
-        raise PipelineError(f"the tensors of a batch differ in their first dimension: {shapes}")
+        raise PipelineError(
+            f"the tensors of a batch differ in their first dimension: {shapes}: all that is in it is cut along that "
+            "one, which must count the samples: pad what has another length for each sample (boxes, words), and give "
+            "the lengths, too; what is the same for all samples belongs to a layer, as a buffer"
+        )
     parts = []
     for index in range(counts.pop()):
         slices = iter(chunked)
@@ -112,6 +118,16 @@ def _refuse_unknown_container(leaf: Any) -> None:
                 "give tuples, lists and plain dicts of tensors, as dict(batch), or tell torch of the class "
                 "(torch.utils._pytree.register_pytree_node)"
             )
+
+
+def _refuse_sparse(leaf: Any) -> None:
+    if isinstance(leaf, Tensor) and (leaf.is_nested or leaf.layout is not torch.strided):
+        kind = "nested" if leaf.is_nested else f"of layout {leaf.layout}"
+        raise PipelineError(
+            f"the batch holds a tensor that is {kind}, which torch cannot cut into micro-batches: give dense tensors "
+            "(padded ones with their lengths, a graph's edges with a mask), of which the first layer makes it; one "
+            "that is the same for all samples belongs to a layer, as a buffer"
+        )
 
 
 def _described(value: Any) -> str:

@@ -1,9 +1,10 @@
 """Whether the tensors of a state have the names and shapes of the model that is to take them."""
 
-from collections.abc import Collection, Mapping
+import copy
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lp_pipe.errors import PipelineError
 
@@ -18,8 +19,15 @@ def check_names(given: Collection[str], known: Collection[str], what: str) -> No
         raise PipelineError(f"{what} of another model: missing {missing[:3]}, unknown {unknown[:3]}")
 
 
-def check_shapes(state: Mapping[str, Any], own: Mapping[str, Any], what: str) -> None:
+def check_shapes(
+    state: Mapping[str, Any],
+    own: Mapping[str, Any],
+    what: str,
+    fitting: Callable[[dict[str, Tensor]], Collection[str]],
+) -> None:
     """Refuse before anything was changed what load_state_dict would refuse in the middle.
+
+    fitting: which names of tensors that have another shape than `own` the modules take even so.
 
     Raises:
         PipelineError: a tensor has another shape, or is none.
@@ -27,6 +35,27 @@ def check_shapes(state: Mapping[str, Any], own: Mapping[str, Any], what: str) ->
     for name, value in own.items():
         if isinstance(value, Tensor) and not isinstance(state[name], Tensor):
             raise PipelineError(f"{what} of another model: {name} is a {type(state[name]).__name__} there, no tensor")
-        if isinstance(value, Tensor) and state[name].shape != value.shape:
-            shapes = f"shape {list(state[name].shape)} there and {list(value.shape)} here"
-            raise PipelineError(f"{what} of another model: {name} has {shapes}")
+    others = {name: state[name] for name, value in own.items() if isinstance(value, Tensor)}
+    others = {name: value for name, value in others.items() if value.shape != own[name].shape}
+    fits = fitting(others) if others else ()
+    for name in [name for name in others if name not in fits]:
+        shapes = f"shape {list(state[name].shape)} there and {list(own[name].shape)} here"
+        raise PipelineError(f"{what} of another model: {name} has {shapes}")
+
+
+def taken_by(named_layers: Iterable[tuple[str, nn.Module]], state: Mapping[str, Tensor]) -> set[str]:
+    """Which of these tensors, that have another shape than the layers', their modules would take even so.
+
+    Those that read a state in their own way may, such as observers of quantisation, which make their ranges as long as
+    a weight has channels once they have seen it. named_layers: with the prefixes of their names in the state.
+    """
+    taken: set[str] = set()
+    for prefix, layer in named_layers:
+        for path, module in layer.named_modules(prefix=prefix.removesuffix(".")):
+            own = {name: value for name, value in state.items() if name.rpartition(".")[0] == path}
+            if own and type(module)._load_from_state_dict is not nn.Module._load_from_state_dict:
+                errors: list[str] = []
+                before = path + "." if path else ""
+                copy.deepcopy(module)._load_from_state_dict(own, before, {}, False, [], [], errors)
+                taken |= own.keys() if not errors else set()
+    return taken

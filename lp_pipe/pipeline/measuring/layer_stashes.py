@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lp_pipe.pipeline.compute.activation_meter import ActivationMeter
+from lp_pipe.pipeline.compute.activation_meter import ActivationMeter, memory_of
 from lp_pipe.pipeline.compute.stage import Place
 from lp_pipe.pipeline.layers.message import tensors_of
 from lp_pipe.pipeline.layers.skips import call
@@ -55,8 +55,8 @@ def stash_bytes(stashes: Sequence[LayerStash]) -> list[int]:
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     """Memory that some of them share counts once."""
-    return sum({_address(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+    return sum({_address(tensor): memory_of(tensor)[1] for tensor in tensors}.values())
 
 
 def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    return memory_of(tensor)[0]

@@ -46,6 +46,14 @@ def save(tensor: Tensor, file: BinaryIO) -> None:
     file.write(zlib.crc32(elements).to_bytes(4, "little").join(archive.ends))
 
 
+def dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The tensor; of a sparse one its indices and values, which say the same."""
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    sparse = tensor.to_sparse_coo().coalesce()
+    return sparse.indices(), sparse.values()
+
+
 def elements_of(dense: Tensor) -> memoryview:
     """The memory of a contiguous tensor on the host."""
     # Not reshape(-1): one element may have any stride and counts as contiguous, but has no bytes to view then.

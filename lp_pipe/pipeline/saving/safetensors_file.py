@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lp_pipe.checkpoint.folder import sync
@@ -28,6 +29,11 @@ def write(path: Path, state: Mapping[str, Any], step: int) -> None:
     for name, value in state.items():
         if not isinstance(value, Tensor):
             raise PipelineError(f"export: {name} is a {type(value).__name__}, and safetensors holds tensors only")
+        if value.layout is not torch.strided:
+            raise PipelineError(
+                f"export: {name} is of layout {value.layout}, and safetensors holds dense tensors only: keep it dense, "
+                "or register the buffer with persistent=False"
+            )
         tensor = value.detach().contiguous()
         address = tensor.untyped_storage().data_ptr()
         tensors[name] = tensor.clone() if address in memory else tensor  # the format has no two names for one memory

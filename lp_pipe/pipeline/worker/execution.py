@@ -159,7 +159,7 @@ class Execution:
             Exception: a layer's own, with a note that says where; ChannelClosed.
             PipelineError: a forward has written to a parameter of which others have copies.
         """
-        before = self._copied.states()
+        before = self._copied.states(trains=operation.step != EVALUATION)
         try:
             for action in actions:
                 self._at = action, operation

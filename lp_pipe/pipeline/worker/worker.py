@@ -22,7 +22,7 @@ from lp_pipe.pipeline.compute.stages import stages_of
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
 from lp_pipe.pipeline.layers.layer_names import names_by_index
 from lp_pipe.pipeline.layers.microbatches import aligned, apart
-from lp_pipe.pipeline.layers.state_shapes import check_shapes
+from lp_pipe.pipeline.layers.state_shapes import check_shapes, taken_by
 from lp_pipe.pipeline.results import StageMemory
 from lp_pipe.pipeline.saving.saved import Saved, is_of, joined, saved_of
 from lp_pipe.pipeline.schedule import Action, Schedule, forward_on, share
@@ -234,6 +234,10 @@ class StageWorker:
         """Those in its state_dict."""
         return list(self._own_state())
 
+    def taken(self, state: dict[str, Tensor]) -> set[str]:
+        """Which of these, that have other shapes than here, `load_state_dict` would take even so."""
+        return taken_by([named for stage in self._stages.values() for named in stage.named_layers()], state)
+
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self._past.changes()
         if self._async is not None:
@@ -254,7 +258,7 @@ class StageWorker:
         own, parameters = self._own_state(), self.training.named_parameters
         folder = SavedFolder(Path(path))
         saved = joined(folder.read(key for key in folder.keys if is_of(key, own, parameters)))
-        check_shapes(saved.weights, own, f"{path} is a checkpoint")
+        check_shapes(saved.weights, own, f"{path} is a checkpoint", self.taken)
         self.training.check(saved)
         self._saved = saved
 

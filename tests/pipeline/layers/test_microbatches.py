@@ -1,6 +1,7 @@
 """How a batch is cut into micro-batches, and what each one's loss weighs."""
 
 from collections import UserDict, namedtuple
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +55,22 @@ def test_a_batch_without_a_batch_dimension_is_refused(value: object) -> None:
 def test_tensors_that_give_different_numbers_of_slices_are_refused() -> None:
     with pytest.raises(PipelineError, match=r"differ in their first dimension: \[\(4,\), \(1, 3\)\]"):
         split((torch.zeros(4), torch.zeros(1, 3)), 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda: torch.eye(4).to_sparse(), r"of layout torch\.sparse_coo"),
+        (lambda: torch.eye(4).to_sparse_csr(), r"of layout torch\.sparse_csr"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "nested"),
+    ],
+    ids=["coo", "csr", "nested"],
+)
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_tensors_that_torch_cannot_cut_are_refused(make: Callable[[], torch.Tensor], kind: str) -> None:
+    """They ended in "Cannot access storage of SparseTensorImpl", or "an invalid python storage"."""
+    with pytest.raises(PipelineError, match=f"the batch holds a tensor that is {kind}, .* give dense tensors"):
+        split((torch.zeros(4), make()), 2)
 
 
 def test_slices_begin_where_the_plain_loops_do() -> None:

@@ -66,6 +66,21 @@ class Follows(nn.Module):
         return x + self.shift * self.slow
 
 
+class Normalizes(nn.Module):
+    """Its scale fits the first micro-batch, as that of a flow's ActNorm does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(D))
+        self.register_buffer("is_initialized", torch.tensor(False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and not self.is_initialized:
+            self.scale.data.copy_(1 / (x.detach().std((0, 1)) + 0.1))
+            self.is_initialized.fill_(True)
+        return x * self.scale
+
+
 def _model(layer: type[nn.Module], **options: Any) -> pp.Model:
     layers = [pp.Layer(nn.Linear, D, D), pp.Layer(layer), pp.Layer(nn.Linear, D, D), pp.Layer(layer)]
     return pp.Model(layers, squared_error, sgd, **options)
@@ -238,6 +253,9 @@ REFUSED: dict[str, tuple[type[nn.Module], dict[str, Any], dict[str, Any], str]] 
     "recompute": (Decays, {}, {"recompute": "full"}, "layers 0 to 1: cannot be recomputed, because a forward writes"),
     # In silence: nobody saw that they have other memory now.
     "replicas, other memory": (Follows, {}, {"replicas": (1, 2)}, r"'3.slow', .* the stage's other replicas have it"),
+    # In silence, too: a write to .data counts as none.
+    "replicas, .data": (Normalizes, {}, {"replicas": (1, 2)}, r"'3.scale', .* the stage's other replicas have it"),
+    "tied, .data": (Normalizes, {"tied": (("1.scale", "3.scale"),)}, {}, r"'1.scale', .* stages 0 and 1 have it both"),
     "recompute, other memory": (
         Follows,
         {},
@@ -255,4 +273,5 @@ def test_copies_that_would_differ_are_refused(name: str) -> None:
         launched("thread", _model(layer, **of_model), stages=[2], microbatches=4, **options) as pipeline,
         pytest.raises(pp.PipelineError, match=match),
     ):
+        pipeline.evaluate(BATCHES)
         pipeline.step(BATCHES[0])
