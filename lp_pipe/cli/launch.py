@@ -113,10 +113,20 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
                         run = launch(program, arguments.mode, **options)
                     else:
                         run = launch_elastic(make, arguments.elastic, **options)
-                (run.run_dir / "graph.svg").write_text(to_svg(view), encoding="utf-8")
+                _draw(view, run.run_dir / "graph.svg", display)
                 result = _wait(run, display)
             display.ended(result, run.status())
             return result.exit_status
+
+
+def _draw(view: GraphView, path: Path, display: Display) -> None:
+    """For who looks at the run later: no reason to end it."""
+    try:
+        path.write_text(to_svg(view), encoding="utf-8")
+    except OSError as error:
+        display.note(f"{path} cannot be written ({error.strerror}): the run goes on without it")
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def _show_plan(program: Program, start: Start, arguments: argparse.Namespace) -> int:
