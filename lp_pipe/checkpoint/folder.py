@@ -15,6 +15,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import logging
 import os
 import pickle
 import re
@@ -26,6 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from lp_pipe.errors import CheckpointError
+
+_log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 _FORMAT = 1
@@ -99,11 +102,15 @@ def put_back(folder: Path) -> None:
 def prune(folder: Path, step: int, keep: int) -> None:
     """Delete all but the newest `keep` of those up to this step, the one that was just written.
 
+    One that cannot be deleted (somebody has made it read-only, or on a network file system reads it) is a warning.
     Later ones are not of this training: they are damaged, or it has gone back behind them.
     """
     last = _age(folder / f"{_PREFIX}{step:08}")
     for path in [path for path in checkpoints_in(folder) if _age(path) <= last][:-keep]:
-        remove(path)
+        try:
+            remove(path)
+        except OSError as error:
+            _log.warning("checkpoint %s is too old to be kept, and cannot be deleted: %s", path, error)
 
 
 def checkpoints_in(folder: Path) -> list[Path]:

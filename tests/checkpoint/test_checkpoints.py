@@ -1,5 +1,6 @@
 """Parts of a program are saved together and restored together, from the newest checkpoint that is whole."""
 
+import errno
 import shutil
 import threading
 from collections.abc import Iterator
@@ -107,6 +108,23 @@ def test_one_that_was_moved_elsewhere_is_left_there_when_it_is_too_old(tmp_path:
     checkpoints.save(2)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-00000002"]
     assert open_checkpoint(tmp_path / "elsewhere").damage() == []
+
+
+def test_one_that_cannot_be_deleted_is_a_warning_and_the_others_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Training ended: "the checkpoint of step 3 could not be written", though it was there."""
+    rename = Path.rename
+
+    def guarded(path: Path, target: Path) -> Path:
+        if path.name == "step-00000001":
+            raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", guarded)
+    saved(tmp_path, 1, 2, 3, keep=1)
+    assert [path.name for path in checkpoints_in(tmp_path)] == ["step-00000001", "step-00000003"]
+    assert "step-00000001 is too old to be kept, and cannot be deleted: [Errno 1] Operation" in caplog.text
 
 
 def test_all_of_it_is_on_the_disk_before_it_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
