@@ -20,6 +20,8 @@ from lp_pipe.errors import CheckpointError, Unavailable, add_note
 
 _log = logging.getLogger(__name__)
 
+_Write = Future[list[str]] | Future[None]
+
 
 class Checkpoints:
     """The checkpoints of a run, in `folder`.
@@ -241,33 +243,28 @@ class Checkpoints:
         if self._writing is not None:
             self._writing.join()
 
-    def _begin_parts(self, aside: Path) -> "list[Future[None]]":
-        writes: list[Future[None]] = []
+    def _begin_parts(self, aside: Path) -> "dict[str, _Write]":
+        """The writes of those that save themselves, which go on."""
+        writes: dict[str, _Write] = {}
         for name, part in self._parts.items():
             try:
-                writes.append(self._begin_part(name, part, aside))
+                if saves_itself(part):
+                    writes[name] = part.save_async(aside / name)
+                else:
+                    folders.write_state(aside, name, part.state_dict())
             except Exception as error:
-                for write in writes:
+                for write in writes.values():
                     write.exception()  # else it might come after the folder's end
                 shutil.rmtree(aside, ignore_errors=True)  # a full disk has its room back
                 add_note(error, f"part {name!r} of a checkpoint in {self.folder}")
                 raise
         return writes
 
-    def _begin_part(self, name: str, part: Any, aside: Path) -> "Future[None]":
-        if saves_itself(part):
-            return part.save_async(aside / name)
-        folders.write_state(aside, name, part.state_dict())
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def _write(self, step: int, aside: Path, writes: "list[Future[None]]") -> None:
+    def _write(self, step: int, aside: Path, writes: "dict[str, _Write]") -> None:
         try:
-            for write in writes:
-                write.result()
-            check_is_shared(aside, self._parts)
-            folders.finish(aside, step, tuple(self._parts))
+            written = {name: _files_of(name, writes.get(name)) for name in self._parts}
+            check_is_shared(aside, written)
+            folders.finish(aside, step, written)
             folders.prune(self.folder, step, self._keep)
         except Exception as error:  # whatever a part raises; it belongs to who waits
             shutil.rmtree(aside, ignore_errors=True)
@@ -295,3 +292,10 @@ class Checkpoints:
                 part.load(checkpoint.path / name)
             else:
                 part.load_state_dict(folders.read_state(checkpoint.path, name))
+
+
+def _files_of(part: str, write: "_Write | None") -> list[str]:
+    """What it has written, in the order in which another host may see it. Waits for the end of the write."""
+    if write is None:
+        return [folders.state_file(part)]
+    return [part, *(f"{part}/{file}" for file in write.result() or ())]

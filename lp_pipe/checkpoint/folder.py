@@ -12,19 +12,23 @@ Pickles are read back from it: load only what you trust as you trust code.
 """
 
 import contextlib
+import errno
 import hashlib
 import json
+import logging
 import os
 import pickle
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lp_pipe.errors import CheckpointError
+
+_log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 _FORMAT = 1
@@ -98,11 +102,15 @@ def put_back(folder: Path) -> None:
 def prune(folder: Path, step: int, keep: int) -> None:
     """Delete all but the newest `keep` of those up to this step, the one that was just written.
 
+    One that cannot be deleted (somebody has made it read-only, or on a network file system reads it) is a warning.
     Later ones are not of this training: they are damaged, or it has gone back behind them.
     """
     last = _age(folder / f"{_PREFIX}{step:08}")
     for path in [path for path in checkpoints_in(folder) if _age(path) <= last][:-keep]:
-        remove(path)
+        try:
+            remove(path)
+        except OSError as error:
+            _log.warning("checkpoint %s is too old to be kept, and cannot be deleted: %s", path, error)
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
@@ -135,13 +143,18 @@ def begin(folder: Path, step: int) -> Path:
     return aside
 
 
-def finish(aside: Path, step: int, parts: tuple[str, ...]) -> Checkpoint:
+def finish(aside: Path, step: int, written: Mapping[str, Collection[str]]) -> Checkpoint:
     """Flush everything to the disk, write the manifest, and let it appear; one of the same step is replaced.
 
+    written: by name of a part, files and folders that must be among what is there.
+
     Raises:
-        OSError: as `begin`.
+        OSError: as `begin`; or another program has deleted what was written.
     """
     files = {name: (os.path.getsize(aside / name), _sha256(aside / name)) for name in _files_of(aside)}
+    gone = [aside / name for names in written.values() for name in names if name not in files]
+    _check_are_folders(gone)  # what is deleted later is missed by who reads the manifest
+    parts = tuple(written)
     head = json.dumps({"format": _FORMAT, "step": step, "saved": time.time(), "parts": parts, "files": files}, indent=1)
     (aside / MANIFEST).write_text(f"{head}\n{hashlib.sha256(head.encode()).hexdigest()}\n", encoding="utf-8")
     for name in (*files, MANIFEST):
@@ -168,14 +181,19 @@ def remove(path: Path) -> None:
         shutil.rmtree(hidden)
 
 
+def state_file(name: str) -> str:
+    """That of a part which gives its state."""
+    return f"{name}.state"
+
+
 def write_state(folder: Path, name: str, state: Any) -> None:
     """A part's state, as it is now."""
-    (folder / f"{name}.state").write_bytes(pickle.dumps(state, protocol=5))
+    (folder / state_file(name)).write_bytes(pickle.dumps(state, protocol=5))
 
 
 def read_state(folder: Path, name: str) -> Any:
     """What `write_state` wrote."""
-    return pickle.loads((folder / f"{name}.state").read_bytes())
+    return pickle.loads((folder / state_file(name)).read_bytes())
 
 
 def _age(path: Path) -> tuple[int, str]:
@@ -187,6 +205,19 @@ def _files_of(folder: Path) -> Iterator[str]:
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path != folder / MANIFEST:
             yield path.relative_to(folder).as_posix()
+
+
+def deleted(path: Path) -> FileNotFoundError:
+    """The error of what was written, and is not there any more."""
+    why = "it was deleted again (does another program save or delete in this folder?)"
+    return FileNotFoundError(errno.ENOENT, why, str(path))
+
+
+def _check_are_folders(paths: Iterable[Path]) -> None:
+    """Files that were written, and are not there, have been deleted."""
+    for path in paths:
+        if not path.is_dir():
+            raise deleted(path)
 
 
 def _is_of_the_system(name: str) -> bool:

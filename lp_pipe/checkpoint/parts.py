@@ -19,8 +19,11 @@ class Stateful(Protocol):
 class SavesItself(Protocol):
     """A part that writes a folder of its own, as pipelines do."""
 
-    def save_async(self, path: Path) -> "Future[None]":
-        """Copy the state in memory, then write it while others go on; done once it is written."""
+    def save_async(self, path: Path) -> "Future[list[str]] | Future[None]":
+        """Copy the state in memory, then write it while others go on; done once it is written.
+
+        Whoever says the names of the files has them looked for, before they count as a part of a checkpoint.
+        """
 
     def load(self, path: Path) -> None:
         """Go on from there."""

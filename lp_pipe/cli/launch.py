@@ -121,6 +121,16 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
             return result.exit_status
 
 
+def _draw(view: GraphView, path: Path, display: Display) -> None:
+    """For who looks at the run later: no reason to end it."""
+    try:
+        path.write_text(to_svg(view), encoding="utf-8")
+    except OSError as error:
+        display.note(f"{path} cannot be written ({error.strerror}): the run goes on without it")
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
 def _show_plan(program: Program, start: Start, arguments: argparse.Namespace) -> int:
     lines = hosts.plan_lines(program, arguments)
     if arguments.json:
@@ -159,7 +169,7 @@ def _explained(target: str, new_folder: Path | None) -> Iterator[None]:
 def _wait(run: Run | ElasticRun, display: Display, view: GraphView) -> ending.Ending:
     began = time.monotonic()
     try:
-        (run.run_dir / "graph.svg").write_text(to_svg(view), encoding="utf-8")  # in here: the nodes run by now
+        _draw(view, run.run_dir / "graph.svg", display)  # in here: the nodes run by now
         display.started()
         while not run.is_over:
             display.status(run.status())

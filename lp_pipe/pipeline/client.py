@@ -137,13 +137,13 @@ class PipelineClient:
         """Write a checkpoint: weights, optimizer, scheduler and step. Relative paths are the launcher's."""
         self._conductor.save(str(path))
 
-    def save_async(self, path: str | Path) -> "Future[None]":
+    def save_async(self, path: str | Path) -> "Future[list[str]]":
         """As `save`, but return once every stage has copied its share in memory; the future is done when it is written.
 
-        So training pauses for the copy only.
+        So training pauses for the copy only. The result are the names of the files.
         """
         copy = self._conductor.copy()
-        written: Future[None] = self._conductor.futures.write_copy(str(path), copy)
+        written: Future[list[str]] = self._conductor.futures.write_copy(str(path), copy)
         return written
 
     def load(self, path: str | Path) -> None:

@@ -5,9 +5,10 @@ import errno
 import logging
 import os
 import sys
-from io import FileIO
 from pathlib import Path
 from typing import Protocol, TextIO
+
+from lp_pipe.telemetry.appended_file import AppendedFile
 
 _log = logging.getLogger(__name__)
 
@@ -27,7 +28,7 @@ class LogFiles:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._files: dict[str, FileIO] = {}
+        self._files: dict[str, AppendedFile] = {}
         self._is_whole = True
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -52,9 +53,9 @@ class LogFiles:
     def _keep(self, node_id: str, data: bytes) -> None:
         file = self._files.get(node_id)
         if file is None:
-            file = self._files[node_id] = self.path(node_id).open("ab", buffering=0)
-        if file.write(data) < len(data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file.name))
+            file = self._files[node_id] = AppendedFile(self.path(node_id))
+        if file.opened().write(data) < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path(node_id)))
 
     def flush(self) -> None:
         for target in (sys.stdout, sys.stderr):

@@ -1,6 +1,5 @@
 """Numbers that nodes log: appended to a file, one JSON object a line, and passed on to displays."""
 
-import contextlib
 import json
 import logging
 import math
@@ -9,8 +8,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
+
+from lp_pipe.telemetry.appended_file import AppendedFile
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class MetricsLog:
     def __init__(self, path: Path, sinks: tuple[Sink, ...] = ()) -> None:
         self._path = path
         self._sinks = sinks
-        self._file: FileIO | None = None
+        self._file = AppendedFile(path)
         self._lock = threading.Lock()
         self._warned_of: set[int] = set()
 
@@ -58,22 +58,18 @@ class MetricsLog:
 
     def close(self) -> None:
         with self._lock:
-            if self._file is not None:
-                with contextlib.suppress(OSError):
-                    self._file.close()
-                self._file = None
+            self._file.close()
 
     def _append(self, line: bytes) -> None:
         """All of it or nothing: half a line would spoil the file for its readers."""
-        if self._file is None:
-            self._file = self._path.open("ab", buffering=0)
-        end = os.fstat(self._file.fileno()).st_size
+        file = self._file.opened()
+        end = os.fstat(file.fileno()).st_size
         try:
-            written = self._file.write(line)
+            written = file.write(line)
             if written < len(line):  # the rest says why
-                self._file.write(line[written:])
+                file.write(line[written:])
         except OSError:
-            self._file.truncate(end)
+            file.truncate(end)
             raise
 
     def _warn(self, what: object, message: str, *args: object) -> None:

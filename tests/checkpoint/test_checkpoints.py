@@ -1,5 +1,6 @@
 """Parts of a program are saved together and restored together, from the newest checkpoint that is whole."""
 
+import errno
 import shutil
 import threading
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 import lp_pipe as lp
-from lp_pipe.checkpoint import Checkpoints, checkpoints_in, folder, open_checkpoint
+from lp_pipe.checkpoint import Checkpoints, checkpoints_in, folder, open_checkpoint, shared
 from lp_pipe.errors import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -109,13 +110,30 @@ def test_one_that_was_moved_elsewhere_is_left_there_when_it_is_too_old(tmp_path:
     assert open_checkpoint(tmp_path / "elsewhere").damage() == []
 
 
+def test_one_that_cannot_be_deleted_is_a_warning_and_the_others_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Training ended: "the checkpoint of step 3 could not be written", though it was there."""
+    rename = Path.rename
+
+    def guarded(path: Path, target: Path) -> Path:
+        if path.name == "step-00000001":
+            raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", guarded)
+    saved(tmp_path, 1, 2, 3, keep=1)
+    assert [path.name for path in checkpoints_in(tmp_path)] == ["step-00000001", "step-00000003"]
+    assert "step-00000001 is too old to be kept, and cannot be deleted: [Errno 1] Operation" in caplog.text
+
+
 def test_all_of_it_is_on_the_disk_before_it_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: set[str] = set()
     monkeypatch.setattr(folder, "sync", lambda path: synced.add(path.name))
     aside = folder.begin(tmp_path, 1)
     (aside / "part" / "inner").mkdir(parents=True)
     (aside / "part" / "inner" / "file").touch()
-    folder.finish(aside, 1, ("part",))
+    folder.finish(aside, 1, {"part": ()})
     assert synced >= {"file", "inner", "part", aside.name, "manifest.json", tmp_path.name}
 
 
@@ -224,12 +242,43 @@ def test_a_checkpoint_that_is_replaced_is_there_whenever_the_process_is_killed(
         aside = folder.begin(tmp_path, 5)
         folder.write_state(aside, "counter", part.state_dict())
         with pytest.raises(SystemExit):
-            folder.finish(aside, 5, ("counter",))
+            folder.finish(aside, 5, {"counter": ()})
     assert checkpoints_in(tmp_path) == []
     assert restored(tmp_path) == 50
     Checkpoints({"counter": part}, tmp_path, keep=1).save(5)
     assert restored(tmp_path) == 51
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"]
+
+
+class Deleting(Slow):
+    """Such as a second program that saves to the same folder, and clears up what it finds there."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self._what = what
+
+    def save_async(self, path: Path) -> "Future[list[str]]":  # type: ignore[override]
+        path.mkdir()
+        (path / "value").write_text("now")
+        found = path.parent / self._what
+        shutil.rmtree(found) if found.is_dir() else found.unlink()
+        written: Future[list[str]] = Future()
+        written.set_result(["value"])
+        return written
+
+
+@pytest.mark.parametrize("what", ["part/value", "part", "counter.state", "."])
+def test_what_was_deleted_while_it_was_written_is_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """It counted as whole with the files that were left, `verify` found it good, and older ones were deleted."""
+    monkeypatch.setattr(shared, "_APPEARS_WITHIN_S", 0.0)
+    parts = {"counter": Counter(1), "part": Slow()}
+    parts["part"].may_write.set()
+    Checkpoints(parts, tmp_path, keep=1).save(1)
+    with pytest.raises(CheckpointError, match=r"step 2 could not be written to .*(does|has) another program"):
+        Checkpoints({**parts, "part": Deleting(what)}, tmp_path, keep=1).save(2)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
 def test_a_part_that_raises_is_named_and_leaves_nothing(tmp_path: Path) -> None:

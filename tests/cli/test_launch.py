@@ -52,6 +52,17 @@ def demo(folder: Path) -> None:
     (folder / "demo.py").write_text(DEMO)
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a disk that is always full")
+def test_a_run_goes_on_without_its_picture(command: Command, folder: Path) -> None:
+    """On a full disk it was stopped, with "cannot print: No space left on device"."""
+    (folder / "here").mkdir()
+    (folder / "here" / "graph.svg").symlink_to("/dev/full")
+    done = command("launch", "demo.py", "--mode=thread", "--run-dir=here")
+    assert done.returncode == 0
+    assert "here/graph.svg cannot be written (No space left on device): the run goes on without it" in done.stderr
+    assert "all added" in done.stdout
+
+
 @pytest.mark.parametrize("mode", ["thread", "process"])
 def test_a_run_shows_graph_folder_logs_and_metrics_and_ends_with_0(mode: str, command: Command, folder: Path) -> None:
     done = command("launch", "demo.py", f"--mode={mode}")

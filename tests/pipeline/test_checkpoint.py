@@ -18,6 +18,7 @@ import lp_pipe.pipeline as pp
 from lp_pipe.checkpoint import shared
 from lp_pipe.errors import CheckpointError
 from lp_pipe.pipeline.conductor.workers import Workers
+from lp_pipe.pipeline.layers.model import OptimizerFactory
 from lp_pipe.pipeline.worker.shares import Shares
 from tests.checkpoint import disks
 from tests.pipeline.plain_loop import (
@@ -348,9 +349,61 @@ def test_a_checkpoint_of_another_optimizer_is_refused_and_changes_nothing(tmp_pa
         torch.save(pipeline.state_dict(), tmp_path / "model.pt")
     with launched("thread", pp.Model(layers, squared_error, sgd), BATCHES, stages=2) as pipeline:
         refused = Refused(pipeline, tmp_path / "adam")
-        refused.by(pp.PipelineError, r"of another optimizer than SGD: its options have .*betas, .* and not .*momentum")
+        refused.by(pp.PipelineError, "of another optimizer, Adam, than this model's, SGD: give the model that one")
         refused.folder = tmp_path / "model.pt"
         refused.by(pp.CheckpointError, r"model.pt is a file, and a checkpoint is a folder: .* goes to load_state_dict")
+
+
+def test_adams_checkpoint_is_not_adamws(tmp_path: Path) -> None:
+    """They have the same options, and one of these says which it is: AdamW went on as Adam, in silence."""
+    layers = [pp.Layer(nn.Linear, D, D), pp.Layer(nn.Linear, D, D)]
+    with launched("thread", pp.Model(layers, squared_error, torch.optim.Adam), BATCHES, stages=2) as pipeline:
+        pipeline.step()
+        pipeline.save(tmp_path)
+    with launched("thread", pp.Model(layers, squared_error, torch.optim.AdamW), BATCHES, stages=2) as pipeline:
+        Refused(pipeline, tmp_path).by(pp.PipelineError, "of another optimizer, Adam, than this model's, AdamW")
+
+
+def in_one_group(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(named, lr=0.1, weight_decay=0.1)
+
+
+def without_decay_of_biases(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    biases = [parameter for name, parameter in named if name.endswith("bias")]
+    weights = [parameter for name, parameter in named if not name.endswith("bias")]
+    return torch.optim.SGD([{"params": weights, "weight_decay": 0.1}, {"params": biases}], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "message"),
+    [
+        (without_decay_of_biases, in_one_group, r"0.weight and 0.bias in different parameter groups.*0.1 and 0"),
+        (in_one_group, without_decay_of_biases, r"0.weight and 0.bias in one parameter group, .* in different ones"),
+    ],
+    ids=["joined", "divided"],
+)
+def test_a_checkpoint_of_other_parameter_groups_is_refused_and_changes_nothing(
+    tmp_path: Path, saved: OptimizerFactory, loaded: OptimizerFactory, message: str
+) -> None:
+    """Joined ones took the options of the last parameter for all, divided ones those of the group that there was."""
+    layers = [pp.Layer(nn.Linear, D, D), pp.Layer(nn.Linear, D, D)]
+    with launched("thread", pp.Model(layers, squared_error, saved), BATCHES, stages=2) as pipeline:
+        pipeline.step()
+        pipeline.save(tmp_path)
+    with launched("thread", pp.Model(layers, squared_error, loaded), BATCHES, stages=1) as pipeline:
+        Refused(pipeline, tmp_path).by(pp.PipelineError, message)
+    with launched("thread", pp.Model(layers, squared_error, saved), BATCHES, stages=1) as pipeline:
+        pipeline.load(tmp_path)
+
+
+def test_a_checkpoint_of_another_dtype_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    """The optimizer's state stayed of the old one: an error from inside torch, in the next step."""
+    layers = [pp.Layer(nn.Linear, D, D), pp.Layer(nn.Linear, D, D)]
+    doubles = [pp.Layer(nn.Linear, D, D, dtype=torch.float64), pp.Layer(nn.Linear, D, D, dtype=torch.float64)]
+    with launched("thread", pp.Model(doubles, squared_error, adam), stages=2) as pipeline:
+        pipeline.save(tmp_path)
+    with launched("thread", pp.Model(layers, squared_error, adam), BATCHES, stages=2) as pipeline:
+        Refused(pipeline, tmp_path).by(pp.PipelineError, "0.weight is torch.float64 there and torch.float32 here")
 
 
 @pytest.mark.parametrize(("kind", "other"), [("sequential", "StepLR"), ("lambda", "sequential")])

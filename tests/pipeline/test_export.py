@@ -11,10 +11,12 @@ from torch import nn
 
 import lp_pipe.pipeline as pp
 from lp_pipe.pipeline.saving import safetensors_file
+from tests.checkpoint import disks
 from tests.pipeline.plain_loop import D, adam, assert_same_state, launched, random_batches, squared_error
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
+needs_disks = pytest.mark.skipif(bool(disks.why_not()), reason=disks.why_not() or "there are disks")
 BATCHES = random_batches([6, 6])
 
 
@@ -57,6 +59,25 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
         with pytest.raises(pp.PipelineError, match=r"0\._extra_state is a dict, and safetensors holds tensors only"):
             pipeline.export(tmp_path / "model.safetensors")
     assert not list(tmp_path.iterdir())
+
+
+@needs_disks
+def test_a_full_disk_is_named_and_the_older_export_stays(tmp_path: Path) -> None:
+    """It was an error of the safetensors package; on the command line, a traceback."""
+
+    def body() -> None:
+        disks.mount_small(tmp_path / "disk", "64k")
+        path = tmp_path / "disk" / "model.safetensors"
+        safetensors_file.write(path, {"a": torch.ones(9)}, 0)
+        with pytest.raises(pp.PipelineError, match=r"model.safetensors'\): .* cannot be written: .*No space left"):
+            safetensors_file.write(path, {"a": torch.ones(100_000)}, 1)
+        assert torch.equal(load_file(path)["a"], torch.ones(9))
+        assert [file.name for file in path.parent.iterdir()] == ["model.safetensors"]
+        disks.make_read_only(tmp_path / "disk")
+        with pytest.raises(pp.PipelineError, match=r"the file cannot be written: .*Read-only file system"):
+            safetensors_file.write(path, {"a": torch.ones(9)}, 2)
+
+    disks.with_own_mounts(body)
 
 
 def test_an_export_is_on_the_disk_before_it_takes_the_place_of_an_older_one(

@@ -2,6 +2,7 @@
 
 import io
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,23 @@ def test_a_full_disk_is_said_once_and_the_lines_still_come(
     assert capsys.readouterr().out == "[trainer/0] one\n[trainer/0] two\n"
     (said,) = caplog.messages
     assert "not all that the nodes print" in said and "No space left on device" in said and str(tmp_path) in said
+
+
+def test_a_deleted_file_begins_anew_and_a_deleted_folder_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What came later went to the deleted file, without a word."""
+    path = log_path(tmp_path / "logs", "trainer/0")
+    files = LogFiles(path.parent)
+    files.write("trainer/0", False, [b"one"])
+    path.unlink()
+    files.write("trainer/0", False, [b"two"])
+    assert path.read_text() == "two\n"
+    shutil.rmtree(path.parent)
+    files.write("trainer/0", False, [b"three"])
+    files.close()
+    (said,) = caplog.messages
+    assert "not all that the nodes print" in said and str(path) in said
 
 
 def test_a_launcher_without_streams_keeps_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,9 @@
 """Metrics are for whoever looks on: when they cannot be kept, training goes on, and it is said once."""
 
+import errno
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,9 @@ from lp_pipe.telemetry.metrics import MetricsLog, MetricsRecord
 from tests.checkpoint import disks
 
 needs_disks = pytest.mark.skipif(bool(disks.why_not()), reason=disks.why_not() or "there are disks")
+
+
+GONE = os.strerror(errno.ENOENT)
 
 
 def lines(path: Path) -> list[int]:
@@ -50,6 +55,23 @@ def test_a_full_disk_costs_whole_lines_and_one_warning(tmp_path: Path, caplog: p
     disks.with_own_mounts(body)
     assert [record.getMessage().partition(" to ")[0] for record in caplog.records] == ["metrics cannot be written"]
     assert "No space left on device" in caplog.text
+
+
+def test_a_folder_that_is_deleted_is_said_and_one_that_comes_again_is_written_to(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The records went to the deleted file, without a word."""
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.parent.mkdir()
+    log = MetricsLog(path)
+    log.record("a/0", {"x": 1.0}, 0)
+    shutil.rmtree(path.parent)
+    log.record("a/0", {"x": 1.0}, 1)
+    assert caplog.messages == [f"metrics cannot be written to {path}, and are left out: [Errno 2] {GONE}: '{path}'"]
+    path.parent.mkdir()  # as a checkpoint does
+    log.record("a/0", {"x": 1.0}, 2)
+    log.close()
+    assert lines(path) == [2]
 
 
 def test_a_folder_that_is_gone_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -119,9 +119,9 @@ class Conductor:
         """Copy what `save` would write, in memory."""
         return self._in_turn(lambda: self._model.copy(self._steps.manifest()))
 
-    def write_copy(self, path: str, copy: Copy) -> None:
-        """Write it, while operations go on."""
-        self._model.write_copy(Path(path), copy)
+    def write_copy(self, path: str, copy: Copy) -> list[str]:
+        """Write it, while operations go on; returns the names of the files."""
+        return self._model.write_copy(Path(path), copy)
 
     def load(self, path: str) -> None:
         """Go on from a checkpoint folder, whatever number of stages wrote it."""

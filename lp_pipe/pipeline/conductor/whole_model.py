@@ -18,7 +18,7 @@ from lp_pipe.pipeline.conductor.workers import Workers
 from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.layers.names import in_order
 from lp_pipe.pipeline.layers.state_shapes import check_names, check_shapes
-from lp_pipe.pipeline.saving.manifest import Manifest
+from lp_pipe.pipeline.saving.manifest import METADATA, Manifest
 from lp_pipe.pipeline.saving.quick_save import dense_parts, elements_of
 from lp_pipe.pipeline.saving.share_file import remove_shares
 
@@ -100,15 +100,15 @@ class WholeModel:
         self._unwritten[copied.version] = time.monotonic()
         return copied
 
-    def write_copy(self, path: Path, copy: "Copy") -> None:
-        """Write it; any thread may, while operations go on. One after another.
+    def write_copy(self, path: Path, copy: "Copy") -> list[str]:
+        """Write it; any thread may, while operations go on. One after another. Returns the names of the files.
 
         Raises:
             Unavailable: the workers do not hold it any more.
         """
         self._unwritten.pop(copy.version, None)
         with self._or_forget(copy.version), self._one_at_a_time:
-            self._write(path, copy)
+            return self._write(path, copy)
 
     def _held(self, manifest: Manifest, *, copy: bool) -> "Copy":
         # New names: until the new metadata replaces the old one, the checkpoint that was there before stays whole.
@@ -117,7 +117,7 @@ class WholeModel:
             self._workers.some(self._ranks, "hold_share", version, copy)
         return Copy(version, manifest)
 
-    def _write(self, path: Path, copy: "Copy") -> None:
+    def _write(self, path: Path, copy: "Copy") -> list[str]:
         from lp_pipe.pipeline.saving.dcp_writing import WholePlan
 
         path.mkdir(parents=True, exist_ok=True)
@@ -130,6 +130,7 @@ class WholeModel:
                 if share.places:
                     check_is_here(path / share.file, share.writer)
             whole.finish(path, written)
+            return [METADATA, *(share.file for share in written if share.places)]
         except Exception:
             self._remove(path, copy.version)
             raise

@@ -1,5 +1,6 @@
 """A whole model as one .safetensors file, which torch, transformers and others read without lp_pipe."""
 
+import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,9 +17,11 @@ def write(path: Path, state: Mapping[str, Any], step: int) -> None:
     """Write a state_dict aside, down to the disk, then rename. A tied parameter is there under each of its names.
 
     Raises:
-        PipelineError: safetensors is not installed, the folder is missing, or a value is no tensor.
+        PipelineError: safetensors is not installed, the folder is missing, a value is no tensor, or the file cannot be
+            written (the disk is full, the folder is read-only, …): an older one stays as it was.
     """
     try:
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
     except ImportError as error:
         raise PipelineError("export() needs safetensors: pip install 'lp_pipe[torch]'") from error
@@ -43,5 +46,9 @@ def write(path: Path, state: Mapping[str, Any], step: int) -> None:
         save_file(tensors, aside, metadata={"format": "pt", "step": str(step)})
         sync(aside)
         aside.replace(path)
+    except (OSError, SafetensorError) as error:
+        why = str(error).removeprefix("Error while serializing: ")
+        raise PipelineError(f"export({str(path)!r}): the file cannot be written: {why}") from error
     finally:
-        aside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is of the optimizer that is to go on from it, by the options of a parameter group."""
+"""Whether a checkpoint is of the optimizer that is to go on from it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,20 +18,27 @@ WEIGHTS_ALONE = (
 
 
 def refuse_other_optimizer(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], saved: Mapping[str, Any]
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], saved: Mapping[str, Any], kind: str | None = None
 ) -> None:
-    """saved: the options that the group's parameters have in the checkpoint.
+    """saved: the options that the group's parameters have in the checkpoint. kind: the class of the optimizer there.
 
-    Another version of torch may have more or fewer options; only another optimizer has some more and some fewer.
+    By the name of the class: Adam's options and state are AdamW's, too. None: written before that was kept. Then by the
+    options: another version of torch may have more or fewer; only another optimizer has some more and some fewer.
 
     Raises:
-        PipelineError: names them, and says how to take the weights alone.
+        PipelineError: names what differs, and says how to take the weights alone.
     """
+    own = type(optimizer).__name__
+    if kind is not None and kind != own:
+        raise PipelineError(
+            f"the checkpoint is of another optimizer, {kind}, than this model's, {own}: give the model that one; "
+            f"{WEIGHTS_ALONE}"
+        )
     lacking = sorted({*getattr(optimizer, "defaults", ())} - {*saved})
     unknown = sorted({*saved} - {*group} - _OF_SCHEDULERS)
     if saved and lacking and unknown:
         raise PipelineError(
-            f"the checkpoint is of another optimizer than {type(optimizer).__name__}: its options have "
+            f"the checkpoint is of another optimizer than {own}: its options have "
             f"{', '.join(unknown)}, and not {', '.join(lacking)}; {WEIGHTS_ALONE}"
         )
 

@@ -3,6 +3,7 @@
 model.<name>                      a parameter or buffer, under each of its names
 optimizer.<name>.<key>            a parameter's optimizer state
 options.<name>                    the options of its group, which the scheduler changes
+group.<name>                      the class of its optimizer, and the group's first parameter, which tells groups apart
 schedule.<name>                   what the scheduler's state says of its group
 lr_scheduler                      the scheduler's state
 lr_scheduler_kind                 its class
@@ -45,6 +46,9 @@ def entries(share: Mapping[str, Any], worker: int) -> dict[Key, Any]:
     found: dict[Key, Any] = {("model", name): value for name, value in share["weights"].items()}
     # In one entry: to read one for each parameter would take as long again as the weights.
     found["options", str(worker)] = {name: saved["options"] for name, saved in share["optimizer"].items()}
+    groups = {name: saved["group"] for name, saved in share["optimizer"].items() if "group" in saved}
+    if groups:
+        found["group", str(worker)] = groups
     schedule = {name: saved["schedule"] for name, saved in share["optimizer"].items() if saved.get("schedule")}
     if schedule:
         found["schedule", str(worker)] = schedule
@@ -72,7 +76,7 @@ def is_of(key: Key, state: Collection[str], parameters: Collection[str]) -> bool
         case (
             ("lr_scheduler" | "lr_scheduler_kind",)
             | ("loss", _)
-            | ("options" | "schedule", _)
+            | ("options" | "group" | "schedule", _)
             | ("versions", _, "newest")
         ):
             return True
@@ -89,9 +93,9 @@ def joined(found: Mapping[Key, Any]) -> Saved:
                 saved.weights[name] = value
             case ("loss", name):
                 saved.loss[name] = value
-            case ("options" | "schedule" as kind, _):
-                for name, options in value.items():
-                    _of_parameter(saved, name)[kind] = options
+            case ("options" | "group" | "schedule" as kind, _):
+                for name, of_group in value.items():
+                    _of_parameter(saved, name)[kind] = of_group
             case ("optimizer", name, part):
                 _of_parameter(saved, name)["state"][part] = value
             case ("versions", worker, "newest"):

@@ -16,6 +16,8 @@ from lp_pipe.pipeline.layers.factories import made_optimizer, made_scheduler, wa
 from lp_pipe.pipeline.layers.model import OptimizerFactory, SchedulerFactory
 from lp_pipe.pipeline.layers.rng import nobody_draws
 from lp_pipe.pipeline.saving.group_values import values_of_group, with_group_values
+from lp_pipe.pipeline.saving.same_dtypes import refuse_other_dtypes
+from lp_pipe.pipeline.saving.same_groups import Member, refuse_other_groups
 from lp_pipe.pipeline.saving.same_optimizer import refuse_hidden_state, refuse_other_optimizer
 from lp_pipe.pipeline.saving.same_scheduler import kind_of, refuse_other_scheduler
 from lp_pipe.pipeline.saving.saved import Saved
@@ -162,14 +164,18 @@ class Training:
         """
         Raises:
             CheckpointError: it does not have this worker's parameters.
-            PipelineError: it is of another optimizer, or of another scheduler.
+            PipelineError: it is of other dtypes, another optimizer, other parameter groups, or another scheduler.
         """
+        refuse_other_dtypes(self.named_parameters, saved.weights)
         for name in self._trained_names():
             if name not in saved.optimizer:
                 raise CheckpointError(f"the checkpoint has no optimizer state for {name}: it is of another model")
         for group, name, _ in self._grouped():
             if name in saved.optimizer and self._optimizer is not None:
-                refuse_other_optimizer(self._optimizer, group, saved.optimizer[name]["options"])
+                kind, _ = saved.optimizer[name].get("group", (None, ""))  # older versions kept none
+                refuse_other_optimizer(self._optimizer, group, saved.optimizer[name]["options"], kind)
+        own = [Member(name, _options(group), id(group)) for group, name, _ in self._grouped()]
+        refuse_other_groups(own, saved.optimizer)
         if self._lr_scheduler is not None:
             refuse_other_scheduler(self._lr_scheduler, saved.scheduler_kind)
 
@@ -193,6 +199,8 @@ class Training:
         found: dict[str, dict[str, Any]] = {}
         for index, group in enumerate(groups):
             of_group = {"options": _options(group), "schedule": values_of_group(scheduler, len(groups), index)}
+            if group["params"]:
+                of_group["group"] = type(self._optimizer).__name__, names[id(group["params"][0])]
             for parameter in group["params"]:
                 found[names[id(parameter)]] = {"state": dict(states.get(parameter, {})), **of_group}
         return found

@@ -37,6 +37,19 @@ def test_a_users_own_options_of_a_group_are_no_other_optimizers() -> None:
     refuse_other_optimizer(adam(), group, saved)
 
 
+@pytest.mark.parametrize(
+    ("kind", "saved", "message"),
+    [
+        ("AdamW", adam().defaults, "of another optimizer, AdamW, than this model's, Adam: give the model that one; to"),
+        (None, {"lr": 0.1, "momentum": 0.9}, "of another optimizer than Adam: its options have momentum, and not amsg"),
+    ],
+    ids=["by its class", "by its options, where the class was not kept"],
+)
+def test_another_optimizer_is_named(kind: str | None, saved: dict[str, Any], message: str) -> None:
+    with pytest.raises(pp.PipelineError, match=message):
+        refuse_other_optimizer(adam(), adam().param_groups[0], saved, kind)
+
+
 class Lookahead(torch.optim.SGD):
     """As most are written: with weights of its own beside the state of its parameters."""
 

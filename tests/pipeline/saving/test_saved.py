@@ -40,6 +40,13 @@ def test_what_a_scheduler_says_of_a_group_goes_along_with_its_parameters() -> No
     assert is_of(("schedule", "0"), {"1.weight"}, {"1.weight"})
 
 
+def test_the_group_of_a_parameter_goes_along_with_it() -> None:
+    of_one = {"state": {}, "options": {"lr": 0.1}, "group": ("Adam", "0.weight")}
+    original = {**share("0.weight", 5), "optimizer": {"0.weight": of_one}}
+    assert joined(entries(original, 0)).optimizer == original["optimizer"]
+    assert is_of(("group", "0"), {"1.weight"}, {"1.weight"})
+
+
 def test_workers_find_what_is_theirs_in_the_entries_of_all() -> None:
     of_all = {**entries(share("0.weight", 5), 0), **entries(share("1.weight", 4), 1)}
     own = joined({key: value for key, value in of_all.items() if is_of(key, {"1.weight"}, {"1.weight"})})
