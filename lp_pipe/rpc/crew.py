@@ -13,6 +13,7 @@ from typing import Any
 
 from lp_pipe.connections import PulledConnection
 from lp_pipe.context import current_context
+from lp_pipe.rpc.ending_threads import will_end
 
 _log = logging.getLogger(__name__)
 
@@ -78,6 +79,7 @@ class Crew:
         with self._lock:
             self._is_closed = True
             is_empty = not self._alive
+            will_end(self._threads)
         if is_empty:
             self._waiting.close()
         self._release_reserve()

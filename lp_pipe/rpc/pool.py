@@ -9,6 +9,7 @@ from typing import Any, Self, TypeVar
 
 from lp_pipe.context import current_context
 from lp_pipe.errors import Unavailable
+from lp_pipe.rpc.ending_threads import will_end
 
 T = TypeVar("T")
 
@@ -67,6 +68,7 @@ class DaemonPool:
             self._is_closed = True
             for _ in self._threads:
                 self._tasks.put(None)
+            will_end(self._threads)
 
     def survive_forks(self) -> Self:
         """In a forked child begin with new threads; what the parent's were to do is the parent's."""

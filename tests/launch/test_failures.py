@@ -400,6 +400,26 @@ def test_a_death_that_only_a_broken_call_tells_of_is_raised_at_the_end_of_the_bl
         assert "exit code 3" in str(run.client("node").futures.exit(3).exception(WITHIN_S))
 
 
+def test_a_failure_that_only_a_broken_call_tells_of_is_raised_at_the_end_of_the_block(mode: str) -> None:
+    # The node's server closes before the node has said why; the failure passed for one that comes after the stop.
+    class Fails(Pid):
+        def __init__(self) -> None:
+            self._asked = threading.Event()
+
+        def block(self) -> None:
+            self._asked.set()
+            lp.wait_for_stop()
+
+        def run(self) -> None:
+            assert self._asked.wait(WITHIN_S)
+            raise ValueError("the cause")
+
+    program = one_node(lp.CourierNode(Fails))
+    raised = pytest.raises(lp.NodeError, match="the cause")
+    with raised, lp.launch(program, mode) as run, pytest.raises(lp.Unavailable):
+        run.client("node").block()
+
+
 def test_a_node_that_ignores_stop_is_killed_after_the_grace(no_leaks: None) -> None:
     def stubborn() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -69,6 +69,7 @@ class Coordinator:
     def withdraw(self, address: str) -> None:
         with self._lock:
             self._directory.withdraw([address])
+            self._lives.withdraws(self.plan.owners[address])
 
     def resolve(self, address: str) -> "Future[str]":
         """The endpoint once it is registered; Unavailable once its node cannot register any more."""

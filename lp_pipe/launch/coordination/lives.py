@@ -57,10 +57,15 @@ class Lives:
             return f"{cause}; then node {record.spec.node_id} failed, too"
         return record.why_gone
 
+    def withdraws(self, node_id: str) -> None:
+        """Its server closes, which its callers may notice before it has said why."""
+        self.nodes[node_id].is_closing = not self.stop_requested
+
     def are_settled(self, dying: Mapping[str, int]) -> bool:
         """Whether it is known what has ended these processes (pids by node_id), and which failure was the first."""
-        ends = ((self.nodes[node_id], pid) for node_id, pid in dying.items())
-        return self.verdict.due_at is None and not any(node.is_alive and node.pid == pid for node, pid in ends)
+        ends = [node for node_id, pid in dying.items() if (node := self.nodes[node_id]).pid == pid]
+        ends += [node for node in self.nodes.values() if node.is_closing]
+        return self.verdict.due_at is None and not any(node.is_alive for node in ends)
 
     def started(self, node_id: str, pid: int) -> None:
         record = self.nodes[node_id]

@@ -31,7 +31,7 @@ class NodeRecord:
     restarts: how often it was started again on its own; retries_left: how often it still may be.
     waiting: what it has waited for longer than the program's limit. started_at: of time.monotonic.
     is_gone: nothing is left of its process or thread.
-    is_ending: it was told to end, and is not gone.
+    is_ending: it was told to end, and is not gone. is_closing: its server has withdrawn, without having been told so.
     """
 
     spec: NodeSpec
@@ -44,6 +44,7 @@ class NodeRecord:
     waiting: str | None = None
     is_gone: bool = False
     is_ending: bool = False
+    is_closing: bool = False
     call_rate: CallRate = field(default_factory=CallRate)
 
     def __post_init__(self) -> None:
@@ -75,7 +76,7 @@ class NodeRecord:
     def start_again(self) -> None:
         """It failed, and is due to be started again."""
         self.state = "starting"
-        self.is_gone = False
+        self.is_gone = self.is_closing = False
 
     def put_down(self) -> None:
         """Nothing is left of it, and it will not be started again."""
