@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
+import lp_pipe as lp
 from lp_pipe.cli.errors import NotLaunched
 from lp_pipe.cli.launch import _wait
+from lp_pipe.graph import GraphView
 from tests.cli.commands import Command, Start
 
 PROGRAM = """
@@ -142,13 +144,13 @@ def make_program(num_hosts):
     assert "[asking/0] asked 2" in done.stdout and "done in" in done.stdout
 
 
-def test_an_elastic_program_that_does_not_fit_the_hosts_that_are_left_ends_without_a_traceback() -> None:
+def test_an_elastic_program_that_does_not_fit_the_hosts_that_are_left_ends_without_a_traceback(tmp_path: Path) -> None:
     def wait() -> None:
         raise ValueError("group 'stages' wants 4 GPUs, host a has 2")
 
     def nothing(*args: object) -> None: ...
 
-    run: Any = SimpleNamespace(is_over=True, wait=wait, stop=nothing, status=nothing)
+    run: Any = SimpleNamespace(is_over=True, wait=wait, stop=nothing, status=nothing, run_dir=tmp_path)
     display: Any = SimpleNamespace(started=nothing, status=nothing)
     with pytest.raises(NotLaunched, match="wants 4 GPUs"):
-        _wait(run, display)
+        _wait(run, display, GraphView.of(lp.Program("elastic")))
