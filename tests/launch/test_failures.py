@@ -38,6 +38,21 @@ def one_node(node: lp.Node[Any]) -> lp.Program:
     return program
 
 
+class FailsWhenAsked:
+    """A server that ends with an error while it is called."""
+
+    def __init__(self) -> None:
+        self._asked = threading.Event()
+
+    def block(self) -> None:
+        self._asked.set()
+        lp.wait_for_stop()
+
+    def run(self) -> None:
+        assert self._asked.wait(WITHIN_S)
+        raise ValueError("the cause")
+
+
 class Pid:
     """A server that tells where it is, and can be asked to wait."""
 
@@ -238,18 +253,6 @@ def test_a_failure_after_the_stop_does_not_fail_the_program_but_is_told(
 
 
 def test_the_echo_of_a_failed_node_is_not_the_first_failure(mode: str) -> None:
-    class Server:
-        def __init__(self) -> None:
-            self._asked = threading.Event()
-
-        def block(self) -> None:
-            self._asked.set()
-            lp.wait_for_stop()
-
-        def run(self) -> None:
-            assert self._asked.wait(WITHIN_S)
-            raise ValueError("the cause")
-
     def use(server: Any) -> None:
         try:
             server.block()
@@ -257,7 +260,7 @@ def test_the_echo_of_a_failed_node_is_not_the_first_failure(mode: str) -> None:
             raise RuntimeError("the server has gone") from error
 
     program = lp.Program("echo")
-    server = program.add_node(lp.CourierNode(Server), label="server")
+    server = program.add_node(lp.CourierNode(FailsWhenAsked), label="server")
     program.add_node(lp.PyNode(use, server), label="user")
     # If the failure waited for the blocked handler, the echo would win at the end of the grace, or nothing be told.
     error = failure_of(program, mode, grace=2 * WITHIN_S)
@@ -402,19 +405,7 @@ def test_a_death_that_only_a_broken_call_tells_of_is_raised_at_the_end_of_the_bl
 
 def test_a_failure_that_only_a_broken_call_tells_of_is_raised_at_the_end_of_the_block(mode: str) -> None:
     # The node's server closes before the node has said why; the failure passed for one that comes after the stop.
-    class Fails(Pid):
-        def __init__(self) -> None:
-            self._asked = threading.Event()
-
-        def block(self) -> None:
-            self._asked.set()
-            lp.wait_for_stop()
-
-        def run(self) -> None:
-            assert self._asked.wait(WITHIN_S)
-            raise ValueError("the cause")
-
-    program = one_node(lp.CourierNode(Fails))
+    program = one_node(lp.CourierNode(FailsWhenAsked))
     raised = pytest.raises(lp.NodeError, match="the cause")
     with raised, lp.launch(program, mode) as run, pytest.raises(lp.Unavailable):
         run.client("node").block()
