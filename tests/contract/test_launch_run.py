@@ -426,7 +426,7 @@ def test_a_large_result_is_delivered_although_its_server_ends(mode: str) -> None
     for method in ("last", "array"):
         program = lp.Program("large")
         handle = program.add_node(lp.CourierNode(Large), label="server")
-        run = lp.launch(program, mode, grace=2.0)
+        run = lp.launch(program, mode, grace=WITHIN_S)
         assert len(getattr(run.client(handle), method)()) > 0
         run.wait(30)
 
