@@ -13,6 +13,7 @@ from typing import Any
 from lp_pipe.cli.display import Display, Start, Status
 from lp_pipe.cli.ending import Ending
 from lp_pipe.cli.output import redirected
+from lp_pipe.cli.streams import say
 from lp_pipe.telemetry.metrics import MetricsRecord
 
 
@@ -55,8 +56,7 @@ class JsonDisplay(Display):
 
     def note(self, text: str) -> None:
         self._emit("note", text=text)
-        with contextlib.suppress(OSError):  # a closed terminal; the stop goes on
-            print(text, file=self._stderr, flush=True)
+        say(text, self._stderr)
 
     def ended(self, ending: Ending, status: Status) -> None:
         for label, rows in status.items():

@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import sys
+from typing import TextIO
 
 from lp_pipe.launch.processes import standard_streams
 
@@ -17,10 +18,10 @@ def prepare() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # as Python has it for stderr
 
 
-def say(text: str) -> None:
-    """Print to stderr what would be good to know, but must not stand in the way of what is to be done next."""
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Print (to stderr) what would be good to know, but must not stand in the way of what is to be done next."""
     with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+        print(text, file=stream or sys.stderr, flush=True)
 
 
 def drop_unwritten() -> None:
