@@ -142,4 +142,8 @@ def _parser(described: Sequence[str]) -> tuple[argparse.ArgumentParser, list[str
 
 
 def _version() -> str:
-    return f"lp_pipe {importlib.metadata.version('lp_pipe')} (Python {platform.python_version()})"
+    try:
+        version = importlib.metadata.version("lp_pipe")
+    except importlib.metadata.PackageNotFoundError:  # a source tree on PYTHONPATH
+        version = "not installed"
+    return f"lp_pipe {version} (Python {platform.python_version()})"

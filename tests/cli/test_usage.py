@@ -1,10 +1,14 @@
 """Wrong usage: one line on stderr that says what to do, and exit status 2."""
 
+import subprocess
+import sys
 from pathlib import Path
 
+import numpy
 import pytest
 
-from tests.cli.commands import Command
+import lp_pipe
+from tests.cli.commands import PATIENCE_S, Command
 
 TARGET = """
 import lp_pipe as lp
@@ -107,6 +111,20 @@ def test_help_takes_no_example_apart(brief_command: Command) -> None:
 
 def test_the_version_names_lp_pipe_and_python(command: Command) -> None:
     assert command("--version").stdout.startswith("lp_pipe 0.")
+
+
+def test_a_source_tree_that_is_not_installed_has_the_command_too(tmp_path: Path) -> None:
+    # Every command was a PackageNotFoundError: a cluster's image with torch, and lp_pipe's sources on PYTHONPATH.
+    packages = Path(numpy.__file__).parents[1]
+    for entry in packages.iterdir():
+        if not entry.name.lower().startswith("lp_pipe"):
+            (tmp_path / entry.name).symlink_to(entry)
+    root = Path(lp_pipe.__file__).parents[1]
+    run = f"import sys; sys.path[:0] = [{str(root)!r}, {str(tmp_path)!r}]; from lp_pipe.cli.main import main; main()"
+    command = [sys.executable, "-I", "-S", "-c", run, "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("lp_pipe not installed (Python 3.")
 
 
 def test_the_flags_of_the_program_can_be_listed(brief_command: Command, folder: Path) -> None:

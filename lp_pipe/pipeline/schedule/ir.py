@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 Op = Literal["F", "B", "I", "W"]
 WORDS: dict[Op, str] = {"F": "forward", "B": "backward", "I": "backward for inputs", "W": "backward for weights"}
 
-# The cells of torch.distributed.pipelining (2.13): `_Action.__repr__`.
+# The cells of torch.distributed.pipelining (up to 2.15): `_Action.__repr__`.
 _COMPUTE = re.compile(r"(\d{1,18})([FBIW])(\d{1,18})")
-_COMMUNICATION = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")
+_COMMUNICATION = re.compile(r"\d+(UNSHARD|RESHARD|(WAIT_)?(REDUCE_GRAD|SEND_F|SEND_B)|RECV_F|RECV_B)\d*")
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 _SHOWN = 40  # letters of a cell that is something else
 

@@ -14,10 +14,10 @@ TORCH_COMPUTE_ONLY = (
     ",1F0,1F1,,3F0,3B0,3F1,3B1,,1B0,,1B1\r\n"
 )
 
-# GPipe (2 ranks, 1 micro-batch) after torch's lowering to compute_comms.
+# GPipe (2 ranks, 1 micro-batch) after torch's lowering to compute_comms, with the waits of 2.15.
 TORCH_COMPUTE_COMMS = (
-    "0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD,0RESHARD\r\n"  # rank 0
-    "1UNSHARD,1RECV_F0,1F0,1B0,1SEND_B0,1REDUCE_GRAD,1RESHARD\r\n"
+    "0UNSHARD,0F0,0SEND_F0,0WAIT_SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD,0WAIT_REDUCE_GRAD,0RESHARD\r\n"  # rank 0
+    "1UNSHARD,1RECV_F0,1F0,1B0,1SEND_B0,1WAIT_SEND_B0,1REDUCE_GRAD,1WAIT_REDUCE_GRAD,1RESHARD\r\n"
 )
 
 
