@@ -62,6 +62,15 @@ def check_package(name: str, fix: str, level: str = "fail") -> Sequence[str]:
         return level, "not installed", fix
 
 
+def check_torch() -> Sequence[str]:
+    from lp_pipe.pipeline.torch_version import WANTED, is_too_old
+
+    level, version, *fix = check_package("torch", f"pip install '{WANTED}'    (only pipelines need it)", level="warn")
+    if is_too_old(version):
+        return "warn", f"{version} is too old for pipelines", f"pip install --upgrade '{WANTED}'"
+    return level, version, *fix
+
+
 def check_shm() -> Sequence[str]:
     """Tensors between nodes travel in memfds, which this does not limit; the workers of torch's DataLoader do."""
     if not Path("/dev/shm").is_dir():
@@ -201,7 +210,7 @@ CHECKS: dict[str, Callable[[], Sequence[str]]] = {
     "lp_pipe": lambda: check_package("lp_pipe", "pip install .    (in a clone of lp_pipe)", level="warn"),
     "numpy": lambda: check_package("numpy", "pip install numpy"),
     "protobuf": lambda: check_package("protobuf", "pip install protobuf"),
-    "torch": lambda: check_package("torch", "pip install torch    (only pipelines need it)", level="warn"),
+    "torch": check_torch,
     "open files": check_open_files,
     "processes": check_processes,
     "/dev/shm": check_shm,

@@ -4,6 +4,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lp_pipe.channels import kinds
 from lp_pipe.errors import PipelineError
 from lp_pipe.handles import Handle
@@ -27,6 +29,7 @@ from lp_pipe.pipeline.planned import as_planned, replica_seconds
 from lp_pipe.pipeline.schedule import Schedule
 from lp_pipe.pipeline.schedule.numbers_given import as_float, as_int, is_count
 from lp_pipe.pipeline.schedule.registry import registered
+from lp_pipe.pipeline.torch_version import check_torch
 from lp_pipe.pipeline.worker_nodes import add_nodes, workers
 from lp_pipe.program import Program
 from lp_pipe.resources import Resources
@@ -82,10 +85,11 @@ def add_pipeline(
         that trains then brings all back to a checkpoint (`Checkpoints.steps`, or `.recovering`).
 
     Raises:
-        PipelineError: the model cannot be cut so.
+        PipelineError: the model cannot be cut so, or torch is too old.
         PartitionError: the plan is for another model.
         ScheduleError: the schedule does not exist for these numbers, or is not correct.
     """
+    check_torch(torch.__version__)
     stages, microbatches, chunks = as_int(stages), as_int(microbatches), as_int(chunks)
     stages = list(stages) if isinstance(stages, Iterable) and not isinstance(stages, str) else stages  # or an array
     replicas = as_int(replicas)

@@ -1,5 +1,6 @@
 """What a pipeline refuses: what it says, and that it works on."""
 
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from torch import nn
 
 import lp_pipe as lp
 import lp_pipe.pipeline as pp
+from lp_pipe.pipeline import torch_version
 from tests.pipeline.plain_loop import (
     D,
     PlainLoop,
@@ -35,6 +37,21 @@ def refuses(kind: type[Exception], match: str, **options: Any) -> None:
     with pytest.raises(kind, match=match):
         pp.add_pipeline(program, pp.Model(layers, squared_error, sgd), **options)
     assert not program.get_all_nodes()
+
+
+def test_a_torch_that_is_too_old_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was an AttributeError in the first step, from inside of a stage."""
+    monkeypatch.setattr(torch, "__version__", "2.8.0+cu128")
+    refuses(pp.PipelineError, r"need torch>=2\.\d+, and this is torch 2\.8\.0\+cu128: pip install --upgrade 'torch>=2")
+
+
+def test_the_torch_that_pipelines_need_is_what_the_package_asks_for() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert torch_version.WANTED in project["optional-dependencies"]["torch"]
+    assert [torch_version.is_too_old(v) for v in ("2.8.0", "2.100.0", "2.11.0a0+nv26.2", "3.0.0", "not installed")] == [
+        True,
+        *[False] * 4,
+    ]
 
 
 @pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), ("cpu", torch.device("cpu"))], ids=str)
