@@ -1,7 +1,6 @@
 """A peer that is killed: who notices, how soon, and what is left."""
 
 import base64
-import os
 import shutil
 import signal
 import subprocess
