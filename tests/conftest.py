@@ -5,6 +5,8 @@ import os
 # Read when torch or numpy is first imported, so it is set here, before any test module. Child processes inherit it:
 # two xdist workers that each start several nodes would otherwise ask for cores × nodes threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Where FORCE_COLOR is set, as CI services do, Python 3.13 colours the tracebacks of the scripts that tests read.
+os.environ["PYTHON_COLORS"] = "0"
 
 import gc
 import shutil

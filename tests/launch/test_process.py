@@ -85,6 +85,23 @@ def test_nodes_get_environment_folder_and_path_as_they_are_at_launch(
         assert probe.ask(lambda: sys.argv) == sys.argv
 
 
+def test_a_module_of_the_current_folder_does_not_stand_for_one_of_pythons(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with `python ../train.py`. A json.py there was imported by new interpreters: no node started."""
+    (tmp_path / "json.py").write_text("raise RuntimeError('not the json that was asked for')\n")
+    monkeypatch.chdir(tmp_path)
+    with lp.launch(probes(fresh_interpreter=True), "process") as run:
+        assert run.client("probe").ask(lambda: __import__("json").loads("1")) == 1
+
+
+def test_nodes_with_a_fresh_interpreter_have_the_launchers_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They had none: -O, -W and -X dev did not reach them."""
+    monkeypatch.setattr(sys, "warnoptions", ["default::FutureWarning"])
+    with lp.launch(probes(fresh_interpreter=True), "process") as run:
+        assert "default::FutureWarning" in run.client("probe").ask(lambda: sys.warnoptions)
+
+
 @pytest.mark.parametrize("fresh", [False, True])
 def test_resources_set_variables_and_compute_threads(fresh: bool) -> None:
     resources = {"threads": 2, "env": {"MY_VARIABLE": "mine"}, "fresh_interpreter": fresh}

@@ -20,6 +20,7 @@ import shutil
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -261,6 +262,17 @@ def _prctl(option: int, argument: int | bytes) -> None:
         ctypes.CDLL(None).prctl(option, argument, 0, 0, 0)
 
 
+def interpreter_flags() -> list[str]:
+    """This interpreter's flags for a new one that runs `-c`: -O, -W, -X dev.
+
+    -P, because with `-c` alone a json.py of the current folder comes before Python's own until sys.path is set; and
+    where that folder has been removed, Python 3.13.0 to 3.13.2 look there at each missing attribute of a module, and
+    raise a SystemError (https://github.com/python/cpython/issues/130932).
+    """
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return [*flags, "-P"]
+
+
 def _exec_node(message: dict[str, Any]) -> NoReturn:
     code = (
         "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -268,7 +280,7 @@ def _exec_node(message: dict[str, Any]) -> NoReturn:
         "sys.exit(main(sys.argv[2], sys.argv[3], int(sys.argv[4])))"
     )
     node = (message["node"], message["endpoint"], str(message["attempt"]))
-    arguments = [sys.executable, "-c", code, json.dumps(sys.path), *node]
+    arguments = [sys.executable, *interpreter_flags(), "-c", code, json.dumps(sys.path), *node]
     os.execve(sys.executable, arguments, {**message["env"], **heap_environment(message["env"])})
 
 

@@ -307,9 +307,11 @@ def test_a_receiver_whose_sender_is_silent_is_reported_with_the_channel(mode: st
     sink = program.add_node(lp.CourierNode(Sink, folder), label="sink")
     program.add_node(lp.PyClassNode(Source, folder, sink), label="source")
     with launched(program, mode, tmp_path) as run:
-        text = reported(run, "a message of source/0 on channel 'activations', operation 7")
+        # The first report may come when the source has just connected: code that is so young is told without its place.
+        text = reported(
+            run, "a message of source/0 on channel 'activations', operation 7", "source/0: runs its own code (at "
+        )
         assert "node sink/0 has waited" in text
-        assert "source/0: runs its own code (at " in text
 
 
 def test_a_sender_without_credits_is_reported_with_the_channel(mode: str, tmp_path: Path) -> None:
