@@ -42,7 +42,7 @@ def find_run(text: str | None) -> RunRecord:
     if record is not None:
         return record
     if Path(text).is_dir():
-        raise UsageError(f"{text} is not the folder of a run that can be asked: it has no {RUN_FILE}")
+        raise UsageError(f"{text} is not the folder of a run that can be asked: it has no {RUN_FILE} of lp_pipe's")
     return _by_name(text, live)
 
 
