@@ -1,9 +1,11 @@
 """Two processes anywhere: frames over a gRPC bidirectional stream (protos/connection.proto), plain or with mTLS.
 
     endpoint                who may connect
-    grpc:HOST:PORT          whoever shows the run's token; on this host only
-    grpc:HOST:PORT#TOKEN    whoever shows this token; on this host only
-    grpcs:HOST:PORT         whoever has a certificate of the run, and shows its token
+    grpc:HOST:PORT          whoever knows the run's token; on this host only
+    grpc:HOST:PORT#TOKEN    whoever knows this token; on this host only
+    grpcs:HOST:PORT         whoever has a certificate of the run, and knows its token
+
+A listener shows that it knows the token as well, and before that nothing of it is read.
 
 A connection has a channel, and so a TCP connection, of its own: gRPC's flow control is per TCP connection too, and a
 peer that does not read one connection must not stop the others.
@@ -21,12 +23,23 @@ from lp_pipe.connections.base import Connection, Listener, OnClose, OnConnection
 from lp_pipe.connections.chunks import ChunkReader, Outbox, cut
 from lp_pipe.connections.credentials import ADVICE, Credentials
 from lp_pipe.connections.frames import Frame, FrameError
-from lp_pipe.connections.grpc_channels import METHOD, SERVICE, SILENCE_S, TOKEN, WELCOME, credentials_for
+from lp_pipe.connections.grpc_channels import (
+    CLIENT,
+    LISTENER,
+    METHOD,
+    NONCE,
+    SERVICE,
+    SHOWN,
+    SILENCE_S,
+    WELCOME,
+    credentials_for,
+)
 from lp_pipe.connections.refusals import Refusals
 from lp_pipe.connections.silence import SilenceWatch
 from lp_pipe.connections.tcp_endpoint import GONE, TcpEndpoint, parse_to_connect
 from lp_pipe.errors import Unauthenticated, Unavailable
 
+_CONNECT_PATIENCE_S = 5.0
 _CLOSE_PATIENCE_S = 0.2
 _LINGER_S = 5.0  # for a peer that takes its time over what was sent before the close
 
@@ -183,14 +196,23 @@ def connect(
     credentials = credentials or credentials_for(where)
     channel = grpc_channels.open_channel(where, credentials, silence_s)
     outbox = Outbox()
-    call = channel.stream_stream(f"/{SERVICE}/{METHOD}")(outbox, metadata=[(TOKEN, credentials.token)])
+    said = grpc_channels.greeting(credentials)
+    call = channel.stream_stream(f"/{SERVICE}/{METHOD}")(outbox, metadata=list(said.items()))
+    patience = threading.Timer(_CONNECT_PATIENCE_S, call.cancel)  # it may be anybody who has accepted
+    patience.name, patience.daemon = f"connect {endpoint}", True
+    patience.start()
     try:
-        if WELCOME not in dict(call.initial_metadata() or ()):
+        welcome = dict(call.initial_metadata() or ()).get(WELCOME)
+        if welcome is None:
             raise _refusal(endpoint, call)
+        if not credentials.is_proof(welcome, LISTENER, said[NONCE]):
+            raise Unauthenticated(f"{endpoint} is not of this run: it does not know the token; {ADVICE}")
     except BaseException:  # also Ctrl+C
         outbox.end()
         channel.close()
         raise
+    finally:
+        patience.cancel()
     return GrpcConnection(endpoint, call, outbox, call, channel.close, idle_timeout_s)
 
 
@@ -237,13 +259,14 @@ class GrpcListener(Listener):
 
     def _accept(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """Called by gRPC in a thread of its own for every stream, which sends what the returned outbox gives."""
-        shown = dict(context.invocation_metadata()).get(TOKEN, b"")
-        if not self._credentials.is_token(shown):
+        said = dict(context.invocation_metadata())
+        nonce, shown = said.get(NONCE, ""), said.get(SHOWN, "")
+        if not self._credentials.is_proof(shown, CLIENT, nonce):
             text = "a wrong token" if shown else "no token"
             self.refusals.note(context.peer(), f"it showed {text}")
             context.abort(grpc.StatusCode.UNAUTHENTICATED, f"the peer showed {text}")
         outbox = Outbox()
-        context.send_initial_metadata([(WELCOME, "1")])
+        context.send_initial_metadata([(WELCOME, self._credentials.proof(LISTENER, nonce))])
         peer = f"client of {self._label} ({context.peer()})"
         self._on_connection(GrpcConnection(peer, requests, outbox, context, lambda: None))
         return outbox
@@ -268,6 +291,8 @@ class _ThreadPerCall(concurrent.futures.Executor):
 def _refusal(endpoint: str, call: Any) -> Unavailable:
     """Why the stream did not begin."""
     code, details = call.code(), call.details()
+    if code == grpc.StatusCode.CANCELLED:
+        return Unavailable(f"{endpoint} did not answer within {_CONNECT_PATIENCE_S:g} s")
     if code == grpc.StatusCode.UNAUTHENTICATED:
         return Unauthenticated(f"{endpoint} refused this process: {details}; {ADVICE}")
     if "handshake failed" in details:
