@@ -35,6 +35,7 @@ from lp_pipe.connections.grpc_channels import (
     credentials_for,
 )
 from lp_pipe.connections.refusals import Refusals
+from lp_pipe.connections.shortage import not_taken_in
 from lp_pipe.connections.silence import SilenceWatch
 from lp_pipe.connections.tcp_endpoint import GONE, TcpEndpoint, parse_to_connect
 from lp_pipe.errors import Unauthenticated, Unavailable
@@ -241,7 +242,7 @@ class GrpcListener(Listener):
     ) -> None:
         self._credentials = credentials
         self._on_connection = on_connection
-        self._server = grpc_channels.new_server(_ThreadPerCall(), silence_s)
+        self._server = grpc_channels.new_server(_ThreadPerCall(self._not_taken_in), silence_s)
         handlers = {METHOD: grpc.stream_stream_rpc_method_handler(self._accept)}
         self._server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, handlers)])
         bound = where._replace(port=grpc_channels.bind(self._server, where, credentials), bind="")
@@ -271,9 +272,15 @@ class GrpcListener(Listener):
         self._on_connection(GrpcConnection(peer, requests, outbox, context, lambda: None))
         return outbox
 
+    def _not_taken_in(self, error: Exception) -> None:
+        self.refusals.note("a process", not_taken_in(error))
+
 
 class _ThreadPerCall(concurrent.futures.Executor):
     """A stream needs its thread for as long as it lives: no number of threads is enough, and none may outlive us."""
+
+    def __init__(self, on_failure: Callable[[Exception], None]) -> None:
+        self._on_failure = on_failure
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "concurrent.futures.Future[Any]":
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
@@ -284,7 +291,13 @@ class _ThreadPerCall(concurrent.futures.Executor):
             except BaseException as error:  # belongs to gRPC, which asks the future
                 future.set_exception(error)
 
-        threading.Thread(target=run, name="grpc stream", daemon=True).start()
+        try:
+            threading.Thread(target=run, name="grpc stream", daemon=True).start()
+        except (
+            RuntimeError
+        ) as error:  # out of threads: gRPC's own, which calls this, would end, and the listener be deaf
+            future.set_exception(error)
+            self._on_failure(error)
         return future
 
 

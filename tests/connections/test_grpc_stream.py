@@ -138,6 +138,29 @@ def test_who_listens_and_never_answers_keeps_nobody_waiting(no_leaks: None, monk
         server.stop(None).wait(WITHIN_S)
 
 
+def test_a_listener_survives_a_shortage_of_threads(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    # gRPC's own thread ended, and every later client waited without end.
+    monkeypatch.setattr(grpc_stream, "_CONNECT_PATIENCE_S", 0.5)
+    start = threading.Thread.start
+
+    def start_no_stream(thread: threading.Thread) -> None:
+        if thread.name == "grpc stream":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    accepted: queue.SimpleQueue[connections.Connection] = queue.SimpleQueue()
+    with contextlib.closing(grpc_stream.listen("grpc:127.0.0.1:0#token", accepted.put)) as listener:
+        with monkeypatch.context() as short:
+            short.setattr(threading.Thread, "start", start_no_stream)
+            with pytest.raises(Unavailable, match="did not answer"):
+                connections.connect(listener.endpoint)
+        monkeypatch.undo()
+        guest, host = End(connections.connect(listener.endpoint)).start(), End(accepted.get(timeout=WITHIN_S)).start()
+        assert listener.refusals.count == 1
+        guest.connection.close("well")
+        assert host.reason() == "well"
+
+
 @pytest.mark.slow
 def test_who_speaks_http2_and_opens_no_stream_is_thrown_out(no_leaks: None) -> None:
     # gRPC's limit for handshakes is over with HTTP/2's first words: each such peer kept a descriptor for ever.
