@@ -264,6 +264,20 @@ def test_a_run_of_another_host_is_not_judged(folder: Path, brief_command: Comman
     )
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can start another user's process")
+def test_a_run_of_another_user_is_named_as_such(folder: Path, brief_command: Command) -> None:
+    # "has just ended, or does not listen: … Permission denied"
+    with subprocess.Popen(["sleep", "60"], user=65534) as his:
+        (folder / "his").mkdir()
+        here = (socket.gethostname(), his.pid, start_time(his.pid))
+        record = RunRecord("demo", "process", "his", *here, time.time(), "unix:/tmp/lp-his/control", "/tmp/lp-his")
+        (folder / "his" / "run.json").write_text(json.dumps(vars(record)))
+        done = brief_command("stop", "his")
+        his.kill()
+    assert done.returncode == 2
+    assert done.stderr == "lp_pipe: run his is another user's: only that user can ask it, or stop it\n"
+
+
 def test_a_folder_that_somebody_else_has_made_gets_nobody_to_unpickle_what_he_answers(
     folder: Path, brief_command: Command
 ) -> None:
