@@ -98,13 +98,11 @@ class Program:
             A colocation fails, restarts and ends as a whole.
 
         Raises:
-            ValueError: no label that can be printed, a group inside a group, options that differ from those of the same
-                label before.
+            ValueError: no label, a group inside a group, options that differ from those of the same label before.
             TypeError: no Resources.
         """
         if not label:
             raise ValueError("a group needs a label: program.group('feeder')")
-        _check_printable(label)
         if self._current is not None:
             raise ValueError(f"groups cannot be nested: {label!r} inside {self._current!r}; close the outer one first")
         options = GroupOptions(resources or Resources(), on_failure, max_restarts)
@@ -121,8 +119,7 @@ class Program:
         """Take `node` into the current group (or the group `label`) and return a handle of it.
 
         Raises:
-            ValueError: outside a group no label that can be printed, a label that is not the current group's, a node
-                added twice.
+            ValueError: no label outside a group, a label that is not the current group's, a node added twice.
             TypeError: not a node.
         """
         if not isinstance(node, Node):
@@ -134,7 +131,6 @@ class Program:
         label = self._current or label
         if not label:
             raise ValueError("a node needs a label: add_node(node, label='feeder'), or use `with program.group(...)`")
-        _check_printable(label)
         if node.is_colocated:
             raise ValueError(f"{node!r} is inside a colocation: add that to the program instead")
         if node.label:  # in another program it would lose its name and index here
@@ -161,11 +157,6 @@ class Program:
     def __repr__(self) -> str:
         groups = ", ".join(f"{label} x {len(nodes)}" for label, nodes in self._groups.items())
         return f"Program({self._name!r}: {groups})"
-
-
-def _check_printable(label: str) -> None:
-    if not label.isprintable():
-        raise ValueError(f"label {label!r} has a character that cannot be printed; it names nodes, and files of logs")
 
 
 def _owners_of(handle: Handle[Any], owners: dict[str, str], user: str, program: str) -> list[str]:

@@ -48,16 +48,6 @@ def test_a_node_outside_of_groups_and_a_group_need_a_label(label: Any) -> None:
         pass
 
 
-@pytest.mark.parametrize("label", ["a\0b", "a\nb", "\x1b[31m"])
-def test_a_label_can_be_printed(label: str) -> None:
-    # A NUL, which no file's name may have, ended the thread that reads what the nodes print.
-    program = lp.Program("names")
-    with pytest.raises(ValueError, match="label"):
-        program.add_node(lp.PyNode(print), label=label)
-    with pytest.raises(ValueError, match="label"), program.group(label):
-        pass
-
-
 def test_a_label_that_differs_from_the_groups_is_refused_with_both_names() -> None:
     program = lp.Program("p")
     with program.group("mine"), pytest.raises(ValueError, match=r"label.*'other'.*'mine'"):
