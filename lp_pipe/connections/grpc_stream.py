@@ -201,8 +201,8 @@ def connect(
     call = channel.stream_stream(f"/{SERVICE}/{METHOD}")(outbox, metadata=list(said.items()))
     patience = threading.Timer(_CONNECT_PATIENCE_S, call.cancel)  # it may be anybody who has accepted
     patience.name, patience.daemon = f"connect {endpoint}", True
-    patience.start()
     try:
+        patience.start()
         welcome = dict(call.initial_metadata() or ()).get(WELCOME)
         if welcome is None:
             raise _refusal(endpoint, call)
