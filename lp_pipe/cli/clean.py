@@ -4,11 +4,12 @@ import argparse
 import contextlib
 import os
 import shutil
+import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lp_pipe.cli.errors import counted
-from lp_pipe.launch.processes.proctree import kill_all, marked
+from lp_pipe.launch.processes.proctree import kill_all, marked, owner_of
 from lp_pipe.launch.processes.socket_dir import PREFIX
 from lp_pipe.launch.processes.template import MARK
 from lp_pipe.launch.registry import RunRecord, entries
@@ -64,16 +65,12 @@ def left_of(record: RunRecord) -> list[int]:
     root can read the environment of all.
     """
     found = marked(MARK, record.mark) if record.mark else []
-    return [pid for pid in found if pid != os.getpid() and _owner(f"/proc/{pid}") == os.getuid()]
+    return [pid for pid in found if pid != os.getpid() and owner_of(pid) == os.getuid()]
 
 
 def _is_ours(folder: Path) -> bool:
     """A socket folder that is still what it was: no link, of this user, and by its name one of lp_pipe's."""
-    is_folder = folder.is_dir() and not folder.is_symlink()
-    return is_folder and folder.name.startswith(PREFIX) and _owner(folder) == os.getuid()
-
-
-def _owner(path: str | Path) -> int:
     with contextlib.suppress(OSError):
-        return os.lstat(path).st_uid
-    return -1
+        found = os.lstat(folder)
+        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and folder.name.startswith(PREFIX)
+    return False

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import glob
+import os
 import shlex
 import time
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 from lp_pipe.cli.errors import NotAnswered, UsageError, nearest
 from lp_pipe.cli.table import duration, table
 from lp_pipe.errors import DeadlineExceeded, Unavailable
+from lp_pipe.launch.processes.proctree import owner_of
 from lp_pipe.launch.registry import RUN_FILE, RunRecord, entries, read_record
 from lp_pipe.launch.report import shown
 from lp_pipe.rpc import CourierClient
@@ -42,7 +44,7 @@ def find_run(text: str | None) -> RunRecord:
     if record is not None:
         return record
     if Path(text).is_dir():
-        raise UsageError(f"{text} is not the folder of a run that can be asked: it has no {RUN_FILE}")
+        raise UsageError(f"{text} is not the folder of a run that can be asked: it has no {RUN_FILE} of lp_pipe's")
     return _by_name(text, live)
 
 
@@ -50,7 +52,7 @@ def find_live_run(text: str | None) -> RunRecord:
     """The same, if it has not ended.
 
     Raises:
-        UsageError: no such run, or several, or it has ended.
+        UsageError: no such run, or several, or it has ended, or is another user's.
     """
     record = find_run(text)
     if not record.is_here:
@@ -58,6 +60,8 @@ def find_live_run(text: str | None) -> RunRecord:
     if not record.is_live:
         folder = shlex.quote(str(shown(record.run_dir)))
         raise UsageError(f"run {record.name} {how_ended(record)}; its logs: lp_pipe logs {folder}")
+    if owner_of(record.pid) not in (None, os.getuid()):  # whose socket would take nobody else's call
+        raise UsageError(f"run {record.name} is another user's: only that user can ask it, or stop it")
     return record
 
 

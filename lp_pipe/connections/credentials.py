@@ -37,10 +37,17 @@ class Credentials:
     certificate: bytes = field(repr=False)
     key: bytes = field(repr=False)
 
-    def is_token(self, shown: str | bytes) -> bool:
+    def is_token(self, shown: bytes) -> bool:
         """Compare in constant time."""
-        data = shown.encode() if isinstance(shown, str) else shown
-        return hmac.compare_digest(data, self.token.encode())
+        return hmac.compare_digest(shown, self.token.encode())
+
+    def proof(self, whose: str, nonce: str) -> str:
+        """What only those can say who know the token, and from which nobody learns it; of each end its own."""
+        return hmac.digest(self.token.encode(), f"{whose} {nonce}".encode(), "sha256").hex()
+
+    def is_proof(self, shown: str, whose: str, nonce: str) -> bool:
+        """Compare in constant time."""
+        return hmac.compare_digest(shown.encode(), self.proof(whose, nonce).encode())
 
     def to_bytes(self) -> bytes:
         """For another process of the run (see the class on how to pass it on)."""

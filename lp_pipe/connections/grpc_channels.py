@@ -1,5 +1,6 @@
 """The channels and servers under connections by gRPC: their limits, pings and credentials."""
 
+import secrets
 from concurrent.futures import Executor
 
 import grpc
@@ -9,7 +10,10 @@ from lp_pipe.connections.credentials import RUN_NAME, Credentials, current_crede
 from lp_pipe.connections.tcp_endpoint import TcpEndpoint
 
 SERVICE, METHOD = "lp_pipe.ConnectionService", "Connect"
-TOKEN, WELCOME = "lp-pipe-token", "lp-pipe-welcome"
+# A client says a random number, and shows that it knows the token; the listener's welcome shows the same. The token
+# itself stays where it is: at a port whose listener has ended another user may listen by now.
+NONCE, SHOWN, WELCOME = "lp-pipe-nonce", "lp-pipe-shown", "lp-pipe-welcome"
+CLIENT, LISTENER = "client", "listener"  # whose proof it is
 SILENCE_S = 10.0
 # The launcher says a host lost that is silent for so long, or a quarter more; its peers are to notice it after that.
 _ANSWER_SHARE, _PAUSE_SHARE = 1.2, 0.125
@@ -34,12 +38,19 @@ _SERVER_OPTIONS = [
     *_OPTIONS,
     ("grpc.so_reuseport", 0),  # else two listeners could share a port
     ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
+    ("grpc.max_connection_idle_ms", _HANDSHAKE_MS),  # who opens no stream, or has none any more
 ]
 
 
 def credentials_for(where: TcpEndpoint) -> Credentials:
     """What the endpoint itself says, or this process's."""
     return only_token(where.token) if where.token else current_credentials()
+
+
+def greeting(credentials: Credentials) -> dict[str, str]:
+    """What a client says first, for a listener with these credentials."""
+    nonce = secrets.token_hex(16)
+    return {NONCE: nonce, SHOWN: credentials.proof(CLIENT, nonce)}
 
 
 def open_channel(where: TcpEndpoint, credentials: Credentials, silence_s: float = SILENCE_S) -> grpc.Channel:

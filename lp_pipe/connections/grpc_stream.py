@@ -1,9 +1,11 @@
 """Two processes anywhere: frames over a gRPC bidirectional stream (protos/connection.proto), plain or with mTLS.
 
     endpoint                who may connect
-    grpc:HOST:PORT          whoever shows the run's token; on this host only
-    grpc:HOST:PORT#TOKEN    whoever shows this token; on this host only
-    grpcs:HOST:PORT         whoever has a certificate of the run, and shows its token
+    grpc:HOST:PORT          whoever knows the run's token; on this host only
+    grpc:HOST:PORT#TOKEN    whoever knows this token; on this host only
+    grpcs:HOST:PORT         whoever has a certificate of the run, and knows its token
+
+A listener shows that it knows the token as well, and before that nothing of it is read.
 
 A connection has a channel, and so a TCP connection, of its own: gRPC's flow control is per TCP connection too, and a
 peer that does not read one connection must not stop the others.
@@ -21,12 +23,24 @@ from lp_pipe.connections.base import Connection, Listener, OnClose, OnConnection
 from lp_pipe.connections.chunks import ChunkReader, Outbox, cut
 from lp_pipe.connections.credentials import ADVICE, Credentials
 from lp_pipe.connections.frames import Frame, FrameError
-from lp_pipe.connections.grpc_channels import METHOD, SERVICE, SILENCE_S, TOKEN, WELCOME, credentials_for
+from lp_pipe.connections.grpc_channels import (
+    CLIENT,
+    LISTENER,
+    METHOD,
+    NONCE,
+    SERVICE,
+    SHOWN,
+    SILENCE_S,
+    WELCOME,
+    credentials_for,
+)
 from lp_pipe.connections.refusals import Refusals
+from lp_pipe.connections.shortage import not_taken_in
 from lp_pipe.connections.silence import SilenceWatch
 from lp_pipe.connections.tcp_endpoint import GONE, TcpEndpoint, parse_to_connect
 from lp_pipe.errors import Unauthenticated, Unavailable
 
+_CONNECT_PATIENCE_S = 5.0
 _CLOSE_PATIENCE_S = 0.2
 _LINGER_S = 5.0  # for a peer that takes its time over what was sent before the close
 
@@ -183,14 +197,23 @@ def connect(
     credentials = credentials or credentials_for(where)
     channel = grpc_channels.open_channel(where, credentials, silence_s)
     outbox = Outbox()
-    call = channel.stream_stream(f"/{SERVICE}/{METHOD}")(outbox, metadata=[(TOKEN, credentials.token)])
+    said = grpc_channels.greeting(credentials)
+    call = channel.stream_stream(f"/{SERVICE}/{METHOD}")(outbox, metadata=list(said.items()))
+    patience = threading.Timer(_CONNECT_PATIENCE_S, call.cancel)  # it may be anybody who has accepted
+    patience.name, patience.daemon = f"connect {endpoint}", True
     try:
-        if WELCOME not in dict(call.initial_metadata() or ()):
+        patience.start()
+        welcome = dict(call.initial_metadata() or ()).get(WELCOME)
+        if welcome is None:
             raise _refusal(endpoint, call)
+        if not credentials.is_proof(welcome, LISTENER, said[NONCE]):
+            raise Unauthenticated(f"{endpoint} is not of this run: it does not know the token; {ADVICE}")
     except BaseException:  # also Ctrl+C
         outbox.end()
         channel.close()
         raise
+    finally:
+        patience.cancel()
     return GrpcConnection(endpoint, call, outbox, call, channel.close, idle_timeout_s)
 
 
@@ -219,7 +242,7 @@ class GrpcListener(Listener):
     ) -> None:
         self._credentials = credentials
         self._on_connection = on_connection
-        self._server = grpc_channels.new_server(_ThreadPerCall(), silence_s)
+        self._server = grpc_channels.new_server(_ThreadPerCall(self._not_taken_in), silence_s)
         handlers = {METHOD: grpc.stream_stream_rpc_method_handler(self._accept)}
         self._server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, handlers)])
         bound = where._replace(port=grpc_channels.bind(self._server, where, credentials), bind="")
@@ -237,20 +260,27 @@ class GrpcListener(Listener):
 
     def _accept(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """Called by gRPC in a thread of its own for every stream, which sends what the returned outbox gives."""
-        shown = dict(context.invocation_metadata()).get(TOKEN, b"")
-        if not self._credentials.is_token(shown):
+        said = dict(context.invocation_metadata())
+        nonce, shown = said.get(NONCE, ""), said.get(SHOWN, "")
+        if not self._credentials.is_proof(shown, CLIENT, nonce):
             text = "a wrong token" if shown else "no token"
             self.refusals.note(context.peer(), f"it showed {text}")
             context.abort(grpc.StatusCode.UNAUTHENTICATED, f"the peer showed {text}")
         outbox = Outbox()
-        context.send_initial_metadata([(WELCOME, "1")])
+        context.send_initial_metadata([(WELCOME, self._credentials.proof(LISTENER, nonce))])
         peer = f"client of {self._label} ({context.peer()})"
         self._on_connection(GrpcConnection(peer, requests, outbox, context, lambda: None))
         return outbox
 
+    def _not_taken_in(self, error: Exception) -> None:
+        self.refusals.note("a process", not_taken_in(error))
+
 
 class _ThreadPerCall(concurrent.futures.Executor):
     """A stream needs its thread for as long as it lives: no number of threads is enough, and none may outlive us."""
+
+    def __init__(self, on_failure: Callable[[Exception], None]) -> None:
+        self._on_failure = on_failure
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "concurrent.futures.Future[Any]":
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
@@ -261,13 +291,21 @@ class _ThreadPerCall(concurrent.futures.Executor):
             except BaseException as error:  # belongs to gRPC, which asks the future
                 future.set_exception(error)
 
-        threading.Thread(target=run, name="grpc stream", daemon=True).start()
+        try:
+            threading.Thread(target=run, name="grpc stream", daemon=True).start()
+        except (
+            RuntimeError
+        ) as error:  # out of threads: gRPC's own, which calls this, would end, and the listener be deaf
+            future.set_exception(error)
+            self._on_failure(error)
         return future
 
 
 def _refusal(endpoint: str, call: Any) -> Unavailable:
     """Why the stream did not begin."""
     code, details = call.code(), call.details()
+    if code == grpc.StatusCode.CANCELLED:
+        return Unavailable(f"{endpoint} did not answer within {_CONNECT_PATIENCE_S:g} s")
     if code == grpc.StatusCode.UNAUTHENTICATED:
         return Unauthenticated(f"{endpoint} refused this process: {details}; {ADVICE}")
     if "handshake failed" in details:

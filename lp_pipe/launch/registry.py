@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from lp_pipe.connections import unix
 from lp_pipe.launch.processes.proctree import start_time
 
 RUN_FILE = "run.json"
@@ -91,11 +92,16 @@ def entries() -> dict[Path, RunRecord]:
 
 
 def read_record(path: Path) -> RunRecord | None:
-    """What such a file says; None when there is none, or none of ours."""
+    """What such a file says; None when there is none, or none of ours.
+
+    Anybody may have written the one in a run's folder. Whoever answers at `control` is believed, so it must be a unix
+    socket, of which the kernel says whose it is.
+    """
     try:
-        return RunRecord(**json.loads(path.read_text(encoding="utf-8")))
+        record = RunRecord(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
+    return record if str(record.control).startswith(unix.SCHEME) else None
 
 
 def _readable(folder: Path) -> Iterator[tuple[Path, RunRecord]]:

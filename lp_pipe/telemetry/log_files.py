@@ -39,7 +39,8 @@ class LogFiles:
     def write(self, node_id: str, is_stderr: bool, lines: list[bytes]) -> None:
         try:
             self._keep(node_id, b"".join(line + b"\n" for line in lines))
-        except OSError as error:  # disk full, folder removed: an end here would block every node
+        except (OSError, ValueError) as error:  # disk full, folder removed, no name for a file
+            # An end here would block every node.
             if self._is_whole:
                 _log.warning("not all that the nodes print is in %s any more: %s", self._folder, error)
             self._is_whole = False

@@ -1,7 +1,9 @@
 """A running program, asked from another terminal: status, stop, stacks, logs, ps, clean."""
 
+import contextlib
 import json
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -12,8 +14,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from lp_pipe import connections
+from lp_pipe.connections import Frame, frames
+from lp_pipe.launch.processes.proctree import start_time
 from lp_pipe.launch.registry import RunRecord, entries
 from tests.cli.commands import Command, Start, Started, is_alive
+from tests.connections.payloads import Mark
 
 WAITING = """
 import os
@@ -256,6 +262,40 @@ def test_a_run_of_another_host_is_not_judged(folder: Path, brief_command: Comman
         2,
         f"lp_pipe: run far is on host not-{socket.gethostname()}: ask it there\n",
     )
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can start another user's process")
+def test_a_run_of_another_user_is_named_as_such(folder: Path, brief_command: Command) -> None:
+    # "has just ended, or does not listen: … Permission denied"
+    with subprocess.Popen(["sleep", "60"], user=65534) as his:
+        (folder / "his").mkdir()
+        here = (socket.gethostname(), his.pid, start_time(his.pid))
+        record = RunRecord("demo", "process", "his", *here, time.time(), "unix:/tmp/lp-his/control", "/tmp/lp-his")
+        (folder / "his" / "run.json").write_text(json.dumps(vars(record)))
+        done = brief_command("stop", "his")
+        his.kill()
+    assert done.returncode == 2
+    assert done.stderr == "lp_pipe: run his is another user's: only that user can ask it, or stop it\n"
+
+
+def test_a_folder_that_somebody_else_has_made_gets_nobody_to_unpickle_what_he_answers(
+    folder: Path, brief_command: Command
+) -> None:
+    # A client believes whom it calls, and over gRPC on one host that may be another user.
+    mark = folder / "mark"
+
+    def answer(connection: connections.Connection) -> None:
+        bomb = pickle.dumps(Mark(mark))
+        connection.start(lambda call: connection.send(Frame(frames.RESULT, call.id, body=bomb)), lambda why: None)
+
+    with contextlib.closing(connections.listen("grpc:127.0.0.1:0#his", answer)) as his:
+        (folder / "his").mkdir()
+        here = (socket.gethostname(), os.getpid(), start_time(os.getpid()))
+        record = RunRecord("demo", "process", "his", *here, time.time(), his.endpoint, "/tmp/lp-his")
+        (folder / "his" / "run.json").write_text(json.dumps(vars(record)))
+        done = brief_command("status", "his")
+    assert not mark.exists()
+    assert (done.returncode, done.stdout) == (2, "")
 
 
 @pytest.mark.parametrize("mode", [pytest.param("thread", marks=pytest.mark.slow), "process"])

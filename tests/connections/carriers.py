@@ -12,7 +12,7 @@ import grpc
 
 from lp_pipe import connections
 from lp_pipe.connections import Connection, Frame, frames, grpc_channels, tcp_endpoint, tls
-from lp_pipe.connections.credentials import current_credentials
+from lp_pipe.connections.credentials import current_credentials, only_token
 
 WITHIN_S = 20.0
 
@@ -123,5 +123,5 @@ def raw_stream(endpoint: str, messages: Iterable[bytes], token: str | None) -> t
     """The stream under a connection, with any messages."""
     channel = grpc_channels.open_channel(tcp_endpoint.parse(endpoint), current_credentials())
     stub = channel.stream_stream(f"/{grpc_channels.SERVICE}/{grpc_channels.METHOD}")
-    metadata = [(grpc_channels.TOKEN, token)] if token is not None else []
-    return channel, stub(iter(messages), metadata=metadata)
+    said = grpc_channels.greeting(only_token(token)) if token is not None else {}
+    return channel, stub(iter(messages), metadata=list(said.items()))

@@ -1,11 +1,14 @@
 """Frames between hosts: who may connect, what a stalled or lost peer costs, what is left after closing."""
 
+import concurrent.futures
 import contextlib
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,10 +16,10 @@ import grpc
 import pytest
 
 from lp_pipe import connections
-from lp_pipe.connections import grpc_channels, grpc_stream
+from lp_pipe.connections import Frame, frames, grpc_channels, grpc_stream, tcp_endpoint
 from lp_pipe.connections.chunks import CHUNK_BYTES
 from lp_pipe.connections.credentials import RUN_NAME, Credentials, current_credentials, generate_credentials
-from lp_pipe.errors import Unauthenticated
+from lp_pipe.errors import Unauthenticated, Unavailable
 from lp_pipe.rpc import Server
 from tests.connections.carriers import WITHIN_S, Carrier, End, OpenCarrier, assert_works, raw_stream
 from tests.connections.payloads import Mark, Target, call_frame
@@ -79,9 +82,10 @@ def test_without_the_runs_certificate_nothing_is_unpickled(
         target = server.endpoint.removeprefix("grpcs:")
         tls, options = channels.get(stranger), grpc_channels.CLIENT_OPTIONS
         channel = grpc.secure_channel(target, tls, options) if tls else grpc.insecure_channel(target, options)
+        greeting = list(grpc_channels.greeting(run_credentials).items())
         stub = channel.stream_stream(f"/{grpc_channels.SERVICE}/{grpc_channels.METHOD}")
         with channel, pytest.raises(grpc.RpcError) as caught:
-            next(stub(iter([call_frame(Mark(tmp_path / "mark"))]), metadata=[("lp-pipe-token", run_credentials.token)]))
+            next(stub(iter([call_frame(Mark(tmp_path / "mark"))]), metadata=greeting))
         assert caught.value.code() == grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
         assert not (tmp_path / "mark").exists()
         assert server.calls == 0
@@ -91,6 +95,86 @@ def test_a_client_that_expects_tls_is_told_that_there_is_none(no_leaks: None, op
     endpoint = open_carrier("grpc").endpoint
     with pytest.raises(Unauthenticated, match="does not speak TLS"):
         connections.connect(endpoint.replace("grpc:", "grpcs:"))
+
+
+def test_who_listens_and_does_not_know_the_token_is_told_nothing_and_not_believed(no_leaks: None) -> None:
+    # It was sent the token, and what it answered was read.
+    token, seen = "0123456789abcdef" * 4, []
+
+    class Anything(Credentials):
+        """Of somebody who has taken the port of a listener that has ended: whatever is shown will do."""
+
+        def is_proof(self, shown: str, whose: str, nonce: str) -> bool:
+            seen.extend([shown, nonce])
+            return True
+
+    accepted: queue.SimpleQueue[connections.Connection] = queue.SimpleQueue()
+    his = Anything("x" * 64, b"", b"", b"")
+    with contextlib.closing(grpc_stream.listen("grpc:127.0.0.1:0", accepted.put, his)) as listener:
+        with pytest.raises(Unauthenticated, match="does not know the token") as caught:
+            connections.connect(f"{listener.endpoint}#{token}")
+        accepted.get(timeout=WITHIN_S).close()
+    assert len(seen) == 2 and token not in "".join(seen)
+    assert token not in str(caught.value)
+
+
+def test_who_listens_and_never_answers_keeps_nobody_waiting(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_stream, "_CONNECT_PATIENCE_S", 0.2)
+    is_over = threading.Event()
+
+    def accept(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        is_over.wait(WITHIN_S)
+        return iter([])
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        server = grpc.server(pool)
+        handlers = {grpc_channels.METHOD: grpc.stream_stream_rpc_method_handler(accept)}
+        server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(grpc_channels.SERVICE, handlers)])
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        with pytest.raises(Unavailable, match="did not answer"):
+            connections.connect(f"grpc:127.0.0.1:{port}#token")
+        is_over.set()
+        server.stop(None).wait(WITHIN_S)
+
+
+def test_a_listener_survives_a_shortage_of_threads(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    # gRPC's own thread ended, and every later client waited without end.
+    monkeypatch.setattr(grpc_stream, "_CONNECT_PATIENCE_S", 0.5)
+    start = threading.Thread.start
+
+    def start_no_stream(thread: threading.Thread) -> None:
+        if thread.name == "grpc stream":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    accepted: queue.SimpleQueue[connections.Connection] = queue.SimpleQueue()
+    with contextlib.closing(grpc_stream.listen("grpc:127.0.0.1:0#token", accepted.put)) as listener:
+        with monkeypatch.context() as short:
+            short.setattr(threading.Thread, "start", start_no_stream)
+            with pytest.raises(Unavailable, match="did not answer"):
+                connections.connect(listener.endpoint)
+        monkeypatch.undo()
+        guest, host = End(connections.connect(listener.endpoint)).start(), End(accepted.get(timeout=WITHIN_S)).start()
+        assert listener.refusals.count == 1
+        guest.connection.close("well")
+        assert host.reason() == "well"
+
+
+@pytest.mark.slow
+def test_who_speaks_http2_and_opens_no_stream_is_thrown_out(no_leaks: None) -> None:
+    # gRPC's limit for handshakes is over with HTTP/2's first words: each such peer kept a descriptor for ever.
+    accepted: queue.SimpleQueue[connections.Connection] = queue.SimpleQueue()
+    with contextlib.closing(grpc_stream.listen("grpc:127.0.0.1:0#token", accepted.put)) as listener:
+        guest, host = End(connections.connect(listener.endpoint)).start(), End(accepted.get(timeout=WITHIN_S)).start()
+        with socket.create_connection(("127.0.0.1", tcp_endpoint.parse(listener.endpoint).port), WITHIN_S) as stranger:
+            stranger.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0" + b"\0\0\0\4\1\0\0\0\0")
+            while stranger.recv(1 << 16):
+                pass
+        guest.connection.send(Frame(frames.CALL, 1))
+        assert host.next().id == 1  # who has come in may be silent
+        guest.connection.close()
+        assert host.reason()
 
 
 # Liveness, limits and what they cost.
@@ -104,7 +188,8 @@ def test_a_message_over_the_limit_ends_the_connection(tcp: Carrier) -> None:
     is_secure = tcp.endpoint.startswith("grpcs:")
     with grpc.secure_channel(target, tls, limit) if is_secure else grpc.insecure_channel(target, limit) as channel:
         stub = channel.stream_stream(f"/{grpc_channels.SERVICE}/{grpc_channels.METHOD}")
-        call = stub(iter([b"x" * (CHUNK_BYTES + 1)]), metadata=[("lp-pipe-token", credentials.token)])
+        greeting = list(grpc_channels.greeting(credentials).items())
+        call = stub(iter([b"x" * (CHUNK_BYTES + 1)]), metadata=greeting)
         server = tcp.accept().start()
         assert server.reason()
         assert server.frames.empty()

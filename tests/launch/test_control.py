@@ -2,12 +2,13 @@
 
 import json
 import os
+import stat
 from pathlib import Path
 
 import pytest
 
 import lp_pipe as lp
-from lp_pipe.launch.registry import RunRecord, entries, read_record
+from lp_pipe.launch.registry import RunRecord, entries, live_folder, read_record
 
 PATIENCE_S = 20.0
 
@@ -53,6 +54,17 @@ def test_a_run_can_be_asked_and_stopped_by_whoever_finds_it(mode: str, tmp_path:
     assert not Path(record.socket_dir).exists()
     with pytest.raises(lp.Unavailable):
         asker(record).status()
+
+
+def test_what_others_must_not_touch_is_private_whatever_the_umask(mode: str, tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        with lp.launch(program(), mode, run_dir=tmp_path / "out", listed=True):
+            found = only_run()
+            for folder in (Path(found.socket_dir), live_folder()):
+                assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    finally:
+        os.umask(before)
 
 
 def test_stacks_and_logs_can_be_asked_for(mode: str, tmp_path: Path) -> None:

@@ -258,6 +258,18 @@ def test_nothing_but_data_is_unpickled(tmp_path: Path, where: str) -> None:
         assert not trace.exists()
 
 
+@pytest.mark.parametrize("elsewhere", ["/dev/zero", "../other/share.distcp"])
+def test_only_files_of_the_checkpoint_are_read(tmp_path: Path, elsewhere: str) -> None:
+    with launched("thread", pp.Model([nn.Linear(D, D)], squared_error, sgd), stages=1) as pipeline:
+        folder = tmp_path / "checkpoint"
+        pipeline.save(folder)
+        described = pickle.loads((folder / ".metadata").read_bytes())
+        for stored in described.storage_data.values():
+            stored.relative_path = elsewhere
+        (folder / ".metadata").write_bytes(pickle.dumps(described))
+        Refused(pipeline, folder).by(pp.CheckpointError, "is no file of this folder")
+
+
 def save_with_plain_torch(state: dict[str, Any], folder: Path) -> None:
     dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, overwrite=True), no_dist=True)
 

@@ -33,6 +33,20 @@ def test_a_full_disk_is_said_once_and_the_lines_still_come(
     assert "not all that the nodes print" in said and "No space left on device" in said and str(tmp_path) in said
 
 
+@pytest.mark.parametrize("label", ["a\0b", "a\ud800b"])
+def test_a_label_that_can_name_no_file_costs_its_file_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], label: str
+) -> None:
+    # It ended the thread that writes what all nodes print.
+    files = LogFiles(tmp_path)
+    files.write(f"{label}/0", True, [b"one"])
+    files.write("trainer/0", False, [b"two"])
+    files.close()
+    assert capsys.readouterr().out == "[trainer/0] two\n"
+    assert log_path(tmp_path, "trainer/0").read_text() == "two\n"
+    assert "not all that the nodes print" in caplog.text
+
+
 def test_a_deleted_file_begins_anew_and_a_deleted_folder_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

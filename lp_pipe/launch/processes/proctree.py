@@ -48,6 +48,14 @@ def is_dying(pid: int) -> bool:
     return os.path.isdir("/proc/self") and (not fields or fields[0] in b"ZX" or bool(int(fields[6]) & _PF_EXITING))
 
 
+def owner_of(pid: int) -> int | None:
+    """The user of a process; None when it has ended, or where there is no /proc."""
+    try:
+        return os.stat(f"/proc/{pid}").st_uid
+    except OSError:
+        return None
+
+
 def session_of(pid: int) -> int:
     """The session of a process, 0 when it has ended."""
     try:

@@ -117,6 +117,10 @@ def _metadata(folder: Path) -> Metadata:
     try:
         with path.open("rb") as file:
             found = _DataOnly(file).load()
+        if not isinstance(found, Metadata):
+            raise TypeError(f"it holds a {type(found).__name__}")
+        for stored in found.storage_data.values():
+            _check_is_inside(Path(stored.relative_path))
     except FileNotFoundError:
         raise CheckpointError(f"{folder} is no checkpoint: without {METADATA} it was never finished") from None
     except NotADirectoryError:
@@ -128,9 +132,13 @@ def _metadata(folder: Path) -> Metadata:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     except Exception as error:  # damaged bytes may lead pickle anywhere
         raise CheckpointError(f"{path} is damaged: {error}") from error
-    if not isinstance(found, Metadata):
-        raise CheckpointError(f"{path} is damaged: it holds a {type(found).__name__}")
     return found
+
+
+def _check_is_inside(file: Path) -> None:
+    """A checkpoint from somebody else must not have other files read: they may be endless, or nobody's business."""
+    if file.is_absolute() or ".." in file.parts:
+        raise ValueError(f"it names {file}, which is no file of this folder")
 
 
 class _DataOnly(pickle.Unpickler):
