@@ -188,7 +188,8 @@ def _results_differ(losses: tuple[float, float], got: dict[str, Any], wanted: di
     if loss is not None:
         reason = (
             f"the outputs of all layers are equal, but the losses are {losses[0]!r} and {losses[1]!r}: does the loss "
-            "keep state that is no buffer of a module, or draw from a generator of its own?"
+            "keep state that is no buffer of a module, draw from a generator of its own, or call autograd, which sees "
+            "the last stage alone?"
         )
         return CheckReport(False, 0, max_difference=loss, reason=reason)
     for name, value in wanted.items():

@@ -18,7 +18,7 @@ from lp_pipe.pipeline.layers.factories import made_optimizer, made_scheduler, wa
 from lp_pipe.pipeline.layers.microbatches import loss_weights, split
 from lp_pipe.pipeline.layers.model import Model, sources_of
 from lp_pipe.pipeline.layers.names import in_order, own_names, parameter_places
-from lp_pipe.pipeline.layers.rng import step_rng
+from lp_pipe.pipeline.layers.rng import optimizer_place, step_rng
 from lp_pipe.pipeline.layers.skips import call, seen_by_setup
 from lp_pipe.pipeline.layers.tied import tie, tied_names
 from lp_pipe.pipeline.worker.nonfinite import dense, is_finite
@@ -126,7 +126,8 @@ class PlainLoop:
     def _update(self) -> None:
         if self._clip_grad_norm is not None:
             nn.utils.clip_grad_norm_(self._parameters.values(), self._clip_grad_norm)
-        self._scaler.step(self._optimizer)
+        with step_rng(self._model.seed, optimizer_place(0), self._step, 0):
+            self._scaler.step(self._optimizer)
 
     def _note_modules(self, layer: nn.Module, replicas: int) -> None:
         for module in layer.modules():

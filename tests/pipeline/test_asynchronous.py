@@ -151,6 +151,40 @@ def test_every_replica_uses_the_version_of_its_round_and_takes_the_backwards_of_
             assert dict(trace.versions[rank]) == wanted
 
 
+def _clip(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.clamp_(-0.01, 0.01)
+
+
+class _Halved(nn.Module):
+    """A Linear whose weight has hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+        self.linear.weight.register_hook(lambda gradient: gradient * 0.5)
+        self.linear.weight.register_post_accumulate_grad_hook(_clip)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.linear(x)
+        return made
+
+
+def test_older_weights_have_the_hooks_of_their_parameter(tmp_path: Path) -> None:
+    # Hooks were left out without a word, so that a gradient that they clip was not clipped.
+    model = pp.Model(lambda: [_Halved(), nn.Tanh(), _Halved(), nn.Tanh()], squared_error, sgd)
+    with launched("thread", model, BATCHES, stages=2, schedule="pipedream", microbatches=4) as pipeline:
+        for result in pipeline.steps():
+            if result.step == 1:
+                pipeline.save(tmp_path)
+        trained = pipeline.state_dict()
+        pipeline.load(tmp_path)
+        list(pipeline.steps())
+        assert_same_state(pipeline.state_dict(), trained)
+    _, weights = simulated(DelayedLoop(model, [2], 4, stashed(2)))
+    assert_same_state(trained, weights)
+
+
 def test_epochs_are_evaluated_and_saved_while_the_pipeline_is_full(tmp_path: Path) -> None:
     """Three batches an epoch, the last of them smaller; the learning rate falls every two steps, in the loop as here.
 

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -543,3 +544,41 @@ def test_the_first_layer_may_write_to_its_input(options: dict[str, Any]) -> None
         pipeline.step((x, y))
         assert_same_state(pipeline.state_dict(), plain.state_dict())
         assert torch.equal(x, before)
+
+
+class _Langevin(torch.optim.SGD):
+    """Adds noise to what it has updated."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(torch.randn_like(parameter), alpha=0.01)
+
+
+def _langevin(parameters: Any) -> torch.optim.Optimizer:
+    return _Langevin(parameters, lr=0.1)
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_an_optimizer_that_draws_does_so_as_a_layer_before_the_first_one(replicas: int) -> None:
+    # It drew from wherever torch's generator was: others in each run, and replicas had weights of their own.
+    model = pp.Model([nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D)], squared_error, _langevin)
+    report = pp.check(model, random_batches([6, 6]), stages=1, replicas=replicas, microbatches=3)
+    assert report.equal, report
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_what_an_optimizer_draws_is_the_same_in_each_run_and_after_a_resume(schedule: str, tmp_path: Path) -> None:
+    model = pp.Model([nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D)], squared_error, _langevin)
+    batches, found = random_batches([6, 6, 6]), []
+    for run in range(2):
+        torch.manual_seed(run)
+        with launched("thread", model, batches, stages=2, schedule=schedule, microbatches=3) as pipeline:
+            list(pipeline.steps(1))
+            pipeline.save(tmp_path)
+            for _ in range(2):
+                list(pipeline.steps())
+                found.append(pipeline.fingerprint())
+                pipeline.load(tmp_path)
+    assert len(set(found)) == 1

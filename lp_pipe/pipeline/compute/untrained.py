@@ -12,11 +12,19 @@ from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.compute.split_backward import Root, edge_of, leaves_behind
 from lp_pipe.pipeline.compute.stage import Stage
 
+_BY_ITS_NAME = (
+    ". Or it is the layer's own, but not reached by the name under which it is registered (a list that has it, too, a "
+    "view that the constructor has made): an asynchronous schedule puts older weights there"
+)
 
-def refuse_untrained(stages: Collection[Stage], outputs: Sequence[Root], loss: Tensor | None) -> None:
+
+def refuse_untrained(
+    stages: Collection[Stage], outputs: Sequence[Root], loss: Tensor | None, *, is_asynchronous: bool = False
+) -> None:
     """Look through the graph of one forward, and of the loss where there is one; takes about a microsecond a node.
 
-    stages: those of this worker. outputs: what one of them has made.
+    stages: those of this worker. outputs: what one of them has made. is_asynchronous: older weights may be in the
+    places of parameters.
 
     Raises:
         PipelineError: a parameter is in it that is none of the stages'.
@@ -28,7 +36,7 @@ def refuse_untrained(stages: Collection[Stage], outputs: Sequence[Root], loss: T
             f"a layer has used a parameter {_kind(used)} that it has not registered: one of another layer, or of a "
             "module kept in a list, a closure or a global, which no stage would train. Let the layers that use it have "
             "it as their own (one object in several layers is tied, as are the names in pp.Model(tied=…)), or give it "
-            "requires_grad_(False)"
+            f"requires_grad_(False){_BY_ITS_NAME if is_asynchronous else ''}"
         )
     used = _parameter_behind([loss], own) if loss is not None and loss.requires_grad else None
     if used is not None:

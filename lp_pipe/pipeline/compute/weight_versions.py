@@ -33,7 +33,7 @@ class WeightVersions:
         version = max(version, self.oldest)
         if version not in self._kept:
             assert version == self.newest, f"version {version} is gone; there are {sorted(self._kept)}"
-            self._kept[version] = [nn.Parameter(parameter.data) for parameter in self._parameters]
+            self._kept[version] = [_stand_in(parameter, parameter.data) for parameter in self._parameters]
         self._put(self._kept[version])
         return version
 
@@ -85,7 +85,8 @@ class WeightVersions:
             self.oldest -= 1
             values = [older[self.oldest][name] for name in self._names]
             self._kept[self.oldest] = [
-                nn.Parameter(_like(parameter, value)) for parameter, value in zip(self._parameters, values, strict=True)
+                _stand_in(parameter, _like(parameter, value))
+                for parameter, value in zip(self._parameters, values, strict=True)
             ]
 
     def _drop_before(self, needed_from: int) -> None:
@@ -99,6 +100,19 @@ class WeightVersions:
                 module._parameters[name] = parameters[index]
             else:  # nn.LSTM keeps a list of its own
                 setattr(module, name, parameters[index])
+
+
+def _stand_in(parameter: nn.Parameter, weights: Tensor) -> nn.Parameter:
+    """With other weights; its class, attributes and hooks are what a layer has made of the parameter."""
+    result = nn.Parameter(weights)
+    if type(result) is not type(parameter):
+        result = Tensor._make_subclass(type(parameter), weights, require_grad=True)
+    vars(result).update(vars(parameter))
+    for hook in (parameter._backward_hooks or {}).values():
+        result.register_hook(hook)
+    for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+        result.register_post_accumulate_grad_hook(hook)
+    return result
 
 
 def _like(parameter: nn.Parameter, value: Tensor) -> Tensor:

@@ -43,7 +43,8 @@ class step_rng:  # contextlib's way to make one costs as much as all that it doe
     """Draw layer `layer`'s dropout for one micro-batch of one step in the body; restores torch's generator.
 
     Use it in a plain loop too, around the call of each layer, to get the very masks that a pipeline draws. A loss that
-    draws counts as a layer behind the last one.
+    draws counts as a layer behind the last one, an optimizer that draws (for stage worker s) as layer -1 - s, with the
+    number of the update in the step in place of a micro-batch.
     Stages that are threads take turns in such bodies.
     """
 
@@ -63,6 +64,11 @@ class step_rng:  # contextlib's way to make one costs as much as all that it doe
     ) -> None:
         _inside.microbatch = self._outer
         self._seeded.__exit__(kind, error, trace)
+
+
+def optimizer_place(stage: int) -> int:
+    """In the place of a layer in `step_rng`, for an optimizer that draws; of the worker whose first stage it is."""
+    return -1 - stage
 
 
 def current_microbatch() -> int:

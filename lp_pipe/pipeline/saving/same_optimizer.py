@@ -6,10 +6,15 @@ from typing import Any
 import torch
 
 from lp_pipe.errors import PipelineError
-from lp_pipe.pipeline.saving.state_of_optimizer import says_it_itself
+from lp_pipe.pipeline.saving.state_of_optimizer import says_it_itself, state_of
 
 # torch's schedulers keep these among an optimizer's own.
 _OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"})
+
+_ONE_STATE = (
+    "let it be a torch.optim.Optimizer that shares its groups and its state with those that it is made of "
+    "(docs/pipeline.md, Optimizers)"
+)
 
 WEIGHTS_ALONE = (
     "to begin anew with its weights, write them to a file by `lp_pipe checkpoint export`, and give what "
@@ -44,17 +49,46 @@ def refuse_other_optimizer(
 
 
 def refuse_hidden_state(optimizer: torch.optim.Optimizer) -> None:
-    """What its class adds to its state_dict() has no parameter with which it could go to other stages.
+    """What its class adds to its state_dict(), or keeps in optimizers of its own, would not go to other stages.
 
     Raises:
         PipelineError: there is such a thing; says where else it could be.
     """
-    if not says_it_itself(optimizer):
-        return
-    hidden = sorted({*optimizer.state_dict()} - {"state", "param_groups"})
-    if hidden:
+    kind = type(optimizer).__name__
+    if says_it_itself(optimizer):
+        packed: Any = optimizer.state_dict()
+        if not isinstance(packed, Mapping) or not {"state", "param_groups"} <= packed.keys():
+            raise PipelineError(
+                f"{kind}.state_dict() is not as torch's are, a dict of 'state' and 'param_groups', by which a "
+                f"checkpoint could tell what belongs to which parameter: {_ONE_STATE}"
+            )
+        hidden = sorted({*packed} - {"state", "param_groups"})
+        if hidden:
+            raise PipelineError(
+                f"{kind}.state_dict() has {', '.join(map(repr, hidden))}, which a checkpoint of a pipeline would lose: "
+                "for any number of stages it keeps what belongs to a parameter, so put it into "
+                "self.state[parameter], or into the options of the groups"
+            )
+    elif not hasattr(optimizer, "state"):
         raise PipelineError(
-            f"{type(optimizer).__name__}.state_dict() has {', '.join(map(repr, hidden))}, which a checkpoint of a "
-            "pipeline would lose: for any number of stages it keeps what belongs to a parameter, so put it into "
-            "self.state[parameter], or into the options of the groups"
+            f"{kind} has neither a state_dict() nor a state, so nothing could be saved of it: {_ONE_STATE}"
         )
+    own = state_of(optimizer)
+    for inner in _inner_optimizers(optimizer):
+        if any(values.keys() - own.get(parameter, {}).keys() for parameter, values in inner.state.items()):
+            raise PipelineError(
+                f"{kind} is made of others, {type(inner).__name__} among them, whose state is not in its own, so that "
+                f"a checkpoint would lose it: {_ONE_STATE}"
+            )
+
+
+def _inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    found: list[Any] = []
+    for value in vars(optimizer).values():
+        if isinstance(value, (list, tuple)):
+            found.extend(value)
+        elif isinstance(value, Mapping):
+            found.extend(value.values())
+        else:
+            found.append(value)
+    return [inner for inner in found if isinstance(inner, torch.optim.Optimizer)]

@@ -192,7 +192,7 @@ class AsyncWorker:
             self._training.scale_gradients(1 / microbatches)
         self._versions.begin_next(needed_from=self._version_of(group + 1))
         self._metering.before_update(self._versions.older_bytes)
-        self._training.update()
+        self._training.update(task.step, turn.group)
 
     def _version_of(self, group: int) -> int:
         return max(0, group - self._timing.delay)

@@ -14,7 +14,7 @@ from lp_pipe.pipeline.compute.stage import Stage
 from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.layers.factories import made_optimizer, made_scheduler, wants_metric
 from lp_pipe.pipeline.layers.model import OptimizerFactory, SchedulerFactory
-from lp_pipe.pipeline.layers.rng import nobody_draws
+from lp_pipe.pipeline.layers.rng import nobody_draws, optimizer_place, step_rng
 from lp_pipe.pipeline.saving.group_values import values_of_group, with_group_values
 from lp_pipe.pipeline.saving.same_dtypes import refuse_other_dtypes
 from lp_pipe.pipeline.saving.same_groups import Member, refuse_other_groups
@@ -29,7 +29,11 @@ from lp_pipe.pipeline.worker.nonfinite import dense, is_finite
 class Training:
     """One optimizer over all parameters of a worker's stages; none when there is nothing to train."""
 
-    def __init__(self, stages: list[Stage], optimizer: OptimizerFactory, lr_scheduler: SchedulerFactory | None) -> None:
+    def __init__(
+        self, stages: list[Stage], optimizer: OptimizerFactory, lr_scheduler: SchedulerFactory | None, seed: int = 0
+    ) -> None:
+        self._place = optimizer_place(stages[0].index if stages else 0)
+        self._seed = seed
         self._parameters = [item for stage in stages for item in stage.named_parameters()]
         self._optimizer: torch.optim.Optimizer | None = None
         self._lr_scheduler: Any = None
@@ -90,25 +94,24 @@ class Training:
         gradients = [parameter.grad for group in groups for parameter in group["params"]]
         return unscale([gradient for gradient in gradients if gradient is not None], factor)
 
-    def step(self, total_norm: Tensor | None, max_norm: float | None, *, skip: bool = False) -> None:
+    def step(self, step: int, total_norm: Tensor | None, max_norm: float | None, *, skip: bool = False) -> None:
         """Clip as torch.nn.utils.clip_grad_norm_ does, with the norm over all stages; then one optimizer step."""
         self.has_updated = False
         versions = self._versions()
         try:
             if max_norm is not None and total_norm is not None:
                 nn.utils.clip_grads_with_norm_(self.parameters, max_norm, total_norm)
-            if not skip and self._optimizer is not None:
-                self._optimizer.step()
+            if not skip:
+                self._step_optimizer(step, 0)
             self.step_scheduler()
             self.has_updated = self._optimizer is not None
         finally:
             self.has_updated = self.has_updated or self._versions() != versions
             self.clear_gradients()  # else the next step would add to them
 
-    def update(self) -> None:
+    def update(self, step: int, index: int) -> None:
         """One of an asynchronous step's updates."""
-        if self._optimizer is not None:
-            self._optimizer.step()
+        self._step_optimizer(step, index)
         self.clear_gradients()
 
     def step_scheduler(self) -> None:
@@ -184,6 +187,12 @@ class Training:
         self._restore_optimizer(saved.optimizer)
         if self._lr_scheduler is not None and saved.lr_scheduler is not None:
             self._lr_scheduler.load_state_dict(self._for_own_groups(saved.lr_scheduler, saved.optimizer))
+
+    def _step_optimizer(self, step: int, update: int) -> None:
+        """Replicas draw the same (SGLD's noise), or they would not stay copies; and so do runs, and who resumes one."""
+        if self._optimizer is not None:
+            with step_rng(self._seed, self._place, step, update):
+                self._optimizer.step()
 
     def _versions(self) -> list[int]:
         return [parameter._version for _, parameter in self._parameters]

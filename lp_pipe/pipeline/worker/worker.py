@@ -63,7 +63,7 @@ class StageWorker:
         self._device = chosen_device(pipeline.devices[self._worker], worker.rank)
         self._name = node.name
         self._stages = stages_of(worker, pipeline, self._device)
-        self.training = Training(list(self._stages.values()), pipeline.optimizer, pipeline.lr_scheduler)
+        self.training = Training(list(self._stages.values()), pipeline.optimizer, pipeline.lr_scheduler, pipeline.seed)
         self._saved: Saved | None = None
         self._past = Past(node.name)
         self.join, self.is_as_built = self._past.join, self._past.is_as_built
@@ -176,7 +176,7 @@ class StageWorker:
         if self._async is not None:
             self._async.discard()  # a step that is left out, perhaps the one of which some forwards are done
         with noting(f"in {self._name}, update of stages {', '.join(map(str, self._stages))}, step {step}"):
-            self.training.step(total_norm, self._config.clip_grad_norm, skip=skip)
+            self.training.step(step, total_norm, self._config.clip_grad_norm, skip=skip)
         self._writes.forget()
 
     def has_updated(self) -> bool:

@@ -11,35 +11,46 @@ from lp_pipe.pipeline.compute.forward_writes import are_users
 from lp_pipe.pipeline.compute.stage import Stage
 from lp_pipe.pipeline.config import PipelineConfig
 
+_KEPT = (
+    "an asynchronous schedule keeps older weights of it: let the layer register it as a buffer, if no optimizer is to "
+    "change it (an average of other weights), or take a synchronous schedule"
+)
+
 
 class CopiedParameters:
-    """Those of a worker that other workers or stages have, too: replicas of a stage, and who borrows a tied one.
+    """Those of a worker of which there are copies: replicas of a stage, who borrows a tied one, and older weights.
 
-    All copies are the same only as long as nobody but the optimizer writes to one.
+    All copies are the same (older weights are what they were) only as long as nobody but the optimizer writes to one.
     """
 
     def __init__(self, config: PipelineConfig, stages: Mapping[int, Stage]) -> None:
         self._why: dict[str, str] = {}
-        self._parameters: dict[str, nn.Parameter] = {}
+        self._places: dict[str, tuple[nn.Module, str]] = {}  # where older weights may stand in for it
         modules = [module for stage in stages.values() for layer in stage.layers for module in layer.modules()]
-        self._suspects = are_users(modules)  # nobody is after the first operation that trains
+        places = {id(p): (module, own) for module in modules for own, p in module._parameters.items()}
         self._held: dict[str, Tensor] = {}  # by the suspects, before it
-        if config.updates is not None:
-            return  # its steps update in between
         for index, stage in stages.items():
+            if config.updates is not None and config.timings[index].delay:
+                self._add(stage.named_parameters(), places, _KEPT)
             if config.replicas[config.placement[index]] > 1:
-                self._add(stage.named_parameters(), "the stage's other replicas have it, too: give the stage one")
+                self._add(
+                    stage.named_parameters(), places, "the stage's other replicas have it, too: give the stage one"
+                )
         for edge in config.channels.edges:
             for end in {edge.sender, edge.receiver} & stages.keys() if edge.kind == "tied weights" else ():
                 tied = zip(edge.names, stages[end].tied_parameters(edge.names), strict=True)
-                self._add(tied, f"stages {edge.sender} and {edge.receiver} have it both: leave its layers in one")
+                self._add(
+                    tied, places, f"stages {edge.sender} and {edge.receiver} have it both: leave its layers in one"
+                )
+        users = are_users(modules)
+        self._suspects = {name for name in self._places if id(self._now(name)) in users}  # none after the first check
 
     def states(self, *, trains: bool) -> dict[str, tuple[int, Tensor]]:
         """To be checked after an operation's forwards and backwards. Holds their memory, or others might get it."""
         if trains:  # the first time with copies, which show what is written to .data, as by an ActNorm
-            suspects = {name: p for name, p in self._parameters.items() if id(p) in self._suspects}
-            self._held = {name: parameter.detach().to(CPU, copy=True) for name, parameter in suspects.items()}
-        return {name: (parameter._version, parameter.data) for name, parameter in self._parameters.items()}
+            self._held = {name: self._now(name).detach().to(CPU, copy=True) for name in self._suspects}
+        present = {name: self._now(name) for name in self._places}
+        return {name: (parameter._version, parameter.data) for name, parameter in present.items()}
 
     def check(self, before: Mapping[str, tuple[int, Tensor]]) -> None:
         """
@@ -47,7 +58,7 @@ class CopiedParameters:
             PipelineError: a forward has written to one since.
         """
         for name, (version, memory) in before.items():
-            parameter = self._parameters[name]
+            parameter = self._now(name)
             is_other = parameter._version != version or parameter.data_ptr() != memory.data_ptr()
             if is_other or self._holds_something_else(name):
                 raise PipelineError(
@@ -58,9 +69,17 @@ class CopiedParameters:
 
     def _holds_something_else(self, name: str) -> bool:
         held = self._held.get(name)
-        return held is not None and not torch.equal(held, self._parameters[name].detach().to(CPU))
+        return held is not None and not torch.equal(held, self._now(name).detach().to(CPU))
 
-    def _add(self, named: Iterable[tuple[str, nn.Parameter]], why: str) -> None:
+    def _now(self, name: str) -> nn.Parameter:
+        module, own = self._places[name]
+        parameter = module._parameters[own]
+        assert parameter is not None, "only those that there are have a place"
+        return parameter
+
+    def _add(
+        self, named: Iterable[tuple[str, nn.Parameter]], places: Mapping[int, tuple[nn.Module, str]], why: str
+    ) -> None:
         for name, parameter in named:
-            self._parameters[name] = parameter
+            self._places[name] = places[id(parameter)]
             self._why.setdefault(name, why)

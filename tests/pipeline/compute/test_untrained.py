@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import lp_pipe.pipeline as pp
-from tests.pipeline.plain_loop import D, random_batches, sgd, squared_error
+from tests.pipeline.plain_loop import D, launched, random_batches, sgd, squared_error
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -86,3 +86,30 @@ def test_a_layer_with_another_layers_parameter_in_a_list_is_refused_where_a_cut_
     assert pp.check(model, BATCHES, stages=1, microbatches=2, recompute=recompute)
     with pytest.raises(pp.PipelineError, match=r"a layer has used a parameter of shape .* that it has not registered"):
         pp.check(model, BATCHES, stages=2, schedule=schedule, microbatches=2, recompute=recompute)
+
+
+class Listed(nn.Module):
+    """Its parameters are registered, and in a list by which the forward goes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.eye(D)), nn.Parameter(torch.eye(D))
+        self.all = [self.first, self.second]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.all:
+            x = torch.tanh(x @ weight)
+        return x
+
+
+def test_asynchronous_schedules_want_a_layers_own_parameters_by_their_names() -> None:
+    # The message said that they were not registered, or of another layer.
+    model = pp.Model([pp.Layer(Listed), nn.Linear(D, D)], squared_error, sgd)
+    assert pp.check(model, BATCHES, stages=2, microbatches=2).equal
+    with (
+        launched("thread", model, BATCHES, stages=2, schedule="pipedream", microbatches=2) as pipeline,
+        pytest.raises(
+            pp.PipelineError, match=r"own, but not reached by the name under which it is registered \(a list"
+        ),
+    ):
+        pipeline.step()

@@ -65,3 +65,73 @@ def test_a_state_that_belongs_to_no_parameter_is_refused_when_it_is_saved(tmp_pa
         pipeline.step()
         with pytest.raises(pp.PipelineError, match=r"Lookahead.state_dict\(\) has 'counter', 'slow_weights', which a"):
             pipeline.save(tmp_path)
+
+
+class Two(torch.optim.Optimizer):
+    """Made of others, which keep their state for themselves."""
+
+    def __init__(self, named: list[tuple[str, nn.Parameter]]) -> None:
+        matrices = [parameter for _, parameter in named if parameter.ndim == 2]
+        others = [parameter for _, parameter in named if parameter.ndim != 2]
+        self.parts = [torch.optim.Adam(matrices, lr=0.1), torch.optim.SGD(others, lr=0.1)]
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for part in self.parts:
+            part.step()
+
+
+class TwoSharingAState(Two):
+    def __init__(self, named: list[tuple[str, nn.Parameter]]) -> None:
+        super().__init__(named)
+        for part in self.parts:
+            part.state = self.state
+
+
+class TwoInAList(Two):
+    def state_dict(self) -> Any:
+        return [part.state_dict() for part in self.parts]
+
+
+class TwoByHand:
+    """No torch.optim.Optimizer."""
+
+    def __init__(self, named: list[tuple[str, nn.Parameter]]) -> None:
+        self.inner = Two(named)
+        self.param_groups = self.inner.param_groups
+
+    def step(self) -> None:
+        self.inner.step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Two, "Two is made of others, Adam among them, whose state is not in its own"),
+        (TwoInAList, r"TwoInAList.state_dict\(\) is not as torch's are"),
+        (TwoByHand, r"TwoByHand has neither a state_dict\(\) nor a state"),
+    ],
+)
+def test_optimizers_made_of_others_are_refused_if_their_state_would_be_lost(
+    kind: Any, message: str, tmp_path: Path
+) -> None:
+    # Moments were not in the checkpoint, and nobody said so; or a TypeError from inside.
+    model = pp.Model([nn.Linear(D, D), nn.Linear(D, D)], squared_error, kind)
+    with launched("thread", model, random_batches([4]), stages=2, microbatches=2) as pipeline:
+        pipeline.step()
+        with pytest.raises(pp.PipelineError, match=message):
+            pipeline.save(tmp_path)
+
+
+def test_such_that_share_one_state_go_on_as_if_nothing_had_happened_with_other_cuts(tmp_path: Path) -> None:
+    batches, found = random_batches([4, 4, 4]), []
+    model = pp.Model([nn.Linear(D, D), nn.Linear(D, D)], squared_error, TwoSharingAState)
+    for stages in (2, 1):
+        with launched("thread", model, batches, stages=stages, microbatches=2) as pipeline:
+            if stages == 2:
+                pipeline.step()
+                pipeline.save(tmp_path)
+            pipeline.load(tmp_path)
+            list(pipeline.steps())
+            found.append(pipeline.fingerprint())
+    assert found[0] == found[1]

@@ -1,5 +1,6 @@
 """Parameters to which forwards write: fine where one stage has them, refused where copies would differ."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -275,3 +276,44 @@ def test_copies_that_would_differ_are_refused(name: str) -> None:
     ):
         pipeline.evaluate(BATCHES)
         pipeline.step(BATCHES[0])
+
+
+class Averages(nn.Module):
+    """Follows its own Linear by a frozen copy of it, as a mean teacher does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+        self.mean = copy.deepcopy(self.linear).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.mean.weight.lerp_(self.linear.weight, 0.1)
+        with torch.no_grad():
+            taught = self.mean(x)
+        return self.linear(x) + taught
+
+
+@pytest.mark.parametrize("layer", [Tokens, Averages, *WRITERS])
+def test_asynchronous_schedules_refuse_writers_because_they_keep_older_weights(layer: type[nn.Module]) -> None:
+    # Written were whichever versions were in use: others with step() than with steps(), and with evaluate between.
+    options: dict[str, Any] = {"stages": [2], "schedule": "pipedream", "microbatches": 4}
+    with (
+        launched("thread", _model(layer), BATCHES, **options) as pipeline,
+        pytest.raises(
+            pp.PipelineError, match=r"writes to parameter '1\..*an asynchronous schedule keeps older weights"
+        ),
+    ):
+        list(pipeline.steps())
+
+
+def test_but_not_of_the_last_stage_which_keeps_none() -> None:
+    layers = [pp.Layer(nn.Linear, D, D), pp.Layer(Averages)]
+    model = pp.Model(layers, squared_error, sgd)
+    trained = []
+    for ways in (lambda client: list(client.steps()), lambda client: [client.step() for _ in BATCHES]):
+        with launched("thread", model, BATCHES, stages=2, schedule="pipedream", microbatches=4) as pipeline:
+            ways(pipeline)
+            trained.append(pipeline.state_dict())
+    assert_same_state(*trained)
