@@ -11,9 +11,9 @@ from lp_pipe.connections.tcp_endpoint import TcpEndpoint
 
 SERVICE, METHOD = "lp_pipe.ConnectionService", "Connect"
 # A client says a random number, and shows that it knows the token; the listener's welcome shows the same. The token
-# itself stays where it is: at a port whose listener has ended another user may listen by now.
+# itself stays where it is: at a port whose listener has ended another user may listen by now. Each proof is for one
+# port, or he could pass a client's on to another listener of the run.
 NONCE, SHOWN, WELCOME = "lp-pipe-nonce", "lp-pipe-shown", "lp-pipe-welcome"
-CLIENT, LISTENER = "client", "listener"  # whose proof it is
 SILENCE_S = 10.0
 # The launcher says a host lost that is silent for so long, or a quarter more; its peers are to notice it after that.
 _ANSWER_SHARE, _PAUSE_SHARE = 1.2, 0.125
@@ -47,10 +47,20 @@ def credentials_for(where: TcpEndpoint) -> Credentials:
     return only_token(where.token) if where.token else current_credentials()
 
 
-def greeting(credentials: Credentials) -> dict[str, str]:
-    """What a client says first, for a listener with these credentials."""
+def greeting(credentials: Credentials, port: int) -> dict[str, str]:
+    """What a client says first, for a listener with these credentials at that port."""
     nonce = secrets.token_hex(16)
-    return {NONCE: nonce, SHOWN: credentials.proof(CLIENT, nonce)}
+    return {NONCE: nonce, SHOWN: credentials.proof(client_of(port), nonce)}
+
+
+def client_of(port: int) -> str:
+    """Whose proof a client's is."""
+    return f"client of {port}"
+
+
+def listener_at(port: int) -> str:
+    """Whose proof a listener's is."""
+    return f"listener at {port}"
 
 
 def open_channel(where: TcpEndpoint, credentials: Credentials, silence_s: float = SILENCE_S) -> grpc.Channel:

@@ -23,17 +23,7 @@ from lp_pipe.connections.base import Connection, Listener, OnClose, OnConnection
 from lp_pipe.connections.chunks import ChunkReader, Outbox, cut
 from lp_pipe.connections.credentials import ADVICE, Credentials
 from lp_pipe.connections.frames import Frame, FrameError
-from lp_pipe.connections.grpc_channels import (
-    CLIENT,
-    LISTENER,
-    METHOD,
-    NONCE,
-    SERVICE,
-    SHOWN,
-    SILENCE_S,
-    WELCOME,
-    credentials_for,
-)
+from lp_pipe.connections.grpc_channels import METHOD, NONCE, SERVICE, SHOWN, SILENCE_S, WELCOME, credentials_for
 from lp_pipe.connections.refusals import Refusals
 from lp_pipe.connections.shortage import not_taken_in
 from lp_pipe.connections.silence import SilenceWatch
@@ -197,7 +187,7 @@ def connect(
     credentials = credentials or credentials_for(where)
     channel = grpc_channels.open_channel(where, credentials, silence_s)
     outbox = Outbox()
-    said = grpc_channels.greeting(credentials)
+    said = grpc_channels.greeting(credentials, where.port)
     call = channel.stream_stream(f"/{SERVICE}/{METHOD}")(outbox, metadata=list(said.items()))
     patience = threading.Timer(_CONNECT_PATIENCE_S, call.cancel)  # it may be anybody who has accepted
     patience.name, patience.daemon = f"connect {endpoint}", True
@@ -206,7 +196,7 @@ def connect(
         welcome = dict(call.initial_metadata() or ()).get(WELCOME)
         if welcome is None:
             raise _refusal(endpoint, call)
-        if not credentials.is_proof(welcome, LISTENER, said[NONCE]):
+        if not credentials.is_proof(welcome, grpc_channels.listener_at(where.port), said[NONCE]):
             raise Unauthenticated(f"{endpoint} is not of this run: it does not know the token; {ADVICE}")
     except BaseException:  # also Ctrl+C
         outbox.end()
@@ -245,7 +235,8 @@ class GrpcListener(Listener):
         self._server = grpc_channels.new_server(_ThreadPerCall(self._not_taken_in), silence_s)
         handlers = {METHOD: grpc.stream_stream_rpc_method_handler(self._accept)}
         self._server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, handlers)])
-        bound = where._replace(port=grpc_channels.bind(self._server, where, credentials), bind="")
+        self._port = grpc_channels.bind(self._server, where, credentials)
+        bound = where._replace(port=self._port, bind="")
         self.endpoint = bound.with_token
         self._label = str(bound)
         self.refusals = Refusals(self._label)
@@ -262,12 +253,13 @@ class GrpcListener(Listener):
         """Called by gRPC in a thread of its own for every stream, which sends what the returned outbox gives."""
         said = dict(context.invocation_metadata())
         nonce, shown = said.get(NONCE, ""), said.get(SHOWN, "")
-        if not self._credentials.is_proof(shown, CLIENT, nonce):
+        if not self._credentials.is_proof(shown, grpc_channels.client_of(self._port), nonce):
             text = "a wrong token" if shown else "no token"
             self.refusals.note(context.peer(), f"it showed {text}")
             context.abort(grpc.StatusCode.UNAUTHENTICATED, f"the peer showed {text}")
         outbox = Outbox()
-        context.send_initial_metadata([(WELCOME, self._credentials.proof(LISTENER, nonce))])
+        welcome = self._credentials.proof(grpc_channels.listener_at(self._port), nonce)
+        context.send_initial_metadata([(WELCOME, welcome)])
         peer = f"client of {self._label} ({context.peer()})"
         self._on_connection(GrpcConnection(peer, requests, outbox, context, lambda: None))
         return outbox
@@ -293,9 +285,7 @@ class _ThreadPerCall(concurrent.futures.Executor):
 
         try:
             threading.Thread(target=run, name="grpc stream", daemon=True).start()
-        except (
-            RuntimeError
-        ) as error:  # out of threads: gRPC's own, which calls this, would end, and the listener be deaf
+        except RuntimeError as error:  # out of threads; gRPC's own, which calls this, would end, and nobody be taken in
             future.set_exception(error)
             self._on_failure(error)
         return future

@@ -121,7 +121,8 @@ def raw_tls(endpoint: str) -> ssl.SSLSocket:
 
 def raw_stream(endpoint: str, messages: Iterable[bytes], token: str | None) -> tuple[grpc.Channel, grpc.Call]:
     """The stream under a connection, with any messages."""
-    channel = grpc_channels.open_channel(tcp_endpoint.parse(endpoint), current_credentials())
+    where = tcp_endpoint.parse(endpoint)
+    channel = grpc_channels.open_channel(where, current_credentials())
     stub = channel.stream_stream(f"/{grpc_channels.SERVICE}/{grpc_channels.METHOD}")
-    said = grpc_channels.greeting(only_token(token)) if token is not None else {}
+    said = grpc_channels.greeting(only_token(token), where.port) if token is not None else {}
     return channel, stub(iter(messages), metadata=list(said.items()))

@@ -82,7 +82,7 @@ def test_without_the_runs_certificate_nothing_is_unpickled(
         target = server.endpoint.removeprefix("grpcs:")
         tls, options = channels.get(stranger), grpc_channels.CLIENT_OPTIONS
         channel = grpc.secure_channel(target, tls, options) if tls else grpc.insecure_channel(target, options)
-        greeting = list(grpc_channels.greeting(run_credentials).items())
+        greeting = list(grpc_channels.greeting(run_credentials, int(target.rpartition(":")[2])).items())
         stub = channel.stream_stream(f"/{grpc_channels.SERVICE}/{grpc_channels.METHOD}")
         with channel, pytest.raises(grpc.RpcError) as caught:
             next(stub(iter([call_frame(Mark(tmp_path / "mark"))]), metadata=greeting))
@@ -114,8 +114,16 @@ def test_who_listens_and_does_not_know_the_token_is_told_nothing_and_not_believe
         with pytest.raises(Unauthenticated, match="does not know the token") as caught:
             connections.connect(f"{listener.endpoint}#{token}")
         accepted.get(timeout=WITHIN_S).close()
-    assert len(seen) == 2 and token not in "".join(seen)
-    assert token not in str(caught.value)
+    shown, nonce = seen
+    assert token not in shown + nonce + str(caught.value)
+    # Nor does what he was shown open another listener of the run for him.
+    with contextlib.closing(grpc_stream.listen(f"grpc:127.0.0.1:0#{token}", accepted.put)) as other:
+        said = [(grpc_channels.NONCE, nonce), (grpc_channels.SHOWN, shown)]
+        with grpc.insecure_channel(other.endpoint.removeprefix("grpc:").partition("#")[0]) as channel:
+            stub = channel.stream_stream(f"/{grpc_channels.SERVICE}/{grpc_channels.METHOD}")
+            with pytest.raises(grpc.RpcError, match="a wrong token"):
+                next(stub(iter([]), metadata=said, timeout=WITHIN_S))
+        assert accepted.empty() and other.refusals.count == 1
 
 
 def test_who_listens_and_never_answers_keeps_nobody_waiting(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +196,7 @@ def test_a_message_over_the_limit_ends_the_connection(tcp: Carrier) -> None:
     is_secure = tcp.endpoint.startswith("grpcs:")
     with grpc.secure_channel(target, tls, limit) if is_secure else grpc.insecure_channel(target, limit) as channel:
         stub = channel.stream_stream(f"/{grpc_channels.SERVICE}/{grpc_channels.METHOD}")
-        greeting = list(grpc_channels.greeting(credentials).items())
+        greeting = list(grpc_channels.greeting(credentials, int(target.rpartition(":")[2])).items())
         call = stub(iter([b"x" * (CHUNK_BYTES + 1)]), metadata=greeting)
         server = tcp.accept().start()
         assert server.reason()
