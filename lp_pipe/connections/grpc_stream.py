@@ -293,9 +293,7 @@ class _ThreadPerCall(concurrent.futures.Executor):
 
         try:
             threading.Thread(target=run, name="grpc stream", daemon=True).start()
-        except (
-            RuntimeError
-        ) as error:  # out of threads: gRPC's own, which calls this, would end, and the listener be deaf
+        except RuntimeError as error:  # out of threads: gRPC's own, which calls this, would end, and nobody get in
             future.set_exception(error)
             self._on_failure(error)
         return future
