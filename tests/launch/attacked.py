@@ -89,9 +89,10 @@ class Confiding(LocalEngine):
 
 
 class Target:
-    """The program under attack."""
+    """The program under attack. ports_before: of this process, where gloo's stay open a while after a channel's end."""
 
-    def __init__(self, run: lp.Run, engine: Confiding) -> None:
+    def __init__(self, run: lp.Run, engine: Confiding, ports_before: set[int]) -> None:
+        self.ports_before = ports_before
         self.run = run
         self.ours = engine.ours
         self.engine = engine
@@ -117,8 +118,9 @@ class Target:
 @contextlib.contextmanager
 def under_attack(engine: Confiding) -> Iterator[Target]:
     """The program runs; at the end it must have its right result, and have failed in nothing."""
+    ports_before = set(strangers.ports_of([os.getpid()]))
     with lp.launch(bank(), "multi_host", engine=engine, grace=3.0) as run:
-        target = Target(run, engine)
+        target = Target(run, engine, ports_before)
         yield target
         target.clients[1].close()
         until(lambda: run.status()["payer"][0]["state"] == "finished")
