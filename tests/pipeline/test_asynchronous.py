@@ -425,3 +425,15 @@ def test_check_is_for_synchronous_schedules() -> None:
     model = pp.Model(layers(), squared_error, sgd)
     with pytest.raises(pp.PipelineError, match="check the model with '1f1b'"):
         pp.check(model, BATCHES, stages=2, schedule="pipedream")
+
+
+def test_an_update_of_micro_batches_that_all_weigh_nothing_names_these() -> None:
+    # It was "the batch's micro-batches add up to 0.0", of a batch in which others have tokens.
+    model = pp.Model(layers(), squared_error, sgd, loss_weight=lambda target: (target != 0).sum())
+    x, y = random_batches([8])[0]
+    y[4:] = 0
+    with (
+        launched("thread", model, stages=2, schedule="pipedream_2bw", microbatches=4) as pipeline,
+        pytest.raises(pp.PipelineError, match="of micro-batches 2 to 3 of step 0, for which an asynchronous schedul"),
+    ):
+        pipeline.step((x, y))

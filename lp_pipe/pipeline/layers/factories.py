@@ -41,7 +41,12 @@ def made_optimizer(factory: OptimizerFactory, named: Sequence[tuple[str, nn.Para
             "trained the function is not called), or cut elsewhere"
         ) from error
     if not callable(getattr(optimizer, "step", None)) or not isinstance(getattr(optimizer, "param_groups", None), list):
-        raise PipelineError(f"optimizer={_name(factory)} has returned {optimizer!r}, which is no torch optimizer")
+        several = (
+            ": give one that is made of them (docs/pipeline.md, Optimizers)" if isinstance(optimizer, Sequence) else ""
+        )
+        raise PipelineError(
+            f"optimizer={_name(factory)} has returned {optimizer!r}, which is no torch optimizer{several}"
+        )
     _refuse_closures(optimizer)
     given = {id(parameter) for _, parameter in named}
     if not all(id(parameter) in given for group in optimizer.param_groups for parameter in group["params"]):

@@ -59,8 +59,8 @@ def split(value: Any, microbatches: int) -> list[Any]:
     return parts
 
 
-def loss_weights(targets: list[Any], loss_weight: LossWeight) -> list[float]:
-    """The factor of every micro-batch's loss, see `Model.loss_weight`.
+def loss_weights(targets: list[Any], loss_weight: LossWeight, what: str = "the batch's micro-batches") -> list[float]:
+    """The factor of every micro-batch's loss, see `Model.loss_weight`. what: they are, for the error.
 
     Raises:
         PipelineError: the weights add up to nothing, or a target has no samples to be counted.
@@ -73,8 +73,8 @@ def loss_weights(targets: list[Any], loss_weight: LossWeight) -> list[float]:
     total = sum(raw)
     if not total > 0:
         raise PipelineError(
-            f"the loss weights of the batch's micro-batches add up to {total}: {raw}: give a batch that has samples, "
-            "or tokens, as loss_weight counts them, or skip_step() to go on without it"
+            f"the loss weights of {what} add up to {total}: {raw}: give a batch that has samples, or tokens, as "
+            "loss_weight counts them, or skip_step() to go on without it"
         )
     return [weight / total for weight in raw]
 

@@ -50,8 +50,14 @@ class Intake:
     def weigh_in_groups(self, operation: Operation, size: int) -> None:
         """Let the gradients of each `size` micro-batches add up as a step's do."""
         targets, rule = operation.targets, self._config.loss_weight
-        groups = [targets[first : first + size] for first in range(0, len(targets), size)]
-        operation.gradient_weights = [weight for group in groups for weight in loss_weights(group, rule)]
+        weights: list[float] = []
+        for first in range(0, len(targets), size):
+            group = targets[first : first + size]
+            last = first + len(group) - 1
+            which = f"micro-batch {first}" if first == last else f"micro-batches {first} to {last}"
+            what = f"{which} of step {operation.step}, for which an asynchronous schedule makes an update,"
+            weights += loss_weights(group, rule, what)
+        operation.gradient_weights = weights
 
     def _batch(self, task: Task) -> tuple[list[Any], list[Any]]:
         """The micro-batches' inputs and targets, as far as this worker's stages need them."""

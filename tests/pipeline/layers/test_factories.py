@@ -54,6 +54,7 @@ def test_groups_of_pairs_are_refused_where_one_is_empty_and_groups_of_parameters
     [
         (lambda named: None, "has returned None, which is no torch optimizer"),
         (lambda named: torch.optim.SGD, "which is no torch optimizer"),
+        (lambda named: [torch.optim.SGD(named, lr=0.1)], "no torch optimizer: give one that is made of them"),
         (
             lambda named: sgd([p for name, p in named if "norm" in name]),
             "has left out all of these: weight, bias: give",
