@@ -3,6 +3,7 @@
 import itertools
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from torch import Tensor, nn
 import lp_pipe as lp
 import lp_pipe.pipeline as pp
 from lp_pipe.checkpoint import Checkpoints
+from lp_pipe.errors import LaunchError
+from lp_pipe.launch.engines.base import Invitation, Watched
+from lp_pipe.launch.engines.local import LocalEngine
 from tests.integration.small import Feeder, squared_error
 from tests.launch.engines.programs import until
 
@@ -95,14 +99,31 @@ def test_a_training_whose_host_is_killed_goes_on_elsewhere_and_ends_with_the_sam
     assert (tmp_path / "killed" / "lost").exists()
 
 
+class RepairedLater(LocalEngine):
+    """A lost host can be started again only from a certain moment on."""
+
+    def __init__(self, hosts: str) -> None:
+        super().__init__(hosts)
+        self.is_repaired = threading.Event()
+        self._started: set[str] = set()
+
+    def start_again(self, invitation: Invitation, name: str) -> Watched:
+        if name in self._started and not self.is_repaired.is_set():
+            raise LaunchError(f"{name} is being repaired")
+        self._started.add(name)
+        return super().start_again(invitation, name)
+
+
 @pytest.mark.slow
 def test_an_elastic_training_goes_on_with_two_stages_and_then_three_to_the_same_bits(tmp_path: Path) -> None:
     whole, elastic = tmp_path / "whole", tmp_path / "elastic"
     for folder in (whole, elastic):
         folder.mkdir()
     lp.launch(program_for(3, whole, calls=0), "thread", run_dir=whole).wait(60)
-    run = lp.launch_elastic(lambda count: program_for(count, elastic, calls=9), "2:3", hosts="3", run_dir=elastic)
+    engine = RepairedLater("3")
+    run = lp.launch_elastic(lambda count: program_for(count, elastic, calls=9), "2:3", engine=engine, run_dir=elastic)
     until(lambda: run.num_hosts == 2, 60)
+    engine.is_repaired.set()
     until(lambda: len(run._standing.up()) == 3)
     (elastic / "three again").touch()
     run.wait(90)
