@@ -53,14 +53,17 @@ def train(pipeline: pp.PipelineClient, fingerprint: Path) -> None:
 
 
 def train_slowly(pipeline: pp.PipelineClient, folder: Path, num_hosts: int) -> None:
-    """On two hosts it waits for the third: at first until that is there, then until it is to be used."""
+    """On two hosts it waits for the third: at first until that is there, then until it is to be used.
+
+    Its steps take a second then: the launcher looks more often whether there are more hosts, and then for a checkpoint.
+    """
     for result in Checkpoints({"pipeline": pipeline}).steps(pipeline, 10, save_every=2):
         with (folder / "steps").open("a") as file:
             file.write(f"{result.step} on {num_hosts}\n")
         if num_hosts == 2 and result.step == 4:
             until((folder / "three again").exists)
-        if num_hosts == 2 and result.step == 8:
-            lp.wait_for_stop(30)
+        if num_hosts == 2 and result.step > 4:
+            lp.wait_for_stop(30 if result.step == 8 else 1)
     (folder / "fingerprint").write_text(pipeline.fingerprint())
     lp.stop()
 
