@@ -11,7 +11,6 @@ A connection has a channel, and so a TCP connection, of its own: gRPC's flow con
 peer that does not read one connection must not stop the others.
 """
 
-import concurrent.futures
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,6 +27,7 @@ from lp_pipe.connections.refusals import Refusals
 from lp_pipe.connections.shortage import not_taken_in
 from lp_pipe.connections.silence import SilenceWatch
 from lp_pipe.connections.tcp_endpoint import GONE, TcpEndpoint, parse_to_connect
+from lp_pipe.connections.thread_per_call import ThreadPerCall
 from lp_pipe.errors import Unauthenticated, Unavailable
 
 _CONNECT_PATIENCE_S = 5.0
@@ -232,7 +232,7 @@ class GrpcListener(Listener):
     ) -> None:
         self._credentials = credentials
         self._on_connection = on_connection
-        self._server = grpc_channels.new_server(_ThreadPerCall(self._not_taken_in), silence_s)
+        self._server = grpc_channels.new_server(ThreadPerCall(self._not_taken_in), silence_s)
         handlers = {METHOD: grpc.stream_stream_rpc_method_handler(self._accept)}
         self._server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, handlers)])
         self._port = grpc_channels.bind(self._server, where, credentials)
@@ -266,29 +266,6 @@ class GrpcListener(Listener):
 
     def _not_taken_in(self, error: Exception) -> None:
         self.refusals.note("a process", not_taken_in(error))
-
-
-class _ThreadPerCall(concurrent.futures.Executor):
-    """A stream needs its thread for as long as it lives: no number of threads is enough, and none may outlive us."""
-
-    def __init__(self, on_failure: Callable[[Exception], None]) -> None:
-        self._on_failure = on_failure
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "concurrent.futures.Future[Any]":
-        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-
-        def run() -> None:
-            try:
-                future.set_result(fn(*args, **kwargs))
-            except BaseException as error:  # belongs to gRPC, which asks the future
-                future.set_exception(error)
-
-        try:
-            threading.Thread(target=run, name="grpc stream", daemon=True).start()
-        except RuntimeError as error:  # out of threads; gRPC's own, which calls this, would end, and nobody be taken in
-            future.set_exception(error)
-            self._on_failure(error)
-        return future
 
 
 def _refusal(endpoint: str, call: Any) -> Unavailable:

@@ -17,8 +17,9 @@ from lp_pipe.errors import LaunchError
 from lp_pipe.launch.processes import standard_streams
 from lp_pipe.launch.processes.exits import how_it_died
 from lp_pipe.launch.processes.heap import heap_environment
+from lp_pipe.launch.processes.interpreter import interpreter_flags
 from lp_pipe.launch.processes.proctree import kill_all, marked
-from lp_pipe.launch.processes.zygote import ORPHAN_S, interpreter_flags, receive_message, send_message
+from lp_pipe.launch.processes.zygote import ORPHAN_S, receive_message, send_message
 
 # Slow to import and harmless to fork: loaded once in the template when the launching process has loaded them itself.
 _WORTH_PRELOADING = ("numpy", "torch", "torch.optim", "torch.utils._pytree", "lp_pipe.pipeline.worker.worker")

@@ -20,7 +20,6 @@ import shutil
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from typing import Any, NoReturn
 
 from lp_pipe.connections.shortage import NO_MORE_PROCESSES
 from lp_pipe.launch.processes.heap import heap_environment
+from lp_pipe.launch.processes.interpreter import interpreter_flags
 from lp_pipe.launch.processes.proctree import kill_all, session_of, tree_of
 
 _LENGTH = struct.Struct("<I")
@@ -260,17 +260,6 @@ def _set_process_name(name: str) -> None:
 def _prctl(option: int, argument: int | bytes) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, argument, 0, 0, 0)
-
-
-def interpreter_flags() -> list[str]:
-    """This interpreter's flags for a new one that runs `-c`: -O, -W, -X dev.
-
-    -P, because with `-c` alone a json.py of the current folder comes before Python's own until sys.path is set; and
-    where that folder has been removed, Python 3.13.0 to 3.13.2 look there at each missing attribute of a module, and
-    raise a SystemError (https://github.com/python/cpython/issues/130932).
-    """
-    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    return [*flags, "-P"]
 
 
 def _exec_node(message: dict[str, Any]) -> NoReturn:
