@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 from lp_pipe.errors import CheckpointError, PipelineError
 from lp_pipe.pipeline.compute.loss_scale import LossScale
@@ -189,6 +190,16 @@ def test_every_torn_metadata_is_damage(tmp_path: Path) -> None:
 def test_a_sparse_tensor_is_refused_by_its_name() -> None:
     with pytest.raises(PipelineError, match=r"model\.mask is a tensor of layout torch\.sparse_coo"):
         Share(weights(mask=torch.eye(2).to_sparse()), copy=True)
+
+
+def test_metadata_of_a_later_torch_that_say_more_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # torch 2.15's were "damaged" to 2.13, and a resume left them out.
+    known = TensorProperties.__getstate__
+    with monkeypatch.context() as later:
+        later.setattr(TensorProperties, "__getstate__", lambda self: (*known(self), (4, 1)))
+        write(tmp_path, [weights(a=torch.arange(3.0))])
+    folder = SavedFolder(tmp_path)
+    assert torch.equal(folder.read(folder.keys)["model", "a"], torch.arange(3.0))
 
 
 def test_the_metadata_says_what_torch_itself_would_say(tmp_path: Path) -> None:

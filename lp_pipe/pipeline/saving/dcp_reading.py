@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from lp_pipe.errors import CheckpointError
@@ -141,6 +141,14 @@ def _check_is_inside(file: Path) -> None:
         raise ValueError(f"it names {file}, which is no file of this folder")
 
 
+class _Properties(TensorProperties):
+    """A tensor's, as this torch knows them: later ones (2.15) say more, which is not needed, and is an error to it."""
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        known = len(TensorProperties().__getstate__())
+        super().__setstate__(state[:known])  # type: ignore[no-untyped-call]
+
+
 class _DataOnly(pickle.Unpickler):
     """Knows the classes that torch writes into .metadata, and nothing that could act."""
 
@@ -159,7 +167,6 @@ class _DataOnly(pickle.Unpickler):
                     "Metadata",
                     "MetadataIndex",
                     "StorageMeta",
-                    "TensorProperties",
                     "TensorStorageMetadata",
                     "_MEM_FORMAT_ENCODING",
                 )
@@ -168,6 +175,8 @@ class _DataOnly(pickle.Unpickler):
     )
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == (TensorProperties.__module__, TensorProperties.__name__):
+            return _Properties
         if (module, name) in self._CLASSES:
             return super().find_class(module, name)
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
