@@ -105,7 +105,7 @@ def test_a_handler_that_never_returns_is_reported_with_its_place(
             text,
         ), text
         assert "deadlock" not in text
-        assert "node actor/0 has waited" in caplog.text
+        until(lambda: "node actor/0 has waited" in caplog.text)  # it is written to the file first
         run.client("server").release()
         assert call.result(PATIENCE_S) == "done"
 
