@@ -1,6 +1,6 @@
 """Parameters to which forwards write, such as those of an Embedding with max_norm, where others have copies of them."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,8 @@ from lp_pipe.pipeline.compute.device import CPU
 from lp_pipe.pipeline.compute.forward_writes import are_users
 from lp_pipe.pipeline.compute.stage import Stage
 from lp_pipe.pipeline.config import PipelineConfig
+
+_Named = Iterable[tuple[str, nn.Parameter]]
 
 _KEPT = (
     "an asynchronous schedule keeps older weights of it: let the layer register it as a buffer, if no optimizer is to "
@@ -25,25 +27,17 @@ class CopiedParameters:
 
     def __init__(self, config: PipelineConfig, stages: Mapping[int, Stage]) -> None:
         self._why: dict[str, str] = {}
-        self._places: dict[str, tuple[nn.Module, str]] = {}  # where older weights may stand in for it
+        copied: dict[str, nn.Parameter] = {}
+        for named, why in _copied(config, stages):
+            for name, parameter in named:
+                copied[name] = parameter
+                self._why.setdefault(name, why)
         modules = [module for stage in stages.values() for layer in stage.layers for module in layer.modules()]
         places = {id(p): (module, own) for module in modules for own, p in module._parameters.items()}
-        self._held: dict[str, Tensor] = {}  # by the suspects, before it
-        for index, stage in stages.items():
-            if config.updates is not None and config.timings[index].delay:
-                self._add(stage.named_parameters(), places, _KEPT)
-            if config.replicas[config.placement[index]] > 1:
-                self._add(
-                    stage.named_parameters(), places, "the stage's other replicas have it, too: give the stage one"
-                )
-        for edge in config.channels.edges:
-            for end in {edge.sender, edge.receiver} & stages.keys() if edge.kind == "tied weights" else ():
-                tied = zip(edge.names, stages[end].tied_parameters(edge.names), strict=True)
-                self._add(
-                    tied, places, f"stages {edge.sender} and {edge.receiver} have it both: leave its layers in one"
-                )
+        self._places = {name: places[id(p)] for name, p in copied.items()}  # where older weights may stand in for it
         users = are_users(modules)
-        self._suspects = {name for name in self._places if id(self._now(name)) in users}  # none after the first check
+        self._suspects = {name for name, p in copied.items() if id(p) in users}  # none after the first check
+        self._held: dict[str, Tensor] = {}  # by the suspects, before it
 
     def states(self, *, trains: bool) -> dict[str, tuple[int, Tensor]]:
         """To be checked after an operation's forwards and backwards. Holds their memory, or others might get it."""
@@ -77,9 +71,15 @@ class CopiedParameters:
         assert parameter is not None, "only those that there are have a place"
         return parameter
 
-    def _add(
-        self, named: Iterable[tuple[str, nn.Parameter]], places: Mapping[int, tuple[nn.Module, str]], why: str
-    ) -> None:
-        for name, parameter in named:
-            self._places[name] = places[id(parameter)]
-            self._why.setdefault(name, why)
+
+def _copied(config: PipelineConfig, stages: Mapping[int, Stage]) -> Iterator[tuple[_Named, str]]:
+    """Which there are copies of, and why none may be written to."""
+    for index, stage in stages.items():
+        if config.updates is not None and config.timings[index].delay:
+            yield stage.named_parameters(), _KEPT
+        if config.replicas[config.placement[index]] > 1:
+            yield stage.named_parameters(), "the stage's other replicas have it, too: give the stage one"
+    for edge in config.channels.edges:
+        for end in {edge.sender, edge.receiver} & stages.keys() if edge.kind == "tied weights" else ():
+            tied = zip(edge.names, stages[end].tied_parameters(edge.names), strict=True)
+            yield tied, f"stages {edge.sender} and {edge.receiver} have it both: leave its layers in one"
