@@ -216,7 +216,6 @@ def test_an_interpreter_that_exits_without_stop_takes_its_nodes_down(script: Any
     run.client("event").wait({WITHIN_S})  # else nothing may have begun that could be stopped in order
     """
     launcher = script(SCRIPT.format(node="obedient", body=body))
-    lines_until_ready(launcher)
     out, err = launcher.communicate(timeout=WITHIN_S)
     assert "stopped in order" in out, err
     assert launcher.returncode == 0, err
