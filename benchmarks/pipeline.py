@@ -1,6 +1,6 @@
 """Pipeline throughput with 2 stages and real compute: lp_pipe, torch's pipelining, a single loop, and the limit.
 
-    python -m benchmarks.pipeline [--models mlp,gpt] [--microbatches 8] [--repeats 7] [--quick] [--json FILE]
+    python -m benchmarks.pipeline [--models mlp,gpt,gpt_wide] [--microbatches 8] [--repeats 7] [--quick] [--json FILE]
 
 All parties train the same model on the same micro-batches, with 1 thread in each process, forwards, backwards and
 optimizer; their losses must agree. They take turns, round after round, so that a busy machine slows all of them;
@@ -291,7 +291,7 @@ def _cell(values: dict[str, Any] | None, form: str = ".2f") -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(MODELS), help="names, with commas: %(default)s")
+    parser.add_argument("--models", help=f"names, with commas: {','.join(MODELS)}")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--steps", type=int, default=4, help="steps of each party in a round")
     parser.add_argument("--repeats", type=int, default=7, help="rounds")
@@ -300,7 +300,7 @@ def main() -> None:
     options = parser.parse_args()
     workloads = QUICK_MODELS if options.quick else MODELS
     steps, repeats = (2, 2) if options.quick else (options.steps, options.repeats)
-    names = options.models.split(",")
+    names = options.models.split(",") if options.models else list(workloads)
     if unknown := set(names) - workloads.keys():
         parser.error(f"--models: {', '.join(sorted(unknown))}: known are {', '.join(workloads)}")
     figures: dict[str, Any] = {

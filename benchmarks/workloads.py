@@ -133,17 +133,18 @@ def mlp(width: int, batch_size: int, depth: int = 8) -> Workload:
     return Workload("mlp", layers, depth // 2, batch_size, functools.partial(_vectors, batch_size, width), _sgd)
 
 
-def gpt(width: int, batch_size: int, context: int, depth: int = 4) -> Workload:
+def gpt(width: int, batch_size: int, context: int, depth: int = 4, name: str = "gpt") -> Workload:
     """Embedding, transformer blocks, scores of the next token; the cut is in the middle of the blocks."""
     blocks: list[Factory] = [functools.partial(Block, width, 4)] * depth
     ends: list[Factory] = [functools.partial(Embedding, context, width), functools.partial(_head, width)]
     layers = (ends[0], *blocks, ends[1])
-    return Workload("gpt", layers, 1 + depth // 2, batch_size, functools.partial(_tokens, batch_size, context), _adamw)
+    return Workload(name, layers, 1 + depth // 2, batch_size, functools.partial(_tokens, batch_size, context), _adamw)
 
 
 MODELS: dict[str, Workload] = {
     "mlp": mlp(width=1024, batch_size=128),
     "gpt": gpt(width=128, batch_size=16, context=128),
+    "gpt_wide": gpt(width=256, batch_size=16, context=128, name="gpt_wide"),
 }
 QUICK_MODELS: dict[str, Workload] = {
     "mlp": mlp(width=32, batch_size=16, depth=4),
