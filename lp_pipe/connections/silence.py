@@ -1,16 +1,19 @@
-"""Notice that a peer has gone silent, where the carrier's reads have no time limit of their own."""
+"""Notice that a peer has gone silent, in time that counts only while this process is awake to hear it.
+
+A silence is so many ticks, each of which this process must live through. One that was frozen or starved for long finds
+the peer's pings waiting; if the peer was frozen with it (Slurm's suspend, a paused container), it gets time to speak.
+"""
 
 import threading
 from collections.abc import Callable
 
-_TICKS = 4
+TICKS = 4
 
 
 class SilenceWatch:
     """Calls `on_silence` once when nothing was heard for `timeout_s` while somebody listened.
 
-    The time is counted in ticks, each of which this process must live through: one that was itself frozen or starved
-    for long finds the peer's pings waiting, and does not take the peer for dead.
+    For carriers whose reads have no time limit of their own.
     """
 
     def __init__(self, timeout_s: float, on_silence: Callable[[], None], name: str) -> None:
@@ -35,10 +38,10 @@ class SilenceWatch:
 
     def _watch(self) -> None:
         silent_ticks, heard = 0, -1
-        while not self._is_ended.wait(self._timeout_s / _TICKS):
+        while not self._is_ended.wait(self._timeout_s / TICKS):
             is_silent = self._is_listening and self._heard == heard
             silent_ticks = silent_ticks + 1 if is_silent else 0
             heard = self._heard
-            if silent_ticks == _TICKS:
+            if silent_ticks == TICKS:
                 self._on_silence()
                 return

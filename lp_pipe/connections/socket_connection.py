@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from lp_pipe.connections import frames
 from lp_pipe.connections.base import OnClose, OnFrame, PulledConnection
 from lp_pipe.connections.frames import Frame, FrameError, Piece
+from lp_pipe.connections.silence import TICKS
 from lp_pipe.connections.socket_reader import SocketReader
 from lp_pipe.errors import Unavailable
 
@@ -24,7 +25,8 @@ _RDHUP = getattr(select, "POLLRDHUP", 0)  # elsewhere than on Linux an end of bo
 class SocketConnection(PulledConnection):
     """What is the same for all stream sockets; a subclass says how bytes get into them.
 
-    idle_timeout_s: the peer counts as dead when nothing arrived for so long (it must send pings then).
+    idle_timeout_s: the peer counts as dead when nothing arrived for so long (it must send pings then), of time in which
+        this process was awake; a subclass lets `receive` wait for a tick of it, and no longer (silence.py).
     """
 
     def __init__(self, sock: socket.socket, reader: SocketReader, peer: str, idle_timeout_s: float | None) -> None:
@@ -38,6 +40,7 @@ class SocketConnection(PulledConnection):
         self._on_frame: OnFrame | None = None
         self._send_lock = threading.Lock()
         self._idle_timeout_s = idle_timeout_s
+        self._silent_ticks = 0
         self._farewell: str | None = None
         self._is_over = False
         self._silent_end = _ENDED  # the reason when it ends without one
@@ -170,6 +173,7 @@ class SocketConnection(PulledConnection):
         try:
             if not self._reader.receive(flags):
                 return self._end(_ENDED_INSIDE if self._reader.is_inside_frame else self._silent_end)
+            self._silent_ticks = 0
             while (frame := self._reader.next_frame()) is not None:
                 if frame.kind == frames.CLOSE:
                     return self._end(frame.name)
@@ -179,6 +183,9 @@ class SocketConnection(PulledConnection):
                 return self._end(f"connection lost: {error}")
             if flags & socket.MSG_DONTWAIT:
                 return True  # all there was is read
+            self._silent_ticks += 1
+            if self._silent_ticks < TICKS:
+                return True
             return self._end(f"nothing heard for {self._idle_timeout_s} s")
         except OSError as error:
             return self._end(f"connection lost: {error}")

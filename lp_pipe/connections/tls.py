@@ -20,6 +20,7 @@ from lp_pipe.connections.doorman import GREETING, MAGIC, Doorman
 from lp_pipe.connections.frames import Frame, Piece
 from lp_pipe.connections.refusals import Refusals
 from lp_pipe.connections.shortage import not_taken_in
+from lp_pipe.connections.silence import TICKS
 from lp_pipe.connections.socket_connection import SocketConnection
 from lp_pipe.connections.socket_reader import SocketReader
 from lp_pipe.connections.tcp_endpoint import GONE, TcpEndpoint
@@ -38,7 +39,7 @@ class TlsConnection(SocketConnection):
     can_begin_sending = True
 
     def __init__(self, sock: ssl.SSLSocket, peer: str, silence_s: float, idle_timeout_s: float | None = None) -> None:
-        self._stream = TlsStream(sock, idle_timeout_s)
+        self._stream = TlsStream(sock, None if idle_timeout_s is None else idle_timeout_s / TICKS)
         super().__init__(sock, SocketReader(self._stream), peer, idle_timeout_s)
         self._silence_s = silence_s
         self._silent_end = GONE

@@ -17,6 +17,7 @@ from lp_pipe.connections.frames import Frame, Piece, Ticket
 from lp_pipe.connections.loans import Borrower, Lender
 from lp_pipe.connections.refusals import Refusals
 from lp_pipe.connections.shortage import not_taken_in
+from lp_pipe.connections.silence import TICKS
 from lp_pipe.connections.socket_connection import SocketConnection
 from lp_pipe.connections.socket_reader import SocketReader
 from lp_pipe.errors import Unavailable
@@ -39,9 +40,7 @@ class UnixConnection(SocketConnection):
         self._lender = Lender() if loans.is_supported else None
         self._lend_lock = threading.Lock()
         if idle_timeout_s is not None:
-            # A kernel timeout on the read, and not a watchdog thread: a process that was itself frozen or starved
-            # for long finds the peer's pings waiting in the socket, and does not take the peer for dead.
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(idle_timeout_s))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(idle_timeout_s / TICKS))
 
     def send(self, frame: Frame) -> None:
         pieces = frames.encode(frame)  # before anything is lent for a frame that cannot be sent

@@ -145,7 +145,7 @@ class ElasticRun:
         self._is_over = threading.Event()
         self._error: Exception | SystemExit | None = None
         self.has_raised_failure = False
-        self._interrupts = Interrupts(hurry=lambda: self._run.request_stop(hurry=True))
+        self._interrupts = Interrupts(lambda: self._run.request_stop(hurry=True), suspend=lambda: None)
         self._begin(is_first=True)
         self._interrupts.install()
         threading.Thread(target=self._go_on, name="elastic run", daemon=True).start()

@@ -2,7 +2,7 @@
 
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -53,6 +53,10 @@ class Host(ABC):
     @abstractmethod
     def kill(self, node_ids: Iterable[str]) -> None:
         """End them at once, with everything that they started; threads are left behind."""
+
+    def suspend(self) -> Callable[[], object] | None:
+        """Stop the nodes, since this process is about to be; returns how they go on. None: it must not be stopped."""
+        return lambda: None
 
     @abstractmethod
     def close(self) -> None:

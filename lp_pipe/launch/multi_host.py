@@ -135,6 +135,9 @@ class MultiHost(Host):
     def kill(self, node_ids: Iterable[str]) -> None:
         self._tell("kill", node_ids)
 
+    def suspend(self) -> None:
+        return None  # its agents would take it for dead
+
     def close(self) -> None:
         self._relocation.close()
         closing = [agent.link.ask("close") for agent in self._up().values()]

@@ -2,14 +2,12 @@
 
 import contextlib
 import functools
-import logging
 import os
 import shutil
 import signal
-import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -31,18 +29,16 @@ from lp_pipe.launch.processes.descriptors import check_descriptors
 from lp_pipe.launch.processes.exits import ExitQueue
 from lp_pipe.launch.processes.node_stream import NodeStream
 from lp_pipe.launch.processes.proctree import is_dying
+from lp_pipe.launch.processes.pulse import Pulse
 from lp_pipe.launch.processes.socket_dir import make_socket_dir
 from lp_pipe.launch.processes.template import MARK, Template
 from lp_pipe.launch.processes.threads import thread_environment
-from lp_pipe.launch.processes.zygote import LAUNCHER_PATIENCE_S, ORPHAN_S
+from lp_pipe.launch.processes.zygote import ORPHAN_S
 from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.telemetry.log_files import LogFiles, LogOutput, log_path
 from lp_pipe.telemetry.logs import LogPump
 from lp_pipe.telemetry.metrics import MetricsLog
 
-_log = logging.getLogger(__name__)
-
-_PING_EVERY_S = 1.0
 _STACKS_PATIENCE_S = 3.0
 
 
@@ -98,9 +94,9 @@ class ProcessHost(Host):
         self._log_dir = plan.run_dir / "logs"
         standard_streams.open_closed()  # before what is opened here takes their numbers
         self._logs = LogPump(log_output or LogFiles(self._log_dir))
-        self._is_over = threading.Event()
         self._exits = ExitQueue()
         self._template: Template | None = None
+        self._pulse: Pulse | None = None
         self._listener: connections.Listener | None = None
 
     def start(self) -> None:
@@ -113,7 +109,7 @@ class ProcessHost(Host):
             told = self._on_start, self._on_exit, self._on_template_lost
             self._template = Template(*told, self._preload, self._orphan_s, self.socket_dir)
             self.mark = self._template.mark[MARK]
-            threading.Thread(target=self._ping, args=(self._template,), name="launcher pings", daemon=True).start()
+            self._pulse = Pulse(self._template, self._streams)
             for spec in self._plan.nodes:
                 self._start_node(spec)
         except BaseException:  # also a Ctrl+C
@@ -140,8 +136,15 @@ class ProcessHost(Host):
     def kill(self, node_ids: Iterable[str]) -> None:
         self._signal_all(node_ids, signal.SIGKILL)
 
+    def suspend(self) -> Callable[[], object] | None:
+        if self._pulse is None:
+            return super().suspend()
+        self._pulse.suspend()
+        return self._pulse.resume
+
     def close(self) -> None:
-        self._is_over.set()
+        if self._pulse is not None:
+            self._pulse.end()
         if self._listener is not None:
             self._listener.close()
         if self._template is not None:
@@ -288,16 +291,6 @@ class ProcessHost(Host):
         stream = self._streams.get(node_id)
         if stream is not None:
             stream.send(**message)
-
-    def _ping(self, template: Template) -> None:
-        last = time.monotonic()
-        while not self._is_over.wait(_PING_EVERY_S):
-            silence_s, last = time.monotonic() - last, time.monotonic()
-            if silence_s > LAUNCHER_PATIENCE_S:
-                _log.warning("this process was stopped or starved for %.0f s: its nodes took it for dead", silence_s)
-            template.ping()
-            for stream in list(self._streams.values()):
-                stream.mention(ping=wire.Ping())
 
 
 def _answer_of(future: "Future[str]", due: float) -> str:

@@ -53,7 +53,7 @@ class Run:
         self._hangs = hangs
         self._has_started = threading.Event()
         self._is_over = threading.Event()
-        self._interrupts = Interrupts(hurry=lambda: coordinator.request_stop(hurry=True))
+        self._interrupts = Interrupts(lambda: coordinator.request_stop(hurry=True), host.suspend)
         self._services = LauncherServices(coordinator, host)
         self.has_raised_failure = False
         self.has_faulty_connections = faulty.is_enabled()

@@ -1,6 +1,7 @@
-"""Ctrl+C, SIGTERM and SIGHUP at the launcher: once, an ordered stop; twice, the end at once."""
+"""Ctrl+C, SIGTERM and SIGHUP at the launcher: once, an ordered stop; twice, the end at once. Ctrl+Z: all sleep."""
 
 import contextlib
+import logging
 import os
 import signal
 import threading
@@ -9,7 +10,10 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_log = logging.getLogger(__name__)
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP)
+_WITH_OTHER_MEANINGS = (signal.SIGHUP, signal.SIGTSTP)  # "read the settings again", an editor's
 _NOTICED_WITHIN_S = 0.5
 
 
@@ -27,10 +31,14 @@ class Interrupts:
     A signal raises KeyboardInterrupt in the main thread, wherever it is; `wait()` and the `with` body let it pass on
     once the nodes are down. While the main thread is inside a stop nothing is raised, or the stop would be left
     half done: a first signal is raised after it, a further one calls `hurry`.
+
+    suspend: what Ctrl+Z (SIGTSTP) does before this process is stopped; returns what to do once it goes on (`fg`, `bg`).
+        None: it is not to be stopped.
     """
 
-    def __init__(self, hurry: Callable[[], object]) -> None:
+    def __init__(self, hurry: Callable[[], object], suspend: Callable[[], Callable[[], object] | None]) -> None:
         self._hurry = hurry
+        self.suspend = suspend
         self._is_deferring = False
         self._deferred: KeyboardInterrupt | None = None
         self.received: int | None = None
@@ -103,6 +111,7 @@ def wait_awake(event: threading.Event, timeout: float | None = None) -> bool:
 
 _installed: list[Interrupts] = []
 _before: dict[signal.Signals, Any] = {}
+_suspending = threading.Lock()
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
@@ -113,8 +122,26 @@ def _handle(number: int, frame: FrameType | None) -> None:
             before(number, frame)
         else:
             signal.raise_signal(number)
+    elif number == signal.SIGTSTP:
+        # Not here: the main thread may hold a lock that this takes.
+        threading.Thread(target=_suspend, args=(list(_installed),), name="suspend", daemon=True).start()
     elif not any([interrupts.on_signal(number) for interrupts in _installed]):  # a list: every run must hear of it
         raise _exception(number)
+
+
+def _suspend(runs: list[Interrupts]) -> None:
+    if not _suspending.acquire(blocking=False):
+        return  # Ctrl+Z, twice
+    with contextlib.ExitStack() as stack:
+        stack.callback(_suspending.release)
+        for interrupts in runs:
+            resume = interrupts.suspend()
+            if resume is None:
+                _log.warning("Ctrl+Z: the program goes on: its hosts would take a launcher that is stopped for dead")
+                return
+            stack.callback(resume)
+        # To this thread, which then executes nothing any more before all threads go on.
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
 def _exception(number: int) -> KeyboardInterrupt:
@@ -122,8 +149,8 @@ def _exception(number: int) -> KeyboardInterrupt:
 
 
 def _is_ours_to_take(number: int, before: Any) -> bool:
-    """Not what the script ignores (nohup), nor a SIGHUP that has another meaning to it ("read the settings again")."""
-    return before is signal.SIG_DFL if number == signal.SIGHUP else before is not signal.SIG_IGN
+    """Not what the script ignores (nohup), nor what may have another meaning to it."""
+    return before is signal.SIG_DFL if number in _WITH_OTHER_MEANINGS else before is not signal.SIG_IGN
 
 
 def _restore() -> None:

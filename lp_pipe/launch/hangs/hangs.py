@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import threading
 import time
 
@@ -41,6 +42,7 @@ class HangWatch:
         self._patience_s: dict[tuple[str, ...], float] = {}
         self._told: dict[Key, Wait] = {}
         self._told_cycles: set[frozenset[Key]] = set()
+        self._awake_since = -math.inf
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch for hangs", daemon=True)
 
@@ -55,7 +57,10 @@ class HangWatch:
             self._thread.join()
 
     def _run(self) -> None:
+        looked = time.monotonic()
         while not self._is_over.wait(self._pause_s):
+            if time.monotonic() > looked + self._pause_s + _DEAF_AFTER_S:
+                self._awake_since = time.monotonic()
             situation = self._look()
             self._coordinator.note_waits(_oldest_by_node(situation))
             told = len(self._told)
@@ -63,6 +68,7 @@ class HangWatch:
             if len(self._told) > told:
                 self._tell_more(situation)
             self._tell_ends(situation)
+            looked = time.monotonic()
 
     def _look(self) -> Situation:
         return Situation(
@@ -108,7 +114,9 @@ class HangWatch:
         for group, members in groups.items():
             oldest = members[0]  # they are sorted
             patience_s = self._patience_s.get(group, self._limit_s)
-            if oldest.activity.age_s < patience_s or self._is_told(oldest, patience_s):
+            # While all slept (Ctrl+Z, Slurm's suspend) nobody waited.
+            age_s = min(oldest.activity.age_s, time.monotonic() - self._awake_since)
+            if age_s < patience_s or self._is_told(oldest, patience_s):
                 continue
             self._patience_s[group] = max(patience_s, oldest.activity.age_s) * _PATIENCE_GROWS
             self._told.update({wait.key: wait for wait in members})

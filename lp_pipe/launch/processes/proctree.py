@@ -65,10 +65,15 @@ def session_of(pid: int) -> int:
 
 
 def kill_all(pids: Iterable[int]) -> None:
-    """SIGKILL; those that have ended are passed over."""
+    """As `signal_all`: SIGKILL."""
+    signal_all(pids, signal.SIGKILL)
+
+
+def signal_all(pids: Iterable[int], number: int) -> None:
+    """Send each the signal; those that have ended are passed over."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, number)
 
 
 def _children_of(pid: int) -> list[int]:

@@ -15,11 +15,12 @@ from typing import Any
 from lp_pipe.connections.shortage import NO_MORE_PROCESSES, told
 from lp_pipe.errors import LaunchError
 from lp_pipe.launch.processes import standard_streams
+from lp_pipe.launch.processes.control_messages import receive_message, send_message
 from lp_pipe.launch.processes.exits import how_it_died
 from lp_pipe.launch.processes.heap import heap_environment
 from lp_pipe.launch.processes.interpreter import interpreter_flags
 from lp_pipe.launch.processes.proctree import kill_all, marked
-from lp_pipe.launch.processes.zygote import ORPHAN_S, receive_message, send_message
+from lp_pipe.launch.processes.zygote import ORPHAN_S
 
 # Slow to import and harmless to fork: loaded once in the template when the launching process has loaded them itself.
 _WORTH_PRELOADING = ("numpy", "torch", "torch.optim", "torch.utils._pytree", "lp_pipe.pipeline.worker.worker")
@@ -113,14 +114,19 @@ class Template:
 
     def ping(self) -> None:
         """Show that the launcher is alive."""
-        with contextlib.suppress(LaunchError):
-            self._send({"op": "ping"})
+        self._say("ping")
+
+    def suspend(self) -> None:
+        """Stop all nodes' processes, and whatever they have started, until `resume`: this process is about to be."""
+        self._say("suspend")
+
+    def resume(self) -> None:
+        self._say("resume")
 
     def close(self) -> None:
         """End the template and whatever its nodes have left behind; returns when all of it is gone."""
         self._is_closing = True
-        with contextlib.suppress(LaunchError):
-            self._send({"op": "bye"})
+        self._say("bye")
         try:
             self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:
@@ -130,6 +136,10 @@ class Template:
         with contextlib.suppress(OSError):
             self._control.shutdown(socket.SHUT_RDWR)
         self._control.close()
+
+    def _say(self, operation: str) -> None:
+        with contextlib.suppress(LaunchError):  # as in `signal`
+            self._send({"op": operation})
 
     def _send(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
         with self._send_lock:

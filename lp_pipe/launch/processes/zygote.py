@@ -4,7 +4,7 @@ It is started by exec, stays single-threaded, and never runs a torch operation, 
 be forked safely. It is the parent of all nodes: it reports their exits, kills their process trees (orphaned
 grandchildren come back to it, as the subreaper), and takes them down when the launcher dies.
 
-Messages, both ways, over the inherited socket: 4 bytes length, JSON; file descriptors ride on the first byte.
+It is told what to do, and tells what happens, over an inherited socket (control_messages.py).
 """
 
 import contextlib
@@ -19,18 +19,18 @@ import select
 import shutil
 import signal
 import socket
-import struct
 import sys
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 from lp_pipe.connections.shortage import NO_MORE_PROCESSES
+from lp_pipe.connections.silence import TICKS
+from lp_pipe.launch.processes.control_messages import receive_message, send_message
 from lp_pipe.launch.processes.heap import heap_environment
 from lp_pipe.launch.processes.interpreter import interpreter_flags
-from lp_pipe.launch.processes.proctree import kill_all, session_of, tree_of
+from lp_pipe.launch.processes.proctree import kill_all, session_of, signal_all, tree_of
 
-_LENGTH = struct.Struct("<I")
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
@@ -39,35 +39,6 @@ LAUNCHER_PATIENCE_S = 8.0
 # The launcher died: its nodes see their streams close and stop; those that do not are made to, after so long.
 ORPHAN_S = 5.0
 _ORPHAN_TERM = 0.8  # of that time: SIGTERM
-
-
-def send_message(sock: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
-    """Send one message; blocks until the other side has room."""
-    data = json.dumps(message).encode()
-    packet = _LENGTH.pack(len(data)) + data
-    sent = socket.send_fds(sock, [packet], list(fds)) if fds else 0
-    sock.sendall(packet[sent:])
-
-
-def receive_message(sock: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """The next message and its file descriptors, or None when the other side has closed."""
-    head, fds, _, _ = socket.recv_fds(sock, _LENGTH.size, 8)
-    if not head:
-        return None
-    head += _receive_exactly(sock, _LENGTH.size - len(head))
-    (length,) = _LENGTH.unpack(head)
-    message: dict[str, Any] = json.loads(_receive_exactly(sock, length))
-    return message, list(fds)
-
-
-def _receive_exactly(sock: socket.socket, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        piece = sock.recv(size - len(data))
-        if not piece:
-            raise ConnectionError("the other side ended inside a message")
-        data += piece
-    return bytes(data)
 
 
 class Zygote:
@@ -84,6 +55,7 @@ class Zygote:
         self._nodes: dict[int, str] = {}  # pid -> node_id
         self._socket_dir = socket_dir
         self._is_done = False
+        self._is_suspended = False
         self._wake, wake_write = socket.socketpair()
         self._wake.setblocking(False)
         wake_write.setblocking(False)
@@ -92,6 +64,8 @@ class Zygote:
             "start": self._start_node,
             "signal": self._signal_node,
             "ping": lambda message, fds: None,
+            "suspend": self._suspend_nodes,
+            "resume": self._resume_nodes,
             "bye": self._say_goodbye,
         }
 
@@ -99,12 +73,13 @@ class Zygote:
         signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         sources = _poll(self._control.fileno(), self._wake.fileno(), self._launcher)
-        heard = time.monotonic()
+        silent_ticks = 0
         while not self._is_done:
-            # What waits to be read goes before the clock: after a freeze of its own this finds the launcher's pings.
-            patience_s = max(0.0, heard + LAUNCHER_PATIENCE_S - time.monotonic())
-            ready = {descriptor for descriptor, _ in sources.poll(patience_s * 1000)}
+            tick_s = None if self._is_suspended else LAUNCHER_PATIENCE_S / TICKS
+            ready = {descriptor for descriptor, _ in sources.poll(tick_s and tick_s * 1000)}
             if not ready:
+                silent_ticks += 1
+            if silent_ticks == TICKS:
                 self._clean_up(is_orderly=False)
                 sys.exit(f"lp_pipe: the launcher was silent for {LAUNCHER_PATIENCE_S} s: its nodes were taken down")
             if self._wake.fileno() in ready:
@@ -115,7 +90,7 @@ class Zygote:
             if self._control.fileno() in ready:
                 if not self._serve_one():
                     break
-                heard = time.monotonic()
+                silent_ticks = 0
         self._clean_up(is_orderly=self._is_done)
 
     def close(self) -> None:
@@ -180,9 +155,19 @@ class Zygote:
     def _signal_node(self, message: dict[str, Any], fds: list[int]) -> None:
         for pid, node in self._nodes.items():
             if node == message["node"]:
-                for member in [pid, *tree_of(pid)] if message["tree"] else [pid]:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(member, message["signal"])
+                signal_all([pid, *tree_of(pid)] if message["tree"] else [pid], message["signal"])
+
+    def _suspend_nodes(self, message: dict[str, Any], fds: list[int]) -> None:
+        """The launcher is about to be; this process stays awake, or nobody would end the nodes if it were killed."""
+        self._is_suspended = True
+        asleep: set[int] = set()
+        while new := {*self._nodes, *tree_of(os.getpid())} - asleep:  # they may be starting others
+            signal_all(new, signal.SIGSTOP)
+            asleep |= new
+
+    def _resume_nodes(self, message: dict[str, Any], fds: list[int]) -> None:
+        self._is_suspended = False
+        signal_all({*self._nodes, *tree_of(os.getpid())}, signal.SIGCONT)
 
     def _say_goodbye(self, message: dict[str, Any], fds: list[int]) -> None:
         self._is_done = True
@@ -208,9 +193,7 @@ class Zygote:
         while self._nodes and not is_orderly and time.monotonic() < start + self._orphan_s:
             if not asked and time.monotonic() > start + _ORPHAN_TERM * self._orphan_s:
                 asked = True
-                for pid in tree_of(os.getpid()):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGTERM)
+                signal_all(tree_of(os.getpid()), signal.SIGTERM)
             _poll(self._wake.fileno()).poll(100)
             with contextlib.suppress(BlockingIOError):
                 self._wake.recv(4096)
