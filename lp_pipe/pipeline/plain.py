@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lp_pipe.pipeline.compute.buffers import BufferSnapshot
 from lp_pipe.pipeline.compute.device import CPU, current, own_loss, to_device, to_host
+from lp_pipe.pipeline.compute.finite import is_finite
 from lp_pipe.pipeline.compute.forward_writes import ForwardWrites
 from lp_pipe.pipeline.compute.precision import autocast
 from lp_pipe.pipeline.compute.stage import Stage
@@ -21,7 +22,6 @@ from lp_pipe.pipeline.layers.names import in_order, own_names, parameter_places
 from lp_pipe.pipeline.layers.rng import optimizer_place, step_rng
 from lp_pipe.pipeline.layers.skips import call, seen_by_setup
 from lp_pipe.pipeline.layers.tied import tie, tied_names
-from lp_pipe.pipeline.worker.nonfinite import dense, is_finite
 
 
 class PlainLoop:
@@ -121,7 +121,7 @@ class PlainLoop:
     def _is_finite(self, loss: float) -> bool:
         """Of gradients that are scaled the scaler takes care."""
         gradients = [parameter.grad for parameter in self._parameters.values()] if not self._scaler.is_enabled() else []
-        return math.isfinite(loss) and all(gradient is None or is_finite(dense(gradient)) for gradient in gradients)
+        return math.isfinite(loss) and all(gradient is None or is_finite(gradient) for gradient in gradients)
 
     def _update(self) -> None:
         if self._clip_grad_norm is not None:
