@@ -18,9 +18,9 @@ from lp_pipe.pipeline.conductor.on_nan import check_on_nan
 from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.layers.build import parameter_count
 from lp_pipe.pipeline.layers.cuts import balanced_cuts, check_cuts
-from lp_pipe.pipeline.layers.model import Model, sources_of
+from lp_pipe.pipeline.layers.model import Model
 from lp_pipe.pipeline.layers.names import outer_name, own_names, parameter_places
-from lp_pipe.pipeline.layers.skips import seen_by_setup, skip_edges
+from lp_pipe.pipeline.layers.skips import layer_sources, skip_edges
 from lp_pipe.pipeline.layers.tied import Names, layer_of, shared_buffers, tied_edges, tied_names
 from lp_pipe.pipeline.layers.unfit import refuse_unfit
 from lp_pipe.pipeline.partitioning.plan import Plan
@@ -97,7 +97,7 @@ def add_pipeline(
     clip_grad_norm = as_float(clip_grad_norm)
     _check(program, model, stages, channel, microbatches, precision, clip_grad_norm, inputs)
     check_recompute("none" if recompute is None else recompute)
-    sources = [seen_by_setup(source) for source in sources_of(model)]
+    sources = layer_sources(model)
     refuse_unfit(model.loss, sources)
     names = own_names(sources)
     place = taken(program, group)

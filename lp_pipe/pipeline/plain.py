@@ -17,10 +17,10 @@ from lp_pipe.pipeline.compute.stage import Stage
 from lp_pipe.pipeline.layers.build import build_layers
 from lp_pipe.pipeline.layers.factories import made_optimizer, made_scheduler, wants_metric
 from lp_pipe.pipeline.layers.microbatches import loss_weights, split
-from lp_pipe.pipeline.layers.model import Model, sources_of
+from lp_pipe.pipeline.layers.model import Model
 from lp_pipe.pipeline.layers.names import in_order, own_names, parameter_places
 from lp_pipe.pipeline.layers.rng import optimizer_place, step_rng
-from lp_pipe.pipeline.layers.skips import call, seen_by_setup
+from lp_pipe.pipeline.layers.skips import call, layer_sources
 from lp_pipe.pipeline.layers.tied import tie, tied_names
 
 
@@ -43,7 +43,7 @@ class PlainLoop:
         device: torch.device = CPU,
         on_nan: str = "ignore",
     ) -> None:
-        sources = [seen_by_setup(source) for source in sources_of(model)]
+        sources = layer_sources(model)
         self._model = model
         self._device = device
         self._loss = own_loss(model.loss, device)
