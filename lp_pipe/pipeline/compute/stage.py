@@ -1,7 +1,7 @@
 """One virtual stage: its layers, and the forwards whose backwards are still to come."""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,10 +25,11 @@ from lp_pipe.pipeline.compute.split_backward import Roots, SplitBackward, backwa
 from lp_pipe.pipeline.compute.written_buffers import WrittenBuffers
 from lp_pipe.pipeline.layers.layer_names import layer_names
 from lp_pipe.pipeline.layers.message import Message, tensors_of, with_repeats
-from lp_pipe.pipeline.layers.names import name_prefix
+from lp_pipe.pipeline.layers.named_layers import NamedLayers
 from lp_pipe.pipeline.layers.overlaps import Unwritten
 from lp_pipe.pipeline.layers.rng import nobody_draws, step_rng
 from lp_pipe.pipeline.layers.skips import call
+from lp_pipe.pipeline.layers.tied import layer_of
 
 EVALUATION = -1  # in place of a step
 _Layers = list[tuple[int, nn.Module]]  # with their indices in the model
@@ -58,7 +59,7 @@ class Stash:
     popped_gradients: dict[str, list[Tensor | None]] = field(default_factory=dict)
 
 
-class Stage:
+class Stage(NamedLayers):
     """Consecutive layers of the model, called one after another.
 
     tied: parameters that other stages have, too, by the first of their names; those of earlier stages are borrowed.
@@ -79,9 +80,9 @@ class Stage:
         shared_buffers: Mapping[str, str] = MappingProxyType({}),
         is_asynchronous: bool = False,
     ) -> None:
+        borrowed = [tied[name] for name in tied if layer_of(name) < first_layer]
+        super().__init__(layers, first_layer, borrowed)
         self.index = index
-        self.first_layer = first_layer
-        self.layers = layers
         self._seed = seed
         self._precision = precision
         self._device_type = device.type
@@ -93,7 +94,6 @@ class Stage:
         self._tied = tied
         self._buffers = WrittenBuffers(layers, first_layer, shared_buffers, is_asynchronous=is_asynchronous)
         self._runs = [self._prepared(r) for r in runs_of(recompute, first_layer, layers, writers(layers, first_layer))]
-        self._borrowed = [tied[name] for name in tied if int(name.split(".", 1)[0]) < first_layer]
         self._phony = phony()
         self.activation_stash: dict[int, Stash] = {}
         self._weight_stash: dict[int, Callable[[Roots], None]] = {}  # the second parts of backwards
@@ -121,11 +121,6 @@ class Stage:
         stash = self.activation_stash[microbatch if number is None else number] = Stash()
         with self._buffers.watched():
             return self._run(message, step, microbatch, stash, {} if skips is None else skips)
-
-    @property
-    def last_layer(self) -> int:
-        """Its index in the model."""
-        return self.first_layer + len(self.layers) - 1
 
     def run_again(self, value: Any, step: int, microbatch: int) -> Any:
         """All layers in order, as in a forward, for whoever watches."""
@@ -244,44 +239,6 @@ class Stage:
         for name, gradients in stash.popped_gradients.items():
             self._popped_gradients[microbatch, name] = gradients
         return stash.input_gradients
-
-    def named_layers(self) -> Iterator[tuple[str, nn.Module]]:
-        """With what the names that users see begin with."""
-        for index, layer in enumerate(self.layers, start=self.first_layer):
-            yield name_prefix(index, layer), layer
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Own parameters under the names that users see; a shared one once."""
-        seen = {id(parameter) for parameter in self._borrowed}
-        for prefix, layer in self.named_layers():
-            for name, parameter in layer.named_parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield prefix + name, parameter
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Parameters and buffers under the names that users see; not copies of the parameters.
-
-        But of buffers: a tensor that has been sent or written to a file cannot be resized any more, as a forward may.
-        """
-        state: dict[str, Any] = {}
-        for prefix, layer in self.named_layers():
-            layer.state_dict(destination=state, prefix=prefix, keep_vars=True)
-        return {name: _given_away(value) if isinstance(value, Tensor) else value for name, value in state.items()}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Copy this stage's part of a whole model's state in.
-
-        Raises:
-            RuntimeError: names are missing or shapes differ, as torch says it.
-        """
-        for prefix, layer in self.named_layers():
-            own = state if prefix else {name: state[name] for name in layer.state_dict()}  # of a piece, no more
-            layer.load_state_dict({name.removeprefix(prefix): v for name, v in own.items() if name.startswith(prefix)})
-
-
-def _given_away(value: Tensor) -> Tensor:
-    return value.detach() if isinstance(value, nn.Parameter) else value.detach().clone()
 
 
 def _enter(phony: Tensor, message: Message, stash: Stash, gradients: list[Tensor | None]) -> Any:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from lp_pipe.errors import ChannelClosed, noting
 from lp_pipe.pipeline.compute.buffers import BufferSnapshot
@@ -55,7 +55,7 @@ class AsyncWorker:
         self._guard = guard
         self._training_actions = guard.around(execution.training) if guard is not None else execution.training
         self._doing = self._training_actions
-        self._modules: Sequence[nn.Module] = [module for layer in stage.layers for module in layer.modules()]
+        self._modules = stage.modules()
         self._versions = WeightVersions(self._modules, training.named_parameters)
         self._next: Operation | None = None  # of which some forwards are done
         self._forwarded = 0

@@ -287,5 +287,5 @@ class Execution:
 
     def _describe(self, action: Action) -> str:
         stage = self._stages[action.stage]
-        layers = f"layers {stage.first_layer} to {stage.first_layer + len(stage.layers) - 1}"
+        layers = f"layers {stage.first_layer} to {stage.last_layer}"
         return f"{WORDS[action.op]} of micro-batch {action.microbatch}, stage {action.stage} ({layers})"

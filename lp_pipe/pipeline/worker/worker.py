@@ -80,7 +80,7 @@ class StageWorker:
         self.write_share, self.forget_share = shares.write_share, shares.forget_share
         self.remove_share = shares.remove_share
         self._loss = OwnLoss(pipeline.loss if pipeline.last_stage in self._stages else None, self._device)
-        self._inner = [m for s in self._stages.values() for layer in s.layers for m in layer.modules()]
+        self._inner = [module for stage in self._stages.values() for module in stage.modules()]
         self._modules = [*self._inner, *self._loss.modules]
         self._buffers_before: BufferSnapshot | None = None
         self._writes = ForwardWrites(self._inner, [p for s in self._stages.values() for p in s.named_parameters()])

@@ -32,7 +32,7 @@ class CopiedParameters:
             for name, parameter in named:
                 copied[name] = parameter
                 self._why.setdefault(name, why)
-        modules = [module for stage in stages.values() for layer in stage.layers for module in layer.modules()]
+        modules = [module for stage in stages.values() for module in stage.modules()]
         places = {id(p): (module, own) for module in modules for own, p in module._parameters.items()}
         self._places = {name: places[id(p)] for name, p in copied.items()}  # where older weights may stand in for it
         users = are_users(modules)
