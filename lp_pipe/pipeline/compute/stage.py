@@ -1,6 +1,5 @@
 """One virtual stage: its layers, and the forwards whose backwards are still to come."""
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -11,12 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
-from torch.utils import _pytree as pytree
 
 from lp_pipe.errors import add_note
 from lp_pipe.pipeline.compute.activation_meter import held_for_later
 from lp_pipe.pipeline.compute.device import CPU
-from lp_pipe.pipeline.compute.entry import entered, phony
+from lp_pipe.pipeline.compute.entry import enter, phony
 from lp_pipe.pipeline.compute.precision import autocast
 from lp_pipe.pipeline.compute.recompute import Segment
 from lp_pipe.pipeline.compute.segments import Recompute, Run, runs_of
@@ -24,7 +22,7 @@ from lp_pipe.pipeline.compute.shortened_rows import writers
 from lp_pipe.pipeline.compute.split_backward import Roots, SplitBackward, backward, backward_later, edges_of
 from lp_pipe.pipeline.compute.written_buffers import WrittenBuffers
 from lp_pipe.pipeline.layers.layer_names import layer_names
-from lp_pipe.pipeline.layers.message import Message, tensors_of, with_repeats
+from lp_pipe.pipeline.layers.message import Message, tensors_of
 from lp_pipe.pipeline.layers.named_layers import NamedLayers
 from lp_pipe.pipeline.layers.overlaps import Unwritten
 from lp_pipe.pipeline.layers.rng import nobody_draws, step_rng
@@ -47,16 +45,19 @@ class Place(NamedTuple):
 class Stash:
     """What a forward leaves for its backward.
 
-    The outputs' graph (not the outputs, which may be gone); the leaf that it begins with, if an input wants a gradient;
-    and where the inputs' gradients will arrive.
-    By name: stashed values that other stages pop, and where the gradients of those popped here will arrive.
+    The outputs' graph (not the outputs, which may be gone), and where the gradients of those inputs will arrive that
+    want one. By name: stashed values that other stages pop, and where the gradients of those popped here will arrive.
     """
 
     outputs: list[GradientEdge] = field(default_factory=list)
-    entry: Tensor | None = None
     input_gradients: list[Tensor | None] = field(default_factory=list)
     stashed: dict[str, list[GradientEdge]] = field(default_factory=dict)
     popped_gradients: dict[str, list[Tensor | None]] = field(default_factory=dict)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether another stage waits for a gradient of this backward."""
+        return bool(self.input_gradients) or any(self.popped_gradients.values())
 
 
 class Stage(NamedLayers):
@@ -187,10 +188,10 @@ class Stage(NamedLayers):
             parameter.grad = None
 
     def _run(self, message: Message, step: int, microbatch: int, stash: Stash, skips: dict[str, Any]) -> Any:
-        value = _enter(self._phony, message, stash, stash.input_gradients)
+        value = enter(self._phony, message, stash.input_gradients)
         unwritten = Unwritten(tensors_of(value), message.overlapping) if message.overlapping else None
         for name in skips:
-            skips[name] = _enter(self._phony, skips[name], stash, stash.popped_gradients.setdefault(name, []))
+            skips[name] = enter(self._phony, skips[name], stash.popped_gradients.setdefault(name, []))
         for layers, segment in self._runs:
             if segment is None or step == EVALUATION:
                 value = self._call(layers, step, microbatch, value, skips)
@@ -229,9 +230,9 @@ class Stage(NamedLayers):
         if not defer_weights:
             with self._alone:
                 backward(roots)
-        elif roots and stash.entry is not None:
+        elif roots and stash.is_awaited:
             with self._alone:
-                split = SplitBackward([root for root, _ in roots], [gradient for _, gradient in roots], stash.entry)
+                split = SplitBackward([root for root, _ in roots], [gradient for _, gradient in roots], self._phony)
             self._weight_stash[microbatch] = split.accumulate
         else:  # no input wants a gradient, as on the first stage: nobody waits for any of this
             self._weight_stash[microbatch] = partial(backward_later, roots, held_for_later(grad for _, grad in roots))
@@ -239,29 +240,3 @@ class Stage(NamedLayers):
         for name, gradients in stash.popped_gradients.items():
             self._popped_gradients[microbatch, name] = gradients
         return stash.input_gradients
-
-
-def _enter(phony: Tensor, message: Message, stash: Stash, gradients: list[Tensor | None]) -> Any:
-    """The message's value, with the tensors that want a gradient attached to a graph that begins at `phony`."""
-    if type(message.value) is Tensor:  # nearly always, and pytree takes its time
-        if not any(message.wants_gradient):
-            return message.value
-        (result,) = _attached(phony, [message.value], stash, gradients)
-        return result[...] if any(message.is_view) else result
-    leaves, spec = pytree.tree_flatten(message.value)
-    if any(message.wants_gradient):
-        places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        wanted = list(itertools.compress(places, message.wants_gradient))
-        results = _attached(phony, [leaves[index] for index in wanted], stash, gradients)
-        for index, tensor in zip(wanted, results, strict=True):
-            leaves[index] = tensor
-        for index in itertools.compress(places, message.is_view):
-            leaves[index] = leaves[index][...]  # a view of the same memory
-    return pytree.tree_unflatten(with_repeats(leaves), spec)
-
-
-def _attached(phony: Tensor, tensors: list[Tensor], stash: Stash, gradients: list[Tensor | None]) -> tuple[Tensor, ...]:
-    """gradients: where theirs will arrive."""
-    gradients[:] = [None] * len(tensors)
-    stash.entry = phony
-    return entered(phony, gradients, tensors)
