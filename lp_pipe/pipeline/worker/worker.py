@@ -3,6 +3,7 @@
 import contextlib
 import socket
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from lp_pipe.pipeline.worker.learning_rate import LearningRate
 from lp_pipe.pipeline.worker.links import Links
 from lp_pipe.pipeline.worker.metering import Metering
 from lp_pipe.pipeline.worker.mirrors import Mirrors
+from lp_pipe.pipeline.worker.neighbours import Neighbours
 from lp_pipe.pipeline.worker.nonfinite import Search
 from lp_pipe.pipeline.worker.past import Past
 from lp_pipe.pipeline.worker.reduction import Reduction
@@ -89,11 +91,12 @@ class StageWorker:
         self._intake = Intake(pipeline, self._stages, feeder, node.name, self._device)
         # Not before its layers are built: where that fails, the neighbours are told why, and find no closed hub.
         usual = node.services.endpoint_for(channels.id)
-        self._hub = ChannelHub(node.exit_stack.enter_context(hub_endpoint(pipeline.channel, usual)), node.name)
-        node.exit_stack.callback(self._hub.close, f"{node.name} has ended")
-        node.services.register(channels.id, self._hub.endpoint)
-        self._ends: Any = pipeline.ranks, worker.rank, self._hub, neighbours
-        self._connect("")
+        hub = ChannelHub(node.exit_stack.enter_context(hub_endpoint(pipeline.channel, usual)), node.name)
+        node.exit_stack.callback(hub.close, f"{node.name} has ended")
+        node.services.register(channels.id, hub.endpoint)
+        self._connect(
+            Neighbours(pipeline.ranks, worker.rank, node.name, hub, neighbours, pipeline.channel, self._device)
+        )
 
     def whereabouts(self) -> Whereabouts:
         """Where it runs, and what."""
@@ -110,7 +113,7 @@ class StageWorker:
         self.discard()
         for ends in (self._links, self._reduction):
             ends.close("a worker was restarted")
-        self._connect(epoch)
+        self._connect(replace(self._neighbours, epoch=epoch))
 
     def train(self, task: Task, scale: float | None = None) -> Report:
         """Run the schedule's actions for one step; gradients stay until `apply` or `discard`.
@@ -285,14 +288,15 @@ class StageWorker:
         loss, versions = self._loss.state(), self._async.state() if self._async is not None else None
         return dict(to_host(self.training.share(self.state_dict(), loss, versions), self._device))
 
-    def _connect(self, epoch: str) -> None:
+    def _connect(self, neighbours: Neighbours) -> None:
         config = self._config
-        options: Any = {"kind": config.channel, "name": self._name, "device": self._device, "epoch": epoch}
-        self._links = Links(config.channels, *self._ends, credits=config.credits, **options)
-        self._reduction = Reduction(*self._ends, **options)
+        self._neighbours = neighbours
+        self._links = Links(config.channels, neighbours, config.credits)
+        self._reduction = Reduction(neighbours)
         self._side = SideChannels(config.channels, self._links, self._stages)
-        own: Any = self._links, self._side, self._name, self._device, self._loss.call
-        self._execution = Execution(config, self._stages, *own)
+        self._execution = Execution(
+            config, self._stages, self._links, self._side, self._name, self._device, self._loss.call
+        )
         self._async = self._async_worker() if config.updates is not None else None
 
     def _async_worker(self) -> AsyncWorker:
