@@ -1,6 +1,5 @@
 """One stage worker: owns its stages' parameters, and runs its share of a schedule on them."""
 
-import contextlib
 import socket
 from collections.abc import Mapping
 from dataclasses import replace
@@ -27,6 +26,7 @@ from lp_pipe.pipeline.layers.state_shapes import check_shapes, taken_by
 from lp_pipe.pipeline.results import StageMemory
 from lp_pipe.pipeline.saving.saved import Saved, is_of, joined, saved_of
 from lp_pipe.pipeline.schedule import Action, Schedule, forward_on, share
+from lp_pipe.pipeline.worker.ahead import Ahead
 from lp_pipe.pipeline.worker.async_guard import Guard
 from lp_pipe.pipeline.worker.async_worker import AsyncWorker
 from lp_pipe.pipeline.worker.channel_handle import ChannelTarget
@@ -147,11 +147,11 @@ class StageWorker:
 
     def train_ahead(self, task: Task, ahead: Task | None, after: int) -> Report:
         """One step of an asynchronous schedule, updates included; see AsyncWorker.run."""
-        assert self._async is not None, "only an asynchronous schedule has such steps"
+        assert isinstance(self._ahead, AsyncWorker), "only an asynchronous schedule has such steps"
         self._past.changes()
         self._writes.forget()  # a step that fails is not undone
         with current(self._device):
-            return self._async.run(task, ahead, after)
+            return self._ahead.run(task, ahead, after)
 
     def infer(self, tag: int, microbatches: int, inputs: dict[int, Any], targets: list[Any]) -> Report:
         """Run forwards in eval mode; the last stage reports the loss, or the outputs where there are no targets.
@@ -159,8 +159,7 @@ class StageWorker:
         inputs: for the first stage, those of this replica, by micro-batch.
         """
         schedule = forward_on(self._config.placement, microbatches)
-        if self._async is not None:
-            self._async.discard()  # its messages are in the way of these
+        self._ahead.discard()  # its messages are in the way of these
         self._buffers_before = None  # what a step has changed stays
         operation = self._intake.of(tag, EVALUATION, apart(inputs), aligned(targets))
         with torch.no_grad(), current(self._device), eval_mode(self._inner, self._loss.modules), self._writes.undone():
@@ -176,8 +175,7 @@ class StageWorker:
             Exception: the optimizer's or scheduler's own; other stages may have done the step.
         """
         self._past.changes()
-        if self._async is not None:
-            self._async.discard()  # a step that is left out, perhaps the one of which some forwards are done
+        self._ahead.discard()  # a step that is left out, perhaps the one of which some forwards are done
         with noting(f"in {self._name}, update of stages {', '.join(map(str, self._stages))}, step {step}"):
             self.training.step(step, total_norm, self._config.clip_grad_norm, skip=skip)
         self._writes.forget()
@@ -207,20 +205,17 @@ class StageWorker:
         self._reduction.discard()
         for stage in self._stages.values():
             stage.discard()
-        if self._async is not None:
-            self._async.discard()
+        self._ahead.discard()
 
     def abort(self, tag: int, reason: str) -> None:
         """Make operation `tag` fail wherever it waits; called while it runs."""
         self._links.abort(tag, reason)
         self._reduction.abort(tag, reason)
-        if self._async is not None:
-            self._async.abort(tag, reason)
+        self._ahead.abort(tag, reason)
 
     def start_metering(self) -> None:
         """Count what the next steps hold in memory; they take longer."""
-        if self._async is not None:
-            self._async.discard()  # of forwards that were done ahead nobody has counted anything
+        self._ahead.discard()  # of forwards that were done ahead nobody has counted anything
         self._metering.start()
 
     def stop_metering(self) -> StageMemory:
@@ -230,7 +225,7 @@ class StageWorker:
     def state_dict(self) -> dict[str, Tensor]:
         """This worker's part of the model."""
         self._past.check()
-        with self._async.between_steps() if self._async is not None else contextlib.nullcontext():
+        with self._ahead.between_steps():
             return dict(to_host(self._own_state(), self._device))
 
     def names(self) -> list[str]:
@@ -243,8 +238,7 @@ class StageWorker:
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self._past.changes()
-        if self._async is not None:
-            self._async.forget_versions()
+        self._ahead.forget_versions()
         for stage in self._stages.values():
             stage.load_state_dict(state)
         self._writes.are_loaded()
@@ -279,14 +273,13 @@ class StageWorker:
         self.load_state_dict(saved.weights)
         self.training.restore(saved)
         self._loss.restore(saved.loss)
-        if self._async is not None:
-            self._async.restore(saved.versions)
+        self._ahead.restore(saved.versions)
 
     def _share(self) -> dict[str, Any]:
         """On the host: who guards this worker may see no GPU, and this one's may have no room for copies."""
         self._writes.check()
-        loss, versions = self._loss.state(), self._async.state() if self._async is not None else None
-        return dict(to_host(self.training.share(self.state_dict(), loss, versions), self._device))
+        share = self.training.share(self.state_dict(), self._loss.state(), self._ahead.state())
+        return dict(to_host(share, self._device))
 
     def _connect(self, neighbours: Neighbours) -> None:
         config = self._config
@@ -297,7 +290,7 @@ class StageWorker:
         self._execution = Execution(
             config, self._stages, self._links, self._side, self._name, self._device, self._loss.call
         )
-        self._async = self._async_worker() if config.updates is not None else None
+        self._ahead = self._async_worker() if config.updates is not None else Ahead()
 
     def _async_worker(self) -> AsyncWorker:
         share = self._replica, self._config.replicas[self._worker]
