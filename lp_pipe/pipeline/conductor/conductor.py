@@ -260,4 +260,4 @@ class Conductor:
 def _kind_of_steps(pipeline: PipelineConfig) -> type[Steps]:
     if pipeline.forward_only:
         return NoSteps
-    return SynchronousSteps if pipeline.updates is None else AsynchronousSteps
+    return AsynchronousSteps if pipeline.is_asynchronous else SynchronousSteps

@@ -290,7 +290,7 @@ class StageWorker:
         self._execution = Execution(
             config, self._stages, self._links, self._side, self._name, self._device, self._loss.call
         )
-        self._ahead = self._async_worker() if config.updates is not None else Ahead()
+        self._ahead = self._async_worker() if config.is_asynchronous else Ahead()
 
     def _async_worker(self) -> AsyncWorker:
         share = self._replica, self._config.replicas[self._worker]

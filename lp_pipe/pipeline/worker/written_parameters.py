@@ -75,7 +75,7 @@ class CopiedParameters:
 def _copied(config: PipelineConfig, stages: Mapping[int, Stage]) -> Iterator[tuple[_Named, str]]:
     """Which there are copies of, and why none may be written to."""
     for index, stage in stages.items():
-        if config.updates is not None and config.timings[index].delay:
+        if config.is_asynchronous and config.timings[index].delay:
             yield stage.named_parameters(), _KEPT
         if config.replicas[config.placement[index]] > 1:
             yield stage.named_parameters(), "the stage's other replicas have it, too: give the stage one"
