@@ -29,7 +29,7 @@ from lp_pipe.pipeline.planned import as_planned, replica_seconds
 from lp_pipe.pipeline.schedule import Schedule
 from lp_pipe.pipeline.schedule.numbers_given import as_float, as_int, is_count
 from lp_pipe.pipeline.schedule.registry import registered
-from lp_pipe.pipeline.torch_version import check_torch
+from lp_pipe.pipeline.torch_version import refuse_too_old
 from lp_pipe.pipeline.worker_nodes import add_nodes, workers
 from lp_pipe.program import Program
 from lp_pipe.resources import Resources
@@ -89,7 +89,7 @@ def add_pipeline(
         PartitionError: the plan is for another model.
         ScheduleError: the schedule does not exist for these numbers, or is not correct.
     """
-    check_torch(torch.__version__)
+    refuse_too_old(torch.__version__)
     stages, microbatches, chunks = as_int(stages), as_int(microbatches), as_int(chunks)
     stages = list(stages) if isinstance(stages, Iterable) and not isinstance(stages, str) else stages  # or an array
     replicas = as_int(replicas)
