@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline.layers.cuts import stage_of
 from lp_pipe.pipeline.layers.message import tensors_of
 from lp_pipe.pipeline.layers.model import FromFunction, Layer, Model, sources_of
 from lp_pipe.pipeline.layers.wrapper import Wrapper
@@ -116,7 +117,7 @@ def skip_edges(sources: Sequence[Any], cuts: Sequence[int]) -> list[Edge]:
     for index, source in enumerate(sources):
         for skip in _skips_of(source.module if isinstance(source, FromFunction) else source):
             _check_turn(skip, index, ends.setdefault(skip.name, []))
-            ends[skip.name].append(sum(cut <= index for cut in cuts))
+            ends[skip.name].append(stage_of(index, cuts))
     for name, stages in ends.items():
         if len(stages) < 2:
             raise PipelineError(f"Stash({name!r}) is never popped: add pp.Pop({name!r}, …) behind it")
