@@ -26,9 +26,10 @@ from lp_pipe.launch.hosts.gathering import Patience
 from lp_pipe.launch.hosts.source_tree import SourceTree
 from lp_pipe.launch.hosts.standing import StandingGathering
 from lp_pipe.launch.hosts.tree_store import TreeStore
-from lp_pipe.launch.launcher import check_grace, check_hang_after, check_program, make_run_dir, named_engine, start_run
+from lp_pipe.launch.launcher import check_grace, check_hang_after, check_program, named_engine, start_run
 from lp_pipe.launch.refusal import check_not_refused
 from lp_pipe.launch.run import Run
+from lp_pipe.launch.run_dir import make_run_dir
 from lp_pipe.launch.signals import Interrupts, wait_awake
 from lp_pipe.program import Program
 from lp_pipe.telemetry.metrics import Sink

@@ -3,7 +3,6 @@
 import contextlib
 import math
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +17,8 @@ from lp_pipe.launch.hangs.hangs import HangWatch
 from lp_pipe.launch.host import Host
 from lp_pipe.launch.plan.plan import Plan, make_plan, serialize_nodes
 from lp_pipe.launch.refusal import check_not_refused
-from lp_pipe.launch.registry import RUN_FILE, read_record
 from lp_pipe.launch.run import Run
+from lp_pipe.launch.run_dir import make_run_dir
 from lp_pipe.launch.uncaught import print_reports
 from lp_pipe.program import Program
 from lp_pipe.telemetry.metrics import MetricsLog, Sink
@@ -42,8 +41,6 @@ MODES: dict[str, _MakeHost] = {
     "process": lambda plan, metrics, options: process.make_host(plan, metrics),
     "multi_host": _on_many_hosts,
 }
-
-_MOST_NAME_BYTES = 150  # of the program's name in its run's folder; file systems take 255 in all
 
 
 def launch(
@@ -189,14 +186,6 @@ def named_engine(engine: str | Engine, hosts: str | Sequence[str], options: Mapp
     return make_engine(engine, hosts if isinstance(hosts, str) else ",".join(hosts), options)
 
 
-def new_run_dir(parent: Path, name: str) -> Path:
-    """A name for a run's folder that sorts by time and is new."""
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    safe = "".join(char if char.isalnum() or char in "-_" else "_" for char in name)
-    safe = safe.encode()[:_MOST_NAME_BYTES].decode(errors="ignore")
-    return parent / f"{safe}-{stamp}-{os.getpid()}-{time.monotonic_ns() % 10**6:06d}"
-
-
 def _options(
     engine: Engine,
     listen: str,
@@ -211,31 +200,3 @@ def _options(
 
     tree = None if sync is None else SourceTree.of(sync)
     return MultiHostOptions(engine, listen, interface, Patience(join_timeout, host_timeout), tree)
-
-
-def usual_runs() -> Path:
-    """Where a script's runs have their folders."""
-    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    return Path(os.environ.get("LP_PIPE_RUNS") or state / "lp_pipe" / "runs")
-
-
-def make_run_dir(name: str, asked: str | os.PathLike[str] | None) -> Path:
-    """The folder of a run: what was asked for, or a new one.
-
-    Raises:
-        LaunchError: it cannot be made, or a run is there that has not ended.
-    """
-    folder = new_run_dir(usual_runs(), name) if asked is None else Path(asked)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:  # a home folder that is not there or cannot be written, as in some containers
-        hint = "set LP_PIPE_RUNS to one where runs may be, or say run_dir=" if asked is None else "give another one"
-        raise LaunchError(f"the run's folder {folder} cannot be made ({error.strerror}): {hint}") from None
-    folder = folder.resolve()
-    other = read_record(folder / RUN_FILE)
-    if other is not None and other.is_live:  # both would write the same logs, and prune each other's checkpoints
-        raise LaunchError(
-            f"run_dir {folder}: program {other.program!r} (process {other.pid}) still runs there: stop it, or give "
-            "another folder"
-        )
-    return folder
