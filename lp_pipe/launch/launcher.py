@@ -4,6 +4,7 @@ import contextlib
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,28 @@ from lp_pipe.telemetry.metrics import MetricsLog, Sink
 
 if TYPE_CHECKING:  # most launches are of one host, and do not need what is for several
     from lp_pipe.launch.hosts.gathered import MultiHostOptions
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What is said of a run whatever its mode, see `launch`.
+
+    Raises:
+        ValueError: grace or hang_after is no such number of seconds.
+    """
+
+    grace: float
+    metrics_sinks: tuple[Sink, ...]
+    listed: bool | None
+    hang_after: float | None
+
+    def __post_init__(self) -> None:
+        if self.hang_after is not None and not 0 < self.hang_after < math.inf:
+            raise ValueError(f"hang_after={self.hang_after}: seconds are needed, more than 0; None for no reports")
+        # Else the stop would fail half-way.
+        if not isinstance(self.grace, int | float) or not 0 <= self.grace < math.inf:
+            raise ValueError(f"grace={self.grace!r}: seconds are needed, 0 or more")
+
 
 _MakeHost = Callable[[Plan, MetricsLog, "MultiHostOptions | None"], tuple[Host, Coordinator]]
 
@@ -100,38 +123,34 @@ def launch(
     check_program(program, "launch takes a Program")
     if mode not in MODES:
         raise ValueError(f"unknown launch mode {mode!r}; known modes: {', '.join(MODES)}")
-    check_hang_after(hang_after)
-    check_grace(grace)
-    options = None
+    options = RunOptions(grace, metrics_sinks, listed, hang_after)
+    host_options = None
     if mode != "multi_host" and (hosts or engine_options or listen or interface or sync or engine != "local"):
         raise ValueError(f"mode={mode!r} has one host; engine, hosts, listen, interface and sync are for 'multi_host'")
     if mode == "multi_host":
         found = named_engine(engine, hosts, engine_options or {})
-        options = _options(found, listen, interface, join_timeout, host_timeout, sync)
+        host_options = _host_options(found, listen, interface, join_timeout, host_timeout, sync)
     if serialize_py_nodes:
         serialize_nodes(make_plan(program, Path(), grace))
     with _naming_shortage(program):
         folder = make_run_dir(program.name, run_dir)
-        return start_run(program, mode, options, folder, grace, metrics_sinks, listed, hang_after)
+        return start_run(program, mode, host_options, folder, options)
 
 
 def start_run(
     program: Program,
     mode: str,
-    options: "MultiHostOptions | None",
+    host_options: "MultiHostOptions | None",
     run_dir: Path,
-    grace: float,
-    metrics_sinks: tuple[Sink, ...],
-    listed: bool | None,
-    hang_after: float | None,
+    options: RunOptions,
 ) -> Run:
     """As `launch`, once it is decided where."""
-    plan = make_plan(program, run_dir, grace)
-    metrics = MetricsLog(plan.run_dir / "metrics.jsonl", metrics_sinks)
-    host, coordinator = MODES[mode](plan, metrics, options)
-    is_listed = mode != "thread" if listed is None else listed
+    plan = make_plan(program, run_dir, options.grace)
+    metrics = MetricsLog(plan.run_dir / "metrics.jsonl", options.metrics_sinks)
+    host, coordinator = MODES[mode](plan, metrics, host_options)
+    is_listed = mode != "thread" if options.listed is None else options.listed
     control = ControlPoint(coordinator, host, mode) if is_listed else None
-    run = Run(program, coordinator, host, metrics, HangWatch(coordinator, host, hang_after), control)
+    run = Run(program, coordinator, host, metrics, HangWatch(coordinator, host, options.hang_after), control)
     print_reports()
     run.start()
     return run
@@ -157,24 +176,6 @@ def check_program(found: Any, wanted: str) -> Program:
     return found
 
 
-def check_grace(seconds: float) -> None:
-    """
-    Raises:
-        ValueError: it is no number of seconds. The stop would fail half-way.
-    """
-    if not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
-        raise ValueError(f"grace={seconds!r}: seconds are needed, 0 or more")
-
-
-def check_hang_after(seconds: float | None) -> None:
-    """
-    Raises:
-        ValueError: it is not positive.
-    """
-    if seconds is not None and not 0 < seconds < math.inf:
-        raise ValueError(f"hang_after={seconds}: seconds are needed, more than 0; None for no reports")
-
-
 def named_engine(engine: str | Engine, hosts: str | Sequence[str], options: Mapping[str, str]) -> Engine:
     """The engine that a user means.
 
@@ -186,7 +187,7 @@ def named_engine(engine: str | Engine, hosts: str | Sequence[str], options: Mapp
     return make_engine(engine, hosts if isinstance(hosts, str) else ",".join(hosts), options)
 
 
-def _options(
+def _host_options(
     engine: Engine,
     listen: str,
     interface: str,
