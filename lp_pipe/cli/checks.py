@@ -16,9 +16,9 @@ from pathlib import Path
 
 import lp_pipe as lp
 from lp_pipe import connections
-from lp_pipe.launch.launcher import usual_runs
 from lp_pipe.launch.processes.socket_dir import fits, make_socket_dir
 from lp_pipe.launch.registry import live_folder
+from lp_pipe.launch.run_dir import usual_runs
 
 _MIB = 1 << 20
 _PATIENCE_S = 30.0

@@ -35,12 +35,12 @@ class TcpEndpoint(NamedTuple):
     @property
     def target(self) -> str:
         """What a client connects to."""
-        return f"{_bracketed(self.host)}:{self.port}"
+        return f"{bracketed(self.host)}:{self.port}"
 
     @property
     def bind_target(self) -> str:
         """What a listener binds."""
-        return f"{_bracketed(self.bind or self.host)}:{self.port}"
+        return f"{bracketed(self.bind or self.host)}:{self.port}"
 
     @property
     def with_token(self) -> str:
@@ -87,7 +87,8 @@ def parse_to_connect(endpoint: str) -> TcpEndpoint:
         raise Unavailable(str(error)) from error
 
 
-def _bracketed(host: str) -> str:
+def bracketed(host: str) -> str:
+    """As it is written before a port: IPv6 addresses have colons of their own."""
     return f"[{host}]" if ":" in host else host
 
 

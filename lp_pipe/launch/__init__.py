@@ -4,8 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lp_pipe.launch.launcher import launch as launch
-from lp_pipe.launch.launcher import new_run_dir as new_run_dir
 from lp_pipe.launch.run import Run as Run
+from lp_pipe.launch.run_dir import new_run_dir as new_run_dir
 
 if TYPE_CHECKING:
     from lp_pipe.launch.elastic import ElasticRun as ElasticRun

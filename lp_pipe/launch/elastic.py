@@ -26,9 +26,10 @@ from lp_pipe.launch.hosts.gathering import Patience
 from lp_pipe.launch.hosts.source_tree import SourceTree
 from lp_pipe.launch.hosts.standing import StandingGathering
 from lp_pipe.launch.hosts.tree_store import TreeStore
-from lp_pipe.launch.launcher import check_grace, check_hang_after, check_program, make_run_dir, named_engine, start_run
+from lp_pipe.launch.launcher import RunOptions, check_program, named_engine, start_run
 from lp_pipe.launch.refusal import check_not_refused
 from lp_pipe.launch.run import Run
+from lp_pipe.launch.run_dir import make_run_dir
 from lp_pipe.launch.signals import Interrupts, wait_awake
 from lp_pipe.program import Program
 from lp_pipe.telemetry.metrics import Sink
@@ -98,8 +99,7 @@ def launch_elastic(
     """
     check_not_refused()
     count = HostCount.parse(num_hosts)
-    check_hang_after(hang_after)
-    check_grace(grace)
+    options = RunOptions(grace, metrics_sinks, listed, hang_after)
     make_program = _checked(make_program)
     known = named_engine(engine, hosts, engine_options or {})
     folder = make_run_dir(make_program(count.most).name, run_dir)  # also: what it raises, it raises here
@@ -109,8 +109,8 @@ def launch_elastic(
 
     def start(program: Program, agents: Mapping[str, Any], used: int) -> Run:
         kept = Kept(standing, credentials, agents, used)
-        options = MultiHostOptions(known, listen, interface, patience, tree, kept)
-        return start_run(program, "multi_host", options, folder, grace, metrics_sinks, listed, hang_after)
+        host_options = MultiHostOptions(known, listen, interface, patience, tree, kept)
+        return start_run(program, "multi_host", host_options, folder, options)
 
     standing.open(str(folder / "agents"), needs_torch="torch" in sys.modules)
     try:

@@ -3,8 +3,8 @@
 import contextlib
 import math
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,14 +18,36 @@ from lp_pipe.launch.hangs.hangs import HangWatch
 from lp_pipe.launch.host import Host
 from lp_pipe.launch.plan.plan import Plan, make_plan, serialize_nodes
 from lp_pipe.launch.refusal import check_not_refused
-from lp_pipe.launch.registry import RUN_FILE, read_record
 from lp_pipe.launch.run import Run
+from lp_pipe.launch.run_dir import make_run_dir
 from lp_pipe.launch.uncaught import print_reports
 from lp_pipe.program import Program
 from lp_pipe.telemetry.metrics import MetricsLog, Sink
 
 if TYPE_CHECKING:  # most launches are of one host, and do not need what is for several
     from lp_pipe.launch.hosts.gathered import MultiHostOptions
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What is said of a run whatever its mode, see `launch`.
+
+    Raises:
+        ValueError: grace or hang_after is no such number of seconds.
+    """
+
+    grace: float
+    metrics_sinks: tuple[Sink, ...]
+    listed: bool | None
+    hang_after: float | None
+
+    def __post_init__(self) -> None:
+        if self.hang_after is not None and not 0 < self.hang_after < math.inf:
+            raise ValueError(f"hang_after={self.hang_after}: seconds are needed, more than 0; None for no reports")
+        # Else the stop would fail half-way.
+        if not isinstance(self.grace, int | float) or not 0 <= self.grace < math.inf:
+            raise ValueError(f"grace={self.grace!r}: seconds are needed, 0 or more")
+
 
 _MakeHost = Callable[[Plan, MetricsLog, "MultiHostOptions | None"], tuple[Host, Coordinator]]
 
@@ -42,8 +64,6 @@ MODES: dict[str, _MakeHost] = {
     "process": lambda plan, metrics, options: process.make_host(plan, metrics),
     "multi_host": _on_many_hosts,
 }
-
-_MOST_NAME_BYTES = 150  # of the program's name in its run's folder; file systems take 255 in all
 
 
 def launch(
@@ -103,38 +123,34 @@ def launch(
     check_program(program, "launch takes a Program")
     if mode not in MODES:
         raise ValueError(f"unknown launch mode {mode!r}; known modes: {', '.join(MODES)}")
-    check_hang_after(hang_after)
-    check_grace(grace)
-    options = None
+    options = RunOptions(grace, metrics_sinks, listed, hang_after)
+    host_options = None
     if mode != "multi_host" and (hosts or engine_options or listen or interface or sync or engine != "local"):
         raise ValueError(f"mode={mode!r} has one host; engine, hosts, listen, interface and sync are for 'multi_host'")
     if mode == "multi_host":
         found = named_engine(engine, hosts, engine_options or {})
-        options = _options(found, listen, interface, join_timeout, host_timeout, sync)
+        host_options = _host_options(found, listen, interface, join_timeout, host_timeout, sync)
     if serialize_py_nodes:
         serialize_nodes(make_plan(program, Path(), grace))
     with _naming_shortage(program):
         folder = make_run_dir(program.name, run_dir)
-        return start_run(program, mode, options, folder, grace, metrics_sinks, listed, hang_after)
+        return start_run(program, mode, host_options, folder, options)
 
 
 def start_run(
     program: Program,
     mode: str,
-    options: "MultiHostOptions | None",
+    host_options: "MultiHostOptions | None",
     run_dir: Path,
-    grace: float,
-    metrics_sinks: tuple[Sink, ...],
-    listed: bool | None,
-    hang_after: float | None,
+    options: RunOptions,
 ) -> Run:
     """As `launch`, once it is decided where."""
-    plan = make_plan(program, run_dir, grace)
-    metrics = MetricsLog(plan.run_dir / "metrics.jsonl", metrics_sinks)
-    host, coordinator = MODES[mode](plan, metrics, options)
-    is_listed = mode != "thread" if listed is None else listed
+    plan = make_plan(program, run_dir, options.grace)
+    metrics = MetricsLog(plan.run_dir / "metrics.jsonl", options.metrics_sinks)
+    host, coordinator = MODES[mode](plan, metrics, host_options)
+    is_listed = mode != "thread" if options.listed is None else options.listed
     control = ControlPoint(coordinator, host, mode) if is_listed else None
-    run = Run(program, coordinator, host, metrics, HangWatch(coordinator, host, hang_after), control)
+    run = Run(program, coordinator, host, metrics, HangWatch(coordinator, host, options.hang_after), control)
     print_reports()
     run.start()
     return run
@@ -160,24 +176,6 @@ def check_program(found: Any, wanted: str) -> Program:
     return found
 
 
-def check_grace(seconds: float) -> None:
-    """
-    Raises:
-        ValueError: it is no number of seconds. The stop would fail half-way.
-    """
-    if not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
-        raise ValueError(f"grace={seconds!r}: seconds are needed, 0 or more")
-
-
-def check_hang_after(seconds: float | None) -> None:
-    """
-    Raises:
-        ValueError: it is not positive.
-    """
-    if seconds is not None and not 0 < seconds < math.inf:
-        raise ValueError(f"hang_after={seconds}: seconds are needed, more than 0; None for no reports")
-
-
 def named_engine(engine: str | Engine, hosts: str | Sequence[str], options: Mapping[str, str]) -> Engine:
     """The engine that a user means.
 
@@ -189,15 +187,7 @@ def named_engine(engine: str | Engine, hosts: str | Sequence[str], options: Mapp
     return make_engine(engine, hosts if isinstance(hosts, str) else ",".join(hosts), options)
 
 
-def new_run_dir(parent: Path, name: str) -> Path:
-    """A name for a run's folder that sorts by time and is new."""
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    safe = "".join(char if char.isalnum() or char in "-_" else "_" for char in name)
-    safe = safe.encode()[:_MOST_NAME_BYTES].decode(errors="ignore")
-    return parent / f"{safe}-{stamp}-{os.getpid()}-{time.monotonic_ns() % 10**6:06d}"
-
-
-def _options(
+def _host_options(
     engine: Engine,
     listen: str,
     interface: str,
@@ -211,31 +201,3 @@ def _options(
 
     tree = None if sync is None else SourceTree.of(sync)
     return MultiHostOptions(engine, listen, interface, Patience(join_timeout, host_timeout), tree)
-
-
-def usual_runs() -> Path:
-    """Where a script's runs have their folders."""
-    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    return Path(os.environ.get("LP_PIPE_RUNS") or state / "lp_pipe" / "runs")
-
-
-def make_run_dir(name: str, asked: str | os.PathLike[str] | None) -> Path:
-    """The folder of a run: what was asked for, or a new one.
-
-    Raises:
-        LaunchError: it cannot be made, or a run is there that has not ended.
-    """
-    folder = new_run_dir(usual_runs(), name) if asked is None else Path(asked)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:  # a home folder that is not there or cannot be written, as in some containers
-        hint = "set LP_PIPE_RUNS to one where runs may be, or say run_dir=" if asked is None else "give another one"
-        raise LaunchError(f"the run's folder {folder} cannot be made ({error.strerror}): {hint}") from None
-    folder = folder.resolve()
-    other = read_record(folder / RUN_FILE)
-    if other is not None and other.is_live:  # both would write the same logs, and prune each other's checkpoints
-        raise LaunchError(
-            f"run_dir {folder}: program {other.program!r} (process {other.pid}) still runs there: stop it, or give "
-            "another folder"
-        )
-    return folder

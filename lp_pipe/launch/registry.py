@@ -81,8 +81,13 @@ class Entry:
 
 def live_folder() -> Path:
     """$XDG_STATE_HOME/lp_pipe/live."""
+    return user_folder() / "live"
+
+
+def user_folder() -> Path:
+    """$XDG_STATE_HOME/lp_pipe: what this user's runs leave for other processes to find."""
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    return state / "lp_pipe" / "live"
+    return state / "lp_pipe"
 
 
 def entries() -> dict[Path, RunRecord]:

@@ -1,4 +1,4 @@
-"""What the launching process asks a program, while it runs and afterwards."""
+"""What is asked of a program in its coordinator's process: by nodes that are threads there, and by the launcher."""
 
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -25,12 +25,12 @@ class _OutsideOfNodes:
         raise RuntimeError("only a colocation has inner nodes")
 
 
-class LauncherServices(_OutsideOfNodes):
-    """NodeServices for clients made in the launching process."""
+class _OfCoordinator:
+    """What everybody in the coordinator's process may ask for; `name` is whose metrics are logged."""
 
-    def __init__(self, coordinator: Coordinator, host: Host) -> None:
+    def __init__(self, coordinator: Coordinator, name: str) -> None:
         self._coordinator = coordinator
-        self._host = host
+        self._name = name
 
     def endpoint_for(self, address: str) -> str:
         return self._coordinator.endpoint_for(address)
@@ -41,14 +41,41 @@ class LauncherServices(_OutsideOfNodes):
     def reserve_port(self, address: str) -> str:
         return self._coordinator.reserve_port(address)
 
-    def first_failure(self) -> Exception | None:
-        return self._coordinator.settled_failure(self._host.dying())
-
     def request_stop(self) -> None:
         self._coordinator.request_stop()
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None) -> None:
-        self._coordinator.log_metrics("launcher", *as_numbers(metrics, step))
+        self._coordinator.log_metrics(self._name, *as_numbers(metrics, step))
+
+
+class LocalServices(_OfCoordinator):
+    """NodeServices of a node that shares the coordinator's process; `name` is its node_id."""
+
+    def register(self, address: str, endpoint: str) -> None:
+        self._coordinator.register(address, endpoint)
+
+    def withdraw(self, address: str) -> None:
+        self._coordinator.withdraw(address)
+
+    def first_failure(self) -> None:
+        """Its launcher says it."""
+
+    def inner_nodes_ended(self, colocation: str) -> "Future[str]":
+        return self._coordinator.inner_nodes_ended(colocation)
+
+    def stop_inner_nodes(self, colocation: str) -> None:
+        self._coordinator.stop_inner_nodes(colocation)
+
+
+class LauncherServices(_OfCoordinator, _OutsideOfNodes):
+    """NodeServices for clients made in the launching process."""
+
+    def __init__(self, coordinator: Coordinator, host: Host) -> None:
+        super().__init__(coordinator, "launcher")
+        self._host = host
+
+    def first_failure(self) -> Exception | None:
+        return self._coordinator.settled_failure(self._host.dying())
 
 
 class EndedServices(_OutsideOfNodes):

@@ -18,9 +18,9 @@ from lp_pipe.launch.plan.plan import Plan
 from lp_pipe.launch.plan.spec import NodeSpec
 from lp_pipe.launch.processes.execute import run_node
 from lp_pipe.launch.processes.threads import unset_threads, use_threads
+from lp_pipe.launch.services import LocalServices
 from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.telemetry.metrics import MetricsLog
-from lp_pipe.telemetry.numbers import as_numbers
 
 _log = logging.getLogger(__name__)
 
@@ -34,44 +34,6 @@ def make_host(plan: Plan, metrics: MetricsLog) -> tuple[Host, Coordinator]:
     run = uuid.uuid4().hex  # the same program may run twice at a time
     coordinator = Coordinator(plan, lambda address: f"{inproc.SCHEME}{run}/{address}", metrics)
     return ThreadHost(plan, coordinator), coordinator
-
-
-class LocalServices:
-    """NodeServices of a node that shares the coordinator's process."""
-
-    def __init__(self, coordinator: Coordinator, node_id: str) -> None:
-        self._coordinator = coordinator
-        self._node_id = node_id
-
-    def endpoint_for(self, address: str) -> str:
-        return self._coordinator.endpoint_for(address)
-
-    def register(self, address: str, endpoint: str) -> None:
-        self._coordinator.register(address, endpoint)
-
-    def withdraw(self, address: str) -> None:
-        self._coordinator.withdraw(address)
-
-    def resolve(self, address: str) -> "Future[str]":
-        return self._coordinator.resolve(address)
-
-    def reserve_port(self, address: str) -> str:
-        return self._coordinator.reserve_port(address)
-
-    def first_failure(self) -> None:
-        """Its launcher says it."""
-
-    def request_stop(self) -> None:
-        self._coordinator.request_stop()
-
-    def inner_nodes_ended(self, colocation: str) -> "Future[str]":
-        return self._coordinator.inner_nodes_ended(colocation)
-
-    def stop_inner_nodes(self, colocation: str) -> None:
-        self._coordinator.stop_inner_nodes(colocation)
-
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None) -> None:
-        self._coordinator.log_metrics(self._node_id, *as_numbers(metrics, step))
 
 
 class ThreadHost(Host):

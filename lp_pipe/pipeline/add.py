@@ -9,27 +9,26 @@ import torch
 from lp_pipe.channels import kinds
 from lp_pipe.errors import PipelineError
 from lp_pipe.handles import Handle
-from lp_pipe.pipeline.chosen_schedule import chosen_schedule, sufficient_credits
+from lp_pipe.pipeline.chosen_schedule import sufficient_credits
 from lp_pipe.pipeline.client import PipelineHandle
 from lp_pipe.pipeline.compute.device import Device, check_devices
 from lp_pipe.pipeline.compute.precision import check_precision
 from lp_pipe.pipeline.compute.segments import Recompute, check_recompute
 from lp_pipe.pipeline.conductor.on_nan import check_on_nan
 from lp_pipe.pipeline.config import PipelineConfig
-from lp_pipe.pipeline.layers.build import parameter_count
-from lp_pipe.pipeline.layers.cuts import balanced_cuts, check_cuts
-from lp_pipe.pipeline.layers.model import Model, sources_of
+from lp_pipe.pipeline.layers.model import Model
 from lp_pipe.pipeline.layers.names import outer_name, own_names, parameter_places
-from lp_pipe.pipeline.layers.skips import seen_by_setup, skip_edges
+from lp_pipe.pipeline.layers.skips import layer_sources, skip_edges
 from lp_pipe.pipeline.layers.tied import Names, layer_of, shared_buffers, tied_edges, tied_names
 from lp_pipe.pipeline.layers.unfit import refuse_unfit
+from lp_pipe.pipeline.layout import layout_of
 from lp_pipe.pipeline.partitioning.plan import Plan
 from lp_pipe.pipeline.plan_in_place import explained, taken
-from lp_pipe.pipeline.planned import as_planned, replica_seconds
+from lp_pipe.pipeline.planned import replica_seconds
 from lp_pipe.pipeline.schedule import Schedule
 from lp_pipe.pipeline.schedule.numbers_given import as_float, as_int, is_count
 from lp_pipe.pipeline.schedule.registry import registered
-from lp_pipe.pipeline.torch_version import check_torch
+from lp_pipe.pipeline.torch_version import refuse_too_old
 from lp_pipe.pipeline.worker_nodes import add_nodes, workers
 from lp_pipe.program import Program
 from lp_pipe.resources import Resources
@@ -89,7 +88,7 @@ def add_pipeline(
         PartitionError: the plan is for another model.
         ScheduleError: the schedule does not exist for these numbers, or is not correct.
     """
-    check_torch(torch.__version__)
+    refuse_too_old(torch.__version__)
     stages, microbatches, chunks = as_int(stages), as_int(microbatches), as_int(chunks)
     stages = list(stages) if isinstance(stages, Iterable) and not isinstance(stages, str) else stages  # or an array
     replicas = as_int(replicas)
@@ -97,29 +96,21 @@ def add_pipeline(
     clip_grad_norm = as_float(clip_grad_norm)
     _check(program, model, stages, channel, microbatches, precision, clip_grad_norm, inputs)
     check_recompute("none" if recompute is None else recompute)
-    sources = [seen_by_setup(source) for source in sources_of(model)]
+    sources = layer_sources(model)
     refuse_unfit(model.loss, sources)
     names = own_names(sources)
     place = taken(program, group)
     if place is not None:
         stages, replicas = place.plan, 1
         place.compare(program, schedule, recompute, microbatches, resources)
-    plan: Plan | None = None
     with explained(place, group):
-        if isinstance(stages, Plan):
-            plan = stages
-            _refuse_replicas(replicas)
-            stages, replicas, schedule, recompute = as_planned(plan, sources, schedule, recompute, chunks)
-        made, name, counts = chosen_schedule(
-            "1f1b" if schedule is None else schedule, stages, microbatches, chunks, replicas
-        )
-        cuts = _cuts(sources, len(made.workers) if stages is None else stages, made.stages)
+        layout = layout_of(sources, stages, chunks, schedule, microbatches, replicas, recompute)
     tied = tied_names(sources, model.tied)
-    edges = tied_edges(tied, cuts) + skip_edges(sources, cuts)
+    edges = tied_edges(tied, layout.cuts) + skip_edges(sources, layout.cuts)
     config = PipelineConfig(
-        placement=made.placement,
-        schedule=name or made,
-        chunks=made.stages // len(made.workers),
+        placement=layout.schedule.placement,
+        schedule=layout.name or layout.schedule,
+        chunks=layout.chunks,
         microbatches=microbatches,
         loss=model.loss,
         optimizer=model.optimizer,
@@ -127,33 +118,31 @@ def add_pipeline(
         loss_weight=model.loss_weight,
         seed=model.seed,
         channel=channel,
-        credits=sufficient_credits(made, edges),
+        credits=sufficient_credits(layout.schedule, edges),
         clip_grad_norm=clip_grad_norm,
-        recompute="none" if recompute is None else recompute,
+        recompute=layout.recompute,
         precision=precision,
         tied=tuple(tied),
         tied_outside=tuple(tuple(outer_name(name, sources) for name in names) for names in tied),
         own_names=names,
         parameter_places=parameter_places(sources, names),
         edges=tuple(edges),
-        shared_buffers=shared_buffers(sources, cuts),
-        replicas=counts,
-        devices=check_devices(device, len(made.workers), channel),
-        updates=made.updates,
+        shared_buffers=shared_buffers(sources, layout.cuts),
+        replicas=layout.replicas,
+        devices=check_devices(device, len(layout.schedule.workers), channel),
+        updates=layout.schedule.updates,
         on_nan=on_nan,
-        predicted_seconds=replica_seconds(plan),
-        registered=None if name is None else registered(name),
+        predicted_seconds=replica_seconds(layout.plan),
+        registered=None if layout.name is None else registered(layout.name),
     )
-    check_on_nan(on_nan, is_asynchronous=made.updates is not None)
-    if made.updates is not None:
+    check_on_nan(on_nan, is_asynchronous=config.is_asynchronous)
+    if config.is_asynchronous:
         _check_asynchronous(config)
     with program.group(group, resources=resources, on_failure=on_failure, max_restarts=max_restarts):
-        conductor = add_nodes(
-            program, config, workers(config, sources, cuts, _owners(model, tied)), inputs, group, plan
-        )
-    stage_of_layer = [sum(cut <= layer for cut in cuts) for layer in range(len(sources))]
-    replicas_by_layer = [counts[made.placement[stage]] for stage in stage_of_layer]
-    return PipelineHandle(conductor, replicas_by_layer, is_asynchronous=made.updates is not None)
+        parts = workers(config, sources, layout.cuts, _owners(model, tied))
+        conductor = add_nodes(program, config, parts, inputs, group, layout.plan)
+    replicas_by_layer = [layout.replicas_of(layer) for layer in range(len(sources))]
+    return PipelineHandle(conductor, replicas_by_layer, is_asynchronous=config.is_asynchronous)
 
 
 def _check(
@@ -207,22 +196,6 @@ def _check_asynchronous(config: PipelineConfig) -> None:
                 f"{what} with an asynchronous schedule, whose stages update at different times: {why}; or use a "
                 "synchronous schedule, such as '1f1b'"
             )
-
-
-def _refuse_replicas(replicas: int | Sequence[int]) -> None:
-    if replicas != 1:
-        raise PipelineError(f"replicas={replicas!r}: the plan of stages= says how many there are; leave them out")
-
-
-def _cuts(sources: Sequence[Any], stages: int | Sequence[int], pieces: int) -> list[int]:
-    if isinstance(stages, int):
-        # One more than the parameters: layers without any should not all end up on one stage.
-        cuts = balanced_cuts([parameter_count(source) + 1 for source in sources], pieces)
-    else:
-        cuts = check_cuts(stages, len(sources))
-    if len(cuts) + 1 != pieces:
-        raise PipelineError(f"{len(cuts)} cut points make {len(cuts) + 1} stages, but the schedule has {pieces}")
-    return cuts
 
 
 def _owners(model: Model, tied: Sequence[Names]) -> set[int]:

@@ -15,9 +15,9 @@ from lp_pipe.pipeline.add import add_pipeline
 from lp_pipe.pipeline.compute.device import CPU, Device, chosen_device, computing_with
 from lp_pipe.pipeline.compute.recompute import is_recomputing
 from lp_pipe.pipeline.layers.message import tensors_of
-from lp_pipe.pipeline.layers.model import Model, check_in_order, sources_of
+from lp_pipe.pipeline.layers.model import Model, check_in_order
 from lp_pipe.pipeline.layers.rng import current_microbatch
-from lp_pipe.pipeline.layers.skips import Skip, seen_by_setup
+from lp_pipe.pipeline.layers.skips import Skip, layer_sources
 from lp_pipe.pipeline.layers.wrapper import Wrapper
 from lp_pipe.pipeline.plain import PlainLoop
 from lp_pipe.pipeline.schedule.numbers_given import as_float
@@ -146,8 +146,7 @@ def _watched(model: Model, log: _Log) -> Model:
     layers = model.layers
     if callable(layers) and not isinstance(layers, nn.Module):
         return replace(model, layers=_watched_function(layers, log))
-    sources = [seen_by_setup(source) for source in sources_of(model)]
-    return replace(model, layers=[_watch(source, index, log) for index, source in enumerate(sources)])
+    return replace(model, layers=[_watch(source, index, log) for index, source in enumerate(layer_sources(model))])
 
 
 def _watched_function(function: Callable[[], Any], log: _Log) -> Callable[[], Iterator[nn.Module]]:

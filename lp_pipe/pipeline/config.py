@@ -47,6 +47,11 @@ class PipelineConfig:
     registered: Registered | None = None  # of a schedule whose name only the launching process need know
 
     @property
+    def is_asynchronous(self) -> bool:
+        """Whether stages update at different times, so that they are at different versions of the weights."""
+        return self.updates is not None
+
+    @property
     def timings(self) -> tuple[Timing, ...]:
         """Of each stage of an asynchronous schedule."""
         return self.updates.timings(self.replicas) if self.updates is not None else ()

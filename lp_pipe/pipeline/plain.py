@@ -10,18 +10,18 @@ from torch import Tensor, nn
 
 from lp_pipe.pipeline.compute.buffers import BufferSnapshot
 from lp_pipe.pipeline.compute.device import CPU, current, own_loss, to_device, to_host
+from lp_pipe.pipeline.compute.finite import is_finite
 from lp_pipe.pipeline.compute.forward_writes import ForwardWrites
 from lp_pipe.pipeline.compute.precision import autocast
-from lp_pipe.pipeline.compute.stage import Stage
 from lp_pipe.pipeline.layers.build import build_layers
 from lp_pipe.pipeline.layers.factories import made_optimizer, made_scheduler, wants_metric
 from lp_pipe.pipeline.layers.microbatches import loss_weights, split
-from lp_pipe.pipeline.layers.model import Model, sources_of
+from lp_pipe.pipeline.layers.model import Model
+from lp_pipe.pipeline.layers.named_layers import NamedLayers
 from lp_pipe.pipeline.layers.names import in_order, own_names, parameter_places
 from lp_pipe.pipeline.layers.rng import optimizer_place, step_rng
-from lp_pipe.pipeline.layers.skips import call, seen_by_setup
+from lp_pipe.pipeline.layers.skips import call, layer_sources
 from lp_pipe.pipeline.layers.tied import tie, tied_names
-from lp_pipe.pipeline.worker.nonfinite import dense, is_finite
 
 
 class PlainLoop:
@@ -43,7 +43,7 @@ class PlainLoop:
         device: torch.device = CPU,
         on_nan: str = "ignore",
     ) -> None:
-        sources = [seen_by_setup(source) for source in sources_of(model)]
+        sources = layer_sources(model)
         self._model = model
         self._device = device
         self._loss = own_loss(model.loss, device)
@@ -54,9 +54,11 @@ class PlainLoop:
         self._scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
         self._layers = build_layers(sources, 0, model.seed)
         tie(self._layers, 0, tied_names(sources, model.tied), {}, model.seed)
-        self._stage = Stage(0, 0, self._layers, model.seed, device=device)  # asked for names only
+        for layer in self._layers:
+            layer.to(device)
+        self._named = NamedLayers(self._layers)
         places = parameter_places(sources, own_names(sources))
-        self._parameters = in_order(dict(self._stage.named_parameters()), places)
+        self._parameters = in_order(dict(self._named.named_parameters()), places)
         self._optimizer = made_optimizer(model.optimizer, list(self._parameters.items()))
         self._lr_scheduler = made_scheduler(model.lr_scheduler, self._optimizer) if model.lr_scheduler else None
         self._step = 0
@@ -72,8 +74,7 @@ class PlainLoop:
         if isinstance(self._loss, nn.Module):
             self._note_modules(self._loss, self._last_replicas)
         self._parts: dict[str, dict[int, Tensor]] = {}
-        modules = [module for layer in self._layers for module in layer.modules()]
-        self._writes = ForwardWrites(modules, self._parameters.items())
+        self._writes = ForwardWrites(self._named.modules(), self._parameters.items())
 
     def step(self, batch: tuple[Any, Any]) -> float:
         """One optimizer step; the weighted sum of the micro-batches' losses."""
@@ -84,7 +85,7 @@ class PlainLoop:
             return self._stepped(inputs, to_device(targets, self._device), weights)
 
     def state_dict(self) -> dict[str, Tensor]:
-        return dict(to_host(self._stage.state_dict(), self._device))
+        return dict(to_host(self._named.state_dict(), self._device))
 
     def _stepped(self, inputs: list[Any], targets: list[Any], weights: list[float]) -> float:
         losses = [0.0] * self._last_replicas
@@ -121,7 +122,7 @@ class PlainLoop:
     def _is_finite(self, loss: float) -> bool:
         """Of gradients that are scaled the scaler takes care."""
         gradients = [parameter.grad for parameter in self._parameters.values()] if not self._scaler.is_enabled() else []
-        return math.isfinite(loss) and all(gradient is None or is_finite(dense(gradient)) for gradient in gradients)
+        return math.isfinite(loss) and all(gradient is None or is_finite(gradient) for gradient in gradients)
 
     def _update(self) -> None:
         if self._clip_grad_norm is not None:

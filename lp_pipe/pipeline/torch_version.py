@@ -14,7 +14,7 @@ def is_too_old(version: str) -> bool:
     return found is not None and (int(found[1]), int(found[2])) < LEAST
 
 
-def check_torch(version: str) -> None:
+def refuse_too_old(version: str) -> None:
     """
     Raises:
         PipelineError: it is too old.

@@ -4,6 +4,8 @@ import socket
 import threading
 from collections.abc import Iterable
 
+from lp_pipe.connections.tcp_endpoint import bracketed
+
 
 class Ports:
     """Thread-safe. host: the address of this host that the ports are of."""
@@ -26,6 +28,6 @@ def _free_port(host: str, taken: Iterable[str]) -> str:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.bind((host, 0))
             port = int(probe.getsockname()[1])
-        found = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        found = f"{bracketed(host)}:{port}"
         if found not in taken:
             return found

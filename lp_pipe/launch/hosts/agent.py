@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from lp_pipe.connections import Connection, Frame, frames
 from lp_pipe.connections.credentials import Credentials
 from lp_pipe.connections.routes import local_address_towards
-from lp_pipe.connections.tcp_endpoint import TLS
+from lp_pipe.connections.tcp_endpoint import TLS, bracketed
 from lp_pipe.errors import LaunchError, Unauthenticated, Unavailable
 from lp_pipe.launch.coordination.ports import Ports
 from lp_pipe.launch.coordination.view import View
@@ -145,7 +145,7 @@ class Agent:
             membership=wire.Membership(
                 run=assignment.run,
                 host=f"{self.name}/{os.getpid()}",
-                reached_at=f"[{self.address}]" if ":" in self.address else self.address,
+                reached_at=bracketed(self.address),
                 credentials=self._credentials.to_bytes(),
                 silence_s=assignment.silence_s,
             ),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from lp_pipe.connections import Connection, Frame, Listener, frames
 from lp_pipe.connections.credentials import Credentials
 from lp_pipe.connections.silence import SilenceWatch
-from lp_pipe.connections.tcp_endpoint import TLS
+from lp_pipe.connections.tcp_endpoint import TLS, bracketed
 from lp_pipe.errors import LaunchError
 from lp_pipe.launch.engines.base import Engine, HostOffer, Invitation, Watched, kill_all
 from lp_pipe.launch.hosts import handshake
@@ -216,7 +216,7 @@ class Gathering:
         except OSError as error:
             raise LaunchError(self._why_not_there(error) if self._listen else str(error)) from error
         port = listener.endpoint.rpartition(":")[2]
-        addresses = [f"[{name}]:{port}" if ":" in name else f"{name}:{port}" for name in where[1]]
+        addresses = [f"{bracketed(name)}:{port}" for name in where[1]]
         return listener, Invitation(addresses, self._credentials.to_bytes(), log_dir, self._interface)
 
     def _why_not_there(self, error: OSError) -> str:
@@ -240,7 +240,7 @@ class Gathering:
         if not found:
             raise LaunchError("this host has no address by which others could reach it; say one (listen=, --listen=)")
         anywhere = "[::]" if socket.has_dualstack_ipv6() else "0.0.0.0"  # the former takes IPv4 as well
-        return f"{_bracketed(found[0])}@{anywhere}:0", found
+        return f"{bracketed(found[0])}@{anywhere}:0", found
 
     def _wait(self) -> None:
         began = time.monotonic()
@@ -278,7 +278,3 @@ class Gathering:
                     return
             if not agents:
                 self._is_over.wait(_ALIVE_EVERY_S)
-
-
-def _bracketed(address: str) -> str:
-    return f"[{address}]" if ":" in address else address

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from lp_pipe.connections.routes import local_address_towards
+from lp_pipe.connections.tcp_endpoint import bracketed
 
 _SIOCGIFADDR = 0x8915
 _IPV6_TABLE = Path("/proc/net/if_inet6")
@@ -36,7 +37,7 @@ def with_ssh_client(addresses: Sequence[str]) -> list[str]:
     if not client or not addresses:
         return [*addresses]
     port = addresses[0].rpartition(":")[2]
-    seen = f"[{client}]:{port}" if ":" in client else f"{client}:{port}"
+    seen = f"{bracketed(client)}:{port}"
     # From a loopback, others could not reach this host in turn.
     return [*addresses, seen] if ipaddress.ip_address(client).is_loopback else [seen, *addresses]
 

@@ -1,10 +1,14 @@
 """Where values enter a graph that begins with them, and what becomes of their gradients."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lp_pipe.pipeline.layers.message import Message, with_repeats
 
 
 def entered(phony: Tensor, gradients: list[Tensor | None], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -17,10 +21,37 @@ def entered(phony: Tensor, gradients: list[Tensor | None], tensors: Sequence[Ten
     return found
 
 
+def enter(phony: Tensor, message: Message, gradients: list[Tensor | None]) -> Any:
+    """The message's value; those of its tensors that want a gradient have `entered`.
+
+    gradients: where theirs will arrive; stays empty where none wants one.
+    """
+    if type(message.value) is Tensor:  # nearly always, and pytree takes its time
+        if not any(message.wants_gradient):
+            return message.value
+        (result,) = _attached(phony, [message.value], gradients)
+        return result[...] if any(message.is_view) else result
+    leaves, spec = pytree.tree_flatten(message.value)
+    if any(message.wants_gradient):
+        places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        wanted = list(itertools.compress(places, message.wants_gradient))
+        results = _attached(phony, [leaves[index] for index in wanted], gradients)
+        for index, tensor in zip(wanted, results, strict=True):
+            leaves[index] = tensor
+        for index in itertools.compress(places, message.is_view):
+            leaves[index] = leaves[index][...]  # a view of the same memory
+    return pytree.tree_unflatten(with_repeats(leaves), spec)
+
+
 def phony() -> Tensor:
     """A leaf to enter by."""
     with torch.inference_mode(False):
         return torch.empty(0, requires_grad=True)
+
+
+def _attached(phony: Tensor, tensors: Sequence[Tensor], gradients: list[Tensor | None]) -> tuple[Tensor, ...]:
+    gradients[:] = [None] * len(tensors)
+    return entered(phony, gradients, tensors)
 
 
 class _Entry(torch.autograd.Function):

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from lp_pipe.pipeline.compute.finite import dense
+
 _GROWTH = 2.0
 _BACKOFF = 0.5
 _INTERVAL = 2000
@@ -43,7 +45,7 @@ def unscale(gradients: Sequence[Tensor], factor: float) -> bool:
     overflowed = False
     # As GradScaler: the reciprocal in double precision, one call for each kind of tensors.
     inverse = torch.tensor(factor, dtype=torch.float32).double().reciprocal().float()
-    values = [gradient._values() if gradient.is_sparse else gradient for gradient in gradients]
+    values = [dense(gradient) for gradient in gradients]
     for kind in {(value.device, value.dtype) for value in values}:
         same = [value for value in values if (value.device, value.dtype) == kind]
         found = torch.zeros((), dtype=torch.float32, device=kind[0])

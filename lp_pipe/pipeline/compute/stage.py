@@ -1,7 +1,6 @@
 """One virtual stage: its layers, and the forwards whose backwards are still to come."""
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,12 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
-from torch.utils import _pytree as pytree
 
 from lp_pipe.errors import add_note
 from lp_pipe.pipeline.compute.activation_meter import held_for_later
 from lp_pipe.pipeline.compute.device import CPU
-from lp_pipe.pipeline.compute.entry import entered, phony
+from lp_pipe.pipeline.compute.entry import enter, phony
 from lp_pipe.pipeline.compute.precision import autocast
 from lp_pipe.pipeline.compute.recompute import Segment
 from lp_pipe.pipeline.compute.segments import Recompute, Run, runs_of
@@ -24,11 +22,12 @@ from lp_pipe.pipeline.compute.shortened_rows import writers
 from lp_pipe.pipeline.compute.split_backward import Roots, SplitBackward, backward, backward_later, edges_of
 from lp_pipe.pipeline.compute.written_buffers import WrittenBuffers
 from lp_pipe.pipeline.layers.layer_names import layer_names
-from lp_pipe.pipeline.layers.message import Message, tensors_of, with_repeats
-from lp_pipe.pipeline.layers.names import name_prefix
+from lp_pipe.pipeline.layers.message import Message, tensors_of
+from lp_pipe.pipeline.layers.named_layers import NamedLayers
 from lp_pipe.pipeline.layers.overlaps import Unwritten
 from lp_pipe.pipeline.layers.rng import nobody_draws, step_rng
 from lp_pipe.pipeline.layers.skips import call
+from lp_pipe.pipeline.layers.tied import layer_of
 
 EVALUATION = -1  # in place of a step
 _Layers = list[tuple[int, nn.Module]]  # with their indices in the model
@@ -46,19 +45,22 @@ class Place(NamedTuple):
 class Stash:
     """What a forward leaves for its backward.
 
-    The outputs' graph (not the outputs, which may be gone); the leaf that it begins with, if an input wants a gradient;
-    and where the inputs' gradients will arrive.
-    By name: stashed values that other stages pop, and where the gradients of those popped here will arrive.
+    The outputs' graph (not the outputs, which may be gone), and where the gradients of those inputs will arrive that
+    want one. By name: stashed values that other stages pop, and where the gradients of those popped here will arrive.
     """
 
     outputs: list[GradientEdge] = field(default_factory=list)
-    entry: Tensor | None = None
     input_gradients: list[Tensor | None] = field(default_factory=list)
     stashed: dict[str, list[GradientEdge]] = field(default_factory=dict)
     popped_gradients: dict[str, list[Tensor | None]] = field(default_factory=dict)
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether another stage waits for a gradient of this backward."""
+        return bool(self.input_gradients) or any(self.popped_gradients.values())
 
-class Stage:
+
+class Stage(NamedLayers):
     """Consecutive layers of the model, called one after another.
 
     tied: parameters that other stages have, too, by the first of their names; those of earlier stages are borrowed.
@@ -79,9 +81,9 @@ class Stage:
         shared_buffers: Mapping[str, str] = MappingProxyType({}),
         is_asynchronous: bool = False,
     ) -> None:
+        borrowed = [tied[name] for name in tied if layer_of(name) < first_layer]
+        super().__init__(layers, first_layer, borrowed)
         self.index = index
-        self.first_layer = first_layer
-        self.layers = layers
         self._seed = seed
         self._precision = precision
         self._device_type = device.type
@@ -93,7 +95,6 @@ class Stage:
         self._tied = tied
         self._buffers = WrittenBuffers(layers, first_layer, shared_buffers, is_asynchronous=is_asynchronous)
         self._runs = [self._prepared(r) for r in runs_of(recompute, first_layer, layers, writers(layers, first_layer))]
-        self._borrowed = [tied[name] for name in tied if int(name.split(".", 1)[0]) < first_layer]
         self._phony = phony()
         self.activation_stash: dict[int, Stash] = {}
         self._weight_stash: dict[int, Callable[[Roots], None]] = {}  # the second parts of backwards
@@ -121,11 +122,6 @@ class Stage:
         stash = self.activation_stash[microbatch if number is None else number] = Stash()
         with self._buffers.watched():
             return self._run(message, step, microbatch, stash, {} if skips is None else skips)
-
-    @property
-    def last_layer(self) -> int:
-        """Its index in the model."""
-        return self.first_layer + len(self.layers) - 1
 
     def run_again(self, value: Any, step: int, microbatch: int) -> Any:
         """All layers in order, as in a forward, for whoever watches."""
@@ -192,10 +188,10 @@ class Stage:
             parameter.grad = None
 
     def _run(self, message: Message, step: int, microbatch: int, stash: Stash, skips: dict[str, Any]) -> Any:
-        value = _enter(self._phony, message, stash, stash.input_gradients)
+        value = enter(self._phony, message, stash.input_gradients)
         unwritten = Unwritten(tensors_of(value), message.overlapping) if message.overlapping else None
         for name in skips:
-            skips[name] = _enter(self._phony, skips[name], stash, stash.popped_gradients.setdefault(name, []))
+            skips[name] = enter(self._phony, skips[name], stash.popped_gradients.setdefault(name, []))
         for layers, segment in self._runs:
             if segment is None or step == EVALUATION:
                 value = self._call(layers, step, microbatch, value, skips)
@@ -234,9 +230,9 @@ class Stage:
         if not defer_weights:
             with self._alone:
                 backward(roots)
-        elif roots and stash.entry is not None:
+        elif roots and stash.is_awaited:
             with self._alone:
-                split = SplitBackward([root for root, _ in roots], [gradient for _, gradient in roots], stash.entry)
+                split = SplitBackward([root for root, _ in roots], [gradient for _, gradient in roots], self._phony)
             self._weight_stash[microbatch] = split.accumulate
         else:  # no input wants a gradient, as on the first stage: nobody waits for any of this
             self._weight_stash[microbatch] = partial(backward_later, roots, held_for_later(grad for _, grad in roots))
@@ -244,67 +240,3 @@ class Stage:
         for name, gradients in stash.popped_gradients.items():
             self._popped_gradients[microbatch, name] = gradients
         return stash.input_gradients
-
-    def named_layers(self) -> Iterator[tuple[str, nn.Module]]:
-        """With what the names that users see begin with."""
-        for index, layer in enumerate(self.layers, start=self.first_layer):
-            yield name_prefix(index, layer), layer
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Own parameters under the names that users see; a shared one once."""
-        seen = {id(parameter) for parameter in self._borrowed}
-        for prefix, layer in self.named_layers():
-            for name, parameter in layer.named_parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield prefix + name, parameter
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Parameters and buffers under the names that users see; not copies of the parameters.
-
-        But of buffers: a tensor that has been sent or written to a file cannot be resized any more, as a forward may.
-        """
-        state: dict[str, Any] = {}
-        for prefix, layer in self.named_layers():
-            layer.state_dict(destination=state, prefix=prefix, keep_vars=True)
-        return {name: _given_away(value) if isinstance(value, Tensor) else value for name, value in state.items()}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Copy this stage's part of a whole model's state in.
-
-        Raises:
-            RuntimeError: names are missing or shapes differ, as torch says it.
-        """
-        for prefix, layer in self.named_layers():
-            own = state if prefix else {name: state[name] for name in layer.state_dict()}  # of a piece, no more
-            layer.load_state_dict({name.removeprefix(prefix): v for name, v in own.items() if name.startswith(prefix)})
-
-
-def _given_away(value: Tensor) -> Tensor:
-    return value.detach() if isinstance(value, nn.Parameter) else value.detach().clone()
-
-
-def _enter(phony: Tensor, message: Message, stash: Stash, gradients: list[Tensor | None]) -> Any:
-    """The message's value, with the tensors that want a gradient attached to a graph that begins at `phony`."""
-    if type(message.value) is Tensor:  # nearly always, and pytree takes its time
-        if not any(message.wants_gradient):
-            return message.value
-        (result,) = _attached(phony, [message.value], stash, gradients)
-        return result[...] if any(message.is_view) else result
-    leaves, spec = pytree.tree_flatten(message.value)
-    if any(message.wants_gradient):
-        places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        wanted = list(itertools.compress(places, message.wants_gradient))
-        results = _attached(phony, [leaves[index] for index in wanted], stash, gradients)
-        for index, tensor in zip(wanted, results, strict=True):
-            leaves[index] = tensor
-        for index in itertools.compress(places, message.is_view):
-            leaves[index] = leaves[index][...]  # a view of the same memory
-    return pytree.tree_unflatten(with_repeats(leaves), spec)
-
-
-def _attached(phony: Tensor, tensors: list[Tensor], stash: Stash, gradients: list[Tensor | None]) -> tuple[Tensor, ...]:
-    """gradients: where theirs will arrive."""
-    gradients[:] = [None] * len(tensors)
-    stash.entry = phony
-    return entered(phony, gradients, tensors)

@@ -14,6 +14,16 @@ def stages_of(worker: WorkerConfig, pipeline: PipelineConfig, device: torch.devi
     for index, (first, sources) in sorted(worker.sources.items()):
         layers = build_layers(sources, first, pipeline.seed)
         tied = tie(layers, first, pipeline.tied, worker.owners, pipeline.seed)
-        options = pipeline.recompute, pipeline.precision, device, pipeline.shared_buffers, pipeline.updates is not None
-        stages[index] = Stage(index, first, layers, pipeline.seed, tied, *options)
+        stages[index] = Stage(
+            index,
+            first,
+            layers,
+            pipeline.seed,
+            tied,
+            recompute=pipeline.recompute,
+            precision=pipeline.precision,
+            device=device,
+            shared_buffers=pipeline.shared_buffers,
+            is_asynchronous=pipeline.is_asynchronous,
+        )
     return stages

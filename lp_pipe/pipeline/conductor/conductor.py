@@ -13,6 +13,7 @@ from lp_pipe.context import context
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.conductor.async_steps import AsynchronousSteps
 from lp_pipe.pipeline.conductor.learning_rate import LearningRate
+from lp_pipe.pipeline.conductor.mirrors import AllMirrors, check_guards
 from lp_pipe.pipeline.conductor.no_steps import NoSteps
 from lp_pipe.pipeline.conductor.steps import Steps, SynchronousSteps, summed
 from lp_pipe.pipeline.conductor.whole_model import Copy, WholeModel
@@ -24,7 +25,7 @@ from lp_pipe.pipeline.saving import safetensors_file
 from lp_pipe.pipeline.saving.manifest import Manifest
 from lp_pipe.pipeline.worker.channel_handle import ChannelTarget
 from lp_pipe.pipeline.worker.execution import Report
-from lp_pipe.pipeline.worker.mirrors import Mirror, check_guards, check_is_held, common_steps
+from lp_pipe.pipeline.worker.mirrors import Mirror
 from lp_pipe.pipeline.worker.worker import StageWorker
 from lp_pipe.rpc.pool import DaemonPool
 
@@ -47,11 +48,10 @@ class Conductor:
         self._model = WholeModel(pipeline, self._workers)
         self._learning_rate = LearningRate(pipeline, self._workers)
         self._config = pipeline
-        self._are_guarded = False
-        self._mirrored: int | None = None  # the step of the last mirror
         self._are_joined = False
         self._last = pipeline.ranks.of(pipeline.placement[-1])
         self._steps: Steps = _kind_of_steps(pipeline)(pipeline, self._workers, feeder)
+        self._mirrors = AllMirrors(self._workers, self._steps)
         self._queue = DaemonPool(1, "pipeline operations")
         context().exit_stack.callback(self._queue.close)
 
@@ -134,7 +134,7 @@ class Conductor:
             PipelineError: there is one worker only.
         """
         check_guards(self._config.ranks.world_size)
-        return self._in_turn(lambda: self._mirror(me))
+        return self._in_turn(lambda: self._mirrors.make(me))
 
     # Coroutines, so that a worker is answered also when every thread here waits for an operation: one of them may be
     # that which waits for the worker.
@@ -149,11 +149,11 @@ class Conductor:
 
     def mirrored_steps(self) -> list[int]:
         """To which all workers could go back."""
-        return self._in_turn(self._held_mirrors, may_be_torn=True)
+        return self._in_turn(self._mirrors.steps, may_be_torn=True)
 
     def go_back(self, step: int, me: Any) -> None:
         """Go on from a mirrored step; see PipelineClient."""
-        self._in_turn(lambda: self._go_back(step, me), may_be_torn=True)
+        self._in_turn(lambda: self._mirrors.go_back(step, me), may_be_torn=True)
 
     def recover(self) -> None:
         """Join the workers anew, after one was restarted; see PipelineClient."""
@@ -196,45 +196,16 @@ class Conductor:
         with self._steps.tearing("scheduler_step() has failed after it may have changed some of them"):
             self._learning_rate.step(metric)
 
-    def _mirror(self, me: Any) -> int:
-        self._guard(me)
-        if self._mirrored == self._steps.done:  # of two on their way to a guard, a death would leave some of each
-            self._forget_mirrors(self._steps.done)
-        self._mirrored = self._steps.done
-        self._workers.all("mirror", self._steps.manifest())
-        return self._steps.done
-
-    def _guard(self, me: Any) -> None:
-        if not self._are_guarded:
-            self._workers.all("guarded_by", self._workers.clients(me))
-            self._are_guarded = True
-
-    def _go_back(self, step: int, me: Any) -> None:
-        self._guard(me)
-        self._workers.all("settle_mirrors")
-        check_is_held(step, self._held_mirrors())
-        with self._steps.tearing(f"going back to step {step} has failed"):
-            found = self._workers.all("go_back", step)[0]
-        self._mirrored = step
-        self._steps.go_to(found)
-
-    def _held_mirrors(self) -> list[int]:
-        return common_steps(self._workers.all("mirrors_held"))
-
-    def _forget_mirrors(self, first: int = 0) -> None:
-        self._workers.all("settle_mirrors")
-        self._workers.all("forget_mirrors", first)
-
     def _load_state_dict(self, state: dict[str, Tensor]) -> None:
         whole = self._model.checked(state)
-        self._forget_mirrors()
+        self._mirrors.forget()
         with self._steps.tearing("load_state_dict() has failed after it may have changed some of them"):
             self._workers.all("load_state_dict", whole)
         self._steps.forget_ahead()
 
     def _load(self, path: Path) -> None:
         found = self._model.read(path)
-        self._forget_mirrors()
+        self._mirrors.forget()
         with self._steps.tearing(f"loading {path} has failed after it had changed some of them"):
             self._model.adopt()
         self._steps.go_to(found)
@@ -242,7 +213,8 @@ class Conductor:
     def _recover(self) -> None:
         self._workers.all("is_up")  # waits for those that are on their way
         self._workers.all("reconnect", f", {time.time_ns()}")
-        self._are_joined, self._are_guarded = True, False
+        self._are_joined = True
+        self._mirrors.guard_anew()
         self._steps.stragglers.begin_again()
         self._steps.go_to(Manifest(0, self._config.seed))
         if not all(self._workers.all("is_as_built")):
@@ -288,4 +260,4 @@ class Conductor:
 def _kind_of_steps(pipeline: PipelineConfig) -> type[Steps]:
     if pipeline.forward_only:
         return NoSteps
-    return SynchronousSteps if pipeline.updates is None else AsynchronousSteps
+    return AsynchronousSteps if pipeline.is_asynchronous else SynchronousSteps

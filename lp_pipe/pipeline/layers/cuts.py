@@ -42,6 +42,11 @@ def balanced_cuts(weights: Sequence[float], stages: int) -> list[int]:
     return cuts[::-1]
 
 
+def stage_of(layer: int, cuts: Sequence[int]) -> int:
+    """The stage that has a layer."""
+    return sum(cut <= layer for cut in cuts)
+
+
 def check_cuts(cuts: Sequence[int], layers: int) -> list[int]:
     """Cut points as a list, if every stage gets at least one layer.
 

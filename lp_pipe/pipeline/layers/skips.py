@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline.layers.cuts import stage_of
 from lp_pipe.pipeline.layers.message import tensors_of
-from lp_pipe.pipeline.layers.model import FromFunction, Layer
+from lp_pipe.pipeline.layers.model import FromFunction, Layer, Model, sources_of
 from lp_pipe.pipeline.layers.wrapper import Wrapper
 from lp_pipe.pipeline.schedule.channels import Edge
 
@@ -92,10 +93,13 @@ def call(layer: nn.Module, inputs: tuple[Any, ...], stashed: dict[str, Any]) -> 
     return layer(*inputs)
 
 
-def seen_by_setup(source: Any) -> Any:
-    """A layer's source; where it is the factory of a Stash or Pop, that itself, whose name setup must know."""
-    is_skip = isinstance(source, Layer) and isinstance(source.factory, type) and issubclass(source.factory, Skip)
-    return source.build() if is_skip else source
+def layer_sources(model: Model) -> list[Any]:
+    """As `sources_of`; but in place of the factory of a Stash or Pop that itself, whose name setup must know.
+
+    Raises:
+        PipelineError: as there.
+    """
+    return [_seen_by_setup(source) for source in sources_of(model)]
 
 
 def popped_by(layers: Sequence[Any]) -> list[str]:
@@ -113,13 +117,18 @@ def skip_edges(sources: Sequence[Any], cuts: Sequence[int]) -> list[Edge]:
     for index, source in enumerate(sources):
         for skip in _skips_of(source.module if isinstance(source, FromFunction) else source):
             _check_turn(skip, index, ends.setdefault(skip.name, []))
-            ends[skip.name].append(sum(cut <= index for cut in cuts))
+            ends[skip.name].append(stage_of(index, cuts))
     for name, stages in ends.items():
         if len(stages) < 2:
             raise PipelineError(f"Stash({name!r}) is never popped: add pp.Pop({name!r}, …) behind it")
     crossing = [(name, first, last) for name, (first, last) in ends.items() if first != last]
     values = [Edge("value", first, last, (name,)) for name, first, last in crossing]
     return values + [Edge("value gradient", last, first, (name,)) for name, first, last in crossing]
+
+
+def _seen_by_setup(source: Any) -> Any:
+    is_skip = isinstance(source, Layer) and isinstance(source.factory, type) and issubclass(source.factory, Skip)
+    return source.build() if is_skip else source
 
 
 def _check_turn(skip: Skip, index: int, ends: list[int]) -> None:

@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.layers.build import build_layers, outlined
+from lp_pipe.pipeline.layers.cuts import stage_of
 from lp_pipe.pipeline.layers.model import FromFunction
 from lp_pipe.pipeline.layers.piece import Piece
 from lp_pipe.pipeline.layers.wrapper import unwrapped
@@ -45,7 +46,7 @@ def tied_edges(groups: Sequence[Names], cuts: Sequence[int]) -> list[Edge]:
     """The channels on which gradients of tied parameters come to their owners, and new weights go back."""
     found: dict[tuple[EdgeKind, int, int], list[str]] = {}
     for names in groups:
-        holders = sorted({sum(cut <= layer_of(name) for cut in cuts) for name in names})
+        holders = sorted({stage_of(layer_of(name), cuts) for name in names})
         for position, holder in enumerate(holders[1:]):
             found.setdefault(("tied gradient", holder, holders[position]), []).append(names[0])
             found.setdefault(("tied weights", holders[0], holder), []).append(names[0])

@@ -11,8 +11,8 @@ from torch import nn
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.compute.device import check_devices, chosen_device, computing_with
 from lp_pipe.pipeline.layers.layer_names import layer_names
-from lp_pipe.pipeline.layers.model import Model, sources_of
-from lp_pipe.pipeline.layers.skips import seen_by_setup
+from lp_pipe.pipeline.layers.model import Model
+from lp_pipe.pipeline.layers.skips import layer_sources
 from lp_pipe.pipeline.layers.tied import tied_names
 from lp_pipe.pipeline.measuring.busy import others_busy
 from lp_pipe.pipeline.measuring.layer_rounds import Measured, Work
@@ -41,7 +41,7 @@ def profile(model: Model, sample_input: Any, sample_target: Any, *, device: str 
     """
     if not isinstance(model, Model):
         raise PipelineError(f"profile takes a pp.Model(layers, loss, optimizer), not {type(model).__name__}")
-    sources = [seen_by_setup(source) for source in sources_of(model)]
+    sources = layer_sources(model)
     tied = tied_names(sources, model.tied)
     return profile_layers(Work(sources, tied, model.loss, model.seed, (sample_input, sample_target), device), busy)
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lp_pipe.pipeline.compute.finite import is_finite
 from lp_pipe.pipeline.compute.recompute import is_recomputing
 from lp_pipe.pipeline.compute.stage import Place, Stage
 from lp_pipe.pipeline.config import PipelineConfig
@@ -18,7 +19,7 @@ from lp_pipe.pipeline.layers.skips import call
 from lp_pipe.pipeline.results import NonFinite
 from lp_pipe.pipeline.schedule import Action
 from lp_pipe.pipeline.worker.execution import Operation, Run
-from lp_pipe.pipeline.worker.nonfinite import LOSS, Search, error_of, first, is_finite
+from lp_pipe.pipeline.worker.nonfinite import LOSS, Search, error_of, first
 from lp_pipe.pipeline.worker.training import Training
 
 _AFTER = "earlier updates have been made: load() a checkpoint to go on"

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from lp_pipe.errors import ChannelClosed, noting
 from lp_pipe.pipeline.compute.buffers import BufferSnapshot
@@ -13,6 +13,7 @@ from lp_pipe.pipeline.compute.stage import Stage
 from lp_pipe.pipeline.compute.weight_versions import WeightVersions
 from lp_pipe.pipeline.schedule import Action
 from lp_pipe.pipeline.schedule.updates import Timing, Turn, turns
+from lp_pipe.pipeline.worker.ahead import Ahead
 from lp_pipe.pipeline.worker.async_guard import Guard
 from lp_pipe.pipeline.worker.execution import Execution, Operation, Report
 from lp_pipe.pipeline.worker.intake import Intake
@@ -22,7 +23,7 @@ from lp_pipe.pipeline.worker.tasks import Task
 from lp_pipe.pipeline.worker.training import Training
 
 
-class AsyncWorker:
+class AsyncWorker(Ahead):
     """One replica of a stage, in node `name`. timings: of all stages. share: (replica, replicas).
 
     Where all stages update after the same micro-batches, the loss weights of these add up to 1, as in a step. Else each
@@ -55,7 +56,7 @@ class AsyncWorker:
         self._guard = guard
         self._training_actions = guard.around(execution.training) if guard is not None else execution.training
         self._doing = self._training_actions
-        self._modules: Sequence[nn.Module] = [module for layer in stage.layers for module in layer.modules()]
+        self._modules = stage.modules()
         self._versions = WeightVersions(self._modules, training.named_parameters)
         self._next: Operation | None = None  # of which some forwards are done
         self._forwarded = 0
@@ -86,26 +87,22 @@ class AsyncWorker:
         return report
 
     def abort(self, tag: int, reason: str) -> None:
-        """Let operations up to `tag` that have not begun fail."""
         with self._turn:
             self._aborted = (tag, reason)
             self._turn.notify_all()
 
     def discard(self) -> None:
-        """Forget the next step's forwards: they will be done again."""
         if self._boundary is not None:
             self._boundary.restore()
         self._stage.discard()
         self._next, self._forwarded, self._boundary = None, 0, None
 
     def forget_versions(self) -> None:
-        """The weights have come from elsewhere."""
         self.discard()
         self._versions.forget()
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:
-        """In the body buffers are as after the last whole step."""
         if self._boundary is None:
             yield
         else:
@@ -113,7 +110,6 @@ class AsyncWorker:
                 yield
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint needs beside the newest weights, to go on as if nothing had happened."""
         return {"newest": self._versions.newest, "older": self._versions.older()}
 
     def restore(self, states: Sequence[Mapping[str, Any]]) -> None:

@@ -192,8 +192,7 @@ class Execution:
         stash = self._stages[action.stage].activation_stash[number]
         outputs = [*stash.outputs, *itertools.chain.from_iterable(stash.stashed.values())]
         loss, _ = operation.losses.get(action.microbatch, (None, None))
-        is_asynchronous = self._config.updates is not None
-        refuse_untrained(self._stages.values(), outputs, loss, is_asynchronous=is_asynchronous)
+        refuse_untrained(self._stages.values(), outputs, loss, is_asynchronous=self._config.is_asynchronous)
         self._looked_through.add(action.stage)
 
     def _backward(self, action: Action, operation: Operation) -> None:
@@ -287,5 +286,5 @@ class Execution:
 
     def _describe(self, action: Action) -> str:
         stage = self._stages[action.stage]
-        layers = f"layers {stage.first_layer} to {stage.first_layer + len(stage.layers) - 1}"
+        layers = f"layers {stage.first_layer} to {stage.last_layer}"
         return f"{WORDS[action.op]} of micro-batch {action.microbatch}, stage {action.stage} ({layers})"

@@ -1,43 +1,26 @@
 """What one rank receives and sends for its stages: channels to other workers, a box between two stages of its own."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from lp_pipe.channels import ChannelHub
-from lp_pipe.pipeline.compute.device import CPU, copied_on
-from lp_pipe.pipeline.ranks import Ranks
+from lp_pipe.pipeline.compute.device import copied_on
 from lp_pipe.pipeline.schedule.channels import Channels
 from lp_pipe.pipeline.worker.channel_ends import ChannelEnds
-from lp_pipe.pipeline.worker.channel_handle import ChannelTarget
+from lp_pipe.pipeline.worker.neighbours import Neighbours
 
 
 class Links(ChannelEnds[tuple[int, int]]):
-    """The channels that begin or end at `rank`, by the numbers that `Channels` gives them.
+    """The channels that begin or end at one rank, by the numbers that `Channels` gives them.
 
     Between workers with replicas a channel is one connection for each pair of ranks in `Ranks.routes`; a micro-batch
-    decides which. Opening the senders waits until the neighbours' hubs are up. epoch: what tells the connections' names
-    from those before a neighbour was restarted.
+    decides which. Opening the senders waits until the neighbours' hubs are up.
     """
 
-    def __init__(
-        self,
-        channels: Channels,
-        ranks: Ranks,
-        rank: int,
-        hub: ChannelHub,
-        targets: Mapping[int, ChannelTarget],
-        *,
-        kind: str,
-        credits: int,
-        name: str,
-        device: torch.device = CPU,
-        epoch: str = "",
-    ) -> None:
-        super().__init__(device)  # receivers by channel and sending rank, senders by channel and receiving rank
+    def __init__(self, channels: Channels, neighbours: Neighbours, credits: int) -> None:
+        super().__init__(neighbours.device)  # receivers by channel and sending rank, senders by channel and receiving
         self._channels = channels
-        worker, self._replica = ranks.places[rank]
+        ranks, rank = neighbours.ranks, neighbours.rank
+        worker, self._replica = neighbours.place
         self._local: dict[int, dict[int, Any]] = {}
         own = [channel for channel in channels.between_stages() if worker in self._ends(channel)]
         self._peers = {channel: [ranks.of(end) for end in self._ends(channel)] for channel in own}  # sending, receiving
@@ -48,15 +31,14 @@ class Links(ChannelEnds[tuple[int, int]]):
                 continue
             for sender, receiver in routes[channel]:
                 if receiver == rank:
-                    label = _label(channel, sender, receiver, routes[channel]) + epoch
+                    label = _label(channel, sender, receiver, routes[channel])
                     capacity = channels.capacity(channel, credits)
-                    self._receivers[channel, sender] = hub.receiver(label, credits=capacity, device=device)
+                    self._receivers[channel, sender] = neighbours.receiver(label, capacity)
         for channel in own:
             for sender, receiver in routes[channel]:
                 if sender == rank and channel not in self._local:
-                    label = _label(channel, sender, receiver, routes[channel]) + epoch
-                    target = targets[receiver]
-                    self._senders[channel, receiver] = target.open(label, kind=kind, name=name, device=device)
+                    label = _label(channel, sender, receiver, routes[channel])
+                    self._senders[channel, receiver] = neighbours.sender(receiver, label)
 
     def receiving(self, channel: int, microbatch: int) -> Callable[[int], Any]:
         """What waits for a micro-batch's value of the operation with a tag.

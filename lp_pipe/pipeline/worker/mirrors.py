@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from lp_pipe.channels.packing import copied
 from lp_pipe.context import context
-from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.saving.manifest import Manifest
 from lp_pipe.rpc.pool import DaemonPool
 
@@ -95,31 +94,3 @@ class Mirrors:
             for held in self._held.values():
                 for step in [step for step in held if step >= first]:
                     del held[step]
-
-
-def common_steps(held: Sequence[dict[int, list[int]]]) -> list[int]:
-    """The steps of which somebody holds every worker's state, in order.
-
-    held: what each worker's `mirrors_held` has said, by rank.
-    """
-    by_rank = [{step for found in held for step in found.get(rank, ())} for rank in range(len(held))]
-    return sorted(set.intersection(*by_rank))
-
-
-def check_guards(world_size: int) -> None:
-    """
-    Raises:
-        PipelineError: nobody is there to guard.
-    """
-    if world_size < 2:
-        raise PipelineError("mirror() needs at least 2 stage workers: a single one has no neighbour to keep its state")
-
-
-def check_is_held(step: int, steps: Sequence[int]) -> None:
-    """
-    Raises:
-        PipelineError: it is none of the steps to which all can go back.
-    """
-    if step not in steps:
-        known = ", ".join(map(str, steps)) or "none"
-        raise PipelineError(f"go_back({step}): not every worker's state of that step is in memory; there are: {known}")

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lp_pipe.errors import NonFiniteError
+from lp_pipe.pipeline.compute.finite import is_finite
 from lp_pipe.pipeline.compute.recompute import is_recomputing
 from lp_pipe.pipeline.compute.stage import Place, Stage
 from lp_pipe.pipeline.config import PipelineConfig
@@ -128,11 +129,6 @@ def described(what: str, found: NonFinite | None) -> str:
     return f"{what}, first in micro-batch {found.microbatch}, stage {found.stage} ({found.node}): {found.what}"
 
 
-def is_finite(value: Any) -> bool:
-    """Whether no tensor of a value holds NaN or infinity."""
-    return all(_is_finite(tensor.detach()) for tensor in tensors_of(value) if _may_be_infinite(tensor))
-
-
 @contextlib.contextmanager
 def _hooked(layer: nn.Module, inner: list[str]) -> Iterator[None]:
     """In the body, modules inside of the layer whose output is not finite leave their names."""
@@ -151,18 +147,3 @@ def _hooked(layer: nn.Module, inner: list[str]) -> Iterator[None]:
 
 def _order(found: NonFinite) -> tuple[int, ...]:
     return int(found.is_backward), found.microbatch, -found.layer if found.is_backward else found.layer
-
-
-def dense(tensor: Tensor) -> Tensor:
-    """All numbers of a tensor that may be sparse, as the gradient of an nn.Embedding(sparse=True) is."""
-    return tensor._values() if tensor.is_sparse else tensor
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    tensor = dense(tensor)
-    # A sum takes a fraction of the time; one of finite numbers may be too large for a number.
-    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
-
-
-def _may_be_infinite(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()

@@ -10,13 +10,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from lp_pipe.channels import ChannelHub
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.compute.buffers import BufferSnapshot, set_buffer
-from lp_pipe.pipeline.compute.device import CPU
-from lp_pipe.pipeline.ranks import Ranks
 from lp_pipe.pipeline.worker.channel_ends import ChannelEnds
-from lp_pipe.pipeline.worker.channel_handle import ChannelTarget
+from lp_pipe.pipeline.worker.neighbours import Neighbours
 
 _CREDITS = 2  # shards, and sums
 
@@ -24,31 +21,17 @@ _CREDITS = 2  # shards, and sums
 class Reduction(ChannelEnds[int]):
     """One replica's part. `reduce` is called once a step, by all replicas of the worker."""
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        rank: int,
-        hub: ChannelHub,
-        targets: Mapping[int, ChannelTarget],
-        *,
-        kind: str,
-        name: str,
-        device: torch.device = CPU,
-        epoch: str = "",
-    ) -> None:
-        super().__init__(device)  # by the other replica
-        worker, self._replica = ranks.places[rank]
-        self._count = ranks.replicas[worker]
-        others = [(replica, other) for replica, other in enumerate(ranks.of(worker)) if other != rank]
+    def __init__(self, neighbours: Neighbours) -> None:
+        super().__init__(neighbours.device)  # by the other replica
+        worker, self._replica = neighbours.place
+        own, ranks = neighbours.rank, neighbours.ranks.of(worker)
+        self._count = len(ranks)
+        others = [(replica, other) for replica, other in enumerate(ranks) if other != own]
         self._receivers = {
-            replica: hub.receiver(f"gradients of rank {other} for {rank}{epoch}", credits=_CREDITS, device=device)
-            for replica, other in others
+            replica: neighbours.receiver(f"gradients of rank {other} for {own}", _CREDITS) for replica, other in others
         }
         self._senders = {
-            replica: targets[other].open(
-                f"gradients of rank {rank} for {other}{epoch}", kind=kind, name=name, device=device
-            )
-            for replica, other in others
+            replica: neighbours.sender(other, f"gradients of rank {own} for {other}") for replica, other in others
         }
 
     def reduce(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lp_pipe.errors import CheckpointError, PipelineError
+from lp_pipe.pipeline.compute.finite import dense, is_finite
 from lp_pipe.pipeline.compute.gradient_norms import GradientNorm, norms_of
 from lp_pipe.pipeline.compute.loss_scale import unscale
 from lp_pipe.pipeline.compute.stage import Stage
@@ -23,7 +24,6 @@ from lp_pipe.pipeline.saving.same_scheduler import kind_of, refuse_other_schedul
 from lp_pipe.pipeline.saving.saved import Saved
 from lp_pipe.pipeline.saving.state_of_optimizer import OfParameter, restore, state_of
 from lp_pipe.pipeline.worker.execution import Report
-from lp_pipe.pipeline.worker.nonfinite import dense, is_finite
 
 
 class Training:

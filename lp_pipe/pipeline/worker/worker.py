@@ -1,8 +1,8 @@
 """One stage worker: owns its stages' parameters, and runs its share of a schedule on them."""
 
-import contextlib
 import socket
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from lp_pipe.pipeline.layers.state_shapes import check_shapes, taken_by
 from lp_pipe.pipeline.results import StageMemory
 from lp_pipe.pipeline.saving.saved import Saved, is_of, joined, saved_of
 from lp_pipe.pipeline.schedule import Action, Schedule, forward_on, share
+from lp_pipe.pipeline.worker.ahead import Ahead
 from lp_pipe.pipeline.worker.async_guard import Guard
 from lp_pipe.pipeline.worker.async_worker import AsyncWorker
 from lp_pipe.pipeline.worker.channel_handle import ChannelTarget
@@ -36,6 +37,7 @@ from lp_pipe.pipeline.worker.learning_rate import LearningRate
 from lp_pipe.pipeline.worker.links import Links
 from lp_pipe.pipeline.worker.metering import Metering
 from lp_pipe.pipeline.worker.mirrors import Mirrors
+from lp_pipe.pipeline.worker.neighbours import Neighbours
 from lp_pipe.pipeline.worker.nonfinite import Search
 from lp_pipe.pipeline.worker.past import Past
 from lp_pipe.pipeline.worker.reduction import Reduction
@@ -80,7 +82,7 @@ class StageWorker:
         self.write_share, self.forget_share = shares.write_share, shares.forget_share
         self.remove_share = shares.remove_share
         self._loss = OwnLoss(pipeline.loss if pipeline.last_stage in self._stages else None, self._device)
-        self._inner = [m for s in self._stages.values() for layer in s.layers for m in layer.modules()]
+        self._inner = [module for stage in self._stages.values() for module in stage.modules()]
         self._modules = [*self._inner, *self._loss.modules]
         self._buffers_before: BufferSnapshot | None = None
         self._writes = ForwardWrites(self._inner, [p for s in self._stages.values() for p in s.named_parameters()])
@@ -89,11 +91,12 @@ class StageWorker:
         self._intake = Intake(pipeline, self._stages, feeder, node.name, self._device)
         # Not before its layers are built: where that fails, the neighbours are told why, and find no closed hub.
         usual = node.services.endpoint_for(channels.id)
-        self._hub = ChannelHub(node.exit_stack.enter_context(hub_endpoint(pipeline.channel, usual)), node.name)
-        node.exit_stack.callback(self._hub.close, f"{node.name} has ended")
-        node.services.register(channels.id, self._hub.endpoint)
-        self._ends: Any = pipeline.ranks, worker.rank, self._hub, neighbours
-        self._connect("")
+        hub = ChannelHub(node.exit_stack.enter_context(hub_endpoint(pipeline.channel, usual)), node.name)
+        node.exit_stack.callback(hub.close, f"{node.name} has ended")
+        node.services.register(channels.id, hub.endpoint)
+        self._connect(
+            Neighbours(pipeline.ranks, worker.rank, node.name, hub, neighbours, pipeline.channel, self._device)
+        )
 
     def whereabouts(self) -> Whereabouts:
         """Where it runs, and what."""
@@ -110,7 +113,7 @@ class StageWorker:
         self.discard()
         for ends in (self._links, self._reduction):
             ends.close("a worker was restarted")
-        self._connect(epoch)
+        self._connect(replace(self._neighbours, epoch=epoch))
 
     def train(self, task: Task, scale: float | None = None) -> Report:
         """Run the schedule's actions for one step; gradients stay until `apply` or `discard`.
@@ -144,11 +147,11 @@ class StageWorker:
 
     def train_ahead(self, task: Task, ahead: Task | None, after: int) -> Report:
         """One step of an asynchronous schedule, updates included; see AsyncWorker.run."""
-        assert self._async is not None, "only an asynchronous schedule has such steps"
+        assert isinstance(self._ahead, AsyncWorker), "only an asynchronous schedule has such steps"
         self._past.changes()
         self._writes.forget()  # a step that fails is not undone
         with current(self._device):
-            return self._async.run(task, ahead, after)
+            return self._ahead.run(task, ahead, after)
 
     def infer(self, tag: int, microbatches: int, inputs: dict[int, Any], targets: list[Any]) -> Report:
         """Run forwards in eval mode; the last stage reports the loss, or the outputs where there are no targets.
@@ -156,8 +159,7 @@ class StageWorker:
         inputs: for the first stage, those of this replica, by micro-batch.
         """
         schedule = forward_on(self._config.placement, microbatches)
-        if self._async is not None:
-            self._async.discard()  # its messages are in the way of these
+        self._ahead.discard()  # its messages are in the way of these
         self._buffers_before = None  # what a step has changed stays
         operation = self._intake.of(tag, EVALUATION, apart(inputs), aligned(targets))
         with torch.no_grad(), current(self._device), eval_mode(self._inner, self._loss.modules), self._writes.undone():
@@ -173,8 +175,7 @@ class StageWorker:
             Exception: the optimizer's or scheduler's own; other stages may have done the step.
         """
         self._past.changes()
-        if self._async is not None:
-            self._async.discard()  # a step that is left out, perhaps the one of which some forwards are done
+        self._ahead.discard()  # a step that is left out, perhaps the one of which some forwards are done
         with noting(f"in {self._name}, update of stages {', '.join(map(str, self._stages))}, step {step}"):
             self.training.step(step, total_norm, self._config.clip_grad_norm, skip=skip)
         self._writes.forget()
@@ -204,20 +205,17 @@ class StageWorker:
         self._reduction.discard()
         for stage in self._stages.values():
             stage.discard()
-        if self._async is not None:
-            self._async.discard()
+        self._ahead.discard()
 
     def abort(self, tag: int, reason: str) -> None:
         """Make operation `tag` fail wherever it waits; called while it runs."""
         self._links.abort(tag, reason)
         self._reduction.abort(tag, reason)
-        if self._async is not None:
-            self._async.abort(tag, reason)
+        self._ahead.abort(tag, reason)
 
     def start_metering(self) -> None:
         """Count what the next steps hold in memory; they take longer."""
-        if self._async is not None:
-            self._async.discard()  # of forwards that were done ahead nobody has counted anything
+        self._ahead.discard()  # of forwards that were done ahead nobody has counted anything
         self._metering.start()
 
     def stop_metering(self) -> StageMemory:
@@ -227,7 +225,7 @@ class StageWorker:
     def state_dict(self) -> dict[str, Tensor]:
         """This worker's part of the model."""
         self._past.check()
-        with self._async.between_steps() if self._async is not None else contextlib.nullcontext():
+        with self._ahead.between_steps():
             return dict(to_host(self._own_state(), self._device))
 
     def names(self) -> list[str]:
@@ -240,8 +238,7 @@ class StageWorker:
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self._past.changes()
-        if self._async is not None:
-            self._async.forget_versions()
+        self._ahead.forget_versions()
         for stage in self._stages.values():
             stage.load_state_dict(state)
         self._writes.are_loaded()
@@ -276,24 +273,24 @@ class StageWorker:
         self.load_state_dict(saved.weights)
         self.training.restore(saved)
         self._loss.restore(saved.loss)
-        if self._async is not None:
-            self._async.restore(saved.versions)
+        self._ahead.restore(saved.versions)
 
     def _share(self) -> dict[str, Any]:
         """On the host: who guards this worker may see no GPU, and this one's may have no room for copies."""
         self._writes.check()
-        loss, versions = self._loss.state(), self._async.state() if self._async is not None else None
-        return dict(to_host(self.training.share(self.state_dict(), loss, versions), self._device))
+        share = self.training.share(self.state_dict(), self._loss.state(), self._ahead.state())
+        return dict(to_host(share, self._device))
 
-    def _connect(self, epoch: str) -> None:
+    def _connect(self, neighbours: Neighbours) -> None:
         config = self._config
-        options: Any = {"kind": config.channel, "name": self._name, "device": self._device, "epoch": epoch}
-        self._links = Links(config.channels, *self._ends, credits=config.credits, **options)
-        self._reduction = Reduction(*self._ends, **options)
+        self._neighbours = neighbours
+        self._links = Links(config.channels, neighbours, config.credits)
+        self._reduction = Reduction(neighbours)
         self._side = SideChannels(config.channels, self._links, self._stages)
-        own: Any = self._links, self._side, self._name, self._device, self._loss.call
-        self._execution = Execution(config, self._stages, *own)
-        self._async = self._async_worker() if config.updates is not None else None
+        self._execution = Execution(
+            config, self._stages, self._links, self._side, self._name, self._device, self._loss.call
+        )
+        self._ahead = self._async_worker() if config.is_asynchronous else Ahead()
 
     def _async_worker(self) -> AsyncWorker:
         share = self._replica, self._config.replicas[self._worker]

@@ -32,7 +32,7 @@ class CopiedParameters:
             for name, parameter in named:
                 copied[name] = parameter
                 self._why.setdefault(name, why)
-        modules = [module for stage in stages.values() for layer in stage.layers for module in layer.modules()]
+        modules = [module for stage in stages.values() for module in stage.modules()]
         places = {id(p): (module, own) for module in modules for own, p in module._parameters.items()}
         self._places = {name: places[id(p)] for name, p in copied.items()}  # where older weights may stand in for it
         users = are_users(modules)
@@ -75,7 +75,7 @@ class CopiedParameters:
 def _copied(config: PipelineConfig, stages: Mapping[int, Stage]) -> Iterator[tuple[_Named, str]]:
     """Which there are copies of, and why none may be written to."""
     for index, stage in stages.items():
-        if config.updates is not None and config.timings[index].delay:
+        if config.is_asynchronous and config.timings[index].delay:
             yield stage.named_parameters(), _KEPT
         if config.replicas[config.placement[index]] > 1:
             yield stage.named_parameters(), "the stage's other replicas have it, too: give the stage one"

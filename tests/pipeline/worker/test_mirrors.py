@@ -12,7 +12,7 @@ from torch import nn
 import lp_pipe as lp
 import lp_pipe.pipeline as pp
 from lp_pipe.pipeline.saving.manifest import Manifest
-from lp_pipe.pipeline.worker.mirrors import Mirror, Mirrors, common_steps
+from lp_pipe.pipeline.worker.mirrors import Mirror, Mirrors
 from lp_pipe.pipeline.worker.worker import StageWorker
 from lp_pipe.telemetry import waits
 from tests.pipeline.plain_loop import (
@@ -115,13 +115,6 @@ def test_a_single_worker_has_no_neighbour() -> None:
         pytest.raises(lp.RemoteError, match="at least 2 stage workers"),
     ):
         pipeline.mirror()
-
-
-def test_after_a_death_only_steps_that_somebody_holds_of_every_worker_count() -> None:
-    # Three workers; each holds its own mirrors and those of the one before it. Worker 1 has died and holds nothing.
-    held: list[dict[int, list[int]]] = [{0: [4, 5], 2: [4, 5]}, {}, {2: [4, 5], 1: [4]}]
-    assert common_steps(held) == [4]
-    assert common_steps([held[0], {}, {}]) == []
 
 
 def test_a_mirror_that_was_on_its_way_does_not_come_after_going_back(monkeypatch: pytest.MonkeyPatch) -> None:

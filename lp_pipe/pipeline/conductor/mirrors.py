@@ -1,0 +1,86 @@
+"""The last states of all workers in memory: who guards whose, and to which steps all of them can go back."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline.conductor.steps import Steps
+from lp_pipe.pipeline.conductor.workers import Workers
+
+
+class AllMirrors:
+    """What the workers' `Mirrors` are asked for; called by one thread, between operations.
+
+    me: a client of the conductor, for the worker that its own one guards.
+    """
+
+    def __init__(self, workers: Workers, steps: Steps) -> None:
+        self._workers = workers
+        self._steps = steps
+        self._last: int | None = None  # the step of the last ones
+        self._are_guarded = False
+
+    def make(self, me: Any) -> int:
+        """Let each worker copy its state, for itself and its guard; returns the step."""
+        self._guard(me)
+        if self._last == self._steps.done:  # of two on their way to a guard, a death would leave some of each
+            self.forget(self._steps.done)
+        self._last = self._steps.done
+        self._workers.all("mirror", self._steps.manifest())
+        return self._steps.done
+
+    def steps(self) -> list[int]:
+        """To which all workers could go back."""
+        return common_steps(self._workers.all("mirrors_held"))
+
+    def go_back(self, step: int, me: Any) -> None:
+        """Go on from the state after so many steps.
+
+        Raises:
+            PipelineError: it is none of `steps`; nothing has changed.
+        """
+        self._guard(me)
+        self._workers.all("settle_mirrors")
+        _check_is_held(step, self.steps())
+        with self._steps.tearing(f"going back to step {step} has failed"):
+            found = self._workers.all("go_back", step)[0]
+        self._last = step
+        self._steps.go_to(found)
+
+    def forget(self, first: int = 0) -> None:
+        """From that step on: the state is, or is about to be, another one."""
+        self._workers.all("settle_mirrors")
+        self._workers.all("forget_mirrors", first)
+
+    def guard_anew(self) -> None:
+        """A worker was restarted, and knows no guard."""
+        self._are_guarded = False
+
+    def _guard(self, me: Any) -> None:
+        if not self._are_guarded:
+            self._workers.all("guarded_by", self._workers.clients(me))
+            self._are_guarded = True
+
+
+def common_steps(held: Sequence[dict[int, list[int]]]) -> list[int]:
+    """The steps of which somebody holds every worker's state, in order.
+
+    held: what each worker's `mirrors_held` has said, by rank.
+    """
+    by_rank = [{step for found in held for step in found.get(rank, ())} for rank in range(len(held))]
+    return sorted(set.intersection(*by_rank))
+
+
+def check_guards(world_size: int) -> None:
+    """
+    Raises:
+        PipelineError: nobody is there to guard.
+    """
+    if world_size < 2:
+        raise PipelineError("mirror() needs at least 2 stage workers: a single one has no neighbour to keep its state")
+
+
+def _check_is_held(step: int, steps: Sequence[int]) -> None:
+    if step not in steps:
+        known = ", ".join(map(str, steps)) or "none"
+        raise PipelineError(f"go_back({step}): not every worker's state of that step is in memory; there are: {known}")
