@@ -1,4 +1,4 @@
-"""Ctrl+Z at the launcher, and schedulers that suspend a whole job: everybody sleeps, and goes on as if nothing had been."""
+"""Ctrl+Z at the launcher, and schedulers that suspend a whole job: all sleep, and go on as if nothing had been."""
 
 import os
 import signal
