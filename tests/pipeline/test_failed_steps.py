@@ -55,6 +55,39 @@ def test_buffers_are_as_before(recompute: str) -> None:
         assert_same_state(pipeline.state_dict(), plain.state_dict())
 
 
+def _whole(*stages: str) -> pp.Schedule:
+    return pp.Schedule.from_csv("\n".join(",".join(f"{s}{op}{m}" for op in "FB" for m in range(4)) for s in stages))
+
+
+def test_a_step_that_does_not_begin_leaves_the_one_before_it_alone() -> None:
+    # Its BatchNorm statistics were put back to what they were before that one.
+    model = pp.Model([nn.BatchNorm1d(T), nn.Linear(D, D), Counts()], squared_error, sgd)
+    plain = PlainLoop(model, 4)
+    with launched("thread", model, stages=2, schedule=_whole("0", "1"), microbatches=4) as pipeline:
+        for batch in BATCHES:
+            assert pipeline.step(batch).loss == plain.step(batch)
+            with pytest.raises(pp.ScheduleError, match="written for 4 micro-batches"):
+                pipeline.step(random_batches([3])[0])
+            assert_same_state(pipeline.state_dict(), plain.state_dict())
+
+
+class _NeverSecond(torch.optim.lr_scheduler.LRScheduler):
+    def get_lr(self) -> list[Any]:
+        if self.last_epoch == 2:
+            raise RuntimeError("no rate for step 2")
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+
+def test_a_skipped_step_that_fails_leaves_the_one_before_it_alone() -> None:
+    model = pp.Model([nn.BatchNorm1d(T), nn.Linear(D, D)], squared_error, sgd, lr_scheduler=_NeverSecond)
+    plain = PlainLoop(model, 4)
+    with launched("thread", model, stages=1, microbatches=4) as pipeline:
+        assert pipeline.step(BATCHES[0]).loss == plain.step(BATCHES[0])
+        with pytest.raises(RuntimeError, match="no rate"):
+            pipeline.skip_step()
+        assert_same_state(pipeline.state_dict(), plain.state_dict())
+
+
 class _Odd(Exception):
     """Neither its notes nor its message are what Python expects."""
 

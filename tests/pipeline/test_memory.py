@@ -3,11 +3,12 @@
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 import lp_pipe.pipeline as pp
 from lp_pipe.pipeline.partitioning.cost import Memory
-from tests.pipeline.plain_loop import PlainLoop, adam, assert_same_state, launched, launched_many, random_batches
+from tests.pipeline.plain_loop import PlainLoop, adam, assert_same_state, launched, launched_many, random_batches, sgd
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -125,3 +126,12 @@ def test_parameters_gradients_and_state_are_counted() -> None:
         assert (stage.parameter_bytes, stage.gradient_bytes, stage.buffer_bytes) == (parameters, parameters, 0)
         assert stage.weight_version_bytes == 0
         assert stage.optimizer_bytes == 2 * parameters + 2 * LAYERS * 4  # and Adam's step counters
+
+
+def test_sparse_gradients_are_counted() -> None:
+    """Such as those of Embedding(sparse=True); torch does not say their bytes, and the step failed."""
+    model = pp.Model([nn.Embedding(100, WIDTH, sparse=True)], loss, sgd)
+    batch = torch.arange(8).view(4, 2), torch.zeros(4)
+    with launched("thread", model, stages=1, microbatches=1) as pipeline:
+        (memory,) = pipeline.profile_memory(batch=batch)
+    assert memory.gradient_bytes == 8 * (WIDTH * 4 + 8)  # of each row that was looked up its numbers and its place

@@ -106,6 +106,11 @@ class Held:
         self._meter.remove(self._address, memory_of(self.tensor)[1])
 
 
+def bytes_of(tensor: Tensor) -> int:
+    """What it takes, if it has its memory for itself; of a sparse one all parts."""
+    return tensor.nbytes if tensor.layout is torch.strided else memory_of(tensor)[1]
+
+
 def memory_of(tensor: Tensor) -> tuple[int, int]:
     """Where the tensor's memory begins, and its bytes; of a sparse one where its values are, and those of all parts."""
     storages = [part.untyped_storage() for part in _parts(tensor)]

@@ -149,6 +149,7 @@ class Steps(ABC):
             else:
                 self._workers.discard()
             raise
+        self._workers.new_tag()  # the step stays: what is discarded from now on is another one's
 
     def _may_have_updated(self) -> bool:
         try:

@@ -92,9 +92,9 @@ class Workers:
         return self._attempt(tag, [own, *peers])
 
     def discard(self) -> None:
-        """Let all workers forget what a failed operation has left, once none works on it any more."""
+        """Let all workers forget what the last operation, a failed one, has left, once none works on it any more."""
         with contextlib.suppress(Unavailable):  # a worker that has died is the cause, or comes after it
-            self.all("discard")
+            self.all("discard", self._tag)
 
     def _start(self, run: Callable[[Any, int], Any]) -> "list[Future[Report]]":
         """On the other ranks."""

@@ -3,11 +3,10 @@
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 
-import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lp_pipe.pipeline.compute.activation_meter import ActivationMeter, memory_of
+from lp_pipe.pipeline.compute.activation_meter import ActivationMeter, bytes_of
 from lp_pipe.pipeline.results import StageMemory
 from lp_pipe.pipeline.schedule import Action
 from lp_pipe.pipeline.worker.execution import Operation, Run
@@ -37,7 +36,7 @@ class Metering:
         meter, self._meter = self._meter, None
         assert meter is not None, "stop comes after start"
         parameters, _, state = self._training.bytes()
-        buffers = sum(_bytes(buffer) for m in self._modules for buffer in m._buffers.values() if buffer is not None)
+        buffers = sum(bytes_of(buffer) for m in self._modules for buffer in m._buffers.values() if buffer is not None)
         sizes = (parameters, self._gradient_bytes, state, buffers, meter.peak_bytes, meter.stash_bytes)
         return StageMemory(*self._place, self._stages, *sizes, self._version_bytes, meter.deferred_bytes)
 
@@ -76,7 +75,3 @@ class Metering:
 
 def _batch_of(operation: Operation) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves((operation.inputs, operation.targets)) if isinstance(leaf, Tensor)]
-
-
-def _bytes(buffer: Tensor) -> int:
-    return buffer.nbytes if buffer.layout is torch.strided else memory_of(buffer)[1]

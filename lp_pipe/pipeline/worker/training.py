@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lp_pipe.errors import CheckpointError, PipelineError
+from lp_pipe.pipeline.compute.activation_meter import bytes_of
 from lp_pipe.pipeline.compute.finite import dense, is_finite
 from lp_pipe.pipeline.compute.gradient_norms import GradientNorm, norms_of
 from lp_pipe.pipeline.compute.loss_scale import unscale
@@ -130,8 +131,8 @@ class Training:
 
     def learning_rates(self) -> dict[str, float]:
         """By the names of the parameters that the next step would change, if their optimizer knows such a thing."""
-        trained = [(group, name) for group, name, parameter in self._grouped() if parameter.requires_grad]
-        return {name: float(group["lr"]) for group, name in trained if "lr" in group}
+        trained = {name: group for group, name, parameter in self._grouped() if parameter.requires_grad}
+        return {name: float(trained[name]["lr"]) for name, _ in self._parameters if "lr" in trained.get(name, ())}
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply all that are there."""
@@ -259,7 +260,7 @@ class Training:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
+    return sum(map(bytes_of, tensors))
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

@@ -84,7 +84,7 @@ class StageWorker:
         self._loss = OwnLoss(pipeline.loss if pipeline.last_stage in self._stages else None, self._device)
         self._inner = [module for stage in self._stages.values() for module in stage.modules()]
         self._modules = [*self._inner, *self._loss.modules]
-        self._buffers_before: BufferSnapshot | None = None
+        self._buffers_before: dict[int, BufferSnapshot] = {}  # by the operation's tag: the last one's
         self._writes = ForwardWrites(self._inner, [p for s in self._stages.values() for p in s.named_parameters()])
         self._metering = Metering(self._inner, self.training, (self._worker, self._replica), list(self._stages))
         self._search = Search(pipeline, self._stages, names_by_index(worker.sources.values()), node.name)
@@ -110,7 +110,7 @@ class StageWorker:
         """New channels to all neighbours, one of which was restarted; the same `epoch` for all workers."""
         self._past.join_again()
         self._intake.forget_ahead()
-        self.discard()
+        self.discard(0)
         for ends in (self._links, self._reduction):
             ends.close("a worker was restarted")
         self._connect(replace(self._neighbours, epoch=epoch))
@@ -122,15 +122,14 @@ class StageWorker:
         """
         self._past.changes()
         schedule = self._config.schedule_for(task.microbatches)
-        self._buffers_before = None
         operation = self._intake.operation(task, scale)
-        self._buffers_before = BufferSnapshot(self._modules)
+        before = self._snapshot(task.tag)
         self._writes.begin(trains=True)
         with current(self._device), self._metering.around(self._execution.training) as actions:
             self._execution.run(self._part_of(schedule), operation, actions)
         self._writes.end(trains=True)
         self._metering.before_update()
-        self._reduction.reduce(task.tag, self.training.parameters, self._modules, self._buffers_before)
+        self._reduction.reduce(task.tag, self.training.parameters, self._modules, before)
         self.training.examine(operation.report, self._config, scale)
         return operation.report
 
@@ -138,7 +137,7 @@ class StageWorker:
         """As `train`, to see where something is not finite; `discard` what it has done."""
         schedule = self._config.schedule_for(task.microbatches)
         operation = self._intake.operation(task, scale)
-        self._buffers_before = BufferSnapshot(self._modules)
+        self._snapshot(task.tag)
         self._writes.begin(trains=True)
         report = operation.report
         with current(self._device), self._search.around(self._execution.training, report.nonfinite) as actions:
@@ -160,7 +159,6 @@ class StageWorker:
         """
         schedule = forward_on(self._config.placement, microbatches)
         self._ahead.discard()  # its messages are in the way of these
-        self._buffers_before = None  # what a step has changed stays
         operation = self._intake.of(tag, EVALUATION, apart(inputs), aligned(targets))
         with torch.no_grad(), current(self._device), eval_mode(self._inner, self._loss.modules), self._writes.undone():
             self._execution.run(self._part_of(schedule), operation, self._execution.inference)
@@ -191,16 +189,15 @@ class StageWorker:
 
     def share_weights(self, tag: int) -> None:
         """Exchange the tied parameters that a step has changed with the other workers."""
-        self._buffers_before = None
         self._side.share_weights(tag)
 
-    def discard(self) -> None:
-        """Forget what an aborted operation has left behind."""
+    def discard(self, tag: int) -> None:
+        """Forget what the aborted operation `tag` has left behind; it may have failed before it came to this worker."""
         self.training.clear_gradients()
         self._writes.undo()
-        if self._buffers_before is not None:
-            self._buffers_before.restore()
-            self._buffers_before = None
+        before = self._buffers_before.pop(tag, None)
+        if before is not None:
+            before.restore()
         self._links.discard()
         self._reduction.discard()
         for stage in self._stages.values():
@@ -264,6 +261,10 @@ class StageWorker:
         saved, self._saved = self._saved, None
         assert saved is not None, "adopt comes after read"
         self._take(saved)
+
+    def _snapshot(self, tag: int) -> BufferSnapshot:
+        self._buffers_before = {tag: BufferSnapshot(self._modules)}
+        return self._buffers_before[tag]
 
     def _own_state(self) -> dict[str, Tensor]:
         return {name: value for stage in self._stages.values() for name, value in stage.state_dict().items()}

@@ -125,6 +125,24 @@ def test_tied_and_frozen_parameters_have_the_rate_of_a_plain_loop() -> None:
     assert list(plain.learning_rates()) == ["1.weight", "1.bias", "2.weight", "3.bias"]
 
 
+def biases_apart(parameters: Any) -> torch.optim.Optimizer:
+    biases = [parameter for _, parameter in parameters if parameter.ndim == 1]
+    others = [parameter for _, parameter in parameters if parameter.ndim > 1]
+    return torch.optim.SGD([{"params": biases, "lr": 0.2}, {"params": others}], lr=0.1)
+
+
+def test_learning_rates_come_in_the_order_of_state_dict() -> None:
+    """They came group by group within a layer."""
+    model = model_on_plateau(layers=[nn.Linear(D, D), nn.Linear(D, D)], optimizer=biases_apart)
+    with launched("thread", model, stages=2) as pipeline:
+        assert list(pipeline.learning_rates().items()) == [
+            ("0.weight", 0.1),
+            ("0.bias", 0.2),
+            ("1.weight", 0.1),
+            ("1.bias", 0.2),
+        ]
+
+
 @pytest.mark.parametrize("how", ["save", "save_async", "mirror"])
 def test_a_checkpoint_keeps_what_the_scheduler_knows(tmp_path: Path, how: str) -> None:
     model = model_on_plateau()
