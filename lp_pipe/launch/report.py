@@ -9,7 +9,7 @@ from lp_pipe.errors import NodeError
 from lp_pipe.launch.coordination.coordinator import Coordinator
 from lp_pipe.launch.host import Host
 from lp_pipe.launch.hosts.lacking import advice_for
-from lp_pipe.telemetry.tracebacks import fold_traceback, notes, shortened
+from lp_pipe.telemetry.tracebacks import fold_traceback, folded_message, notes, shortened
 
 MAX_LINES = 14  # one less than a report may have: who prints it adds where the run's folder is
 _MAX_MESSAGE_LINES = 3
@@ -92,10 +92,11 @@ def failure_report(
     folder: file names below it are shown relative to it.
     """
     where = f" on {host}" if host else ""
-    message = [shortened(line) for line in error.message.splitlines() or [""]]
+    said = error.message.splitlines()
+    message = [shortened(line) for line in folded_message(error.message, folder)]
     head = [f"node {error.label}/{error.index}{where} failed: {error.type_name}: {message[0]}"]
     head += [f"  {line}" for line in message[1:_MAX_MESSAGE_LINES]]
-    head += [f"  {shortened(note)}" for note in notes(error.remote_traceback) if note not in message][:_MAX_NOTES]
+    head += [f"  {shortened(note)}" for note in notes(error.remote_traceback) if note not in said][:_MAX_NOTES]
     head += [f"  {advice}"] if advice else []
     tail = []
     if later_failures:

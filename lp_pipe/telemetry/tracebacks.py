@@ -49,6 +49,17 @@ def fold_traceback(text: str, folder: Path | None = None) -> list[str]:
     return lines
 
 
+def folded_message(message: str, folder: Path | None = None) -> list[str]:
+    """Its lines; of a traceback in it (a DataLoader's worker hands one on) what it ends in, and the user's frames."""
+    lines = message.splitlines() or [""]
+    header = next((index for index, line in enumerate(lines) if index and line.endswith(_HEADER)), None)
+    if header is None:
+        return lines
+    inner = "\n".join([_HEADER, *lines[header + 1 :]])
+    *_, last = _blocks(inner)
+    return [*lines[:header], last.error, *fold_traceback(inner, folder)] if last.error else lines
+
+
 def notes(text: str) -> list[str]:
     """What was added to the last exception of a traceback (add_note), each note once; behind further lines it says.
 

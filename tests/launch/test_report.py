@@ -62,3 +62,25 @@ def test_many_last_lines_are_cut_to_the_newest() -> None:
     lines = failure_report(error, last_lines=[f"step {number}" for number in range(20)]).splitlines()
     assert len(lines) <= MAX_LINES
     assert lines[-1] == "    step 19"
+
+
+def test_a_traceback_in_the_message_is_told_by_its_end_and_the_users_frames() -> None:
+    """What a DataLoader's worker met was cut behind the first line of its traceback: neither what, nor where."""
+    message = (
+        "feeder/0.batch() raised ValueError: Caught ValueError in DataLoader worker process 0.\n"
+        "Original Traceback (most recent call last):\n"
+        '  File "/x/site-packages/torch/utils/data/_utils/fetch.py", line 54, in fetch\n'
+        "    data = self.dataset[idx]\n"
+        '  File "/home/me/data.py", line 9, in __getitem__\n'
+        "    raise ValueError(index)\n"
+        "ValueError: sample 300 is damaged\n"
+    )
+    error = NodeError("trainer", 0, "ValueError", message, f"{TRACEBACK}{message}in the feeder's batch(18)\n")
+    assert failure_report(error, folder=Path("/home/me")).splitlines() == [
+        "node trainer/0 failed: ValueError: feeder/0.batch() raised ValueError: Caught ValueError in DataLoader worker"
+        " process 0.",
+        "  ValueError: sample 300 is damaged",
+        "  data.py:9 in __getitem__:  raise ValueError(index)",
+        "  in the feeder's batch(18)",
+        "  train.py:3 in run:  go()",
+    ]

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -147,6 +148,7 @@ class Says:
             "at least one tensor with a batch dimension, not NoneType: .* give the input as the target",
         ),
         ((torch.ones(4, T, D), torch.ones(4)[0]), "at least one tensor with a batch dimension"),
+        ((np.ones((4, T, D)), torch.ones(4)), r"ndarray of shape \(4, 3, 8\), .* give tensors, as torch.from_numpy"),
     ],
 )
 def test_a_feeder_that_returns_nonsense_is_told_so(batch: Any, message: str) -> None:
@@ -179,19 +181,17 @@ def test_a_feeder_that_fails_is_the_steps_failure_and_the_next_one_goes_on() -> 
 
 @pytest.mark.parametrize("target_size", [2, 7, 9])
 @pytest.mark.parametrize("source", ["feeder", "client"])
-def test_a_target_that_splits_otherwise_is_refused(source: str, target_size: int) -> None:
-    """The last stage cut off what was too much, or ran out of targets, when the feeder gave them."""
-    wrong = (torch.randn(12, T, D), torch.randn(target_size, T, D))  # 12 in 5 makes 4 micro-batches; these 2, 4 or 5
+def test_a_target_that_is_cut_at_other_samples_is_refused(source: str, target_size: int) -> None:
+    """12 in 5 are 3, 3, 3 and 3; 7 are 2, 2, 2 and 1: that many, too, and a loss may broadcast."""
+    batch = (torch.randn(12, T, D), torch.randn(target_size, T, D))
     model = pp.Model([LINEAR, LINEAR], lambda output, target: output.mean(), sgd)
-    feeder = [wrong] if source == "feeder" else None
-    with launched("thread", model, feeder, stages=2, microbatches=5) as pipeline:
-        call = pipeline.step if source == "feeder" else lambda: pipeline.step(wrong)
-        if target_size == 7:
+    with launched("thread", model, [batch] if source == "feeder" else None, stages=2, microbatches=5) as pipeline:
+        call = pipeline.step if source == "feeder" else lambda: pipeline.step(batch)
+        with pytest.raises(
+            pp.PipelineError, match=rf"differ in their first dimension: \[\(12, .*\({target_size}, "
+        ) as got:
             call()
-            return
-        count = {2: 2, 9: 5}[target_size]
-        with pytest.raises(pp.PipelineError, match=f"into 4 micro-batches, the target that stages/1 got into {count}"):
-            call()
+        assert f"in the {'feeder' if source == 'feeder' else 'batch of step 0'}" in str(got.value)
         assert pipeline.current_step() == 0
 
 

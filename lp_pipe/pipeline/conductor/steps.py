@@ -10,14 +10,14 @@ from typing import Any
 from torch import Tensor
 
 from lp_pipe.context import log_metrics
-from lp_pipe.errors import EndOfData, PipelineError, Unavailable
+from lp_pipe.errors import EndOfData, PipelineError, Unavailable, noting
 from lp_pipe.pipeline.compute.gradient_norms import total_norm
 from lp_pipe.pipeline.compute.loss_scale import LossScale
 from lp_pipe.pipeline.conductor.on_nan import OnNan
 from lp_pipe.pipeline.conductor.stragglers import Stragglers
 from lp_pipe.pipeline.conductor.workers import Workers
 from lp_pipe.pipeline.config import PipelineConfig
-from lp_pipe.pipeline.layers.microbatches import aligned, check_pair, split
+from lp_pipe.pipeline.layers.microbatches import aligned, check_pair, count
 from lp_pipe.pipeline.layers.names import in_order
 from lp_pipe.pipeline.results import StepResult, StepTrace
 from lp_pipe.pipeline.saving.manifest import Manifest
@@ -125,8 +125,8 @@ class Steps(ABC):
         if given is None:
             raise EndOfData(f"the feeder has no batch for step {step}")
         value, target = check_pair(given, "step()")
-        value = aligned(value)
-        return value, target, len(split(value, self._config.microbatches))
+        with noting(f"in the feeder's batch({step})" if batch is None else f"in the batch of step {step}"):
+            return aligned(value), target, count((value, target), self._config.microbatches)
 
     def _whole_task(self, tag: int, step: int, batch: tuple[Any, Any, int], *, from_feeder: bool) -> Task:
         value, target, microbatches = batch

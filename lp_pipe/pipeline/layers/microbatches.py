@@ -30,33 +30,54 @@ def split(value: Any, microbatches: int) -> list[Any]:
     """At most `microbatches` slices (torch.chunk may give fewer) of a tensor, or of nested containers of tensors.
 
     Raises:
-        PipelineError: no tensor to split, or tensors that give different numbers of slices, or in a container that
-            torch does not know.
+        PipelineError: as `count`.
     """
     leaves, spec = pytree.tree_flatten(value)
-    for leaf in leaves:
-        _refuse_unknown_container(leaf)
-        _refuse_sparse(leaf)
+    number = _count(value, leaves, microbatches)
     # .data: a layer that writes in place to one slice has not changed the others, which autograd may have saved.
     chunked = [[part.data for part in _aligned(leaf).chunk(microbatches)] for leaf in leaves if _is_batched(leaf)]
-    if not chunked:
+    parts = []
+    for index in range(number):
+        slices = iter(chunked)
+        parts.append(pytree.tree_unflatten([next(slices)[index] if _is_batched(x) else x for x in leaves], spec))
+    return parts
+
+
+def count(batch: Any, microbatches: int) -> int:
+    """Into how many micro-batches all that is in a batch is cut.
+
+    Raises:
+        PipelineError: no tensor to cut, or tensors that would be cut at different samples, or what torch cannot cut.
+    """
+    return _count(batch, pytree.tree_leaves(batch), microbatches)
+
+
+def _count(value: Any, leaves: list[Any], microbatches: int) -> int:
+    for leaf in leaves:
+        _refuse_unknown_container(leaf)
+        _refuse_array(leaf)
+        _refuse_sparse(leaf)
+    batched = [leaf for leaf in leaves if _is_batched(leaf)]
+    if not batched:
         raise PipelineError(
             f"input and target must each hold at least one tensor with a batch dimension, not {type(value).__name__}: "
-            "where the loss needs no target, give the input as the target, too"
+            "make tensors of numbers and images (torch.tensor, torch.stack); where the loss needs no target, give the "
+            "input as the target, too"
         )
-    counts = {len(chunks) for chunks in chunked}
-    if len(counts) > 1:
-        shapes = [tuple(leaf.shape) for leaf in leaves if _is_batched(leaf)]
+    cuts = [(len(leaf), leaf.data.chunk(microbatches)) for leaf in batched]
+    length, chunks = cuts[0]
+    # 20 beside 10 samples may be two of each; but 5, 5, 5, 5 of them beside 3, 3, 3, 1 belong to others.
+    if any(
+        len(others) != len(chunks) or len(others[0]) * length != len(chunks[0]) * other_length
+        for other_length, others in cuts
+    ):
+        shapes = [tuple(leaf.shape) for leaf in batched]
         raise PipelineError(
             f"the tensors of a batch differ in their first dimension: {shapes}: all that is in it is cut along that "
             "one, which must count the samples: pad what has another length for each sample (boxes, words), and give "
             "the lengths, too; what is the same for all samples belongs to a layer, as a buffer"
         )
-    parts = []
-    for index in range(counts.pop()):
-        slices = iter(chunked)
-        parts.append(pytree.tree_unflatten([next(slices)[index] if _is_batched(x) else x for x in leaves], spec))
-    return parts
+    return len(chunks)
 
 
 def loss_weights(targets: list[Any], loss_weight: LossWeight, what: str = "the batch's micro-batches") -> list[float]:
@@ -118,6 +139,16 @@ def _refuse_unknown_container(leaf: Any) -> None:
                 "give tuples, lists and plain dicts of tensors, as dict(batch), or tell torch of the class "
                 "(torch.utils._pytree.register_pytree_node)"
             )
+
+
+def _refuse_array(leaf: Any) -> None:
+    """numpy's and pandas': every micro-batch would get all of it."""
+    shape = getattr(leaf, "shape", None)
+    if shape and hasattr(leaf, "__array__") and not isinstance(leaf, Tensor):
+        raise PipelineError(
+            f"the batch holds a {type(leaf).__name__} of shape {tuple(shape)}, which would not be cut into "
+            "micro-batches: give tensors, as torch.from_numpy(array)"
+        )
 
 
 def _refuse_sparse(leaf: Any) -> None:

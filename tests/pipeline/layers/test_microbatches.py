@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -52,9 +53,23 @@ def test_a_batch_without_a_batch_dimension_is_refused(value: object) -> None:
         split(value, 2)
 
 
-def test_tensors_that_give_different_numbers_of_slices_are_refused() -> None:
-    with pytest.raises(PipelineError, match=r"differ in their first dimension: \[\(4,\), \(1, 3\)\]"):
-        split((torch.zeros(4), torch.zeros(1, 3)), 2)
+@pytest.mark.parametrize(("length", "other"), [(4, 1), (8, 7), (10, 20)])
+def test_tensors_that_are_cut_at_different_samples_are_refused(length: int, other: int) -> None:
+    """8 in 4 are 2, 2, 2, 2, and 7 are 2, 2, 2, 1: as many, so that the samples were mixed without a word."""
+    with pytest.raises(PipelineError, match=rf"differ in their first dimension: \[\({length},\), \({other}, 3\)\]"):
+        split((torch.zeros(length), torch.zeros(other, 3)), 4)
+
+
+def test_several_rows_for_each_sample_are_cut_with_it() -> None:
+    parts = split((torch.arange(8), torch.arange(16)), 4)
+    assert [(x.tolist(), y.tolist()) for x, y in parts][1] == ([2, 3], [4, 5, 6, 7])
+
+
+def test_an_array_beside_tensors_is_refused() -> None:
+    """Every micro-batch got all of it: the weights of 8 samples for the one that it had."""
+    with pytest.raises(PipelineError, match=r"holds a ndarray of shape \(8,\), .* torch.from_numpy"):
+        split({"x": torch.zeros(8, 3), "weight": np.ones(8)}, 4)
+    assert len(split({"x": torch.zeros(8, 3), "scale": np.float32(2), "names": ["a"] * 8}, 4)) == 4
 
 
 @pytest.mark.parametrize(
