@@ -46,7 +46,9 @@ class Pulse:
         while not self._is_over.wait(_PING_EVERY_S):
             silence_s, self._last = time.monotonic() - self._last, time.monotonic()
             if silence_s > LAUNCHER_PATIENCE_S and not self._is_suspended:
-                _log.warning("this process was frozen for %.0f s: its nodes took it for dead, if they were not", silence_s)
+                _log.warning(
+                    "this process was frozen for %.0f s: its nodes took it for dead, if they were not", silence_s
+                )
             self._template.ping()
             for stream in list(self._streams.values()):
                 stream.mention(ping=wire.Ping())
