@@ -1,12 +1,14 @@
 """One node's code, from its first line to its last stop handler."""
 
 import logging
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 from lp_pipe.context import NodeContext
 from lp_pipe.errors import Unavailable
 from lp_pipe.nodes.base import Node
+from lp_pipe.rpc.remote_error import text_of
 from lp_pipe.telemetry import waits
 
 _log = logging.getLogger(__name__)
@@ -36,8 +38,17 @@ def run_to_end(node: Node[Any], context: NodeContext) -> BaseException | None:
 
 
 def is_echo(error: BaseException) -> bool:
-    """Whether it may come from another node's death: it is, or was raised from, an Unavailable."""
-    return any(isinstance(cause, Unavailable) for cause in _chain(error))
+    """Whether it may come from another node's death: it is, or was raised from, an Unavailable, or a lost rank."""
+    return any(isinstance(cause, Unavailable) or _is_of_a_lost_rank(cause) for cause in _chain(error))
+
+
+def _is_of_a_lost_rank(error: BaseException) -> bool:
+    """What torch.distributed raises where another rank of a process group has gone; gloo has no class for it."""
+    torch = sys.modules.get("torch.distributed")
+    if torch is None or not isinstance(error, RuntimeError):
+        return False
+    kinds = (torch.DistNetworkError, torch.DistStoreError, torch.DistBackendError)
+    return isinstance(error, kinds) or "gloo/transport/" in text_of(error)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -76,7 +76,7 @@ def shortened(line: str, letters: int = _MAX_LETTERS) -> str:
 
 def is_of_user(file: str) -> bool:
     """Whether it is the user's own code: not lp_pipe's, the standard library's or an installed package's."""
-    return _owner(file) is None
+    return owner_of(file) is None
 
 
 def _blocks(text: str) -> Iterator[_Block]:
@@ -103,10 +103,10 @@ def _blocks(text: str) -> Iterator[_Block]:
 
 
 def _folded(frames: list[_Frame], folder: Path | None) -> Iterator[str]:
-    is_own = [_owner(frame.file) is None for frame in frames]
+    is_own = [owner_of(frame.file) is None for frame in frames]
     if any(is_own):
         frames = frames[is_own.index(True) :]  # how lp_pipe came to call the user's code is nobody's concern
-    for is_foreign, members in groupby(frames, key=lambda frame: _owner(frame.file) is not None):
+    for is_foreign, members in groupby(frames, key=lambda frame: owner_of(frame.file) is not None):
         if is_foreign:
             yield _fold(list(members))
         else:
@@ -114,7 +114,7 @@ def _folded(frames: list[_Frame], folder: Path | None) -> Iterator[str]:
 
 
 def _fold(frames: list[_Frame]) -> str:
-    owners = dict.fromkeys(owner for frame in frames if (owner := _owner(frame.file)))
+    owners = dict.fromkeys(owner for frame in frames if (owner := owner_of(frame.file)))
     return f"  … {len(frames)} frame{'s' if len(frames) > 1 else ''} of {', '.join(owners)}"
 
 
@@ -126,7 +126,7 @@ def _described(frame: _Frame, folder: Path | None) -> str:
     return shortened(f"{shown}:{frame.line}{function}{source}")
 
 
-def _owner(file: str) -> str | None:
+def owner_of(file: str) -> str | None:
     """Whose code it is; None for the user's."""
     if file.startswith(_PACKAGE):
         return "lp_pipe"

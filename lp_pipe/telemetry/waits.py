@@ -21,11 +21,13 @@ from types import FrameType, TracebackType
 from typing import NamedTuple
 
 from lp_pipe.context import NodeContext, context_of_thread, current_context
+from lp_pipe.telemetry.standstill import Standstill, find_standstill
 from lp_pipe.telemetry.tracebacks import is_of_user
 
 # Kinds of activities: what keeps a node's own code (run, a constructor) or a handler going, and what it waits for.
 MAIN, HANDLER, CALL, RESOLVE, RECEIVE, SEND = "main", "handler", "call", "resolve", "receive", "send"
-WAITS = (CALL, RESOLVE, RECEIVE, SEND)
+RANKS = "ranks"  # of torch.distributed: nobody tells of this wait, it is seen
+WAITS = (CALL, RESOLVE, RECEIVE, SEND, RANKS)
 
 
 @dataclass
@@ -162,6 +164,9 @@ def look(old_s: float) -> list[tuple[NodeContext | None, Activity]]:
         for one in reversed(list(_outwards(last))):
             node = one.node or node
             found.append((node, _described(one, ident, now, place if one is last else "")))
+        still = find_standstill(threads.get(ident), frames.get(ident)) if last.kind in (MAIN, HANDLER) else None
+        if still is not None:
+            found.append((node, _standing(still, ident, now, place)))
     found += [(one.node, _described(one, number, now, "")) for number, one in dict(_awaited).items()]
     return found
 
@@ -180,6 +185,10 @@ def _described(one: waiting, thread: int, now: float, place: str) -> Activity:
         ends=one.ends,
         place=place,
     )
+
+
+def _standing(still: Standstill, thread: int, now: float, place: str) -> Activity:
+    return Activity("", RANKS, thread, still.since, now - still.since, "", "", "", still.what, False, place)
 
 
 def place_of(frame: FrameType | None) -> str:

@@ -267,6 +267,35 @@ def test_the_echo_of_a_failed_node_is_not_the_first_failure(mode: str) -> None:
     assert (error.label, error.message) == ("server", "the cause")
 
 
+def test_what_gloo_raises_where_another_rank_has_died_is_an_echo(no_leaks: None) -> None:
+    """It has no class of its own; with several hosts the survivors' words came before the news of the death."""
+    import torch.distributed
+
+    assert torch.distributed.is_available()
+    may_die = threading.Event()
+
+    def survive() -> None:
+        raise RuntimeError(
+            "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:7"
+        )
+
+    def die() -> None:
+        assert may_die.wait(WITHIN_S)
+        raise ValueError("the cause")
+
+    program = lp.Program("ranks")
+    program.add_node(lp.PyNode(survive), label="survivor")
+    program.add_node(lp.PyNode(die), label="dead")
+    run = lp.launch(program, "thread")
+    deadline = time.monotonic() + WITHIN_S
+    while run.status()["survivor"][0]["state"] != "failed":
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    may_die.set()
+    with pytest.raises(lp.NodeError, match="dead/0 failed: ValueError: the cause"):
+        run.wait(WITHIN_S)
+
+
 def test_an_unavailable_that_no_death_explains_is_a_failure(mode: str) -> None:
     class Short:
         def run(self) -> None:

@@ -5,9 +5,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 from lp_pipe.launch.hangs.situation import Situation, Thread, Wait
-from lp_pipe.telemetry.waits import CALL, HANDLER, RECEIVE, RESOLVE, SEND, Activity
+from lp_pipe.telemetry.waits import CALL, HANDLER, RANKS, RECEIVE, RESOLVE, SEND, Activity
 
 _ENDED = ("finished", "failed", "stopped")
+_SHOWN_RANKS = 4
 
 
 def wait_text(situation: Situation, wait: Wait, others: Sequence[Wait]) -> str:
@@ -22,6 +23,8 @@ def wait_text(situation: Situation, wait: Wait, others: Sequence[Wait]) -> str:
         text += (
             f" (so {'has' if len(names) == 1 else 'have'} {len(names)} more: {shown}{', …' if len(names) > 3 else ''})"
         )
+    if wait.activity.kind == RANKS:
+        return f"{text}; {_other_ranks_text(situation, wait)}"
     return f"{text}; {owner_text(situation, wait.activity)}"
 
 
@@ -58,18 +61,53 @@ def owner_text(situation: Situation, activity: Activity) -> str:
     owner = situation.owner(activity)
     if not owner:
         return f"{_name(situation, activity)} is not known to this program, or not connected"
-    silence_s = situation.silence_s(owner)
-    if silence_s is not None:
-        return (
-            f"{owner}'s process has not answered for {seconds(silence_s)}: it is stopped (SIGSTOP, a debugger), "
-            "or inside C code that holds Python's lock"
-        )
-    state = situation.states[owner]
-    if state == "restarting" or state in _ENDED:
-        return f"{owner} is {state}"
+    absence = _absence_text(situation, owner)
+    if absence:
+        return f"{owner}{absence}"
     if activity.kind == RESOLVE and not situation.is_up(activity):
         return f"{owner} is not up yet: {_code_text(situation, owner)}"
     return _worker_text(situation, activity, owner)
+
+
+def _absence_text(situation: Situation, node: str) -> str:
+    """Why nothing can be known of what its threads are at; "" where it can."""
+    silence_s = situation.silence_s(node)
+    if silence_s is not None:
+        return (
+            f"'s process has not answered for {seconds(silence_s)}: it is stopped (SIGSTOP, a debugger), "
+            "or inside C code that holds Python's lock"
+        )
+    state = situation.states[node]
+    return f" is {state}" if state == "restarting" or state in _ENDED else ""
+
+
+def _other_ranks_text(situation: Situation, wait: Wait) -> str:
+    """What the nodes are at that may be ranks of the same process group, those first that do what few others do."""
+    label = wait.node.rpartition("/")[0]
+    ranks = [node for node in situation.states if node.rpartition("/")[0] == label]
+    ranks += [other.node for other in situation.waits if other.activity.kind == RANKS]
+    by_text: dict[str, list[str]] = {}
+    for node in dict.fromkeys(ranks):
+        if node != wait.node:
+            by_text.setdefault(_rank_text(situation, node), []).append(node)
+    parts = [
+        f"{', '.join(nodes[:_SHOWN_RANKS])}{', …' if len(nodes) > _SHOWN_RANKS else ''}{text}"
+        for text, nodes in sorted(by_text.items(), key=lambda item: len(item[1]))
+    ]
+    return "; ".join(parts[:_SHOWN_RANKS]) or "no other node of the program is known to take part"
+
+
+def _rank_text(situation: Situation, node: str) -> str:
+    """The same for all that are at the same."""
+    absence = _absence_text(situation, node)
+    if absence:
+        return absence
+    threads = situation.mains(node)
+    if not threads:
+        return ": not running its own code yet"
+    last = threads[0].last
+    doing = f"waiting for {_object(situation, last)}" if last.is_wait else "running its own code"
+    return f": {doing}{_at(last)}"
 
 
 def seconds(value: float) -> str:
@@ -77,6 +115,8 @@ def seconds(value: float) -> str:
 
 
 def _object(situation: Situation, activity: Activity) -> str:
+    if activity.kind == RANKS:
+        return f"other ranks, in torch's {activity.what}" if activity.what else "something outside of lp_pipe"
     name = _name(situation, activity)
     if activity.kind == CALL:
         return f"a reply of {name}.{activity.what}()"

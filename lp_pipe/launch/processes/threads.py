@@ -2,12 +2,14 @@
 
 import sys
 import threading
+from collections.abc import Callable, Iterator
+from functools import partial
 
 _COUNTS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 _lock = threading.Lock()
 _runs = 0
-_before = 0
+_undo: list[Callable[[], object]] = []
 
 
 def thread_environment(count: int) -> dict[str, str]:
@@ -28,22 +30,50 @@ def set_process_threads(count: int) -> None:
 
 
 def use_threads(count: int) -> None:
-    """Set torch's thread count for a program in this process; the last program to end restores it."""
-    global _runs, _before
-    torch = sys.modules.get("torch")
+    """Set the thread count of torch and BLAS for a program in this process; the last program to end restores it."""
+    global _runs
     with _lock:
         _runs += 1
-        if torch is not None:
-            if _runs == 1:
-                _before = torch.get_num_threads()
-            torch.set_num_threads(count)
+        undo = [*_use_in_torch(count), *_use_in_blas(count)]
+        if _runs == 1:
+            _undo[:] = undo
 
 
 def unset_threads() -> None:
     """Undo `use_threads`."""
     global _runs
-    torch = sys.modules.get("torch")
     with _lock:
         _runs -= 1
-        if torch is not None and _runs == 0 and _before:
-            torch.set_num_threads(_before)
+        while _runs == 0 and _undo:
+            _undo.pop()()
+
+
+def _use_in_torch(count: int) -> Iterator[Callable[[], object]]:
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        yield partial(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(count)
+
+
+def _use_in_blas(count: int) -> Iterator[Callable[[], object]]:
+    """Its sums depend on how many threads add: without this a node had other bits as a thread than as a process."""
+    if "numpy" not in sys.modules:
+        return
+    from threadpoolctl import ThreadpoolController
+
+    for library in ThreadpoolController().select(user_api="blas").lib_controllers:
+        before = library.num_threads
+        if before != count:
+            yield partial(_in_a_thread, partial(library.set_num_threads, before))
+            _in_a_thread(partial(library.set_num_threads, count))
+
+
+def _in_a_thread(action: Callable[[], object]) -> None:
+    """threadpoolctl lets nobody change OpenBLAS but the first thread that did, until that one has ended."""
+    thread = threading.Thread(target=action, name="threads of BLAS")
+    try:
+        thread.start()
+    except RuntimeError:  # out of threads
+        action()
+        return
+    thread.join()

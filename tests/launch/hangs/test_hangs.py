@@ -5,17 +5,20 @@ import logging
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 import lp_pipe as lp
 from lp_pipe.channels import ChannelHub, open_sender
+from lp_pipe.telemetry.standstill import find_standstill
 
 LIMIT_S = 0.3
 PATIENCE_S = 20.0
@@ -333,6 +336,99 @@ def test_a_sender_without_credits_is_reported_with_the_channel(mode: str, tmp_pa
     with launched(program, mode, tmp_path) as run:
         text = reported(run, "node source/0 has waited")
         assert "for sink/0 to take a message, on channel 'activations' to sink/0, operation 2 (at " in text
+
+
+def in_torch(name: str) -> Callable[[Callable[[], object]], object]:
+    """A function that looks like one of torch.distributed, in which a thread waits where Python sees no frame."""
+    code = f"def {name}(wait):\n    wait()"
+    found: dict[str, Any] = {}
+    exec(compile(code, "/lib/site-packages/torch/distributed/distributed_c10d.py", "exec"), found)
+    return cast(Callable[[Callable[[], object]], object], found[name])
+
+
+def test_ranks_that_wait_for_each_other_in_torch_are_reported_with_what_each_is_at(
+    no_leaks: None, tmp_path: Path
+) -> None:
+    import torch.distributed.distributed_c10d  # without it nobody looks
+
+    assert torch.distributed.distributed_c10d is not None
+    locks = [threading.Lock() for _ in range(4)]
+
+    def step(rank: int) -> None:
+        if rank == 3:
+            lp.wait_for_stop()
+        else:
+            in_torch("broadcast" if rank == 1 else "all_reduce")(locks[rank].acquire)
+
+    program = lp.Program("ranks")
+    with program.group("rank"):
+        for rank, lock in enumerate(locks):
+            lock.acquire()
+            program.add_node(lp.PyNode(step, rank))
+    with launched(program, "thread", tmp_path) as run:
+        text = reported(run, "waiting for other ranks, in torch's broadcast() (at ")
+        assert re.search(
+            r"node rank/[02] has waited [\d.]+ s for other ranks, in torch's all_reduce\(\) \(at \S+:\d+ in step\)",
+            text,
+        ), text
+        assert re.search(r"; rank/3: running its own code \(at \S+:\d+ in step\)", text), text
+        assert "deadlock" not in text
+        assert "other ranks, in torch's broadcast()" in (run.status()["rank"][1]["waiting"] or "")
+        for lock in locks:
+            lock.release()
+        reported(run, "waits no more for other ranks")
+
+
+def test_a_thread_that_computes_in_torch_is_not_taken_for_one_that_waits(no_leaks: None) -> None:
+    import torch.distributed.distributed_c10d  # as above
+
+    assert torch.distributed.distributed_c10d is not None
+    go_on = threading.Event()
+
+    def compute() -> None:
+        while not go_on.is_set():
+            in_torch("all_reduce")(partial(sum, range(1000)))
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    try:
+        for _ in range(20):
+            find_standstill(thread, sys._current_frames()[cast(int, thread.ident)])
+            before = os.times().user
+            until(lambda: os.times().user > before)  # noqa: B023
+            assert find_standstill(thread, sys._current_frames()[cast(int, thread.ident)]) is None
+    finally:
+        go_on.set()
+        thread.join(PATIENCE_S)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_frozen_is_named_by_the_others(no_leaks: None, tmp_path: Path) -> None:
+    def work(address: lp.Address) -> None:
+        import torch
+        import torch.distributed as dist
+
+        context = lp.context()
+        url = f"tcp://{address.resolve()}"
+        dist.init_process_group("gloo", init_method=url, rank=context.index, world_size=context.group_size)
+        dist.all_reduce(torch.ones(1))
+        if context.index == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        dist.all_reduce(torch.ones(1))
+        dist.destroy_process_group()
+
+    program = lp.Program("frozen rank")
+    address = lp.Address()
+    with program.group("rank"):
+        nodes = [lp.PyNode(work, address) for _ in range(3)]
+        for node in nodes:
+            program.add_node(node)
+    address.assign(nodes[0])
+    with launched(program, "process", tmp_path, limit_s=3.0) as run:
+        text = reported(run, "rank/1's process has not answered for ", "in torch's all_reduce() (at ")
+        assert "has waited" in text
+        os.kill(run.status()["rank"][1]["pid"], signal.SIGCONT)
+        run.wait(PATIENCE_S)
 
 
 def test_a_frozen_process_is_named_as_one_that_does_not_answer(no_leaks: None, tmp_path: Path) -> None:

@@ -1,0 +1,26 @@
+"""How many threads nodes compute with; in thread mode for as long as the program runs."""
+
+import numpy as np
+import pytest
+from threadpoolctl import threadpool_info
+
+import lp_pipe as lp
+
+
+def blas_threads() -> list[int]:
+    np.ones(2) @ np.ones(2)
+    return [library["num_threads"] for library in threadpool_info() if library["user_api"] == "blas"]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_blas_has_the_threads_of_the_nodes_while_they_are_threads(no_leaks: None, count: int) -> None:
+    """numpy's sums had other last bits in thread mode than in process mode, which has one thread a node."""
+    before = blas_threads()
+    found: list[list[int]] = []
+    program = lp.Program("blas")
+    with program.group("node", resources=lp.Resources(threads=count)):
+        program.add_node(lp.PyNode(lambda: found.append(blas_threads())))
+    for _ in range(2):  # the second time another thread has set it before
+        lp.launch(program, "thread").wait(20.0)
+        assert found.pop() == [count] * len(before)
+        assert blas_threads() == before
