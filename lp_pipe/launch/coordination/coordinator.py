@@ -59,7 +59,7 @@ class Coordinator:
             RuntimeError: no node of this program owns it.
         """
         if address not in self.plan.owners:
-            raise RuntimeError(f"this handle's node is not in program {self.plan.program!r}, so it cannot be reached")
+            raise self._not_in_program()
         return self._endpoint_of(address)
 
     def register(self, address: str, endpoint: str) -> None:
@@ -108,8 +108,7 @@ class Coordinator:
 
     def reserve_port(self, address: str) -> str:
         """A "host:port" that nobody uses, the same for every asker."""
-        if address not in self.plan.owners:
-            raise RuntimeError("this address belongs to no node of the program: address.assign(node) before launch")
+        self.plan.owner_of(address)  # an address of somebody, before a port is taken
         return self._reserve_port(address)
 
     def request_stop(self, hurry: bool = False) -> bool:
@@ -282,12 +281,15 @@ class Coordinator:
             for settlement in settled:
                 settlement.carry_out()
 
+    def _not_in_program(self) -> RuntimeError:
+        return RuntimeError(f"this handle's node is not in program {self.plan.program!r}, so it cannot be reached")
+
     # With the lock held.
 
     def _resolved(self, address: str) -> str | Exception | None:
         owner = self.plan.owners.get(address)
         if owner is None:
-            return RuntimeError(f"this handle's node is not in program {self.plan.program!r}, so it cannot be reached")
+            return self._not_in_program()
         if (endpoint := self._directory.find(address)) is not None:
             return endpoint
         record = self._lives.nodes[owner]
