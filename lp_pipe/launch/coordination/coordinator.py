@@ -62,10 +62,12 @@ class Coordinator:
         return self._endpoint_of(address)
 
     def register(self, address: str, endpoint: str) -> None:
+        """The server of an address listens; who waits for it in `resolve` is told."""
         with self._changing():
             self._settling.settle(self._directory.register(address, endpoint))
 
     def withdraw(self, address: str) -> None:
+        """Nobody listens there any more; why, will be known when its node has ended."""
         with self._lock:
             self._directory.withdraw([address])
             self._lives.withdraws(self.plan.owners[address])
@@ -125,6 +127,7 @@ class Coordinator:
     # What the hosts report.
 
     def node_started(self, node_id: str, pid: int, call_rate: CallRate | None = None) -> None:
+        """Its process or thread is there. call_rate: of its servers, where these are in this process."""
         with self._changing():
             self._lives.started(node_id, pid)
             self._lives.nodes[node_id].call_rate = call_rate or CallRate()

@@ -23,9 +23,11 @@ class Directory:
             self._endpoints.pop(address, None)
 
     def find(self, address: str) -> str | None:
+        """None: nobody listens there now."""
         return self._endpoints.get(address)
 
     def wait(self, address: str, future: "Future[str]") -> None:
+        """To be settled by `register`, or by giving up."""
         self._waiting.setdefault(address, []).append(future)
 
     def give_up(self, addresses: Iterable[str], reason: str) -> list[Settlement]:
