@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from lp_pipe.address import Address
-from lp_pipe.context import is_launcher_of, services_for
 from lp_pipe.errors import Unavailable
 from lp_pipe.handles.base import Handle
+from lp_pipe.launched import is_launcher_of, services_for
 from lp_pipe.rpc import CourierClient
 from lp_pipe.rpc.first_failure import because_of
 from lp_pipe.telemetry import waits

@@ -48,11 +48,6 @@ class Control:
         """As Run.stacks()."""
         return self._host.stacks()
 
-    def log_paths(self) -> dict[str, str]:
-        """The files with what the nodes print, by `label/index`; empty in thread mode."""
-        paths = {spec.node_id: self._host.log_path(spec.node_id) for spec in self._coordinator.plan.nodes}
-        return {node_id: str(path) for node_id, path in paths.items() if path is not None}
-
     def is_over(self) -> None:
         self._is_over.set()
 

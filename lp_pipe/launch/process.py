@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -27,6 +26,7 @@ from lp_pipe.launch.plan.surroundings import Surroundings
 from lp_pipe.launch.processes import os_text, standard_streams
 from lp_pipe.launch.processes.descriptors import check_descriptors
 from lp_pipe.launch.processes.exits import ExitQueue
+from lp_pipe.launch.processes.injected_faults import InjectedFaults
 from lp_pipe.launch.processes.node_stream import NodeStream
 from lp_pipe.launch.processes.proctree import is_dying
 from lp_pipe.launch.processes.pulse import Pulse
@@ -89,8 +89,7 @@ class ProcessHost(Host):
         self._orphan_s = orphan_s
         self._streams: dict[str, NodeStream] = {}
         self._pids: dict[str, int] = {}  # by node_id: of processes whose ends nobody was told of
-        self._faults: dict[str, wire.Fault] = {}
-        self.past_hits: Counter[str] = Counter()  # of faults in processes that have ended
+        self._faults = InjectedFaults()
         self._log_dir = plan.run_dir / "logs"
         standard_streams.open_closed()  # before what is opened here takes their numbers
         self._logs = LogPump(log_output or LogFiles(self._log_dir))
@@ -168,14 +167,12 @@ class ProcessHost(Host):
         return [stream.look(old_s) for stream in list(self._streams.values())]
 
     def inject(self, fault: wire.Fault) -> "Mapping[str, Future[int]]":
-        if fault.action == wire.Fault.HEAL:
-            self._faults.pop(fault.rule, None)
-        elif fault.action in (wire.Fault.DROP, wire.Fault.DELAY, wire.Fault.PARTITION):
-            self._faults[fault.rule] = fault  # also for nodes that start later
-        past: Future[int] = Future()
-        past.set_result(self.past_hits[fault.rule])
-        asked = {node_id: stream.ask_fault(fault) for node_id, stream in list(self._streams.items())}
-        return {**asked, "": past}
+        return self._faults.inject(fault, self._streams)
+
+    @property
+    def past_hits(self) -> Mapping[str, int]:
+        """By rule, how often a test's faults have struck in processes that have ended."""
+        return self._faults.past_hits
 
     def last_lines(self, node_id: str) -> list[str]:
         return self._logs.last_lines(node_id)
@@ -221,8 +218,7 @@ class ProcessHost(Host):
             return
         spec = self._specs[node_id]
         self._streams[node_id] = stream
-        for fault in list(self._faults.values()):  # before it can make a connection
-            stream.ask_fault(fault)
+        self._faults.begin(stream)
         stream.send(
             start=wire.Start(
                 label=spec.label,
@@ -265,7 +261,7 @@ class ProcessHost(Host):
         if stream is not None and not stream.closed.wait(max(0.0, deadline - time.monotonic())):
             stream.connection.close("the process has ended")
         if stream is not None:
-            self.past_hits.update(stream.last_hits)
+            self._faults.end(stream)
         for address in self._specs[node_id].addresses:  # or callers would wait for the grandchild to accept
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(f"{self.socket_dir}/{address}")

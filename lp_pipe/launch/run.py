@@ -8,7 +8,6 @@ from types import TracebackType
 from typing import Any, Self
 
 from lp_pipe.connections import faulty
-from lp_pipe.context import asking, publish, replace_published
 from lp_pipe.errors import NodeError, Unavailable, add_note
 from lp_pipe.handles import Handle
 from lp_pipe.launch.at_exit import active_runs
@@ -20,6 +19,7 @@ from lp_pipe.launch.processes.execute import failure_from
 from lp_pipe.launch.report import described_failure, save_failure
 from lp_pipe.launch.services import EndedServices, LauncherServices
 from lp_pipe.launch.signals import Interrupts, wait_awake
+from lp_pipe.launched import asking, publish, replace_published
 from lp_pipe.program import Program
 from lp_pipe.telemetry.metrics import MetricsLog
 

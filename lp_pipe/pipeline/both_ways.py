@@ -70,7 +70,6 @@ def check(model: Model, batches: Iterable[tuple[Any, Any]], **pipeline_options: 
     batches = list(batches)
     if not batches:
         raise PipelineError("check() needs at least one (input, target) pair")
-    microbatches = pipeline_options.get("microbatches", 8)
     there, here = _Log(), _Log()
     program = Program("check")
     handle = add_pipeline(program, _watched(model, there), **pipeline_options)
@@ -84,9 +83,15 @@ def check(model: Model, batches: Iterable[tuple[Any, Any]], **pipeline_options: 
     place = chosen_device(str(device if isinstance(device, Device) else device[0]), 0)
     with computing_with((pipeline_options.get("resources") or Resources()).threads), launch(program, "thread") as run:
         pipeline = run.client(handle)
-        options = (as_float(pipeline_options.get("clip_grad_norm")), pipeline_options.get("precision", "fp32"))
-        on_nan = pipeline_options.get("on_nan", "ignore")
-        plain = PlainLoop(_watched(model, here), microbatches, *options, handle.replicas_by_layer, place, on_nan)
+        plain = PlainLoop(
+            _watched(model, here),
+            pipeline_options.get("microbatches", 8),
+            clip_grad_norm=as_float(pipeline_options.get("clip_grad_norm")),
+            precision=pipeline_options.get("precision", "fp32"),
+            replicas_by_layer=handle.replicas_by_layer,
+            device=place,
+            on_nan=pipeline_options.get("on_nan", "ignore"),
+        )
         for step, batch in enumerate(batches):
             losses = pipeline.step(batch).loss, plain.step(batch)
             found = _outputs_differ(there, here)
@@ -178,7 +183,7 @@ def _outputs_differ(there: _Log, here: _Log) -> CheckReport | None:
                     f"micro-batch {microbatch}; its inputs are equal: does it use random numbers that step_rng does "
                     "not seed, or state that is neither parameter nor buffer?"
                 )
-                return CheckReport(False, 0, None, microbatch, layer, None, difference, reason)
+                return _different(difference, reason, microbatch=microbatch, layer=layer)
     return None
 
 
@@ -190,7 +195,7 @@ def _results_differ(losses: tuple[float, float], got: dict[str, Any], wanted: di
             "keep state that is no buffer of a module, draw from a generator of its own, or call autograd, which sees "
             "the last stage alone?"
         )
-        return CheckReport(False, 0, max_difference=loss, reason=reason)
+        return _different(loss, reason)
     for name, value in wanted.items():
         both = [[_strided(leaf) for leaf in pytree.tree_leaves(one)] for one in (got[name], value)]
         difference = _difference(*both)
@@ -202,8 +207,13 @@ def _results_differ(losses: tuple[float, float], got: dict[str, Any], wanted: di
                 f"parameter or buffer that differs, by up to {difference:.3g}: does a backward, or the optimizer, "
                 "depend on more than gradients and parameters?"
             )
-            return CheckReport(False, 0, name=name, max_difference=difference, reason=reason)
+            return _different(difference, reason, name=name)
     return None
+
+
+def _different(max_difference: float, reason: str, **where: Any) -> CheckReport:
+    """In a step that `check` names; where: the microbatch and layer, or the name."""
+    return CheckReport(equal=False, steps=0, max_difference=max_difference, reason=reason, **where)
 
 
 def _difference(got: Sequence[Any], wanted: Sequence[Any]) -> float | None:

@@ -58,6 +58,7 @@ class PipelineConfig:
 
     @property
     def channels(self) -> Channels:
+        """Between the virtual stages; each worker numbers them alike."""
         return Channels(self.placement, self.edges)
 
     @property
@@ -81,6 +82,7 @@ class PipelineConfig:
 
     @property
     def workers(self) -> int:
+        """How many, each with its replicas."""
         return max(self.placement) + 1
 
     def schedule_for(self, microbatches: int) -> Schedule:

@@ -86,6 +86,7 @@ class PlainLoop:
             return self._stepped(inputs, to_device(targets, self._device), weights)
 
     def state_dict(self) -> dict[str, Tensor]:
+        """That of the trained copies, in the host's memory."""
         return dict(to_host(self._named.state_dict(), self._device))
 
     def _stepped(self, inputs: list[Any], targets: list[Any], weights: list[float]) -> float:

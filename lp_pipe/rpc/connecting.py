@@ -7,8 +7,8 @@ import time
 from lp_pipe import connections
 from lp_pipe.connections import Connection, spanning
 from lp_pipe.connections.when_gone import when_gone
-from lp_pipe.context import services_for
 from lp_pipe.errors import Unauthenticated, Unavailable
+from lp_pipe.launched import services_for
 from lp_pipe.rpc.deadlines import too_late
 from lp_pipe.rpc.first_failure import because_of
 from lp_pipe.rpc.link import Link

@@ -9,7 +9,7 @@ import torch
 
 import lp_pipe as lp
 from lp_pipe.channels import ChannelHub
-from lp_pipe.context import services_for
+from lp_pipe.launched import services_for
 from lp_pipe.pipeline.worker.channel_handle import ChannelHandle, ChannelTarget
 from lp_pipe.testing.plugin import Launched
 

@@ -18,6 +18,7 @@ class CallRate:
         self._totals = deque([(time.monotonic(), 0)], maxlen=3)
 
     def count(self, calls: int) -> None:
+        """calls: the total by now."""
         now = time.monotonic()
         if len(self._totals) > 1 and now - self._totals[-2][0] < _WINDOW_S:
             self._totals.pop()

@@ -1,18 +1,17 @@
 """The one place that knows the whole program: addresses, states, exits, the first failure, the stop."""
 
 import logging
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from typing import Any
 
 from lp_pipe.errors import NodeError, Unavailable
 from lp_pipe.launch.coordination.call_rate import CallRate
-from lp_pipe.launch.coordination.directory import Directory, Settlement
+from lp_pipe.launch.coordination.directory import Directory
 from lp_pipe.launch.coordination.lives import Lives, Order
 from lp_pipe.launch.coordination.ports import Ports
 from lp_pipe.launch.coordination.record import Failure, NodeRecord
+from lp_pipe.launch.coordination.settling import Settlement, SettlingLock
 from lp_pipe.launch.coordination.verdict import ECHO_PATIENCE_S
 from lp_pipe.launch.plan.plan import Plan
 from lp_pipe.telemetry.metrics import MetricsLog
@@ -43,10 +42,10 @@ class Coordinator:
         self._lives = Lives(plan.nodes, self._withdraw_all)
         self._directory = Directory()
         self._inner_ended: list[tuple[str, Future[str]]] = []  # who waits for the inner nodes of a colocation
-        self._settled: list[Settlement] = []
         self._reserve_port = reserve_port or Ports().reserve
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
+        self._settling = SettlingLock(self._inner_settled)
+        self._lock, self._changed = self._settling.lock, self._settling.changed
+        self._changing = self._settling.changing
         self._hurry = False
         self._is_over = False
 
@@ -59,14 +58,16 @@ class Coordinator:
             RuntimeError: no node of this program owns it.
         """
         if address not in self.plan.owners:
-            raise RuntimeError(f"this handle's node is not in program {self.plan.program!r}, so it cannot be reached")
+            raise self._not_in_program()
         return self._endpoint_of(address)
 
     def register(self, address: str, endpoint: str) -> None:
+        """The server of an address listens; who waits for it in `resolve` is told."""
         with self._changing():
-            self._settled += self._directory.register(address, endpoint)
+            self._settling.settle(self._directory.register(address, endpoint))
 
     def withdraw(self, address: str) -> None:
+        """Nobody listens there any more; why, will be known when its node has ended."""
         with self._lock:
             self._directory.withdraw([address])
             self._lives.withdraws(self.plan.owners[address])
@@ -79,7 +80,7 @@ class Coordinator:
             if outcome is None:
                 self._directory.wait(address, future)
             else:
-                self._settled.append(Settlement(future, outcome))
+                self._settling.settle([Settlement(future, outcome)])
         return future
 
     def find(self, address: str) -> "Future[str]":
@@ -108,8 +109,7 @@ class Coordinator:
 
     def reserve_port(self, address: str) -> str:
         """A "host:port" that nobody uses, the same for every asker."""
-        if address not in self.plan.owners:
-            raise RuntimeError("this address belongs to no node of the program: address.assign(node) before launch")
+        self.plan.owner_of(address)  # an address of somebody, before a port is taken
         return self._reserve_port(address)
 
     def request_stop(self, hurry: bool = False) -> bool:
@@ -127,6 +127,7 @@ class Coordinator:
     # What the hosts report.
 
     def node_started(self, node_id: str, pid: int, call_rate: CallRate | None = None) -> None:
+        """Its process or thread is there. call_rate: of its servers, where these are in this process."""
         with self._changing():
             self._lives.started(node_id, pid)
             self._lives.nodes[node_id].call_rate = call_rate or CallRate()
@@ -241,7 +242,7 @@ class Coordinator:
         """The program is over: nobody will be found any more."""
         with self._changing():
             self._is_over = True
-            self._settled += self._directory.give_all_up(f"program {self.plan.program!r} has ended")
+            self._settling.settle(self._directory.give_all_up(f"program {self.plan.program!r} has ended"))
 
     def why_gone(self) -> dict[str, str]:
         """For every address, by its id: why nobody listens there any more."""
@@ -267,27 +268,15 @@ class Coordinator:
         with self._lock:
             return self._lives.verdict.errors()
 
-    @contextmanager
-    def _changing(self) -> Iterator[None]:
-        """Hold the lock for a change, then wake who waits for one; futures are settled when it is free again."""
-        try:
-            with self._changed:
-                try:
-                    yield
-                finally:
-                    self._settle_inner()
-                    self._changed.notify_all()
-                    settled, self._settled = self._settled, []
-        finally:
-            for settlement in settled:
-                settlement.carry_out()
+    def _not_in_program(self) -> RuntimeError:
+        return RuntimeError(f"this handle's node is not in program {self.plan.program!r}, so it cannot be reached")
 
     # With the lock held.
 
     def _resolved(self, address: str) -> str | Exception | None:
         owner = self.plan.owners.get(address)
         if owner is None:
-            return RuntimeError(f"this handle's node is not in program {self.plan.program!r}, so it cannot be reached")
+            return self._not_in_program()
         if (endpoint := self._directory.find(address)) is not None:
             return endpoint
         record = self._lives.nodes[owner]
@@ -295,16 +284,16 @@ class Coordinator:
             return Unavailable(self._lives.why_gone(record))
         return None
 
-    def _settle_inner(self) -> None:
+    def _inner_settled(self) -> list[Settlement]:
         ended = [
             item for item in self._inner_ended if all(record.is_down for record in self._lives.inner_nodes(item[0]))
         ]
         for item in ended:
             self._inner_ended.remove(item)
-            self._settled.append(Settlement(item[1], ""))
+        return [Settlement(future, "") for _, future in ended]
 
     def _withdraw_all(self, record: NodeRecord) -> None:
         """Forget where the node listened; those who wait for it in vain."""
         self._directory.withdraw(record.spec.addresses)
         if not record.may_register:
-            self._settled += self._directory.give_up(record.spec.addresses, self._lives.why_gone(record))
+            self._settling.settle(self._directory.give_up(record.spec.addresses, self._lives.why_gone(record)))

@@ -2,24 +2,9 @@
 
 from collections.abc import Iterable
 from concurrent.futures import Future
-from typing import NamedTuple
 
 from lp_pipe.errors import Unavailable
-
-
-class Settlement(NamedTuple):
-    """A future that waited for a server, and its outcome; carried out without any lock, for callbacks run then."""
-
-    future: "Future[str]"
-    outcome: str | Exception
-
-    def carry_out(self) -> None:
-        if not self.future.set_running_or_notify_cancel():
-            return
-        if isinstance(self.outcome, str):
-            self.future.set_result(self.outcome)
-        else:
-            self.future.set_exception(self.outcome)
+from lp_pipe.launch.coordination.settling import Settlement
 
 
 class Directory:
@@ -38,9 +23,11 @@ class Directory:
             self._endpoints.pop(address, None)
 
     def find(self, address: str) -> str | None:
+        """None: nobody listens there now."""
         return self._endpoints.get(address)
 
     def wait(self, address: str, future: "Future[str]") -> None:
+        """To be settled by `register`, or by giving up."""
         self._waiting.setdefault(address, []).append(future)
 
     def give_up(self, addresses: Iterable[str], reason: str) -> list[Settlement]:

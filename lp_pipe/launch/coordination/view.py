@@ -24,6 +24,7 @@ class View(NamedTuple):
 
 
 def to_wire(activities: Iterable[Activity], pools: Iterable[Pool], positions: Iterable[str]) -> wire.Waits:
+    """What a process says of itself; its node is known by the stream."""
     return wire.Waits(
         activities=[wire.Activity(**{name: getattr(one, name) for name in _FIELDS}) for one in activities],
         pools=[wire.Pool(**pool._asdict()) for pool in pools],

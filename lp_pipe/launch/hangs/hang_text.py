@@ -34,6 +34,7 @@ def short_text(situation: Situation, wait: Wait) -> str:
 
 
 def ended_text(situation: Situation, wait: Wait) -> str:
+    """Of a wait that `wait_text` or `cycle_text` has told of."""
     who = "the launcher" if not wait.activity.node else f"node {wait.node}"
     return f"{who} waits no more for {_object(situation, wait.activity)}"
 

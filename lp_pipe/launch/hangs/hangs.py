@@ -6,13 +6,13 @@ import math
 import threading
 import time
 
-from lp_pipe.context import launcher_of
 from lp_pipe.launch.coordination.coordinator import Coordinator
 from lp_pipe.launch.coordination.view import View
 from lp_pipe.launch.hangs import hang_text
 from lp_pipe.launch.hangs.deadlocks import find_deadlocks, find_suspects
 from lp_pipe.launch.hangs.situation import Key, Situation, Wait
 from lp_pipe.launch.host import Host
+from lp_pipe.launched import launcher_of
 from lp_pipe.telemetry import waits
 from lp_pipe.telemetry.positions import positions
 

@@ -64,7 +64,10 @@ def run_agent(
 
 
 class Agent:
-    """Its public methods are what the launcher may call, over the link; they return at once."""
+    """What one host has of a run: the nodes that it was given, for as long as the launcher is there.
+
+    tree: where the sources are laid out that the launcher has sent; "": nowhere.
+    """
 
     def __init__(self, connection: Connection, credentials: Credentials, name: str, address: str) -> None:
         self._link = AgentLink(connection)
@@ -72,10 +75,8 @@ class Agent:
         self._credentials = credentials
         self.name = name
         self.address = address
-        self._ports = Ports(address)
+        self.tree = ""
         self.logs = ShippedLogs(self._link)
-        self._trees = TreeStore()
-        self._tree = ""
         self._link.serve(_Calls(self))
         self.coordinator: RemoteCoordinator | None = None
         self.host: ProcessHost | None = None
@@ -105,29 +106,9 @@ class Agent:
         """Start the nodes; done with the mark of their processes."""
         return _in_thread("start nodes", lambda: self._start(assignment))
 
-    def lacking(self, tree: SourceTree) -> "Future[list[str]]":
-        """Digests of those contents of a source tree that this host does not have."""
-        return _in_thread("sources", lambda: self._trees.lacking(tree))
-
-    def take(self, contents: list[bytes]) -> "Future[None]":
-        return _in_thread("sources", lambda: self._trees.take(contents))
-
-    def lay_out(self, tree: SourceTree) -> "Future[None]":
-        """All contents are here: the nodes that start from now on find the tree."""
-        return _in_thread("sources", lambda: self._lay_out(tree))
-
-    def sees(self, path: str) -> bool:
-        return os.path.exists(path)
-
-    def reserve(self, address: str) -> str:
-        return self._ports.reserve(address)
-
     def close(self) -> "Future[dict[str, int]]":
         """All nodes are down: free everything, for the end or another program; with the hits of a test's faults."""
         return _in_thread("close", self._close)
-
-    def _lay_out(self, tree: SourceTree) -> None:
-        self._tree = self._trees.lay_out(tree)
 
     def _start(self, assignment: Assignment) -> str:
         self._is_closed = False
@@ -140,7 +121,7 @@ class Agent:
             self.coordinator,
             dict(assignment.payloads),
             dict(assignment.places),
-            surroundings=assignment.surroundings.on_this_host(self._tree),
+            surroundings=assignment.surroundings.on_this_host(self.tree),
             log_output=self.logs,
             membership=wire.Membership(
                 run=assignment.run,
@@ -176,26 +157,33 @@ class Agent:
 
 
 class _Calls:
-    """What a launcher may ask of its agent."""
+    """What a launcher may ask of its agent, over the link; all of it returns at once."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self.start = agent.start
-        self.lacking = agent.lacking
-        self.take = agent.take
-        self.lay_out = agent.lay_out
-        self.sees = agent.sees
-        self.reserve = agent.reserve
-        self.close = agent.close
+        self._ports = Ports(agent.address)
+        self._trees = TreeStore()
+        self.start, self.close = agent.start, agent.close
+
+    def lacking(self, tree: SourceTree) -> "Future[list[str]]":
+        """Digests of those contents of a source tree that this host does not have."""
+        return _in_thread("sources", lambda: self._trees.lacking(tree))
+
+    def take(self, contents: list[bytes]) -> "Future[None]":
+        return _in_thread("sources", lambda: self._trees.take(contents))
+
+    def lay_out(self, tree: SourceTree) -> "Future[None]":
+        """All contents are here: the nodes that start from now on find the tree."""
+        return _in_thread("sources", lambda: self._lay_out(tree))
+
+    def sees(self, path: str) -> bool:
+        return os.path.exists(path)
+
+    def reserve(self, address: str) -> str:
+        return self._ports.reserve(address)
 
     def logged(self, size: int) -> None:
         self._agent.logs.logged(size)
-
-    @property
-    def _host(self) -> ProcessHost:
-        if self._agent.host is None:
-            raise LaunchError(f"the agent of host {self._agent.name} has not started any node")
-        return self._agent.host
 
     def restart(self, node_id: str) -> "Future[None]":
         assert self._agent.coordinator is not None
@@ -230,6 +218,15 @@ class _Calls:
     def inject(self, fault: bytes) -> "Future[int]":
         asked = self._host.inject(wire.Fault.FromString(fault))
         return _in_thread("fault", lambda: sum(answer.result() for answer in asked.values()))
+
+    def _lay_out(self, tree: SourceTree) -> None:
+        self._agent.tree = self._trees.lay_out(tree)
+
+    @property
+    def _host(self) -> ProcessHost:
+        if self._agent.host is None:
+            raise LaunchError(f"the agent of host {self._agent.name} has not started any node")
+        return self._agent.host
 
 
 def _connect(addresses: Sequence[str], credentials: Credentials, patience_s: float) -> tuple[Connection, str]:

@@ -36,6 +36,7 @@ class AgentLink:
 
     @property
     def closed_reason(self) -> str | None:
+        """None while the connection is there."""
         return self._closed_reason
 
     def serve(self, target: object) -> None:
@@ -63,6 +64,7 @@ class AgentLink:
         return answer
 
     def on_frame(self, frame: Frame) -> None:
+        """In the connection's thread: a call of the other side, or an answer of theirs."""
         if frame.kind == frames.SUPERVISION:
             self._on_call(frame)
         elif frame.kind == frames.RESULT:
@@ -80,6 +82,7 @@ class AgentLink:
             self._settle(number, Unavailable(reason))
 
     def close(self, reason: str) -> None:
+        """End the connection, whose other end gets the reason."""
         self._connection.close(reason)
 
     def _on_call(self, frame: Frame) -> None:

@@ -25,9 +25,7 @@ class PortsElsewhere:
         self._host_of = host_of
 
     def ask(self, address: str) -> "Future[str]":
-        if address not in self._plan.owners:
-            raise RuntimeError("this address belongs to no node of the program: address.assign(node) before launch")
-        host = self._host_of(self._plan.owners[address])
+        host = self._host_of(self._plan.owner_of(address))
         return self._agents[host].link.ask("reserve", address)
 
     def reserve(self, address: str) -> str:

@@ -62,6 +62,7 @@ class RemoteAgent:
         return self.joining.host
 
     def start(self) -> None:
+        """Listen to the agent, whose first words it waits for; a silence counts from now on."""
         self._watch.listening()
         self._connection.start(self._on_frame, self._on_close)
 
@@ -184,11 +185,13 @@ class Gathering:
             self._changed.notify_all()
 
     def refused(self, why: str) -> None:
+        """Somebody has called who must not join: for the error, if hosts are missing."""
         with self._changed:
             self._refusals.append(why)
             self._changed.notify_all()
 
     def lost(self, agent: RemoteAgent, reason: str) -> None:
+        """The connection of one that had joined has ended."""
         if self._is_over.is_set():
             return
         self._lost.add(agent.name)

@@ -112,6 +112,7 @@ class Relocation:
         self._down(fenced)
 
     def close(self) -> None:
+        """No fence opens any more: the run is over."""
         for timer in self._timers:
             timer.cancel()
             timer.join()

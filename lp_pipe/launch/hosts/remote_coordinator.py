@@ -27,10 +27,12 @@ class RemoteCoordinator:
         self._calls: dict[str, int] = {}  # by node_id: of its servers, since the last report
 
     def told_to_end(self, node_ids: Iterable[str]) -> None:
+        """The launcher stops these: their ends are no failures."""
         with self._lock:
             self._ending.update(node_ids)
 
     def starts_again(self, node_id: str) -> None:
+        """The launcher wants a new process for a node, whatever became of the last one."""
         with self._lock:
             self._running.add(node_id)
             self._ending.discard(node_id)

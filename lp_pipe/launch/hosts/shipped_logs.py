@@ -31,6 +31,7 @@ class ShippedLogs:
         self._is_closed = False
 
     def write(self, node_id: str, is_stderr: bool, lines: list[bytes]) -> None:
+        """Waits while there is no credit, and so do the nodes that print; nothing is sent after `close`."""
         size = _size(lines)
         with self._has_room:
             self._has_room.wait_for(lambda: self._is_closed or self._on_their_way < _WINDOW_BYTES)

@@ -26,6 +26,16 @@ class Plan:
     run_dir: Path
     grace_s: float
 
+    def owner_of(self, address: str) -> str:
+        """The node_id of who is to listen there.
+
+        Raises:
+            RuntimeError: nobody is.
+        """
+        if address not in self.owners:
+            raise RuntimeError("this address belongs to no node of the program: address.assign(node) before launch")
+        return self.owners[address]
+
 
 def make_plan(program: Program, run_dir: Path, grace_s: float) -> Plan:
     """Validate the graph and lay out its nodes.

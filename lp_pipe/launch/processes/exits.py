@@ -26,6 +26,7 @@ class ExitQueue:
         self._thread.start()
 
     def put(self, report: _Report) -> None:
+        """A process has ended just now."""
         self._news.put((report, time.monotonic() + LAST_WORDS_PATIENCE_S))
 
     def close(self) -> None:

@@ -49,6 +49,7 @@ class NodeStream:
         }
 
     def send(self, payload: bytes | None = None, **message: Any) -> None:
+        """Send one Supervision message; nothing happens when the process has ended."""
         body = wire.Supervision(**message).SerializeToString()
         buffers = () if payload is None else (payload,)
         with contextlib.suppress(Unavailable):  # the process has just ended; its exit is reported by the template
@@ -63,6 +64,7 @@ class NodeStream:
             self.send(**message)
 
     def ask_stacks(self) -> "Future[str] | None":
+        """Where its threads are, once it answers, which it may never do; None: it has ended."""
         if self.closed.is_set():
             return None
         answer: Future[str] = Future()

@@ -56,6 +56,7 @@ class ActivationMeter:
 
     @property
     def deferred_bytes(self) -> int:
+        """0 where no backward was split."""
         return self._deferred or 0
 
     @contextmanager

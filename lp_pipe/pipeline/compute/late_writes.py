@@ -34,6 +34,7 @@ class LateWrites:
         self._by_first_part.clear()
 
     def after_forward(self) -> None:
+        """One more waits for its backward; what buffers hold now is what it has left."""
         for part in self._outstanding:
             self._outstanding[part] += 1
         self._before = _state_of(self.modules)

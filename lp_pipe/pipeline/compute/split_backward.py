@@ -53,23 +53,22 @@ class _Group:
 class SplitBackward:
     """One micro-batch's backward on one stage: construction is part 1, `accumulate` is part 2.
 
-    roots, gradients: outputs, and their gradients (None for a loss). entry: a leaf below all inputs that want one.
+    roots: outputs. entry: a leaf below all inputs that want a gradient.
     What part 2 needs of the graph, and the activations in it, live as long as this object.
     """
 
-    def __init__(self, roots: Sequence[Root], gradients: Sequence[Tensor | None], entry: Tensor) -> None:
-        starts = [edge_of(root) for root in roots]
+    def __init__(self, roots: Roots, entry: Tensor) -> None:
+        starts = [edge_of(root) for root, _ in roots]
         groups = _find_groups([start.node for start in starts], get_gradient_edge(entry).node)
         self._groups = [group for group in groups if not _runs_whole(group)]
         at_once = [leaf for group in groups if _runs_whole(group) for leaf in group.leaves]
         self._roots = {
-            index: (starts[index], _gradient_of(roots[index], gradients[index]))
-            for group in self._groups
-            for index in group.roots
+            index: (starts[index], _gradient_of(*roots[index])) for group in self._groups for index in group.roots
         }
         self._arrived: dict[Node, _Arrived] = {}
         handles = [_keep(joint, self._arrived) for group in self._groups for joint in group.joints]
         try:
+            gradients = [gradient for _, gradient in roots]
             torch.autograd.backward(starts, gradients, retain_graph=True, inputs=[entry, *at_once])
         finally:
             _remove(handles)

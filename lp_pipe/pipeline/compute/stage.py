@@ -232,7 +232,7 @@ class Stage(NamedLayers):
                 backward(roots)
         elif roots and stash.is_awaited:
             with self._alone:
-                split = SplitBackward([root for root, _ in roots], [gradient for _, gradient in roots], self._phony)
+                split = SplitBackward(roots, self._phony)
             self._weight_stash[microbatch] = split.accumulate
         else:  # no input wants a gradient, as on the first stage: nobody waits for any of this
             self._weight_stash[microbatch] = partial(backward_later, roots, held_for_later(grad for _, grad in roots))

@@ -49,9 +49,6 @@ class Layer:
         return f"Layer({self.name})"
 
 
-LayerSource = "nn.Module | Layer"
-
-
 @dataclass(frozen=True)
 class Model:
     """A model as a sequence of layers, each fed with the output of the one before it.

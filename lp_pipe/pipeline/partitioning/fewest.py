@@ -47,6 +47,7 @@ class Held:
         self._microbatches, self._versions, _ = np.broadcast_arrays(*waiting, pairs.total)
 
     def at(self, places: Ints) -> Waiting:
+        """By the places of some pairs in `Pairs`."""
         return Waiting(self._microbatches[places], self._versions[places])
 
 

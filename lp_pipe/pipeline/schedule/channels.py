@@ -96,10 +96,12 @@ class Channels:
         return credits if edge is None else credits * abs(edge.sender - edge.receiver)
 
     def sending_stage(self, channel: int) -> int:
+        """The virtual stage whose actions put something on a channel."""
         edge = self._edge(channel)
         return channel % len(self.placement) if edge is None else edge.sender
 
     def receiving_stage(self, channel: int) -> int:
+        """The virtual stage whose actions take it."""
         edge = self._edge(channel)
         if edge is not None:
             return edge.receiver

@@ -27,6 +27,7 @@ class Compared:
     peak_activations: float
 
     def as_json(self) -> dict[str, Any]:
+        """Seconds, shares and counts by name, for `lp_pipe schedule --json`."""
         return {
             "name": self.name,
             "chunks": self.chunks,

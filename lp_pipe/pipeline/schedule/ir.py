@@ -66,10 +66,12 @@ class Schedule:
 
     @cached_property
     def microbatches(self) -> int:
+        """How many there are, by the largest number in an action; 0 without actions."""
         return 1 + max((action.microbatch for actions in self.workers for action in actions), default=-1)
 
     @cached_property
     def forward_only(self) -> bool:
+        """Whether it evaluates, and does not train."""
         return all(action.op == "F" for actions in self.workers for action in actions)
 
     @cached_property

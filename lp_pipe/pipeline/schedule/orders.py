@@ -19,6 +19,7 @@ Orders = list[list[int]]  # tokens by worker
 
 
 def token(op: int, stage: int) -> int:
+    """Op and stage in one small number: op in its last two bits."""
     return 4 * stage + op
 
 
@@ -115,6 +116,7 @@ def start_times(problem: Problem, orders: Orders) -> list[list[float]] | None:
 
 
 def makespan(problem: Problem, orders: Orders, starts: list[list[float]]) -> float:
+    """Seconds until the last worker has ended, from the `start_times` of these orders."""
     durations = problem.durations
     return max(own[-1] + durations[order[-1]] for own, order in zip(starts, orders, strict=True))
 
@@ -143,6 +145,7 @@ def split(schedule: Schedule) -> Orders:
 
 
 def to_schedule(name: str, orders: Orders) -> Schedule:
+    """Micro-batches are numbered as each stage runs them."""
     return Schedule(name, tuple(_actions(order) for order in orders))
 
 

@@ -9,8 +9,8 @@ import torch
 from lp_pipe.address import Address
 from lp_pipe.channels import Sender, open_sender
 from lp_pipe.channels.packing import CPU
-from lp_pipe.context import services_for
 from lp_pipe.handles import Handle
+from lp_pipe.launched import services_for
 from lp_pipe.telemetry import waits
 
 

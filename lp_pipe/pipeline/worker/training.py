@@ -149,6 +149,7 @@ class Training:
         return _bytes(parameters), _bytes(gradients), _bytes(state)
 
     def clear_gradients(self) -> None:
+        """Of all parameters, also of those that the optimizer does not have."""
         for _, parameter in self._parameters:
             parameter.grad = None
 

@@ -234,6 +234,7 @@ class StageWorker:
         return taken_by([named for stage in self._stages.values() for named in stage.named_layers()], state)
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Take this worker's part of a whole model's; optimizer state stays."""
         self._past.changes()
         self._ahead.forget_versions()
         for stage in self._stages.values():

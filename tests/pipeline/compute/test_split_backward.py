@@ -287,7 +287,7 @@ def test_outputs_that_do_not_matter_give_no_gradient() -> None:
 
 def test_a_loss_that_does_not_depend_on_the_input_still_trains() -> None:
     weight = torch.ones((), requires_grad=True)
-    split = SplitBackward([weight * 2], [None], torch.empty(0, requires_grad=True))
+    split = SplitBackward([(weight * 2, None)], torch.empty(0, requires_grad=True))
     split.accumulate()
     assert weight.grad == 2
 

@@ -1,0 +1,54 @@
+"""Futures that are settled with a lock held, and get their outcomes without it: their callbacks may want the lock."""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import NamedTuple
+
+
+class Settlement(NamedTuple):
+    """A future that waited for a server, and its outcome; carried out without any lock, for callbacks run then."""
+
+    future: "Future[str]"
+    outcome: str | Exception
+
+    def carry_out(self) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            return
+        if isinstance(self.outcome, str):
+            self.future.set_result(self.outcome)
+        else:
+            self.future.set_exception(self.outcome)
+
+
+class SettlingLock:
+    """Of a state for whose changes threads wait, and futures for what it comes to.
+
+    settled_by_change: called after each change, with the lock held: futures that it has settled by itself.
+    """
+
+    def __init__(self, settled_by_change: Callable[[], Iterable[Settlement]]) -> None:
+        self.lock = threading.Lock()
+        self.changed = threading.Condition(self.lock)
+        self._settled_by_change = settled_by_change
+        self._settled: list[Settlement] = []
+
+    def settle(self, settlements: Iterable[Settlement]) -> None:
+        """Inside of `changing`: these are to be carried out after it."""
+        self._settled += settlements
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Hold the lock for a change, then wake who waits for one; futures are settled when it is free again."""
+        try:
+            with self.changed:
+                try:
+                    yield
+                finally:
+                    self._settled += self._settled_by_change()
+                    self.changed.notify_all()
+                    settled, self._settled = self._settled, []
+        finally:
+            for settlement in settled:
+                settlement.carry_out()
