@@ -57,9 +57,17 @@ def test_the_ported_launchpad_program_runs(mode: str, tmp_path: Path) -> None:
 
 
 def test_the_program_for_those_who_come_from_torch_runs(tmp_path: Path) -> None:
-    (block,) = blocks_of("docs/coming_from_torch.md")
+    block, _ = blocks_of("docs/coming_from_torch.md")
     (tmp_path / "page.py").write_text(block)
     assert "after 16 steps" in run("page.py", cwd=tmp_path)
+
+
+@pytest.mark.slow
+def test_the_process_group_for_those_who_come_from_torch_runs(tmp_path: Path) -> None:
+    _, block = blocks_of("docs/coming_from_torch.md")
+    (tmp_path / "page.py").write_text(block)
+    printed = run("page.py", cwd=tmp_path)
+    assert "rank 0: [[3.0, 3.0, 3.0, 3.0]]" in printed and "rank 1: [[3.0, 3.0, 3.0, 3.0]]" in printed
 
 
 def test_the_page_on_what_fails_has_every_error() -> None:
