@@ -462,20 +462,32 @@ TWO_CHUNKS = ["interleaved", "looped_bfs", "zbv", "dualpipev"]
 
 
 @st.composite
-def pipelines(draw: st.DrawFn) -> tuple[list[pp.Layer], dict[str, Any]]:
+def models(draw: st.DrawFn) -> list[pp.Layer]:
     names = draw(st.lists(st.sampled_from(sorted(PIECES)), min_size=2, max_size=6))
-    layers = [layer for name in names for layer in PIECES[name]] + PIECES["linear"]  # something to train, at the end
+    return [layer for name in names for layer in PIECES[name]] + PIECES["linear"]  # something to train, at the end
+
+
+@st.composite
+def cuts(draw: st.DrawFn, layers: int) -> dict[str, Any]:
+    """Workers, schedule, micro-batches and recomputation: what may be others after a resume."""
     chunks = draw(st.sampled_from([1, 1, 2]))
-    workers = draw(st.integers(1, min(4, len(layers) // chunks)))
+    workers = draw(st.integers(1, min(4, layers // chunks)))
     pieces = workers * chunks
-    cut_points = st.lists(st.integers(1, len(layers) - 1), min_size=pieces - 1, max_size=pieces - 1, unique=True)
-    cuts = sorted(draw(cut_points)) if pieces > 1 else []
+    cut_points = st.lists(st.integers(1, layers - 1), min_size=pieces - 1, max_size=pieces - 1, unique=True)
+    chosen = sorted(draw(cut_points)) if pieces > 1 else []
     schedule = draw(st.sampled_from(SINGLE_CHUNK if chunks == 1 else TWO_CHUNKS))
     fewest = 2 * workers if schedule == "dualpipev" else 1
     options: dict[str, Any] = {"schedule": schedule, "chunks": chunks, "microbatches": fewest + draw(st.integers(0, 5))}
-    options["stages"] = cuts or workers
-    options["clip_grad_norm"] = draw(st.sampled_from([None, 0.05]))
+    options["stages"] = chosen or workers
     options["recompute"] = draw(st.sampled_from(["none", "none", "full", ("every", 1), ("every", 2)]))
+    return options
+
+
+@st.composite
+def pipelines(draw: st.DrawFn) -> tuple[list[pp.Layer], dict[str, Any]]:
+    layers = draw(models())
+    options = draw(cuts(len(layers)))
+    options["clip_grad_norm"] = draw(st.sampled_from([None, 0.05]))
     options["precision"] = draw(st.sampled_from(["fp32", "fp32", "bf16"]))
     return layers, options
 
