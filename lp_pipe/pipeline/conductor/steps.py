@@ -123,6 +123,8 @@ class Steps(ABC):
         """Input, target and number of micro-batches."""
         given = self._batches.get(step) if batch is None else batch
         if given is None:
+            # One that has raised for another stage says None from then on where it is a generator: no end of the data.
+            self._workers.all("confirm_end", step)
             raise EndOfData(f"the feeder has no batch for step {step}")
         value, target = check_pair(given, "step()")
         with noting(f"in the feeder's batch({step})" if batch is None else f"in the batch of step {step}"):

@@ -33,6 +33,23 @@ class BatchSource:
         self._ahead = (step + 1, read_by("thread", self._feeder).batch(step + 1))
         return pair
 
+    def confirm_end(self, step: int) -> None:
+        """Somebody else was told that the data ends before this step; what this worker was told, if it has asked.
+
+        Raises:
+            PipelineError: it was a batch. Or whatever the feeder has raised.
+        """
+        if self._ahead is None or self._ahead[0] != step:
+            return
+        (_, future), self._ahead = self._ahead, None
+        with noting(f"in the feeder's batch({step}), which has said None to the first stage"):
+            batch = future.result()
+        if batch is not None:
+            raise PipelineError(
+                f"the feeder gave the first stage None for step {step}, and another one a batch: batch(step) must be a "
+                "pure function of the step"
+            )
+
     def forget_ahead(self) -> None:
         """The pipeline goes on from somewhere else, perhaps because the feeder has died, and the next batch with it."""
         self._ahead = None

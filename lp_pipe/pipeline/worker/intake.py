@@ -27,6 +27,7 @@ class Intake:
         self._name = name
         self._device = device
         self.forget_ahead = self._batches.forget_ahead
+        self.confirm_end = self._batches.confirm_end
 
     def operation(self, task: Task, scale: float | None = None) -> Operation:
         """A step of training."""

@@ -178,6 +178,10 @@ class StageWorker:
             self.training.step(step, total_norm, self._config.clip_grad_norm, skip=skip)
         self._writes.forget()
 
+    def confirm_end(self, step: int) -> None:
+        """The feeder has told the first stage that there is no such step; see BatchSource."""
+        self._intake.confirm_end(step)
+
     def has_updated(self) -> bool:
         """Whether the last `apply`, which may have failed, has changed something."""
         return self.training.has_updated

@@ -1,5 +1,8 @@
 """The first and the last stage ask the feeder each for itself: what one gets belongs to what the other one gets."""
 
+import itertools
+import threading
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -7,8 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import lp_pipe.pipeline as pp
+from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline.worker.batches import BatchSource
 from lp_pipe.pipeline.worker.same_target import glance
 from tests.pipeline.plain_loop import launched
+
+WITHIN_S = 60.0
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -82,3 +89,50 @@ def test_one_other_label_of_a_small_target_is_seen() -> None:
     other[41] = 0
     assert glance(labels) != glance(other)
     assert glance(labels) != glance(labels.reshape(30, 2))
+
+
+class EndsWithAnError:
+    """A generator that has raised is at its end: whoever asks then is told that there is no more."""
+
+    def __init__(self) -> None:
+        self._calls = itertools.count()
+        self._has_raised = threading.Event()
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor] | None:
+        if step == 0:
+            return torch.ones(4, 1), torch.ones(4, 1)
+        if next(self._calls) == 0:  # the first stage asks ahead before the last one does
+            assert self._has_raised.wait(WITHIN_S)
+            return None
+        self._has_raised.set()
+        raise OSError("the disk is gone")
+
+
+def test_what_a_feeder_raises_for_the_last_stage_is_no_end_of_the_data() -> None:
+    """The training ended early, and well: what the last stage had asked for ahead was never looked at."""
+    with (
+        launched("thread", model(), EndsWithAnError, stages=2, microbatches=2) as pipeline,
+        pytest.raises(OSError, match="the disk is gone"),
+    ):
+        list(pipeline.steps())
+
+
+def test_a_batch_for_one_stage_and_none_for_the_other_is_no_end_of_the_data() -> None:
+    source = BatchSource(Client([(1, 1), (2, 2)]))
+    assert source.get(0) == (1, 1)
+    with pytest.raises(PipelineError, match="None for step 1, and another one a batch"):
+        source.confirm_end(1)
+    source.confirm_end(1)  # it is told once
+
+
+class Client:
+    """A feeder's, whose replies are there at once."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.futures = self
+        self._batches = batches
+
+    def batch(self, step: int) -> "Future[Any]":
+        done: Future[Any] = Future()
+        done.set_result(self._batches[step])
+        return done
