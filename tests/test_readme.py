@@ -97,3 +97,16 @@ def test_every_relative_link_leads_somewhere() -> None:
     for page in [ROOT / "README.md", ROOT / "BUILD.md", *(ROOT / "docs").glob("*.md")]:
         for link in re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8")):
             assert "://" in link or (page.parent / link).exists(), f"{page.name} links to {link}"
+
+
+@pytest.mark.slow
+def test_the_training_on_the_page_on_data_is_resumed_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    (block,) = blocks_of("docs/data.md")
+    (tmp_path / "whole.py").write_text(block)
+    (tmp_path / "begun.py").write_text(block.replace("steps(pipeline, 1000,", "steps(pipeline, 10,"))  # of 7 an epoch
+    whole = run("-m", "lp_pipe", "launch", "whole.py", "--run-dir=whole", cwd=tmp_path)
+    begun = run("-m", "lp_pipe", "launch", "begun.py", "--run-dir=begun", cwd=tmp_path)
+    resumed = run("-m", "lp_pipe", "launch", "whole.py", "--resume=begun", cwd=tmp_path)
+    assert "10 steps" in begun
+    found = [re.findall(r"21 steps, parameters ([0-9a-f]{64})", output) for output in (whole, resumed)]
+    assert found[0] == found[1] != []
