@@ -64,12 +64,13 @@ def _count(value: Any, leaves: list[Any], microbatches: int) -> int:
             "make tensors of numbers and images (torch.tensor, torch.stack); where the loss needs no target, give the "
             "input as the target, too"
         )
-    cuts = [(len(leaf), leaf.data.chunk(microbatches)) for leaf in batched]
-    length, chunks = cuts[0]
+    length = len(batched[0])
+    size, number = _cut(length, microbatches)
     # 20 beside 10 samples may be two of each; but 5, 5, 5, 5 of them beside 3, 3, 3, 1 belong to others.
+    others = [(len(leaf), *_cut(len(leaf), microbatches)) for leaf in batched[1:]]
     if any(
-        len(others) != len(chunks) or len(others[0]) * length != len(chunks[0]) * other_length
-        for other_length, others in cuts
+        other_number != number or other_size * length != size * other_length
+        for other_length, other_size, other_number in others
     ):
         shapes = [tuple(leaf.shape) for leaf in batched]
         raise PipelineError(
@@ -77,7 +78,13 @@ def _count(value: Any, leaves: list[Any], microbatches: int) -> int:
             "one, which must count the samples: pad what has another length for each sample (boxes, words), and give "
             "the lengths, too; what is the same for all samples belongs to a layer, as a buffer"
         )
-    return len(chunks)
+    return number
+
+
+def _cut(length: int, microbatches: int) -> tuple[int, int]:
+    """The length of the first slice that torch.chunk makes, and how many it makes."""
+    size = -(-length // microbatches)
+    return size, -(-length // size) if size else microbatches
 
 
 def loss_weights(targets: list[Any], loss_weight: LossWeight, what: str = "the batch's micro-batches") -> list[float]:
