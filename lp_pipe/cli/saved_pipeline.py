@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from lp_pipe.checkpoint import Checkpoint
-from lp_pipe.pipeline.saving.manifest import METADATA
+from lp_pipe.pipeline.saving import METADATA
 
 
 class SavedPipeline(Checkpoint):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import lp_pipe as lp
 import lp_pipe.pipeline as pp
+from lp_pipe.context import context
 from lp_pipe.pipeline.schedule import registry
 from lp_pipe.program import Edge
 from tests.pipeline.plain_loop import (
@@ -35,6 +36,15 @@ BATCHES = random_batches([6, 6, 6, 6])
 LINEAR = pp.Layer(nn.Linear, D, D)
 
 
+def is_in_node() -> bool:
+    """And not in the program's setup."""
+    try:
+        context()
+    except RuntimeError:
+        return False
+    return True
+
+
 def train(pipeline: pp.PipelineClient, losses: list[float]) -> None:
     """A node's work: the client is all it needs."""
     for result in pipeline.steps():
@@ -51,6 +61,27 @@ def test_a_node_trains_a_model_through_its_handle() -> None:
     program.add_node(lp.PyNode(train, pipeline, losses), label="trainer")
     lp.launch(program, "thread").wait(WITHIN_S)
     assert losses == PlainLoop(model, 3).steps(BATCHES)
+
+
+def test_who_has_a_client_may_draw_random_numbers_in_thread_mode() -> None:
+    # A later stage was still building: the script's numbers and its initial weights came from one generator, by chance.
+    has_client = threading.Event()
+    was_late: list[bool] = []
+
+    def last() -> nn.Module:
+        if is_in_node():
+            was_late.append(has_client.wait(0.2))
+        return nn.Linear(D, D)
+
+    for _ in range(2):  # the first time stage 0 may be late itself: it imports
+        program = lp.Program("drawing")
+        model = pp.Model([LINEAR, LINEAR, pp.Layer(last)], squared_error, adam)
+        pipeline = pp.add_pipeline(program, model, stages=3, microbatches=2)
+        has_client.clear()
+        with lp.launch(program, "thread") as run:
+            run.client(pipeline)
+            has_client.set()
+    assert was_late == [False, False]
 
 
 def test_numbers_of_numpy_and_torch_are_as_good_as_pythons() -> None:

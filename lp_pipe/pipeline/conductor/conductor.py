@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lp_pipe.address import Address
 from lp_pipe.context import context
-from lp_pipe.errors import PipelineError
+from lp_pipe.errors import PipelineError, Unavailable
 from lp_pipe.pipeline.conductor.async_steps import AsynchronousSteps
 from lp_pipe.pipeline.conductor.learning_rate import LearningRate
 from lp_pipe.pipeline.conductor.mirrors import AllMirrors, check_guards
@@ -54,6 +54,9 @@ class Conductor:
         self._mirrors = AllMirrors(self._workers, self._steps)
         self._queue = DaemonPool(1, "pipeline operations")
         context().exit_stack.callback(self._queue.close)
+        # Who has a client finds all layers built: in thread mode they draw from the generator that a script may use.
+        with contextlib.suppress(Unavailable):  # of a worker that has failed already the first operation will tell
+            self._workers.all("is_up")
 
     def step(self, batch: tuple[Any, Any] | None = None, more: int = 0) -> StepResult:
         """One step; see PipelineClient. more: further ones on the feeder's batches that the caller will ask for."""

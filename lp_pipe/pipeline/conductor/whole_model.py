@@ -18,7 +18,8 @@ from lp_pipe.pipeline.conductor.workers import Workers
 from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.layers.names import in_order
 from lp_pipe.pipeline.layers.state_shapes import check_names, check_shapes
-from lp_pipe.pipeline.saving.manifest import METADATA, Manifest
+from lp_pipe.pipeline.saving import METADATA
+from lp_pipe.pipeline.saving.manifest import Manifest
 from lp_pipe.pipeline.saving.quick_save import dense_parts, elements_of
 from lp_pipe.pipeline.saving.share_file import remove_shares
 

@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from lp_pipe.errors import CheckpointError
-from lp_pipe.pipeline.saving.manifest import ENTRY, METADATA, Manifest, from_entry
+from lp_pipe.pipeline.saving import METADATA
+from lp_pipe.pipeline.saving.manifest import ENTRY, Manifest, from_entry
 from lp_pipe.pipeline.saving.plain_values import loaded
 from lp_pipe.pipeline.saving.saved import Key
 

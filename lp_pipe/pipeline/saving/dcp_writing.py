@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from lp_pipe.checkpoint.folder import sync
-from lp_pipe.pipeline.saving.manifest import METADATA
+from lp_pipe.pipeline.saving import METADATA
 from lp_pipe.pipeline.saving.saved import Key
 from lp_pipe.pipeline.saving.share_file import Described, Description, Written, is_share
 

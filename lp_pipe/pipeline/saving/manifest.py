@@ -7,7 +7,6 @@ from lp_pipe.errors import CheckpointError
 from lp_pipe.pipeline.compute.loss_scale import LossScale
 from lp_pipe.pipeline.results import StepResult
 
-METADATA = ".metadata"  # torch's own file; it comes last, so that what was never finished has none
 ENTRY = ("lp_pipe",)  # where it is among the entries
 _FORMAT = 1
 
