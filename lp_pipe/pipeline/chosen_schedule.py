@@ -101,8 +101,9 @@ def sufficient_credits(schedule: Schedule, edges: Sequence[Edge]) -> int:
         _verify(schedule, _CREDITS // 2, edges)
         return _CREDITS
     except ScheduleError:
-        # So many are on one edge in all; where stages have replicas, each pair of them has its own credits.
-        credits = max(_CREDITS, schedule.microbatches)
+        # So many are on one edge in all, or in evaluation (see `forward_on`); where stages have replicas, each pair of
+        # them has its own credits.
+        credits = max(_CREDITS, schedule.microbatches, 2 * len(schedule.workers))
         _verify(schedule, credits, edges)
         return 2 * credits
 

@@ -145,6 +145,25 @@ def test_a_unet_of_stages_in_processes() -> None:
             assert_trains_alike(client, PlainSkips(model, 5), IMAGES)
 
 
+def test_skips_between_stages_of_which_one_worker_has_most() -> None:
+    # Refused: "schedule 'forward': deadlock", of an order that the user has not made.
+    placement = [0, 1, 0, 1, 1, 1, 2]
+    orders: list[list[str]] = [[], [], []]
+    for m in range(3):
+        for op, stages in (("F", range(7)), ("B", reversed(range(7)))):
+            for stage in stages:
+                orders[placement[stage]].append(f"{stage}{op}{m}")
+    schedule = pp.Schedule.from_csv("\n".join(map(",".join, orders)), "lopsided")
+    model = pp.Model(unet(), squared_error, sgd)
+    plain = PlainSkips(model, 3)
+    cuts = list(range(1, 7))
+    with launched("thread", model, IMAGES, stages=cuts, schedule=schedule, microbatches=3) as pipeline:
+        assert_trains_alike(pipeline, plain, IMAGES)
+        many = random_batches([1] * 20, 1, 8, 8)
+        outputs = list(pipeline.forward_stream((x for x, _ in many), in_flight=20))
+    assert all(torch.equal(got, plain.output(x)) for got, (x, _) in zip(outputs, many, strict=True))
+
+
 class Branches(nn.Module):
     """Two values in a dict, of which one is also what flows on."""
 

@@ -1,6 +1,9 @@
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lp_pipe.pipeline.schedule import Costs, forward_on, make_schedule, simulate, verify
+from lp_pipe.pipeline.schedule.channels import Edge
 
 FORWARD = Costs(forward=1, backward_input=0, backward_weight=0)
 
@@ -41,3 +44,17 @@ def test_the_forwards_of_interleaved_in_the_same_order(stages: int, microbatches
     trained = make_schedule("interleaved", stages, microbatches, chunks)
     forwards = tuple(tuple(action for action in actions if action.op == "F") for actions in trained.workers)
     assert make_schedule("forward", stages, microbatches, chunks).workers == forwards
+
+
+@given(st.lists(st.integers(0, 3), min_size=2, max_size=8), st.data())
+def test_credits_for_two_micro_batches_a_worker_are_enough_wherever_the_stages_are(
+    wishes: list[int], data: st.DataObject
+) -> None:
+    """A worker with most of the stages was outrun by those before it, further and further, until skips were stuck."""
+    workers = sorted(set(wishes))
+    placement = [workers.index(wish) for wish in wishes]
+    ends = st.lists(st.sampled_from(range(len(placement))), min_size=2, max_size=2, unique=True)
+    skips = data.draw(st.lists(ends, max_size=3))
+    edges = [Edge("value", min(skip), max(skip), (str(name),)) for name, skip in enumerate(skips)]
+    schedule = forward_on(placement, 12 * len(workers))
+    verify(schedule, credits=2 * len(workers), edges=edges)
