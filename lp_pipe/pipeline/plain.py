@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lp_pipe.pipeline.compute.buffers import BufferSnapshot
 from lp_pipe.pipeline.compute.device import CPU, current, own_loss, to_device, to_host
 from lp_pipe.pipeline.compute.finite import is_finite
 from lp_pipe.pipeline.compute.forward_writes import ForwardWrites
@@ -74,7 +73,8 @@ class PlainLoop:
         if isinstance(self._loss, nn.Module):
             self._note_modules(self._loss, self._last_replicas)
         self._parts: dict[str, dict[int, Tensor]] = {}
-        self._writes = ForwardWrites(self._named.modules(), self._parameters.items())
+        with_buffers = self._modules if on_nan == "skip" else ()
+        self._writes = ForwardWrites(self._named.modules(), self._parameters.items(), with_buffers)
 
     def step(self, batch: tuple[Any, Any]) -> float:
         """One optimizer step; the weighted sum of the micro-batches' losses."""
@@ -91,8 +91,7 @@ class PlainLoop:
 
     def _stepped(self, inputs: list[Any], targets: list[Any], weights: list[float]) -> float:
         losses = [0.0] * self._last_replicas
-        self._writes.begin(trains=True)
-        before = BufferSnapshot(self._modules if self._on_nan == "skip" else ())
+        self._writes.begin(self._step, trains=True)
         self._copy_buffers()
         for microbatch, (value, target, weight) in enumerate(zip(inputs, targets, weights, strict=True)):
             with self._buffers_for(microbatch):
@@ -109,8 +108,7 @@ class PlainLoop:
         self._scaler.unscale_(self._optimizer)
         loss = sum(losses[1:], losses[0])
         if self._on_nan == "skip" and not self._is_finite(loss):
-            before.restore()
-            self._writes.undo()
+            self._writes.undo(self._step)
         else:
             self._update()
         self._scaler.update()
