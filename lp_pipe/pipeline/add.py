@@ -169,7 +169,7 @@ def _check(
     if inputs is not None and not isinstance(inputs, Handle):
         raise PipelineError(f"inputs={inputs!r}: give the handle of a feeder, program.add_node(lp.CourierNode(Feeder))")
     if not isinstance(channel, str) or channel not in kinds.KINDS:
-        raise PipelineError(f"channel={channel!r}: {kinds.why_not(str(channel))}")
+        raise PipelineError(f"channel={channel!r}: known are {', '.join(kinds.KINDS)}")
     if not is_count(microbatches):
         raise PipelineError(f"microbatches={microbatches!r}: give a whole number (int) of at least 1")
     if clip_grad_norm is not None and not (isinstance(clip_grad_norm, float) and clip_grad_norm > 0):
