@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from lp_pipe.address import Address
-from lp_pipe.channels import ChannelHub
 from lp_pipe.context import context
 from lp_pipe.errors import noting
 from lp_pipe.pipeline.compute.device import chosen_device, current, to_host
@@ -32,7 +31,6 @@ from lp_pipe.pipeline.worker.async_guard import Guard
 from lp_pipe.pipeline.worker.async_worker import AsyncWorker
 from lp_pipe.pipeline.worker.channel_handle import ChannelTarget
 from lp_pipe.pipeline.worker.execution import Execution, Operation, Report, Run
-from lp_pipe.pipeline.worker.hub_endpoint import hub_endpoint
 from lp_pipe.pipeline.worker.intake import Intake
 from lp_pipe.pipeline.worker.learning_rate import LearningRate
 from lp_pipe.pipeline.worker.links import Links
@@ -40,6 +38,7 @@ from lp_pipe.pipeline.worker.metering import Metering
 from lp_pipe.pipeline.worker.mirrors import Mirrors
 from lp_pipe.pipeline.worker.neighbours import Neighbours
 from lp_pipe.pipeline.worker.nonfinite import Search
+from lp_pipe.pipeline.worker.own_hub import own_hub
 from lp_pipe.pipeline.worker.past import Past
 from lp_pipe.pipeline.worker.reduction import Reduction
 from lp_pipe.pipeline.worker.shares import Shares
@@ -90,10 +89,7 @@ class StageWorker:
         self._search = Search(pipeline, self._stages, names_by_index(worker.sources.values()), node.name)
         self._intake = Intake(pipeline, self._stages, feeder, node.name, self._device)
         # Not before its layers are built: where that fails, the neighbours are told why, and find no closed hub.
-        usual = node.services.endpoint_for(channels.id)
-        hub = ChannelHub(node.exit_stack.enter_context(hub_endpoint(pipeline.channel, usual)), node.name)
-        node.exit_stack.callback(hub.close, f"{node.name} has ended")
-        node.services.register(channels.id, hub.endpoint)
+        hub = own_hub(pipeline.channel, channels)
         self._connect(
             Neighbours(pipeline.ranks, worker.rank, node.name, hub, neighbours, pipeline.channel, self._device)
         )
