@@ -7,6 +7,7 @@ from typing import Any
 
 from lp_pipe.errors import ScheduleError
 from lp_pipe.pipeline.layers.model import Loss, LossWeight, OptimizerFactory, SchedulerFactory
+from lp_pipe.pipeline.layers.model_names import ModelNames
 from lp_pipe.pipeline.ranks import Ranks
 from lp_pipe.pipeline.schedule import Schedule, replicated, verify
 from lp_pipe.pipeline.schedule.channels import Channels, Edge
@@ -30,13 +31,10 @@ class PipelineConfig:
     channel: str
     credits: int
     clip_grad_norm: float | None
+    names: ModelNames
     recompute: Any = "none"
     precision: str = "fp32"
-    tied: tuple[tuple[str, ...], ...] = ()  # all names of each parameter that has several
-    tied_outside: tuple[tuple[str, ...], ...] = ()  # the same, as users call them
-    # Of modules that were split, with their place.
-    own_names: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    parameter_places: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # the same, of parameters
+    tied: tuple[tuple[str, ...], ...] = ()  # by the names inside, all of each parameter that has several
     edges: tuple[Edge, ...] = ()
     shared_buffers: Mapping[str, str] = field(default_factory=dict)  # by stages; with what to say if one writes to it
     replicas: tuple[int, ...] = ()  # of each worker

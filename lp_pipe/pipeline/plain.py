@@ -17,7 +17,7 @@ from lp_pipe.pipeline.layers.factories import made_optimizer, made_scheduler, wa
 from lp_pipe.pipeline.layers.microbatches import count, loss_weights, split
 from lp_pipe.pipeline.layers.model import Model
 from lp_pipe.pipeline.layers.named_layers import NamedLayers
-from lp_pipe.pipeline.layers.names import in_order, own_names, parameter_places
+from lp_pipe.pipeline.layers.names import model_names
 from lp_pipe.pipeline.layers.rng import optimizer_place, step_rng
 from lp_pipe.pipeline.layers.skips import call, layer_sources
 from lp_pipe.pipeline.layers.tied import tie, tied_names
@@ -52,12 +52,13 @@ class PlainLoop:
         self._on_nan = on_nan
         self._scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
         self._layers = build_layers(sources, 0, model.seed)
-        tie(self._layers, 0, tied_names(sources, model.tied), {}, model.seed)
+        tied = tied_names(sources, model.tied)
+        tie(self._layers, 0, tied, {}, model.seed)
         for layer in self._layers:
             layer.to(device)
         self._named = NamedLayers(self._layers)
-        places = parameter_places(sources, own_names(sources))
-        self._parameters = in_order(dict(self._named.named_parameters()), places)
+        named_parameters = dict(self._named.named_parameters())
+        self._parameters = model_names(sources, tied).whole_of_parameters([named_parameters])
         self._optimizer = made_optimizer(model.optimizer, list(self._parameters.items()))
         self._lr_scheduler = made_scheduler(model.lr_scheduler, self._optimizer) if model.lr_scheduler else None
         self._step = 0
