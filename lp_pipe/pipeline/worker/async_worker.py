@@ -109,17 +109,17 @@ class AsyncWorker(Ahead):
             with self._boundary.swapped_in():
                 yield
 
-    def state(self) -> dict[str, Any]:
-        return {"newest": self._versions.newest, "older": self._versions.older()}
+    def versions(self) -> list[dict[str, Any]]:
+        return [{"newest": self._versions.newest, "older": self._versions.older()}]
 
-    def restore(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from the `state`s of the workers that wrote a checkpoint, with the weights that are of this stage now.
+    def restore(self, versions: Sequence[Mapping[str, Any]]) -> None:
+        """Go on from those of the workers that wrote a checkpoint, with the weights that are of this stage now.
 
         Where the stages are cut otherwise now, or update at other times, older weights may be missing: then forwards
         use the oldest ones that there are.
         """
         self.discard()
-        own = [state for state in states if state["older"]] or states  # the others have counted their own updates
+        own = [state for state in versions if state["older"]] or versions  # the others have counted their own updates
         newest = max((state["newest"] for state in own), default=0)
         older: dict[int, dict[str, Tensor]] = {}
         for state in own:

@@ -24,7 +24,7 @@ from lp_pipe.pipeline.layers.layer_names import names_by_index
 from lp_pipe.pipeline.layers.microbatches import aligned, apart
 from lp_pipe.pipeline.layers.state_shapes import check_shapes, taken_by
 from lp_pipe.pipeline.results import NonFinite, StageMemory
-from lp_pipe.pipeline.saving.saved import Saved, is_of, joined, saved_of
+from lp_pipe.pipeline.saving.saved import Saved, is_of, joined
 from lp_pipe.pipeline.schedule import Action, Schedule, forward_on, share
 from lp_pipe.pipeline.worker.ahead import Ahead
 from lp_pipe.pipeline.worker.async_guard import Guard
@@ -72,7 +72,7 @@ class StageWorker:
         rate = LearningRate(self.training, self._past)
         self.scheduler_kind, self.step_scheduler = rate.scheduler_kind, rate.step_scheduler
         self.learning_rates = rate.learning_rates
-        mirrors = Mirrors(worker.rank, self._share, lambda share: self._take(saved_of(share)))
+        mirrors = Mirrors(worker.rank, self._share, self._take)
         self.guarded_by, self.forget_mirrors = mirrors.guarded_by, mirrors.forget_mirrors
         self.mirror, self.go_back = mirrors.mirror, mirrors.go_back
         self.keep_mirror, self.mirror_of = mirrors.keep_mirror, mirrors.mirror_of
@@ -270,11 +270,11 @@ class StageWorker:
         self._loss.restore(saved.loss)
         self._ahead.restore(saved.versions)
 
-    def _share(self) -> dict[str, Any]:
+    def _share(self) -> Saved:
         """On the host: who guards this worker may see no GPU, and this one's may have no room for copies."""
         self._writes.check()
-        share = self.training.share(self.state_dict(), self._loss.state(), self._ahead.state())
-        return dict(to_host(share, self._device))
+        share = self.training.share(self.state_dict(), self._loss.state(), self._ahead.versions())
+        return Saved(*to_host(share, self._device))
 
     def _connect(self, neighbours: Neighbours) -> None:
         config = self._config
