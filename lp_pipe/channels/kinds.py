@@ -18,17 +18,8 @@ _FITTING = {
     "grpcs": ("grpc", "gloo", "nccl"),  # "auto" is never one of PLAIN_KINDS
     "tls": ("grpc", "gloo", "nccl"),
 }
-_ADVICE = {
-    "grpc": "the receiving end listens at no grpc endpoint",
-}
 
 is_shm_supported = hasattr(os, "memfd_create")  # macOS: a named segment would outlive a killed process
-
-
-def why_not(kind: str) -> str:
-    """What to say of a kind that a pipeline cannot have."""
-    about = f"{_ADVICE[kind]}; " if kind in _ADVICE else ""
-    return f"{about}known are {', '.join(KINDS)}"
 
 
 def choose(kind: str, endpoint: str, *, is_on_gpu: bool = False) -> str:
@@ -43,8 +34,8 @@ def choose(kind: str, endpoint: str, *, is_on_gpu: bool = False) -> str:
     if kind == "auto":
         kind = fitting[0]
     if kind not in fitting:
-        known = "" if kind in KINDS or kind in _ADVICE else "is unknown and "
-        why = f" ({_ADVICE[kind]})" if kind in _ADVICE else ""
+        known = "" if kind in KINDS else "is unknown and "
+        why = " (the receiving end listens at no grpc endpoint)" if kind == "grpc" else ""
         usable = ", ".join(repr(name) for name in ("auto", *fitting))
         raise ValueError(f"channel kind {kind!r} {known}does not fit {_shown(endpoint)}{why}: use one of {usable}")
     if kind != "shm":

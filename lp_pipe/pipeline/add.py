@@ -17,7 +17,7 @@ from lp_pipe.pipeline.compute.segments import Recompute, check_recompute
 from lp_pipe.pipeline.conductor.on_nan import check_on_nan
 from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.layers.model import Model
-from lp_pipe.pipeline.layers.names import outer_name, own_names, parameter_places
+from lp_pipe.pipeline.layers.names import model_names
 from lp_pipe.pipeline.layers.skips import layer_sources, skip_edges
 from lp_pipe.pipeline.layers.tied import Names, layer_of, shared_buffers, tied_edges, tied_names
 from lp_pipe.pipeline.layers.unfit import refuse_unfit
@@ -98,14 +98,14 @@ def add_pipeline(
     check_recompute("none" if recompute is None else recompute)
     sources = layer_sources(model)
     refuse_unfit(model.loss, sources)
-    names = own_names(sources)
+    tied = tied_names(sources, model.tied)
+    names = model_names(sources, tied)
     place = taken(program, group)
     if place is not None:
         stages, replicas = place.plan, 1
         place.compare(program, schedule, recompute, microbatches, resources)
     with explained(place, group):
         layout = layout_of(sources, stages, chunks, schedule, microbatches, replicas, recompute)
-    tied = tied_names(sources, model.tied)
     edges = tied_edges(tied, layout.cuts) + skip_edges(sources, layout.cuts)
     config = PipelineConfig(
         placement=layout.schedule.placement,
@@ -123,9 +123,7 @@ def add_pipeline(
         recompute=layout.recompute,
         precision=precision,
         tied=tuple(tied),
-        tied_outside=tuple(tuple(outer_name(name, sources) for name in names) for names in tied),
-        own_names=names,
-        parameter_places=parameter_places(sources, names),
+        names=names,
         edges=tuple(edges),
         shared_buffers=shared_buffers(sources, layout.cuts),
         replicas=layout.replicas,
@@ -169,7 +167,7 @@ def _check(
     if inputs is not None and not isinstance(inputs, Handle):
         raise PipelineError(f"inputs={inputs!r}: give the handle of a feeder, program.add_node(lp.CourierNode(Feeder))")
     if not isinstance(channel, str) or channel not in kinds.KINDS:
-        raise PipelineError(f"channel={channel!r}: {kinds.why_not(str(channel))}")
+        raise PipelineError(f"channel={channel!r}: known are {', '.join(kinds.KINDS)}")
     if not is_count(microbatches):
         raise PipelineError(f"microbatches={microbatches!r}: give a whole number (int) of at least 1")
     if clip_grad_norm is not None and not (isinstance(clip_grad_norm, float) and clip_grad_norm > 0):

@@ -1,12 +1,13 @@
 """What every worker of a pipeline is told. Data only; needs no torch."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from lp_pipe.errors import ScheduleError
 from lp_pipe.pipeline.layers.model import Loss, LossWeight, OptimizerFactory, SchedulerFactory
+from lp_pipe.pipeline.layers.model_names import ModelNames
 from lp_pipe.pipeline.ranks import Ranks
 from lp_pipe.pipeline.schedule import Schedule, replicated, verify
 from lp_pipe.pipeline.schedule.channels import Channels, Edge
@@ -30,21 +31,18 @@ class PipelineConfig:
     channel: str
     credits: int
     clip_grad_norm: float | None
-    recompute: Any = "none"
-    precision: str = "fp32"
-    tied: tuple[tuple[str, ...], ...] = ()  # all names of each parameter that has several
-    tied_outside: tuple[tuple[str, ...], ...] = ()  # the same, as users call them
-    # Of modules that were split, with their place.
-    own_names: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    parameter_places: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # the same, of parameters
-    edges: tuple[Edge, ...] = ()
-    shared_buffers: Mapping[str, str] = field(default_factory=dict)  # by stages; with what to say if one writes to it
-    replicas: tuple[int, ...] = ()  # of each worker
-    devices: tuple[str, ...] = ()  # of each worker, as the user names them
-    updates: Updates | None = None  # of an asynchronous schedule
-    on_nan: str = "ignore"
-    predicted_seconds: tuple[float, ...] = ()  # by a plan, of each worker: per micro-batch of one replica
-    registered: Registered | None = None  # of a schedule whose name only the launching process need know
+    names: ModelNames
+    recompute: Any
+    precision: str
+    tied: tuple[tuple[str, ...], ...]  # by the names inside, all of each parameter that has several
+    edges: tuple[Edge, ...]
+    shared_buffers: Mapping[str, str]  # by stages; with what to say if one writes to it
+    replicas: tuple[int, ...]  # of each worker
+    devices: tuple[str, ...]  # of each worker, as the user names them
+    updates: Updates | None  # of an asynchronous schedule
+    on_nan: str
+    predicted_seconds: tuple[float, ...]  # by a plan, of each worker: per micro-batch of one replica
+    registered: Registered | None  # of a schedule whose name only the launching process need know
 
     @property
     def is_asynchronous(self) -> bool:
@@ -112,7 +110,7 @@ class WorkerConfig:
 
     rank: int
     sources: Mapping[int, tuple[int, Sequence[Any]]]
-    owners: Mapping[int, Any] = field(default_factory=dict)
+    owners: Mapping[int, Any]
 
 
 def _users(config: PipelineConfig, name: str, registered: Registered, microbatches: int) -> Schedule:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lp_pipe.pipeline.compute.buffers import BufferSnapshot
 from lp_pipe.pipeline.compute.device import CPU, current, own_loss, to_device, to_host
 from lp_pipe.pipeline.compute.finite import is_finite
 from lp_pipe.pipeline.compute.forward_writes import ForwardWrites
@@ -18,7 +17,7 @@ from lp_pipe.pipeline.layers.factories import made_optimizer, made_scheduler, wa
 from lp_pipe.pipeline.layers.microbatches import count, loss_weights, split
 from lp_pipe.pipeline.layers.model import Model
 from lp_pipe.pipeline.layers.named_layers import NamedLayers
-from lp_pipe.pipeline.layers.names import in_order, own_names, parameter_places
+from lp_pipe.pipeline.layers.names import model_names
 from lp_pipe.pipeline.layers.rng import optimizer_place, step_rng
 from lp_pipe.pipeline.layers.skips import call, layer_sources
 from lp_pipe.pipeline.layers.tied import tie, tied_names
@@ -53,12 +52,13 @@ class PlainLoop:
         self._on_nan = on_nan
         self._scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
         self._layers = build_layers(sources, 0, model.seed)
-        tie(self._layers, 0, tied_names(sources, model.tied), {}, model.seed)
+        tied = tied_names(sources, model.tied)
+        tie(self._layers, 0, tied, {}, model.seed)
         for layer in self._layers:
             layer.to(device)
         self._named = NamedLayers(self._layers)
-        places = parameter_places(sources, own_names(sources))
-        self._parameters = in_order(dict(self._named.named_parameters()), places)
+        named_parameters = dict(self._named.named_parameters())
+        self._parameters = model_names(sources, tied).whole_of_parameters([named_parameters])
         self._optimizer = made_optimizer(model.optimizer, list(self._parameters.items()))
         self._lr_scheduler = made_scheduler(model.lr_scheduler, self._optimizer) if model.lr_scheduler else None
         self._step = 0
@@ -74,7 +74,8 @@ class PlainLoop:
         if isinstance(self._loss, nn.Module):
             self._note_modules(self._loss, self._last_replicas)
         self._parts: dict[str, dict[int, Tensor]] = {}
-        self._writes = ForwardWrites(self._named.modules(), self._parameters.items())
+        with_buffers = self._modules if on_nan == "skip" else ()
+        self._writes = ForwardWrites(self._named.modules(), self._parameters.items(), with_buffers)
 
     def step(self, batch: tuple[Any, Any]) -> float:
         """One optimizer step; the weighted sum of the micro-batches' losses."""
@@ -91,8 +92,7 @@ class PlainLoop:
 
     def _stepped(self, inputs: list[Any], targets: list[Any], weights: list[float]) -> float:
         losses = [0.0] * self._last_replicas
-        self._writes.begin(trains=True)
-        before = BufferSnapshot(self._modules if self._on_nan == "skip" else ())
+        self._writes.begin(self._step, trains=True)
         self._copy_buffers()
         for microbatch, (value, target, weight) in enumerate(zip(inputs, targets, weights, strict=True)):
             with self._buffers_for(microbatch):
@@ -109,8 +109,7 @@ class PlainLoop:
         self._scaler.unscale_(self._optimizer)
         loss = sum(losses[1:], losses[0])
         if self._on_nan == "skip" and not self._is_finite(loss):
-            before.restore()
-            self._writes.undo()
+            self._writes.undo(self._step)
         else:
             self._update()
         self._scaler.update()

@@ -9,13 +9,14 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from lp_pipe.connections import Frame, frames, loans
 from lp_pipe.connections.unix import UnixConnection
+from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(not loans.is_supported, reason="no memfd on this system")
 
@@ -35,7 +36,7 @@ class Ends:
         self.far.start(self.frames.put, self.reasons.put)
         self.send(bytes(LARGE))  # this one goes through the socket, and makes the peer ask for loans
         self.receive()
-        wait_until(lambda: self.near._lender is not None and self.near._lender.is_welcome)
+        until(lambda: self.near._lender is not None and self.near._lender.is_welcome)
 
     def send(self, data: bytes) -> None:
         self.near.send(Frame(frames.CALL, buffers=[data]))
@@ -48,14 +49,7 @@ class Ends:
         """Until what was given back has arrived."""
         lender = self.near._lender
         assert lender is not None
-        wait_until(lambda: not lender._lent)
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WITHIN_S
-    while not is_so():
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.001)
+        until(lambda: not lender._lent)
 
 
 @pytest.fixture
@@ -130,7 +124,7 @@ def test_the_memory_goes_with_the_connection(no_leaks: None) -> None:
     ends.send(bytes(LARGE))
     ends.receive()
     ends.near.close()
-    wait_until(lambda: not segments())
+    until(lambda: not segments())
 
 
 def test_when_too_much_is_lent_the_socket_takes_over(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import lp_pipe as lp
+from tests.waiting import until
 
 WITHIN_S = 20.0
 LOCK = threading.Lock()
@@ -489,9 +490,6 @@ def test_stacks_show_every_node_and_run_dir_exists(mode: str, tmp_path: Path) ->
         lp.wait_for_stop()
 
     with lp.launch(program_of(lp.PyNode(somewhere_special)), mode, run_dir=tmp_path / "run") as run:
-        deadline = time.monotonic() + WITHIN_S
-        while not (tmp_path / "there").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until((tmp_path / "there").exists)
         assert "somewhere_special" in run.stacks() and "node0/0" in run.stacks()
         assert run.run_dir == tmp_path / "run" and run.run_dir.is_dir()

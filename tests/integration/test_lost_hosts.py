@@ -19,7 +19,7 @@ from lp_pipe.errors import LaunchError
 from lp_pipe.launch.engines.base import Invitation, Watched
 from lp_pipe.launch.engines.local import LocalEngine
 from tests.integration.small import Feeder, squared_error
-from tests.launch.engines.programs import until
+from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 

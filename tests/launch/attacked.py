@@ -3,7 +3,7 @@
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import psutil
@@ -12,14 +12,7 @@ import lp_pipe as lp
 from lp_pipe.connections.credentials import Credentials
 from lp_pipe.launch.engines import Invitation, LocalEngine, Watched
 from tests.launch import strangers
-from tests.launch.strangers import WITHIN_S
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + WITHIN_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.01)
+from tests.waiting import until
 
 
 class Account:

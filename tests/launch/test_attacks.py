@@ -22,8 +22,9 @@ from lp_pipe.connections.doorman import GREETING, MAGIC
 from lp_pipe.launch.processes import template
 from lp_pipe.testing import assert_no_leaks
 from tests.launch import strangers
-from tests.launch.attacked import Confiding, Target, lone_account, under_attack, until
+from tests.launch.attacked import Confiding, Target, lone_account, under_attack
 from tests.launch.strangers import WITHIN_S, Stream, call_with_bomb, random_strings, through_tls, throw
+from tests.waiting import until
 
 NO_GREETING = GREETING.pack(MAGIC, 2) + b"xx"
 HALF_A_FRAME = b"".join(frames.encode(Frame(frames.CALL, 1, "pay", b"x" * 100)))[:60]

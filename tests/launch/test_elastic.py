@@ -14,7 +14,8 @@ import lp_pipe as lp
 from lp_pipe.launch import elastic
 from lp_pipe.launch.elastic import HostCount
 from lp_pipe.launch.engines import Invitation, LocalEngine, Watched
-from tests.launch.engines.programs import are_gone, grown, until
+from tests.launch.engines.programs import are_gone, grown
+from tests.waiting import until
 
 WITHIN_S = 30.0
 

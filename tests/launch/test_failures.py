@@ -19,6 +19,7 @@ import pytest
 import lp_pipe as lp
 from lp_pipe.errors import ChannelClosed
 from lp_pipe.launch.coordination import coordinator, verdict
+from tests.waiting import until
 
 WITHIN_S = 20.0
 REPORTED_WITHIN_S = 1.0
@@ -287,10 +288,7 @@ def test_what_gloo_raises_where_another_rank_has_died_is_an_echo(no_leaks: None)
     program.add_node(lp.PyNode(survive), label="survivor")
     program.add_node(lp.PyNode(die), label="dead")
     run = lp.launch(program, "thread")
-    deadline = time.monotonic() + WITHIN_S
-    while run.status()["survivor"][0]["state"] != "failed":
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    until(lambda: run.status()["survivor"][0]["state"] == "failed")
     may_die.set()
     with pytest.raises(lp.NodeError, match="dead/0 failed: ValueError: the cause"):
         run.wait(WITHIN_S)

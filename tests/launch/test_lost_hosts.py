@@ -16,7 +16,8 @@ from lp_pipe.launch.plan.hardware import Hardware
 from lp_pipe.launch.plan.host_placement import HostPlace
 from lp_pipe.launch.plan.placement import Place
 from lp_pipe.launch.plan.spec import NodeSpec
-from tests.launch.engines.programs import Probe, are_gone, until
+from tests.launch.engines.programs import Probe, are_gone
+from tests.waiting import until
 
 WITHIN_S = 20.0
 

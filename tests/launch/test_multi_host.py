@@ -16,6 +16,7 @@ import pytest
 
 import lp_pipe as lp
 from lp_pipe.launch.engines import HostOffer, Invitation, LocalEngine, Watched
+from tests.waiting import until
 
 WITHIN_S = 20.0
 
@@ -39,13 +40,6 @@ def probes(count: int = 2, **options: Any) -> lp.Program:
 
 def launched(program: lp.Program, hosts: str = "2", **options: Any) -> lp.Run:
     return lp.launch(program, "multi_host", hosts=hosts, grace=2.0, **options)
-
-
-def until(condition: Callable[[], object], within_s: float = WITHIN_S) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.02)
 
 
 def agent_of(host: str, launcher: int | None = None) -> psutil.Process:

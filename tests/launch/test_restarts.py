@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 
 import lp_pipe as lp
 from lp_pipe.launch.coordination.record import backoff_s
+from tests.waiting import until
 
 WITHIN_S = 20.0
 # Two xdist workers, a hundred processes each, on two cores: what the product promises, and what the machine takes.
@@ -63,14 +63,6 @@ def counting(births: Path, on_failure: str, **options: Any) -> lp.Program:
     with program.group("counter", on_failure=on_failure, **options):
         program.add_node(lp.CourierNode(Counter, births))
     return program
-
-
-def until(condition: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + WITHIN_S
-    while not (found := condition()):
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.005)
-    return found
 
 
 def row_of(run: lp.Run, label: str = "counter") -> dict[str, Any]:

@@ -10,6 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.waiting import until
+
 SCRIPT = """
 import os, signal, sys, time
 import lp_pipe as lp
@@ -41,13 +43,6 @@ with lp.launch(program, "process", grace=0.2) as run:
     states = {row["state"] for rows in run.status().values() for row in rows}
     print("went on", echo.echo(2), states, flush=True)
 """
-
-
-def until(condition: Callable[[], object], within_s: float = 20.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.02)
 
 
 def launched(script: "Callable[[str], subprocess.Popen[str]]") -> "tuple[subprocess.Popen[str], list[psutil.Process]]":

@@ -11,6 +11,8 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.waiting import until
+
 WITHIN_S = 20.0
 NODES_PATIENCE_S = 8.0  # with a launcher that says nothing
 
@@ -56,13 +58,6 @@ def launched(script: Any, tmp_path: Path) -> "Callable[[str], subprocess.Popen[s
         return launcher
 
     return launch
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + WITHIN_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.02)
 
 
 def beats(folder: Path) -> int:

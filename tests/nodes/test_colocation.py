@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import lp_pipe as lp
+from tests.waiting import until
 
 WITHIN_S = 20.0
 
@@ -136,10 +137,7 @@ def test_a_peer_that_does_not_stop_is_left_behind_after_the_grace(mode: str) -> 
 def test_a_stop_reaches_every_inner_node(mode: str, tmp_path: Path) -> None:
     nodes = [lp.PyClassNode(UntilStop, tmp_path / str(index)) for index in range(3)]
     run = launched(mode, lp.MultiThreadingColocation(nodes))
-    deadline = time.monotonic() + WITHIN_S
-    while len(list(tmp_path.glob("*.started"))) < 3:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: len(list(tmp_path.glob("*.started"))) == 3)
     run.stop()
     run.wait(WITHIN_S)
     assert [(tmp_path / str(index)).read_text() for index in range(3)] == ["stopped"] * 3

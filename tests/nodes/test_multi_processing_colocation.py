@@ -4,7 +4,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 
 import lp_pipe as lp
 from tests.conftest import Script
+from tests.waiting import until
 
 WITHIN_S = 20.0
 # What is between the colocation and its inner processes is the same in both modes; what is around it others prove.
@@ -63,14 +63,6 @@ def program_of(colocation: lp.Node[Any], **options: Any) -> lp.Program:
 
 def launched(mode: str, colocation: lp.Node[Any], **options: Any) -> lp.Run:
     return lp.launch(program_of(colocation), mode, **options)
-
-
-def until(condition: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + WITHIN_S
-    while not (found := condition()):
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.005)
-    return found
 
 
 def row_of(run: lp.Run) -> dict[str, Any]:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 import lp_pipe as lp
 import lp_pipe.pipeline as pp
@@ -82,6 +82,7 @@ DEEDS: list[Callable[[pp.PipelineClient, PlainLoop], None]] = [_step, _fail, _sk
 def test_whatever_is_done_and_resumed_in_another_cut(
     data: st.DataObject, layers: list[pp.Layer], deeds: list[list[Any]], optimizer: Any, precision: str, clip: float
 ) -> None:
+    assume(precision != "fp16" or not any(layer.factory is nn.RReLU for layer in layers))  # on the CPU torch has none
     model = pp.Model(layers, squared_error, optimizer, lr_scheduler=warm_then_cosine, seed=3)
     plain = PlainLoop(model, 1, clip, precision)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,6 +1,6 @@
 """The buffers of modules (BatchNorm's statistics), as they were before something ran."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -99,24 +99,6 @@ def set_buffer(module: nn.Module, name: str, value: Tensor) -> None:
         present.copy_(value)
     else:  # a mask that is made anew for longer sequences
         module._buffers[name] = value
-
-
-@contextmanager
-def eval_mode(modules: Sequence[nn.Module], beside: Sequence[nn.Module] = ()) -> Iterator[None]:
-    """Evaluate, then give every module its own mode back (frozen ones may have been in eval mode before).
-
-    And its buffers: some write to them in any mode. beside: modules that keep their mode.
-    """
-    modes = [module.training for module in modules]
-    buffers = BufferSnapshot([*modules, *beside])
-    for module in modules:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module, mode in zip(modules, modes, strict=True):
-            module.training = mode
-        buffers.restore()
 
 
 def _put_back(buffer: Tensor, value: Tensor) -> None:

@@ -1,8 +1,9 @@
-"""Parameters to which forwards write, and not only the optimizer: failed steps and evaluations leave them as they were.
+"""What forwards write to buffers and parameters: failed steps and evaluations leave both as they were.
 
-Of an Embedding with max_norm the rows are noted that it makes shorter. Of any other layer nobody knows before it has
-run: copied are the parameters of modules that are not torch's own, in the first operation, and later those that were
-seen to change. What changes without a copy cannot be put back: then nothing goes on before weights are loaded.
+Buffers are copied before each operation. Of an Embedding with max_norm the rows are noted that it makes shorter. Of any
+other layer nobody knows whether it writes to parameters before it has run: copied are those of modules that are not
+torch's own, in the first operation, and later those that were seen to change. What changes without a copy cannot be put
+back: then nothing goes on before weights are loaded.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline.compute.buffers import BufferSnapshot
 from lp_pipe.pipeline.compute.device import CPU
 from lp_pipe.pipeline.compute.shortened_rows import ShortenedRows, has_short_rows
 
@@ -23,9 +25,17 @@ def are_users(modules: Iterable[nn.Module]) -> set[int]:
 
 
 class ForwardWrites:
-    """Of some modules, whose parameters have the names that users see."""
+    """Of some modules, whose parameters have the names that users see. with_buffers: they, and a loss that has some."""
 
-    def __init__(self, modules: Sequence[nn.Module], named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        with_buffers: Iterable[nn.Module],
+    ) -> None:
+        self._with_buffers = list(with_buffers)
+        self._tag = 0
+        self.buffers_before = BufferSnapshot(())  # of the operation with this tag
         self._rows = ShortenedRows(modules)
         tables = {id(module.weight) for module in modules if has_short_rows(module)}
         self._named = [(name, parameter) for name, parameter in named_parameters if id(parameter) not in tables]
@@ -37,14 +47,15 @@ class ForwardWrites:
         self._copies: dict[int, Tensor] = {}
         self._lost: str | None = None
 
-    def begin(self, *, trains: bool) -> None:
-        """Forwards are about to run.
+    def begin(self, tag: int, *, trains: bool) -> None:
+        """The forwards of operation `tag` are about to run.
 
         Raises:
             PipelineError: as `check`.
         """
         self.check()
         self.forget()
+        self._tag, self.buffers_before = tag, BufferSnapshot(self._with_buffers)
         self._versions = self._now()
         self._copies = {place: self._named[place][1].detach().clone() for place in self._written}
         for place in self._suspects[trains] - self._written:  # many, perhaps: a GPU has no room for all of them twice
@@ -57,13 +68,19 @@ class ForwardWrites:
         self._copies = {place: copy for place, copy in self._copies.items() if place in self._written}
 
     def forget(self) -> None:
-        """What was changed stays so."""
+        """What was changed in parameters stays so."""
         self._rows.forget()
         self._versions = None
         self._copies.clear()
 
-    def undo(self) -> None:
-        """Put back what the parameters held; nobody who has saved one for a backward notices."""
+    def undo(self, tag: int) -> None:
+        """Put back what was there before operation `tag`; nobody who has saved some of it for a backward notices.
+
+        It may have failed before it began here: what the one before it has written to buffers stays.
+        """
+        if tag == self._tag:
+            self.buffers_before.restore()
+            self.buffers_before = BufferSnapshot(())
         self._rows.undo()
         for place in sorted(self._changed()):
             name, parameter = self._named[place]
@@ -75,18 +92,18 @@ class ForwardWrites:
         self.forget()
 
     @contextmanager
-    def undone(self) -> Iterator[None]:
-        """An evaluation is the body, after which they are as before it.
+    def undone(self, tag: int) -> Iterator[None]:
+        """Evaluation `tag` is the body, after which all is as before it.
 
         Raises:
             PipelineError: as `check`.
         """
-        self.begin(trains=False)
+        self.begin(tag, trains=False)
         try:
             yield
             self.end(trains=False)
         finally:
-            self.undo()
+            self.undo(tag)
         self.check()
 
     def check(self) -> None:

@@ -3,7 +3,6 @@
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.conductor.workers import Workers
 from lp_pipe.pipeline.config import PipelineConfig
-from lp_pipe.pipeline.layers.names import in_order
 
 
 class LearningRate:
@@ -15,8 +14,7 @@ class LearningRate:
 
     def by_name(self) -> dict[str, float]:
         """Of all parameters that the next step would change, in the order of state_dict."""
-        parts = self._workers.some(self._config.ranks.firsts, "learning_rates")
-        return in_order({name: rate for part in parts for name, rate in part.items()}, self._config.own_names)
+        return self._config.names.whole(self._workers.some(self._config.ranks.firsts, "learning_rates"))
 
     def step(self, metric: float) -> None:
         """Step every worker's scheduler that waits for a metric."""

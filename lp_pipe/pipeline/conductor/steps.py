@@ -18,7 +18,6 @@ from lp_pipe.pipeline.conductor.stragglers import Stragglers
 from lp_pipe.pipeline.conductor.workers import Workers
 from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.layers.microbatches import aligned, check_pair, count
-from lp_pipe.pipeline.layers.names import in_order
 from lp_pipe.pipeline.results import StepResult, StepTrace
 from lp_pipe.pipeline.saving.manifest import Manifest
 from lp_pipe.pipeline.worker.batches import BatchSource
@@ -235,9 +234,8 @@ class SynchronousSteps(Steps):
 
     def _total_norm(self, reports: Sequence[Report]) -> Tensor | None:
         """Of all gradients, from those of the parameters in their order, as one process has them."""
-        norms = {name: norm for report in reports for name, norm in report.gradient_norms.items()}
-        ordered = in_order(norms, self._config.parameter_places)
-        return total_norm(list(ordered.values()), self._workers.own.device)
+        norms = self._config.names.whole_of_parameters(report.gradient_norms for report in reports)
+        return total_norm(list(norms.values()), self._workers.own.device)
 
 
 def summed(reports: Sequence[Report]) -> tuple[float, dict[str, float]]:

@@ -16,7 +16,6 @@ from torch import Tensor
 from lp_pipe.checkpoint.shared import check_is_here
 from lp_pipe.pipeline.conductor.workers import Workers
 from lp_pipe.pipeline.config import PipelineConfig
-from lp_pipe.pipeline.layers.names import in_order
 from lp_pipe.pipeline.layers.state_shapes import check_names, check_shapes
 from lp_pipe.pipeline.saving import METADATA
 from lp_pipe.pipeline.saving.manifest import Manifest
@@ -49,8 +48,7 @@ class WholeModel:
 
     def state_dict(self) -> dict[str, Tensor]:
         """In the order of the layers: virtual stages of one worker may lie apart."""
-        parts = self._workers.some(self._ranks, "state_dict")
-        return in_order({name: value for part in parts for name, value in part.items()}, self._config.own_names)
+        return self._config.names.whole(self._workers.some(self._ranks, "state_dict"))
 
     def copied_state(self) -> dict[str, Tensor]:
         """The next operation may change this worker's tensors before they have gone to the caller."""
@@ -68,7 +66,7 @@ class WholeModel:
         check_shapes(state, known, "state_dict", self._taken)
         # As where layers share it: the last value that is copied into a parameter stays.
         position = {name: index for index, name in enumerate(known)}
-        groups = [sorted(set(names), key=position.__getitem__) for names in self._config.tied_outside]
+        groups = [sorted(set(names), key=position.__getitem__) for names in self._config.names.tied]
         tied = {name: state[names[-1]] for names in groups for name in names}
         return {**state, **tied}
 
@@ -122,7 +120,7 @@ class WholeModel:
         from lp_pipe.pipeline.saving.dcp_writing import WholePlan
 
         path.mkdir(parents=True, exist_ok=True)
-        tied = [[("model", name) for name in names] for names in self._config.tied_outside]
+        tied = [[("model", name) for name in names] for names in self._config.names.tied]
         whole = WholePlan(self._workers.some(self._ranks, "plan_share", copy.version, copy.manifest), tied)
         arguments = [(str(path), copy.version, left_out) for left_out in whole.left_out]
         try:

@@ -11,10 +11,9 @@ from torch import nn
 
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.layers.model import FromFunction
+from lp_pipe.pipeline.layers.model_names import ModelNames, Place
 from lp_pipe.pipeline.layers.piece import Piece
 from lp_pipe.pipeline.layers.wrapper import Wrapper
-
-Place = tuple[int, int]  # what a whole state_dict is sorted by: a layer, and the position in its module's state_dict
 
 
 def name_prefix(index: int, layer: nn.Module) -> str:
@@ -22,12 +21,19 @@ def name_prefix(index: int, layer: nn.Module) -> str:
     return "" if _piece_of(layer) is not None else f"{index}."
 
 
-def own_names(sources: Sequence[Any]) -> dict[str, Place]:
-    """All names of modules that were split. The pieces of one count as its first: its own order holds.
+def model_names(sources: Sequence[Any], tied: Sequence[Sequence[str]]) -> ModelNames:
+    """Of a model with these layers. tied: by the names inside, all of each parameter that has several.
 
     Raises:
-        PipelineError: two modules have a name in common, or a piece is missing.
+        PipelineError: two modules that were split have a name in common, or a piece is missing.
     """
+    places = _own_places(sources)
+    outside = tuple(tuple(_outer_name(name, sources) for name in names) for names in tied)
+    return ModelNames(outside, places, _parameter_places(sources, places))
+
+
+def _own_places(sources: Sequence[Any]) -> dict[str, Place]:
+    """All names of modules that were split. The pieces of one count as its first: its own order holds."""
     pieces = {index: piece for index, source in enumerate(sources) if (piece := _piece_of(source)) is not None}
     origins: dict[str, str] = {}
     places: dict[str, Place] = {}
@@ -48,11 +54,7 @@ def own_names(sources: Sequence[Any]) -> dict[str, Place]:
     return places
 
 
-def parameter_places(sources: Sequence[Any], places: Mapping[str, Place]) -> dict[str, Place]:
-    """Where modules that were split have their parameters; one with several names is where the first of them is.
-
-    places: of all names of these modules.
-    """
+def _parameter_places(sources: Sequence[Any], places: Mapping[str, Place]) -> dict[str, Place]:
     names: dict[int, list[str]] = {}
     for piece in filter(None, map(_piece_of, sources)):
         for name, parameter in piece.named_parameters(remove_duplicate=False):
@@ -60,15 +62,10 @@ def parameter_places(sources: Sequence[Any], places: Mapping[str, Place]) -> dic
     return {name: min(places[alias] for alias in aliases) for aliases in names.values() for name in aliases}
 
 
-def outer_name(name: str, sources: Sequence[Any]) -> str:
+def _outer_name(name: str, sources: Sequence[Any]) -> str:
     """What users call the parameter that is `name` inside."""
     index, inner = name.split(".", 1)
     return name if _piece_of(sources[int(index)]) is None else inner
-
-
-def in_order(state: Mapping[str, Any], places: Mapping[str, Place]) -> dict[str, Any]:
-    """By the names that users see, in the order of a whole model; `places` is that of modules that were split."""
-    return dict(sorted(state.items(), key=lambda item: places.get(item[0]) or (int(item[0].split(".", 1)[0]), 0)))
 
 
 def _piece_of(source: Any) -> Piece | None:

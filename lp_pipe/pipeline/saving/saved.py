@@ -21,7 +21,7 @@ Key = tuple[str, ...]  # the parts of an entry's name: a parameter's own name ha
 
 
 class Saved(NamedTuple):
-    """A checkpoint's contents: `optimizer` has state and options of every parameter, by name.
+    """A checkpoint's contents, or one worker's share: `optimizer` has state and options of every parameter, by name.
 
     versions: what each worker of an asynchronous pipeline has added. loss: buffers by name.
     """
@@ -34,34 +34,27 @@ class Saved(NamedTuple):
     scheduler_kind: str | None = None
 
 
-def saved_of(share: Mapping[str, Any]) -> Saved:
-    """What one worker's share holds."""
-    versions = [share["versions"]] if "versions" in share else []
-    kind = share.get("lr_scheduler_kind")
-    return Saved(share["weights"], share["optimizer"], share["lr_scheduler"], versions, share["loss"], kind)
-
-
-def entries(share: Mapping[str, Any], worker: int) -> dict[Key, Any]:
-    """A share taken apart."""
-    found: dict[Key, Any] = {("model", name): value for name, value in share["weights"].items()}
+def entries(share: Saved, worker: int) -> dict[Key, Any]:
+    """A worker's share taken apart."""
+    found: dict[Key, Any] = {("model", name): value for name, value in share.weights.items()}
     # In one entry: to read one for each parameter would take as long again as the weights.
-    found["options", str(worker)] = {name: saved["options"] for name, saved in share["optimizer"].items()}
-    groups = {name: saved["group"] for name, saved in share["optimizer"].items() if "group" in saved}
+    found["options", str(worker)] = {name: saved["options"] for name, saved in share.optimizer.items()}
+    groups = {name: saved["group"] for name, saved in share.optimizer.items() if "group" in saved}
     if groups:
         found["group", str(worker)] = groups
-    schedule = {name: saved["schedule"] for name, saved in share["optimizer"].items() if saved.get("schedule")}
+    schedule = {name: saved["schedule"] for name, saved in share.optimizer.items() if saved.get("schedule")}
     if schedule:
         found["schedule", str(worker)] = schedule
-    for name, saved in share["optimizer"].items():
+    for name, saved in share.optimizer.items():
         found.update({("optimizer", name, key): value for key, value in saved["state"].items()})
-    found.update({("loss", name): value for name, value in share["loss"].items()})
-    if share["lr_scheduler"] is not None:
-        found["lr_scheduler",] = share["lr_scheduler"]
-    if share.get("lr_scheduler_kind") is not None:
-        found["lr_scheduler_kind",] = share["lr_scheduler_kind"]
-    if "versions" in share:
-        found["versions", str(worker), "newest"] = share["versions"]["newest"]
-        for version, weights in share["versions"]["older"].items():
+    found.update({("loss", name): value for name, value in share.loss.items()})
+    if share.lr_scheduler is not None:
+        found["lr_scheduler",] = share.lr_scheduler
+    if share.scheduler_kind is not None:
+        found["lr_scheduler_kind",] = share.scheduler_kind
+    for versions in share.versions:
+        found["versions", str(worker), "newest"] = versions["newest"]
+        for version, weights in versions["older"].items():
             found.update({("versions", str(worker), str(version), name): value for name, value in weights.items()})
     return found
 

@@ -21,9 +21,9 @@ class Ahead:
         """In the body buffers are as after the last whole step."""
         return nullcontext()
 
-    def state(self) -> dict[str, Any] | None:
-        """What a checkpoint needs beside the newest weights, to go on as if nothing had happened."""
-        return None
+    def versions(self) -> list[dict[str, Any]]:
+        """What a checkpoint needs beside the newest weights, to go on as if nothing had happened; if anything, one."""
+        return []
 
-    def restore(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from the `state`s of the workers that wrote a checkpoint."""
+    def restore(self, versions: Sequence[Mapping[str, Any]]) -> None:
+        """Go on from the `versions` of the workers that wrote a checkpoint."""

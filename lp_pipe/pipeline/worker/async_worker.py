@@ -1,13 +1,12 @@
 """A worker's steps of an asynchronous schedule: updates between backwards, and the next step's first forwards."""
 
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
-from lp_pipe.errors import ChannelClosed, noting
+from lp_pipe.errors import noting
 from lp_pipe.pipeline.compute.buffers import BufferSnapshot
 from lp_pipe.pipeline.compute.stage import Stage
 from lp_pipe.pipeline.compute.weight_versions import WeightVersions
@@ -19,6 +18,7 @@ from lp_pipe.pipeline.worker.execution import Execution, Operation, Report
 from lp_pipe.pipeline.worker.intake import Intake
 from lp_pipe.pipeline.worker.metering import Metering
 from lp_pipe.pipeline.worker.reduction import Reduction
+from lp_pipe.pipeline.worker.step_order import StepOrder
 from lp_pipe.pipeline.worker.tasks import Task
 from lp_pipe.pipeline.worker.training import Training
 
@@ -61,9 +61,7 @@ class AsyncWorker(Ahead):
         self._next: Operation | None = None  # of which some forwards are done
         self._forwarded = 0
         self._boundary: BufferSnapshot | None = None  # before these
-        self._turn = threading.Condition()
-        self._ended = self._failed = 0
-        self._aborted: tuple[int, str] = (0, "")
+        self._order = StepOrder()
 
     def run(self, task: Task, ahead: Task | None, after: int) -> Report:
         """One step. ahead: the next one, whose first forwards are done on the way. after: the tag of the one before.
@@ -72,24 +70,15 @@ class AsyncWorker(Ahead):
             Exception: a layer's own, with a note that says where; the optimizer's.
             ChannelClosed: a neighbour has ended, or the operation was aborted.
         """
-        ended = False
-        try:
-            self._wait_for(after, task.tag)
-            with self._metering.around(self._training_actions) as self._doing:
-                report = self._run(task, ahead)
-            ended = True
-        finally:
-            self._versions.use_own()
-            with self._turn:
-                self._ended = task.tag
-                self._failed = self._failed if ended else task.tag
-                self._turn.notify_all()
-        return report
+        with self._order.step(task.tag, after):
+            try:
+                with self._metering.around(self._training_actions) as self._doing:
+                    return self._run(task, ahead)
+            finally:
+                self._versions.use_own()
 
     def abort(self, tag: int, reason: str) -> None:
-        with self._turn:
-            self._aborted = (tag, reason)
-            self._turn.notify_all()
+        self._order.abort(tag, reason)
 
     def discard(self) -> None:
         if self._boundary is not None:
@@ -109,31 +98,23 @@ class AsyncWorker(Ahead):
             with self._boundary.swapped_in():
                 yield
 
-    def state(self) -> dict[str, Any]:
-        return {"newest": self._versions.newest, "older": self._versions.older()}
+    def versions(self) -> list[dict[str, Any]]:
+        return [{"newest": self._versions.newest, "older": self._versions.older()}]
 
-    def restore(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from the `state`s of the workers that wrote a checkpoint, with the weights that are of this stage now.
+    def restore(self, versions: Sequence[Mapping[str, Any]]) -> None:
+        """Go on from those of the workers that wrote a checkpoint, with the weights that are of this stage now.
 
         Where the stages are cut otherwise now, or update at other times, older weights may be missing: then forwards
         use the oldest ones that there are.
         """
         self.discard()
-        own = [state for state in states if state["older"]] or states  # the others have counted their own updates
+        own = [state for state in versions if state["older"]] or versions  # the others have counted their own updates
         newest = max((state["newest"] for state in own), default=0)
         older: dict[int, dict[str, Tensor]] = {}
         for state in own:
             for version, weights in state["older"].items():
                 older.setdefault(newest - state["newest"] + version, {}).update(weights)
         self._versions.restore(newest, older)
-
-    def _wait_for(self, after: int, tag: int) -> None:
-        with self._turn:
-            self._turn.wait_for(lambda: self._ended >= after or self._aborted[0] >= tag)
-            if self._aborted[0] >= tag:
-                raise ChannelClosed(self._aborted[1])
-            if after and self._failed == after:
-                raise ChannelClosed("the step before has failed")
 
     def _run(self, task: Task, ahead: Task | None) -> Report:
         if self._next is None or self._next.tag != task.tag:

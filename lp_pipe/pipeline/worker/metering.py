@@ -37,8 +37,20 @@ class Metering:
         assert meter is not None, "stop comes after start"
         parameters, _, state = self._training.bytes()
         buffers = sum(bytes_of(buffer) for m in self._modules for buffer in m._buffers.values() if buffer is not None)
-        sizes = (parameters, self._gradient_bytes, state, buffers, meter.peak_bytes, meter.stash_bytes)
-        return StageMemory(*self._place, self._stages, *sizes, self._version_bytes, meter.deferred_bytes)
+        worker, replica = self._place
+        return StageMemory(
+            worker=worker,
+            replica=replica,
+            stages=self._stages,
+            parameter_bytes=parameters,
+            gradient_bytes=self._gradient_bytes,
+            optimizer_bytes=state,
+            buffer_bytes=buffers,
+            activation_bytes=meter.peak_bytes,
+            stash_bytes=meter.stash_bytes,
+            weight_version_bytes=self._version_bytes,
+            deferred_bytes=meter.deferred_bytes,
+        )
 
     @contextlib.contextmanager
     def around(self, doing: Mapping[str, Run]) -> Iterator[Mapping[str, Run]]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from lp_pipe.channels.packing import copied
 from lp_pipe.context import context
 from lp_pipe.pipeline.saving.manifest import Manifest
+from lp_pipe.pipeline.saving.saved import Saved
 from lp_pipe.rpc.pool import DaemonPool
 
 _KEPT = 2  # while the newest is on its way to its guard, the one before is what all can go back to
@@ -17,7 +18,7 @@ class Mirror(NamedTuple):
     """share: what a checkpoint would hold of a worker."""
 
     manifest: Manifest
-    share: dict[str, Any]
+    share: Saved
 
 
 class Mirrors:
@@ -26,7 +27,7 @@ class Mirrors:
     share: what a checkpoint would hold now, not copied. adopt: go on from such a share.
     """
 
-    def __init__(self, rank: int, share: Callable[[], dict[str, Any]], adopt: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, rank: int, share: Callable[[], Saved], adopt: Callable[[Saved], None]) -> None:
         self._rank = rank
         self._share = share
         self._adopt = adopt

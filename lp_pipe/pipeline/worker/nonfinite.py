@@ -38,11 +38,11 @@ class Search:
 
     @contextlib.contextmanager
     def around(self, doing: Mapping[str, Run], found: list[NonFinite]) -> Iterator[Mapping[str, Run]]:
-        """What to call for the actions of a step, instead of `doing`; afterwards `found` has what there was.
+        """What to call for the actions of a step, instead of `doing`; what there is comes into `found`.
 
         Per micro-batch and stage: the first layer of the forward, and the last one, which is the backward's first.
         """
-        self._found = []
+        self._found = found
         before = {stage: stage.watch for stage in self._stages.values()}
         for stage in before:
             stage.watch = partial(self._layer, stage)
@@ -51,7 +51,6 @@ class Search:
         finally:
             for stage, watch in before.items():
                 stage.watch = watch
-            found += self._found
 
     def _layer(self, stage: Stage, place: Place, layer: nn.Module, value: Any, skips: dict[str, Any]) -> Any:
         """Call a layer, and look at what it makes; later, at the gradient that it hands to the one before."""

@@ -2,12 +2,11 @@
 
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
 
 from lp_pipe.checkpoint.shared import check_is_here
 from lp_pipe.errors import Unavailable
 from lp_pipe.pipeline.saving.manifest import ENTRY, Manifest
-from lp_pipe.pipeline.saving.saved import Key, entries
+from lp_pipe.pipeline.saving.saved import Key, Saved, entries
 from lp_pipe.pipeline.saving.share_file import Described, Share, Written, remove_shares
 
 
@@ -17,7 +16,7 @@ class Shares:
     share: what a checkpoint would hold now, not copied. writer: "stages/1 on HOST".
     """
 
-    def __init__(self, worker: int, share: Callable[[], dict[str, Any]], writer: str) -> None:
+    def __init__(self, worker: int, share: Callable[[], Saved], writer: str) -> None:
         self._worker = worker
         self._writer = writer
         self._share = share

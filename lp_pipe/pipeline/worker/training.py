@@ -153,17 +153,13 @@ class Training:
         for _, parameter in self._parameters:
             parameter.grad = None
 
-    def share(
-        self, weights: dict[str, Tensor], loss: dict[str, Tensor], versions: dict[str, Any] | None
-    ) -> dict[str, Any]:
+    def share(self, weights: dict[str, Tensor], loss: dict[str, Tensor], versions: list[dict[str, Any]]) -> Saved:
         """What a checkpoint keeps, under the parameters' names, so that any cut can take it. Not copied.
 
         loss: its buffers. versions: an asynchronous worker's.
         """
         optimizer, lr_scheduler = self._optimizer_state(), self._scheduler_state()
-        share = {"weights": weights, "loss": loss, "optimizer": optimizer, "lr_scheduler": lr_scheduler}
-        share["lr_scheduler_kind"] = self.scheduler_kind()
-        return share if versions is None else {**share, "versions": versions}
+        return Saved(weights, optimizer, lr_scheduler, versions, loss, self.scheduler_kind())
 
     def check(self, saved: Saved) -> None:
         """

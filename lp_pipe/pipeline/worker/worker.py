@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,10 @@ import torch
 from torch import Tensor
 
 from lp_pipe.address import Address
-from lp_pipe.channels import ChannelHub
 from lp_pipe.context import context
 from lp_pipe.errors import noting
-from lp_pipe.pipeline.compute.buffers import BufferSnapshot, eval_mode
 from lp_pipe.pipeline.compute.device import chosen_device, current, to_host
+from lp_pipe.pipeline.compute.eval_mode import eval_mode
 from lp_pipe.pipeline.compute.forward_writes import ForwardWrites
 from lp_pipe.pipeline.compute.loss_state import OwnLoss
 from lp_pipe.pipeline.compute.stage import EVALUATION
@@ -23,15 +23,14 @@ from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
 from lp_pipe.pipeline.layers.layer_names import names_by_index
 from lp_pipe.pipeline.layers.microbatches import aligned, apart
 from lp_pipe.pipeline.layers.state_shapes import check_shapes, taken_by
-from lp_pipe.pipeline.results import StageMemory
-from lp_pipe.pipeline.saving.saved import Saved, is_of, joined, saved_of
+from lp_pipe.pipeline.results import NonFinite, StageMemory
+from lp_pipe.pipeline.saving.saved import Saved, is_of, joined
 from lp_pipe.pipeline.schedule import Action, Schedule, forward_on, share
 from lp_pipe.pipeline.worker.ahead import Ahead
 from lp_pipe.pipeline.worker.async_guard import Guard
 from lp_pipe.pipeline.worker.async_worker import AsyncWorker
 from lp_pipe.pipeline.worker.channel_handle import ChannelTarget
-from lp_pipe.pipeline.worker.execution import Execution, Report
-from lp_pipe.pipeline.worker.hub_endpoint import hub_endpoint
+from lp_pipe.pipeline.worker.execution import Execution, Operation, Report, Run
 from lp_pipe.pipeline.worker.intake import Intake
 from lp_pipe.pipeline.worker.learning_rate import LearningRate
 from lp_pipe.pipeline.worker.links import Links
@@ -39,6 +38,7 @@ from lp_pipe.pipeline.worker.metering import Metering
 from lp_pipe.pipeline.worker.mirrors import Mirrors
 from lp_pipe.pipeline.worker.neighbours import Neighbours
 from lp_pipe.pipeline.worker.nonfinite import Search
+from lp_pipe.pipeline.worker.own_hub import own_hub
 from lp_pipe.pipeline.worker.past import Past
 from lp_pipe.pipeline.worker.reduction import Reduction
 from lp_pipe.pipeline.worker.shares import Shares
@@ -72,7 +72,7 @@ class StageWorker:
         rate = LearningRate(self.training, self._past)
         self.scheduler_kind, self.step_scheduler = rate.scheduler_kind, rate.step_scheduler
         self.learning_rates = rate.learning_rates
-        mirrors = Mirrors(worker.rank, self._share, lambda share: self._take(saved_of(share)))
+        mirrors = Mirrors(worker.rank, self._share, self._take)
         self.guarded_by, self.forget_mirrors = mirrors.guarded_by, mirrors.forget_mirrors
         self.mirror, self.go_back = mirrors.mirror, mirrors.go_back
         self.keep_mirror, self.mirror_of = mirrors.keep_mirror, mirrors.mirror_of
@@ -84,16 +84,12 @@ class StageWorker:
         self._loss = OwnLoss(pipeline.loss if pipeline.last_stage in self._stages else None, self._device)
         self._inner = [module for stage in self._stages.values() for module in stage.modules()]
         self._modules = [*self._inner, *self._loss.modules]
-        self._buffers_before: dict[int, BufferSnapshot] = {}  # by the operation's tag: the last one's
-        self._writes = ForwardWrites(self._inner, [p for s in self._stages.values() for p in s.named_parameters()])
+        self._writes = ForwardWrites(self._inner, self.training.named_parameters.items(), self._modules)
         self._metering = Metering(self._inner, self.training, (self._worker, self._replica), list(self._stages))
         self._search = Search(pipeline, self._stages, names_by_index(worker.sources.values()), node.name)
         self._intake = Intake(pipeline, self._stages, feeder, node.name, self._device)
         # Not before its layers are built: where that fails, the neighbours are told why, and find no closed hub.
-        usual = node.services.endpoint_for(channels.id)
-        hub = ChannelHub(node.exit_stack.enter_context(hub_endpoint(pipeline.channel, usual)), node.name)
-        node.exit_stack.callback(hub.close, f"{node.name} has ended")
-        node.services.register(channels.id, hub.endpoint)
+        hub = own_hub(pipeline.channel, channels)
         self._connect(
             Neighbours(pipeline.ranks, worker.rank, node.name, hub, neighbours, pipeline.channel, self._device)
         )
@@ -121,27 +117,17 @@ class StageWorker:
         scale: a factor of the losses, for the backwards; the gradients are without it afterwards.
         """
         self._past.changes()
-        schedule = self._config.schedule_for(task.microbatches)
-        operation = self._intake.operation(task, scale)
-        before = self._snapshot(task.tag)
-        self._writes.begin(trains=True)
-        with current(self._device), self._metering.around(self._execution.training) as actions:
-            self._execution.run(self._part_of(schedule), operation, actions)
-        self._writes.end(trains=True)
+        operation = self._run(task, scale, self._metering.around(self._execution.training))
         self._metering.before_update()
-        self._reduction.reduce(task.tag, self.training.parameters, self._modules, before)
+        self._reduction.reduce(task.tag, self.training.parameters, self._modules, self._writes.buffers_before)
         self.training.examine(operation.report, self._config, scale)
         return operation.report
 
     def search(self, task: Task, scale: float | None = None) -> Report:
         """As `train`, to see where something is not finite; `discard` what it has done."""
-        schedule = self._config.schedule_for(task.microbatches)
-        operation = self._intake.operation(task, scale)
-        self._snapshot(task.tag)
-        self._writes.begin(trains=True)
-        report = operation.report
-        with current(self._device), self._search.around(self._execution.training, report.nonfinite) as actions:
-            self._execution.run(self._part_of(schedule), operation, actions)
+        found: list[NonFinite] = []
+        report = self._run(task, scale, self._search.around(self._execution.training, found)).report
+        report.nonfinite = found
         return report
 
     def train_ahead(self, task: Task, ahead: Task | None, after: int) -> Report:
@@ -160,7 +146,7 @@ class StageWorker:
         schedule = forward_on(self._config.placement, microbatches)
         self._ahead.discard()  # its messages are in the way of these
         operation = self._intake.of(tag, EVALUATION, apart(inputs), aligned(targets))
-        with torch.no_grad(), current(self._device), eval_mode(self._inner, self._loss.modules), self._writes.undone():
+        with torch.no_grad(), current(self._device), eval_mode(self._inner), self._writes.undone(tag):
             self._execution.run(self._part_of(schedule), operation, self._execution.inference)
         return operation.report
 
@@ -198,10 +184,7 @@ class StageWorker:
     def discard(self, tag: int) -> None:
         """Forget what the aborted operation `tag` has left behind; it may have failed before it came to this worker."""
         self.training.clear_gradients()
-        self._writes.undo()
-        before = self._buffers_before.pop(tag, None)
-        if before is not None:
-            before.restore()
+        self._writes.undo(tag)
         self._links.discard()
         self._reduction.discard()
         for stage in self._stages.values():
@@ -267,9 +250,15 @@ class StageWorker:
         assert saved is not None, "adopt comes after read"
         self._take(saved)
 
-    def _snapshot(self, tag: int) -> BufferSnapshot:
-        self._buffers_before = {tag: BufferSnapshot(self._modules)}
-        return self._buffers_before[tag]
+    def _run(self, task: Task, scale: float | None, actions: AbstractContextManager[Mapping[str, Run]]) -> Operation:
+        """The forwards and backwards of a step."""
+        schedule = self._config.schedule_for(task.microbatches)
+        operation = self._intake.operation(task, scale)
+        self._writes.begin(task.tag, trains=True)
+        with current(self._device), actions as doing:
+            self._execution.run(self._part_of(schedule), operation, doing)
+        self._writes.end(trains=True)
+        return operation
 
     def _own_state(self) -> dict[str, Tensor]:
         return {name: value for stage in self._stages.values() for name, value in stage.state_dict().items()}
@@ -281,11 +270,11 @@ class StageWorker:
         self._loss.restore(saved.loss)
         self._ahead.restore(saved.versions)
 
-    def _share(self) -> dict[str, Any]:
+    def _share(self) -> Saved:
         """On the host: who guards this worker may see no GPU, and this one's may have no room for copies."""
         self._writes.check()
-        share = self.training.share(self.state_dict(), self._loss.state(), self._ahead.state())
-        return dict(to_host(share, self._device))
+        share = self.training.share(self.state_dict(), self._loss.state(), self._ahead.versions())
+        return Saved(*to_host(share, self._device))
 
     def _connect(self, neighbours: Neighbours) -> None:
         config = self._config

@@ -4,8 +4,7 @@ import os
 import re
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -114,13 +113,6 @@ def char_gpt(folder: Path, mode: str, *flags: str) -> str:
     assert done.returncode == 0, done.stdout + done.stderr
     (found,) = re.findall(r"parameters sha256 ([0-9a-f]{64})", done.stdout)
     return str(found)
-
-
-def until(condition: Callable[[], object], within_s: float = WITHIN_S) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.05)
 
 
 def agents() -> dict[str, psutil.Process]:

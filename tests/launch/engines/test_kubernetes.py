@@ -5,8 +5,7 @@ import os
 import re
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from lp_pipe.launch.engines import Invitation, KubernetesEngine, kubernetes_pods
 from lp_pipe.launch.hosts.network import addresses_for
 from tests.launch.engines import pod_processes
 from tests.launch.engines.kubernetes_cluster import PretendCluster, Refusal
+from tests.waiting import until
 
 WITHIN_S = 20.0
 
@@ -36,13 +36,6 @@ def engine(cluster: PretendCluster, hosts: str = "2", **options: str) -> Kuberne
 
 def invitation(folder: Path) -> Invitation:
     return Invitation(["10.0.0.5:29500"], b"very secret", str(folder / "Run 1" / "agents"))
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + WITHIN_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.01)
 
 
 def failing(cluster: PretendCluster, tmp_path: Path, **options: str) -> str:

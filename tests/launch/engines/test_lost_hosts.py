@@ -18,7 +18,7 @@ import lp_pipe.pipeline as pp
 from lp_pipe.checkpoint import Checkpoints
 from lp_pipe.launch.engines import SshEngine
 from tests.launch.engines import namespaces
-from tests.launch.engines.programs import until
+from tests.waiting import until
 
 pytestmark = [
     pytest.mark.multihost,

@@ -18,7 +18,8 @@ from lp_pipe.errors import CheckpointError
 from lp_pipe.launch.dry_run import planned
 from lp_pipe.launch.engines import SshEngine
 from tests.launch.engines import namespaces
-from tests.launch.engines.programs import WITHIN_S, probes, trained, until
+from tests.launch.engines.programs import WITHIN_S, probes, trained
+from tests.waiting import until
 
 pytestmark = [
     pytest.mark.multihost,

@@ -26,8 +26,8 @@ from tests.launch.engines.programs import (
     probes,
     seen_by_others,
     trained,
-    until,
 )
+from tests.waiting import until
 
 pytestmark = [
     pytest.mark.multihost,

@@ -12,7 +12,8 @@ import pytest
 import lp_pipe as lp
 from lp_pipe.launch.engines import SshEngine
 from tests.launch.engines import namespaces
-from tests.launch.engines.programs import WITHIN_S, trained, until
+from tests.launch.engines.programs import WITHIN_S, trained
+from tests.waiting import until
 
 pytestmark = [
     pytest.mark.multihost,

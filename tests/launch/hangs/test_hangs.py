@@ -19,6 +19,7 @@ import pytest
 import lp_pipe as lp
 from lp_pipe.channels import ChannelHub, open_sender
 from lp_pipe.telemetry.standstill import find_standstill
+from tests.waiting import until
 
 LIMIT_S = 0.3
 PATIENCE_S = 20.0
@@ -58,13 +59,6 @@ def launched(program: lp.Program, mode: str, run_dir: Path, limit_s: float | Non
 def reports(run: lp.Run) -> str:
     path = run.run_dir / "hangs.log"
     return path.read_text() if path.exists() else ""
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.02)
 
 
 def is_stopped(stat: Path) -> bool:

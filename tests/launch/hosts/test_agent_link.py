@@ -1,9 +1,8 @@
 """Calls between the launcher and an agent, and the lines of nodes that go the same way within their bounds."""
 
 import threading
-import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -14,6 +13,7 @@ from lp_pipe import connections
 from lp_pipe.connections import Connection
 from lp_pipe.launch.hosts.agent_link import AgentLink
 from lp_pipe.launch.hosts.shipped_logs import ReceivedLogs, ShippedLogs
+from tests.waiting import until
 
 WITHIN_S = 10.0
 Pair = tuple[AgentLink, AgentLink]
@@ -32,13 +32,6 @@ def pair() -> Iterator[Pair]:
     yield links
     ours.close()
     listener.close()
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + WITHIN_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.01)
 
 
 class Target:

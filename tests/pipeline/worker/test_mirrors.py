@@ -1,8 +1,6 @@
 """Stage workers keep their own and their neighbour's last states in memory, and can go back to them, to the bit."""
 
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +23,11 @@ from tests.pipeline.plain_loop import (
     random_batches,
     squared_error,
 )
+from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 BATCHES = random_batches([6, 6, 5, 7, 6, 6])
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30.0
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(
