@@ -14,6 +14,7 @@ from typing import Any
 
 from lp_pipe.connections.shortage import NO_MORE_PROCESSES, told
 from lp_pipe.errors import LaunchError
+from lp_pipe.launch.plan.hardware import this_host
 from lp_pipe.launch.processes import standard_streams
 from lp_pipe.launch.processes.control_messages import receive_message, send_message
 from lp_pipe.launch.processes.exits import how_it_died
@@ -23,7 +24,11 @@ from lp_pipe.launch.processes.proctree import kill_all, marked
 from lp_pipe.launch.processes.zygote import ORPHAN_S
 
 # Slow to import and harmless to fork: loaded once in the template when the launching process has loaded them itself.
-_WORTH_PRELOADING = ("numpy", "torch", "torch.optim", "torch.utils._pytree", "lp_pipe.pipeline.worker.worker")
+_STAGES = "lp_pipe.pipeline.worker.worker"
+_WORTH_PRELOADING = ("numpy", "torch", "torch.optim", "torch.utils._pytree", _STAGES)
+# Whoever makes an optimizer of torch's loads it, which takes as long as torch itself, and 70 MB. The launching process
+# makes none, and need not wait for it.
+_FOR_OPTIMIZERS = "torch._dynamo"
 MARK = "LP_PIPE_TEMPLATE"
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -64,7 +69,7 @@ class Template:
             json.dumps(sys.path),
             str(theirs.fileno()),
             str(os.getpid()),
-            json.dumps(loaded_here() if preload is None else [*preload]),
+            json.dumps(_harmless(loaded_here() if preload is None else preload)),
             str(orphan_s),
             socket_dir,
         ]
@@ -171,5 +176,11 @@ class Template:
 
 
 def loaded_here() -> list[str]:
-    """What nodes will need, and this process has imported."""
-    return [name for name in _WORTH_PRELOADING if name in sys.modules]
+    """What nodes will need, and this process has imported; and what every stage of a pipeline needs."""
+    loaded = [name for name in _WORTH_PRELOADING if name in sys.modules]
+    return [*loaded, _FOR_OPTIMIZERS] if _STAGES in loaded else loaded
+
+
+def _harmless(modules: Sequence[str]) -> list[str]:
+    """Where there are GPUs, nothing that may ask for them: a process that is forked afterwards cannot use them."""
+    return [name for name in modules if name != _FOR_OPTIMIZERS or not this_host().gpus]
