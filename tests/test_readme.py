@@ -56,6 +56,7 @@ def test_the_ported_launchpad_program_runs(mode: str, tmp_path: Path) -> None:
     run("ported.py", cwd=tmp_path)
 
 
+@pytest.mark.slow
 def test_the_program_for_those_who_come_from_torch_runs(tmp_path: Path) -> None:
     block, _ = blocks_of("docs/coming_from_torch.md")
     (tmp_path / "page.py").write_text(block)
@@ -86,6 +87,7 @@ def test_the_page_on_partitioning_runs_and_its_numbers_are_right(tmp_path: Path)
         assert number in printed and number in text
 
 
+@pytest.mark.slow
 def test_the_page_on_pipelines_runs(tmp_path: Path) -> None:
     train, *others = blocks_of("docs/pipeline.md")
     (tmp_path / "page.py").write_text("\n".join([train.replace("range(100)", "range(2)"), *others]))

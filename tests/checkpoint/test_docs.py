@@ -10,6 +10,7 @@ pytest_plugins = ["pytester"]
 PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
 
 
+@pytest.mark.slow
 def test_the_example_of_a_test_passes(pytester: pytest.Pytester, no_leaks: None) -> None:
     (example,) = re.findall(r"```python\n(import pytest\n.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     pytester.makepyfile(example)

@@ -28,6 +28,7 @@ def fingerprint(*flags: str, mode: str, cwd: Path) -> str:
     return str(found)
 
 
+@pytest.mark.slow  # as the README's program in every mode: tests/test_readme.py
 def test_modes_cuts_and_schedules_give_the_same_parameters(tmp_path: Path) -> None:
     cases = [("thread", 3, "1f1b"), ("process", 2, "gpipe")]
     assert (

@@ -79,6 +79,7 @@ def test_nodes_tolerate_a_launcher_that_is_silent_for_four_seconds(
     assert launcher.returncode == 0, err
 
 
+@pytest.mark.slow  # 8 s of silence, and 5 s for its nodes
 def test_a_launcher_that_stays_silent_counts_as_dead(
     script: "Callable[[str], subprocess.Popen[str]]", tmp_path: Path, socket_home: Path
 ) -> None:

@@ -17,6 +17,7 @@ PRINTED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", PRINTED)
 def test_the_snippet_runs(program: str, tmp_path: Path) -> None:
     (snippet,) = re.findall(rf"^## {program}\n+```python\n(.*?)```", PAGE, re.DOTALL | re.MULTILINE)
