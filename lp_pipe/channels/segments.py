@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lp_pipe.channels.packing import Layout, tensor_over
+from lp_pipe.connections.forked import private_when_forked
 from lp_pipe.connections.when_gone import when_gone
 
 _FREE, _USED = b"\0", b"\1"
@@ -108,9 +109,12 @@ class OpenSegments:
         """
         descriptor, (first, count, slot_bytes, is_lent, used) = opened(announced)
         try:
-            self._slots[first] = _mapped(descriptor, count, slot_bytes)[1], is_lent
+            mapping, slots = _mapped(descriptor, count, slot_bytes)
+            if is_lent:
+                private_when_forked(mapping, descriptor)
         finally:
             os.close(descriptor)
+        self._slots[first] = slots, is_lent
         self._slots = {first: slots for first, slots in self._slots.items() if first in used}
 
     def slot(self, token: int) -> tuple[Slot, bool]:

@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from lp_pipe.connections.forked import private_when_forked
 from lp_pipe.connections.frames import FrameError, Ticket
 from lp_pipe.connections.when_gone import when_gone
 
@@ -202,7 +203,9 @@ class Borrower:
 
 def _map(descriptor: int, size: int) -> mmap.mmap:
     try:
-        return mmap.mmap(descriptor, size)
+        mapping = mmap.mmap(descriptor, size)
+        private_when_forked(mapping, descriptor)
+        return mapping
     except (OSError, ValueError) as error:
         raise FrameError(f"shared memory of the peer cannot be mapped: {error}") from error
     finally:

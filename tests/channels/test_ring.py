@@ -20,6 +20,7 @@ from lp_pipe.channels.ring import RingOutlet
 from lp_pipe.channels.segments import Segment
 from lp_pipe.channels.sender import Sender
 from lp_pipe.errors import ChannelClosed, LpPipeError
+from tests.forking import holds_in_a_fork
 
 pytestmark = pytest.mark.skipif(not kinds.is_shm_supported, reason="no memfd_create")
 
@@ -63,6 +64,19 @@ def mappings_of(inode: int) -> int:
     """How often this process has the segment mapped: once by the sender, once by the receiver."""
     lines = pathlib.Path("/proc/self/maps").read_text().splitlines()
     return sum(line.split()[4] == str(inode) for line in lines)
+
+
+@pytest.mark.parametrize("size", [1000, MEBI])
+def test_what_a_forked_process_writes_to_a_received_tensor_stays_its_own(edge: Edge, size: int) -> None:
+    received = edge.pass_on(size)
+
+    def write() -> bool:
+        received[0] = 1
+        return bool(received[0] == 1)
+
+    assert holds_in_a_fork(write)
+    assert received[0] == 7
+    edge.pass_on(size)  # the channel goes on
 
 
 def test_slots_are_used_again(edge: Edge) -> None:

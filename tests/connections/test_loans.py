@@ -4,6 +4,7 @@ import contextlib
 import gc
 import os
 import queue
+import resource
 import socket
 import struct
 import threading
@@ -14,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from lp_pipe.connections import Frame, frames, loans
+from lp_pipe.connections import Frame, forked, frames, loans
 from lp_pipe.connections.unix import UnixConnection
+from tests.forking import holds_in_a_fork
 from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(not loans.is_supported, reason="no memfd on this system")
@@ -76,6 +78,42 @@ def test_a_large_buffer_arrives_whole_and_writable(ends: Ends) -> None:
     assert bytes(buffer) == data
     buffer[:3] = b"abc"
     assert bytes(buffer[:3]) == b"abc"
+
+
+def test_what_a_forked_process_writes_stays_its_own_and_its_childrens(ends: Ends) -> None:
+    """As with all other memory: a data loader's workers may work in place on what their parent has received."""
+    ends.send(bytes(LARGE))
+    buffer = ends.receive()
+
+    def write() -> bool:
+        buffer[0] = 1
+        return holds_in_a_fork(lambda: buffer[0] == 1)
+
+    assert holds_in_a_fork(write)
+    assert buffer[0] == 0
+    assert holds_in_a_fork(lambda: buffer[0] == 0)
+
+
+def test_no_descriptors_are_kept_for_forked_processes_where_they_become_few(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = set(forked._shared)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (8, 8))
+    ends.send(bytes(LARGE))
+    assert len(ends.receive()) == LARGE
+    assert set(forked._shared) == known
+
+
+def test_a_forked_process_does_not_keep_what_is_lent_from_being_used_again(ends: Ends) -> None:
+    ends.send(bytes(LARGE))
+    received = [ends.receive()]
+    assert holds_in_a_fork(lambda: len(received[0]) == LARGE)
+    known = segments()
+    received.clear()
+    ends.wait_for_returns()
+    ends.send(b"x" * LARGE)
+    assert ends.receive()[0] == ord("x")
+    assert segments() == known
 
 
 def test_it_does_not_go_through_the_socket(ends: Ends) -> None:

@@ -1,0 +1,16 @@
+"""Something done in a forked process."""
+
+import os
+from collections.abc import Callable
+
+
+def holds_in_a_fork(check: Callable[[], bool]) -> bool:
+    """Whether it is so in a process that is forked now, which ends then."""
+    child = os.fork()
+    if child:
+        return os.waitpid(child, 0) == (child, 0)
+    status = 1
+    try:
+        status = 0 if check() else 1
+    finally:
+        os._exit(status)
