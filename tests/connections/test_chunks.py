@@ -78,7 +78,7 @@ def test_who_puts_waits_for_room_and_is_freed_by_the_end() -> None:
 
 
 def test_memory_for_a_large_piece_is_taken_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_BELIEVED_BYTES", 1000)
+    monkeypatch.setattr(memory, "_LARGE_BYTES", 1000)
     body = bytes(range(256)) * 20
     data = b"".join(frames.encode(Frame(frames.CALL, 1, "name", body, [body])))
     frame = ChunkReader(data[start : start + 700] for start in range(0, len(data), 700)).read_frame()

@@ -2,7 +2,6 @@
 
 import datetime
 import math
-import os
 import signal
 import threading
 import time
@@ -10,6 +9,7 @@ import time
 import pytest
 
 from lp_pipe.rpc import deadlines
+from tests.forking import holds_in_a_fork
 
 WITHIN_S = 10
 
@@ -46,12 +46,13 @@ def test_a_forked_child_leaves_the_deadlines_to_its_parent() -> None:
     is_done = threading.Event()
     soon = time.monotonic() + 0.05
     some.add(soon, lambda: done.append("the parent's"))
-    child = os.fork()
-    if not child:
+
+    def has_its_own() -> bool:
         signal.alarm(WITHIN_S)  # it may also have waited for the lock of a thread that it does not have
         some.add(soon + 0.01, is_done.set)
-        os._exit(0 if is_done.wait(WITHIN_S) and not done else 1)
-    assert os.waitpid(child, 0) == (child, 0)
+        return is_done.wait(WITHIN_S) and not done
+
+    assert holds_in_a_fork(has_its_own)
 
 
 @pytest.mark.parametrize("limit", [30 * 86400, 1e12, math.inf, datetime.timedelta.max], ids=str)
