@@ -126,12 +126,19 @@ def measure(steps: int, repeats: int) -> dict[str, dict[str, list[float]]]:
     return times
 
 
-def figures_of(times: dict[str, list[float]], actions: int) -> dict[str, Any]:
-    """actions: how many each micro-batch costs one after another."""
-    slopes = [(many - few) / (MANY - FEW) for few, many in zip(times["few"], times["many"], strict=True)]
+def actions_us(times: dict[str, list[float]], actions: int) -> list[float]:
+    """An action of each round. actions: how many each micro-batch costs one after another."""
+    rounds = zip(times["few"], times["many"], strict=True)
+    return [(many - few) / (MANY - FEW) / actions * 1e6 for few, many in rounds]
+
+
+def figures_of(times: dict[str, list[float]], actions: int, floor_us: list[float]) -> dict[str, Any]:
+    """floor_us: torch's own action of each round."""
+    each_us = actions_us(times, actions)
     best_slope = (min(times["many"]) - min(times["few"])) / (MANY - FEW)
     return {
-        "action_us": {**spread(slope / actions * 1e6 for slope in slopes), "best": best_slope / actions * 1e6},
+        "action_us": {**spread(each_us), "best": best_slope / actions * 1e6},
+        "above_torch_us": spread(own - floor for own, floor in zip(each_us, floor_us, strict=True)),
         "fixed_us": max(0.0, min(times["few"]) - FEW * best_slope) * 1e6,
         "step_us": {size: spread(seconds * 1e6 for seconds in values) for size, values in times.items()},
     }
@@ -141,16 +148,18 @@ def show(parties: dict[str, dict[str, Any]]) -> None:
     rows = []
     for name, party in parties.items():
         action, few, many = party["action_us"], party["step_us"]["few"], party["step_us"]["many"]
+        above = party["above_torch_us"]
         rows.append(
             [
                 name,
                 f"{action['median']:.0f} ({action['min']:.0f}–{action['max']:.0f}), best {action['best']:.0f}",
+                f"{above['median']:.0f} ({above['min']:.0f}–{above['max']:.0f})" if name != ALONE else "",
                 f"{party['fixed_us']:.0f}",
                 f"{few['median']:.0f} (from {few['min']:.0f})",
                 f"{many['median']:.0f} (from {many['min']:.0f})",
             ]
         )
-    columns = ["empty stages", "an action", "fixed per step", f"step, m = {FEW}", f"step, m = {MANY}"]
+    columns = ["empty stages", "an action", "above torch", "fixed per step", f"step, m = {FEW}", f"step, m = {MANY}"]
     show_table("cost of the engine in µs: 2 stages, median (min–max) of the rounds", columns, rows)
 
 
@@ -162,7 +171,9 @@ def main() -> None:
     options = parser.parse_args()
     steps, repeats = (3, 2) if options.quick else (20, options.repeats)
     measured = measure(steps, repeats)
-    parties = {name: figures_of(times, 4 if name == ALONE else 2) for name, times in measured.items()}
+    actions = {name: 4 if name == ALONE else 2 for name in measured}
+    floor_us = actions_us(measured[ALONE], actions[ALONE])
+    parties = {name: figures_of(times, actions[name], floor_us) for name, times in measured.items()}
     show(parties)
     settings = {"steps": steps, "repeats": repeats, "microbatches": [FEW, MANY]}
     write_json({"benchmark": "engine", "machine": machine(), "settings": settings, "parties": parties}, options.json)

@@ -14,6 +14,7 @@ from lp_pipe.pipeline.schedule import (
     verify,
 )
 from lp_pipe.pipeline.schedule.channels import Edge
+from lp_pipe.pipeline.schedule.forward import most_ahead
 from lp_pipe.pipeline.schedule.numbers_given import is_count
 
 DEFAULT_STAGES = 2
@@ -101,9 +102,8 @@ def sufficient_credits(schedule: Schedule, edges: Sequence[Edge]) -> int:
         _verify(schedule, _CREDITS // 2, edges)
         return _CREDITS
     except ScheduleError:
-        # So many are on one edge in all, or in evaluation (see `forward_on`); where stages have replicas, each pair of
-        # them has its own credits.
-        credits = max(_CREDITS, schedule.microbatches, 2 * len(schedule.workers))
+        # So many are on one edge in all; where stages have replicas, each pair of them has its own credits.
+        credits = max(_CREDITS, schedule.microbatches, most_ahead(len(schedule.workers)))
         _verify(schedule, credits, edges)
         return 2 * credits
 

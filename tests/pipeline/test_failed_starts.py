@@ -6,17 +6,16 @@ from torch import nn
 
 import lp_pipe as lp
 import lp_pipe.pipeline as pp
-from lp_pipe.context import context
+from lp_pipe.context import current_context
 from tests.pipeline.plain_loop import adam, launched, squared_error
 
 
 def no_layer() -> nn.Module:
     """Only a worker cannot build it; the program's setup can."""
-    try:
-        name = context().name
-    except RuntimeError:
+    node = current_context()
+    if node is None:
         return nn.Linear(4, 4)
-    raise ValueError(f"no weights for {name}")
+    raise ValueError(f"no weights for {node.name}")
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ class Template:
             json.dumps(sys.path),
             str(theirs.fileno()),
             str(os.getpid()),
-            json.dumps(_harmless(loaded_here() if preload is None else preload)),
+            json.dumps(_with_optimizers(loaded_here() if preload is None else preload)),
             str(orphan_s),
             socket_dir,
         ]
@@ -176,11 +176,11 @@ class Template:
 
 
 def loaded_here() -> list[str]:
-    """What nodes will need, and this process has imported; and what every stage of a pipeline needs."""
-    loaded = [name for name in _WORTH_PRELOADING if name in sys.modules]
-    return [*loaded, _FOR_OPTIMIZERS] if _STAGES in loaded else loaded
+    """What nodes will need, and this process has imported."""
+    return [name for name in _WORTH_PRELOADING if name in sys.modules]
 
 
-def _harmless(modules: Sequence[str]) -> list[str]:
-    """Where there are GPUs, nothing that may ask for them: a process that is forked afterwards cannot use them."""
-    return [name for name in modules if name != _FOR_OPTIMIZERS or not this_host().gpus]
+def _with_optimizers(modules: Sequence[str]) -> list[str]:
+    """And what stages need beside them; not where it may ask for GPUs: processes forked after that cannot use them."""
+    is_needed = _STAGES in modules and not this_host().gpus
+    return [*modules, _FOR_OPTIMIZERS] if is_needed else [*modules]

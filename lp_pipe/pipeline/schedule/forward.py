@@ -26,13 +26,13 @@ def forward_on(placement: Sequence[int], microbatches: int) -> Schedule:
     At every tick each worker runs what is ready: the earliest round of micro-batches first, in it the earliest stage.
     Rounds keep the number of messages that wait on an edge small, however many micro-batches there are. Where a worker
     has more to do than those before it, rounds do not hold these back; no stage gets further ahead of the next one than
-    two micro-batches a worker, so that so many credits are enough.
+    `most_ahead`.
     """
     own = [_stages_of(placement, worker) for worker in range(max(placement) + 1)]
     round_of = [index for index, members in enumerate(cut_into_rounds(len(own), microbatches)) for _ in members]
     workers: list[list[Action]] = [[] for _ in own]
     done = [0] * len(placement)
-    most_ahead = 2 * len(own)
+    limit = most_ahead(len(own))
     while done[-1] < microbatches:
         # When the tick starts: stage s may run what stage s - 1 has done, and must wait for stage s + 1.
         before, behind = (microbatches, *done), (*done[1:], microbatches)
@@ -40,13 +40,18 @@ def forward_on(placement: Sequence[int], microbatches: int) -> Schedule:
             ready = [
                 (round_of[done[stage]], stage)
                 for stage in stages
-                if done[stage] < before[stage] and done[stage] - behind[stage] < most_ahead
+                if done[stage] < before[stage] and done[stage] - behind[stage] < limit
             ]
             if ready:
                 _, stage = min(ready)
                 actions.append(Action("F", stage, done[stage]))
                 done[stage] += 1
     return Schedule("forward", tuple(tuple(actions) for actions in workers))
+
+
+def most_ahead(workers: int) -> int:
+    """By how many micro-batches a stage gets ahead of the next one at most: so many credits are enough."""
+    return 2 * workers
 
 
 def _stages_of(placement: Sequence[int], worker: int) -> list[int]:
