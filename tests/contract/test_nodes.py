@@ -483,19 +483,22 @@ def test_a_colocation_in_threads_is_one_entry_whose_inner_handles_work(mode: str
     program = lp.Program("colocation")
     outside = program.add_node(lp.CourierNode(Pid), label="outside")
 
-    def use(*clients: Any) -> None:
-        pids = [client.pid() for client in clients]
-        assert pids[0] == pids[1]
-        lp.stop()
+    class User:
+        def __init__(self, *clients: Any) -> None:
+            self._clients = clients
+
+        def pids(self) -> list[int]:
+            return [client.pid() for client in self._clients]
 
     with program.group("inside"):
         program.add_node(colocation)
-    program.add_node(lp.PyNode(use, first, second, outside), label="user")
+    program.add_node(lp.CourierNode(User, first, second, outside), label="user")
     assert len(program.groups["inside"]) == 1
     with lp.launch(program, mode, grace=2.0) as run:
-        assert run.client(first).pid() == run.client(second).pid()
+        inner_pid = run.client(first).pid()
+        assert run.client("user").pids() == [inner_pid, run.client(second).pid(), run.client(outside).pid()]
+        assert run.client(second).pid() == inner_pid
         assert len(run.status()["inside"]) == 1
-        run.wait(30)
 
 
 def test_an_inner_failure_is_the_colocations(mode: str) -> None:

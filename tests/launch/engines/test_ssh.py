@@ -64,16 +64,21 @@ def probes() -> lp.Program:
 
 
 def test_an_unchanged_program_runs_across_hosts_that_have_no_copy_of_it(hosts: namespaces.Hosts) -> None:
-    def ask_all(probes: list[Any]) -> None:
-        print("hosts", [probe.host() for probe in probes])
-        lp.stop()
+    class Asking:
+        def __init__(self, probes: list[Any]) -> None:
+            self._probes = probes
+
+        def ask_all(self) -> list[str]:
+            hosts = [probe.host() for probe in self._probes]
+            print("hosts", hosts)
+            return hosts
 
     program = probes()
     handles = [node.create_handle() for node in program.groups["probe"]]
-    program.add_node(lp.PyNode(ask_all, handles), label="asking")
+    program.add_node(lp.CourierNode(Asking, handles), label="asking")
     with lp.launch(program, "multi_host", engine=engine(hosts)) as run:
         assert [run.client("probe", index).host() for index in range(2)] == ["h1", "h2"]
-        run.wait(WITHIN_S)
+        assert run.client("asking").ask_all() == ["h1", "h2"]
     assert "hosts ['h1', 'h2']" in (run.run_dir / "logs" / "asking-0.log").read_text()
 
 
