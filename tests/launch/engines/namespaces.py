@@ -118,8 +118,10 @@ class Hosts:
     def wire(self, name: str) -> "Wire":
         """In place of the host's cable, one that can be made slow, lossy, or one-way."""
         netns = self._netns(name)
+        (link,) = json.loads(_run("ip", "-n", netns, "-j", "link", "show", "eth0"))
         _run("ip", "-n", netns, "link", "del", "eth0")
-        made = Wire(f"{self._mark}br0", netns, "eth0", f"{self.address(name)}/24")
+        # A host keeps its card: with another hardware address the others would go on calling the old one for a while.
+        made = Wire(f"{self._mark}br0", netns, "eth0", link["address"], f"{self.address(name)}/24")
         self._wires.append(made)
         self._wait_for_sshd(name)
         return made
@@ -202,7 +204,8 @@ class Hosts:
 
     def _wait_for_sshd(self, name: str) -> None:
         deadline = time.monotonic() + 10
-        while subprocess.run(["ssh", "-F", self.ssh_config, name, "true"], capture_output=True, check=False).returncode:
+        ask = ["ssh", "-F", self.ssh_config, "-o", "ConnectTimeout=5", name, "true"]
+        while subprocess.run(ask, capture_output=True, check=False).returncode:
             assert time.monotonic() < deadline, (self._folder / f"{name}.log").read_text()
             time.sleep(0.05)
 

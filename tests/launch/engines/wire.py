@@ -1,6 +1,6 @@
 """A cable between a bridge and a host, in user space: it may be slow, lose packets, or carry them one way only.
 
-    python wire.py BRIDGE NETNS DEVICE ADDRESS/BITS      (as root; one command a line on stdin)
+    python wire.py BRIDGE NETNS DEVICE MAC ADDRESS/BITS      (as root; one command a line on stdin)
 
     delay SECONDS    that a packet from the host takes (those to the host pass at once)
     loss SHARE       of the packets of each way, chosen by a random generator with a fixed seed
@@ -31,10 +31,11 @@ _IN, _OUT = "in", "out"
 class Wire:
     """Frames wait in `_due` until their time has come; they never overtake each other."""
 
-    def __init__(self, bridge: str, netns: str, device: str, address: str) -> None:
+    def __init__(self, bridge: str, netns: str, device: str, mac: str, address: str) -> None:
         self._inside = _tap_in(netns, device)
         self._outside = _tap(f"{bridge[:11]}w{netns[-2:]}")
         _run("ip", "link", "set", f"{bridge[:11]}w{netns[-2:]}", "master", bridge, "up")
+        _run("ip", "-n", netns, "link", "set", device, "address", mac)
         _run("ip", "-n", netns, "addr", "add", address, "dev", device)
         _run("ip", "-n", netns, "link", "set", device, "up")
         self._due: list[tuple[float, int, int, bytes]] = []
