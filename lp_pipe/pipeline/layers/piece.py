@@ -72,7 +72,8 @@ class Inputs:
                 if size != (seen.setdefault(fixed, size) if isinstance(fixed, str) else fixed):
                     raise PipelineError(
                         f"the module was split for inputs of shape {list(wanted)}, not {list(sizes)}: torch.export "
-                        "found the numbers fixed (split with another example), and equal names to be equal"
+                        "found the numbers fixed (split with another example, or without fixed_sizes), and equal "
+                        "names to be equal"
                     )
         for branch in self.branches:
             if not branch.holds(seen):

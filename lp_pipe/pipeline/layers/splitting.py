@@ -4,7 +4,7 @@ import difflib
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -14,10 +14,9 @@ from torch.distributed.pipelining._IR import annotate_split_points
 from torch.utils import _pytree as pytree
 
 from lp_pipe.errors import PipelineError
-from lp_pipe.pipeline.layers.asked_dtypes import AskedDtypes, check_as_asked
 from lp_pipe.pipeline.layers.graph_memory import changed_state, refuse_shared_memory
-from lp_pipe.pipeline.layers.lost_in_export import branches_of, not_exported, own_gradients_refused
-from lp_pipe.pipeline.layers.piece import Definitions, Inputs, Part, Piece, holder, inputs_of, template_of, tensor_at
+from lp_pipe.pipeline.layers.piece import Definitions, Part, Piece, holder, tensor_at
+from lp_pipe.pipeline.layers.tracing import Traced, trace
 
 _POINTS: dict[str | SplitPoint, SplitPoint] = {
     "beginning": SplitPoint.BEGINNING,
@@ -28,18 +27,9 @@ _POINTS: dict[str | SplitPoint, SplitPoint] = {
 SplitPoints = Sequence[str] | Mapping[str, str] | Mapping[str, SplitPoint]
 
 
-class _Traced(NamedTuple):
-    """What torch.export found in one mode; `cuts` has the nodes of every piece, without inputs and state."""
-
-    root: nn.Module
-    inputs: Inputs
-    outputs: Any  # a template, as Part has it
-    placeholders: list[fx.Node]
-    cuts: list[list[fx.Node]]
-    results: fx.Node
-
-
-def split(module: nn.Module, example_inputs: Any, split_points: SplitPoints = ()) -> list[nn.Module]:
+def split(
+    module: nn.Module, example_inputs: Any, split_points: SplitPoints = (), *, fixed_sizes: bool = False
+) -> list[nn.Module]:
     """Cut `module` into layers for a pp.Model; their parameters keep the names that they have in it.
 
     Values that a later piece needs travel through the pieces between, so that the cut model may be any DAG. The pieces
@@ -51,6 +41,8 @@ def split(module: nn.Module, example_inputs: Any, split_points: SplitPoints = ()
         open.
     split_points: names of submodules before which to cut; or {name: "beginning" | "end"}, also as torch's SplitPoint.
         Without any the module calls torch.distributed.pipelining.pipe_split() where it is to be cut.
+    fixed_sizes: all other sizes are the example's in every batch. For a module that pads or makes windows (a Swin
+        transformer) torch.export then takes seconds, and minutes where it has to leave them open.
 
     Raises:
         PipelineError: a name is unknown or never reached, a piece would be empty, the module has a backward of its own
@@ -64,9 +56,9 @@ def split(module: nn.Module, example_inputs: Any, split_points: SplitPoints = ()
     if not isinstance(example_inputs, dict):
         example = (tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)), {}
     with _marked(module, spec):
-        traced = {True: _trace(module, *example, "train", spec)}
+        traced = {True: trace(module, example, list(spec), "train", fixed_sizes)}
         with _all_in_eval_mode(module):
-            traced[False] = _trace(module, *example, "eval", spec)
+            traced[False] = trace(module, example, list(spec), "eval", fixed_sizes)
     if len(traced[True].cuts) != len(traced[False].cuts):
         raise PipelineError("the module has other pieces in eval mode than in train mode: use the same split points")
     return _pieces(module, traced)
@@ -127,63 +119,7 @@ def _all_in_eval_mode(module: nn.Module) -> Iterator[None]:
             submodule.training = mode
 
 
-def _trace(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: str, spec: Mapping[str, SplitPoint]
-) -> _Traced:
-    sizes = torch.export.ShapesCollection()
-    for tensor in pytree.tree_leaves((args, kwargs)):
-        if isinstance(tensor, Tensor) and tensor.dim():
-            # The number of samples must be free, which is an error where it is not; other sizes where they can be.
-            free = [torch.export.Dim.DYNAMIC, *[torch.export.Dim.AUTO] * (tensor.dim() - 1)]
-            sizes[tensor] = dict(enumerate(free))
-    try:
-        dynamic = sizes.dynamic_shapes(module, args, kwargs)
-        with own_gradients_refused(module), AskedDtypes():
-            exported = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic)
-        # Its guards are for exactly the example's kind of call; `Inputs` checks what matters here.
-        root: Any = exported.module(check_guards=False)
-    except PipelineError:
-        raise
-    except Exception as error:  # whatever the module's own forward raises comes through, too
-        raise not_exported(module, mode, error) from error
-    check_as_asked(root)
-    placeholders, cuts, results = _cut(root.graph)
-    if len(cuts) < 2:
-        raise PipelineError(
-            f"{type(module).__name__} has no split points: name submodules, or call pipe_split() in its forward"
-            if not spec
-            else f"split points {list(spec)}: forward calls none of them outside of no_grad() and autocast()"
-        )
-    if len(cuts) <= len(spec):
-        raise PipelineError(
-            f"split points {list(spec)} make {len(cuts)} pieces only: forward does not call all of them"
-        )
-    for index, nodes in enumerate(cuts):
-        if not nodes:
-            raise PipelineError(
-                f"piece {index} of {len(cuts)} is empty: between two split points, or before the first or behind the "
-                f"last one, {type(module).__name__} computes nothing: leave one out of {list(spec) or 'pipe_split()'}"
-            )
-    out_spec = exported.call_spec.out_spec
-    assert out_spec is not None, "an exported program knows what it returns"
-    inputs = inputs_of((args, kwargs), placeholders, branches_of(placeholders))
-    return _Traced(root, inputs, template_of(out_spec), placeholders, cuts, results)
-
-
-def _cut(graph: fx.Graph) -> tuple[list[fx.Node], list[list[fx.Node]], fx.Node]:
-    placeholders: list[fx.Node] = []
-    pieces: list[list[fx.Node]] = [[]]
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            placeholders.append(node)
-        elif node.target is torch.ops.pippy._pipe_split.default:
-            pieces.append([])
-        elif node.op == "call_function":
-            pieces[-1].append(node)
-    return placeholders, pieces, graph.output_node()
-
-
-def _pieces(module: nn.Module, traced: Mapping[bool, _Traced]) -> list[nn.Module]:
+def _pieces(module: nn.Module, traced: Mapping[bool, Traced]) -> list[nn.Module]:
     parts = {mode: _parts(module, found) for mode, found in traced.items()}
     used = [{*train.state, *evaluation.state} for train, evaluation in zip(parts[True], parts[False], strict=True)]
     changed = {name for found in traced.values() for name in changed_state(found.root, found.placeholders, found.cuts)}
@@ -220,7 +156,7 @@ def _shared_out(module: nn.Module, used: Sequence[set[str]], changed: set[str]) 
     return shares
 
 
-def _parts(module: nn.Module, traced: _Traced) -> list[Part]:
+def _parts(module: nn.Module, traced: Traced) -> list[Part]:
     """Every piece's graph, with the values that are alive where it begins and where it ends."""
     last = len(traced.cuts) - 1
     born = dict.fromkeys(traced.placeholders, -1)

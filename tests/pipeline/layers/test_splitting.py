@@ -1,6 +1,7 @@
 """pp.split: a module that is no list of layers becomes one, and trains to the bits that it would have as a whole."""
 
 import copy
+import logging
 import math
 import sys
 from collections.abc import Iterator
@@ -401,6 +402,44 @@ def test_a_size_that_forward_has_made_a_number_is_checked(module: type[nn.Module
     assert torch.equal(second(first(x)), whole(x))
     with pytest.raises(pp.PipelineError, match=rf"split for inputs of shape \['s\d+', 5, {D}\], not \[3, 6, {D}\]"):
         first(torch.randn(3, 6, D))
+
+
+class Pooled(nn.Module):
+    """Of which sizes this pooling takes torch cannot say, and logs that at length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Conv2d(3, D, 7, stride=2, padding=3), nn.Conv2d(D, D, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.leave(nn.functional.max_pool2d(self.enter(x), 3, stride=2, ceil_mode=True))
+        return y
+
+
+@pytest.mark.parametrize("fixed_sizes", [True, False])
+def test_sizes_are_left_open_unless_they_are_fixed(fixed_sizes: bool) -> None:
+    # A Swin transformer took 106 s, in which torch.export reasoned about sizes that no batch ever had.
+    whole = made(Pooled)
+    first, second = pp.split(whole, torch.randn(4, 3, 64, 64), ["leave"], fixed_sizes=fixed_sizes)
+    x = torch.randn(3, 3, 64, 64)
+    assert torch.equal(second(first(x)), whole(x))
+    other = torch.randn(3, 3, 96, 96)
+    if fixed_sizes:
+        with pytest.raises(pp.PipelineError, match=r"shape \['s\d+', 3, 64, 64\], not \[3, 3, 96, 96\]: .*fixed_sizes"):
+            first(other)
+    else:
+        assert torch.equal(second(first(other)), whole(other))
+
+
+def test_torch_is_quiet_about_what_it_cannot_say_of_sizes(caplog: pytest.LogCaptureFixture) -> None:
+    # 300 lines of sympy's tracebacks for a GoogLeNet that was split as it should be.
+    torchs = logging.getLogger("torch")  # it hands nothing on to the root's handlers
+    torchs.addHandler(caplog.handler)
+    try:
+        pp.split(made(Pooled), torch.randn(4, 3, 64, 64), ["leave"])
+    finally:
+        torchs.removeHandler(caplog.handler)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 class NormedQuery(nn.Module):

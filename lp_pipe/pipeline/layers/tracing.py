@@ -1,0 +1,112 @@
+"""What torch.export writes down of a module's forward, cut where the module marks it."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline.layers.asked_dtypes import AskedDtypes, check_as_asked
+from lp_pipe.pipeline.layers.lost_in_export import branches_of, not_exported, own_gradients_refused
+from lp_pipe.pipeline.layers.piece import Inputs, inputs_of, template_of
+
+_TALKATIVE = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
+
+
+class Traced(NamedTuple):
+    """What torch.export found in one mode; `cuts` has the nodes of every piece, without inputs and state."""
+
+    root: nn.Module
+    inputs: Inputs
+    outputs: Any  # a template, as Part has it
+    placeholders: list[fx.Node]
+    cuts: list[list[fx.Node]]
+    results: fx.Node
+
+
+def trace(
+    module: nn.Module, example: tuple[tuple[Any, ...], dict[str, Any]], points: list[str], mode: str, fixed_sizes: bool
+) -> Traced:
+    """The module as it is now, which is `mode` for whoever reads of it.
+
+    points: the submodules that are marked, for messages. fixed_sizes: but for the first, the number of samples.
+
+    Raises:
+        PipelineError: torch.export cannot take it, or the marks do not cut it into that many pieces.
+    """
+    args, kwargs = example
+    try:
+        dynamic = _sizes(example, fixed_sizes).dynamic_shapes(module, args, kwargs)
+        with own_gradients_refused(module), AskedDtypes(), _quiet():
+            exported = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic)
+        # Its guards are for exactly the example's kind of call; `Inputs` checks what matters here.
+        root: Any = exported.module(check_guards=False)
+    except PipelineError:
+        raise
+    except Exception as error:  # whatever the module's own forward raises comes through, too
+        raise not_exported(module, mode, error) from error
+    check_as_asked(root)
+    placeholders, cuts, results = _cut(root.graph)
+    _check_cuts(module, points, cuts)
+    out_spec = exported.call_spec.out_spec
+    assert out_spec is not None, "an exported program knows what it returns"
+    inputs = inputs_of(example, placeholders, branches_of(placeholders))
+    return Traced(root, inputs, template_of(out_spec), placeholders, cuts, results)
+
+
+def _sizes(example: Any, fixed_sizes: bool) -> torch.export.ShapesCollection:
+    """The number of samples must be free, which is an error where it is not; other sizes where they can be."""
+    others = torch.export.Dim.STATIC if fixed_sizes else torch.export.Dim.AUTO
+    sizes = torch.export.ShapesCollection()
+    for tensor in pytree.tree_leaves(example):
+        if isinstance(tensor, Tensor) and tensor.dim():
+            sizes[tensor] = dict(enumerate([torch.export.Dim.DYNAMIC, *[others] * (tensor.dim() - 1)]))
+    return sizes
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the tracebacks that torch logs of what it then solves in another way, or raises."""
+    loggers = [logging.getLogger(name) for name in _TALKATIVE]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _cut(graph: fx.Graph) -> tuple[list[fx.Node], list[list[fx.Node]], fx.Node]:
+    placeholders: list[fx.Node] = []
+    pieces: list[list[fx.Node]] = [[]]
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            placeholders.append(node)
+        elif node.target is torch.ops.pippy._pipe_split.default:
+            pieces.append([])
+        elif node.op == "call_function":
+            pieces[-1].append(node)
+    return placeholders, pieces, graph.output_node()
+
+
+def _check_cuts(module: nn.Module, points: list[str], cuts: list[list[fx.Node]]) -> None:
+    if len(cuts) < 2:
+        raise PipelineError(
+            f"{type(module).__name__} has no split points: name submodules, or call pipe_split() in its forward"
+            if not points
+            else f"split points {points}: forward calls none of them outside of no_grad() and autocast()"
+        )
+    if len(cuts) <= len(points):
+        raise PipelineError(f"split points {points} make {len(cuts)} pieces only: forward does not call all of them")
+    for index, nodes in enumerate(cuts):
+        if not nodes:
+            raise PipelineError(
+                f"piece {index} of {len(cuts)} is empty: between two split points, or before the first or behind the "
+                f"last one, {type(module).__name__} computes nothing: leave one out of {points or 'pipe_split()'}"
+            )
