@@ -53,3 +53,7 @@ def make_program(steps: int = 50) -> lp.Program:
     with program.group("trainer"):
         program.add_node(lp.CourierNode(Trainer, pipeline, steps))
     return program
+
+
+if __name__ == "__main__":  # so that python examples/auto_pipeline.py does it, too
+    lp.launch(make_program(), mode="process").wait()

@@ -90,3 +90,7 @@ def make_program(recompute: str = "full", steps: int = 20) -> lp.Program:
 def without_recompute() -> lp.Program:
     """The same, which fails."""
     return make_program(recompute="none")
+
+
+if __name__ == "__main__":  # so that python examples/big_mlp.py does it, too
+    lp.launch(make_program(), mode="process").wait()

@@ -26,7 +26,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from absl import flags
+from absl import app, flags
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -475,3 +475,7 @@ def make_program() -> lp.Program:
     """Build the program that the flags ask for."""
     values: dict[str, Any] = {field.name: flags.FLAGS[field.name].value for field in dataclasses.fields(Config)}
     return build_program(Config(**values))
+
+
+if __name__ == "__main__":  # so that python examples/char_gpt.py --steps=200 does it, too
+    app.run(lambda _: lp.launch(make_program(), mode="process").wait())

@@ -147,3 +147,7 @@ def make_program(stages: int = 3, schedule: str = "1f1b", steps: int = 200) -> l
     pipeline = pp.add_pipeline(program, model, stages=stages, schedule=schedule, microbatches=4, inputs=feeder)
     program.add_node(lp.PyNode(train, pipeline, feeder, steps), label="trainer")
     return program
+
+
+if __name__ == "__main__":  # so that python examples/split_transformer.py does it, too
+    lp.launch(make_program(), mode="process").wait()

@@ -111,3 +111,7 @@ def make_program(stages: int | list[int] = 3, schedule: str = "1f1b", steps: int
     pipeline = pp.add_pipeline(program, unet(), stages=stages, schedule=schedule, microbatches=4, inputs=feeder)
     program.add_node(lp.PyNode(train, pipeline, feeder, steps), label="trainer")
     return program
+
+
+if __name__ == "__main__":  # so that python examples/unet.py does it, too
+    lp.launch(make_program(), mode="process").wait()
