@@ -64,7 +64,7 @@ class ChannelHub:
         with self._lock:
             self._closed_reason = reason
             receivers, waiting = list(self._receivers.values()), list(self._waiting.values())
-        self._listener.close()
+        self._listener.close(reason)
         for receiver in receivers:
             receiver.close(reason)
         for incoming in waiting:

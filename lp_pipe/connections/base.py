@@ -171,5 +171,8 @@ class Listener(ABC):
     endpoint: str
 
     @abstractmethod
-    def close(self) -> None:
-        """Stop accepting; connections that were accepted stay open."""
+    def close(self, reason: str = "closed") -> None:
+        """Stop accepting; connections that were accepted stay open.
+
+        reason: for those who have connected, and wait to be accepted, where they can be told.
+        """

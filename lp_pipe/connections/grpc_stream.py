@@ -242,7 +242,7 @@ class GrpcListener(Listener):
         self.refusals = Refusals(self._label)
         self._server.start()
 
-    def close(self) -> None:
+    def close(self, reason: str = "closed") -> None:
         # gRPC's stop() leaves a thread that waits for the streams that are open. Started from a daemon, it is one too,
         # and does not keep the interpreter from exiting.
         stop = threading.Thread(target=self._server.stop, args=(threading.TIMEOUT_MAX,), daemon=True)

@@ -64,7 +64,7 @@ class InprocListener(Listener):
         with _listeners_lock:
             _listeners[endpoint] = self
 
-    def close(self) -> None:
+    def close(self, reason: str = "closed") -> None:
         with _listeners_lock:
             if _listeners.get(self.endpoint) is self:
                 del _listeners[self.endpoint]

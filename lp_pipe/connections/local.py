@@ -16,9 +16,9 @@ class LocalListener(Listener):
             self._inproc.close()
             raise
 
-    def close(self) -> None:
-        self._inproc.close()
-        self._unix.close()
+    def close(self, reason: str = "closed") -> None:
+        self._inproc.close(reason)
+        self._unix.close(reason)
 
 
 def connect(endpoint: str, idle_timeout_s: float | None = None) -> Connection:

@@ -148,11 +148,11 @@ class SpanningListener(Listener):
         self.ways = Ways(run, member.host, self._near.endpoint, self._far.endpoint)
         _listeners[name] = self
 
-    def close(self) -> None:
+    def close(self, reason: str = "closed") -> None:
         if _listeners.get(self.endpoint) is self:
             del _listeners[self.endpoint]
-        self._near.close()
-        self._far.close()
+        self._near.close(reason)
+        self._far.close(reason)
 
 
 def listen(endpoint: str, on_connection: OnConnection) -> Listener:

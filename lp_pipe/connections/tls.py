@@ -120,7 +120,7 @@ class TlsListener(Listener):
         self.refusals = Refusals(self.endpoint)
         self._doorman = Doorman(listening, credentials, self.refusals, self._let_in)
 
-    def close(self) -> None:
+    def close(self, reason: str = "closed") -> None:
         self._doorman.close()
 
     def _let_in(self, sock: ssl.SSLSocket, address: str) -> None:

@@ -109,13 +109,22 @@ class UnixListener(Listener):
             self.close()
             raise
 
-    def close(self) -> None:
+    def close(self, reason: str = "closed") -> None:
         self._is_closed = True
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path)
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread, which close() alone does not
+        self._turn_away(reason)
         self._socket.close()
+
+    def _turn_away(self, reason: str) -> None:
+        """Those who have connected, but were not accepted in time: the system would only reset their connections."""
+        with contextlib.suppress(OSError):  # there is nobody left, or it is closed already
+            self._socket.setblocking(False)
+            while True:
+                sock, _ = self._socket.accept()
+                UnixConnection(sock, f"client of {self.endpoint}").close(reason)
 
     def _accept_loop(self) -> None:
         while True:

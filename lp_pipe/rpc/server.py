@@ -74,7 +74,7 @@ class Server:
         with self._idle:
             self._is_closing = True
         deadline = time.monotonic() + grace_s
-        self._listener.close()
+        self._listener.close(f"{self._name} ended")
         waits.remove_pool(self.endpoint)
         for function, args in self._pool.discard():
             if function == self._answer:

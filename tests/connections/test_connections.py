@@ -182,6 +182,20 @@ def test_an_address_can_be_listened_at_again(carrier: Carrier) -> None:
     again.close()
 
 
+def test_who_has_connected_but_was_not_accepted_in_time_is_told_why(unix_carrier: Carrier) -> None:
+    # A sender whose hub closed just then had "Connection reset by peer" in place of the hub's reason.
+    goes_on = threading.Event()
+    endpoint = f"{unix_carrier.endpoint}-slow"
+    slow = unix.listen(endpoint, lambda connection: (unix_carrier.take(connection), goes_on.wait(WITHIN_S)))
+    first, second = (End(connections.connect(endpoint)).start() for _ in range(2))
+    unix_carrier.accept()
+    second.connection.send(Frame(frames.CALL, 1))
+    slow.close("shut down")
+    assert second.reason() == "shut down"
+    goes_on.set()
+    first.connection.close()
+
+
 def test_an_unknown_carrier_is_unavailable() -> None:
     with pytest.raises(Unavailable, match="carrier"):
         connections.connect("pigeon:somewhere")
@@ -199,20 +213,23 @@ def test_objects_pass_by_reference_within_a_process() -> None:
 # Between processes.
 
 
+COUNT = 1000  # more than gRPC takes ahead: its windows grow, on a busy machine beyond 10 MB
+
+
 def test_a_peer_that_does_not_read_makes_the_sender_wait(wire: Carrier) -> None:
     client, server = wire.pair()
     client.start()
     sent = threading.Event()
 
     def send() -> None:
-        for number in range(100):
+        for number in range(COUNT):
             client.connection.send(Frame(frames.CALL, number, "", b"x" * 100_000))
         sent.set()
 
     threading.Thread(target=send).start()
     assert not sent.wait(0.3)
     server.start()
-    assert [server.next().id for _ in range(100)] == list(range(100))
+    assert [server.next().id for _ in range(COUNT)] == list(range(COUNT))
     assert sent.wait(WITHIN_S)
 
 
