@@ -14,9 +14,10 @@ from torch.distributed.pipelining._IR import annotate_split_points
 from torch.utils import _pytree as pytree
 
 from lp_pipe.errors import PipelineError
-from lp_pipe.pipeline.layers.asked_dtypes import AskedDtypes, check_as_asked
+from lp_pipe.pipeline.layers.asked_dtypes import check_as_asked
+from lp_pipe.pipeline.layers.exported import exported_in
 from lp_pipe.pipeline.layers.graph_memory import changed_state, refuse_shared_memory
-from lp_pipe.pipeline.layers.lost_in_export import branches_of, not_exported, own_gradients_refused
+from lp_pipe.pipeline.layers.lost_in_export import branches_of
 from lp_pipe.pipeline.layers.piece import Definitions, Inputs, Part, Piece, holder, inputs_of, template_of, tensor_at
 
 _POINTS: dict[str | SplitPoint, SplitPoint] = {
@@ -82,6 +83,11 @@ def _checked(module: nn.Module, split_points: SplitPoints) -> dict[str, SplitPoi
             near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.0)
             hint = f"; the nearest is {near[0]!r}" if near else ""
             raise PipelineError(f"split point {name!r}: {type(module).__name__} has no submodule of this name{hint}")
+        if type(module.get_submodule(name)).forward is nn.Module.forward:
+            held = next(iter(dict(module.get_submodule(name).named_children())), None)
+            hint = f": name what it holds, such as '{name}.{held}'" if held else ""
+            what = type(module.get_submodule(name)).__name__
+            raise PipelineError(f"split point {name!r} is a {what}, which has no forward to call{hint}")
         if where not in _POINTS:
             raise PipelineError(f"split point {name!r}: {where!r} is neither 'beginning' nor 'end'")
     return {name: _POINTS[where] for name, where in given.items()}
@@ -130,22 +136,7 @@ def _all_in_eval_mode(module: nn.Module) -> Iterator[None]:
 def _trace(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: str, spec: Mapping[str, SplitPoint]
 ) -> _Traced:
-    sizes = torch.export.ShapesCollection()
-    for tensor in pytree.tree_leaves((args, kwargs)):
-        if isinstance(tensor, Tensor) and tensor.dim():
-            # The number of samples must be free, which is an error where it is not; other sizes where they can be.
-            free = [torch.export.Dim.DYNAMIC, *[torch.export.Dim.AUTO] * (tensor.dim() - 1)]
-            sizes[tensor] = dict(enumerate(free))
-    try:
-        dynamic = sizes.dynamic_shapes(module, args, kwargs)
-        with own_gradients_refused(module), AskedDtypes():
-            exported = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic)
-        # Its guards are for exactly the example's kind of call; `Inputs` checks what matters here.
-        root: Any = exported.module(check_guards=False)
-    except PipelineError:
-        raise
-    except Exception as error:  # whatever the module's own forward raises comes through, too
-        raise not_exported(module, mode, error) from error
+    exported, root = exported_in(mode, module, args, kwargs)
     check_as_asked(root)
     placeholders, cuts, results = _cut(root.graph)
     if len(cuts) < 2:
@@ -260,7 +251,7 @@ def _part(root: nn.Module, own: set[str], nodes: list[fx.Node], taken: list[fx.N
     attributes = {}
     for node in needed:
         if node not in copies:  # the body of a torch.no_grad() block, or the like
-            attributes[str(node.target)] = _bare(tensor_at(root, str(node.target)))
+            attributes[str(node.target)] = _bare(_block(tensor_at(root, str(node.target))))
             copies[node] = graph.get_attr(str(node.target))
     for node in nodes:
         copies[node] = graph.node_copy(node, lambda argument: copies[argument])
@@ -272,6 +263,13 @@ def _part(root: nn.Module, own: set[str], nodes: list[fx.Node], taken: list[fx.N
         constants=tuple(tensor_at(root, str(node.target)) for node in constants),
         values=len(taken),
     )
+
+
+def _block(value: Any) -> fx.GraphModule:
+    if isinstance(value, fx.GraphModule):
+        return value
+    hint = ": draw from torch's default generator" if isinstance(value, torch.Generator) else ""
+    raise PipelineError(f"forward uses a {type(value).__name__} of its own, which stages cannot have{hint}")
 
 
 def _definitions(nodes: list[fx.Node]) -> Definitions:

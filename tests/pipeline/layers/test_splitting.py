@@ -328,7 +328,10 @@ class CountsSamples(nn.Module):
         (Language, {"layers.0": "middle"}, "'middle' is neither 'beginning' nor 'end'"),
         (Language, "layers.0", "give a list of names"),
         (Language, 2, "split_points=2: give a list of names"),
+        (Language, ["layers"], r"'layers' is a ModuleList, which has no forward to call: name .* such as 'layers.0'"),
         (Branches, ["linear"], r"torch.export cannot take Branches in train mode: .*branches that depend on values"),
+        # torch named a line of ours, and the one that branches only below a hundred lines of graph.
+        (Branches, ["linear"], r"\(at test_splitting.py:\d+, return y if y.sum\(\) > 0 else -y\)"),
         (CountsSamples, ["linear"], r"torch.export cannot take CountsSamples .*a number of samples that forward has"),
         (Remembers, ["other"], r"torch.export cannot take Remembers .*Cache.* not a known type. .*use_cache=False"),
         (WritesInPlace, (), "'linear' and 'slice_[12]' share memory .* that a later piece writes to in place"),
@@ -344,7 +347,7 @@ def test_what_cannot_be_split_is_refused(module: Any, points: Any, message: str)
     inputs = batch(4, 6)[0] if isinstance(module, Language) else torch.randn(4, D)
     with pytest.raises(pp.PipelineError, match=message) as caught:
         pp.split(module, inputs, points)
-    assert ("torch.export" in message) == (caught.value.__cause__ is not None)
+    assert ("torch.export" in str(caught.value)) == (caught.value.__cause__ is not None)
     assert module.training and not any("_orig_forward" in vars(part) for part in module.modules())
 
 
