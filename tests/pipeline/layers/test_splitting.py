@@ -219,6 +219,28 @@ def test_pieces_can_be_copied_and_pickled(language: Any) -> None:
     assert_same_output(got, want)
 
 
+class MakesFreeTensors(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.other = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            bias = torch.ones(1, x.shape[1], 1)
+        y: Tensor = self.other(self.linear(x) + torch.zeros(x.shape[1], D) + bias)
+        return y
+
+
+def test_a_piece_that_makes_tensors_of_free_sizes_travels() -> None:
+    # T5's relative positions: torch unpickles a graph by tracing it, and its `zeros([1, heads, n, n])` of traced sizes
+    # ended each stage that was a process ("Expected a value of type 'List[int]' for argument 'size'").
+    layers = pp.split(made(MakesFreeTensors), torch.randn(2, 3, D), ["other"])
+    there = cloudpickle.loads(cloudpickle.dumps(layers))
+    back = copy.deepcopy(cloudpickle.loads(cloudpickle.dumps(there)))
+    x = torch.randn(4, 5, D)
+    assert torch.equal(pp.Sequential(back)(x), pp.Sequential(layers)(x))
+
+
 class Calls(nn.Module):
     """Says itself where it is to be cut; takes keywords, and one thing that is no tensor."""
 
