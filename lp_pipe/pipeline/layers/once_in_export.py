@@ -59,10 +59,13 @@ def _draws() -> dict[str, Any]:
 
 
 def _numbers(module: nn.Module) -> dict[str, Any]:
-    """Attributes that are plain numbers or flags; a size that may change is none (a SymInt)."""
+    """Attributes that are plain numbers, in train mode also flags; a size that may change is none (a SymInt).
+
+    RWKV has a flag that follows `training`, and so changes in eval mode.
+    """
     return {
         f"{prefix}.{name}" if prefix else name: value
         for prefix, part in module.named_modules()
         for name, value in vars(part).items()
-        if name not in _OF_MODULES and type(value) in (bool, int, float)
+        if name not in _OF_MODULES and (type(value) in (int, float) or (part.training and type(value) is bool))
     }

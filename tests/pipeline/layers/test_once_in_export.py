@@ -21,8 +21,10 @@ class Anew(nn.Module):
         self.calls, self.temperature, self.is_new = 0, 1.0, True
         self.generator = torch.Generator()
         self.samples: Any = 0
+        self.evaluates = False
 
     def forward(self, x: Tensor) -> Tensor:
+        self.evaluates = not self.training  # RWKV's, which only follows the mode
         self.samples = x.shape[0]  # a number that may change: torch writes down how it is made
         y: Tensor = self.second(self.first(x) * getattr(self, f"by_{self.how}")())
         return y
@@ -79,5 +81,5 @@ def test_what_only_the_first_call_changes_is_no_reason_behind_it() -> None:
     assert len(pp.split(module, torch.randn(2, 4), ["second"])) == 2
 
 
-def test_a_size_among_the_attributes_is_none() -> None:
+def test_a_size_or_a_mode_among_the_attributes_is_no_reason() -> None:
     assert len(pp.split(Anew("nothing"), torch.randn(2, 4), ["second"])) == 2
