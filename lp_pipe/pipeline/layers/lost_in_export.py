@@ -1,5 +1,7 @@
 """What torch.export leaves out of the graph that it writes, without a word: gradients of one's own, and branches."""
 
+import linecache
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -133,11 +135,22 @@ def _refusal(module: nn.Module, what: str) -> PipelineError:
 
 
 def not_exported(module: nn.Module, mode: str, error: Exception) -> PipelineError:
-    """What to say of an error of torch.export, or of forward in it."""
+    """What to say of an error of torch.export, or of forward in it, and at which of forward's lines."""
     first_line = next(iter(str(error).strip().splitlines()), "")
     if "in output, which is not a known type" in first_line:
         first_line, advice = first_line.split(". ")[0], _UNKNOWN_OUTPUT
     else:
         advice = _USUAL
-    what = f"{type(error).__name__}: {first_line}"
+    what = f"{type(error).__name__}: {first_line.rstrip('. ')}{_line_of_forward(error)}"
     return PipelineError(f"torch.export cannot take {type(module).__name__} in {mode} mode: {what}. {advice}")
+
+
+def _line_of_forward(error: Exception) -> str:
+    """The innermost line of a module's method: torch names lines of its own, or ours."""
+    found = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        owner, file = frame.f_locals.get("self"), frame.f_code.co_filename
+        if isinstance(owner, nn.Module) and not Path(file).is_relative_to(_TORCH):
+            source = linecache.getline(file, line).strip()
+            found = f" (at {Path(file).name}:{line}{f', {source}' if source else ''})"
+    return found

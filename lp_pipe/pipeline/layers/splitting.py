@@ -74,6 +74,11 @@ def _checked(module: nn.Module, split_points: SplitPoints) -> dict[str, SplitPoi
             near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.0)
             hint = f"; the nearest is {near[0]!r}" if near else ""
             raise PipelineError(f"split point {name!r}: {type(module).__name__} has no submodule of this name{hint}")
+        if type(module.get_submodule(name)).forward is nn.Module.forward:
+            held = next(iter(dict(module.get_submodule(name).named_children())), None)
+            hint = f": name what it holds, such as '{name}.{held}'" if held else ""
+            what = type(module.get_submodule(name)).__name__
+            raise PipelineError(f"split point {name!r} is a {what}, which has no forward to call{hint}")
         if where not in _POINTS:
             raise PipelineError(f"split point {name!r}: {where!r} is neither 'beginning' nor 'end'")
     return {name: _POINTS[where] for name, where in given.items()}
@@ -196,7 +201,7 @@ def _part(root: nn.Module, own: set[str], nodes: list[fx.Node], taken: list[fx.N
     attributes = {}
     for node in needed:
         if node not in copies:  # the body of a torch.no_grad() block, or the like
-            attributes[str(node.target)] = _bare(tensor_at(root, str(node.target)))
+            attributes[str(node.target)] = _bare(_block(tensor_at(root, str(node.target))))
             copies[node] = graph.get_attr(str(node.target))
     for node in nodes:
         copies[node] = graph.node_copy(node, lambda argument: copies[argument])
@@ -208,6 +213,13 @@ def _part(root: nn.Module, own: set[str], nodes: list[fx.Node], taken: list[fx.N
         constants=tuple(tensor_at(root, str(node.target)) for node in constants),
         values=len(taken),
     )
+
+
+def _block(value: Any) -> fx.GraphModule:
+    if isinstance(value, fx.GraphModule):
+        return value
+    hint = ": draw from torch's default generator" if isinstance(value, torch.Generator) else ""
+    raise PipelineError(f"forward uses a {type(value).__name__} of its own, which stages cannot have{hint}")
 
 
 def _definitions(nodes: list[fx.Node]) -> Definitions:

@@ -1,20 +1,15 @@
 """What torch.export writes down of a module's forward, cut where the module marks it."""
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
+from torch import fx, nn
 
 from lp_pipe.errors import PipelineError
-from lp_pipe.pipeline.layers.asked_dtypes import AskedDtypes, check_as_asked
-from lp_pipe.pipeline.layers.lost_in_export import branches_of, not_exported, own_gradients_refused
+from lp_pipe.pipeline.layers.asked_dtypes import check_as_asked
+from lp_pipe.pipeline.layers.exported import exported_in
+from lp_pipe.pipeline.layers.lost_in_export import branches_of
 from lp_pipe.pipeline.layers.piece import Inputs, inputs_of, template_of
-
-_TALKATIVE = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
 
 
 class Traced(NamedTuple):
@@ -38,17 +33,7 @@ def trace(
     Raises:
         PipelineError: torch.export cannot take it, or the marks do not cut it into that many pieces.
     """
-    args, kwargs = example
-    try:
-        dynamic = _sizes(example, fixed_sizes).dynamic_shapes(module, args, kwargs)
-        with own_gradients_refused(module), AskedDtypes(), _quiet():
-            exported = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic)
-        # Its guards are for exactly the example's kind of call; `Inputs` checks what matters here.
-        root: Any = exported.module(check_guards=False)
-    except PipelineError:
-        raise
-    except Exception as error:  # whatever the module's own forward raises comes through, too
-        raise not_exported(module, mode, error) from error
+    exported, root = exported_in(mode, module, example, fixed_sizes=fixed_sizes)
     check_as_asked(root)
     placeholders, cuts, results = _cut(root.graph)
     _check_cuts(module, points, cuts)
@@ -56,30 +41,6 @@ def trace(
     assert out_spec is not None, "an exported program knows what it returns"
     inputs = inputs_of(example, placeholders, branches_of(placeholders))
     return Traced(root, inputs, template_of(out_spec), placeholders, cuts, results)
-
-
-def _sizes(example: Any, fixed_sizes: bool) -> torch.export.ShapesCollection:
-    """The number of samples must be free, which is an error where it is not; other sizes where they can be."""
-    others = torch.export.Dim.STATIC if fixed_sizes else torch.export.Dim.AUTO
-    sizes = torch.export.ShapesCollection()
-    for tensor in pytree.tree_leaves(example):
-        if isinstance(tensor, Tensor) and tensor.dim():
-            sizes[tensor] = dict(enumerate([torch.export.Dim.DYNAMIC, *[others] * (tensor.dim() - 1)]))
-    return sizes
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the tracebacks that torch logs of what it then solves in another way, or raises."""
-    loggers = [logging.getLogger(name) for name in _TALKATIVE]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 def _cut(graph: fx.Graph) -> tuple[list[fx.Node], list[list[fx.Node]], fx.Node]:
