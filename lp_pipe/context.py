@@ -21,8 +21,8 @@ class NodeServices(Protocol):
     def register(self, address: str, endpoint: str) -> None:
         """Tell the program that the server of `address` accepts calls at `endpoint`."""
 
-    def withdraw(self, address: str) -> None:
-        """Tell the program that nobody listens at `address` any more."""
+    def withdraw(self, address: str) -> "Future[str]":
+        """Tell the program that nobody listens at `address` any more; done once the launcher knows it."""
 
     def resolve(self, address: str) -> "Future[str]":
         """The endpoint of `address`, once its server has registered; Unavailable when its node failed."""

@@ -1,6 +1,7 @@
 """A node whose object answers calls from other nodes (Launchpad's CourierNode)."""
 
 from collections.abc import Callable, Mapping
+from concurrent import futures
 from typing import Any
 
 from lp_pipe.address import Address
@@ -9,6 +10,8 @@ from lp_pipe.handles import CourierHandle
 from lp_pipe.nodes import user_code
 from lp_pipe.nodes.base import Node
 from lp_pipe.rpc import Server
+
+_NEWS_PATIENCE_S = 2.0  # for an answer of the launcher; none comes over a network that is down
 
 
 class CourierNode(Node[CourierHandle]):
@@ -48,7 +51,7 @@ class CourierNode(Node[CourierHandle]):
             self._serve(served, node)
             grace_s = node.grace_s
         finally:
-            node.services.withdraw(self._address.id)
+            self._withdraw(node)
             server.close(grace_s)
             node.servers.remove(server)
 
@@ -62,6 +65,12 @@ class CourierNode(Node[CourierHandle]):
         except SystemExit as error:
             if error.code not in (None, 0):
                 raise
+
+    def _withdraw(self, node: NodeContext) -> None:
+        """The launcher must know before its clients see the server close that this is no stop, but the node's end."""
+        known = node.services.withdraw(self._address.id)
+        if not node.stop_signal.event.is_set():
+            futures.wait([known], _NEWS_PATIENCE_S)
 
     def _new_handle(self) -> CourierHandle:
         return CourierHandle(self._address, self._client_kwargs)

@@ -75,12 +75,14 @@ class Membership(_message.Message):
     def __init__(self, run: _Optional[str] = ..., host: _Optional[str] = ..., reached_at: _Optional[str] = ..., credentials: _Optional[bytes] = ..., silence_s: _Optional[float] = ...) -> None: ...
 
 class Register(_message.Message):
-    __slots__ = ("address", "endpoint")
+    __slots__ = ("address", "endpoint", "id")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
     address: str
     endpoint: str
-    def __init__(self, address: _Optional[str] = ..., endpoint: _Optional[str] = ...) -> None: ...
+    id: int
+    def __init__(self, address: _Optional[str] = ..., endpoint: _Optional[str] = ..., id: _Optional[int] = ...) -> None: ...
 
 class Resolve(_message.Message):
     __slots__ = ("id", "address", "now")

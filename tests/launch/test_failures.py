@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -430,12 +430,26 @@ def test_a_death_that_only_a_broken_call_tells_of_is_raised_at_the_end_of_the_bl
         assert "exit code 3" in str(run.client("node").futures.exit(3).exception(WITHIN_S))
 
 
-def test_a_failure_that_only_a_broken_call_tells_of_is_raised_at_the_end_of_the_block(mode: str) -> None:
-    # The node's server closes before the node has said why; the failure passed for one that comes after the stop.
+def test_a_failure_that_only_a_broken_call_tells_of_is_raised_at_the_end_of_the_block(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Where clients saw the server close before the launcher knew of it, the failure passed for one after the stop.
+    may_know = threading.Event()
+    withdraw = coordinator.Coordinator.withdraw
+
+    def withdraw_late(self: coordinator.Coordinator, address: str) -> Future[str]:
+        assert may_know.wait(WITHIN_S)
+        return withdraw(self, address)
+
+    monkeypatch.setattr(coordinator.Coordinator, "withdraw", withdraw_late)
     program = one_node(lp.CourierNode(FailsWhenAsked))
-    raised = pytest.raises(lp.NodeError, match="the cause")
-    with raised, lp.launch(program, mode) as run, pytest.raises(lp.Unavailable):
-        run.client("node").block()
+    with pytest.raises(lp.NodeError, match="the cause"), lp.launch(program, mode) as run:
+        call = run.client("node").futures.block()
+        with pytest.raises(TimeoutError):
+            call.result(0.2)
+        may_know.set()
+        with pytest.raises(lp.Unavailable):
+            call.result(WITHIN_S)
 
 
 def test_a_node_that_ignores_stop_is_killed_after_the_grace(no_leaks: None) -> None:

@@ -66,11 +66,14 @@ class Coordinator:
         with self._changing():
             self._settling.settle(self._directory.register(address, endpoint))
 
-    def withdraw(self, address: str) -> None:
-        """Nobody listens there any more; why, will be known when its node has ended."""
+    def withdraw(self, address: str) -> "Future[str]":
+        """Nobody listens there any more; why, will be known when its node has ended. Returned done."""
         with self._lock:
             self._directory.withdraw([address])
             self._lives.withdraws(self.plan.owners[address])
+        known: Future[str] = Future()
+        known.set_result("")
+        return known
 
     def resolve(self, address: str) -> "Future[str]":
         """The endpoint once it is registered; Unavailable once its node cannot register any more."""

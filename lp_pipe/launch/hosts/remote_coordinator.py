@@ -72,8 +72,8 @@ class RemoteCoordinator:
     def register(self, address: str, endpoint: str) -> None:
         self._link.tell("register", address, endpoint)
 
-    def withdraw(self, address: str) -> None:
-        self._link.tell("withdraw", address)
+    def withdraw(self, address: str) -> "Future[str]":
+        return self._link.ask("withdraw", address)
 
     def find(self, address: str) -> "Future[str]":
         """Questions that come while one is on its way go together, as the next one."""

@@ -101,9 +101,8 @@ class Supervision:
     def register(self, address: str, endpoint: str) -> None:
         self.send(register=wire.Register(address=address, endpoint=spanning.registered(endpoint)))
 
-    def withdraw(self, address: str) -> None:
-        with contextlib.suppress(Unavailable):
-            self.send(register=wire.Register(address=address))
+    def withdraw(self, address: str) -> "Future[str]":
+        return self._ask(lambda number: {"register": wire.Register(id=number, address=address)})
 
     def resolve(self, address: str) -> "Future[str]":
         return self._ask(lambda number: {"resolve": wire.Resolve(id=number, address=address)})

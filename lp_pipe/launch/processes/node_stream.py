@@ -108,7 +108,8 @@ class NodeStream:
         if message.endpoint:
             self._coordinator.register(message.address, message.endpoint)
         else:
-            self._coordinator.withdraw(message.address)
+            known = self._coordinator.withdraw(message.address)
+            known.add_done_callback(lambda done: self.send(resolved=_resolved(message.id, done)))
 
     def _on_resolve(self, message: wire.Resolve) -> None:
         ask = self._coordinator.find if message.now else self._coordinator.resolve
