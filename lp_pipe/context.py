@@ -21,8 +21,11 @@ class NodeServices(Protocol):
     def register(self, address: str, endpoint: str) -> None:
         """Tell the program that the server of `address` accepts calls at `endpoint`."""
 
-    def withdraw(self, address: str) -> "Future[str]":
-        """Tell the program that nobody listens at `address` any more; done once the launcher knows it."""
+    def withdraw(self, address: str, is_failing: bool) -> None:
+        """Tell the program that nobody listens at `address` any more.
+
+        is_failing: since the node fails; then this returns when the launcher knows it.
+        """
 
     def resolve(self, address: str) -> "Future[str]":
         """The endpoint of `address`, once its server has registered; Unavailable when its node failed."""
@@ -34,7 +37,7 @@ class NodeServices(Protocol):
         """What ends the program, for whoever does not see it otherwise: the launcher's clients."""
 
     def request_stop(self) -> None:
-        """Ask for an ordered stop of the whole program."""
+        """Ask for an ordered stop of the whole program; returns when the launcher knows it."""
 
     def inner_nodes_ended(self, colocation: str) -> "Future[str]":
         """Done once every process of a MultiProcessingColocation (by its inner_id) has ended for good."""

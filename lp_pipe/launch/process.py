@@ -89,6 +89,7 @@ class ProcessHost(Host):
         self._orphan_s = orphan_s
         self._streams: dict[str, NodeStream] = {}
         self._pids: dict[str, int] = {}  # by node_id: of processes whose ends nobody was told of
+        self._told_to_stop: set[str] = set()  # by node_id: of the current processes
         self._faults = InjectedFaults()
         self._log_dir = plan.run_dir / "logs"
         standard_streams.open_closed()  # before what is opened here takes their numbers
@@ -126,7 +127,11 @@ class ProcessHost(Host):
         self._start_node(spec)
 
     def stop_nodes(self, node_ids: Iterable[str]) -> None:
-        for node_id in node_ids:
+        first_told = [node_id for node_id in node_ids if node_id not in self._told_to_stop]
+        for node_id in self.dying().keys() & first_told:
+            self._coordinator.node_ends_unasked(node_id)
+        self._told_to_stop.update(first_told)
+        for node_id in first_told:
             self._tell(node_id, stop=wire.Stop())
 
     def terminate(self, node_ids: Iterable[str]) -> None:
@@ -182,6 +187,7 @@ class ProcessHost(Host):
 
     def _start_node(self, spec: NodeSpec) -> None:
         assert self._template is not None
+        self._told_to_stop.discard(spec.node_id)
         stdout, stderr = self._logs.add_node(spec.node_id)
         request = {
             "node": spec.node_id,
@@ -241,6 +247,7 @@ class ProcessHost(Host):
             payload=self._payloads[node_id] if spec.may_start_again else self._payloads.pop(node_id),
         )
         if self._coordinator.must_end(node_id):
+            self._told_to_stop.add(node_id)
             stream.send(stop=wire.Stop())
 
     def _on_start(self, node_id: str, pid: int) -> None:
@@ -271,6 +278,8 @@ class ProcessHost(Host):
 
     def _report_death(self, node_id: str, how: str, deadline: float, can_restart: bool) -> None:
         """A process is gone; if its code had not ended before, that is the node's failure."""
+        if node_id not in self._told_to_stop:
+            self._coordinator.node_ends_unasked(node_id)
         if (not self._coordinator.is_running(node_id) and can_restart) or self._coordinator.must_end(node_id):
             return
         lines = self._logs.last_lines(node_id, max(0.0, deadline - time.monotonic()))

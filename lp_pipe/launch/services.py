@@ -15,7 +15,7 @@ class _OutsideOfNodes:
     def register(self, address: str, endpoint: str) -> None:
         raise RuntimeError("only a node can serve an address of the program")
 
-    def withdraw(self, address: str) -> "Future[str]":
+    def withdraw(self, address: str, is_failing: bool) -> None:
         raise RuntimeError("only a node can serve an address of the program")
 
     def inner_nodes_ended(self, colocation: str) -> "Future[str]":
@@ -54,8 +54,8 @@ class LocalServices(_OfCoordinator):
     def register(self, address: str, endpoint: str) -> None:
         self._coordinator.register(address, endpoint)
 
-    def withdraw(self, address: str) -> "Future[str]":
-        return self._coordinator.withdraw(address)
+    def withdraw(self, address: str, is_failing: bool) -> None:
+        self._coordinator.withdraw(address, is_failing)
 
     def first_failure(self) -> None:
         """Its launcher says it."""

@@ -1,7 +1,6 @@
 """A node whose object answers calls from other nodes (Launchpad's CourierNode)."""
 
 from collections.abc import Callable, Mapping
-from concurrent import futures
 from typing import Any
 
 from lp_pipe.address import Address
@@ -10,8 +9,6 @@ from lp_pipe.handles import CourierHandle
 from lp_pipe.nodes import user_code
 from lp_pipe.nodes.base import Node
 from lp_pipe.rpc import Server
-
-_NEWS_PATIENCE_S = 2.0  # for an answer of the launcher; none comes over a network that is down
 
 
 class CourierNode(Node[CourierHandle]):
@@ -45,14 +42,14 @@ class CourierNode(Node[CourierHandle]):
         endpoint = node.services.endpoint_for(self._address.id)
         server = Server(served, endpoint, name=node.name, **self._server_kwargs)
         node.servers.append(server)
-        grace_s = 0.0  # a failure must reach the launcher before the callers' Unavailables do: it waits for no handler
+        is_failing = True
         try:
             node.services.register(self._address.id, server.endpoint)
             self._serve(served, node)
-            grace_s = node.grace_s
+            is_failing = False
         finally:
-            self._withdraw(node)
-            server.close(grace_s)
+            node.services.withdraw(self._address.id, is_failing)
+            server.close(0.0 if is_failing else node.grace_s)  # a failure waits for no handler: it is to be told now
             node.servers.remove(server)
 
     def _serve(self, served: Any, node: NodeContext) -> None:
@@ -65,12 +62,6 @@ class CourierNode(Node[CourierHandle]):
         except SystemExit as error:
             if error.code not in (None, 0):
                 raise
-
-    def _withdraw(self, node: NodeContext) -> None:
-        """The launcher must know before its clients see the server close that this is no stop, but the node's end."""
-        known = node.services.withdraw(self._address.id)
-        if not node.stop_signal.event.is_set():
-            futures.wait([known], _NEWS_PATIENCE_S)
 
     def _new_handle(self) -> CourierHandle:
         return CourierHandle(self._address, self._client_kwargs)

@@ -75,14 +75,14 @@ class Membership(_message.Message):
     def __init__(self, run: _Optional[str] = ..., host: _Optional[str] = ..., reached_at: _Optional[str] = ..., credentials: _Optional[bytes] = ..., silence_s: _Optional[float] = ...) -> None: ...
 
 class Register(_message.Message):
-    __slots__ = ("address", "endpoint", "id")
+    __slots__ = ("address", "endpoint", "failing")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     ENDPOINT_FIELD_NUMBER: _ClassVar[int]
-    ID_FIELD_NUMBER: _ClassVar[int]
+    FAILING_FIELD_NUMBER: _ClassVar[int]
     address: str
     endpoint: str
-    id: int
-    def __init__(self, address: _Optional[str] = ..., endpoint: _Optional[str] = ..., id: _Optional[int] = ...) -> None: ...
+    failing: bool
+    def __init__(self, address: _Optional[str] = ..., endpoint: _Optional[str] = ..., failing: _Optional[bool] = ...) -> None: ...
 
 class Resolve(_message.Message):
     __slots__ = ("id", "address", "now")
@@ -271,8 +271,14 @@ class InnerNodes(_message.Message):
     stop: bool
     def __init__(self, id: _Optional[int] = ..., colocation: _Optional[str] = ..., stop: _Optional[bool] = ...) -> None: ...
 
+class Hear(_message.Message):
+    __slots__ = ("id",)
+    ID_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    def __init__(self, id: _Optional[int] = ...) -> None: ...
+
 class Supervision(_message.Message):
-    __slots__ = ("hello", "start", "register", "resolve", "resolved", "metrics", "ended", "stop", "stop_request", "ping", "stacks", "reserve_port", "inner_nodes", "waits", "fault", "fault_report")
+    __slots__ = ("hello", "start", "register", "resolve", "resolved", "metrics", "ended", "stop", "stop_request", "ping", "stacks", "reserve_port", "inner_nodes", "waits", "fault", "fault_report", "hear")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     REGISTER_FIELD_NUMBER: _ClassVar[int]
@@ -289,6 +295,7 @@ class Supervision(_message.Message):
     WAITS_FIELD_NUMBER: _ClassVar[int]
     FAULT_FIELD_NUMBER: _ClassVar[int]
     FAULT_REPORT_FIELD_NUMBER: _ClassVar[int]
+    HEAR_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     start: Start
     register: Register
@@ -305,4 +312,5 @@ class Supervision(_message.Message):
     waits: Waits
     fault: Fault
     fault_report: FaultReport
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., register: _Optional[_Union[Register, _Mapping]] = ..., resolve: _Optional[_Union[Resolve, _Mapping]] = ..., resolved: _Optional[_Union[Resolved, _Mapping]] = ..., metrics: _Optional[_Union[Metrics, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., stop_request: _Optional[_Union[StopRequest, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., stacks: _Optional[_Union[Stacks, _Mapping]] = ..., reserve_port: _Optional[_Union[ReservePort, _Mapping]] = ..., inner_nodes: _Optional[_Union[InnerNodes, _Mapping]] = ..., waits: _Optional[_Union[Waits, _Mapping]] = ..., fault: _Optional[_Union[Fault, _Mapping]] = ..., fault_report: _Optional[_Union[FaultReport, _Mapping]] = ...) -> None: ...
+    hear: Hear
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., register: _Optional[_Union[Register, _Mapping]] = ..., resolve: _Optional[_Union[Resolve, _Mapping]] = ..., resolved: _Optional[_Union[Resolved, _Mapping]] = ..., metrics: _Optional[_Union[Metrics, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., stop_request: _Optional[_Union[StopRequest, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., stacks: _Optional[_Union[Stacks, _Mapping]] = ..., reserve_port: _Optional[_Union[ReservePort, _Mapping]] = ..., inner_nodes: _Optional[_Union[InnerNodes, _Mapping]] = ..., waits: _Optional[_Union[Waits, _Mapping]] = ..., fault: _Optional[_Union[Fault, _Mapping]] = ..., fault_report: _Optional[_Union[FaultReport, _Mapping]] = ..., hear: _Optional[_Union[Hear, _Mapping]] = ...) -> None: ...

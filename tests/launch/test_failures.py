@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,9 @@ class Pid:
 
     def exit(self, status: int) -> None:
         os._exit(status)
+
+    def kill(self, number: int) -> None:
+        os.kill(os.getpid(), number)
 
 
 def test_wait_raises_the_first_failure_with_the_nodes_name_and_traceback(mode: str) -> None:
@@ -437,9 +440,9 @@ def test_a_failure_that_only_a_broken_call_tells_of_is_raised_at_the_end_of_the_
     may_know = threading.Event()
     withdraw = coordinator.Coordinator.withdraw
 
-    def withdraw_late(self: coordinator.Coordinator, address: str) -> Future[str]:
+    def withdraw_late(*news: Any) -> None:
         assert may_know.wait(WITHIN_S)
-        return withdraw(self, address)
+        withdraw(*news)
 
     monkeypatch.setattr(coordinator.Coordinator, "withdraw", withdraw_late)
     program = one_node(lp.CourierNode(FailsWhenAsked))
@@ -450,6 +453,33 @@ def test_a_failure_that_only_a_broken_call_tells_of_is_raised_at_the_end_of_the_
         may_know.set()
         with pytest.raises(lp.Unavailable):
             call.result(WITHIN_S)
+
+
+def stop_once_unavailable(server: Any, method: str, *args: Any) -> None:
+    with contextlib.suppress(lp.Unavailable):
+        getattr(server, method)(*args)
+        raise AssertionError("the call was answered")
+    lp.stop()
+
+
+def test_a_neighbour_that_stops_the_program_for_a_failure_does_not_hide_it(mode: str) -> None:
+    # The stop was there before the word of the failed node was: wait() returned as if all had ended well.
+    program = lp.Program("reacts")
+    server = program.add_node(lp.CourierNode(FailsWhenAsked), label="server")
+    program.add_node(lp.PyNode(stop_once_unavailable, server, "block"), label="user")
+    error = failure_of(program, mode)
+    assert (error.label, error.message) == ("server", "the cause")
+
+
+@pytest.mark.parametrize(("method", "number", "how"), [("exit", 3, "exit code 3"), ("kill", 9, "SIGKILL")])
+def test_a_neighbour_that_stops_the_program_for_a_death_does_not_hide_it(
+    method: str, number: int, how: str, no_leaks: None
+) -> None:
+    program = lp.Program("reacts")
+    server = program.add_node(lp.CourierNode(Pid), label="server")
+    program.add_node(lp.PyNode(stop_once_unavailable, server, method, number), label="user")
+    error = failure_of(program, "process")
+    assert error.label == "server" and how in error.message
 
 
 def test_a_node_that_ignores_stop_is_killed_after_the_grace(no_leaks: None) -> None:

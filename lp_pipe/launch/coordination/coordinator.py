@@ -66,14 +66,18 @@ class Coordinator:
         with self._changing():
             self._settling.settle(self._directory.register(address, endpoint))
 
-    def withdraw(self, address: str) -> "Future[str]":
-        """Nobody listens there any more; why, will be known when its node has ended. Returned done."""
+    def withdraw(self, address: str, is_failing: bool) -> None:
+        """Nobody listens there any more; if its node fails, how will be known when that has ended."""
         with self._lock:
             self._directory.withdraw([address])
-            self._lives.withdraws(self.plan.owners[address])
-        known: Future[str] = Future()
-        known.set_result("")
-        return known
+            if is_failing and not self._lives.stop_requested:
+                self._lives.ends_unasked(self.plan.owners[address])
+
+    def hear(self) -> "Future[str]":
+        """Done once all that was said before has been heard."""
+        heard: Future[str] = Future()
+        heard.set_result("")
+        return heard
 
     def resolve(self, address: str) -> "Future[str]":
         """The endpoint once it is registered; Unavailable once its node cannot register any more."""
@@ -152,6 +156,11 @@ class Coordinator:
         if news and failure is not None:  # not with the lock held: a handler of the user's may ask for the status
             _log.warning("%s", "\n  ".join([news, *fold_traceback(failure.traceback)[-_SHOWN_LINES:]]))
 
+    def node_ends_unasked(self, node_id: str) -> None:
+        """Its process had begun to end before it could be told to; how, will be known."""
+        with self._lock:
+            self._lives.ends_unasked(node_id)
+
     def node_down(self, node_id: str) -> None:
         """Nothing of the node is left; or it did not end in time, and was left behind."""
         with self._changing():
@@ -204,7 +213,8 @@ class Coordinator:
     def must_end(self, node_id: str) -> bool:
         """Whether the node was told to end, alone or with the whole program."""
         with self._lock:
-            return self._lives.stop_requested or self._lives.nodes[node_id].is_ending
+            node = self._lives.nodes[node_id]
+            return (self._lives.stop_requested or node.is_ending) and not node.is_ending_unasked
 
     def still_ending(self, node_ids: Iterable[str]) -> list[str]:
         """Those that were told to end and are not gone."""
@@ -244,6 +254,7 @@ class Coordinator:
     def finish(self) -> None:
         """The program is over: nobody will be found any more."""
         with self._changing():
+            self._lives.verdict.settle(is_final=True)
             self._is_over = True
             self._settling.settle(self._directory.give_all_up(f"program {self.plan.program!r} has ended"))
 

@@ -57,14 +57,17 @@ class Lives:
             return f"{cause}; then node {record.spec.node_id} failed, too"
         return record.why_gone
 
-    def withdraws(self, node_id: str) -> None:
-        """Its server closes, which its callers may notice before it has said why."""
-        self.nodes[node_id].is_closing = not self.stop_requested
+    def ends_unasked(self, node_id: str) -> None:
+        """It has begun to end, which others may notice, and stop the program for, before it has said how."""
+        record = self.nodes[node_id]
+        unit = self.units[record.spec.name]
+        can_go_on = record.retries_left or unit.may_restart or record.spec.on_failure == "ignore"
+        record.is_ending_unasked = record.is_alive and not can_go_on
 
     def are_settled(self, dying: Mapping[str, int]) -> bool:
         """Whether it is known what has ended these processes (pids by node_id), and which failure was the first."""
         ends = [node for node_id, pid in dying.items() if (node := self.nodes[node_id]).pid == pid]
-        ends += [node for node in self.nodes.values() if node.is_closing]
+        ends += [node for node in self.nodes.values() if node.is_ending_unasked]
         return self.verdict.due_at is None and not any(node.is_alive for node in ends)
 
     def started(self, node_id: str, pid: int) -> None:
@@ -106,7 +109,6 @@ class Lives:
 
     def end_all(self) -> None:
         """Have everything taken down for good: nothing starts any more."""
-        self.stop_requested = self.verdict.settle(is_final=True) or self.stop_requested
         self._restart_at.clear()
         for unit in self.units.values():
             unit.is_restarting = False
@@ -156,7 +158,7 @@ class Lives:
         self._restart_at.pop(record.spec.node_id, None)
         if record.spec.on_failure == "ignore":
             self._end(others)
-        elif self.verdict.judge(record.spec, failure, self.stop_requested):
+        elif self.verdict.judge(record.spec, failure, self.stop_requested and not record.is_ending_unasked):
             self.stop_requested = True
         elif self.verdict.first is None and not failure.is_unavailable:  # nothing else would tell: wait() is quiet
             news = f"node {record.spec.node_id} failed after the stop: {failure.summary}"

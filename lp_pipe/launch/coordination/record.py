@@ -31,7 +31,8 @@ class NodeRecord:
     restarts: how often it was started again on its own; retries_left: how often it still may be.
     waiting: what it has waited for longer than the program's limit. started_at: of time.monotonic.
     is_gone: nothing is left of its process or thread.
-    is_ending: it was told to end, and is not gone. is_closing: its server has withdrawn, without having been told so.
+    is_ending: it was told to end, and is not gone. is_ending_unasked: it had begun to before that, or to the
+        program's stop; should it have failed, then that comes first.
     """
 
     spec: NodeSpec
@@ -44,7 +45,7 @@ class NodeRecord:
     waiting: str | None = None
     is_gone: bool = False
     is_ending: bool = False
-    is_closing: bool = False
+    is_ending_unasked: bool = False
     call_rate: CallRate = field(default_factory=CallRate)
 
     def __post_init__(self) -> None:
@@ -76,7 +77,7 @@ class NodeRecord:
     def start_again(self) -> None:
         """It failed, and is due to be started again."""
         self.state = "starting"
-        self.is_gone = self.is_closing = False
+        self.is_gone = self.is_ending_unasked = False
 
     def put_down(self) -> None:
         """Nothing is left of it, and it will not be started again."""

@@ -11,8 +11,8 @@ from lp_pipe.launch.plan.plan import Plan
 
 _PORT_PATIENCE_S = 10.0
 _PASSED_ON = (
-    *("node_started", "node_ended", "node_down", "register", "withdraw", "find_all", "resolve"),
-    *("inner_nodes_ended", "stop_inner_nodes", "request_stop", "log_metrics"),
+    *("node_started", "node_ended", "node_ends_unasked", "node_down", "register", "withdraw", "hear", "find_all"),
+    *("resolve", "inner_nodes_ended", "stop_inner_nodes", "request_stop", "log_metrics"),
 )
 
 

@@ -58,6 +58,11 @@ class RemoteCoordinator:
             self._running.discard(node_id)
         self._link.tell("node_ended", node_id, failure, can_restart)
 
+    def node_ends_unasked(self, node_id: str) -> None:
+        with self._lock:
+            self._ending.discard(node_id)
+        self._link.tell("node_ends_unasked", node_id)
+
     def node_down(self, node_id: str) -> None:
         self._link.tell("node_down", node_id)
 
@@ -72,8 +77,11 @@ class RemoteCoordinator:
     def register(self, address: str, endpoint: str) -> None:
         self._link.tell("register", address, endpoint)
 
-    def withdraw(self, address: str) -> "Future[str]":
-        return self._link.ask("withdraw", address)
+    def withdraw(self, address: str, is_failing: bool) -> None:
+        self._link.tell("withdraw", address, is_failing)
+
+    def hear(self) -> "Future[str]":
+        return self._link.ask("hear")
 
     def find(self, address: str) -> "Future[str]":
         """Questions that come while one is on its way go together, as the next one."""

@@ -11,6 +11,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping
+from concurrent import futures
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ from lp_pipe.rpc.remote_error import printable
 from lp_pipe.telemetry import waits
 from lp_pipe.telemetry.numbers import as_numbers
 from lp_pipe.telemetry.positions import positions
+
+_HEARD_WITHIN_S = 2.0  # over a network that is down, nothing is
 
 
 class Supervision:
@@ -101,8 +104,11 @@ class Supervision:
     def register(self, address: str, endpoint: str) -> None:
         self.send(register=wire.Register(address=address, endpoint=spanning.registered(endpoint)))
 
-    def withdraw(self, address: str) -> "Future[str]":
-        return self._ask(lambda number: {"register": wire.Register(id=number, address=address)})
+    def withdraw(self, address: str, is_failing: bool) -> None:
+        with contextlib.suppress(Unavailable):
+            self.send(register=wire.Register(address=address, failing=is_failing))
+        if is_failing:
+            self._be_heard()
 
     def resolve(self, address: str) -> "Future[str]":
         return self._ask(lambda number: {"resolve": wire.Resolve(id=number, address=address)})
@@ -120,6 +126,7 @@ class Supervision:
     def request_stop(self) -> None:
         with contextlib.suppress(Unavailable):  # then the stop is under way already
             self.send(stop_request=wire.StopRequest())
+        self._be_heard()
 
     def inner_nodes_ended(self, colocation: str) -> "Future[str]":
         return self._ask(lambda number: {"inner_nodes": wire.InnerNodes(id=number, colocation=colocation)})
@@ -132,6 +139,11 @@ class Supervision:
         numbers, step = as_numbers(metrics, step)
         names, values = list(numbers), list(numbers.values())
         self.send(metrics=wire.Metrics(names=names, values=values, step=step or 0, has_step=step is not None))
+
+    def _be_heard(self) -> None:
+        """The launcher must know what was said before others notice what the node does next, and tell it of that."""
+        if not self.stop_signal.event.is_set():
+            futures.wait([self._ask(lambda number: {"hear": wire.Hear(id=number)})], _HEARD_WITHIN_S)
 
     def _ask(self, question: Callable[[int], dict[str, Any]]) -> "Future[str]":
         number = next(self._ids)

@@ -42,6 +42,7 @@ class NodeStream:
             "ping": lambda message: self._coordinator.node_calls(self._node_id, message.calls),
             "metrics": self._on_metrics,
             "stop_request": lambda message: self._coordinator.request_stop(),
+            "hear": self._on_hear,
             "ended": self._on_ended,
             "stacks": self._on_stacks,
             "waits": self._on_waits,
@@ -108,8 +109,10 @@ class NodeStream:
         if message.endpoint:
             self._coordinator.register(message.address, message.endpoint)
         else:
-            known = self._coordinator.withdraw(message.address)
-            known.add_done_callback(lambda done: self.send(resolved=_resolved(message.id, done)))
+            self._coordinator.withdraw(message.address, message.failing)
+
+    def _on_hear(self, message: wire.Hear) -> None:
+        self._coordinator.hear().add_done_callback(lambda done: self.send(resolved=_resolved(message.id, done)))
 
     def _on_resolve(self, message: wire.Resolve) -> None:
         ask = self._coordinator.find if message.now else self._coordinator.resolve
