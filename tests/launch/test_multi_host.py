@@ -77,6 +77,18 @@ def test_an_unchanged_program_makes_calls_between_hosts(capfd: pytest.CaptureFix
     assert "sum 3" in (run.run_dir / "logs" / "client-0.log").read_text()
 
 
+def test_a_neighbour_on_another_host_that_stops_the_program_for_a_death_does_not_hide_it() -> None:
+    def stop_once_unavailable(probe: Any) -> None:
+        with pytest.raises(lp.Unavailable):
+            probe.ask(os._exit, 3)
+        lp.stop()
+
+    program = probes(1)
+    program.add_node(lp.PyNode(stop_once_unavailable, program.groups["probe"][0].create_handle()), label="user")
+    with pytest.raises(lp.NodeError, match="probe/0.*exit code 3"):
+        launched(program).wait(WITHIN_S)
+
+
 def test_a_node_that_is_killed_is_known_at_once_with_its_host_and_last_lines() -> None:
     run = launched(probes())
     run.client("probe", 1).ask(print, "my last words")
