@@ -85,7 +85,7 @@ def test_a_neighbour_on_another_host_that_stops_the_program_for_a_death_does_not
 
     program = probes(1)
     program.add_node(lp.PyNode(stop_once_unavailable, program.groups["probe"][0].create_handle()), label="user")
-    with pytest.raises(lp.NodeError, match="probe/0.*exit code 3"):
+    with pytest.raises(lp.NodeError, match=r"probe/0.*exit code 3"):
         launched(program).wait(WITHIN_S)
 
 
