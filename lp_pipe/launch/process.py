@@ -278,9 +278,11 @@ class ProcessHost(Host):
 
     def _report_death(self, node_id: str, how: str, deadline: float, can_restart: bool) -> None:
         """A process is gone; if its code had not ended before, that is the node's failure."""
+        if not self._coordinator.is_running(node_id) and can_restart:
+            return
         if node_id not in self._told_to_stop:
             self._coordinator.node_ends_unasked(node_id)
-        if (not self._coordinator.is_running(node_id) and can_restart) or self._coordinator.must_end(node_id):
+        if self._coordinator.must_end(node_id):
             return
         lines = self._logs.last_lines(node_id, max(0.0, deadline - time.monotonic()))
         output = "its last lines:\n" + "\n".join(f"  {line}" for line in lines) if lines else "it had printed nothing"

@@ -60,9 +60,7 @@ class Lives:
     def ends_unasked(self, node_id: str) -> None:
         """It has begun to end, which others may notice, and stop the program for, before it has said how."""
         record = self.nodes[node_id]
-        unit = self.units[record.spec.name]
-        can_go_on = record.retries_left or unit.may_restart or record.spec.on_failure == "ignore"
-        record.is_ending_unasked = record.is_alive and not can_go_on
+        record.is_ending_unasked = record.is_alive and self.units[record.spec.name].is_vital(record)
 
     def are_settled(self, dying: Mapping[str, int]) -> bool:
         """Whether it is known what has ended these processes (pids by node_id), and which failure was the first."""

@@ -31,6 +31,10 @@ class Unit:
     def may_restart(self) -> bool:
         return self.spec.on_failure == "restart" and self.restarts < self.spec.max_restarts
 
+    def is_vital(self, record: NodeRecord) -> bool:
+        """Whether a failure of this part ends the program: nothing starts it again, or goes on without it."""
+        return not (record.retries_left or self.may_restart or self.spec.on_failure == "ignore")
+
     def news_of(self, record: NodeRecord, failure: Failure, can_restart: bool) -> str:
         """Note that a part has failed, and what becomes of it; returns what the log should say of that."""
         news = f"node {record.spec.node_id} failed: {failure.summary}"

@@ -112,12 +112,11 @@ class NodeStream:
             self._coordinator.withdraw(message.address, message.failing)
 
     def _on_hear(self, message: wire.Hear) -> None:
-        self._coordinator.hear().add_done_callback(lambda done: self.send(resolved=_resolved(message.id, done)))
+        self._answer(message.id, self._coordinator.hear())
 
     def _on_resolve(self, message: wire.Resolve) -> None:
         ask = self._coordinator.find if message.now else self._coordinator.resolve
-        future = ask(message.address)
-        future.add_done_callback(lambda done: self.send(resolved=_resolved(message.id, done)))
+        self._answer(message.id, ask(message.address))
 
     def _on_reserve_port(self, message: wire.ReservePort) -> None:
         try:
@@ -130,8 +129,10 @@ class NodeStream:
         if message.stop:
             self._coordinator.stop_inner_nodes(message.colocation)
             return
-        ended = self._coordinator.inner_nodes_ended(message.colocation)
-        ended.add_done_callback(lambda done: self.send(resolved=_resolved(message.id, done)))
+        self._answer(message.id, self._coordinator.inner_nodes_ended(message.colocation))
+
+    def _answer(self, number: int, outcome: "Future[str]") -> None:
+        outcome.add_done_callback(lambda done: self.send(resolved=_resolved(number, done)))
 
     def _on_metrics(self, message: wire.Metrics) -> None:
         step = message.step if message.has_step else None

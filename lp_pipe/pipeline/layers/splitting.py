@@ -74,11 +74,11 @@ def _checked(module: nn.Module, split_points: SplitPoints) -> dict[str, SplitPoi
             near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.0)
             hint = f"; the nearest is {near[0]!r}" if near else ""
             raise PipelineError(f"split point {name!r}: {type(module).__name__} has no submodule of this name{hint}")
-        if type(module.get_submodule(name)).forward is nn.Module.forward:
-            held = next(iter(dict(module.get_submodule(name).named_children())), None)
+        part = module.get_submodule(name)
+        if type(part).forward is nn.Module.forward:
+            held = next((child for child, _ in part.named_children()), None)
             hint = f": name what it holds, such as '{name}.{held}'" if held else ""
-            what = type(module.get_submodule(name)).__name__
-            raise PipelineError(f"split point {name!r} is a {what}, which has no forward to call{hint}")
+            raise PipelineError(f"split point {name!r} is a {type(part).__name__}, which has no forward to call{hint}")
         if where not in _POINTS:
             raise PipelineError(f"split point {name!r}: {where!r} is neither 'beginning' nor 'end'")
     return {name: _POINTS[where] for name, where in given.items()}
