@@ -2,11 +2,11 @@
 
     python -m benchmarks.schedules [--schedules 1f1b,zbv] [--workers 2,4] [--microbatches 1,4,32] [--full] [--json FILE]
 
-Forward, backward for inputs and backward for weights of a stage sleep equally long, so stages need no cores and a
-step's makespan (from the first action's start to the last one's end) can be compared with theory: `pp.simulate` of the
-same schedule with free communication. A sleep ends late, on a busy machine by milliseconds, which is no matter of the
-engine: the simulation's costs are what the sleeps of each stage have really taken, on average, in these very steps.
-Every schedule runs the same layers: two for each worker, as one stage or as two.
+Forward, backward for inputs and backward for weights of a virtual stage are one sleep each, all of the same length, so
+stages need no cores and a step's makespan (from the first action's start to the last one's end) can be compared with
+theory: `pp.simulate` of the same schedule with free communication. A sleep ends late, on a busy machine by
+milliseconds, which is no matter of the engine: the simulation's costs are what the sleeps of each stage have really
+taken, on average, in these very steps.
 
 What the layers take beside their sleep is not nothing, though: a process that has slept finds nothing of its own in the
 core's caches. "alone / theory" says it: every worker's layers in a plain loop, forwards and backwards, in as many
@@ -23,7 +23,6 @@ import pathlib
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,12 +35,11 @@ from benchmarks.report import machine, show_table, spread, write_json
 from benchmarks.sleeping import Sleeper, Slept, Start, alone, batch, mean, sgd, slept
 from lp_pipe.errors import ScheduleError
 
-_LAYERS_EACH = 2  # of a worker
 _ALL = [name for name in pp.schedules() if name != "forward" and not name.startswith("pipedream")]
 
 
 class Case(NamedTuple):
-    """One pipeline. `sleep_s`: of each layer, for each of F, I and W."""
+    """One pipeline. `sleep_s`: of each virtual stage, for each of F, I and W."""
 
     name: str
     workers: int
@@ -56,16 +54,12 @@ class Case(NamedTuple):
         """Raises: ScheduleError: there is none for these numbers."""
         return pp.make_schedule(self.name, self.workers, self.microbatches)
 
-    @property
-    def layers_of_stage(self) -> int:
-        return self.workers * _LAYERS_EACH // self.schedule().stages
-
 
 class Outcome(NamedTuple):
-    """Seconds of each step, and by virtual stage what each layer slept in all of them."""
+    """Seconds of each step, and what each virtual stage slept in all of them."""
 
     makespans_s: list[float]
-    slept: Mapping[int, Sequence[Slept]]
+    slept: list[Slept]
 
 
 class Feeder:
@@ -80,16 +74,15 @@ class Feeder:
 
 def measured(case: Case, repeats: int, folder: str) -> Outcome:
     """Steps of a pipeline in processes, after one to warm up."""
-    layers = case.workers * _LAYERS_EACH
-    each = case.layers_of_stage
+    stages = case.schedule().stages
     run_dir = pathlib.Path(folder) / case.label.replace(" ", "-")
-    records = [run_dir.with_suffix(f".{layer}") for layer in range(layers)]
+    records = [run_dir.with_suffix(f".{stage}") for stage in range(stages)]
     program = lp.Program(f"bench_{case.name}")
     feeder = program.add_node(lp.CourierNode(Feeder, case.microbatches), label="feeder")
     pipeline = pp.add_pipeline(
         program,
         pp.Model([pp.Layer(Start), *(pp.Layer(Sleeper, case.sleep_s, record) for record in records)], mean, sgd),
-        stages=[1 + cut for cut in range(each, layers, each)],
+        stages=list(range(2, stages + 1)),  # the first one has the start, too
         schedule=case.name,
         microbatches=case.microbatches,
         inputs=feeder,
@@ -101,8 +94,7 @@ def measured(case: Case, repeats: int, folder: str) -> Outcome:
         traces = client.trace(repeats)
         after = [slept(record) for record in records]
     in_steps = [late.since(early) for late, early in zip(after, before, strict=True)]
-    stages = {stage: in_steps[first : first + each] for stage, first in enumerate(range(0, layers, each))}
-    return Outcome([makespan_s(trace) for trace in traces], stages)
+    return Outcome([makespan_s(trace) for trace in traces], in_steps)
 
 
 def makespan_s(trace: pp.StepTrace) -> float:
@@ -113,28 +105,26 @@ def measured_of_torch(case: Case, repeats: int, folder: str) -> Outcome:
     """The same with torch's own schedule."""
     placement = case.schedule().placement
     store = f"{folder}/torch-{case.label.replace(' ', '-')}"
-    arguments = (case.name, placement, case.layers_of_stage, case.sleep_s, case.microbatches, repeats, store)
+    arguments = (case.name, placement, case.sleep_s, case.microbatches, repeats, store)
     ranks = torch_schedules.run(*arguments)
     steps = zip(*(rank.steps for rank in ranks), strict=True)
     makespans = [max(end for _, end in step) - min(start for start, _ in step) for step in steps]
-    return Outcome(makespans, {stage: layers for rank in ranks for stage, layers in rank.slept.items()})
+    by_stage = {stage: own for rank in ranks for stage, own in rank.slept.items()}
+    return Outcome(makespans, [by_stage[stage] for stage in sorted(by_stage)])
 
 
 def layers_alone(case: Case) -> float:
     """What a worker's layers take without a pipeline, while the other workers' do the same, of what they sleep."""
-    count = case.workers
+    count, layers = case.workers, case.schedule().stages // case.workers
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(count, mp_context=spawn) as pool:
-        turns = [pool.submit(alone, case.sleep_s, _LAYERS_EACH, case.microbatches) for _ in range(count)]
+        turns = [pool.submit(alone, case.sleep_s, layers, case.microbatches) for _ in range(count)]
         return statistics.mean(turn.result() for turn in turns)
 
 
 def simulated(case: Case, outcome: Outcome) -> pp.Timeline:
     """The schedule with stages that take what they slept."""
-    costs = [
-        [sum(layer[part] / layer.forwards for layer in outcome.slept[stage]) for stage in sorted(outcome.slept)]
-        for part in range(3)
-    ]
+    costs = [[stage[part] / stage.forwards for stage in outcome.slept] for part in range(3)]
     return pp.simulate(case.schedule(), pp.Costs(forward=costs[0], backward_input=costs[1], backward_weight=costs[2]))
 
 
@@ -149,9 +139,8 @@ def compared(case: Case, outcome: Outcome) -> dict[str, Any]:
 
 
 def figures_of(case: Case, repeats: int, folder: str, *, with_torch: bool) -> dict[str, Any]:
-    schedule = case.schedule()
     figures = compared(case, measured(case, repeats, folder))
-    peaks = [peak * case.workers / schedule.stages for peak in pp.peak_activations(schedule)]
+    peaks = pp.peak_activations(case.schedule())
     figures |= {"schedule": case.name, "workers": case.workers, "microbatches": case.microbatches}
     figures |= {"peak_activations": peaks, "alone_to_theory": layers_alone(case), "torch": None}
     if with_torch and case.name in torch_schedules.SCHEDULES:
@@ -176,7 +165,7 @@ def show(parties: dict[str, dict[str, Any]], action_s: float) -> None:
         ]
         for name, party in parties.items()
     ]
-    title = f"F = I = W = {action_s * 1e3:g} ms of a worker; median (min–max)"
+    title = f"F = I = W = {action_s * 1e3:g} ms of a virtual stage; median (min–max)"
     columns = [
         "",
         "theory ms",
@@ -202,7 +191,7 @@ def cases(names: list[str], workers: list[int], microbatches: list[int], action_
     for name in names:
         for count in workers:
             for m in microbatches:
-                case = Case(name, count, m, action_s / _LAYERS_EACH)
+                case = Case(name, count, m, action_s)
                 try:
                     case.schedule()
                 except ScheduleError as error:
@@ -222,7 +211,7 @@ def main() -> None:
     parser.add_argument("--workers", type=_numbers, default=[4], help="numbers, with commas: 4")
     parser.add_argument("--microbatches", type=_numbers, default=[8], help="numbers, with commas: 8")
     parser.add_argument("--full", action="store_true", help="2, 4 and 8 workers, 1, 4 and 32 micro-batches")
-    parser.add_argument("--action-ms", type=float, default=40.0, help="what F, I and W of a worker sleep")
+    parser.add_argument("--action-ms", type=float, default=40.0, help="what F, I and W of a virtual stage sleep")
     parser.add_argument("--repeats", type=int, default=5, help="steps of each schedule")
     parser.add_argument("--no-torch", action="store_true", help="without torch.distributed.pipelining")
     parser.add_argument("--quick", action="store_true", help="short sleeps, few steps: only to see that it works")

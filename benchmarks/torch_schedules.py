@@ -27,16 +27,15 @@ _PATIENCE_S = 60.0
 
 
 class RankSteps(NamedTuple):
-    """What one rank has measured: when each step began and ended (time.monotonic), and what its layers slept."""
+    """What one rank has measured: when each step began and ended (time.monotonic), and what its stages slept."""
 
     steps: list[tuple[float, float]]
-    slept: dict[int, list[Slept]]  # by virtual stage, for each of its layers
+    slept: dict[int, Slept]
 
 
 def run(
     schedule: str,
     placement: tuple[int, ...],
-    layers_each: int,
     sleep_s: float,
     microbatches: int,
     steps: int,
@@ -44,8 +43,8 @@ def run(
 ) -> list[RankSteps]:
     """Train some steps after one to warm up. placement: which rank each virtual stage is on.
 
-    layers_each: how many layers that sleep `sleep_s` a virtual stage has. store: a path that does not exist yet, as
-    others that begin with it.
+    sleep_s: for each of a virtual stage's F, I and W. store: a path that does not exist yet, as others that begin
+    with it.
 
     Raises:
         RuntimeError: a rank has ended, or takes too long; its error is on stderr.
@@ -54,12 +53,12 @@ def run(
     pipes, processes = [], []
     for rank in range(max(placement) + 1):
         near, far = spawn.Pipe()
-        arguments = (rank, schedule, placement, layers_each, sleep_s, microbatches, steps, store, far)
+        arguments = (rank, schedule, placement, sleep_s, microbatches, steps, store, far)
         processes.append(spawn.Process(target=_rank_main, args=arguments))
         processes[-1].start()
         far.close()
         pipes.append(near)
-    patience_s = _PATIENCE_S + 10 * (steps + 1) * microbatches * layers_each * sleep_s * len(placement)
+    patience_s = _PATIENCE_S + 10 * (steps + 1) * microbatches * sleep_s * len(placement)
     try:
         return [_answer(pipe, rank, patience_s) for rank, pipe in enumerate(pipes)]
     finally:
@@ -82,7 +81,6 @@ def _rank_main(
     rank: int,
     schedule: str,
     placement: tuple[int, ...],
-    layers_each: int,
     sleep_s: float,
     microbatches: int,
     steps: int,
@@ -92,7 +90,7 @@ def _rank_main(
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=max(placement) + 1)
     own = [stage for stage, owner in enumerate(placement) if owner == rank]
-    records = {stage: [pathlib.Path(f"{store}.{stage}.{layer}") for layer in range(layers_each)] for stage in own}
+    records = {stage: pathlib.Path(f"{store}.{stage}") for stage in own}
     modules = {stage: _layers(stage, sleep_s, records[stage]) for stage in own}
     cpu = torch.device("cpu")
     stages = [pipelining.PipelineStage(modules[stage], stage, len(placement), cpu) for stage in own]
@@ -104,19 +102,16 @@ def _rank_main(
     times: list[tuple[float, float]] = []
     for index in range(steps + 1):
         if index == 1:
-            before = {stage: [slept(record) for record in records[stage]] for stage in own}
+            before = {stage: slept(records[stage]) for stage in own}
         dist.barrier()
         start = time.monotonic()
         runner.step(*positional, **keywords)
         times.append((start, time.monotonic()))
-    after = {stage: [slept(record) for record in records[stage]] for stage in own}
-    in_steps = {
-        stage: [late.since(early) for late, early in zip(after[stage], before[stage], strict=True)] for stage in own
-    }
+    in_steps = {stage: slept(records[stage]).since(before[stage]) for stage in own}
     answer.send(RankSteps(times[1:], in_steps))
     answer.recv()  # the parent's end: gloo's other ranks may still talk to this one
 
 
-def _layers(stage: int, sleep_s: float, records: list[pathlib.Path]) -> nn.Sequential:
+def _layers(stage: int, sleep_s: float, record: pathlib.Path) -> nn.Sequential:
     start = [] if stage else [Start()]
-    return nn.Sequential(*start, *(Sleeper(sleep_s, record) for record in records))
+    return nn.Sequential(*start, Sleeper(sleep_s, record))
