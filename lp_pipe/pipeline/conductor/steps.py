@@ -17,7 +17,7 @@ from lp_pipe.pipeline.conductor.on_nan import OnNan
 from lp_pipe.pipeline.conductor.stragglers import Stragglers
 from lp_pipe.pipeline.conductor.workers import Workers
 from lp_pipe.pipeline.config import PipelineConfig
-from lp_pipe.pipeline.layers.microbatches import aligned, check_pair, count
+from lp_pipe.pipeline.layers.microbatches import apart, check_pair, count
 from lp_pipe.pipeline.results import StepResult, StepTrace
 from lp_pipe.pipeline.saving.manifest import Manifest
 from lp_pipe.pipeline.worker.batches import BatchSource
@@ -127,7 +127,9 @@ class Steps(ABC):
             raise EndOfData(f"the feeder has no batch for step {step}")
         value, target = check_pair(given, "step()")
         with noting(f"in the feeder's batch({step})" if batch is None else f"in the batch of step {step}"):
-            return aligned(value), target, count((value, target), self._config.microbatches)
+            microbatches = count((value, target), self._config.microbatches)
+            own, own_target = apart((value, target))
+            return own, own_target, microbatches
 
     def _whole_task(self, tag: int, step: int, batch: tuple[Any, Any, int], *, from_feeder: bool) -> Task:
         value, target, microbatches = batch

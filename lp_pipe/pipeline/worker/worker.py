@@ -22,7 +22,7 @@ from lp_pipe.pipeline.compute.stages import stages_of
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
 from lp_pipe.pipeline.layers.formats import with_formats
 from lp_pipe.pipeline.layers.layer_names import names_by_index
-from lp_pipe.pipeline.layers.microbatches import aligned, apart
+from lp_pipe.pipeline.layers.microbatches import aligned
 from lp_pipe.pipeline.layers.state_shapes import check_shapes, taken_by
 from lp_pipe.pipeline.results import NonFinite, StageMemory
 from lp_pipe.pipeline.saving.saved import Saved, is_of, joined
@@ -146,7 +146,7 @@ class StageWorker:
         """
         schedule = forward_on(self._config.placement, microbatches)
         self._ahead.discard()  # its messages are in the way of these
-        operation = self._intake.of(tag, EVALUATION, apart(inputs), aligned(targets))
+        operation = self._intake.of(tag, EVALUATION, aligned(inputs), aligned(targets))
         with torch.no_grad(), current(self._device), eval_mode(self._inner), self._writes.undone(tag):
             self._execution.run(self._part_of(schedule), operation, self._execution.inference)
         return operation.report
