@@ -280,6 +280,8 @@ def test_what_is_told_of_a_pipeline_with_sparse_buffers(tmp_path: Path) -> None:
         for keep in (pipeline.save, pipeline.export):
             with pytest.raises(pp.PipelineError, match=r"0\.kept is .*sparse_coo.* persistent=False"):
                 keep(tmp_path / "model")
+        with pytest.raises(pp.PipelineError, match=r"0\.kept is .*sparse_coo.* or mirror .* persistent=False"):
+            pipeline.mirror()
     assert pp.profile(model, *BATCHES[0]).layers[0].activation_bytes > 0
 
 
