@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lp_pipe.address import Address
 from lp_pipe.errors import EndOfData, PipelineError
 from lp_pipe.handles import CourierHandle, Handle
+from lp_pipe.pipeline.layers.formats import formats_of, with_formats
 from lp_pipe.pipeline.results import EvalResult, StageMemory, StepResult, StepTrace, Straggler
 from lp_pipe.rpc import CourierClient
 
@@ -131,7 +132,7 @@ class PipelineClient:
         Raises:
             PipelineError: names are missing or unknown.
         """
-        self._conductor.load_state_dict(dict(sd))
+        self._conductor.load_state_dict(with_formats(sd, formats_of(sd)))
 
     def save(self, path: str | Path) -> None:
         """Write a checkpoint: weights, optimizer, scheduler and step. Relative paths are the launcher's."""

@@ -14,7 +14,7 @@ from lp_pipe.pipeline.compute.forward_writes import ForwardWrites
 from lp_pipe.pipeline.compute.precision import autocast
 from lp_pipe.pipeline.layers.build import build_layers
 from lp_pipe.pipeline.layers.factories import made_optimizer, made_scheduler, wants_metric
-from lp_pipe.pipeline.layers.microbatches import count, loss_weights, split
+from lp_pipe.pipeline.layers.microbatches import apart, count, loss_weights, split
 from lp_pipe.pipeline.layers.model import Model
 from lp_pipe.pipeline.layers.named_layers import NamedLayers
 from lp_pipe.pipeline.layers.names import model_names
@@ -80,8 +80,9 @@ class PlainLoop:
     def step(self, batch: tuple[Any, Any]) -> float:
         """One optimizer step; the weighted sum of the micro-batches' losses."""
         count(batch, self._microbatches)  # refuses what belongs to different samples
-        inputs = split(to_device(batch[0], self._device), self._microbatches)
-        targets = split(batch[1], self._microbatches)
+        value, target = apart(batch)
+        inputs = split(to_device(value, self._device), self._microbatches)
+        targets = split(target, self._microbatches)
         weights = loss_weights(targets, self._model.loss_weight)
         with current(self._device):
             return self._stepped(inputs, to_device(targets, self._device), weights)

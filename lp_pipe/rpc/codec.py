@@ -214,8 +214,10 @@ def _find_spec(name: str, path: Any) -> Any:
     return None
 
 
-def _reduce_tensor(tensor: Any, torch: Any) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
+def _reduce_tensor(tensor: Any, torch: Any) -> tuple[Any, ...] | None:
     """Rebuild from raw bytes, without the rest of the storage that a view may belong to.
+
+    Attributes come afterwards, as they may lead back to the tensor.
 
     None leaves tensors of unusual kinds (sparse, quantized, subclasses, other devices) to torch's own pickling.
     """
@@ -237,7 +239,13 @@ def _reduce_tensor(tensor: Any, torch: Any) -> tuple[Callable[..., Any], tuple[A
         tuple(tensor.shape),
         layout.offset_in_line(core, of_storage=True),
     )
-    return _rebuild_tensor, (raw, dtype, place, tensor.requires_grad, is_parameter)
+    rebuilt = _rebuild_tensor, (raw, dtype, place, tensor.requires_grad, is_parameter)
+    attributes = vars(tensor)
+    return (*rebuilt, attributes, None, None, _set_attributes) if attributes else rebuilt
+
+
+def _set_attributes(tensor: Any, attributes: dict[str, Any]) -> None:
+    vars(tensor).update(attributes)
 
 
 def _rebuild_tensor(raw: Any, dtype: str, place: tuple[Any, ...], requires_grad: bool, is_parameter: bool) -> Any:

@@ -19,6 +19,7 @@ from lp_pipe.checkpoint import shared
 from lp_pipe.errors import CheckpointError
 from lp_pipe.pipeline.conductor.workers import Workers
 from lp_pipe.pipeline.layers.model import OptimizerFactory
+from lp_pipe.pipeline.layers.wrapper import unwrapped
 from lp_pipe.pipeline.worker.shares import Shares
 from tests.checkpoint import disks
 from tests.pipeline.plain_loop import (
@@ -350,6 +351,73 @@ def test_buffers_that_a_failed_step_has_made_longer_are_short_again() -> None:
         with pytest.raises(ValueError, match="as it should"):
             pipeline.step(BATCHES[0])
         assert_same_state(pipeline.state_dict(), before)
+
+
+class Splits(nn.Module):
+    """For a Stash."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Transposed()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.inner(x), x
+
+
+class Joins(Splits):
+    """For a Pop."""
+
+    def forward(self, x: Tensor, skip: Tensor) -> Tensor:  # type: ignore[override]
+        y: Tensor = self.inner(x) + skip
+        return y
+
+
+class Transposed(nn.Module):
+    """Its first version kept the weight as nn.Linear does."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(D, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: dict[str, Any], *others: Any) -> None:
+        if metadata.get("version", 1) < 2:
+            state_dict[prefix + "weight"] = state_dict[prefix + "weight"].t()
+        super()._load_from_state_dict(state_dict, prefix, metadata, *others)
+
+
+def test_modules_are_told_in_which_version_of_theirs_a_state_was_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They took each for an old one: loading and going back transposed the weights, in silence."""
+    layers = [nn.Linear(D, D), Transposed(), pp.Stash("skip", Splits()), pp.Pop("skip", Joins())]
+    model = pp.Model(layers, squared_error, adam)
+    with launched("thread", model, BATCHES, stages=2, microbatches=4) as pipeline:
+        list(pipeline.steps(1))
+        fingerprint = pipeline.fingerprint()
+        state = pipeline.state_dict()
+        pipeline.save(tmp_path / "second")
+        pipeline.load(tmp_path / "second")
+        assert pipeline.fingerprint() == fingerprint
+        pipeline.mirror()
+        pipeline.go_back(1)
+        assert pipeline.fingerprint() == fingerprint
+        pipeline.load_state_dict(state)
+        assert pipeline.fingerprint() == fingerprint
+        whole = nn.Sequential(*map(unwrapped, layers))
+        whole.load_state_dict(state)
+        assert_same_state(whole.state_dict(), state)
+        pipeline.load_state_dict(whole.state_dict())
+        assert pipeline.fingerprint() == fingerprint
+        monkeypatch.setattr(Transposed, "_version", 1)
+        pipeline.save(tmp_path / "first")
+        monkeypatch.undo()
+        pipeline.load(tmp_path / "first")
+        assert torch.equal(pipeline.state_dict()["1.weight"], state["1.weight"].t())
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused_and_changes_nothing(tmp_path: Path) -> None:

@@ -60,6 +60,16 @@ def test_every_kind_of_tensor(tensor: torch.Tensor) -> None:
         assert torch.equal(back.to_dense().float(), tensor.to_dense().float())
 
 
+def test_attributes_of_tensors_travel_with_them() -> None:
+    """Such as a parameter's `_no_weight_decay`; they may lead back to it."""
+    layer = torch.nn.Linear(2, 2)
+    layer.weight.layer = layer  # type: ignore[assignment]
+    layer.weight.partner = layer.bias  # type: ignore[assignment]
+    back: Any = through(layer)
+    assert back.weight.layer is back
+    assert back.weight.partner is back.bias
+
+
 def test_parameters_and_requires_grad() -> None:
     for requires_grad in (True, False):
         parameter = torch.nn.Parameter(BASE.clone(), requires_grad=requires_grad)

@@ -30,6 +30,11 @@ from lp_pipe.pipeline.layers.skips import call
 from lp_pipe.pipeline.layers.tied import layer_of
 
 EVALUATION = -1  # in place of a step
+_NO_HOOKS = (
+    "torch.func's grad, vjp and jacrev do not let others have what autograd saves, as recompute and the counting of "
+    "activations do (profile, profile_memory): leave the layer out of recompute; to be profiled, let it call "
+    "torch.autograd.grad(..., create_graph=True)"
+)
 _Layers = list[tuple[int, nn.Module]]  # with their indices in the model
 
 
@@ -216,6 +221,8 @@ class Stage(NamedLayers):
                         value = self.watch(Place(index, step, microbatch), layer, value, skips)
             except BaseException as error:  # layers may end in SystemExit, too
                 add_note(error, f"in layer {layer_names([layer], index)[0]}")
+                if "don't yet support saved tensor hooks" in str(error):
+                    add_note(error, _NO_HOOKS)
                 raise
         return value
 

@@ -19,7 +19,7 @@ from lp_pipe.pipeline.conductor.steps import Steps, SynchronousSteps, summed
 from lp_pipe.pipeline.conductor.whole_model import Copy, WholeModel
 from lp_pipe.pipeline.conductor.workers import Workers
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
-from lp_pipe.pipeline.layers.microbatches import check_pair, loss_weights
+from lp_pipe.pipeline.layers.microbatches import apart, check_pair, loss_weights
 from lp_pipe.pipeline.results import EvalResult, StageMemory, StepResult, StepTrace, Straggler
 from lp_pipe.pipeline.saving import safetensors_file
 from lp_pipe.pipeline.saving.manifest import Manifest
@@ -244,6 +244,8 @@ class Conductor:
     def _infer(self, inputs: list[Any], targets: list[Any]) -> list[Report]:
         """Run forwards; the reports of the last stage's replicas."""
         self._steps.forget_ahead()
+        own = apart([*inputs, *targets])
+        inputs, targets = own[: len(inputs)], own[len(inputs) :]
         ranks, worker_of_inputs = self._config.ranks, self._config.placement[0]
         reports = self._workers.run(
             lambda worker, tag, rank: worker.infer(

@@ -17,7 +17,7 @@ from lp_pipe.pipeline.conductor.on_nan import OnNan
 from lp_pipe.pipeline.conductor.stragglers import Stragglers
 from lp_pipe.pipeline.conductor.workers import Workers
 from lp_pipe.pipeline.config import PipelineConfig
-from lp_pipe.pipeline.layers.microbatches import aligned, check_pair, count
+from lp_pipe.pipeline.layers.microbatches import apart, check_pair, count
 from lp_pipe.pipeline.results import StepResult, StepTrace
 from lp_pipe.pipeline.saving.manifest import Manifest
 from lp_pipe.pipeline.worker.batches import BatchSource
@@ -127,7 +127,9 @@ class Steps(ABC):
             raise EndOfData(f"the feeder has no batch for step {step}")
         value, target = check_pair(given, "step()")
         with noting(f"in the feeder's batch({step})" if batch is None else f"in the batch of step {step}"):
-            return aligned(value), target, count((value, target), self._config.microbatches)
+            microbatches = count((value, target), self._config.microbatches)
+            own, own_target = apart((value, target))
+            return own, own_target, microbatches
 
     def _whole_task(self, tag: int, step: int, batch: tuple[Any, Any, int], *, from_feeder: bool) -> Task:
         value, target, microbatches = batch
@@ -187,23 +189,27 @@ class SynchronousSteps(Steps):
         start = time.monotonic()
         value, target, microbatches = self._batch(self.done, batch)
         task = self._whole_task(0, self.done, (value, target, microbatches), from_feeder=batch is None)
+        # A layer may write to its input; the search is to find what the step has found.
+        again = task if self._config.on_nan == "ignore" else task._replace(given=(apart((value, value))[1],))
         scale = self.scale
         factor = scale.factor if scale is not None else None
         began = time.monotonic()
 
-        def run(method: str) -> list[Report]:
+        def run(method: str, task: Task) -> list[Report]:
             return self._workers.run(
                 lambda worker, tag, rank: getattr(worker, method)(
                     self._task(rank, task._replace(tag=tag), from_feeder=batch is None), factor
                 )
             )
 
-        reports = run("train")
+        reports = run("train", task)
         pipe_s = time.monotonic() - began
         overflowed = any(report.overflowed for report in reports)
         with self._leaving_nothing():
             loss, _ = summed([reports[rank] for rank in self._last])
-            why = self._on_nan.why_skipped(task.step, reports, loss, lambda: run("search"), is_scaled=scale is not None)
+            why = self._on_nan.why_skipped(
+                task.step, reports, loss, lambda: run("search", again), is_scaled=scale is not None
+            )
             norm = None if why else self._total_norm(reports)
         self._apply(norm, overflowed or bool(why))
         if scale is not None:

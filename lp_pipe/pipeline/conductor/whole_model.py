@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import itertools
 import logging
 import secrets
 import threading
@@ -16,6 +17,7 @@ from torch import Tensor
 from lp_pipe.checkpoint.shared import check_is_here
 from lp_pipe.pipeline.conductor.workers import Workers
 from lp_pipe.pipeline.config import PipelineConfig
+from lp_pipe.pipeline.layers.formats import formats_of, with_formats
 from lp_pipe.pipeline.layers.state_shapes import check_names, check_shapes
 from lp_pipe.pipeline.saving import METADATA
 from lp_pipe.pipeline.saving.manifest import Manifest
@@ -53,7 +55,9 @@ class WholeModel:
     def copied_state(self) -> dict[str, Tensor]:
         """The next operation may change this worker's tensors before they have gone to the caller."""
         state = self.state_dict()
-        return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
+        formats = [part.items() for part in self._workers.some(self._ranks, "formats")]
+        copies = {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
+        return with_formats(copies, dict(itertools.chain.from_iterable(formats)))
 
     def checked(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """What every worker can take its part of, before one of them changes anything.
@@ -68,7 +72,7 @@ class WholeModel:
         position = {name: index for index, name in enumerate(known)}
         groups = [sorted(set(names), key=position.__getitem__) for names in self._config.names.tied]
         tied = {name: state[names[-1]] for names in groups for name in names}
-        return {**state, **tied}
+        return with_formats({**state, **tied}, formats_of(state))
 
     def _taken(self, state: dict[str, Tensor]) -> set[str]:
         return {name for names in self._workers.some(self._ranks, "taken", state) for name in names}

@@ -48,12 +48,18 @@ def build_layers(sources: Sequence[Any], first_layer: int, seed: int) -> list[nn
 def _copied(modules: list[nn.Module]) -> list[nn.Module]:
     """What a module keeps of a forward (weight_norm's weight, the last attention) is copied without its graph.
 
-    Sparse buffers are cloned: torch's deepcopy cannot copy the compressed layouts.
+    Sparse buffers are cloned: torch's deepcopy cannot copy the compressed layouts. Attributes of parameters come along,
+    which torch's leaves out: optimizers are made by them (`_no_weight_decay`).
     """
     attributes = [value for layer in modules for module in layer.modules() for value in vars(module).values()]
     kept = [value for value in attributes if isinstance(value, Tensor) and not value.is_leaf]
     kept += [b for layer in modules for b in layer.buffers() if b.layout is not torch.strided]
-    return copy.deepcopy(modules, {id(value): value.detach().clone() for value in kept})
+    memo: dict[int, Any] = {id(value): value.detach().clone() for value in kept}
+    copies = copy.deepcopy(modules, memo)
+    for parameter in nn.ModuleList(modules).parameters():
+        if id(parameter) in memo:  # a module may have a __deepcopy__ of its own
+            vars(memo[id(parameter)]).update(copy.deepcopy(vars(parameter), memo))
+    return copies
 
 
 def parameter_count(source: Any) -> int:

@@ -1,6 +1,7 @@
 """Cut a batch into micro-batches exactly as the plain loop does: torch.chunk along the first dimension."""
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -32,10 +33,10 @@ def split(value: Any, microbatches: int) -> list[Any]:
     Raises:
         PipelineError: as `count`.
     """
-    leaves, spec = pytree.tree_flatten(value)
-    number = _count(value, leaves, microbatches)
+    number = count(value, microbatches)
+    leaves, spec = pytree.tree_flatten(aligned(value))
     # .data: a layer that writes in place to one slice has not changed the others, which autograd may have saved.
-    chunked = [[part.data for part in _aligned(leaf).chunk(microbatches)] for leaf in leaves if _is_batched(leaf)]
+    chunked = [[part.data for part in leaf.chunk(microbatches)] for leaf in leaves if _is_batched(leaf)]
     parts = []
     for index in range(number):
         slices = iter(chunked)
@@ -49,10 +50,7 @@ def count(batch: Any, microbatches: int) -> int:
     Raises:
         PipelineError: no tensor to cut, or tensors that would be cut at different samples, or what torch cannot cut.
     """
-    return _count(batch, pytree.tree_leaves(batch), microbatches)
-
-
-def _count(value: Any, leaves: list[Any], microbatches: int) -> int:
+    leaves = pytree.tree_leaves(batch)
     for leaf in leaves:
         _refuse_unknown_container(leaf)
         _refuse_array(leaf)
@@ -60,7 +58,7 @@ def _count(value: Any, leaves: list[Any], microbatches: int) -> int:
     batched = [leaf for leaf in leaves if _is_batched(leaf)]
     if not batched:
         raise PipelineError(
-            f"input and target must each hold at least one tensor with a batch dimension, not {type(value).__name__}: "
+            f"input and target must each hold at least one tensor with a batch dimension, not {type(batch).__name__}: "
             "make tensors of numbers and images (torch.tensor, torch.stack); where the loss needs no target, give the "
             "input as the target, too"
         )
@@ -108,20 +106,25 @@ def loss_weights(targets: list[Any], loss_weight: LossWeight, what: str = "the b
 
 
 def aligned(value: Any) -> Any:
-    """A tensor, or nested containers of tensors, in memory that begins as torch's does."""
-    return pytree.tree_map(lambda leaf: _aligned(leaf) if isinstance(leaf, Tensor) else leaf, value)
+    """A tensor, or nested containers of tensors, in memory that begins as torch's does; one that comes twice is one."""
+    return _with_tensors(_aligned, value)
 
 
-def apart(values: Mapping[int, Any]) -> dict[int, Any]:
+def apart(values: Iterable[Any]) -> list[Any]:
     """`aligned`, and none shares memory with one before it, to which a layer may have written by then."""
     used: set[int] = set()
-    found: dict[int, Any] = {}
-    for index, value in values.items():
+    found: list[Any] = []
+    for value in values:
         leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
         storages = {leaf.untyped_storage().data_ptr() for leaf in leaves}
-        found[index] = aligned(value) if used.isdisjoint(storages) else copied(value)
+        found.append(_with_tensors(_aligned if used.isdisjoint(storages) else copied, value))
         used |= storages
     return found
+
+
+def _with_tensors(make: Callable[[Tensor], Tensor], value: Any) -> Any:
+    once = functools.cache(make)  # as keys, tensors are equal to themselves alone
+    return pytree.tree_map(lambda leaf: once(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 
 def number_of(value: Any, wanted: str) -> float:

@@ -1,10 +1,11 @@
 """Consecutive layers of a model, with the names that users see of what is in them."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
+from lp_pipe.pipeline.layers.formats import formats_of, with_formats
 from lp_pipe.pipeline.layers.names import name_prefix
 
 
@@ -51,15 +52,25 @@ class NamedLayers:
             layer.state_dict(destination=state, prefix=prefix, keep_vars=True)
         return {name: _given_away(value) if isinstance(value, Tensor) else value for name, value in state.items()}
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+    def formats(self) -> dict[str, int]:
+        """Of what is in the state; pieces of a split module have none of the modules that it was made of."""
+        found: dict[str, int] = {}
+        for prefix, layer in self.named_layers():
+            found |= formats_of(layer.state_dict(prefix=prefix)) if prefix else {}
+        return found
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Copy these layers' part of a whole model's state in.
 
         Raises:
             RuntimeError: names are missing or shapes differ, as torch says it.
         """
+        formats = formats_of(state)
         for prefix, layer in self.named_layers():
             own = state if prefix else {name: state[name] for name in layer.state_dict()}  # of a piece, no more
-            layer.load_state_dict({name.removeprefix(prefix): v for name, v in own.items() if name.startswith(prefix)})
+            values = {name.removeprefix(prefix): v for name, v in own.items() if name.startswith(prefix)}
+            of_modules = {name[len(prefix) :]: v for name, v in formats.items() if f"{name}.".startswith(prefix)}
+            layer.load_state_dict(with_formats(values, of_modules))
 
 
 def _given_away(value: Tensor) -> Tensor:

@@ -69,12 +69,18 @@ def tie(
             origin, name = (built, names[0]) if layer_of(names[0]) in built else (own, here[0])
             module, attribute = _place(origin, name)
             parameter = getattr(module, attribute)
-            # A borrower's has no hooks: the owner's run on the sum of all gradients, once.
-            tied[names[0]] = parameter if layer_of(names[0]) in own else copy.deepcopy(parameter)
+            tied[names[0]] = parameter if layer_of(names[0]) in own else _borrowed(parameter)
             for name in here:
                 module, attribute = _place(own, name)
                 setattr(module, attribute, tied[names[0]])
     return tied
+
+
+def _borrowed(parameter: nn.Parameter) -> nn.Parameter:
+    """A copy without hooks: the owner's run on the sum of all gradients, once."""
+    result = copy.deepcopy(parameter)
+    vars(result).update(vars(parameter))
+    return result
 
 
 def layer_of(name: str) -> int:

@@ -47,6 +47,10 @@ class Wrapper(nn.Module):
         """That of the layer."""
         return self.layer.state_dict(*args, **kwargs)
 
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Into the layer."""
+        return self.layer.load_state_dict(*args, **kwargs)
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)

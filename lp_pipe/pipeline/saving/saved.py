@@ -1,6 +1,7 @@
 """What a checkpoint holds of a pipeline, taken apart into named entries, so that any cut finds what belongs to it.
 
 model.<name>                      a parameter or buffer, under each of its names
+formats.<worker>                  the versions of what modules save, where they are not the first
 optimizer.<name>.<key>            a parameter's optimizer state
 options.<name>                    the options of its group, which the scheduler changes
 group.<name>                      the class of its optimizer, and the group's first parameter, which tells groups apart
@@ -23,7 +24,7 @@ Key = tuple[str, ...]  # the parts of an entry's name: a parameter's own name ha
 class Saved(NamedTuple):
     """A checkpoint's contents, or one worker's share: `optimizer` has state and options of every parameter, by name.
 
-    versions: what each worker of an asynchronous pipeline has added. loss: buffers by name.
+    versions: what each worker of an asynchronous pipeline has added. loss: buffers by name. formats: of the weights.
     """
 
     weights: dict[str, Tensor]
@@ -31,12 +32,15 @@ class Saved(NamedTuple):
     lr_scheduler: dict[str, Any] | None
     versions: list[dict[str, Any]]
     loss: dict[str, Tensor]
+    formats: dict[str, int]
     scheduler_kind: str | None = None
 
 
 def entries(share: Saved, worker: int) -> dict[Key, Any]:
     """A worker's share taken apart."""
     found: dict[Key, Any] = {("model", name): value for name, value in share.weights.items()}
+    if share.formats:
+        found["formats", str(worker)] = share.formats
     # In one entry: to read one for each parameter would take as long again as the weights.
     found["options", str(worker)] = {name: saved["options"] for name, saved in share.optimizer.items()}
     groups = {name: saved["group"] for name, saved in share.optimizer.items() if "group" in saved}
@@ -69,7 +73,7 @@ def is_of(key: Key, state: Collection[str], parameters: Collection[str]) -> bool
         case (
             ("lr_scheduler" | "lr_scheduler_kind",)
             | ("loss", _)
-            | ("options" | "group" | "schedule", _)
+            | ("options" | "group" | "schedule" | "formats", _)
             | ("versions", _, "newest")
         ):
             return True
@@ -78,12 +82,14 @@ def is_of(key: Key, state: Collection[str], parameters: Collection[str]) -> bool
 
 def joined(found: Mapping[Key, Any]) -> Saved:
     """Entries of any number of workers, put together."""
-    saved = Saved({}, {}, found.get(("lr_scheduler",)), [], {}, found.get(("lr_scheduler_kind",)))
+    saved = Saved({}, {}, found.get(("lr_scheduler",)), [], {}, {}, found.get(("lr_scheduler_kind",)))
     versions: dict[str, dict[str, Any]] = {}
     for key, value in found.items():
         match key:
             case ("model", name):
                 saved.weights[name] = value
+            case ("formats", _):
+                saved.formats.update(value)
             case ("loss", name):
                 saved.loss[name] = value
             case ("options" | "group" | "schedule" as kind, _):

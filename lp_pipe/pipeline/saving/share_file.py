@@ -57,7 +57,7 @@ class Share:
         self._entries: dict[Key, Tensor | bytes] = {}
         for key, value in entries.items():
             if isinstance(value, Tensor):
-                _check_dense(key, value)
+                check_dense(key, value)
                 self._entries[key] = value.detach().clone() if copy else value
             else:
                 self.add(key, value)
@@ -102,9 +102,13 @@ def _write(path: Path, entries: Mapping[Key, Tensor | bytes]) -> dict[Key, tuple
     return places
 
 
-def _check_dense(key: Key, value: Tensor) -> None:
-    if value.layout != torch.strided:
+def check_dense(key: Key, value: Any) -> None:
+    """
+    Raises:
+        PipelineError: it is a tensor for which torch Distributed Checkpoint, and a channel, has no place.
+    """
+    if isinstance(value, Tensor) and value.layout != torch.strided:
         raise PipelineError(
-            f"{'.'.join(key)} is a tensor of layout {value.layout}, but a checkpoint holds dense ones only: keep it "
-            "dense, or register the buffer with persistent=False"
+            f"{'.'.join(key)} is a tensor of layout {value.layout}, but a checkpoint or mirror holds dense ones only: "
+            "keep it dense, or register the buffer with persistent=False"
         )

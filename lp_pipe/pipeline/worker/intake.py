@@ -8,7 +8,7 @@ import torch
 from lp_pipe.errors import PipelineError, noting
 from lp_pipe.pipeline.compute.device import to_device
 from lp_pipe.pipeline.config import PipelineConfig
-from lp_pipe.pipeline.layers.microbatches import loss_weights, split
+from lp_pipe.pipeline.layers.microbatches import apart, loss_weights, split
 from lp_pipe.pipeline.worker.batches import BatchSource
 from lp_pipe.pipeline.worker.execution import Operation, Report
 from lp_pipe.pipeline.worker.same_target import glance
@@ -65,7 +65,7 @@ class Intake:
         given, target = task.given, task.target
         needs_input, needs_target = 0 in self._stages, self._config.last_stage in self._stages
         if (needs_input and given is None) or (needs_target and target is None):
-            value, label = self._from_feeder(task)
+            value, label = apart(self._from_feeder(task))
             given, target = given or (value,), target or (label,)
         # Moved first, as a loop in one process does: kernels choose by addresses, and a slice's is not a copy's.
         inputs = split(to_device(given[0], self._device), self._config.microbatches) if needs_input and given else []

@@ -9,6 +9,7 @@ from lp_pipe.channels.packing import copied
 from lp_pipe.context import context
 from lp_pipe.pipeline.saving.manifest import Manifest
 from lp_pipe.pipeline.saving.saved import Saved
+from lp_pipe.pipeline.saving.share_file import check_dense
 from lp_pipe.rpc.pool import DaemonPool
 
 _KEPT = 2  # while the newest is on its way to its guard, the one before is what all can go back to
@@ -51,7 +52,10 @@ class Mirrors:
         Waits until the one before has gone, so that no more than two are ever on their way.
         """
         self.settle_mirrors()
-        mirror = Mirror(manifest, copied(self._share()))
+        share = self._share()
+        for name, value in share.weights.items():
+            check_dense(("model", name), value)
+        mirror = Mirror(manifest, copied(share))
         self.keep_mirror(self._rank, mirror)
         self._sent = self._sending.start(lambda: self._guard.keep_mirror(self._rank, mirror))
 

@@ -153,13 +153,19 @@ class Training:
         for _, parameter in self._parameters:
             parameter.grad = None
 
-    def share(self, weights: dict[str, Tensor], loss: dict[str, Tensor], versions: list[dict[str, Any]]) -> Saved:
+    def share(
+        self,
+        weights: dict[str, Tensor],
+        formats: dict[str, int],
+        loss: dict[str, Tensor],
+        versions: list[dict[str, Any]],
+    ) -> Saved:
         """What a checkpoint keeps, under the parameters' names, so that any cut can take it. Not copied.
 
-        loss: its buffers. versions: an asynchronous worker's.
+        formats: of the weights. loss: its buffers. versions: an asynchronous worker's.
         """
         optimizer, lr_scheduler = self._optimizer_state(), self._scheduler_state()
-        return Saved(weights, optimizer, lr_scheduler, versions, loss, self.scheduler_kind())
+        return Saved(weights, optimizer, lr_scheduler, versions, loss, formats, self.scheduler_kind())
 
     def check(self, saved: Saved) -> None:
         """

@@ -20,8 +20,9 @@ from lp_pipe.pipeline.compute.loss_state import OwnLoss
 from lp_pipe.pipeline.compute.stage import EVALUATION
 from lp_pipe.pipeline.compute.stages import stages_of
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
+from lp_pipe.pipeline.layers.formats import with_formats
 from lp_pipe.pipeline.layers.layer_names import names_by_index
-from lp_pipe.pipeline.layers.microbatches import aligned, apart
+from lp_pipe.pipeline.layers.microbatches import aligned
 from lp_pipe.pipeline.layers.state_shapes import check_shapes, taken_by
 from lp_pipe.pipeline.results import NonFinite, StageMemory
 from lp_pipe.pipeline.saving.saved import Saved, is_of, joined
@@ -145,7 +146,7 @@ class StageWorker:
         """
         schedule = forward_on(self._config.placement, microbatches)
         self._ahead.discard()  # its messages are in the way of these
-        operation = self._intake.of(tag, EVALUATION, apart(inputs), aligned(targets))
+        operation = self._intake.of(tag, EVALUATION, aligned(inputs), aligned(targets))
         with torch.no_grad(), current(self._device), eval_mode(self._inner), self._writes.undone(tag):
             self._execution.run(self._part_of(schedule), operation, self._execution.inference)
         return operation.report
@@ -220,7 +221,11 @@ class StageWorker:
         """Which of these, that have other shapes than here, `load_state_dict` would take even so."""
         return taken_by([named for stage in self._stages.values() for named in stage.named_layers()], state)
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+    def formats(self) -> dict[str, int]:
+        """The versions of what its modules save, as far as they are not the first."""
+        return {name: version for stage in self._stages.values() for name, version in stage.formats().items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take this worker's part of a whole model's; optimizer state stays."""
         self._past.changes()
         self._ahead.forget_versions()
@@ -265,7 +270,7 @@ class StageWorker:
 
     def _take(self, saved: Saved) -> None:
         self._intake.forget_ahead()
-        self.load_state_dict(saved.weights)
+        self.load_state_dict(with_formats(saved.weights, saved.formats))
         self.training.restore(saved)
         self._loss.restore(saved.loss)
         self._ahead.restore(saved.versions)
@@ -273,7 +278,7 @@ class StageWorker:
     def _share(self) -> Saved:
         """On the host: who guards this worker may see no GPU, and this one's may have no room for copies."""
         self._writes.check()
-        share = self.training.share(self.state_dict(), self._loss.state(), self._ahead.versions())
+        share = self.training.share(self.state_dict(), self.formats(), self._loss.state(), self._ahead.versions())
         return Saved(*to_host(share, self._device))
 
     def _connect(self, neighbours: Neighbours) -> None:

@@ -369,3 +369,30 @@ def test_what_a_layer_makes_of_the_second_runs_early_end_is_no_error() -> None:
     with launched("thread", model, BATCHES, stages=2, microbatches=4, recompute="full") as pipeline:
         assert [result.loss for result in pipeline.steps()] == plain.steps(BATCHES)
         assert_same_state(pipeline.state_dict(), plain.state_dict())
+
+
+class Slopes(nn.Module):
+    """Of a small network, by its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(D, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        slopes: Tensor = torch.func.grad(lambda value: self.inner(value).tanh().sum())(x)
+        return slopes
+
+
+def test_a_layer_whose_saved_tensors_torch_lets_nobody_have_is_told_what_to_do() -> None:
+    """torch says only that one may open an issue."""
+    model = pp.Model([nn.Linear(D, D), Slopes()], squared_error, sgd)
+    with launched("thread", model, BATCHES, stages=1, microbatches=2) as pipeline:
+        pipeline.step()
+        with pytest.raises(RuntimeError, match=r"in layer 1\.Slopes[^$]*to be profiled, let it call torch\.autograd"):
+            pipeline.profile_memory()
+        pipeline.step()
+    with (
+        launched("thread", model, BATCHES, stages=1, microbatches=2, recompute="full") as pipeline,
+        pytest.raises(RuntimeError, match=r"in layer 1\.Slopes[^$]*leave the layer out of recompute"),
+    ):
+        pipeline.step()

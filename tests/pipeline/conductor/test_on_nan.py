@@ -305,3 +305,24 @@ def test_by_default_nobody_minds() -> None:
 def test_unknown_choices_are_refused() -> None:
     refuses(pp.PipelineError, "on_nan='halt': known are 'ignore', 'stop', 'skip'", on_nan="halt")
     refuses(pp.PipelineError, "on_nan='skip' with an asynchronous schedule", on_nan="skip", schedule="pipedream")
+
+
+class Grows(nn.Module):
+    """In place; the second one is too much."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(1e25)
+
+
+@pytest.mark.parametrize("options", [{"stages": 1}, {"stages": 2}, {"stages": 1, "replicas": 2}], ids=str)
+@pytest.mark.parametrize("fed", [True, False])
+def test_the_layer_is_named_though_one_before_it_has_written_to_the_batch(options: dict[str, Any], fed: bool) -> None:
+    """The step was run again on what the first run had left of its input: too large from the first layer on."""
+    model = pp.Model([Grows(), Grows(), nn.Linear(D, D)], squared_error, sgd)
+    batches = [(torch.ones(4, D), torch.zeros(4, D))]
+    feeder = batches if fed else None
+    with (
+        launched("thread", model, feeder, microbatches=2, on_nan="stop", **options) as pipeline,
+        pytest.raises(pp.NonFiniteError, match=r"first in micro-batch 0, .* the output of layer 1\.Grows"),
+    ):
+        pipeline.step(None if fed else batches[0])

@@ -10,7 +10,7 @@ from torch import nn
 import lp_pipe as lp
 import lp_pipe.pipeline as pp
 from lp_pipe.pipeline.layers.factories import made_optimizer, made_scheduler, wants_metric
-from tests.pipeline.plain_loop import D, PlainLoop, launched, random_batches, sgd, squared_error
+from tests.pipeline.plain_loop import D, PlainLoop, assert_same_state, launched, random_batches, sgd, squared_error
 
 NAMED = [(name, parameter) for name, parameter in nn.Linear(2, 2).named_parameters()]
 WITHIN_S = 20.0
@@ -169,3 +169,30 @@ def test_a_learning_rate_that_is_a_tensor_is_each_workers_own() -> None:
 def test_a_scheduler_in_place_of_a_function_is_refused_at_once() -> None:
     with pytest.raises(pp.PipelineError, match=r"lr_scheduler=0\.1 is not callable: give a function"):
         pp.Model([nn.Linear(2, 2)], squared_error, sgd, lr_scheduler=0.1)  # type: ignore[arg-type]
+
+
+def by_their_marks(named: Any) -> torch.optim.Optimizer:
+    kinds: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for _, parameter in named:
+        kinds[getattr(parameter, "_no_weight_decay", False)].append(parameter)
+    return torch.optim.SGD([{"params": kinds[False], "weight_decay": 0.5}, {"params": kinds[True]}], lr=0.1)
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_an_optimizer_sees_what_ready_made_layers_have_noted_on_their_parameters(mode: str) -> None:
+    """Such as Mamba's `_no_weight_decay`: copies did not have it, so that all parameters decayed, in silence."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(D, D), nn.Linear(D, D)]
+    for layer in layers:
+        layer.weight._no_weight_decay = True  # type: ignore[assignment]
+    batches = random_batches([4, 6])
+    with launched(mode, pp.Model(layers, squared_error, by_their_marks), batches, stages=2, microbatches=1) as pipeline:
+        list(pipeline.steps())
+        state = pipeline.state_dict()
+    whole = nn.Sequential(*layers)  # never copied
+    optimizer = by_their_marks(list(whole.named_parameters()))
+    for x, y in batches:
+        squared_error(whole(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same_state(state, whole.state_dict())

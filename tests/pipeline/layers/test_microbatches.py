@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lp_pipe.errors import PipelineError
-from lp_pipe.pipeline.layers.microbatches import aligned, check_pair, loss_weights, split
+from lp_pipe.pipeline.layers.microbatches import aligned, apart, check_pair, loss_weights, split
 
 Point = namedtuple("Point", "x y")
 
@@ -96,6 +96,21 @@ def test_slices_begin_where_the_plain_loops_do() -> None:
         for part, plain in zip(split(askew, 3), there.chunk(3), strict=True):
             assert part.data_ptr() % 64 == plain.data_ptr() % 64
         assert aligned({"a": askew})["a"].data_ptr() % 64 == there.data_ptr() % 64
+
+
+def test_a_tensor_that_comes_twice_is_one_wherever_it_begins() -> None:
+    """What a layer writes to one of them, it writes to both, as in the plain loop: not by chance."""
+    askew = torch.frombuffer(memoryview(torch.zeros(26).numpy())[1:], dtype=torch.float32)
+    first, second = split((askew, askew), 5)[2]
+    first.fill_(1)
+    assert second.tolist() == [1.0] * 5
+    assert not aligned(askew).any()
+    one, other = apart([torch.zeros(2).expand(3, 2), aligned(askew)])
+    assert one.shape == (3, 2) and other.shape == (25,)
+    whole = torch.zeros(4)
+    one, other = apart([whole[:2], {"a": whole}])
+    one.fill_(1)
+    assert other["a"].tolist() == [0.0] * 4
 
 
 def test_a_mean_loss_weighs_by_samples() -> None:

@@ -13,6 +13,7 @@ def share(name: str, newest: int) -> Saved:
         weights={name: ONE},
         optimizer={name: {"state": {"step": 3, "exp_avg": ONE}, "options": {"lr": 0.1, "betas": (0.9, 0.99)}}},
         lr_scheduler={"last_epoch": 3},
+        formats={f"{name.partition('.')[0]}": 2},
         scheduler_kind="StepLR",
         loss={"center": torch.tensor(2.0)},
         versions=[{"newest": newest, "older": {newest - 1: {name: ONE}, newest - 2: {name: ONE}}}],
@@ -61,6 +62,7 @@ def test_a_borrower_of_a_tied_parameter_takes_its_weight_only() -> None:
     keys = [key for key in entries(share("0.weight", 5), 0) if is_of(key, {"0.weight"}, ())]
     assert keys == [
         ("model", "0.weight"),
+        ("formats", "0"),
         ("options", "0"),
         ("loss", "center"),
         ("lr_scheduler",),

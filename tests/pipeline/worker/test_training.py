@@ -40,7 +40,7 @@ def test_a_restored_optimizer_has_its_state_where_torch_would_put_it(options: di
 
     training = Training([stage], adam, None)
     entries = {name: {"state": state_of(p), "options": options} for name, p in training.named_parameters.items()}
-    training.restore(Saved({}, entries, None, [], {}))
+    training.restore(Saved({}, entries, None, [], {}, {}))
 
     plain = torch.optim.Adam(training.parameters)
     plain.param_groups[0].update(options)
