@@ -1,7 +1,8 @@
 """A pipeline as its users see it: a handle at setup, a client that looks like a model at execution."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -130,21 +131,27 @@ class PipelineClient:
         """Replace parameters and buffers; optimizer state stays.
 
         Raises:
-            PipelineError: names are missing or unknown.
+            PipelineError: names are missing or unknown, or it is no dict.
         """
+        if not isinstance(sd, Mapping):
+            raise PipelineError(
+                f"load_state_dict() takes a dict of tensors by name, not {type(sd).__name__}: give what torch.load or "
+                "safetensors.torch.load_file read from a file; a checkpoint's folder goes to load()"
+            )
         self._conductor.load_state_dict(with_formats(sd, formats_of(sd)))
 
     def save(self, path: str | Path) -> None:
         """Write a checkpoint: weights, optimizer, scheduler and step. Relative paths are the launcher's."""
-        self._conductor.save(str(path))
+        self._conductor.save(os.fspath(path))
 
     def save_async(self, path: str | Path) -> "Future[list[str]]":
         """As `save`, but return once every stage has copied its share in memory; the future is done when it is written.
 
         So training pauses for the copy only. The result are the names of the files.
         """
+        folder = os.fspath(path)
         copy = self._conductor.copy()
-        written: Future[list[str]] = self._conductor.futures.write_copy(str(path), copy)
+        written: Future[list[str]] = self._conductor.futures.write_copy(folder, copy)
         return written
 
     def load(self, path: str | Path) -> None:
@@ -154,7 +161,7 @@ class PipelineClient:
             CheckpointError: it is incomplete or damaged.
             PipelineError: it is of another model.
         """
-        self._conductor.load(str(path))
+        self._conductor.load(os.fspath(path))
 
     def recover(self) -> None:
         """Join the stage workers anew, after one of them has died and was restarted (`add_pipeline(on_failure=...)`).
@@ -200,7 +207,7 @@ class PipelineClient:
         Raises:
             PipelineError: there is no such folder, or safetensors is not installed.
         """
-        self._conductor.export(str(path))
+        self._conductor.export(os.fspath(path))
 
     def fingerprint(self) -> str:
         """sha256 hex of all parameters and buffers in state_dict order (raw little-endian bytes)."""

@@ -8,6 +8,11 @@ from itertools import groupby
 from pathlib import Path
 
 _HEADER = "Traceback (most recent call last):"
+_GROUP_HEADER = f"Exception Group {_HEADER}"
+# What Python draws around an exception group: "  | " before its lines, "  +-+------ 1 ------" before each member,
+# and "    +-------------" behind the last one.
+_MARGIN = re.compile(r"^(?: +\| ?)*")
+_SEPARATOR = re.compile(r" *\+(?:-\+)?-{4,}(?: (?P<member>[\d.]+) -{4,})?$")
 _FRAME = re.compile(r'  File "(?P<file>.+?)", line (?P<line>\d+)(?:, in (?P<function>.+))?$')
 _PACKAGE = f"{Path(__file__).parents[1]}/"
 _STDLIB = f"{sysconfig.get_path('stdlib')}/"
@@ -31,21 +36,26 @@ class _Block:
     frames: list[_Frame] = field(default_factory=list)
     error: str = ""
     more: list[str] = field(default_factory=list)
+    is_member: bool = False  # of an exception group
 
 
 def fold_traceback(text: str, folder: Path | None = None) -> list[str]:
     """The frames of a traceback as Python prints it, outermost first, with its causes and remote calls.
 
-    Between two exceptions stands what the first one says; what the last one says is the caller's to print.
+    Between two exceptions stands what the first one says; what the last one says is the caller's to print. Behind an
+    exception group its members stand, with what they say.
     folder: file names below it are shown relative to it.
     """
-    blocks = [block for block in _blocks(text) if block.frames]
+    found = _blocks(text)
+    blocks = [block for block in found if block.frames and not block.is_member]
     lines: list[str] = []
     for block in blocks:
         lines += _folded(block.frames, folder)
         if block is not blocks[-1] and block.error:
             remote = _REMOTE_CALL.match(block.error)  # its class says no more than what is said after "raised"
             lines.append(shortened(remote["call"] if remote else block.error))
+    for member in _members(found) if blocks else ():
+        lines += [*_folded(member.frames, folder), shortened(member.error)]
     return lines
 
 
@@ -56,7 +66,7 @@ def folded_message(message: str, folder: Path | None = None) -> list[str]:
     if header is None:
         return lines
     inner = "\n".join([_HEADER, *lines[header + 1 :]])
-    *_, last = _blocks(inner)
+    last = _last(inner)
     return [*lines[:header], last.error, *fold_traceback(inner, folder)] if last.error else lines
 
 
@@ -65,8 +75,7 @@ def notes(text: str) -> list[str]:
 
     Nothing where there is no traceback: a process that was killed has left what it printed last.
     """
-    *_, last = [_Block(), *_blocks(text)]
-    return [line for line in dict.fromkeys(last.more) if line]
+    return [line for line in dict.fromkeys(_last(text).more) if line]
 
 
 def shortened(line: str, letters: int = _MAX_LETTERS) -> str:
@@ -79,27 +88,57 @@ def is_of_user(file: str) -> bool:
     return owner_of(file) is None
 
 
-def _blocks(text: str) -> Iterator[_Block]:
-    """One for each exception, in the order of the text: a cause before its effect, a remote error after its call."""
-    block: _Block | None = None
+def _blocks(text: str) -> list[_Block]:
+    """One for each exception, in the order of the text: a cause before its effect, a remote error after its call.
+
+    The members of an exception group follow it.
+    """
+    has_groups = _GROUP_HEADER in text
+    found: list[_Block] = []
+    block = group = _Block()  # of lines before the first header
     for line in text.splitlines():
-        frame = _FRAME.match(line)
-        if line.strip() == _HEADER:
-            if block is not None:
-                yield block
-            block = _Block()
-        elif block is None:
+        if has_groups:
+            line = _MARGIN.sub("", line, count=1)
+        separator = _SEPARATOR.match(line) if has_groups and found else None
+        if separator:
+            group = group if block.is_member else block
+            block = _Block(is_member=True) if separator["member"] else group
+        elif line.strip().removeprefix("+ ") in (_HEADER, _GROUP_HEADER):
+            block = _Block(is_member=block.is_member) if block.frames or block.error else block
+        else:
+            if found:
+                _add(line, block)
             continue
-        elif block.error:
-            block.more.append(line)
-        elif frame:
-            block.frames.append(_Frame(frame["file"], int(frame["line"]), frame["function"] or ""))
-        elif line and not line.startswith(" "):
-            block.error = line
-        elif block.frames and not block.frames[-1].source:
-            block.frames[-1].source = line.strip()
-    if block is not None:
-        yield block
+        if not any(block is other for other in found):
+            found.append(block)
+    return found
+
+
+def _add(line: str, block: _Block) -> None:
+    frame = _FRAME.match(line)
+    if block.error:
+        block.more.append(line)
+    elif frame:
+        block.frames.append(_Frame(frame["file"], int(frame["line"]), frame["function"] or ""))
+    elif line and not line.startswith(" "):
+        block.error = line
+    elif block.frames and not block.frames[-1].source:
+        block.frames[-1].source = line.strip()
+
+
+def _last(text: str) -> _Block:
+    """The last exception, or the group that it is in."""
+    *_, last = [_Block(), *(block for block in _blocks(text) if not block.is_member)]
+    return last
+
+
+def _members(blocks: list[_Block]) -> list[_Block]:
+    """Each once, where it has its frames: a remote error repeats those of the group that it stands for."""
+    found: dict[str, _Block] = {}
+    for block in blocks:
+        if block.is_member and block.error:
+            found.setdefault(block.error, block)
+    return list(found.values())
 
 
 def _folded(frames: list[_Frame], folder: Path | None) -> Iterator[str]:

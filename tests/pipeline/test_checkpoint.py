@@ -524,6 +524,24 @@ def test_a_checkpoint_that_cannot_be_replaced_stays_whole(tmp_path: Path) -> Non
         assert pipeline.fingerprint() == saved
 
 
+def test_a_place_that_is_none_is_refused_with_where_to_save(tmp_path: Path) -> None:
+    """None was a folder called "None", and a file a bare "File exists"."""
+    (tmp_path / "model.pt").write_text("taken")
+    before = sorted(Path().iterdir())
+    with launched("thread", pp.Model([nn.Linear(1, 1)], squared_error, sgd), stages=1) as pipeline:
+        for path in ("model.pt", "model.pt/step-3"):
+            with pytest.raises(pp.CheckpointError, match=rf"cannot save to .*{path}: a checkpoint is a folder"):
+                pipeline.save(tmp_path / path)
+        nothing: Any = None
+        for method in (pipeline.save, pipeline.save_async, pipeline.load, pipeline.export):
+            with pytest.raises(TypeError, match="NoneType"):
+                method(nothing)
+        file: Any = tmp_path / "model.pt"
+        with pytest.raises(pp.PipelineError, match="takes a dict of tensors by name, not PosixPath"):
+            pipeline.load_state_dict(file)
+    assert (sorted(Path().iterdir()), file.read_text()) == (before, "taken")
+
+
 @pytest.mark.parametrize("save", ["save", "save_async"])
 def test_a_share_that_cannot_be_written_leaves_the_old_checkpoint_and_no_memory_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: str

@@ -5,6 +5,8 @@ import traceback
 from pathlib import Path
 
 import lp_pipe
+from lp_pipe.errors import noting
+from lp_pipe.rpc import remote_error
 from lp_pipe.telemetry.tracebacks import fold_traceback, notes
 
 HERE = Path(__file__).parent
@@ -108,3 +110,40 @@ in stages/0, step 7
     assert notes(text) == ["  by far", "in layer 3.Linear", "in stages/0, step 7"]
     assert notes("") == []
     assert notes("The process left no traceback; it had printed:\nabout to wait\npid 1") == []
+
+
+def test_an_exception_group_shows_its_members() -> None:
+    """Theirs are the causes: an asyncio.TaskGroup says "unhandled errors in a TaskGroup" for any of them."""
+    error = group()
+    assert fold_traceback(printed(error), HERE) == [
+        f"test_tracebacks.py:{group.__code__.co_firstlineno + 8} in group:  "
+        'raise ExceptionGroup("of tasks", [caught, KeyError("b")])',
+        f"test_tracebacks.py:{group.__code__.co_firstlineno + 3} in group:  fails()",
+        f'test_tracebacks.py:{fails.__code__.co_firstlineno + 1} in fails:  raise ValueError("too hot")',
+        "ValueError: too hot",
+        "KeyError: 'b'",
+    ]
+    assert notes(printed(error)) == ["in layer 3.Linear"]
+
+
+def test_an_exception_group_from_afar_has_its_frames_notes_and_members_once() -> None:
+    """Its report had none of them, only "its last lines"."""
+    text = printed(remote_error.rebuild(remote_error.capture(group()), "stages/1.train()"))
+    *_, raised, task, failed, hot, key = fold_traceback(text, HERE)
+    assert 'raise ExceptionGroup("of tasks"' in raised
+    assert (task.split(":  ")[1], failed.split(":  ")[1]) == ("fails()", 'raise ValueError("too hot")')
+    assert (hot, key) == ("ValueError: too hot", "KeyError: 'b'")
+    assert notes(text) == ["in layer 3.Linear"]
+
+
+def group() -> BaseException:
+    """One as it is caught."""
+    try:
+        fails()
+    except ValueError as error:
+        caught = error
+    try:
+        with noting("in layer 3.Linear"):
+            raise ExceptionGroup("of tasks", [caught, KeyError("b")])
+    except ExceptionGroup as error:
+        return error

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from lp_pipe.checkpoint.shared import check_is_here
+from lp_pipe.errors import CheckpointError
 from lp_pipe.pipeline.conductor.workers import Workers
 from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.layers.formats import formats_of, with_formats
@@ -123,7 +124,7 @@ class WholeModel:
     def _write(self, path: Path, copy: "Copy") -> list[str]:
         from lp_pipe.pipeline.saving.dcp_writing import WholePlan
 
-        path.mkdir(parents=True, exist_ok=True)
+        _make_folder(path)
         tied = [[("model", name) for name in names] for names in self._config.names.tied]
         whole = WholePlan(self._workers.some(self._ranks, "plan_share", copy.version, copy.manifest), tied)
         arguments = [(str(path), copy.version, left_out) for left_out in whole.left_out]
@@ -174,3 +175,13 @@ class WholeModel:
     def adopt(self) -> None:
         """Take what was read."""
         self._workers.all("adopt")
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise CheckpointError(
+            f"cannot save to {path}: a checkpoint is a folder, and there is a file of that name, or in its path: give "
+            "another path; one file of the weights alone is what export() writes"
+        ) from error

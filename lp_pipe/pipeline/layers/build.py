@@ -1,5 +1,6 @@
 """Make the modules of one stage from what the model says, and count the parameters of all without keeping them."""
 
+import contextlib
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -88,8 +89,8 @@ def _built(layer: Layer | Wrapper) -> nn.Module:
 
 def _built_on_meta(layer: Layer | Wrapper) -> nn.Module:
     with layer_rng(0, 0):  # so that the caller's random state stays as it is
-        try:
-            with torch.device("meta"):
-                return _built(layer)
-        except Exception:  # it looks at values, as `linspace(...).tolist()` or numpy does; if not, it fails again
+        # It may look at values, as `linspace(...).tolist()` or numpy does. If that is not why it fails, it does so
+        # again, and the first failure, which may be the meta device's, is not told with the second.
+        with contextlib.suppress(Exception), torch.device("meta"):
             return _built(layer)
+        return _built(layer)

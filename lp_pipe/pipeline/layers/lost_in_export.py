@@ -5,6 +5,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -149,8 +150,14 @@ def _line_of_forward(error: Exception) -> str:
     """The innermost line of a module's method: torch names lines of its own, or ours."""
     found = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
-        owner, file = frame.f_locals.get("self"), frame.f_code.co_filename
+        # Its first argument, which not everybody calls self.
+        owner, file = _first_argument(frame), frame.f_code.co_filename
         if isinstance(owner, nn.Module) and not Path(file).is_relative_to(_TORCH):
             source = linecache.getline(file, line).strip()
             found = f" (at {Path(file).name}:{line}{f', {source}' if source else ''})"
     return found
+
+
+def _first_argument(frame: FrameType) -> Any:
+    names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+    return frame.f_locals.get(names[0]) if names else None

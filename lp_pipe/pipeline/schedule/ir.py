@@ -139,9 +139,12 @@ class Schedule:
     def _from_text(cls, text: str, name: str) -> Self:
         rows = csv.reader(text.removeprefix("\ufeff").rstrip().splitlines())
         try:
-            return cls(name, tuple(tuple(_row_actions(row, line)) for line, row in enumerate(rows, start=1)))
+            workers = tuple(tuple(_row_actions(row, line)) for line, row in enumerate(rows, start=1))
         except csv.Error as error:
             raise ScheduleError(f"line {rows.line_num}: {error}") from error
+        if not any(workers):
+            raise ScheduleError("there are no actions: write a line for each worker, such as 0F0,0F1,0B0,0B1")
+        return cls(name, workers)
 
 
 def is_path(source: str | Path) -> bool:

@@ -254,6 +254,7 @@ def test_the_factory_that_fails_is_named() -> None:
     with pytest.raises(TypeError, match="out_features") as caught:
         pp.add_pipeline(lp.Program("wrong"), pp.Model(layers, squared_error, sgd))
     assert caught.value.__notes__ == [f"in the factory of Layer(Linear), which was given ({D}, bias=False)"]
+    assert caught.value.__context__ is None  # it fails on the meta device, too, which was told first
 
 
 def test_the_other_parts_of_a_model_are_checked_at_once() -> None:

@@ -103,3 +103,12 @@ def test_an_overlapped_pair_of_torch_becomes_two_actions() -> None:
 def test_a_bad_cell_is_named() -> None:
     with pytest.raises(ScheduleError, match="line 2, cell 3: '1X0' is not an action"):
         Schedule.from_csv("0F0,0B0\n1F0,,1X0")
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", ",,\n"])
+def test_an_empty_file_is_named(text: str, tmp_path: Path) -> None:
+    """add_pipeline said of it "use microbatches=0"."""
+    path = tmp_path / "empty.csv"
+    path.write_text(text)
+    with pytest.raises(ScheduleError, match=r"empty\.csv: there are no actions: write a line for each worker"):
+        Schedule.from_csv(path)
