@@ -4,24 +4,28 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline.layers.overlaps import overlapping
+
+_WITH_MEMORY = (Tensor, nn.Parameter, nn.Buffer)  # a subclass may have none of its own
 
 
 def refuse_unfit(loss: Any, sources: Sequence[Any]) -> None:
     """Look at a model before anything is made of it.
 
     Raises:
-        PipelineError: a parameter has hooks, which copies do not have, or no shape yet, or is TorchScript's; or the
-            loss has parameters, which no stage would train.
+        PipelineError: a parameter has hooks, which copies do not have, or no shape yet, or is TorchScript's; or a
+            buffer is a view of another one, or of a parameter; or the loss has parameters, which no stage would train.
     """
     for index, source in enumerate(sources):
         if isinstance(source, nn.Module):
             refuse_lazy(source, f"layer {index}")
             _refuse_hooks(source, index)
             _refuse_scripted(source, index)
+            _refuse_views(source, index)
     if isinstance(loss, nn.Module) and any(parameter.requires_grad for parameter in loss.parameters()):
         raise PipelineError(
             f"the loss, {type(loss).__name__}, has parameters, which nobody would train: make what they belong to the "
@@ -59,3 +63,17 @@ def _refuse_scripted(module: nn.Module, index: int) -> None:
             f"layer {index} has a scripted module, of which torch makes no copies that can be trained: let a pp.Layer "
             "make it, as pp.Layer(lambda: torch.jit.script(Block()))"
         )
+
+
+def _refuse_views(module: nn.Module, index: int) -> None:
+    """A copy that travels to a process has memory of its own for each tensor: what is written to one stays there."""
+    named = [*module.named_parameters(), *module.named_buffers()]
+    plain = [(name, tensor) for name, tensor in named if type(tensor) in _WITH_MEMORY and not tensor.is_meta]
+    for position in overlapping([tensor for _, tensor in plain]):
+        name, tensor = plain[position]
+        if not isinstance(tensor, nn.Parameter):
+            raise PipelineError(
+                f"buffer {name!r} of layer {index} shares memory with another one, or with a parameter (one is a view "
+                "of the other), which the stage's copies would not: what is written to one would not be seen in the "
+                "other. Register a clone(), or let a pp.Layer make the layer, so that it is built where it is trained"
+            )

@@ -51,6 +51,59 @@ def test_lazy_layers_are_refused_by_name(layer: Any, stages: Any) -> None:
         lp.launch(program, "thread").wait(WITHIN_S)
 
 
+class OfABuffer(nn.Module):
+    """Writes to a buffer by a view of it, which is registered as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        means = torch.zeros(D)
+        self.register_buffer("means", means)
+        self.register_buffer("first", means[:2])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x - self.get_buffer("means")
+        if self.training:
+            first = self.get_buffer("first")
+            first.mul_(0.5).add_(x.detach().flatten(0, -2).mean(0)[: len(first)])
+        return y
+
+
+class OfAParameter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+        self.register_buffer("row", self.linear.weight.detach()[0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.linear(x) + self.get_buffer("row")
+        return output
+
+
+@pytest.mark.parametrize("layer", [OfABuffer, OfAParameter])
+def test_buffers_that_are_views_are_refused_in_ready_made_layers(layer: Any) -> None:
+    """In process mode each had memory of its own, so that such a layer trained with other bits, in silence."""
+    model = pp.Model([nn.Linear(D, D), layer()], squared_error, sgd)
+    with pytest.raises(pp.PipelineError, match=r"buffer '\w+' of layer 1 shares memory .* let a pp\.Layer make the"):
+        pp.check(model, BATCHES)
+
+
+def test_a_buffer_that_is_a_view_trains_where_a_factory_makes_it() -> None:
+    model = pp.Model([pp.Layer(nn.Linear, D, D), pp.Layer(OfABuffer), pp.Layer(nn.Linear, D, D)], squared_error, sgd)
+    plain = PlainLoop(model, 2)
+    with launched("process", model, BATCHES, stages=2, microbatches=2) as pipeline:
+        for batch in BATCHES:
+            pipeline.step()
+            plain.step(batch)
+        assert_same_state(pipeline.state_dict(), plain.state_dict())
+
+
+def test_one_buffer_under_two_names_is_no_view() -> None:
+    layers: list[nn.Module] = [OfABuffer(), OfABuffer()]
+    for layer in layers:
+        layer.register_buffer("first", layer.get_buffer("means"))
+    assert pp.check(pp.Model([nn.Linear(D, D), *layers], squared_error, sgd), BATCHES, stages=3)
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_a_ready_made_scripted_layer_is_refused_and_one_of_a_factory_trains() -> None:
     """The stage ended in "can't optimize a non-leaf Tensor": torch's copies of such a module have no others."""
