@@ -1,5 +1,6 @@
 """Both ends in one process: a frame is delivered by a call, without bytes on a wire."""
 
+import os
 import threading
 from collections import deque
 
@@ -77,11 +78,32 @@ def connect(endpoint: str, idle_timeout_s: float | None = None) -> Connection:
         Unavailable: nobody listens there.
     """
     listener = _listeners.get(endpoint)
+    if listener is None and is_elsewhere(endpoint):
+        raise Unavailable(
+            f"its server is a thread of process {_process_of(endpoint)}, and cannot be reached from this process "
+            f"({os.getpid()}): launch the program with mode='process' to call its nodes from processes of your own"
+        )
     if listener is None:
         raise Unavailable(f"nobody listens at {endpoint}")
     near, far = pair(endpoint)
     listener.on_connection(far)
     return near
+
+
+def endpoint_here(name: str) -> str:
+    """One by which other processes see that it is none of theirs."""
+    return f"{SCHEME}{os.getpid()}/{name}"
+
+
+def is_elsewhere(endpoint: str) -> bool:
+    """Whether it is another process's, so that nobody will ever listen there in this one."""
+    return endpoint.startswith(SCHEME) and _process_of(endpoint) not in ("", str(os.getpid()))
+
+
+def _process_of(endpoint: str) -> str:
+    """Of one that `endpoint_here` made; else empty."""
+    process, slash, _ = endpoint.removeprefix(SCHEME).partition("/")
+    return process if slash and process.isdecimal() else ""
 
 
 def listen(endpoint: str, on_connection: OnConnection) -> Listener:
@@ -101,3 +123,13 @@ def pair(name: str = "inproc:pair") -> tuple[Connection, Connection]:
 
 def _own(buffer: object) -> object:
     return bytearray(buffer) if isinstance(buffer, (memoryview, bytearray)) else buffer
+
+
+def _leave_listeners_to_the_parent() -> None:
+    """What a forked process has of them are copies: who called one would be answered by a copy of the server."""
+    global _listeners_lock
+    _listeners_lock = threading.Lock()
+    _listeners.clear()
+
+
+os.register_at_fork(after_in_child=_leave_listeners_to_the_parent)

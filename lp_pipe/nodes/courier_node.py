@@ -54,7 +54,7 @@ class CourierNode(Node[CourierHandle]):
 
     def _serve(self, served: Any, node: NodeContext) -> None:
         run = getattr(served, "run", None)
-        if run is None or not self._run_enabled:
+        if not callable(run) or not self._run_enabled:
             node.stop_signal.event.wait()
             return
         try:

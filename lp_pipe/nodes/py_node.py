@@ -20,7 +20,7 @@ class PyClassNode(Node[NoClientHandle]):
 
     def execute(self) -> None:
         run = getattr(self._construct(), "run", None)
-        if run is not None and self._run_enabled:
+        if callable(run) and self._run_enabled:
             user_code.call(run)
 
     def _new_handle(self) -> NoClientHandle:

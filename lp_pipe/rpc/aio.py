@@ -55,12 +55,17 @@ class AioCall(Coroutine[Any, Any, Any]):
 
     def __init__(self, call: Coroutine[Any, Any, Any]) -> None:
         self._call = call
+        self._items = _Opening(call)
 
     def __await__(self) -> Generator[Any, Any, Any]:
         return self._call.__await__()
 
     def __aiter__(self) -> AsyncIterator[Any]:
-        return _Opening(self._call)
+        return self._items
+
+    async def aclose(self) -> None:
+        """Close the generator on the server, as `contextlib.aclosing` does after its body."""
+        await self._items.aclose()
 
     def send(self, value: Any) -> Any:
         return self._call.send(value)

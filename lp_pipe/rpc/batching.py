@@ -49,6 +49,13 @@ def batched_handler(
     return lambda function: BatchedHandler(function, batch_size, max_parallelism, timeout_s, pad_batch)
 
 
+def _is_first_parameter_self(function: Callable[..., Any]) -> bool:
+    try:
+        return next(iter(inspect.signature(function).parameters), "") == "self"
+    except ValueError:  # a function in C that does not tell, such as torch.relu
+        return False
+
+
 class _Request(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -62,8 +69,7 @@ class BatchedHandler:
     def __init__(
         self, function: Callable[..., Any], batch_size: int, max_parallelism: int, timeout_s: float, pad_batch: bool
     ) -> None:
-        parameters = list(inspect.signature(function).parameters)
-        if parameters[:1] == ["self"]:
+        if _is_first_parameter_self(function):
             raise TypeError(
                 f"batched_handler cannot decorate a method in the class body, where it is not bound yet: "
                 f"in __init__ write self.{function.__name__} = batched_handler(...)(self.{function.__name__})"

@@ -5,7 +5,7 @@ import threading
 import time
 
 from lp_pipe import connections
-from lp_pipe.connections import Connection, spanning
+from lp_pipe.connections import Connection, inproc, spanning
 from lp_pipe.connections.when_gone import when_gone
 from lp_pipe.errors import Unauthenticated, Unavailable
 from lp_pipe.launched import services_for
@@ -74,7 +74,8 @@ class Connecting:
             try:
                 return connections.connect(self._address)
             except Unavailable as error:
-                if not self._wait_for_ready or isinstance(error, Unauthenticated):
+                is_in_vain = isinstance(error, Unauthenticated) or inproc.is_elsewhere(self._address)
+                if is_in_vain or not self._wait_for_ready:
                     raise type(error)(f"{self._peer}.{method}(): {error}") from error
                 why = str(error)
             endpoint = self._wait_until_up(method, deadline)

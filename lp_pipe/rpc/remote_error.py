@@ -37,7 +37,7 @@ def capture(error: BaseException) -> bytes:
         message.exception_type = codec.dumps(original)
     with contextlib.suppress(Exception):
         message.args = codec.dumps(error.args)
-    attributes = _builtin_attributes(error)
+    attributes = _slot_attributes(error)
     with contextlib.suppress(Exception):  # a user's __getattribute__
         attributes |= vars(error)
     for name, value in attributes.items():
@@ -102,11 +102,11 @@ def printable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def _builtin_attributes(error: BaseException) -> dict[str, Any]:
-    """What built-in classes keep outside of __dict__: OSError.filename, UnicodeDecodeError.start, ImportError.name."""
+def _slot_attributes(error: BaseException) -> dict[str, Any]:
+    """What classes keep outside of __dict__: OSError.filename, UnicodeDecodeError.start, and a user's __slots__."""
     found: dict[str, Any] = {}
     for kind in type(error).__mro__:
-        if kind.__module__ == "builtins" and kind not in (BaseException, object):
+        if kind not in (BaseException, object):
             for name, member in vars(kind).items():
                 if name != "obj" and (inspect.ismemberdescriptor(member) or inspect.isgetsetdescriptor(member)):
                     with contextlib.suppress(Exception):  # some raise when they were never set
@@ -141,6 +141,7 @@ def _combined_class(original: type[Exception]) -> Any:
     namespace = {
         "__str__": lambda self: self._lp_pipe_text,
         "__reduce__": _reduce,
+        "__setattr__": object.__setattr__,  # a frozen dataclass's refuses to be filled in
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "_lp_pipe_original_class": original,

@@ -3,7 +3,8 @@
 import sys
 from typing import Any
 
-_ARRAYS = (("numpy", "ndarray"), ("torch", "Tensor"))
+# By the library whose stack() joins them; masked arrays before their base, whose stack() forgets the masks.
+_ARRAYS = (("numpy.ma", "MaskedArray"), ("numpy", "ndarray"), ("torch", "Tensor"))
 
 
 def stack(values: list[Any] | tuple[Any, ...]) -> Any:

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import pickle
 import re
+import subprocess
 import sys
 import threading
 import time
@@ -21,6 +22,7 @@ import psutil
 import pytest
 
 import lp_pipe as lp
+from tests.forking import holds_in_a_fork
 
 WITHIN_S = 20.0
 
@@ -45,6 +47,48 @@ def serving(*nodes: lp.Node[Any], program: str = "program") -> tuple[lp.Program,
     for index, node in enumerate(nodes):
         graph.add_node(node, label=f"node{index}")
     return graph, handle
+
+
+@pytest.mark.parametrize("pool", [0, 16])
+@pytest.mark.parametrize("beside", ["", "a process"])
+def test_a_forked_process_reaches_the_server_itself_or_is_told_that_it_cannot(
+    mode: str, pool: int, beside: str
+) -> None:
+    program = lp.Program("counting")
+    handle = program.add_node(lp.CourierNode(Counter, courier_kwargs={"thread_pool_size": pool}), label="counter")
+    if beside:
+        program.add_node(lp.MultiProcessingColocation([lp.PyNode(lp.wait_for_stop)]), label="beside")
+    with lp.launch(program, mode) as run:
+        client = lp.CourierClient(run.client(handle).address, call_timeout=WITHIN_S)
+        assert client.add() == 1
+        if mode == "thread" and not beside:
+            assert holds_in_a_fork(lambda: "mode='process'" in unavailable(client))
+            assert is_unavailable_in_a_new_process(client)
+            assert client.add() == 2
+        else:
+            assert holds_in_a_fork(lambda: client.add() == 2)
+            assert client.add() == 3
+
+
+class Counter:
+    def __init__(self) -> None:
+        self._count = 0
+
+    def add(self) -> int:
+        self._count += 1
+        return self._count
+
+
+def unavailable(client: lp.CourierClient) -> str:
+    with pytest.raises(lp.Unavailable) as caught:
+        client.add()
+    return str(caught.value)
+
+
+def is_unavailable_in_a_new_process(client: lp.CourierClient) -> bool:
+    script = f"import lp_pipe as lp; lp.CourierClient({client.address!r}, call_timeout={WITHIN_S}).add()"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    return "Unavailable" in ended.stderr and "mode='process'" in ended.stderr
 
 
 def test_a_program_runs_until_a_node_stops_it(mode: str, tmp_path: Path) -> None:

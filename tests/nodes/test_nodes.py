@@ -117,6 +117,21 @@ def test_run_can_be_enabled_again(mode: str, tmp_path: Path) -> None:
     assert (tmp_path / "ran").exists()
 
 
+def test_an_attribute_run_that_is_no_function_is_data(mode: str) -> None:
+    class Logs:
+        def __init__(self) -> None:
+            self.run = ["loss 0.5"]  # as the run of an experiment tracker is
+
+        def lines(self) -> int:
+            return len(self.run)
+
+    program = lp.Program("data")
+    logs = program.add_node(lp.CourierNode(Logs), label="logs")
+    program.add_node(lp.PyClassNode(Logs), label="ends")
+    with lp.launch(program, mode) as launched:
+        assert launched.client(logs).lines() == 1
+
+
 def test_the_number_of_handler_threads_is_an_option_of_the_node(mode: str) -> None:
     class Where:
         def thread(self) -> str:

@@ -1,5 +1,6 @@
 """Handlers that answer several calls at once."""
 
+import operator
 import threading
 from datetime import timedelta
 from typing import Any
@@ -70,6 +71,13 @@ def test_dicts_and_tuples_are_batched_member_by_member(mode: str) -> None:
             assert (float(answer["sum"][0]), answer["k"].shape, answer["name"]) == (1 + i, (2,), str(i))
 
 
+def test_masked_arrays_keep_their_masks(mode: str) -> None:
+    run, client = served(mode, batch_size=2, timeout=WITHIN_S)
+    with run:
+        calls = [client.futures.double(np.ma.array([[1, 2]], mask=[[i, not i]])) for i in range(2)]
+        assert [answer.tolist() for answer, _ in results(calls)] == [[[2, None]], [[None, 4]]]
+
+
 def test_a_batch_starts_when_its_time_has_come(mode: str) -> None:
     run, client = served(mode, timeout=timedelta(milliseconds=50))
     with run:
@@ -117,6 +125,10 @@ def test_it_works_outside_of_a_server() -> None:
         thread.join(WITHIN_S)
     assert sorted(found) == [0, 1, 4, 9, 16]
     assert (square.__name__, square.__doc__) == ("square", "The square.")
+
+
+def test_functions_that_do_not_tell_their_parameters_are_taken() -> None:
+    assert lp.batched_handler(batch_size=1)(operator.itemgetter(slice(None)))(4) == 4
 
 
 def test_wrong_uses_are_found_at_once() -> None:

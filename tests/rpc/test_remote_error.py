@@ -1,6 +1,7 @@
 """An exception of a handler, as its caller sees it."""
 
 import builtins
+import dataclasses
 import pickle
 import threading
 from collections.abc import Callable, Iterator
@@ -106,6 +107,24 @@ class SlotsError(Exception):
     __slots__ = ("code",)
 
 
+@dataclasses.dataclass(frozen=True)
+class FrozenError(Exception):
+    code: int
+
+
+class SealedError(ValueError):
+    """As attrs makes them: with slots, and no attribute may be set, not even args."""
+
+    __slots__ = ("code",)
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        object.__setattr__(self, "code", code)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"{name} is frozen")
+
+
 def test_except_catches_it_by_its_own_class(client: lp.CourierClient) -> None:
     with pytest.raises(ValueError, match="no such layer") as info:
         client.fail_with_a_cause()
@@ -176,6 +195,16 @@ def test_args_and_attributes_are_copied_as_far_as_they_pickle(client: lp.Courier
     error = caught(client, LockedError)
     assert error.code == 7
     assert not hasattr(error, "lock")
+
+
+@pytest.mark.parametrize("kind", [FrozenError, SealedError])
+def test_exceptions_that_are_frozen_or_have_slots_keep_their_class_and_attributes(
+    client: lp.CourierClient, far_client: lp.CourierClient, kind: Any
+) -> None:
+    for each in (client, far_client):
+        error: Any = caught(each, lambda: kind(5))
+        assert isinstance(error, kind)
+        assert (error.args, error.code, error.type_name) == ((5,), 5, kind.__name__)
 
 
 def test_attributes_of_builtin_classes_are_copied(client: lp.CourierClient) -> None:

@@ -176,7 +176,7 @@ def test_large_items_make_the_window_smaller(serve: Serve) -> None:
     assert [float(array[-1]) for array in items] == list(range(12))
 
 
-WAYS = ["close", "drop", "with", "break in a loop", "aclose"]
+WAYS = ["close", "drop", "with", "break in a loop", "aclose", "aclosing"]
 
 
 @pytest.mark.parametrize("size", [0, 1])
@@ -194,12 +194,18 @@ def stop_iterating(client: lp.CourierClient, method: str, way: str) -> None:
             assert await anext(items) == 0
             await items.aclose()
             assert [item async for item in items] == []
+        elif way == "aclosing":
+            async with contextlib.aclosing(getattr(client.aio, method)()) as items:
+                async for item in items:
+                    if item == 20:
+                        break
+                assert await anext(aiter(items)) == 21
         else:
             async for item in getattr(client.aio, method)():
                 if item == 20:
                     break
 
-    if way in ("break in a loop", "aclose"):
+    if way in ("break in a loop", "aclose", "aclosing"):
         asyncio.run(in_a_loop())
     elif way == "with":
         with getattr(client, method)() as items:
