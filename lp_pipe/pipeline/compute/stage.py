@@ -221,7 +221,7 @@ class Stage(NamedLayers):
                         value = self.watch(Place(index, step, microbatch), layer, value, skips)
             except BaseException as error:  # layers may end in SystemExit, too
                 add_note(error, f"in layer {layer_names([layer], index)[0]}")
-                if "don't yet support saved tensor hooks" in str(error):
+                if type(error) is RuntimeError and "don't yet support saved tensor hooks" in str(error):
                     add_note(error, _NO_HOOKS)
                 raise
         return value

@@ -143,7 +143,7 @@ class Schedule:
         except csv.Error as error:
             raise ScheduleError(f"line {rows.line_num}: {error}") from error
         if not any(workers):
-            raise ScheduleError("there are no actions: write a line for each worker, such as 0F0,0F1,0B0,0B1")
+            raise ScheduleError("the schedule has no actions: write a line for each worker, such as 0F0,0F1,0B0,0B1")
         return cls(name, workers)
 
 

@@ -110,5 +110,5 @@ def test_an_empty_file_is_named(text: str, tmp_path: Path) -> None:
     """add_pipeline said of it "use microbatches=0"."""
     path = tmp_path / "empty.csv"
     path.write_text(text)
-    with pytest.raises(ScheduleError, match=r"empty\.csv: there are no actions: write a line for each worker"):
+    with pytest.raises(ScheduleError, match=r"empty\.csv: the schedule has no actions: write a line for each worker"):
         Schedule.from_csv(path)
