@@ -18,7 +18,7 @@ from lp_pipe.pipeline.layers.microbatches import apart, count, loss_weights, spl
 from lp_pipe.pipeline.layers.model import Model
 from lp_pipe.pipeline.layers.named_layers import NamedLayers
 from lp_pipe.pipeline.layers.names import model_names
-from lp_pipe.pipeline.layers.rng import optimizer_place, step_rng
+from lp_pipe.pipeline.layers.rng import backward_place, optimizer_place, step_rng
 from lp_pipe.pipeline.layers.skips import call, layer_sources
 from lp_pipe.pipeline.layers.tied import tie, tied_names
 
@@ -103,7 +103,8 @@ class PlainLoop:
                         result = self._loss(output, target)
                 loss = result[0] if isinstance(result, tuple) else result
                 losses[microbatch % self._last_replicas] += loss.item() * weight
-                self._scaler.scale(loss * weight).backward()
+                with step_rng(self._model.seed, 0, self._step, backward_place(microbatch)):
+                    self._scaler.scale(loss * weight).backward()
             self._set_aside(microbatch)
         self._writes.end(trains=True)
         self._sum_parts()

@@ -17,6 +17,7 @@ from tests.pipeline.plain_loop import (
     adam,
     assert_same_state,
     launched,
+    layers_of,
     model_with_everything,
     random_batches,
     sgd,
@@ -117,6 +118,24 @@ class Checkpointed(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return checkpoint(self.block, x, use_reentrant=False) if self.training else self.block(x)
+
+
+class _Noise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (gradient,) = gradients
+        return gradient + 0.1 * torch.randn_like(gradient)
+
+
+class NoisyGradient(nn.Module):
+    """Draws in the backward, as stochastic rounding does."""
+
+    def forward(self, x: Tensor) -> Any:
+        return _Noise.apply(x)  # type: ignore[no-untyped-call]
 
 
 def _dict_error(output: Tensor, target: dict[str, Tensor]) -> Tensor:
@@ -368,3 +387,38 @@ def test_a_target_stays_as_it_was_given_though_it_is_the_input_too(options: dict
             assert pipeline.evaluate([(x, x)]).loss == pipeline.evaluate([(x, x.clone())]).loss
     report = pp.check(model, [(x.clone(),) * 2 for x, _ in batches], microbatches=2, **options)
     assert report, report
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_a_backward_that_draws_draws_the_same_in_every_mode_and_after_a_resume(schedule: str, tmp_path: Path) -> None:
+    """It drew from the process's generator, as that was by chance."""
+    model = pp.Model([LINEAR, pp.Layer(NoisyGradient), LINEAR], squared_error, adam)
+    options: dict[str, Any] = {"stages": [1], "microbatches": 3, "schedule": schedule}
+    with launched("thread", model, BATCHES, **options) as pipeline:
+        list(pipeline.steps(2))
+        pipeline.save(tmp_path)
+        list(pipeline.steps())
+        found = pipeline.fingerprint()
+    torch.manual_seed(1)
+    with launched("process", model, BATCHES, **options) as pipeline:
+        list(pipeline.steps())
+        assert pipeline.fingerprint() == found
+        pipeline.load(tmp_path)
+        list(pipeline.steps())
+        assert pipeline.fingerprint() == found
+
+
+def test_with_one_stage_a_backward_that_draws_is_that_of_a_plain_loop() -> None:
+    model = pp.Model([LINEAR, pp.Layer(NoisyGradient), LINEAR], squared_error, sgd)
+    plain = nn.Sequential(*layers_of(model))
+    optimizer = sgd(list(plain.named_parameters()))
+    x, y = BATCHES[0]
+    for j, (part, target) in enumerate(zip(x.chunk(3), y.chunk(3), strict=True)):
+        loss = squared_error(plain(part), target) * len(part) / len(x)
+        with pp.step_rng(model.seed, 0, 0, -1 - j):
+            loss.backward()
+    optimizer.step()
+    with launched("thread", model, BATCHES, stages=1, microbatches=3) as pipeline:
+        pipeline.step()
+        assert_same_state(pipeline.state_dict(), plain.state_dict())
+    assert pp.check(model, BATCHES, stages=1, microbatches=3).equal

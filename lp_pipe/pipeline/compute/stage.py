@@ -25,7 +25,7 @@ from lp_pipe.pipeline.layers.layer_names import layer_names
 from lp_pipe.pipeline.layers.message import Message, tensors_of
 from lp_pipe.pipeline.layers.named_layers import NamedLayers
 from lp_pipe.pipeline.layers.overlaps import Unwritten
-from lp_pipe.pipeline.layers.rng import nobody_draws, step_rng
+from lp_pipe.pipeline.layers.rng import backward_place, step_rng
 from lp_pipe.pipeline.layers.skips import call
 from lp_pipe.pipeline.layers.tied import layer_of
 
@@ -36,6 +36,7 @@ _NO_HOOKS = (
     "torch.autograd.grad(..., create_graph=True)"
 )
 _Layers = list[tuple[int, nn.Module]]  # with their indices in the model
+_NOBODY_DRAWS = nullcontext()
 
 
 class Place(NamedTuple):
@@ -52,8 +53,10 @@ class Stash:
 
     The outputs' graph (not the outputs, which may be gone), and where the gradients of those inputs will arrive that
     want one. By name: stashed values that other stages pop, and where the gradients of those popped here will arrive.
+    draws: step and micro-batch, of which what draws depends.
     """
 
+    draws: tuple[int, int] = (EVALUATION, 0)
     outputs: list[GradientEdge] = field(default_factory=list)
     input_gradients: list[Tensor | None] = field(default_factory=list)
     stashed: dict[str, list[GradientEdge]] = field(default_factory=dict)
@@ -63,6 +66,13 @@ class Stash:
     def is_awaited(self) -> bool:
         """Whether another stage waits for a gradient of this backward."""
         return bool(self.input_gradients) or any(self.popped_gradients.values())
+
+
+class _Later(NamedTuple):
+    """The second part of a backward."""
+
+    draws: tuple[int, int]
+    accumulate: Callable[[Roots], None]
 
 
 class Stage(NamedLayers):
@@ -92,9 +102,6 @@ class Stage(NamedLayers):
         self._seed = seed
         self._precision = precision
         self._device_type = device.type
-        # Around backwards: a layer may set the generator there (torch.utils.checkpoint does). Not on a GPU, where
-        # autograd has threads of its own, in which recomputed layers draw.
-        self._alone: AbstractContextManager[Any] = nobody_draws() if device.type == "cpu" else nullcontext()
         for layer in layers:
             layer.to(device)
         self._tied = tied
@@ -102,7 +109,7 @@ class Stage(NamedLayers):
         self._runs = [self._prepared(r) for r in runs_of(recompute, first_layer, layers, writers(layers, first_layer))]
         self._phony = phony()
         self.activation_stash: dict[int, Stash] = {}
-        self._weight_stash: dict[int, Callable[[Roots], None]] = {}  # the second parts of backwards
+        self._weight_stash: dict[int, _Later] = {}
         self._popped_gradients: dict[tuple[int, str], list[Tensor | None]] = {}
         # Calls a layer in a forward of training, in the place of `call`, while somebody wants to see what it makes.
         self.watch: Callable[[Place, nn.Module, Any, dict[str, Any]], Any] | None = None
@@ -124,7 +131,7 @@ class Stage(NamedLayers):
         Returns the last layer's output with its graph, for the loss, or for `to_message`.
         """
         self._buffers.renew(are_saved=bool(self.activation_stash or self._weight_stash))
-        stash = self.activation_stash[microbatch if number is None else number] = Stash()
+        stash = self.activation_stash[microbatch if number is None else number] = Stash((step, microbatch))
         with self._buffers.watched():
             return self._run(message, step, microbatch, stash, {} if skips is None else skips)
 
@@ -159,10 +166,10 @@ class Stage(NamedLayers):
 
     def backward_weights(self, microbatch: int, more: Roots = ()) -> None:
         """Accumulate the gradients that a backward has deferred; frees the micro-batch's activations."""
-        accumulate = self._weight_stash.pop(microbatch)
-        with self._alone:
-            accumulate([root for root in more if root[1] is not None])
-        self._buffers.after_weights(microbatch)  # the graph is in `accumulate`
+        later = self._weight_stash.pop(microbatch)
+        with self._drawing(later.draws):
+            later.accumulate([root for root in more if root[1] is not None])
+        self._buffers.after_weights(microbatch)  # the graph is in `later`
 
     def tied_parameters(self, names: Sequence[str]) -> list[nn.Parameter]:
         """This stage's own or borrowed ones, by the first of each one's names in the model."""
@@ -235,15 +242,26 @@ class Stage(NamedLayers):
     def _backward(self, microbatch: int, roots: Roots, defer_weights: bool) -> list[Tensor | None]:
         stash = self.activation_stash.pop(microbatch)
         if not defer_weights:
-            with self._alone:
+            with self._drawing(stash.draws):
                 backward(roots)
         elif roots and stash.is_awaited:
-            with self._alone:
+            with self._drawing(stash.draws):
                 split = SplitBackward(roots, self._phony)
-            self._weight_stash[microbatch] = split.accumulate
+            self._weight_stash[microbatch] = _Later(stash.draws, split.accumulate)
         else:  # no input wants a gradient, as on the first stage: nobody waits for any of this
-            self._weight_stash[microbatch] = partial(backward_later, roots, held_for_later(grad for _, grad in roots))
+            later = partial(backward_later, roots, held_for_later(grad for _, grad in roots))
+            self._weight_stash[microbatch] = _Later(stash.draws, later)
         self._buffers.after_backward(microbatch, is_split=defer_weights)
         for name, gradients in stash.popped_gradients.items():
             self._popped_gradients[microbatch, name] = gradients
         return stash.input_gradients
+
+    def _drawing(self, draws: tuple[int, int]) -> AbstractContextManager[Any]:
+        """Around backwards: what draws there (noise on gradients) draws the same in every run.
+
+        Not on a GPU, where autograd has threads of its own: recomputed layers, which draw there, would wait for ever.
+        """
+        if self._device_type != "cpu":
+            return _NOBODY_DRAWS
+        step, microbatch = draws
+        return step_rng(self._seed, self.first_layer, step, backward_place(microbatch))

@@ -32,10 +32,7 @@ def layer_rng(seed: int, index: int) -> Iterator[None]:
 
 
 def nobody_draws() -> contextlib.AbstractContextManager[Any]:
-    """In the body no thread of this process is in a `step_rng`, for what sets torch's generator in its own way.
-
-    Such as torch.utils.checkpoint in a backward: it draws a dropout mask again.
-    """
+    """In the body no thread of this process is in a `step_rng`, for what is not ready for others beside it."""
     return _generator_lock
 
 
@@ -44,7 +41,8 @@ class step_rng:  # contextlib's way to make one costs as much as all that it doe
 
     Use it in a plain loop too, around the call of each layer, to get the very masks that a pipeline draws. A loss that
     draws counts as a layer behind the last one, an optimizer that draws (for stage worker s) as layer -1 - s, with the
-    number of the update in the step in place of a micro-batch.
+    number of the update in the step in place of a micro-batch. A backward that draws does so as its stage's first layer
+    in micro-batch -1 - j (on a CPU).
     Stages that are threads take turns in such bodies.
     """
 
@@ -69,6 +67,11 @@ class step_rng:  # contextlib's way to make one costs as much as all that it doe
 def optimizer_place(stage: int) -> int:
     """In the place of a layer in `step_rng`, for an optimizer that draws; of the worker whose first stage it is."""
     return -1 - stage
+
+
+def backward_place(microbatch: int) -> int:
+    """In the place of a micro-batch in `step_rng`, for a backward that draws; the layer is its stage's first one."""
+    return -1 - microbatch
 
 
 def current_microbatch() -> int:
