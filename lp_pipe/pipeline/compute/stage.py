@@ -36,7 +36,7 @@ _NO_HOOKS = (
     "torch.autograd.grad(..., create_graph=True)"
 )
 _Layers = list[tuple[int, nn.Module]]  # with their indices in the model
-_NOBODY_DRAWS = nullcontext()
+_UNSEEDED = nullcontext()
 
 
 class Place(NamedTuple):
@@ -262,6 +262,6 @@ class Stage(NamedLayers):
         Not on a GPU, where autograd has threads of its own: recomputed layers, which draw there, would wait for ever.
         """
         if self._device_type != "cpu":
-            return _NOBODY_DRAWS
+            return _UNSEEDED
         step, microbatch = draws
         return step_rng(self._seed, self.first_layer, step, backward_place(microbatch))
