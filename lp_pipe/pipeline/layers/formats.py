@@ -5,15 +5,19 @@ A module that saves something else than it did once (a transposed weight) tells 
 """
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
 def formats_of(state: Mapping[str, Any]) -> dict[str, int]:
     """By module; of the first version, and of a state that was put together without them, nothing is said."""
     metadata: Mapping[str, Any] = getattr(state, "_metadata", None) or {}
-    versions = {name: of_module.get("version") for name, of_module in metadata.items()}
-    return {name: version for name, version in versions.items() if isinstance(version, int) and version != 1}
+    return noted((name, of_module.get("version")) for name, of_module in metadata.items())
+
+
+def noted(versions: Iterable[tuple[str, Any]]) -> dict[str, int]:
+    """Those of which something must be said."""
+    return {name: version for name, version in versions if isinstance(version, int) and version != 1}
 
 
 def with_formats(state: Mapping[str, Any], formats: Mapping[str, int]) -> "OrderedDict[str, Any]":

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lp_pipe.pipeline.layers.formats import formats_of, with_formats
+from lp_pipe.pipeline.layers.formats import formats_of, noted, with_formats
 from lp_pipe.pipeline.layers.names import name_prefix
 
 
@@ -54,10 +54,9 @@ class NamedLayers:
 
     def formats(self) -> dict[str, int]:
         """Of what is in the state; pieces of a split module have none of the modules that it was made of."""
-        found: dict[str, int] = {}
-        for prefix, layer in self.named_layers():
-            found |= formats_of(layer.state_dict(prefix=prefix)) if prefix else {}
-        return found
+        named = [(prefix.removesuffix("."), layer) for prefix, layer in self.named_layers() if prefix]
+        modules = [m for prefix, layer in named for m in layer.named_modules(prefix=prefix, remove_duplicate=False)]
+        return noted((name, module._version) for name, module in modules)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Copy these layers' part of a whole model's state in.
