@@ -17,7 +17,7 @@ from lp_pipe.pipeline.conductor.on_nan import OnNan
 from lp_pipe.pipeline.conductor.stragglers import Stragglers
 from lp_pipe.pipeline.conductor.workers import Workers
 from lp_pipe.pipeline.config import PipelineConfig
-from lp_pipe.pipeline.layers.microbatches import apart, check_pair, count
+from lp_pipe.pipeline.layers.microbatches import aligned, apart, check_pair, count
 from lp_pipe.pipeline.results import StepResult, StepTrace
 from lp_pipe.pipeline.saving.manifest import Manifest
 from lp_pipe.pipeline.worker.batches import BatchSource
@@ -129,7 +129,7 @@ class Steps(ABC):
         with noting(f"in the feeder's batch({step})" if batch is None else f"in the batch of step {step}"):
             microbatches = count((value, target), self._config.microbatches)
             own, own_target = apart((value, target))
-            return own, own_target, microbatches
+            return aligned(own), own_target, microbatches
 
     def _whole_task(self, tag: int, step: int, batch: tuple[Any, Any, int], *, from_feeder: bool) -> Task:
         value, target, microbatches = batch

@@ -111,13 +111,13 @@ def aligned(value: Any) -> Any:
 
 
 def apart(values: Iterable[Any]) -> list[Any]:
-    """`aligned`, and none shares memory with one before it, to which a layer may have written by then."""
+    """None shares memory with one before it, to which a layer may have written by then."""
     used: set[int] = set()
     found: list[Any] = []
     for value in values:
         leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
         storages = {leaf.untyped_storage().data_ptr() for leaf in leaves}
-        found.append(_with_tensors(_aligned if used.isdisjoint(storages) else copied, value))
+        found.append(value if used.isdisjoint(storages) else _with_tensors(copied, value))
         used |= storages
     return found
 

@@ -65,7 +65,9 @@ class Intake:
         given, target = task.given, task.target
         needs_input, needs_target = 0 in self._stages, self._config.last_stage in self._stages
         if (needs_input and given is None) or (needs_target and target is None):
-            value, label = apart(self._from_feeder(task))
+            value, label = self._from_feeder(task)
+            if needs_input and needs_target:
+                value, label = apart((value, label))
             given, target = given or (value,), target or (label,)
         # Moved first, as a loop in one process does: kernels choose by addresses, and a slice's is not a copy's.
         inputs = split(to_device(given[0], self._device), self._config.microbatches) if needs_input and given else []
