@@ -24,6 +24,7 @@ from lp_pipe.cli.targets import load_maker
 from lp_pipe.errors import LpPipeError, NodeError
 from lp_pipe.graph import GraphView, to_svg
 from lp_pipe.launch import ElasticRun, Run, launch, launch_elastic, new_run_dir
+from lp_pipe.launch.at_exit import stop_active_runs
 from lp_pipe.launch.launcher import MODES
 from lp_pipe.launch.processes.proctree import kill_all
 from lp_pipe.launch.signals import Terminated
@@ -106,7 +107,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
                 return _show_plan(program, Start(view, arguments.mode, run_dir), arguments)
         with _make_display(arguments.json) as display:
             display.starting(Start(view, arguments.mode, run_dir))
-            with display.output():
+            with display.output(), _none_left_behind():
                 with _explained(arguments.target, ours):
                     options |= {"grace": arguments.grace, "hang_after": arguments.hang_after, "listed": True}
                     options |= {"run_dir": run_dir, "metrics_sinks": (display.metrics,)}
@@ -164,6 +165,16 @@ def _explained(target: str, new_folder: Path | None) -> Iterator[None]:
             with contextlib.suppress(OSError):
                 new_folder.rmdir()
         raise NotLaunched(f"cannot launch {target}: {error}") from error
+
+
+@contextlib.contextmanager
+def _none_left_behind() -> Iterator[None]:
+    """A signal between the end of `launch` and `_wait`: at the process's end nodes could no longer print, and fail."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        stop_active_runs()
+        raise
 
 
 def _wait(run: Run | ElasticRun, display: Display, view: GraphView) -> ending.Ending:

@@ -32,7 +32,7 @@ def test_runs_may_end_by_themselves_at_any_line_of_the_exit(monkeypatch: pytest.
     before = sys.gettrace()
     sys.settrace(end_one)
     try:
-        at_exit._stop_active_runs()
+        at_exit._stop_unfinished_runs()
     finally:
         sys.settrace(before)
     assert runs[-1].is_stopped, "one that was left when the exit began"
