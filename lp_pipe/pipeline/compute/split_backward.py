@@ -68,8 +68,8 @@ class SplitBackward:
         self._arrived: dict[Node, _Arrived] = {}
         handles = [_keep(joint, self._arrived) for group in self._groups for joint in group.joints]
         try:
-            gradients = [gradient for _, gradient in roots]
-            torch.autograd.backward(starts, gradients, retain_graph=True, inputs=[entry, *at_once])
+            gradients = [_gradient_of(root, gradient) for root, gradient in roots]
+            _run_engine(starts, gradients, retain_graph=True, inputs=(entry, *at_once))
         finally:
             _remove(handles)
         waiting = [gradient for gradients in self._arrived.values() for gradient in gradients]
@@ -95,7 +95,7 @@ class SplitBackward:
         edges, gradients = zip(*starts, strict=True)
         try:
             # Retained, because the way from one joint of a group to another may pass through other groups' joints.
-            torch.autograd.backward(edges, gradients, retain_graph=True, inputs=group.leaves)
+            _run_engine(edges, gradients, retain_graph=True, inputs=tuple(group.leaves))
         finally:
             _remove(handles)
 
@@ -104,13 +104,20 @@ def backward(roots: Roots) -> None:
     """torch.autograd.backward, also from nothing."""
     if not roots:
         return
-    tensors, gradients = zip(*roots, strict=True)
-    if not all([gradient is not None and type(root) in _PLAIN for root, gradient in roots]):
+    if not all([type(root) in _PLAIN for root, _ in roots]):
+        tensors, gradients = zip(*roots, strict=True)
         torch.autograd.backward(tensors, gradients)
         return
-    # The same without looking at the arguments, which would take longer than a small stage's whole backward.
+    _run_engine([root for root, _ in roots], [_gradient_of(*root) for root in roots])
+
+
+def _run_engine(
+    edges: Sequence[Root], gradients: Sequence[Tensor], *, retain_graph: bool = False, inputs: tuple[Tensor, ...] = ()
+) -> None:
+    """torch.autograd.backward without a look at the arguments, which takes longer than a small stage's backward."""
     run = _engine_of(gradients)
-    run(tensors, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
+    # By position: edges, gradients, whether the graph is kept, whether gradients have one, inputs.
+    run(tuple(edges), tuple(gradients), retain_graph, False, inputs, allow_unreachable=True, accumulate_grad=True)
 
 
 def _engine_of(gradients: Sequence[Tensor]) -> Callable[..., Any]:
@@ -143,7 +150,7 @@ def edges_of(value: Any) -> list[GradientEdge]:
 
 def leaves_behind(nodes: Sequence[Node]) -> Iterator[Tensor]:
     """Those that a backward from these nodes gives gradients to."""
-    for node in _children_first(nodes):
+    for node in _graph_below(nodes):
         if _is_leaf(node):
             yield node.variable  # type: ignore[attr-defined]
 
@@ -182,54 +189,59 @@ def _remove(handles: Sequence[RemovableHandle]) -> None:
 
 
 def _find_groups(roots: Sequence[Node], entry: Node) -> list[_Group]:
-    nodes = list(_children_first(roots))
-    above_entry = _leading_to(nodes, lambda node: node is entry)
-    weight_side = _leading_to([node for node in nodes if node not in above_entry], _is_leaf)
+    graph = _graph_below(roots)
+    above_entry: set[Node] = set()
+    weight_side: set[Node] = set()
     labels = _Labels()
-    for node in nodes:
-        if node in above_entry or node in weight_side:
-            labels.join(node, [child for child in _children(node) if child in weight_side])
+    leaves: list[Node] = []
+    joints: list[Node] = []
+    for node, children in graph.items():
+        below = [child for child in children if child in weight_side]
+        if node is entry or not above_entry.isdisjoint(children):
+            above_entry.add(node)
+            if below:
+                joints.append(node)
+        elif below:
+            weight_side.add(node)
+        elif _is_leaf(node):
+            weight_side.add(node)
+            leaves.append(node)
+        if below:
+            labels.join(node, below)
     groups: dict[Node, _Group] = {}
-    for node in nodes:  # children first: a group's leaves come before its joints
-        label = labels.of(node)
-        if node in weight_side and _is_leaf(node):
-            groups.setdefault(label, _Group()).leaves.append(node.variable)  # type: ignore[attr-defined]
-        elif node in above_entry and label in groups:
-            groups[label].joints.append(node)
+    for node in leaves:
+        groups.setdefault(labels.of(node), _Group()).leaves.append(node.variable)  # type: ignore[attr-defined]
+    for node in joints:
+        groups[labels.of(node)].joints.append(node)
     for index, root in enumerate(roots):
         if root in weight_side:
             groups[labels.of(root)].roots.append(index)
     return list(groups.values())
 
 
-def _leading_to(nodes: Sequence[Node], is_goal: Callable[[Node], bool]) -> set[Node]:
-    """The goals, and the nodes (children first) that lead to one."""
-    leading: set[Node] = set()
-    for node in nodes:
-        if is_goal(node) or any(child in leading for child in _children(node)):
-            leading.add(node)
-    return leading
-
-
-def _children_first(roots: Sequence[Node]) -> Iterator[Node]:
-    """All nodes below the roots, each once and after its children. Not recursive: graphs are deep."""
+def _graph_below(roots: Sequence[Node]) -> dict[Node, list[Node]]:
+    """All nodes below the roots with their children, each after its children. Not recursive: graphs are deep."""
+    graph: dict[Node, list[Node]] = {}
     seen: set[Node] = set()
     for root in roots:
-        path = [] if root in seen else [(root, _children(root))]
+        path = [] if root in seen else [_place(root)]
         seen.add(root)
         while path:
-            node, children = path[-1]
-            child = next((child for child in children if child not in seen), None)
-            if child is None:
-                path.pop()
-                yield node
+            node, children, rest = path[-1]
+            for child in rest:
+                if child not in seen:
+                    seen.add(child)
+                    path.append(_place(child))
+                    break
             else:
-                seen.add(child)
-                path.append((child, _children(child)))
+                path.pop()
+                graph[node] = children
+    return graph
 
 
-def _children(node: Node) -> Iterator[Node]:
-    return (child for child, _ in node.next_functions if child is not None)
+def _place(node: Node) -> tuple[Node, list[Node], Iterator[Node]]:
+    children = [child for child, _ in node.next_functions if child is not None]
+    return node, children, iter(children)
 
 
 def _is_leaf(node: Node) -> bool:
