@@ -120,7 +120,7 @@ def agents() -> dict[str, psutil.Process]:
     found = {}
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
-        if words[1:4] == ["-m", "lp_pipe", "agent"]:
+        if words[1:4] == ["-m", "lp_pipe", "agent"] and "--name" in words:  # one that engines start
             found[words[words.index("--name") + 1]] = process
     return found
 
