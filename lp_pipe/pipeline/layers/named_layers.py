@@ -53,8 +53,8 @@ class NamedLayers:
         return {name: _given_away(value) if isinstance(value, Tensor) else value for name, value in state.items()}
 
     def formats(self) -> dict[str, int]:
-        """Of what is in the state; pieces of a split module have none of the modules that it was made of."""
-        named = [(prefix.removesuffix("."), layer) for prefix, layer in self.named_layers() if prefix]
+        """Of what is in the state."""
+        named = [(prefix.removesuffix("."), layer) for prefix, layer in self.named_layers()]
         modules = [m for prefix, layer in named for m in layer.named_modules(prefix=prefix, remove_duplicate=False)]
         return noted((name, module._version) for name, module in modules)
 
