@@ -20,7 +20,7 @@ from lp_pipe.pipeline.layers.model import Model
 from lp_pipe.pipeline.layers.names import model_names
 from lp_pipe.pipeline.layers.skips import layer_sources, skip_edges
 from lp_pipe.pipeline.layers.tied import Names, layer_of, shared_buffers, tied_edges, tied_names
-from lp_pipe.pipeline.layers.unfit import refuse_unfit
+from lp_pipe.pipeline.layers.unfit import refuse_unfit, views
 from lp_pipe.pipeline.layout import layout_of
 from lp_pipe.pipeline.partitioning.plan import Plan
 from lp_pipe.pipeline.plan_in_place import explained, taken
@@ -125,7 +125,7 @@ def add_pipeline(
         tied=tuple(tied),
         names=names,
         edges=tuple(edges),
-        shared_buffers=shared_buffers(sources, layout.cuts),
+        shared_buffers=shared_buffers(sources, layout.cuts) | views(sources),
         replicas=layout.replicas,
         devices=check_devices(device, len(layout.schedule.workers), channel),
         updates=layout.schedule.updates,

@@ -12,6 +12,7 @@ from lp_pipe.errors import EndOfData, PipelineError
 from lp_pipe.handles import CourierHandle, Handle
 from lp_pipe.pipeline.layers.formats import formats_of, with_formats
 from lp_pipe.pipeline.results import EvalResult, StageMemory, StepResult, StepTrace, Straggler
+from lp_pipe.pipeline.schedule.numbers_given import as_int
 from lp_pipe.rpc import CourierClient
 
 if TYPE_CHECKING:
@@ -52,7 +53,14 @@ class PipelineClient:
         the loop early, it is done as well (`current_step`). At the end of the loop no step is on its way.
         The result of a step that was done so is what the next loop has first, also after `load` of a checkpoint that
         was saved in the middle of a loop; `n` does not count it.
+        Below 1 there are none: `steps(total - current_step())` is for a run that may have gone further already.
+
+        Raises:
+            PipelineError: `n` is no whole number.
         """
+        return self._steps(None if n is None else _whole(n, "steps"))
+
+    def _steps(self, n: int | None) -> Iterator[StepResult]:
         due = self._conductor.due() if self.steps_ahead else 0
         for more in itertools.count() if n is None else reversed(range(n + due)):
             try:
@@ -220,7 +228,7 @@ class PipelineClient:
         With an asynchronous schedule the pipeline runs empty first, and on a given batch after each of the steps, too;
         in the middle of `steps()` the loop goes on after the `n` steps.
         """
-        traces: list[StepTrace] = self._conductor.trace(n, batch)
+        traces: list[StepTrace] = self._conductor.trace(_whole(n, "trace"), batch)
         return traces
 
     def profile_memory(self, n: int = 1, batch: tuple[Any, Any] | None = None) -> list[StageMemory]:
@@ -228,7 +236,7 @@ class PipelineClient:
 
         With recompute, stages copy more than they need to in their first step: let one go before.
         """
-        found: list[StageMemory] = self._conductor.profile_memory(n, batch)
+        found: list[StageMemory] = self._conductor.profile_memory(_whole(n, "profile_memory"), batch)
         return found
 
     def stragglers(self) -> list[Straggler]:
@@ -248,6 +256,13 @@ class PipelineClient:
 
     def __repr__(self) -> str:
         return f"PipelineClient({self._conductor!r})"
+
+
+def _whole(n: Any, method: str) -> int:
+    number = as_int(n)
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise PipelineError(f"{method}({n!r}): give a number of steps (int)")
+    return number
 
 
 def _number(metric: Any) -> float:

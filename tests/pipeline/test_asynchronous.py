@@ -116,6 +116,20 @@ def test_results_do_not_depend_on_whether_the_pipeline_runs_empty_between_steps(
     assert len(fingerprints) == 1
 
 
+@pytest.mark.parametrize("schedule", ["pipedream", "pipedream_2bw"])
+def test_a_step_reports_the_mean_of_its_micro_batches_also_where_losses_are_sums(schedule: str) -> None:
+    """It was their sum, which is that of no update; metrics are means, too."""
+
+    def summed(output: Tensor, target: Tensor) -> tuple[Tensor, dict[str, float]]:
+        return (output - target).square().sum(), {"samples": len(target)}
+
+    model = pp.Model([nn.Linear(D, D), nn.Linear(D, D)], summed, lambda ps: torch.optim.SGD(ps, 0.0), loss_weight="one")
+    with launched("thread", model, stages=2, schedule=schedule, microbatches=4) as pipeline:
+        x, y = BATCHES[4]
+        result, mean = pipeline.step((x, y)), pipeline.evaluate(list(zip(x.chunk(4), y.chunk(4), strict=True)))
+    assert (result.loss, result.metrics) == (pytest.approx(mean.loss), {"samples": 2.0})
+
+
 def test_every_action_uses_the_version_that_the_paper_says() -> None:
     """PipeDream, section 3.3: stage s of p forwards with weights p - 1 - s updates old, and backwards with the same."""
     batches = random_batches([8, 8, 8])

@@ -339,6 +339,29 @@ def test_buffers_that_the_first_forward_makes_longer_are_trained_saved_and_loade
         assert_same_state(pipeline.state_dict(), plain.state_dict())
 
 
+class Expanded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.full((1,), 0.5).expand(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.get_buffer("scale")
+
+
+def test_buffers_of_which_an_element_is_there_many_times_are_loaded(tmp_path: Path) -> None:
+    # They were trained and saved, and torch cannot copy into them: the checkpoint was lost.
+    model = pp.Model([nn.Linear(D, D), Expanded(), nn.Linear(D, D)], squared_error, adam)
+    with launched("thread", model, BATCHES, stages=2, microbatches=4) as pipeline:
+        pipeline.step()
+        pipeline.save(tmp_path)
+        trained = list(pipeline.steps(1)), pipeline.fingerprint()
+        pipeline.load(tmp_path)
+        again = list(pipeline.steps(1)), pipeline.fingerprint()
+        assert ([r.loss for r in again[0]], again[1]) == ([r.loss for r in trained[0]], trained[1])
+        pipeline.load_state_dict({**pipeline.state_dict(), "1.scale": torch.arange(float(D))})
+        assert torch.equal(pipeline.state_dict()["1.scale"], torch.arange(float(D)))
+
+
 class Breaks(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         raise ValueError("as it should")

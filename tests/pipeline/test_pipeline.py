@@ -115,11 +115,22 @@ def test_a_step_tells_what_it_did() -> None:
     assert first.bubble_fraction == pytest.approx(1 - sum(first.utilization) / 2)
 
 
+def test_a_number_of_steps_is_a_whole_one() -> None:
+    # A bare TypeError, of an addition, and in `steps` not before the first one.
+    number: Any = "3"
+    with launched("thread", model_with_everything(), BATCHES, stages=2) as pipeline:
+        for method in ("steps", "trace", "profile_memory"):
+            with pytest.raises(pp.PipelineError, match=rf"{method}\('3'\): give a number of steps \(int\)"):
+                getattr(pipeline, method)(number)
+        assert [result.step for result in pipeline.steps(np.int64(2))] == [0, 1]
+
+
 def test_steps_end_with_the_data_and_a_single_step_says_so() -> None:
     with launched("thread", model_with_everything(), BATCHES, stages=2) as pipeline:
         assert [result.step for result in pipeline.steps(1)] == [0]
         assert [result.step for result in pipeline.steps()] == [1, 2, 3]
         assert list(pipeline.steps(5)) == []
+        assert list(pipeline.steps(2 - pipeline.current_step())) == []  # it has gone further already
         with pytest.raises(pp.EndOfData, match="no batch for step 4"):
             pipeline.step()
         assert pipeline.step(BATCHES[0]).step == 4  # a batch that the client brings is still welcome

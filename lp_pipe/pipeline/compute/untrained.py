@@ -1,16 +1,19 @@
-"""Parameters that a forward has used and nobody trains: stages train copies, and know what modules have registered.
+"""What a forward and its loss have used and nobody would train.
 
-A loss that adds a penalty of `net.parameters()`, or a head that keeps the embedding in a list, uses the user's own
-modules, or a second copy: gradients would arrive there, and no optimizer.
+Stages train copies, and know what modules have registered. A loss that adds a penalty of `net.parameters()`, or a head
+that keeps the embedding in a list, uses the user's own modules, or a second copy: gradients would arrive there, and no
+optimizer.
 """
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.compute.split_backward import Root, edge_of, leaves_behind
 from lp_pipe.pipeline.compute.stage import Stage
+from lp_pipe.pipeline.layers.message import tensors_of
 
 _BY_ITS_NAME = (
     ". Or it is the layer's own, but not reached by the name under which it is registered (a list that has it, too, a "
@@ -46,6 +49,26 @@ def refuse_untrained(
             "return what the loss needs of it (a penalty of all weights is the optimizer's weight_decay), or give it "
             "requires_grad_(False)"
         )
+
+
+def refuse_detached(loss: Tensor, output: Any) -> None:
+    """Of one micro-batch; the output is the last layer's.
+
+    Raises:
+        PipelineError: the loss has no gradient; says whether the output has one.
+    """
+    if loss.requires_grad:
+        return
+    if any(tensor.requires_grad for tensor in tensors_of(output)):
+        raise PipelineError(
+            "the loss has no gradient, so that nothing would be trained, although the last layer's output has one: the "
+            "loss function has detached it (.detach(), .item(), torch.no_grad()), or does not use it"
+        )
+    raise PipelineError(
+        "the loss has no gradient, so that nothing would be trained, because the last layer's output has none: all "
+        "parameters are frozen (requires_grad_(False)), or a layer detaches what it returns (.detach(), "
+        "torch.no_grad()) and none behind it is trained. What is not to be trained is run by evaluate()"
+    )
 
 
 def _parameter_behind(roots: Sequence[Root], own: Collection[int]) -> nn.Parameter | None:

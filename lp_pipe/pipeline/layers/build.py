@@ -12,7 +12,7 @@ from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.layers.model import FromFunction, Layer, built_by_function
 from lp_pipe.pipeline.layers.rng import layer_rng
 from lp_pipe.pipeline.layers.skips import Skip
-from lp_pipe.pipeline.layers.unfit import refuse_lazy
+from lp_pipe.pipeline.layers.unfit import refuse_inference, refuse_lazy
 from lp_pipe.pipeline.layers.wrapper import Wrapper
 
 
@@ -20,7 +20,8 @@ def build_layers(sources: Sequence[Any], first_layer: int, seed: int) -> list[nn
     """The stage's own modules: ready-made ones are copied, parameters shared between them stay shared.
 
     Raises:
-        PipelineError: a factory returned something else than a module, or one whose parameters have no shape.
+        PipelineError: a factory returned something else than a module, one whose parameters have no shape, or one that
+            was made under torch.inference_mode().
     """
     functions: dict[Callable[[], Any], list[nn.Module]] = {}
     layers: list[nn.Module] = []
@@ -43,6 +44,7 @@ def build_layers(sources: Sequence[Any], first_layer: int, seed: int) -> list[nn
         layers[position] = module
     for index, layer in enumerate(layers, start=first_layer):
         refuse_lazy(layer, f"layer {index}")
+        refuse_inference(layer, f"layer {index}")
     return layers
 
 

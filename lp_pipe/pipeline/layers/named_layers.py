@@ -3,10 +3,12 @@
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lp_pipe.pipeline.layers.formats import formats_of, noted, with_formats
 from lp_pipe.pipeline.layers.names import name_prefix
+from lp_pipe.rpc.layout import overlaps
 
 
 class NamedLayers:
@@ -53,8 +55,8 @@ class NamedLayers:
         return {name: _given_away(value) if isinstance(value, Tensor) else value for name, value in state.items()}
 
     def formats(self) -> dict[str, int]:
-        """Of what is in the state; pieces of a split module have none of the modules that it was made of."""
-        named = [(prefix.removesuffix("."), layer) for prefix, layer in self.named_layers() if prefix]
+        """Of what is in the state."""
+        named = [(prefix.removesuffix("."), layer) for prefix, layer in self.named_layers()]
         modules = [m for prefix, layer in named for m in layer.named_modules(prefix=prefix, remove_duplicate=False)]
         return noted((name, module._version) for name, module in modules)
 
@@ -69,7 +71,16 @@ class NamedLayers:
             own = state if prefix else {name: state[name] for name in layer.state_dict()}  # of a piece, no more
             values = {name.removeprefix(prefix): v for name, v in own.items() if name.startswith(prefix)}
             of_modules = {name[len(prefix) :]: v for name, v in formats.items() if f"{name}.".startswith(prefix)}
+            _make_writable(layer)
             layer.load_state_dict(with_formats(values, of_modules))
+
+
+def _make_writable(layer: nn.Module) -> None:
+    """Expanded buffers, whose elements share memory: torch cannot copy into these."""
+    for module in layer.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.layout is torch.strided and overlaps(buffer):
+                module._buffers[name] = buffer.clone(memory_format=torch.contiguous_format)
 
 
 def _given_away(value: Tensor) -> Tensor:

@@ -218,8 +218,8 @@ def tensor_at(root: nn.Module, name: str) -> Any:
     return getattr(root.get_submodule(inner), attribute)
 
 
-def holder(tensors: Mapping[str, tuple[Tensor, bool]]) -> nn.Module:
-    """A tree of bare modules with (tensor, persistent) under their names."""
+def holder(tensors: Mapping[str, tuple[Tensor, bool]], whole: nn.Module) -> nn.Module:
+    """A tree of bare modules with (tensor, persistent) under their names; their states are of the whole's versions."""
     root = nn.Module()
     for name, (tensor, persistent) in tensors.items():
         *path, attribute = name.split(".")
@@ -232,6 +232,8 @@ def holder(tensors: Mapping[str, tuple[Tensor, bool]]) -> nn.Module:
             module.register_parameter(attribute, tensor)
         else:
             module.register_buffer(attribute, tensor, persistent=persistent)
+    for name, module in root.named_modules():
+        module._version = whole.get_submodule(name)._version
     return root
 
 

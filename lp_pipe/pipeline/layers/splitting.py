@@ -130,7 +130,7 @@ def _pieces(module: nn.Module, traced: Mapping[bool, Traced]) -> list[nn.Module]
     changed = {name for found in traced.values() for name in changed_state(found.root, found.placeholders, found.cuts)}
     order, origin = tuple(module.state_dict()), secrets.token_hex(8)
     return [
-        Piece(holder(tensors), {mode: of_mode[index] for mode, of_mode in parts.items()}, order, origin)
+        Piece(holder(tensors, module), {mode: of_mode[index] for mode, of_mode in parts.items()}, order, origin)
         for index, tensors in enumerate(_shared_out(module, used, changed))
     ]
 

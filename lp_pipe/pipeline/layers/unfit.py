@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from lp_pipe.errors import PipelineError
@@ -17,15 +18,14 @@ def refuse_unfit(loss: Any, sources: Sequence[Any]) -> None:
     """Look at a model before anything is made of it.
 
     Raises:
-        PipelineError: a parameter has hooks, which copies do not have, or no shape yet, or is TorchScript's; or a
-            buffer is a view of another one, or of a parameter; or the loss has parameters, which no stage would train.
+        PipelineError: a parameter has hooks, which copies do not have, or no shape yet, or is TorchScript's; or the
+            loss has parameters, which no stage would train.
     """
     for index, source in enumerate(sources):
         if isinstance(source, nn.Module):
             refuse_lazy(source, f"layer {index}")
             _refuse_hooks(source, index)
             _refuse_scripted(source, index)
-            _refuse_views(source, index)
     if isinstance(loss, nn.Module) and any(parameter.requires_grad for parameter in loss.parameters()):
         raise PipelineError(
             f"the loss, {type(loss).__name__}, has parameters, which nobody would train: make what they belong to the "
@@ -43,6 +43,19 @@ def refuse_lazy(module: nn.Module, what: str) -> None:
             raise PipelineError(
                 f"{what}, {type(module).__name__}, has a parameter without a shape ({name}), so that no stage could "
                 "make its optimizer: write the sizes, or call the whole model once with an example before"
+            )
+
+
+def refuse_inference(module: nn.Module, what: str) -> None:
+    """
+    Raises:
+        PipelineError: it has a parameter or buffer that was made under torch.inference_mode().
+    """
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if tensor.is_inference():
+            raise PipelineError(
+                f"{what}, {type(module).__name__}, has a tensor ({name}) that was made under torch.inference_mode(), "
+                "which autograd cannot use: make the layer outside of that, or under torch.no_grad()"
             )
 
 
@@ -65,15 +78,36 @@ def _refuse_scripted(module: nn.Module, index: int) -> None:
         )
 
 
-def _refuse_views(module: nn.Module, index: int) -> None:
-    """A copy that travels to a process has memory of its own for each tensor: what is written to one stays there."""
-    named = [*module.named_parameters(), *module.named_buffers()]
-    plain = [(name, tensor) for name, tensor in named if type(tensor) in _WITH_MEMORY and not tensor.is_meta]
-    for position in overlapping([tensor for _, tensor in plain]):
-        name, tensor = plain[position]
-        if not isinstance(tensor, nn.Parameter):
-            raise PipelineError(
-                f"buffer {name!r} of layer {index} shares memory with another one, or with a parameter (one is a view "
-                "of the other), which the stage's copies would not: what is written to one would not be seen in the "
-                "other. Register a clone(), or let a pp.Layer make the layer, so that it is built where it is trained"
-            )
+def views(sources: Sequence[Any]) -> dict[str, str]:
+    """The names of buffers in ready-made layers that are views of others, each with what to say if one writes to it.
+
+    A copy that travels to a process has memory of its own for each tensor, which is right for constants (slices of one
+    table of rotary angles): what is written to one stays there.
+
+    Raises:
+        PipelineError: a view of a parameter or of a BatchNorm's statistics, which training writes to.
+    """
+    named: dict[int, tuple[str, Tensor]] = {}  # one object under two names is one here
+    written: set[int] = set()  # memory
+    for index, source in enumerate(sources):
+        for place, module in source.named_modules(prefix=str(index)) if isinstance(source, nn.Module) else ():
+            for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+                if type(tensor) in _WITH_MEMORY and not tensor.is_meta:
+                    named.setdefault(id(tensor), (f"{place}.{name}", tensor))
+                    if isinstance(tensor, nn.Parameter) or isinstance(module, _NormBase):
+                        written.add(tensor.untyped_storage().data_ptr())
+    tensors = list(named.values())
+    found: dict[str, str] = {}
+    for position in overlapping([tensor for _, tensor in tensors]):
+        name, tensor = tensors[position]
+        if isinstance(tensor, nn.Parameter):
+            continue
+        layer, path = name.split(".", 1)
+        found[name] = (
+            f"buffer {path!r} of layer {layer} shares memory with another one, or with a parameter (one is a view of "
+            "the other), which the stage's copies would not: what training writes to one would not be seen in the "
+            "other. Register a clone(), or let a pp.Layer make the layer that has both, where it is trained"
+        )
+        if tensor.untyped_storage().data_ptr() in written:
+            raise PipelineError(found[name])
+    return found

@@ -15,6 +15,7 @@ from lp_pipe.pipeline.compute.finite import is_finite
 from lp_pipe.pipeline.compute.recompute import is_recomputing
 from lp_pipe.pipeline.compute.stage import Place, Stage
 from lp_pipe.pipeline.config import PipelineConfig
+from lp_pipe.pipeline.layers.microbatches import apart
 from lp_pipe.pipeline.layers.skips import call
 from lp_pipe.pipeline.results import NonFinite
 from lp_pipe.pipeline.schedule import Action
@@ -56,7 +57,7 @@ class Guard:
         if is_recomputing():
             return call(layer, (value,), skips)
         if place.layer == self._stage.first_layer:
-            self._input = value
+            self._input = apart((value, value))[1]  # a layer may write to it
         made = call(layer, (value,), skips)
         if place.layer == self._stage.last_layer:
             value, self._input = self._input, None

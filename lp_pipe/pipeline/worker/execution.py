@@ -15,7 +15,7 @@ from lp_pipe.pipeline.compute.gradient_norms import GradientNorm
 from lp_pipe.pipeline.compute.loss_scale import scaled
 from lp_pipe.pipeline.compute.precision import autocast
 from lp_pipe.pipeline.compute.stage import EVALUATION, Stage
-from lp_pipe.pipeline.compute.untrained import refuse_untrained
+from lp_pipe.pipeline.compute.untrained import refuse_detached, refuse_untrained
 from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.layers.message import Message, to_message
 from lp_pipe.pipeline.layers.microbatches import number_of
@@ -181,6 +181,7 @@ class Execution:
         value = route.stage.forward(message, operation.step, action.microbatch, skips, number)
         if route.is_last:
             operation.losses[action.microbatch] = self._loss(value, action.microbatch, operation)
+            refuse_detached(operation.losses[action.microbatch][0], value)
         if action.stage not in self._looked_through:
             self._look_through(action, number, operation)
         route.note(operation, start)

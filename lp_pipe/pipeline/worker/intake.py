@@ -49,8 +49,10 @@ class Intake:
         return Operation(tag, step, inputs, targets, weights, Report(), scale)
 
     def weigh_in_groups(self, operation: Operation, size: int) -> None:
-        """Let the gradients of each `size` micro-batches add up as a step's do."""
+        """Let the gradients of each `size` micro-batches add up as a step's do; what is reported is their mean."""
         targets, rule = operation.targets, self._config.loss_weight
+        if rule == "one" and targets:
+            operation.weights = [1 / len(targets)] * len(targets)
         weights: list[float] = []
         for first in range(0, len(targets), size):
             group = targets[first : first + size]

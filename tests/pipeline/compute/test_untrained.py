@@ -52,6 +52,29 @@ def test_a_loss_of_the_models_own_parameters_is_refused(loss: str, stages: int, 
         pp.check(model, BATCHES, stages=stages, microbatches=2, recompute=recompute)
 
 
+def detached_error(output: Tensor, target: Tensor) -> Tensor:
+    return squared_error(output, target).detach()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "pipedream"])
+@pytest.mark.parametrize(
+    ("frozen", "loss", "message"),
+    [
+        (False, detached_error, "although the last layer's output has one: the loss function has detached it"),
+        (True, squared_error, "because the last layer's output has none: all parameters are frozen"),
+    ],
+    ids=["detached loss", "frozen model"],
+)
+def test_a_loss_without_a_gradient_is_refused(schedule: str, frozen: bool, loss: Any, message: str) -> None:
+    # It was torch's "element 0 of tensors does not require grad and does not have a grad_fn".
+    layers = [nn.Linear(D, D).requires_grad_(not frozen) for _ in range(2)]
+    with (
+        launched("thread", pp.Model(layers, loss, sgd), BATCHES, stages=2, schedule=schedule) as pipeline,
+        pytest.raises(pp.PipelineError, match=f"the loss has no gradient, .*{message}"),
+    ):
+        pipeline.step()
+
+
 def test_what_a_loss_uses_without_a_gradient_is_nobodys_to_train() -> None:
     teacher, frozen = nn.Linear(D, D), nn.Linear(D, D).requires_grad_(False)
 

@@ -314,10 +314,15 @@ class Grows(nn.Module):
         return x.mul_(1e25)
 
 
-@pytest.mark.parametrize("options", [{"stages": 1}, {"stages": 2}, {"stages": 1, "replicas": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"stages": 1}, {"stages": 2}, {"stages": 1, "replicas": 2}, {"stages": 1, "schedule": "pipedream"}],
+    ids=str,
+)
 @pytest.mark.parametrize("fed", [True, False])
 def test_the_layer_is_named_though_one_before_it_has_written_to_the_batch(options: dict[str, Any], fed: bool) -> None:
-    """The step was run again on what the first run had left of its input: too large from the first layer on."""
+    # The step (asynchronous: its layers) was run again on what the first run had left of its input, too large from the
+    # first layer on.
     model = pp.Model([Grows(), Grows(), nn.Linear(D, D)], squared_error, sgd)
     batches = [(torch.ones(4, D), torch.zeros(4, D))]
     feeder = batches if fed else None

@@ -23,8 +23,10 @@ from tests.pipeline.plain_loop import (
     assert_same_state,
     launched,
     random_batches,
+    sgd,
     squared_error,
 )
+from tests.pipeline.test_checkpoint import Transposed
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -206,6 +208,17 @@ def test_state_dicts_and_checkpoints_go_both_ways_whatever_the_cut(language: Any
         assert_same_state(second.state_dict(), plain.state_dict())
         with pytest.raises(pp.PipelineError, match=r"missing \['words.weight'\], unknown \[\]"):
             second.load_state_dict({name: value for name, value in state.items() if name != "words.weight"})
+
+
+def test_the_state_of_a_split_module_is_of_its_modules_versions() -> None:
+    # They took it for an old one, and changed their weights in silence.
+    module = made(nn.Sequential, Transposed(), nn.Linear(D, D))
+    model = pp.Model(pp.split(module, torch.randn(4, D), ["1"]), squared_error, sgd)
+    with launched("thread", model, random_batches([4], D), stages=2) as pipeline:
+        pipeline.step()
+        state = pipeline.state_dict()
+    module.load_state_dict(state)
+    assert_same_state(module.state_dict(), state)
 
 
 def test_pieces_can_be_copied_and_pickled(language: Any) -> None:

@@ -51,6 +51,23 @@ def test_lazy_layers_are_refused_by_name(layer: Any, stages: Any) -> None:
         lp.launch(program, "thread").wait(WITHIN_S)
 
 
+def made_for_inference() -> nn.Module:
+    with torch.inference_mode():
+        return nn.Linear(D, D)
+
+
+def test_a_layer_that_is_made_under_inference_mode_is_refused_where_it_is_made() -> None:
+    # It failed in the middle of the first step: "Inference tensors do not track version counter".
+    layers = [nn.Linear(D, D), pp.Layer(made_for_inference)]
+    with (
+        pytest.raises(
+            lp.LpPipeError, match=r"layer 1, Linear, has a tensor \(weight\) that was made under torch\.infer"
+        ),
+        launched("thread", pp.Model(layers, squared_error, sgd), stages=2),
+    ):
+        pass
+
+
 class OfABuffer(nn.Module):
     """Writes to a buffer by a view of it, which is registered as well."""
 
@@ -79,12 +96,44 @@ class OfAParameter(nn.Module):
         return output
 
 
-@pytest.mark.parametrize("layer", [OfABuffer, OfAParameter])
-def test_buffers_that_are_views_are_refused_in_ready_made_layers(layer: Any) -> None:
-    """In process mode each had memory of its own, so that such a layer trained with other bits, in silence."""
-    model = pp.Model([nn.Linear(D, D), layer()], squared_error, sgd)
-    with pytest.raises(pp.PipelineError, match=r"buffer '\w+' of layer 1 shares memory .* let a pp\.Layer make the"):
-        pp.check(model, BATCHES)
+class OfATable(nn.Module):
+    """Has a row of a table of which other layers have others."""
+
+    def __init__(self, row: Tensor, *, writes: bool = False) -> None:
+        super().__init__()
+        self.register_buffer("row", row)
+        self.writes = writes
+
+    def forward(self, x: Tensor) -> Tensor:
+        row = self.get_buffer("row")
+        if self.writes and self.training:
+            row.mul_(0.5)
+        return x * row
+
+
+def of_one_table(*, writes: bool) -> list[nn.Module]:
+    table = torch.ones(2 * D)
+    return [OfATable(table[2 : D + 2]), OfATable(table[:D], writes=writes)]
+
+
+def of_another_layer() -> list[nn.Module]:
+    linear = nn.Linear(D, D)
+    return [linear, OfATable(linear.bias.detach())]
+
+
+@pytest.mark.parametrize(
+    "layers", [[OfABuffer()], [OfAParameter()], of_one_table(writes=True), of_another_layer()], ids=str
+)
+def test_buffers_that_are_views_of_what_training_writes_to_are_refused_in_ready_made_layers(layers: Any) -> None:
+    """In process mode, and between stages, each had memory of its own: they trained with other bits, in silence."""
+    model = pp.Model([nn.Linear(D, D), *layers], squared_error, sgd)
+    with pytest.raises(pp.PipelineError, match=r"buffer '\w+' of layer [12] shares memory .* let a pp\.Layer make the"):
+        pp.check(model, BATCHES, stages=1)
+
+
+def test_layers_of_any_stages_may_have_parts_of_one_constant_table() -> None:
+    model = pp.Model([nn.Linear(D, D), *of_one_table(writes=False), nn.Linear(D, D)], squared_error, sgd)
+    assert pp.check(model, BATCHES, stages=[2], microbatches=2).equal
 
 
 def test_a_buffer_that_is_a_view_trains_where_a_factory_makes_it() -> None:
