@@ -102,7 +102,7 @@ def _find_file(target: Target) -> Path:
             raise UsageError(f"{path} is no Python file: its name does not end in .py")
         return path.resolve()
     if path.is_dir():
-        raise UsageError(f"{path} is a folder; name a Python file in it, such as {path / 'program.py'}")
+        raise UsageError(f"{path} is a folder; name a Python file in it, such as {path}/program.py")
     siblings = [str(path.with_name(other.name)) for other in path.parent.glob("*.py")]
     raise UsageError(f"no file {target.place!r}{nearest(target.place, siblings)}")
 
