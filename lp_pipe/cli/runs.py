@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import glob
 import os
 import shlex
 import time
@@ -44,7 +43,9 @@ def find_run(text: str | None) -> RunRecord:
     if record is not None:
         return record
     if Path(text).is_dir():
-        raise UsageError(f"{text} is not the folder of a run that can be asked: it has no {RUN_FILE} of lp_pipe's")
+        raise UsageError(
+            f"{Path(text)} is not the folder of a run that can be asked: it has no {RUN_FILE} of lp_pipe's"
+        )
     return _by_name(text, live)
 
 
@@ -125,9 +126,11 @@ def how_ended(record: RunRecord) -> str:
 
 def no_runs(beginning: str = "") -> UsageError:
     """Says which one has ended last here, if its name begins so."""
-    ended = max(_FOLDER.glob(f"{glob.escape(beginning)}*/{RUN_FILE}"), key=_changed, default=None)
+    named = (file for file in _FOLDER.glob(f"*/{RUN_FILE}") if file.parent.name.startswith(beginning))
+    ended = max(named, key=_changed, default=None)
     logs = f"; the newest that has ended: lp_pipe logs {shlex.quote(str(ended.parent))}" if ended else ""
-    return UsageError(f"no run of yours is live on this host{logs or '; `lp_pipe launch TARGET` starts one'}")
+    unknown = f"no run {beginning!r}: there is no such folder, and " if beginning and not ended else ""
+    return UsageError(f"{unknown}no run of yours is live on this host{logs or '; `lp_pipe launch TARGET` starts one'}")
 
 
 def _changed(path: Path) -> float:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from lp_pipe.cli.errors import NotLaunched, UsageError, nearest
+from lp_pipe.cli.errors import DONE, WRONG_USAGE, NotLaunched, UsageError, nearest
 from lp_pipe.cli.program_flags import check_answered, hand_over
 from lp_pipe.launch.refusal import launches_refused
 from lp_pipe.program import Program
@@ -119,6 +119,8 @@ def _find_module(target: Target) -> Path:
         spec = None
     except Exception as error:  # whatever the package's __init__ raises
         raise NotLaunched(own_failure(target.place, error)) from error
+    if (spec is None or spec.origin is None) and Path(target.place).exists():
+        return _find_file(target)  # which says what is wrong with it
     if spec is None:
         file = f"{target.place}.py"
         hint = f"; did you mean {file!r}?" if Path(file).is_file() else "; a file is given as path/file.py"
@@ -225,17 +227,26 @@ def _guarded(text: str, user_code: Callable[[], Any]) -> Any:
         return user_code()
     except Exception as error:
         raise NotLaunched(own_failure(text, error)) from error
+    except SystemExit as error:
+        if isinstance(error, KeyboardInterrupt) or _has_answered(error):
+            raise
+        raise NotLaunched(own_failure(text, error)) from error
 
 
-def own_failure(text: str, error: Exception) -> str:
+def _has_answered(error: SystemExit) -> bool:
+    """Whether it is the target's answer to its flags: a list of them, or what is wrong with one."""
+    return error.code == WRONG_USAGE or (len(sys.argv) > 1 and error.code in (None, DONE))
+
+
+def own_failure(text: str, error: BaseException) -> str:
     """Of the target TEXT: one line, and the frames of its own code below it."""
     full = "".join(traceback.format_exception(error))
     frames = [line for line in fold_traceback(full, Path.cwd()) if not line.startswith("  …")]
-    first_line = next(iter(str(error).splitlines()), "")
-    return "\n  ".join([f"{text} raised {type(error).__name__}: {first_line}{_as_module(text, error)}", *frames])
+    said = "".join(f": {line}" for line in str(error).splitlines()[:1])
+    return "\n  ".join([f"{text} raised {type(error).__name__}{said}{_as_module(text, error)}", *frames])
 
 
-def _as_module(text: str, error: Exception) -> str:
+def _as_module(text: str, error: BaseException) -> str:
     """For a file whose relative imports need its package, which only a module's name tells: the target to give."""
     file = Path(Target.parse(text).place)
     if "relative import" not in str(error) or file.suffix != ".py" or file.is_absolute() or ".." in file.parts:

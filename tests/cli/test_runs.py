@@ -202,6 +202,8 @@ def test_without_a_run_everything_says_so(brief_command: Command, folder: Path) 
         assert (done.returncode, done.stderr.count("\n")) == (2, 1)
         assert done.stderr.startswith("lp_pipe: no run of yours is live on this host")
     assert "it has no run.json" in brief_command("status", str(folder)).stderr
+    # A path that is not there ended in a NotImplementedError of pathlib's.
+    assert brief_command("logs", "/no/run").stderr.startswith("lp_pipe: no run '/no/run': there is no such folder")
     assert (brief_command("ps").stdout, brief_command("ps").returncode) == ("", 0)
     assert brief_command("clean").stdout == "nothing to clean: no killed run of yours has left anything on this host\n"
 

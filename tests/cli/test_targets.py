@@ -92,11 +92,35 @@ def test_a_target_that_launches_its_program_itself_is_told_how(name: str, brief_
     assert brief_command(name, "script.py").returncode == 0
 
 
-def test_a_target_that_exits_ends_the_command_with_its_status(brief_command: Command, folder: Path) -> None:
+@pytest.mark.parametrize("place", ["folder", "notes.txt"])
+def test_a_file_or_folder_is_not_looked_for_as_a_module(place: str, brief_command: Command, folder: Path) -> None:
+    # "no module 'notes.txt'", and of a folder "has neither `program` nor `make_program`", as it is an empty package.
+    (folder / "folder").mkdir()
+    (folder / "notes.txt").touch()
+    why = "is a folder; name" if place == "folder" else "is no Python file:"
+    assert brief_command("graph", place).stderr.startswith(f"lp_pipe: {place} {why}")
+
+
+@pytest.mark.parametrize("code", ["3", "0", "'no GPU here'"])
+def test_a_target_that_exits_says_where(code: str, brief_command: Command, folder: Path) -> None:
+    # Its status was the command's, without a word: 0, too, as if the program had been launched.
+    (folder / "demo.py").write_text(f"def make_program():\n    raise SystemExit({code})\n")
+    done = brief_command("launch", "demo.py")
+    assert (done.returncode, done.stderr.splitlines()) == (
+        3,
+        [
+            f"lp_pipe: demo.py raised SystemExit: {code.strip(chr(39))}",
+            f"  demo.py:2 in make_program:  raise SystemExit({code})",
+        ],
+    )
+
+
+def test_a_target_that_answers_its_flags_ends_the_command_with_its_status(brief_command: Command, folder: Path) -> None:
     (folder / "demo.py").write_text("import argparse\nargparse.ArgumentParser().parse_args()\n")
     done = brief_command("launch", "demo.py", "--", "--nope")
     assert done.returncode == 2
     assert "unrecognized arguments: --nope" in done.stderr
+    assert brief_command("launch", "demo.py", "--", "--help").returncode == 0
 
 
 GUARDED = "if __name__ == '__main__':\n    train = 1\n"
