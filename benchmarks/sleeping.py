@@ -25,6 +25,7 @@ class Slept(NamedTuple):
 
 
 _FORM = struct.Struct("4d")
+_FORWARD, _BACKWARD_INPUT, _BACKWARD_WEIGHT, _FORWARDS = range(4)  # places in it
 
 
 def slept(record: pathlib.Path) -> Slept:
@@ -33,30 +34,29 @@ def slept(record: pathlib.Path) -> Slept:
 
 
 class _Sleep(torch.autograd.Function):
-    """Passes its input on: after the sleeper's seconds there (`slept[there]`), after as much back (`slept[back]`)."""
+    """Passes its input on, after the sleeper's seconds for a forward, and its gradient, after those for a backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sleeper: "Sleeper", there: int | None, back: int) -> Tensor:
-        ctx.sleeper, ctx.back = sleeper, back
-        if there is not None:
-            _sleep(sleeper, there)
-        return x.clone()
+    def forward(ctx: Any, x: Tensor, sleeper: "Sleeper") -> Tensor:
+        ctx.sleeper = sleeper
+        _sleep(sleeper, _FORWARD)
+        return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        _sleep(ctx.sleeper, ctx.back)
-        return gradients[0], None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        _sleep(ctx.sleeper, _BACKWARD_INPUT)
+        return gradients[0], None
 
 
 def _sleep(sleeper: "Sleeper", which: int) -> None:
     start = time.monotonic()
     time.sleep(sleeper.seconds)
     sleeper.slept[which] += time.monotonic() - start
-    sleeper.slept[3] += which == 0
+    sleeper.slept[_FORWARDS] += which == _FORWARD
 
 
 class Sleeper(nn.Module):
-    """Takes `seconds` for each of its forward, its input's gradient and its weight's gradient.
+    """Takes `seconds` for each of its forward, its input's gradient and its weight's gradient, and little beside.
 
     record: a file that it makes, from which others may read what the three have really taken (`slept`). A mapped one:
     what it costs to write a tensor after a sleep, when nothing is in the core's caches, is no cost of an engine.
@@ -65,13 +65,13 @@ class Sleeper(nn.Module):
     def __init__(self, seconds: float, record: pathlib.Path | None = None) -> None:
         super().__init__()
         self.seconds = seconds
-        self.scale = nn.Parameter(torch.ones(()))
+        self.shift = nn.Parameter(torch.zeros(()))
+        self.shift.register_hook(lambda _: _sleep(self, _BACKWARD_WEIGHT))
         self.slept = memoryview(_memory(record)).cast("d")
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = _Sleep.apply(x, self, 0, 1)  # type: ignore[no-untyped-call]
-        scale: Tensor = _Sleep.apply(self.scale, self, None, 2)  # type: ignore[no-untyped-call]
-        return y * scale
+        y: Tensor = _Sleep.apply(x, self)  # type: ignore[no-untyped-call]
+        return y + self.shift
 
 
 def _memory(record: pathlib.Path | None) -> mmap.mmap:
