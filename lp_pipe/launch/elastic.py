@@ -30,7 +30,7 @@ from lp_pipe.launch.launcher import RunOptions, check_program, named_engine, sta
 from lp_pipe.launch.refusal import check_not_refused
 from lp_pipe.launch.run import Run
 from lp_pipe.launch.run_dir import make_run_dir
-from lp_pipe.launch.signals import Interrupts, wait_awake
+from lp_pipe.launch.signals import Interrupts, Latch
 from lp_pipe.program import Program
 from lp_pipe.telemetry.metrics import Sink
 
@@ -142,7 +142,7 @@ class ElasticRun:
         self._standing = standing
         self._start = start
         self._is_stopping = threading.Event()
-        self._is_over = threading.Event()
+        self._is_over = Latch()
         self._error: Exception | SystemExit | None = None
         self.has_raised_failure = False
         self._interrupts = Interrupts(lambda: self._run.request_stop(hurry=True), suspend=lambda: None)
@@ -168,7 +168,7 @@ class ElasticRun:
     @property
     def is_over(self) -> bool:
         """Whether nothing of it is left, and nothing comes."""
-        return self._is_over.is_set()
+        return self._is_over.is_open
 
     @property
     def interrupted_by(self) -> int | None:
@@ -187,7 +187,7 @@ class ElasticRun:
             LaunchError, ValueError: the program could not go on, with the hosts that are left.
         """
         try:
-            is_over = wait_awake(self._is_over, timeout)
+            is_over = self._is_over.wait(timeout)
         except KeyboardInterrupt:
             self.stop()
             raise
@@ -201,7 +201,7 @@ class ElasticRun:
         with self._interrupts.deferred():
             self._is_stopping.set()
             self._run.request_stop(hurry=self._interrupts.is_impatient)
-            wait_awake(self._is_over)
+            self._is_over.wait()
             self._interrupts.uninstall()
 
     def __enter__(self) -> Self:
@@ -245,7 +245,7 @@ class ElasticRun:
         finally:
             self._standing.close(_CLOSE_PATIENCE_S)
             self._interrupts.uninstall()
-            self._is_over.set()
+            self._is_over.open()
 
     def _must_begin_again(self) -> bool:
         """Wait for the end of the run; whether that was because of the hosts."""

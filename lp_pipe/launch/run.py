@@ -18,7 +18,7 @@ from lp_pipe.launch.host import Host, give_up
 from lp_pipe.launch.processes.execute import failure_from
 from lp_pipe.launch.report import described_failure, save_failure
 from lp_pipe.launch.services import EndedServices, LauncherServices
-from lp_pipe.launch.signals import Interrupts, wait_awake
+from lp_pipe.launch.signals import Interrupts, Latch
 from lp_pipe.launched import asking, publish, replace_published
 from lp_pipe.program import Program
 from lp_pipe.telemetry.metrics import MetricsLog
@@ -52,7 +52,7 @@ class Run:
         self._control = control
         self._hangs = hangs
         self._has_started = threading.Event()
-        self._is_over = threading.Event()
+        self._is_over = Latch()
         self._interrupts = Interrupts(lambda: coordinator.request_stop(hurry=True), host.suspend)
         self._services = LauncherServices(coordinator, host)
         self.has_raised_failure = False
@@ -72,10 +72,9 @@ class Run:
                 self._interrupts.install()  # first: a node may already run when its start returns
                 self._start_supervising()
                 self._start_nodes()
-        except KeyboardInterrupt:
-            self.stop()
-            raise
         except BaseException:
+            if self in active_runs:  # a signal once the nodes were started, or nothing would look after the stop
+                self.stop()
             self._interrupts.uninstall()
             raise
 
@@ -99,7 +98,7 @@ class Run:
         except BaseException:
             self._coordinator.request_stop()
             self._has_started.set()
-            wait_awake(self._is_over)
+            self._is_over.wait()
             raise
         self._has_started.set()
 
@@ -112,7 +111,7 @@ class Run:
             KeyboardInterrupt: Ctrl+C or SIGTERM; raised once the nodes are down.
         """
         try:
-            is_over = wait_awake(self._is_over, timeout)
+            is_over = self._is_over.wait(timeout)
         except KeyboardInterrupt:
             self.stop()
             raise
@@ -129,7 +128,7 @@ class Run:
         """Stop the program in order, and return when nothing of it is left. Idempotent, any thread but a node's."""
         with self._interrupts.deferred():
             self._coordinator.request_stop(hurry=self._interrupts.is_impatient)
-            wait_awake(self._is_over)
+            self._is_over.wait()
             self._interrupts.uninstall()
 
     def request_stop(self, hurry: bool = False) -> bool:
@@ -154,7 +153,7 @@ class Run:
     @property
     def is_over(self) -> bool:
         """Whether nothing of it is left."""
-        return self._is_over.is_set()
+        return self._is_over.is_open
 
     def status(self) -> dict[str, list[dict[str, Any]]]:
         """`{label: [{"state", "pid", "error", "uptime_s", "waiting", "restarts", "calls_per_s"}, ...]}`, one each.
@@ -219,10 +218,11 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            self._services.first_failure()  # of a process that has died by now: the stop is not what ended it
-        finally:
-            self.stop()
+        with self._interrupts.deferred():  # or the wait for a failure could keep the lock that the stop needs
+            try:
+                self._services.first_failure()  # of a process that has died by now: the stop is not what ended it
+            finally:
+                self.stop()
         failure: NodeError | None = described_failure(self._coordinator, self._host)
         if failure is None:
             return
@@ -266,7 +266,7 @@ class Run:
                 part()
             except Exception:
                 _log.exception("at the end of the program")
-        self._is_over.set()
+        self._is_over.open()
         active_runs.discard(self)
 
     def _restart(self, node_id: str) -> None:

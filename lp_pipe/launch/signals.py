@@ -94,19 +94,37 @@ class Interrupts:
         return self._is_deferring
 
 
-def wait_awake(event: threading.Event, timeout: float | None = None) -> bool:
-    """`event.wait`, but a signal to the main thread is noticed within half a second, whenever it comes.
+class Latch:
+    """Open once and for ever; a signal that raises in the main thread's `wait`, at whatever line, hurts nobody.
 
-    One that comes while the main thread hands the interpreter's lock over, about to sleep, is only noted; then nothing
-    would wake it until the event does (CPython 3.11, drop_gil: seen with many nodes that start at Ctrl+C).
+    A threading.Event that is interrupted so may keep its lock, and then nobody can set it any more.
     """
-    deadline = None if timeout is None else time.monotonic() + timeout
-    while not event.is_set():
-        remaining = _NOTICED_WITHIN_S if deadline is None else min(_NOTICED_WITHIN_S, deadline - time.monotonic())
-        if remaining <= 0:
-            return False
-        event.wait(remaining)
-    return True
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._gate = threading.Lock()
+        self._gate.acquire()
+
+    def open(self) -> None:
+        """Called once."""
+        self.is_open = True
+        self._gate.release()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Whether it is open, at the latest after `timeout` seconds; looks every half a second.
+
+        For a signal that comes while the main thread hands the interpreter's lock over, about to sleep, is only noted;
+        then nothing would wake it until the end (CPython 3.11, drop_gil: seen with many nodes that start at Ctrl+C).
+        And one that comes while this has the gate leaves it closed to others who wait.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not self.is_open:
+            remaining = _NOTICED_WITHIN_S if deadline is None else min(_NOTICED_WITHIN_S, deadline - time.monotonic())
+            if remaining <= 0:
+                return False
+            if self._gate.acquire(timeout=remaining):
+                self._gate.release()
+        return True
 
 
 _installed: list[Interrupts] = []
@@ -154,10 +172,10 @@ def _is_ours_to_take(number: int, before: Any) -> bool:
 
 
 def _restore() -> None:
-    while _before:
-        number, before = _before.popitem()
+    for number, before in list(_before.items()):
         if signal.getsignal(number) is _handle:
             signal.signal(number, before)
+    _before.clear()  # not before: a signal in between restores them, too
 
 
 class _Fork(threading.local):

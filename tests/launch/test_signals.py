@@ -1,18 +1,24 @@
 """Ctrl+C, SIGTERM and SIGHUP at the launcher: scripts that are interrupted, as a user would."""
 
+import functools
+import itertools
 import multiprocessing
 import signal
 import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import psutil
 import pytest
 
 import lp_pipe as lp
-from lp_pipe.launch.signals import Interrupts
+from lp_pipe.launch.services import LauncherServices
+from lp_pipe.launch.signals import Interrupts, Latch
 
 WITHIN_S = 20.0
 
@@ -263,12 +269,14 @@ def test_children_that_nodes_fork_in_thread_mode_end_at_a_sigterm(no_leaks: None
 
 
 @pytest.mark.usefixtures("no_leaks")
-def test_a_signal_before_anything_is_started_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_installed", [False, True])
+def test_a_signal_before_anything_is_started_is_raised(monkeypatch: pytest.MonkeyPatch, is_installed: bool) -> None:
     """The stop that it asks for waited for ever for a thread that was to look after the nodes."""
     install = Interrupts.install
 
     def interrupted(interrupts: Interrupts) -> None:
-        install(interrupts)
+        if is_installed:
+            install(interrupts)
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(Interrupts, "install", interrupted)
@@ -277,3 +285,67 @@ def test_a_signal_before_anything_is_started_is_raised(monkeypatch: pytest.Monke
     with pytest.raises(KeyboardInterrupt):
         lp.launch(program, "thread")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_a_signal_at_the_end_of_a_with_block_waits_for_the_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The look for a failure could be left with the coordinator's lock, which the stop needs."""
+
+    def look(services: LauncherServices) -> None:
+        signal.raise_signal(signal.SIGINT)
+        looked.append(True)
+
+    looked: list[bool] = []
+    monkeypatch.setattr(LauncherServices, "first_failure", look)
+    program = lp.Program("interrupted")
+    program.add_node(lp.PyNode(lp.wait_for_stop), label="node")
+    with pytest.raises(KeyboardInterrupt), lp.launch(program, "thread"):
+        pass
+    assert looked
+
+
+def interrupt_at(step: int, call: Callable[[], object]) -> None:
+    """Call it, with a SIGINT before the `step`-th instruction that is executed inside, if there are so many."""
+    steps = itertools.count(1)
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        frame.f_trace_opcodes = True
+        if event == "opcode" and next(steps) == step:
+            signal.raise_signal(signal.SIGINT)
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+
+
+def test_a_signal_at_any_instruction_of_a_wait_does_not_disturb_the_end() -> None:
+    """An interrupted threading.Event was left locked, so that the run could not end; or raised another error."""
+    for step in itertools.count(1):
+        latch = Latch()
+        try:
+            interrupt_at(step, functools.partial(latch.wait, 0.01))
+        except KeyboardInterrupt:
+            latch.open()
+            assert latch.wait(0)
+        else:
+            break
+    assert step > 20
+
+
+def test_a_signal_at_any_instruction_of_their_restoration_is_for_the_handlers_of_before() -> None:
+    """It came to ours, which found none from before, and raised it again and again: RecursionError."""
+    for step in itertools.count(1):
+        interrupts = Interrupts(hurry=lambda: None, suspend=lambda: None)
+        interrupts.install()
+        try:
+            interrupt_at(step, interrupts.uninstall)
+        except KeyboardInterrupt:
+            interrupts.uninstall()
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        else:
+            break
+    assert step > 20

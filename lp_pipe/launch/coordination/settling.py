@@ -41,6 +41,7 @@ class SettlingLock:
     @contextmanager
     def changing(self) -> Iterator[None]:
         """Hold the lock for a change, then wake who waits for one; futures are settled when it is free again."""
+        settled: list[Settlement] = []
         try:
             with self.changed:
                 try:
