@@ -29,6 +29,9 @@ from lp_pipe.testing import assert_no_leaks
 # A shell that starts tests in the background has them ignore Ctrl+C, and so would every program that they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# With nohup they would ignore SIGHUP; what has a handler here is as by default in the programs that are started.
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda number, frame: None)
 
 # Two test processes share two cores: the time one example takes says nothing.
 settings.register_profile("lp_pipe", deadline=None)

@@ -108,7 +108,7 @@ class Snapshot:
         found = [f"shared memory: {name}" for name in sorted(open_here)]
         ours = {os.getpid(), *(pid for pid, _ in _processes())}
         for path in sorted(open_files.named_segments() - self._segments):
-            if str(path) not in open_here and not open_files.is_used_by_others(path, ours):
+            if str(path) not in open_here and open_files.is_left(path, ours):
                 found.append(f"shared memory: {path}, which nobody uses any more")
         return found
 

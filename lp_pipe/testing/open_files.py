@@ -36,9 +36,16 @@ def named_segments() -> set[Path]:
     return found
 
 
-def is_used_by_others(path: Path, ours: set[int]) -> bool:
-    """Whether a process that is none of `ours` has mapped it."""
-    return any(str(path) in _maps_of(pid) for pid in _all_pids() - ours)
+def is_left(path: Path, ours: set[int]) -> bool:
+    """Whether a segment is there, and mapped by no process but `ours`.
+
+    By the file's number: glibc maps a new semaphore under another name, which it then takes away.
+    """
+    try:
+        mapped = re.compile(rf" {path.stat().st_ino} +{re.escape(str(_SHARED_MEMORY))}/")
+    except OSError:
+        return False
+    return not any(mapped.search(_maps_of(pid)) for pid in _all_pids() - ours)
 
 
 def describe_socket(number: int) -> str:

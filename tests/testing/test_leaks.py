@@ -1,6 +1,7 @@
 """A leak check that cannot fail is a defect: everything that can be left behind is left behind once, and named."""
 
 import gc
+import multiprocessing
 import os
 import socket
 import subprocess
@@ -137,6 +138,17 @@ def test_shared_memory_is_found_while_it_is_open(later: ExitStack) -> None:
 def test_shared_memory_is_found_when_only_its_name_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(open_files, "_SHARED_MEMORY", tmp_path)  # in /dev/shm others would find it, too
     assert f"shared memory: {tmp_path}/left, which nobody uses any more" in leak((tmp_path / "left").touch)
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm")
+def test_a_semaphore_is_not_left_while_a_process_uses_it() -> None:
+    """One of a program that ran beside a test, with a pool of its own, was that test's leak."""
+    before = open_files.named_segments()
+    semaphore = multiprocessing.get_context("spawn").Semaphore()
+    name = Path(f"/dev/shm/sem.{semaphore._semlock.name.lstrip('/')}")  # type: ignore[attr-defined]
+    assert name in open_files.named_segments() - before
+    assert not open_files.is_left(name, ours=set())
+    assert open_files.is_left(name, ours={os.getpid()})
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memfd")
