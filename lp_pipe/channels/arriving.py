@@ -69,10 +69,11 @@ class ArrivingInlet(Inlet):
             return [empty_tensor(spec, self._device) for spec in layout.tensor_specs]
         return self._tensors_in(parcel.result(), layout)
 
-    def drop(self, parcel: "Arrival | TransferError | None") -> None:
-        """Its credit must not go back earlier than it has come."""
+    def drop(self, parcel: "Arrival | TransferError | None", then: Callable[[], None]) -> None:
         if isinstance(parcel, Future):
-            parcel.exception()
+            parcel.add_done_callback(lambda _: then())  # the sender's memory is used until then
+        else:
+            then()
 
     def when_all_are_here(self, call: Callable[[], None]) -> None:
         """Once what was accepted so far has come; `call` must not block."""

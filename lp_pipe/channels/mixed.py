@@ -133,9 +133,8 @@ class MixedInlet(Inlet):
         on_gpu = iter(self._gpu.read(of_gpu, parcel.on_gpu))
         return [next(on_gpu if spec.is_on_gpu else on_host) for spec in layout.tensor_specs]
 
-    def drop(self, parcel: _Parcel) -> None:
-        self._host.drop(parcel.on_host)
-        self._gpu.drop(parcel.on_gpu)
+    def drop(self, parcel: _Parcel, then: Callable[[], None]) -> None:
+        self._host.drop(parcel.on_host, lambda: self._gpu.drop(parcel.on_gpu, then))
 
     def end(self, reason: str) -> None:
         self._host.end(reason)

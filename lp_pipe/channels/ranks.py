@@ -84,6 +84,11 @@ class Pair(Half):
 
     def on_note(self, note: bytes) -> None:
         self._store.learn(note)
+        failure = self._store.known(f"failure/{1 - self._rank}").decode()
+        if failure:  # what this end waits for, here or in the backend, will not come
+            reason = f"the other end: {failure}"
+            self._store.close(reason)
+            self._fail(reason)
 
     def close(self, reason: str) -> None:
         self._store.close(reason)
@@ -124,6 +129,8 @@ class Pair(Half):
             return
         with suppress(InvalidStateError):
             making.set_exception(failure)
+            with suppress(Unavailable):
+                self._store.set(f"failure/{self._rank}", str(failure))
 
     def _explained(self, error: str) -> str:
         other = self._store.known(f"address/{1 - self._rank}").decode() or "the other end"

@@ -63,7 +63,7 @@ class Receiver:
         except TransferError as error:
             raise ChannelClosed(f"{self._label}: {self._broken(str(error))}") from error
         finally:
-            self._return_credit(message)
+            self._return_credit(message.token)
 
     def abort(self, tag: int, reason: str) -> None:
         """Let receives with this tag and lower ones raise ChannelClosed, also a blocked one; drop their messages."""
@@ -151,23 +151,22 @@ class Receiver:
 
     def _drop(self, message: "_Message") -> None:
         assert self._inlet is not None
-        self._inlet.drop(message.parcel)
-        self._return_credit(message)
+        token = message.token  # and not the message, which keeps the memory
+        self._inlet.drop(message.parcel, lambda: self._return_credit(token))
 
-    def _return_credit(self, message: "_Message") -> None:
+    def _return_credit(self, token: int) -> None:
         assert self._connection is not None
         board = self._board
         if board is not None and not board.take():
             return
         with contextlib.suppress(Unavailable):  # the sender has gone and needs no credit
             if board is None:
-                self._send_credit(message)
+                self._send_credit(token)
             else:
                 self._connection.send(NUDGE)
 
-    def _send_credit(self, message: "_Message") -> None:
+    def _send_credit(self, number: int) -> None:
         assert self._connection is not None and self._inlet is not None
-        number = message.token
         if not self._inlet.has_tokens:
             with self._state:
                 self._unreturned += 1

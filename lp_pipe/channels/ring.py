@@ -11,7 +11,7 @@ Large slots are the receiver's for as long as it likes (activations wait for the
 for them: when none is free there is one more segment. That takes no more memory than the receiver's own copies would.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -99,6 +99,7 @@ class RingInlet(Inlet):
         finally:
             parcel.free()
 
-    def drop(self, parcel: "Slot | TransferError | Any") -> None:
+    def drop(self, parcel: "Slot | TransferError | Any", then: Callable[[], None]) -> None:
         if isinstance(parcel, Slot):
             parcel.free()
+        then()

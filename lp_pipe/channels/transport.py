@@ -89,5 +89,6 @@ class Inlet(Half, ABC):
     def end(self, reason: str) -> None:
         """The sender is gone: no more notes will come; what it has sent may still be read."""
 
-    def drop(self, parcel: Any) -> None:
-        """Nobody will read it."""
+    def drop(self, parcel: Any, then: Callable[[], None]) -> None:
+        """Nobody will read it; `then` is called, by any thread, once its credit may go back. Does not block."""
+        then()

@@ -52,6 +52,21 @@ sender.send(0, large)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
+CUT_OFF = """
+import sys, torch
+from lp_pipe.channels import open_sender, packing
+from lp_pipe.channels.arriving import SIZE
+from lp_pipe.channels.messages import data_frame
+sender = open_sender(sys.argv[1], "activations", kind="gloo", name="stages/0")
+sender.send(0, torch.zeros(1))
+sys.stdin.readline()
+layout, _ = packing.pack(torch.ones(3))
+sender._connection.send(data_frame(1, layout.encode(), 1, [SIZE.pack(layout.offsets[-1])]))
+sender._outlet.close = lambda reason: None  # gloo's own connection stays
+sender._connection.close("cut off")
+sys.stdin.read()
+"""
+
 HEARING_OF_A_DEATH = """
 import sys
 from lp_pipe.channels import ChannelHub
@@ -162,6 +177,20 @@ def test_a_sender_that_is_killed_in_the_middle_of_a_message_ends_its_receive(end
         dying.go()
         told = hearing.line()
     assert re.match(r"channel 'activations' from stages/0: .*(killed|lost)", told)
+
+
+@pytest.mark.parametrize("way", ["gloo"], indirect=True)
+def test_the_end_of_a_sender_is_noticed_while_a_value_that_nobody_wants_is_on_its_way(endpoint: str) -> None:
+    """The thread that reads the connection waited for the bytes, for half an hour, and nobody heard of the end."""
+    hub = ChannelHub(endpoint, "stages/1")
+    receiver = hub.receiver("activations")
+    with Peer(CUT_OFF, hub.endpoint) as peer:
+        receiver.receive(0, PATIENCE_S)
+        receiver.abort(1, "given up")
+        peer.go()
+        with pytest.raises(ChannelClosed, match="from stages/0: cut off"):
+            receiver.receive(2, PATIENCE_S)
+        hub.close("done")
 
 
 def test_a_killed_receiver_ends_a_blocked_send(endpoint: str, kind: str) -> None:
