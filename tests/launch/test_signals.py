@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 import lp_pipe as lp
+from lp_pipe.launch import signals
 from lp_pipe.launch.services import LauncherServices
 from lp_pipe.launch.signals import Interrupts, Latch
 
@@ -305,10 +306,15 @@ def test_a_signal_at_the_end_of_a_with_block_waits_for_the_stop(monkeypatch: pyt
 
 
 def interrupt_at(step: int, call: Callable[[], object]) -> None:
-    """Call it, with a SIGINT before the `step`-th instruction that is executed inside, if there are so many."""
+    """Call it, with a SIGINT before the `step`-th instruction of signals.py inside, if there are so many.
+
+    Of others' code not: where that handles an exception, CPython would have it as every later one's context.
+    """
     steps = itertools.count(1)
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
+        if frame.f_code.co_filename != signals.__file__:
+            return None
         frame.f_trace_opcodes = True
         if event == "opcode" and next(steps) == step:
             signal.raise_signal(signal.SIGINT)
