@@ -111,9 +111,8 @@ class Communicator:
 
     def abort(self, reason: str) -> None:
         """Free who waits, also on the GPU. Idempotent; does not block: NCCL may wait there for the other end."""
-        if self._ended is None:
-            self._ended = reason
-            threading.Thread(target=self._abort, name="abort nccl", daemon=True).start()
+        self._ended = self._ended or reason
+        threading.Thread(target=self._abort, name="abort nccl", daemon=True).start()
 
     def _queue(self, do: Any, tensors: list[Tensor], peer: int) -> gpu.Queued:
         (memory,) = tensors
@@ -131,9 +130,10 @@ class Communicator:
             return self._ended or libnccl.failure(self._handle)
 
     def _abort(self) -> None:
-        with self._lock:  # whoever comes later sees that it has ended, and leaves the handle alone
-            pass
-        libnccl.abort(self._handle)
+        with self._lock:  # whoever comes later sees that it has ended; an end may be closed by two threads at once
+            handle, self._handle = self._handle, None
+        if handle is not None:
+            libnccl.abort(handle)
 
 
 def _tell_apart(one: str, other: str) -> None:

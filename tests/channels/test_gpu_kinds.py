@@ -99,6 +99,22 @@ def test_an_abort_frees_who_waits_even_where_nccl_itself_hangs(monkeypatch: pyte
     may_return.set()
 
 
+def test_an_end_that_two_threads_close_at_once_is_freed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second ncclCommAbort would be of memory that the first has freed."""
+    freed: list[object] = []
+    monkeypatch.setattr(libnccl, "abort", freed.append)
+    stream: Any = None
+    communicator = nccl.Communicator("handle", GPU, stream)
+    with communicator._lock:  # both have come as far as they can
+        for reason in ("the sender is gone", "the channel is closed"):
+            communicator._ended = None  # as the other one saw it
+            communicator.abort(reason)
+    for thread in threading.enumerate():
+        if thread.name == "abort nccl":
+            thread.join(10)
+    assert freed == ["handle"]
+
+
 def test_two_processes_on_one_gpu_pass_for_two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL refuses two ranks on one GPU of one host."""
     monkeypatch.delenv("NCCL_HOSTID", raising=False)
