@@ -304,10 +304,12 @@ def test_a_killed_peer_closes_the_connection_with_a_reason(wire: Carrier) -> Non
 
 
 def test_silence_is_death_where_it_was_agreed_on(wire: Carrier) -> None:
-    client = wire.connect(idle_timeout_s=0.2).start()
+    client = wire.connect(idle_timeout_s=0.2)
     silent = wire.accept().start()
     for _ in range(4):
         silent.connection.send(Frame(frames.CALL))
+    client.start()  # which begins to count, and this thread may take a while between two frames
+    for _ in range(4):
         client.next()
     assert "0.2 s" in client.reason()
     assert silent.reason()

@@ -470,13 +470,14 @@ def test_two_programs_are_independent(mode: str) -> None:
 
 
 def test_a_thread_that_does_not_end_is_named_with_its_stack(no_leaks: None, caplog: pytest.LogCaptureFixture) -> None:
-    gate = threading.Event()
+    begun, gate = threading.Event(), threading.Event()
 
     def stubborn_function() -> None:
+        begun.set()
         gate.wait(30)
 
     run = lp.launch(program_of(lp.PyNode(stubborn_function)), "thread", grace=0.2)
-    time.sleep(0.1)
+    assert begun.wait(WITHIN_S)
     with caplog.at_level(logging.WARNING):
         run.stop()
     run.wait(1)

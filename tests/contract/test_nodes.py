@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import lp_pipe as lp
+from tests.waiting import until
 
 WITHIN_S = 20.0
 
@@ -306,10 +307,9 @@ def test_padding_makes_every_batch_full_and_cuts_the_answers(serve: Any) -> None
 def test_waiting_calls_pin_no_thread_and_waiting_batches_fill(serve: Any, pool: int) -> None:
     client = serve(Batches, timeout=0.05, courier_kwargs={"thread_pool_size": pool})
     first = client.futures.gated(0)
-    time.sleep(0.2)  # it runs now, alone
+    until(lambda: client.most() == 1)  # it runs now, alone
     others = [client.futures.gated(i) for i in range(1, 9)]
-    time.sleep(0.2)
-    client.open()
+    client.open()  # on the same connection: they have come
     assert together([first, *others]) == list(range(9))
     assert client.sizes() == [1, 4, 4] and client.most() == 1
 

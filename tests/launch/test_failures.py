@@ -502,14 +502,14 @@ def test_a_node_that_ignores_stop_is_killed_after_the_grace(no_leaks: None) -> N
 def test_sigterm_comes_before_sigkill(tmp_path: Path, no_leaks: None) -> None:
     def polite() -> None:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit((tmp_path / "asked").write_text("please") and 0))
+        (tmp_path / "listens").touch()
         while True:
             time.sleep(1)
 
     program = lp.Program("polite")
     program.add_node(lp.PyNode(polite), label="polite")
-    program.add_node(lp.CourierNode(Pid), label="server")
     run = lp.launch(program, "process", grace=0.5)
-    run.client("server").pid()
+    until((tmp_path / "listens").exists)
     run.stop()
     assert (tmp_path / "asked").read_text() == "please"
 

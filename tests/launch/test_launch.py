@@ -618,14 +618,16 @@ def test_in_thread_mode_there_is_one_number_of_compute_threads() -> None:
 def test_a_thread_that_does_not_end_is_left_behind_and_named(
     caplog: pytest.LogCaptureFixture, socket_home: Path
 ) -> None:
-    release = threading.Event()
+    begun, release = threading.Event(), threading.Event()
 
     def stubborn() -> None:
+        begun.set()
         release.wait(WITHIN_S)
 
     program = lp.Program("stubborn")
     program.add_node(lp.PyNode(stubborn), label="stubborn")
     run = lp.launch(program, "thread", grace=0.1)
+    assert begun.wait(WITHIN_S)
     with caplog.at_level(logging.WARNING):
         run.stop()
     release.set()
