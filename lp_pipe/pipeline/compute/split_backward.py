@@ -240,6 +240,7 @@ def _graph_below(roots: Sequence[Node]) -> dict[Node, list[Node]]:
 
 
 def _place(node: Node) -> tuple[Node, list[Node], Iterator[Node]]:
+    """On the path: a node, its children, and those of them that are still to be looked at."""
     children = [child for child, _ in node.next_functions if child is not None]
     return node, children, iter(children)
 
