@@ -54,7 +54,7 @@ class Run:
         self._has_started = threading.Event()
         self._is_over = Latch()
         self._interrupts = Interrupts(lambda: coordinator.request_stop(hurry=True), host.suspend)
-        self._services = LauncherServices(coordinator, host)
+        self._services = LauncherServices(coordinator, host, self._interrupts.deferred)
         self.has_raised_failure = False
         self.has_faulty_connections = faulty.is_enabled()
         publish(coordinator.plan.owners, self._services)
@@ -136,7 +136,8 @@ class Run:
 
         hurry: without the grace period.
         """
-        return self._coordinator.request_stop(hurry)
+        with self._interrupts.deferred():
+            return self._coordinator.request_stop(hurry)
 
     def stop_unfinished(self) -> None:
         """As `request_stop`, for a launcher that ends while nobody waits: nodes that were up are named in a warning."""

@@ -1,7 +1,8 @@
 """What is asked of a program in its coordinator's process: by nodes that are threads there, and by the launcher."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 
 from lp_pipe.errors import Unavailable
 from lp_pipe.launch.coordination.coordinator import Coordinator
@@ -68,14 +69,26 @@ class LocalServices(_OfCoordinator):
 
 
 class LauncherServices(_OfCoordinator, _OutsideOfNodes):
-    """NodeServices for clients made in the launching process."""
+    """NodeServices for clients made in the launching process.
 
-    def __init__(self, coordinator: Coordinator, host: Host) -> None:
+    deferring: keeps signals out of its body. One that is raised in the main thread as that takes the coordinator's
+        lock, or gives it back, would leave it locked, and the stop needs it.
+    """
+
+    def __init__(
+        self, coordinator: Coordinator, host: Host, deferring: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         super().__init__(coordinator, "launcher")
         self._host = host
+        self._deferring = deferring
+
+    def resolve(self, address: str) -> "Future[str]":
+        with self._deferring():
+            return super().resolve(address)
 
     def first_failure(self) -> Exception | None:
-        return self._coordinator.settled_failure(self._host.dying())
+        with self._deferring():
+            return self._coordinator.settled_failure(self._host.dying())
 
 
 class EndedServices(_OutsideOfNodes):

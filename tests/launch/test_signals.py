@@ -18,6 +18,7 @@ import pytest
 
 import lp_pipe as lp
 from lp_pipe.launch import signals
+from lp_pipe.launch.coordination.coordinator import Coordinator
 from lp_pipe.launch.services import LauncherServices
 from lp_pipe.launch.signals import Interrupts, Latch
 
@@ -304,6 +305,39 @@ def test_a_signal_at_the_end_of_a_with_block_waits_for_the_stop(monkeypatch: pyt
     with pytest.raises(KeyboardInterrupt), lp.launch(program, "thread"):
         pass
     assert looked
+
+
+@pytest.mark.usefixtures("no_leaks")
+@pytest.mark.parametrize(
+    ("question", "ask"),
+    [
+        ("resolve", lambda run: run.client("server")),
+        ("settled_failure", lambda run: run._services.first_failure()),
+        ("request_stop", lambda run: run.request_stop()),
+    ],
+    ids=["client", "unavailable", "stop"],
+)
+def test_a_signal_while_the_main_thread_asks_the_coordinator_waits_for_the_answer(
+    monkeypatch: pytest.MonkeyPatch, question: str, ask: Callable[[lp.Run], object]
+) -> None:
+    """As it came out of the lock, or into it, the lock stayed taken: no stop, and no second Ctrl+C, ended the nodes."""
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        if not asked:
+            asked.append(True)
+            signal.raise_signal(signal.SIGINT)
+            answered.append(True)
+        return original(*args, **options)
+
+    asked: list[bool] = []
+    answered: list[bool] = []
+    original = getattr(Coordinator, question)
+    program = lp.Program("interrupted")
+    program.add_node(lp.CourierNode(object), label="server")
+    with pytest.raises(KeyboardInterrupt), lp.launch(program, "thread") as run:
+        monkeypatch.setattr(Coordinator, question, interrupted)
+        ask(run)
+    assert answered
 
 
 def interrupt_at(step: int, call: Callable[[], object]) -> None:
