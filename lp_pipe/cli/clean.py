@@ -12,7 +12,7 @@ from lp_pipe.cli.errors import counted
 from lp_pipe.launch.processes.proctree import kill_all, marked, owner_of
 from lp_pipe.launch.processes.socket_dir import PREFIX
 from lp_pipe.launch.processes.template import MARK
-from lp_pipe.launch.registry import RunRecord, entries
+from lp_pipe.launch.registry import RunRecord, dead_entries
 
 
 def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -33,7 +33,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
     """Clean up and say what was done."""
-    dead = {path: record for path, record in entries().items() if not record.is_live}
+    dead = dead_entries()
     for path, record in dead.items():
         done = list(_clean(path, record, is_dry=arguments.dry_run))
         print(f"run {record.name}, whose launcher {record.pid} is dead: {', '.join(done)}")

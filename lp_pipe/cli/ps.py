@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from lp_pipe.cli.runs import run_table
-from lp_pipe.launch.registry import entries
+from lp_pipe.cli.runs import live_runs, run_table
+from lp_pipe.launch.registry import dead_entries
 
 
 def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -25,13 +25,12 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
     """Print the table; a hint on stderr where dead runs have left something behind."""
-    records = list(entries().values())
-    live = [record for record in records if record.is_live]
+    live = live_runs()
     if arguments.json:
         for record in live:
             print(json.dumps({"name": record.name, **asdict(record)}))
     elif live:
         print(run_table(live))
-    if len(live) < len(records):
-        print(f"killed runs have left {len(records) - len(live)} more: lp_pipe clean", file=sys.stderr)
+    if dead := dead_entries():
+        print(f"killed runs have left {len(dead)} more: lp_pipe clean", file=sys.stderr)
     return 0

@@ -118,7 +118,8 @@ def run_table(records: Sequence[RunRecord]) -> str:
 
 
 def how_ended(record: RunRecord) -> str:
-    """For a run that is not live."""
+    """For a run that is not live; it may have been when the record was read, and has ended in order since."""
+    record = _record_in(Path(record.run_dir)) or record
     if record.ended is None:
         return f"is gone: its launcher, process {record.pid}, was killed"
     return f"ended {duration(time.time() - record.ended)} ago, after {duration(record.ended - record.started)}"

@@ -60,7 +60,7 @@ class Entry:
     """A run's two files: the one among the live runs is removed at its end, the one in its own folder stays."""
 
     def __init__(self, record: RunRecord) -> None:
-        """Write both.
+        """Write both, or none.
 
         Raises:
             OSError: a folder cannot be written, or the folder of live runs is another user's.
@@ -69,7 +69,11 @@ class Entry:
         self._own = Path(record.run_dir) / RUN_FILE
         self._live = _private(live_folder()) / f"{record.pid}-{uuid.uuid4().hex[:12]}.json"
         _write(self._own, record)
-        _write(self._live, record)
+        try:
+            _write(self._live, record)
+        except OSError:
+            self._own.unlink()  # nobody would say there that the run has ended
+            raise
 
     def end(self, when: float) -> None:
         """The run is over; `when` in seconds since the epoch."""
@@ -94,6 +98,11 @@ def entries() -> dict[Path, RunRecord]:
     """Every run of this host that has an entry, live or dead, oldest first."""
     found = dict(_readable(live_folder()))
     return dict(sorted(found.items(), key=lambda item: item[1].started))
+
+
+def dead_entries() -> dict[Path, RunRecord]:
+    """Those whose launchers were killed. One that ends in order takes its entry back, maybe just after it was read."""
+    return {path: record for path, record in entries().items() if not record.is_live and path.exists()}
 
 
 def read_record(path: Path) -> RunRecord | None:

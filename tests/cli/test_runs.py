@@ -15,9 +15,12 @@ import psutil
 import pytest
 
 from lp_pipe import connections
+from lp_pipe.cli import runs
+from lp_pipe.cli.errors import UsageError
 from lp_pipe.connections import Frame, frames
+from lp_pipe.launch import registry
 from lp_pipe.launch.processes.proctree import start_time
-from lp_pipe.launch.registry import RunRecord, entries
+from lp_pipe.launch.registry import Entry, RunRecord, entries
 from tests.cli.commands import Command, Start, Started, is_alive
 from tests.connections.payloads import Mark
 
@@ -126,6 +129,24 @@ def test_what_is_said_of_a_run_that_has_ended_can_be_copied_and_is_true(folder: 
     assert command("launch", "quiet.py", "--run-dir=my run").returncode == 0
     assert command("status", "my run").stderr.endswith("; its logs: lp_pipe logs 'my run'\n")
     assert command("logs", "my run").stderr == "lp_pipe: no node of run my run has printed anything\n"
+
+
+def test_a_run_that_ends_in_order_as_it_is_looked_for_is_not_said_to_be_killed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end_now(pid: int) -> int:
+        entry.end(when=time.time())
+        return 0
+
+    out = folder / "out"
+    out.mkdir()
+    facts = {"program": "demo", "mode": "thread", "run_dir": str(out), "host": socket.gethostname()}
+    process = {"pid": os.getpid(), "pid_started": start_time(os.getpid()), "started": time.time()}
+    entry = Entry(RunRecord(**facts, **process, control="unix:/tmp/lp-x/control", socket_dir="/tmp/lp-x"))
+    monkeypatch.setattr(runs, "live_runs", list)
+    monkeypatch.setattr(registry, "start_time", end_now)  # asked for once the record has been read
+    with pytest.raises(UsageError, match=r"^run out ended .* ago, after "):
+        runs.find_live_run(str(out))
 
 
 def test_stacks_show_where_every_node_is(launched: Started, brief_command: Command) -> None:

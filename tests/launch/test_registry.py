@@ -1,5 +1,6 @@
 """Runs leave a note of themselves, by which others find them and see whether they are still there."""
 
+import errno
 import json
 import os
 import socket
@@ -10,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from lp_pipe.launch import registry
 from lp_pipe.launch.processes.proctree import start_time
-from lp_pipe.launch.registry import Entry, RunRecord, entries, live_folder, read_record
+from lp_pipe.launch.registry import Entry, RunRecord, dead_entries, entries, live_folder, read_record
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +68,37 @@ def test_a_killed_launcher_is_dead_also_as_a_zombie(record: RunRecord) -> None:
     assert not killed.is_live
     child.wait()
     assert not killed.is_live
+
+
+def test_a_run_that_ends_in_order_just_after_its_entry_was_read_has_left_nothing(
+    record: RunRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`lp_pipe ps` said that a killed run had left something behind, and `clean` that its launcher was dead."""
+
+    def end_now(pid: int) -> int:
+        entry.end(when=1060.0)
+        return 0
+
+    entry = Entry(record)
+    monkeypatch.setattr(registry, "start_time", end_now)
+    assert dead_entries() == {}
+
+
+def test_a_run_that_cannot_be_listed_leaves_no_word_that_it_runs(
+    record: RunRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full home: its own folder said for ever that the run goes on, and took no other run of the same process."""
+
+    def no_room(path: Path, record: RunRecord) -> None:
+        if path.parent == live_folder():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(path, record)
+
+    write = registry._write
+    monkeypatch.setattr(registry, "_write", no_room)
+    with pytest.raises(OSError, match="No space left"):
+        Entry(record)
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_entries_of_other_hosts_and_what_is_no_entry_are_left_alone(record: RunRecord) -> None:
