@@ -225,6 +225,9 @@ class ProcessHost(Host):
         spec = self._specs[node_id]
         self._streams[node_id] = stream
         self._faults.begin(stream)
+        if self._coordinator.must_end(node_id):  # said first, so that none of its code runs any more
+            self._told_to_stop.add(node_id)
+            stream.send(stop=wire.Stop())
         stream.send(
             start=wire.Start(
                 label=spec.label,
@@ -246,9 +249,6 @@ class ProcessHost(Host):
             ),
             payload=self._payloads[node_id] if spec.may_start_again else self._payloads.pop(node_id),
         )
-        if self._coordinator.must_end(node_id):
-            self._told_to_stop.add(node_id)
-            stream.send(stop=wire.Stop())
 
     def _on_start(self, node_id: str, pid: int) -> None:
         self._pids[node_id] = pid

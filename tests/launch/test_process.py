@@ -14,8 +14,10 @@ import pytest
 
 import lp_pipe as lp
 from lp_pipe.launch.plan.plan import make_plan
-from lp_pipe.launch.process import make_host
+from lp_pipe.launch.process import ProcessHost, make_host
 from lp_pipe.launch.processes import template
+from lp_pipe.launch.processes.node_stream import NodeStream
+from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.telemetry.metrics import MetricsLog
 
 WITHIN_S = 20.0
@@ -381,3 +383,27 @@ def test_a_host_that_does_not_start_leaves_no_folder(tmp_path: Path, monkeypatch
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
     make_host(make_plan(probes(), run_dir, 5.0), MetricsLog(run_dir / "metrics.jsonl"))
     assert list(temporary.iterdir()) == []
+
+
+def test_a_process_that_reports_in_after_the_stop_is_told_so_before_what_it_is_to_be(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It was told after it, and had run some of its code by then: a node that was just started again, for example."""
+
+    def stopped(host: ProcessHost, stream: NodeStream, hello: wire.Hello) -> None:
+        host._coordinator.request_stop()
+        on_hello(host, stream, hello)
+
+    def noted(stream: NodeStream, payload: bytes | None = None, **message: Any) -> None:
+        said.extend(message)
+        send(stream, payload, **message)
+
+    said: list[str] = []
+    on_hello, send = ProcessHost._on_hello, NodeStream.send
+    monkeypatch.setattr(ProcessHost, "_on_hello", stopped)
+    monkeypatch.setattr(NodeStream, "send", noted)
+    program = lp.Program("late")
+    program.add_node(lp.PyNode((tmp_path / "has run").touch), label="node")
+    lp.launch(program, "process").wait(WITHIN_S)
+    assert said[:2] == ["stop", "start"]
+    assert not list(tmp_path.iterdir())
