@@ -225,11 +225,12 @@ class ElasticRun:
         Raises:
             LaunchError, ValueError: there are too few, or it does not fit.
         """
-        self._losses = self._standing.losses  # before: a later one ends the program that begins now
+        losses = self._standing.losses  # before: a later one ends the program that begins now
         agents = self._standing.wait_for(self._count.least, is_first, self._is_stopping)
         if self._is_stopping.is_set():
             return
         num_hosts = min(len(agents), self._count.most)
+        self._losses = losses
         self._run = self._start(self._make_program(num_hosts), agents, num_hosts)
         self._num_hosts = num_hosts
 

@@ -1,5 +1,7 @@
 """A run on as many hosts as there are: the program is built again when one is lost, and when one comes."""
 
+import functools
+import math
 import os
 import threading
 import time
@@ -211,3 +213,40 @@ def test_a_stop_while_hosts_are_missing_ends_at_once() -> None:
     began = time.monotonic()
     run.stop()
     assert time.monotonic() - began < 10
+
+
+class Lost:
+    """In the place of a StandingGathering: its host is lost once the node fails, and no other one comes."""
+
+    losses = 0
+    lost_at = math.inf
+
+    def __init__(self) -> None:
+        self.is_waited_for = threading.Event()
+
+    def up(self) -> dict[str, Any]:
+        return {"host": None}
+
+    def wait_for(self, least: int, is_first: bool, is_stopping: threading.Event) -> dict[str, Any]:
+        if not is_first:
+            self.is_waited_for.set()
+            is_stopping.wait(WITHIN_S)
+        return self.up()
+
+    def close(self, patience_s: float) -> None:
+        """Nothing is left."""
+
+
+def test_a_stop_while_hosts_are_waited_for_is_no_failure(tmp_path: Path) -> None:
+    """What the lost host had ended the last program with was raised then, and not after a stop just before or after."""
+
+    def fail() -> None:
+        hosts.losses += 1
+        raise ConnectionError("the host is lost")
+
+    hosts: Any = Lost()
+    start = functools.partial(lp.launch, mode="thread", run_dir=tmp_path)
+    run = elastic.ElasticRun(running(fail), HostCount(1, 1), hosts, lambda program, agents, used: start(program))
+    assert hosts.is_waited_for.wait(WITHIN_S)
+    run.stop()
+    run.wait(WITHIN_S)
