@@ -27,9 +27,12 @@ def failed(error: NodeError) -> Ending:
     return Ending("failed", NODE_FAILED, error.report, error)
 
 
-def interrupted(run: Run | ElasticRun, seconds: float) -> Ending:
-    """seconds: from the signal to the end of the last node."""
+def interrupted(run: Run | ElasticRun, seconds: float, failure: NodeError | None = None) -> Ending:
+    """seconds: from the signal to the end of the last node. failure: what had begun to end the program before it."""
     number = run.interrupted_by or signal.SIGINT
     nodes = counted(sum(len(rows) for rows in run.status().values()), "node")
     text = f"interrupted; {nodes} stopped in {seconds:.1f} s; {run_folder(run.run_dir)}"
-    return Ending("interrupted", INTERRUPTED + number, text)
+    if failure is not None:
+        told, _, _ = failure.report.rpartition("\n")  # its last line is the run's folder
+        text = f"{told}\n{text}"
+    return Ending("interrupted", INTERRUPTED + number, text, failure)

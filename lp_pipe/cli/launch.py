@@ -194,7 +194,7 @@ def _wait(run: Run | ElasticRun, display: Display, view: GraphView) -> ending.En
             display.note(f"stopping ({again}) …")
             run.stop()
         run.stop()
-        return ending.interrupted(run, time.monotonic() - began)
+        return ending.interrupted(run, time.monotonic() - began, _failure_of(run))
     except NodeError as error:
         return ending.failed(error)
     except (LpPipeError, ValueError) as error:  # an elastic run has not found what it needs to go on
@@ -203,6 +203,17 @@ def _wait(run: Run | ElasticRun, display: Display, view: GraphView) -> ending.En
         run.stop()
         display.status(run.status())
     return ending.done(run, time.monotonic() - began)
+
+
+def _failure_of(run: Run | ElasticRun) -> NodeError | None:
+    """Of one that is over: how it has failed, if it had before the stop."""
+    try:
+        run.wait()
+    except NodeError as error:
+        return error
+    except (LpPipeError, ValueError):  # an elastic run that has just not found what it needs to go on
+        return None
+    return None
 
 
 @contextlib.contextmanager

@@ -42,6 +42,20 @@ def make_program(*functions):
 
 def stubborn():
     return make_program(wait, ignore_everything)
+
+def fail():
+    while not (lp.context().run_dir / "other").exists():
+        threading.Event().wait(0.01)
+    raise ValueError("mine")
+
+def stop_slowly():
+    (lp.context().run_dir / "other").touch()
+    lp.wait_for_stop()
+    print("told to stop")
+    threading.Event().wait(2)
+
+def failing():
+    return make_program(stop_slowly, fail)
 """
 
 SAVES_AT_THE_STOP = """(
@@ -89,6 +103,21 @@ def test_a_node_that_ignores_stop_and_sigterm_is_gone_within_10_s(start: Start) 
     assert time.monotonic() - began < 10
     assert (status, len(errors)) == (130, 2)
     assert not any(is_alive(pid) for pid in pids.values())
+
+
+@pytest.mark.parametrize("is_json", [False, True], ids=["lines", "json"])
+def test_an_interrupt_while_a_failure_ends_the_program_does_not_hide_the_failure(is_json: bool, start: Start) -> None:
+    """Where another node took its time to stop, nothing was said of the failed one."""
+    run = start("launch", "waiting.py:failing", "--grace=60", *(["--json"] if is_json else []))
+    run.wait_for("told to stop")
+    run.process.send_signal(signal.SIGINT)
+    status, lines, errors = run.finish()
+    assert status == 130
+    assert errors[1].endswith(" failed: ValueError: mine")
+    assert errors[-1].startswith("interrupted; 2 nodes stopped in ")
+    if is_json:
+        last = json.loads(lines[-1])
+        assert (last["event"], last["node"], last["type"]) == ("interrupted", "nodes/1", "ValueError")
 
 
 def test_a_second_ctrl_c_does_not_wait_for_the_grace_period(start: Start) -> None:
