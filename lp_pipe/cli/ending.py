@@ -1,9 +1,8 @@
 """How a run ended: in words, and as an exit status."""
 
-import signal
 from dataclasses import dataclass
 
-from lp_pipe.cli.errors import DONE, INTERRUPTED, NODE_FAILED, counted
+from lp_pipe.cli.errors import DONE, NODE_FAILED, counted, status_of
 from lp_pipe.errors import NodeError
 from lp_pipe.launch import ElasticRun, Run
 from lp_pipe.launch.report import run_folder
@@ -27,12 +26,13 @@ def failed(error: NodeError) -> Ending:
     return Ending("failed", NODE_FAILED, error.report, error)
 
 
-def interrupted(run: Run | ElasticRun, seconds: float, failure: NodeError | None = None) -> Ending:
+def interrupted(
+    run: Run | ElasticRun, interrupt: KeyboardInterrupt, seconds: float, failure: NodeError | None = None
+) -> Ending:
     """seconds: from the signal to the end of the last node. failure: what had begun to end the program before it."""
-    number = run.interrupted_by or signal.SIGINT
     nodes = counted(sum(len(rows) for rows in run.status().values()), "node")
     text = f"interrupted; {nodes} stopped in {seconds:.1f} s; {run_folder(run.run_dir)}"
     if failure is not None:
         told, _, _ = failure.report.rpartition("\n")  # its last line is the run's folder
         text = f"{told}\n{text}"
-    return Ending("interrupted", INTERRUPTED + number, text, failure)
+    return Ending("interrupted", status_of(interrupt), text, failure)

@@ -1,7 +1,10 @@
 """How commands end: exit statuses, and the errors that lead to them."""
 
 import difflib
+import signal
 from collections.abc import Iterable
+
+from lp_pipe.launch.signals import Terminated
 
 DONE = 0
 NODE_FAILED = 1
@@ -38,6 +41,11 @@ class NotAnswered(CommandError):
     """A run that should be live cannot be asked."""
 
     status = NOT_ANSWERED
+
+
+def status_of(interrupt: KeyboardInterrupt) -> int:
+    """130 for Ctrl+C, 143 for SIGTERM, 129 for a terminal that was closed."""
+    return interrupt.code if isinstance(interrupt, Terminated) else INTERRUPTED + signal.SIGINT
 
 
 def counted(count: int, noun: str) -> str:

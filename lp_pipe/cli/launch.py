@@ -186,15 +186,14 @@ def _wait(run: Run | ElasticRun, display: Display, view: GraphView) -> ending.En
             display.status(run.status())
             time.sleep(_REFRESH_S)  # the main thread redraws, and takes Ctrl+C at any time
         run.wait()
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         began = time.monotonic()
-        is_key = run.interrupted_by in (signal.SIGINT, None)
-        again = "Ctrl+C again to kill" if is_key else "a second SIGTERM kills"
+        again = "a second SIGTERM kills" if isinstance(interrupt, Terminated) else "Ctrl+C again to kill"
         with contextlib.suppress(KeyboardInterrupt):  # a second one, before stop() keeps it out
             display.note(f"stopping ({again}) …")
             run.stop()
         run.stop()
-        return ending.interrupted(run, time.monotonic() - began, _failure_of(run))
+        return ending.interrupted(run, interrupt, time.monotonic() - began, _failure_of(run))
     except NodeError as error:
         return ending.failed(error)
     except (LpPipeError, ValueError) as error:  # an elastic run has not found what it needs to go on

@@ -12,8 +12,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from lp_pipe.cli import streams
-from lp_pipe.cli.errors import DONE, INTERRUPTED, NOT_LAUNCHED, CommandError, UsageError, nearest
-from lp_pipe.launch.signals import Terminated
+from lp_pipe.cli.errors import DONE, INTERRUPTED, NOT_LAUNCHED, CommandError, UsageError, nearest, status_of
 
 # A module of this folder each, imported when it is asked for: some take longer than what they do.
 COMMANDS = (
@@ -47,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.status
     except KeyboardInterrupt as error:
         streams.say("lp_pipe: interrupted")
-        return error.code if isinstance(error, Terminated) else INTERRUPTED + signal.SIGINT
+        return status_of(error)
     except BrokenPipeError:  # such as `lp_pipe graph ... | head`
         return _READER_GONE
     except OSError as error:

@@ -43,6 +43,9 @@ def make_program(*functions):
 def stubborn():
     return make_program(wait, ignore_everything)
 
+def quick():
+    return make_program(int)
+
 def fail():
     while not (lp.context().run_dir / "other").exists():
         threading.Event().wait(0.01)
@@ -185,6 +188,27 @@ def test_an_interrupt_as_the_launch_returns_stops_nodes_that_can_still_print(fol
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert (done.returncode, done.stderr) == (130, "lp_pipe: interrupted\n")
     assert done.stdout.count("] saving\n") == len(list(folder.glob("out/saved-*"))) == 3
+
+
+TERMINATED_AT_THE_END = """
+import signal, sys
+from lp_pipe.cli import main
+from lp_pipe.launch import run
+
+signals = [signal.SIGTERM]
+run.described_failure = lambda *parts: signal.raise_signal(signals.pop()) if signals else None
+sys.exit(main.main())
+"""
+
+
+def test_a_sigterm_as_the_run_ends_by_itself_has_its_own_status(folder: Path) -> None:
+    """The run had no ear for it any more, and the status was that of a Ctrl+C."""
+    command = [sys.executable, "-c", TERMINATED_AT_THE_END, "launch", "waiting.py:quick", "--mode=thread"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert done.returncode == 143
+    notice, ended = done.stderr.splitlines()
+    assert notice == "stopping (a second SIGTERM kills) …"
+    assert ended.startswith("interrupted; 1 node stopped in ")
 
 
 def test_an_interrupt_while_the_target_is_imported_is_one_line(start: Start, folder: Path) -> None:
