@@ -226,7 +226,7 @@ def test_what_is_no_whole_checkpoint_is_refused_and_changes_nothing(tmp_path: Pa
         metadata.unlink()
         refused.by(pp.CheckpointError, "never finished")
         refused.folder = tmp_path / "nowhere"
-        refused.by(pp.CheckpointError, "never finished")
+        refused.by(pp.CheckpointError, "nowhere is no checkpoint: there is no such folder")
         for entry, message in (({"lp_pipe": {"format": 99}}, "format 99"), ({}, "no checkpoint of lp_pipe")):
             refused.folder = tmp_path / message
             save_with_plain_torch({**entry, "model": pipeline.state_dict()}, refused.folder)
