@@ -64,7 +64,7 @@ def layout_of(
     made, name, counts = chosen_schedule(
         "1f1b" if schedule is None else schedule, stages, microbatches, chunks, replicas
     )
-    cuts = _cuts(sources, len(made.workers) if stages is None else stages, made.stages)
+    cuts = _cuts(sources, len(made.workers) if stages is None else stages, made)
     return Layout(made, name, tuple(cuts), counts, "none" if recompute is None else recompute, plan)
 
 
@@ -73,10 +73,13 @@ def _refuse_replicas(replicas: int | Sequence[int]) -> None:
         raise PipelineError(f"replicas={replicas!r}: the plan of stages= says how many there are; leave them out")
 
 
-def _cuts(sources: Sequence[Any], stages: int | Sequence[int], pieces: int) -> list[int]:
+def _cuts(sources: Sequence[Any], stages: int | Sequence[int], schedule: Schedule) -> list[int]:
+    pieces = schedule.stages
     if isinstance(stages, int):
         # One more than the parameters: layers without any should not all end up on one stage.
-        cuts = balanced_cuts([parameter_count(source) + 1 for source in sources], pieces)
+        cuts = balanced_cuts(
+            [parameter_count(source) + 1 for source in sources], pieces, pieces // len(schedule.workers)
+        )
     else:
         cuts = check_cuts(stages, len(sources))
     if len(cuts) + 1 != pieces:

@@ -3,6 +3,7 @@
 import functools
 import pickle
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -225,7 +226,7 @@ def test_what_is_no_whole_checkpoint_is_refused_and_changes_nothing(tmp_path: Pa
         metadata.unlink()
         refused.by(pp.CheckpointError, "never finished")
         refused.folder = tmp_path / "nowhere"
-        refused.by(pp.CheckpointError, "never finished")
+        refused.by(pp.CheckpointError, "nowhere is no checkpoint: there is no such folder")
         for entry, message in (({"lp_pipe": {"format": 99}}, "format 99"), ({}, "no checkpoint of lp_pipe")):
             refused.folder = tmp_path / message
             save_with_plain_torch({**entry, "model": pipeline.state_dict()}, refused.folder)
@@ -523,6 +524,30 @@ def test_a_checkpoint_of_another_scheduler_is_refused_and_changes_nothing(
         Refused(pipeline, tmp_path).by(
             pp.PipelineError, f"another lr_scheduler, {kinds[other]}, than this model's, {kinds[kind]}: give the model"
         )
+
+
+@pytest.mark.parametrize("kind", ["cosine", "lambda", "one cycle", "sequential"])
+def test_a_scheduler_that_a_checkpoint_has_not_begins_at_the_rates_that_were_saved(tmp_path: Path, kind: str) -> None:
+    """A warmup's first rate was overwritten by what was saved, and then multiplied up, to three times that."""
+    plain = torch.optim.Adam([nn.Parameter(torch.ones(1))], lr=0.03)
+    scheduler, rates = SCHEDULERS[kind](plain), []
+    for _ in range(5):
+        rates.append(plain.param_groups[0]["lr"])
+        plain.step()
+        scheduler.step()
+    layers = [pp.Layer(nn.Linear, D, D), pp.Layer(nn.Linear, D, D)]
+    saved = pp.Model(layers, squared_error, lambda parameters: torch.optim.Adam(parameters, lr=0.03))
+    with launched("thread", saved, BATCHES, stages=2) as pipeline:
+        pipeline.step()
+        pipeline.save(tmp_path)
+    with launched("thread", replace(saved, optimizer=adam, lr_scheduler=SCHEDULERS[kind]), BATCHES * 2) as pipeline:
+        pipeline.step()
+        pipeline.load(tmp_path)
+        found = []
+        for _ in rates:
+            found.append(pipeline.learning_rates()["0.weight"])
+            pipeline.step()
+    assert found == rates
 
 
 def test_a_checkpoint_that_cannot_be_replaced_stays_whole(tmp_path: Path) -> None:

@@ -171,6 +171,14 @@ def test_a_folder_without_metadata_was_never_finished(tmp_path: Path) -> None:
         SavedFolder(tmp_path)
 
 
+def test_a_folder_that_is_not_there_and_a_programs_checkpoint_are_not_called_unfinished(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"typo is no checkpoint: there is no such folder"):
+        SavedFolder(tmp_path / "typo")
+    write(tmp_path / "pipeline", [weights(a=torch.ones(1))], "step-1-a")
+    with pytest.raises(CheckpointError, match=rf"{tmp_path} is no checkpoint: .* give {tmp_path}/pipeline$"):
+        SavedFolder(tmp_path)
+
+
 def test_metadata_that_cannot_be_read_is_not_called_damaged(tmp_path: Path) -> None:
     """A missing permission sent its user to look for an older checkpoint."""
     (tmp_path / ".metadata").mkdir()

@@ -64,6 +64,10 @@ def test_a_device_is_a_name_or_torchs_own(device: Any) -> None:
 
 def test_what_cannot_be_built_is_refused_before_launch() -> None:
     refuses(pp.PipelineError, "cannot cut 3 layers into 4 stages: ask for 1 to 3", stages=4)
+    # was "ask for 1 to 3 stages", to who had asked for 2
+    refuses(pp.PipelineError, "3 layers into 4 stages, 2 for each of 2 workers: ask for stages=1 or", schedule="zbv")
+    few = {"schedule": "interleaved", "chunks": 4}
+    refuses(pp.PipelineError, "4 for each of 2 workers: ask for a schedule with fewer chunks, or split a layer", **few)
     refuses(pp.PipelineError, r"cut points \[0, 2\] must increase and lie between 1 and 2", stages=[0, 2])
     refuses(pp.PipelineError, r"cut points \[2, 1\]", stages=(2, 1))
     refuses(pp.PipelineError, "cut points", stages=[3])

@@ -7,20 +7,19 @@ from itertools import accumulate, pairwise
 from lp_pipe.errors import PipelineError
 
 
-def balanced_cuts(weights: Sequence[float], stages: int) -> list[int]:
+def balanced_cuts(weights: Sequence[float], stages: int, chunks: int = 1) -> list[int]:
     """Cut points that make the heaviest of `stages` consecutive, non-empty runs as light as possible.
 
     A cut point is the index of a stage's first layer; there are stages - 1. Exact, by dynamic programming over
-    (number of stages, layers so far); among equal optima the earlier cuts win.
+    (number of stages, layers so far); among equal optima the earlier cuts win. chunks: how many of the stages each
+    worker has, for the error.
 
     Raises:
         PipelineError: fewer layers than stages.
     """
     layers = len(weights)
     if not 1 <= stages <= layers:
-        raise PipelineError(
-            f"cannot cut {layers} layers into {stages} stages: ask for 1 to {layers} stages, or split a layer"
-        )
+        raise PipelineError(f"cannot cut {layers} layers into {stages} stages{_what_can_be(layers, stages, chunks)}")
     total = [0.0, *accumulate(float(weight) for weight in weights)]
     # best[k][n]: the lightest possible heaviest run when the first n layers are cut into k + 1 runs
     best = [[total[n] for n in range(layers + 1)]]
@@ -40,6 +39,17 @@ def balanced_cuts(weights: Sequence[float], stages: int) -> list[int]:
         end = last_cut[k][end]
         cuts.append(end)
     return cuts[::-1]
+
+
+def _what_can_be(layers: int, stages: int, chunks: int) -> str:
+    if chunks == 1:
+        return f": ask for 1 to {layers} stages, or split a layer"
+    # What people ask for is a number of workers, and add_pipeline calls that stages.
+    fewer = f"stages={layers // chunks} or fewer, " if layers >= chunks else ""
+    return (
+        f", {chunks} for each of {stages // chunks} workers: "
+        f"ask for {fewer}a schedule with fewer chunks, or split a layer"
+    )
 
 
 def stage_of(layer: int, cuts: Sequence[int]) -> int:

@@ -27,7 +27,7 @@ class ProfileCosts:
         """
         layers = [self.profile.layers[index] for index in self.profile.order()]
         try:
-            cuts = balanced_cuts([layer.forward_s + layer.backward_s for layer in layers], stages)
+            cuts = balanced_cuts([layer.forward_s + layer.backward_s for layer in layers], stages, stages // workers)
         except PipelineError as error:
             raise ScheduleError(f"the profile: {error}") from error
         own = [layers[first:end] for first, end in pairwise([0, *cuts, len(layers)])]

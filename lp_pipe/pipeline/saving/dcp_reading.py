@@ -123,7 +123,7 @@ def _metadata(folder: Path) -> Metadata:
         for stored in found.storage_data.values():
             _check_is_inside(Path(stored.relative_path))
     except FileNotFoundError:
-        raise CheckpointError(f"{folder} is no checkpoint: without {METADATA} it was never finished") from None
+        raise CheckpointError(f"{folder} is no checkpoint: {_what_it_is(folder)}") from None
     except NotADirectoryError:
         raise CheckpointError(
             f"{folder} is a file, and a checkpoint is a folder: what torch.load or safetensors read from it goes to "
@@ -134,6 +134,18 @@ def _metadata(folder: Path) -> Metadata:
     except Exception as error:  # damaged bytes may lead pickle anywhere
         raise CheckpointError(f"{path} is damaged: {error}") from error
     return found
+
+
+def _what_it_is(folder: Path) -> str:
+    """Without .metadata. A program's checkpoint has a folder for each of its pipelines."""
+    if not folder.exists():
+        return "there is no such folder"
+    inside = sorted(str(file.parent) for file in folder.glob(f"*/{METADATA}"))
+    return (
+        f"it holds that of a pipeline: give {' or '.join(inside)}"
+        if inside
+        else f"without {METADATA} it was never finished"
+    )
 
 
 def _check_is_inside(file: Path) -> None:

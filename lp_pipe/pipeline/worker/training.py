@@ -37,6 +37,7 @@ class Training:
         self._seed = seed
         self._parameters = [item for stage in stages for item in stage.named_parameters()]
         self._optimizer: torch.optim.Optimizer | None = None
+        self._scheduler_factory = lr_scheduler
         self._lr_scheduler: Any = None
         self.waits_for_metric = False  # whether training steps leave the scheduler alone
         self.has_updated = False  # by the last step, which may have failed
@@ -191,6 +192,13 @@ class Training:
         self._restore_optimizer(saved.optimizer)
         if self._lr_scheduler is not None and saved.lr_scheduler is not None:
             self._lr_scheduler.load_state_dict(self._for_own_groups(saved.lr_scheduler, saved.optimizer))
+        elif self._optimizer is not None and self._scheduler_factory is not None:
+            # It was trained without. The scheduler that there is has set its first rates, such as a warmup's, which
+            # what was saved has replaced: one that multiplies the last rate would go up from there.
+            for group, name, _ in self._grouped():
+                if name in saved.optimizer and "initial_lr" not in saved.optimizer[name]["options"]:
+                    group.pop("initial_lr", None)
+            self._lr_scheduler = made_scheduler(self._scheduler_factory, self._optimizer)
 
     def _step_optimizer(self, step: int, update: int) -> None:
         """Replicas draw the same (SGLD's noise), or they would not stay copies; and so do runs, and who resumes one."""

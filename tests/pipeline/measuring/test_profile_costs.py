@@ -22,7 +22,7 @@ def test_a_measured_model_is_cut_at_its_layers_so_that_the_slowest_stage_is_as_f
 
 
 def test_there_are_no_more_stages_than_layers() -> None:
-    with pytest.raises(ScheduleError, match="the profile: cannot cut 3 layers into 4 stages"):
+    with pytest.raises(ScheduleError, match="the profile: cannot cut 3 layers into 4 stages, 2 for each of 2 workers"):
         ProfileCosts(PROFILE).cut_into(4, 2)
 
 
