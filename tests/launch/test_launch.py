@@ -578,6 +578,19 @@ def test_what_does_not_pickle_is_named_before_anything_starts(
     assert not (tmp_path / "started").exists()
 
 
+class ExitsWhenPickled:
+    def __getstate__(self) -> object:
+        raise SystemExit(3)
+
+
+def test_an_argument_that_exits_as_it_is_pickled_is_named(no_leaks: None) -> None:
+    # The script ended with that status, without a word.
+    program = lp.Program("exits")
+    program.add_node(lp.PyNode(print, [0, ExitsWhenPickled()]), label="printer")
+    with pytest.raises(lp.SerializationError, match=r"printer/0: .*args\[0\]\[1\] of type ExitsWhenPickled .*Exit: 3"):
+        lp.launch(program, mode="process")
+
+
 @functools.lru_cache
 def cached(x: int) -> int:
     return x
