@@ -413,6 +413,32 @@ def test_a_stop_handler_registered_after_the_stop_runs_at_once(mode: str, tmp_pa
     assert (tmp_path / "done").exists()
 
 
+def test_a_stop_handler_that_outlasts_the_grace_is_not_cut_off_in_silence(
+    mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # The program was done, and nothing said that what a node saves at the stop had not been saved.
+    def save() -> None:
+        (tmp_path / "begun").touch()
+        while not (tmp_path / "release").exists():
+            time.sleep(0.01)
+
+    def node() -> None:
+        lp.register_stop_handler(save)
+        lp.stop()
+        lp.wait_for_stop()
+
+    program = lp.Program("saves long")
+    program.add_node(lp.PyNode(node), label="saver")
+    with caplog.at_level(logging.WARNING):
+        lp.launch(program, mode, grace=0.3).wait(WITHIN_S)
+    (tmp_path / "release").touch()
+    assert (tmp_path / "begun").exists()
+    if mode == "thread":
+        assert re.search(r"(?s)node saver/0: its stop handlers did not end.*in save\n", caplog.text)
+    else:
+        assert "did not end within the grace of 0.3 s after the stop: saver/0" in caplog.text
+
+
 def test_handlers_of_a_node_that_has_finished_are_forgotten(mode: str, tmp_path: Path) -> None:
     # In thread mode they ran at the program's stop, long after the node had counted as down.
     def node() -> None:
