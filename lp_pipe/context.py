@@ -90,14 +90,19 @@ class StopSignal:
         with self._lock:
             self._handlers = [entry for entry in self._handlers if entry[0] != handler]
 
-    def finish(self, timeout_s: float | None = None) -> None:
-        """The node's code has ended: wait for the handlers that were started, forget those that were not."""
+    def finish(self, timeout_s: float | None = None) -> threading.Thread | None:
+        """The node's code has ended: wait for the handlers that were started, forget those that were not.
+
+        Returns the thread that runs them if that takes longer.
+        """
         with self._lock:  # the event is set before the runner is there: a node that waits for it may be here in between
             self._is_finished = True
             self._handlers = []
             runner = self._runner
-        if runner is not None and runner is not threading.current_thread():
-            runner.join(timeout_s)
+        if runner is None or runner is threading.current_thread():
+            return None
+        runner.join(timeout_s)
+        return runner if runner.is_alive() else None
 
     def _run_aside(self, handlers: "list[_Handler]") -> threading.Thread | None:
         runner = threading.Thread(target=self._run, args=(handlers,), name="stop-handlers", daemon=True)

@@ -37,8 +37,7 @@ class Display:
 
     def starting(self, start: Start) -> None:
         """Show the graph, then the run's folder."""
-        print(to_text(start.view))
-        print(f"run folder {start.run_dir}", flush=True)
+        say(f"{to_text(start.view)}\nrun folder {start.run_dir}", sys.stdout)
 
     def output(self) -> AbstractContextManager[None]:
         """Around the time in which nodes may print."""

@@ -61,7 +61,8 @@ class JsonDisplay(Display):
     def ended(self, ending: Ending, status: Status) -> None:
         for label, rows in status.items():
             for index, row in enumerate(rows):
-                self._emit("node", node=f"{label}/{index}", state=row["state"], pid=row["pid"], error=row["error"])
+                pid = row["pid"] or None
+                self._emit("node", node=f"{label}/{index}", state=row["state"], pid=pid, error=row["error"])
         failure: dict[str, Any] = {}
         if ending.failure is not None:
             error = ending.failure

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from lp_pipe.cli.errors import UsageError
+from lp_pipe.telemetry.whole_file import write_whole
 
 
 def output_path(text: str, suffixes: Iterable[str]) -> Path:
@@ -21,9 +22,9 @@ def write_file(path: Path, text: str) -> None:
     """Write it.
 
     Raises:
-        UsageError: it cannot be written.
+        UsageError: it cannot be written; an older one stays as it was.
     """
     try:
-        path.write_text(text, encoding="utf-8")
+        write_whole(path, text)
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}") from error

@@ -28,7 +28,6 @@ from lp_pipe.launch.at_exit import stop_active_runs
 from lp_pipe.launch.launcher import MODES
 from lp_pipe.launch.processes.proctree import kill_all
 from lp_pipe.launch.signals import Terminated
-from lp_pipe.program import Program
 
 _REFRESH_S = 0.1
 _EXAMPLES = """\
@@ -103,8 +102,9 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
         ours = run_dir if arguments.run_dir is None and arguments.resume is None else None
         with _explained(arguments.target, ours):
             view = GraphView.of(program, arguments.mode)
-            if arguments.dry_run:
-                return _show_plan(program, Start(view, arguments.mode, run_dir), arguments)
+            plan_lines = hosts.plan_lines(program, arguments) if arguments.dry_run else []
+        if arguments.dry_run:
+            return _show_plan(Start(view, arguments.mode, run_dir), plan_lines, arguments.json)
         with _make_display(arguments.json) as display:
             display.starting(Start(view, arguments.mode, run_dir))
             with display.output(), _none_left_behind():
@@ -132,9 +132,8 @@ def _draw(view: GraphView, path: Path, display: Display) -> None:
             path.unlink()
 
 
-def _show_plan(program: Program, start: Start, arguments: argparse.Namespace) -> int:
-    lines = hosts.plan_lines(program, arguments)
-    if arguments.json:
+def _show_plan(start: Start, lines: Sequence[str], is_json: bool) -> int:
+    if is_json:
         display = JsonDisplay()
         display.starting(start)
         display.planned(lines)

@@ -36,7 +36,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
     record = find_live_run(arguments.target)
     with asking(record) as control:
         nodes = [
-            {"node": f"{label}/{index}", **row}
+            {"node": f"{label}/{index}", **row, "pid": row["pid"] or None}  # `kill 0` would end who asks
             for label, rows in control.status().items()
             for index, row in enumerate(rows)
         ]

@@ -8,6 +8,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -79,9 +80,10 @@ def load_maker(text: str, program_flags: Sequence[str]) -> Callable[[int], Progr
 def _load(text: str, program_flags: Sequence[str]) -> tuple[Target, str, Any]:
     """The target, and what was found there under which name."""
     target = Target.parse(text)
-    file = _find_file(target) if target.is_file else _find_module(target)
-    hand_over(str(file), program_flags)
+    hand_over(target.place, program_flags)
     with launches_refused(_LAUNCHES):
+        file = _find_file(target) if target.is_file else _find_module(text, target)
+        sys.argv[0] = str(file)
         module = _guarded(text, lambda: _import_file(file) if target.is_file else importlib.import_module(target.place))
     _parse_absl_flags(text, module, program_flags)
     return target, *_find_name(target, module)
@@ -107,18 +109,11 @@ def _find_file(target: Target) -> Path:
     raise UsageError(f"no file {target.place!r}{nearest(target.place, siblings)}")
 
 
-def _find_module(target: Target) -> Path:
+def _find_module(text: str, target: Target) -> Path:
     """The module's file; of a package within which it lies the __init__ is imported on the way."""
     sys.path.insert(0, str(Path.cwd()))
     is_name = all(part.isidentifier() for part in target.place.split("."))
-    try:
-        spec = importlib.util.find_spec(target.place) if is_name else None
-    except ModuleNotFoundError as error:
-        if not f"{target.place}.".startswith(f"{error.name}."):  # its package imports another one
-            raise NotLaunched(own_failure(target.place, error)) from error
-        spec = None
-    except Exception as error:  # whatever the package's __init__ raises
-        raise NotLaunched(own_failure(target.place, error)) from error
+    spec = _guarded(text, lambda: _spec(target.place)) if is_name else None
     if (spec is None or spec.origin is None) and Path(target.place).exists():
         return _find_file(target)  # which says what is wrong with it
     if spec is None:
@@ -126,6 +121,15 @@ def _find_module(target: Target) -> Path:
         hint = f"; did you mean {file!r}?" if Path(file).is_file() else "; a file is given as path/file.py"
         raise UsageError(f"no module {target.place!r}{hint}")
     return Path(spec.origin or target.place)
+
+
+def _spec(module: str) -> ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(module)
+    except ModuleNotFoundError as error:
+        if not f"{module}.".startswith(f"{error.name}."):  # its package imports another one
+            raise
+        return None
 
 
 def _import_file(file: Path) -> ModuleType:

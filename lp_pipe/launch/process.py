@@ -212,6 +212,11 @@ class ProcessHost(Host):
             **spec.resources.env,
         }
 
+    def _search_path_of(self, spec: NodeSpec) -> list[str]:
+        """The launcher's; before it a PYTHONPATH that is the node's own."""
+        own = spec.resources.env.get("PYTHONPATH", "").split(os.pathsep)
+        return list(dict.fromkeys([*filter(None, own), *self._surroundings.sys_path]))
+
     def _accept(self, connection: Connection) -> None:
         stream = NodeStream(connection, self._coordinator, self._on_hello)
         connection.start(stream.on_frame, stream.on_close)
@@ -236,7 +241,7 @@ class ProcessHost(Host):
                 run_dir=os_text.pack(str(self._plan.run_dir)),
                 socket_dir=os_text.pack(self.socket_dir),
                 cwd=os_text.pack(self._surroundings.cwd),
-                sys_path=os_text.pack_all(self._surroundings.sys_path),
+                sys_path=os_text.pack_all(self._search_path_of(spec)),
                 argv=os_text.pack_all(self._surroundings.argv),
                 absl_flags=self._surroundings.absl_flags,
                 env=os_text.pack_map(self._environment_of(spec)),

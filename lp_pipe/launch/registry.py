@@ -15,6 +15,7 @@ from pathlib import Path
 
 from lp_pipe.connections import unix
 from lp_pipe.launch.processes.proctree import start_time
+from lp_pipe.telemetry.whole_file import write_whole
 
 RUN_FILE = "run.json"
 
@@ -135,11 +136,4 @@ def _private(folder: Path) -> Path:
 
 def _write(path: Path, record: RunRecord) -> None:
     """Whole or not at all: others read it at any time."""
-    new = path.with_name(f".{path.name}.new")
-    try:
-        new.write_text(json.dumps(asdict(record), indent=1) + "\n", encoding="utf-8")
-        new.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            new.unlink(missing_ok=True)
-        raise
+    write_whole(path, json.dumps(asdict(record), indent=1) + "\n")

@@ -22,6 +22,7 @@ from lp_pipe.launch.signals import Interrupts, Latch
 from lp_pipe.launched import asking, publish, replace_published
 from lp_pipe.program import Program
 from lp_pipe.telemetry.metrics import MetricsLog
+from lp_pipe.telemetry.some_names import some
 
 _TERM_TO_KILL_S = 1.0
 _NAMED_AT_MOST = 5
@@ -292,7 +293,14 @@ class Run:
         self._host.stop_nodes(node_ids)  # also those that have ended: their handlers may wait for the stop
         if self._coordinator.wait_for_end(node_ids, self._coordinator.plan.grace_s):
             return
-        self._host.terminate(ending(node_ids))
+        late = ending(node_ids)
+        if late and not self._interrupts.is_impatient:  # what they do at the stop, such as saving, is cut off
+            _log.warning(
+                "did not end within the grace of %g s after the stop: %s; processes get SIGTERM, threads are left",
+                self._coordinator.plan.grace_s,
+                some(late),
+            )
+        self._host.terminate(late)
         if self._coordinator.wait_for_end(node_ids, _TERM_TO_KILL_S):
             return
         self._host.kill(ending(node_ids))

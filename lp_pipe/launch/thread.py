@@ -83,9 +83,8 @@ class ThreadHost(Host):
         for node_id in node_ids:
             thread = self._threads[node_id]
             _log.warning(
-                "node %s did not end within %.1f s after the stop and is left behind as a daemon thread. It is at:\n%s",
+                "node %s is left behind as a daemon thread. It is at:\n%s",
                 node_id,
-                self._plan.grace_s,
                 _stack_of(thread),
             )
             self._coordinator.node_down(node_id)

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,7 +32,14 @@ def run_to_end(node: Node[Any], context: NodeContext) -> BaseException | None:
         context.exit_stack.close()
     except BaseException as error:
         failure = failure or error
-    context.stop_signal.finish(context.grace_s)
+    if (late := context.stop_signal.finish(context.grace_s)) is not None:
+        frame = sys._current_frames().get(late.ident or 0)
+        _log.warning(
+            "node %s: its stop handlers did not end within %.1f s and are left behind. They are at:\n%s",
+            context.name,
+            context.grace_s,
+            "".join(traceback.format_stack(frame)),
+        )
     for handler_error in context.stop_signal.handler_errors:
         _log.warning("node %s: a stop handler raised %r", context.name, handler_error)
     return failure

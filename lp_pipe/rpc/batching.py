@@ -38,7 +38,7 @@ def batched_handler(
 
     Raises:
         ValueError: a size below 1, or a negative timeout.
-        TypeError: used as a decorator in a class body.
+        TypeError: used as a decorator in a class body, or the function is async or a generator.
     """
     timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     if batch_size < 1 or max_parallelism < 1 or timeout_s < 0:
@@ -54,6 +54,12 @@ def _is_first_parameter_self(function: Callable[..., Any]) -> bool:
         return next(iter(inspect.signature(function).parameters), "") == "self"
     except ValueError:  # a function in C that does not tell, such as torch.relu
         return False
+
+
+def _not_in_batches(function: Callable[..., Any]) -> str:
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        return "async def"
+    return "a generator" if inspect.isgeneratorfunction(function) else ""
 
 
 class _Request(NamedTuple):
@@ -73,6 +79,11 @@ class BatchedHandler:
             raise TypeError(
                 f"batched_handler cannot decorate a method in the class body, where it is not bound yet: "
                 f"in __init__ write self.{function.__name__} = batched_handler(...)(self.{function.__name__})"
+            )
+        if kind := _not_in_batches(function):
+            raise TypeError(
+                f"batched_handler cannot take {getattr(function, '__name__', function)}, which is {kind}: "
+                "it must return the results of a batch"
             )
         update_wrapper(self, function)
         self._function = function

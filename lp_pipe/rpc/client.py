@@ -232,7 +232,9 @@ class CourierClient:
                 error.__context__ = None  # between threads the handler's own, whose text it has
         try:
             return codec.decode(reply.body, reply.buffers)
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # as in `_encode`
             raise SerializationError(
                 f"{self._peer}.{method}(): the result does not load here: {type(error).__name__}: {error}"
             ) from error

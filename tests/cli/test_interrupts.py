@@ -104,7 +104,8 @@ def test_a_node_that_ignores_stop_and_sigterm_is_gone_within_10_s(start: Start) 
     run.process.send_signal(signal.SIGINT)
     status, _, errors = run.finish()
     assert time.monotonic() - began < 10
-    assert (status, len(errors)) == (130, 2)
+    assert (status, len(errors)) == (130, 3)
+    assert errors[1].startswith("did not end within the grace of 5 s after the stop: nodes/1; ")
     assert not any(is_alive(pid) for pid in pids.values())
 
 

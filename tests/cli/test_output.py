@@ -1,5 +1,6 @@
 """Lines that nodes print, with the node that they come from."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -75,6 +76,25 @@ def test_a_run_ends_though_who_started_it_has_closed_the_streams(folder: Path, c
         assert (folder / "run/logs/talker-0.log").stat().st_size > 200_000
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a disk that is always full")
+@pytest.mark.parametrize("mode", ["process", "thread"])
+def test_a_run_whose_output_goes_to_a_full_disk_does_what_it_does(folder: Path, mode: str) -> None:
+    """It was not launched (status 3) where the disk was full from the start; with --json it was."""
+    (folder / "talks.py").write_text(PRINTS_MUCH)
+    command = f"{' '.join(COMMAND)} launch talks.py --run-dir=run --mode={mode} >/dev/full"
+    ended = subprocess.run(command, shell=True, timeout=PATIENCE_S, check=False, capture_output=True)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    assert '"ended": null' not in (folder / "run/run.json").read_text()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a disk that is always full")
+def test_a_plan_that_cannot_be_printed_is_not_one_that_cannot_be_launched(folder: Path) -> None:
+    (folder / "talks.py").write_text(PRINTS_MUCH)
+    command = f"{' '.join(COMMAND)} launch talks.py --dry-run >/dev/full"
+    ended = subprocess.run(command, shell=True, timeout=PATIENCE_S, check=False, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (3, "lp_pipe: cannot print: No space left on device\n")
+
+
 @pytest.mark.parametrize("options", ["--mode=process", "--mode=thread", "--json"])
 def test_a_run_goes_on_when_nobody_reads_any_more(folder: Path, options: str) -> None:
     """`| head`: in thread mode the first node that printed then failed, of a broken pipe."""
@@ -101,3 +121,15 @@ def test_a_terminal_without_arrows_and_dots_gets_them_escaped(
     done = command(*arguments.split())
     assert (done.returncode, done.stderr) == (0, "")
     assert "\\xf6\\xdf" in done.stdout or "usage" in done.stdout
+
+
+@pytest.mark.parametrize("ending", ["svg", "dot", "json"])
+def test_what_was_written_before_stays_where_the_disk_is_full(folder: Path, ending: str) -> None:
+    """It was cut to nothing first. A limit on the size of files stands for the disk."""
+    (folder / "talks.py").write_text(PRINTS_MUCH.replace("talk()", f"talk({', '.join('abcdefgh')})"))
+    (folder / f"graph.{ending}").write_text("of yesterday")
+    command = f"ulimit -f 0; {' '.join(COMMAND)} graph talks.py -o graph.{ending}"
+    ended = subprocess.run(command, shell=True, timeout=PATIENCE_S, check=False, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (2, f"lp_pipe: cannot write graph.{ending}: File too large\n")
+    assert (folder / f"graph.{ending}").read_text() == "of yesterday"
+    assert sorted(path.name for path in folder.iterdir()) == [f"graph.{ending}", "talks.py"]

@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -23,6 +24,7 @@ from lp_pipe.launch.processes.proctree import start_time
 from lp_pipe.launch.registry import Entry, RunRecord, entries
 from tests.cli.commands import Command, Start, Started, is_alive
 from tests.connections.payloads import Mark
+from tests.waiting import until
 
 WAITING = """
 import os
@@ -97,6 +99,19 @@ def test_status_is_a_table_of_the_nodes(launched: Started, brief_command: Comman
         ("nodes/0", "running"),
         ("nodes/1", "running"),
     ]
+
+
+def test_a_node_without_a_process_has_no_number(start: Start, brief_command: Command, folder: Path) -> None:
+    # It was 0, with which `kill -9 $(lp_pipe status --json | jq …)` ends the shell that it is in.
+    source = WAITING.replace('group("nodes"', 'group("nodes", on_failure="restart", max_restarts=1000')
+    (folder / "failing.py").write_text(source.replace("lp.wait_for_stop()", "raise ValueError"))
+    start("launch", "failing.py", "--run-dir=out").wait_for("run folder")
+
+    def restarting() -> list[dict[str, Any]]:
+        nodes = json.loads(brief_command("status", "out", "--json").stdout or '{"nodes": []}')["nodes"]
+        return [node for node in nodes if node["state"] == "restarting" and not node["pid"]]
+
+    assert until(restarting)[0]["pid"] is None
 
 
 def test_status_says_on_which_host_each_node_is_where_there_are_several(start: Start, brief_command: Command) -> None:

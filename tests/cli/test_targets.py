@@ -115,6 +115,31 @@ def test_a_target_that_exits_says_where(code: str, brief_command: Command, folde
     )
 
 
+@pytest.mark.parametrize("code", ["3", "0"])
+def test_a_package_that_exits_says_where(code: str, brief_command: Command, folder: Path) -> None:
+    # As above, but in the __init__ above the target, which is imported to find it.
+    (folder / "training").mkdir()
+    (folder / "training" / "__init__.py").write_text(f"import sys\nsys.exit({code})\n")
+    (folder / "training" / "main.py").touch()
+    done = brief_command("launch", "training.main:train")
+    assert (done.returncode, done.stderr.splitlines()) == (
+        3,
+        [
+            f"lp_pipe: training.main:train raised SystemExit: {code}",
+            f"  training/__init__.py:2 in <module>:  sys.exit({code})",
+        ],
+    )
+
+
+def test_a_package_sees_the_programs_flags(brief_command: Command, folder: Path) -> None:
+    # It saw the command's own ones: argparse in an __init__ refused "launch training.main".
+    (folder / "training").mkdir()
+    (folder / "training" / "__init__.py").write_text("import sys\nprint(sys.argv[1:])\n")
+    (folder / "training" / "main.py").write_text("import lp_pipe as lp\nprogram = lp.Program('a')\n")
+    done = brief_command("graph", "training.main", "--", "--steps=3")
+    assert done.stdout.splitlines()[0] == "['--steps=3']"
+
+
 def test_a_target_that_answers_its_flags_ends_the_command_with_its_status(brief_command: Command, folder: Path) -> None:
     (folder / "demo.py").write_text("import argparse\nargparse.ArgumentParser().parse_args()\n")
     done = brief_command("launch", "demo.py", "--", "--nope")

@@ -413,6 +413,32 @@ def test_a_stop_handler_registered_after_the_stop_runs_at_once(mode: str, tmp_pa
     assert (tmp_path / "done").exists()
 
 
+def test_a_stop_handler_that_outlasts_the_grace_is_not_cut_off_in_silence(
+    mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # The program was done, and nothing said that what a node saves at the stop had not been saved.
+    def save() -> None:
+        (tmp_path / "begun").touch()
+        while not (tmp_path / "release").exists():
+            time.sleep(0.01)
+
+    def node() -> None:
+        lp.register_stop_handler(save)
+        lp.stop()
+        lp.wait_for_stop()
+
+    program = lp.Program("saves long")
+    program.add_node(lp.PyNode(node), label="saver")
+    with caplog.at_level(logging.WARNING):
+        lp.launch(program, mode, grace=0.3).wait(WITHIN_S)
+    (tmp_path / "release").touch()
+    assert (tmp_path / "begun").exists()
+    if mode == "thread":
+        assert re.search(r"(?s)node saver/0: its stop handlers did not end.*in save\n", caplog.text)
+    else:
+        assert "did not end within the grace of 0.3 s after the stop: saver/0" in caplog.text
+
+
 def test_handlers_of_a_node_that_has_finished_are_forgotten(mode: str, tmp_path: Path) -> None:
     # In thread mode they ran at the program's stop, long after the node had counted as down.
     def node() -> None:
@@ -576,6 +602,19 @@ def test_what_does_not_pickle_is_named_before_anything_starts(
         assert "lock" in first_line
         assert "innocent" not in str(caught.value)
     assert not (tmp_path / "started").exists()
+
+
+class ExitsWhenPickled:
+    def __getstate__(self) -> object:
+        raise SystemExit(3)
+
+
+def test_an_argument_that_exits_as_it_is_pickled_is_named(no_leaks: None) -> None:
+    # The script ended with that status, without a word.
+    program = lp.Program("exits")
+    program.add_node(lp.PyNode(print, [0, ExitsWhenPickled()]), label="printer")
+    with pytest.raises(lp.SerializationError, match=r"printer/0: .*args\[0\]\[1\] of type ExitsWhenPickled .*Exit: 3"):
+        lp.launch(program, mode="process")
 
 
 @functools.lru_cache

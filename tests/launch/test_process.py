@@ -164,6 +164,20 @@ def test_variables_that_are_read_at_process_start_imply_a_fresh_interpreter() ->
         assert run.client("probe").ask(lambda: sys.flags.hash_randomization) == 1
 
 
+def test_a_group_may_have_modules_of_its_own(tmp_path: Path) -> None:
+    """Its PYTHONPATH was set, and had no effect: nodes import along the launcher's path."""
+    for version in ("old", "new"):
+        (tmp_path / version).mkdir()
+        (tmp_path / version / "library_of_a_group.py").write_text(f"VERSION = {version!r}\n")
+    program = lp.Program("probes")
+    for version in ("old", "new"):
+        with program.group(version, resources=lp.Resources(env={"PYTHONPATH": str(tmp_path / version)})):
+            program.add_node(lp.CourierNode(Probe))
+    with lp.launch(program, "process") as run:
+        for version in ("old", "new"):
+            assert run.client(version).ask(lambda: __import__("library_of_a_group").VERSION) == version
+
+
 def test_forked_nodes_draw_different_random_numbers() -> None:
     def draw() -> tuple[float, float]:
         import random

@@ -131,6 +131,21 @@ def test_functions_that_do_not_tell_their_parameters_are_taken() -> None:
     assert lp.batched_handler(batch_size=1)(operator.itemgetter(slice(None)))(4) == 4
 
 
+def test_functions_that_return_no_batch_are_refused() -> None:
+    """Each call of an async one was an error, and a warning at its end: "coroutine was never awaited"."""
+
+    async def predict(x: Any) -> Any:
+        return x
+
+    def items(x: Any) -> Any:
+        yield x
+
+    with pytest.raises(TypeError, match=r"batched_handler cannot take predict, which is async def"):
+        lp.batched_handler(batch_size=2)(predict)
+    with pytest.raises(TypeError, match=r"batched_handler cannot take items, which is a generator"):
+        lp.batched_handler(batch_size=2)(items)
+
+
 def test_wrong_uses_are_found_at_once() -> None:
     with pytest.raises(TypeError, match="__init__"):
 

@@ -719,6 +719,15 @@ def test_an_argument_that_exits_as_it_is_loaded_is_an_error_and_not_a_hang(serve
             client.echo(ExitsWhenLoaded())
 
 
+def test_a_result_that_exits_as_it_is_loaded_is_an_error_and_not_the_callers_end(serve: Serve) -> None:
+    class Server:
+        def make(self) -> Any:
+            return ExitsWhenLoaded()
+
+    with pytest.raises(lp.SerializationError, match=r"make\(\): the result does not load here: SystemExit: 3"):
+        serve(Server(), call_timeout=WITHIN_S).make()
+
+
 class ExitsWhenPickled:
     def __reduce__(self) -> Any:
         raise SystemExit(3)

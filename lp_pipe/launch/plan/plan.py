@@ -100,7 +100,9 @@ def _serialize(spec: NodeSpec, plan: Plan) -> bytes:
     with codec.collecting_handles() as handles:
         try:
             data = codec.dumps((spec.node, spec.resources))
-        except Exception as error:  # whatever a user's pickling code raises
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # whatever a user's pickling code raises: a __getstate__ may exit
             raise _unpicklable(spec, error) from error
     for handle in handles:
         for address in handle.addresses:
@@ -112,7 +114,7 @@ def _serialize(spec: NodeSpec, plan: Plan) -> bytes:
     return data
 
 
-def _unpicklable(spec: NodeSpec, error: Exception) -> LpPipeError:
+def _unpicklable(spec: NodeSpec, error: BaseException) -> LpPipeError:
     for name, part in spec.node.launch_parts():
         culprit = find_culprit(part, f"{spec.path}{name}", codec.encode_by_value)
         if culprit is not None:

@@ -22,7 +22,7 @@ def run_node(node: Node[Any], context: NodeContext) -> Failure | None:
 
 def failure_from(error: BaseException) -> Failure:
     """What the launcher needs to know of an exception; without the frames of lp_pipe that lead to the user's code."""
-    if isinstance(error, SystemExit):
+    if isinstance(error, SystemExit) and not isinstance(error.code, str):  # sys.exit("no data") says it all
         message = f"exit status {text_of(error.code)}"
     else:
         message = text_of(error).split("\n\n", 1)[0]  # a RemoteError carries its traceback, which is in ours

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lp_pipe.errors import PartitionError
+from lp_pipe.telemetry.whole_file import write_whole
 
 _LARGEST = 1e60  # beyond all seconds and bytes
 
@@ -44,10 +45,10 @@ def write_text(path: str | Path, text: str) -> None:
     """Write a text file.
 
     Raises:
-        PartitionError: it cannot be written.
+        PartitionError: it cannot be written; an older one stays as it was.
     """
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        write_whole(path, text)
     except OSError as error:
         raise PartitionError(f"cannot write {path}: {error.strerror}") from error
 
