@@ -50,7 +50,7 @@ class GraphData(NamedTuple):
 
 def data_of(module: fx.GraphModule) -> GraphData:
     """What `graph_of` makes the same graph of."""
-    positions = {node: _Result(position) for position, node in enumerate(module.graph.nodes)}
+    positions: dict[Any, Any] = {node: _Result(position) for position, node in enumerate(module.graph.nodes)}
 
     def line(node: fx.Node) -> _Line:
         args, kwargs = (map_aggregate(given, lambda x: positions.get(x, x)) for given in (node.args, node.kwargs))

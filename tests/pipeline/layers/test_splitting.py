@@ -725,10 +725,31 @@ class Reentrant(Skips):
         return self.linear(y)
 
 
+class Halves(Skips):
+    """What autograd saves, as a compression of activations does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved / 2, lambda saved: saved):
+            y: Tensor = self.unused(x).tanh()
+        z: Tensor = self.linear(y)
+        return z
+
+
+class QuantisedInput(Quantised):
+    """The input of a split module may come from a layer that is trained."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.two(self.one(Rounds.apply(x)))
+        return y
+
+
 @pytest.mark.parametrize(
     ("make", "point", "what"),
     [
         (Quantised, "two", "the backward of the torch.autograd.Function Rounds"),
+        (lambda: Quantised().requires_grad_(False), "two", "the backward of the torch.autograd.Function Rounds"),
+        (QuantisedInput, "two", "the backward of the torch.autograd.Function Rounds"),
+        (Halves, "linear", "what torch.autograd.graph.saved_tensors_hooks make of the tensors"),
         (Hooked, "linear", r"a hook of a tensor \(Tensor.register_hook\)"),
         (_with_backward_hook, "1", "a backward hook of '1'"),
         (Reentrant, "linear", "the backward of the torch.autograd.Function CheckpointFunction"),
@@ -741,6 +762,35 @@ def test_gradients_that_the_graph_would_not_have_are_refused(make: Any, point: s
     with pytest.raises(pp.PipelineError, match=f"torch.export would leave out {what}, and the pieces would train"):
         pp.split(module, torch.randn(3, D), [point])
     assert len(module._forward_hooks) == before
+
+
+class Teaches(Quantised):
+    """Rounds what has no gradient to begin with."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = Rounds.apply(self.one(x))
+        y: Tensor = self.two(self.one(x) - target)
+        return y
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_a_caller_without_gradients_gets_pieces_that_have_those_of_the_module(context: Any) -> None:
+    # torch.export wrote down the module as it computes there: its own no_grad() blocks had gradients in training.
+    module, quantised, x = made(Teaches), made(Quantised), torch.randn(3, D)
+    twin = copy.deepcopy(module)
+    with context():
+        layers = pp.split(twin, x, ["two"])
+        with pytest.raises(pp.PipelineError, match="the backward of the torch.autograd.Function Rounds"):
+            pp.split(quantised, x, ["two"])
+    pp.Sequential(layers)(x).sum().backward()
+    module(x).sum().backward()
+    gradients = {name: parameter.grad for name, parameter in pp.Sequential(layers).named_parameters()}
+    assert gradients
+    for name, parameter in module.named_parameters():
+        index = 0 if name.startswith("one") else 1
+        found = gradients[f"{index}.{name}"]
+        assert found is not None and parameter.grad is not None and torch.equal(found, parameter.grad), name
 
 
 def test_pieces_in_another_order_or_number_are_refused(language: Any) -> None:
