@@ -127,7 +127,8 @@ def _all_in_eval_mode(module: nn.Module) -> Iterator[None]:
 def _pieces(module: nn.Module, traced: Mapping[bool, Traced]) -> list[nn.Module]:
     parts = {mode: _parts(module, found) for mode, found in traced.items()}
     used = [{*train.state, *evaluation.state} for train, evaluation in zip(parts[True], parts[False], strict=True)]
-    changed = {name for found in traced.values() for name in changed_state(found.root, found.placeholders, found.cuts)}
+    own = _names_of_state(module)
+    changed = set().union(*(changed_state(of.root, of.placeholders, of.cuts, own) for of in traced.values()))
     order, origin = tuple(module.state_dict()), secrets.token_hex(8)
     return [
         Piece(holder(tensors, module), {mode: of_mode[index] for mode, of_mode in parts.items()}, order, origin)
@@ -173,9 +174,7 @@ def _parts(module: nn.Module, traced: Traced) -> list[Part]:
     values = [node for node in born if node in last_use and node.op != "get_attr"]
     alive = [[node for node in values if born[node] < index <= last_use[node]] for index in range(last + 1)]
     refuse_shared_memory(traced.root, traced.placeholders, traced.cuts, alive)
-    own = {
-        name for names in (module.named_parameters, module.named_buffers) for name, _ in names(remove_duplicate=False)
-    }
+    own = _names_of_state(module)
     parts = []
     for index, nodes in enumerate(traced.cuts):
         taken = alive[index] if index else traced.placeholders
@@ -187,6 +186,12 @@ def _parts(module: nn.Module, traced: Traced) -> list[Part]:
             part = part._replace(outputs=traced.outputs)
         parts.append(part)
     return parts
+
+
+def _names_of_state(module: nn.Module) -> set[str]:
+    return {
+        name for names in (module.named_parameters, module.named_buffers) for name, _ in names(remove_duplicate=False)
+    }
 
 
 def _part(root: nn.Module, own: set[str], nodes: list[fx.Node], taken: list[fx.Node], results: Any) -> Part:
