@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.layers.graph_memory import changed_state, refuse_shared_memory
 from lp_pipe.pipeline.layers.piece import Definitions, Part, Piece, holder, tensor_at
+from lp_pipe.pipeline.layers.same_again import is_same_again, refusal
 from lp_pipe.pipeline.layers.tracing import Traced, trace
 
 _POINTS: dict[str | SplitPoint, SplitPoint] = {
@@ -46,7 +47,8 @@ def split(
 
     Raises:
         PipelineError: a name is unknown or never reached, a piece would be empty, the module has a backward of its own
-            (a torch.autograd.Function, a hook), or torch.export cannot take it; then its error is the cause.
+            (a torch.autograd.Function, a hook), its forward depends on earlier calls, or torch.export cannot take it;
+            then its error is the cause.
     """
     if not isinstance(module, nn.Module):
         raise PipelineError(f"split() takes an nn.Module, not {type(module).__name__}")
@@ -55,13 +57,17 @@ def split(
     example: tuple[tuple[Any, ...], dict[str, Any]] = ((), example_inputs)
     if not isinstance(example_inputs, dict):
         example = (tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)), {}
+    is_same = is_same_again(module, example)  # before: it may keep what is traced
     with _marked(module, spec):
         traced = {True: trace(module, example, list(spec), "train", fixed_sizes)}
         with _all_in_eval_mode(module):
             traced[False] = trace(module, example, list(spec), "eval", fixed_sizes)
     if len(traced[True].cuts) != len(traced[False].cuts):
         raise PipelineError("the module has other pieces in eval mode than in train mode: use the same split points")
-    return _pieces(module, traced)
+    pieces = _pieces(module, traced)
+    if not is_same:  # for which there was no better reason
+        raise refusal(module)
+    return pieces
 
 
 def _checked(module: nn.Module, split_points: SplitPoints) -> dict[str, SplitPoint]:
