@@ -62,7 +62,7 @@ class WrittenBuffers:
         Raises:
             PipelineError: it has written to a shared one.
         """
-        return self._watch() if self._modules or self._late.modules else _NOTHING_TO_WATCH
+        return self._watch() if self._modules or self._late.is_needed else _NOTHING_TO_WATCH
 
     @contextmanager
     def _watch(self) -> Iterator[None]:
