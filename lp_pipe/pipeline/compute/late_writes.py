@@ -36,11 +36,6 @@ class LateWrites:
         self._outstanding = {"backward": 0, "weights": 0}  # of how many forwards
         self._by_first_part: dict[int, list[Place]] = {}
 
-    @property
-    def is_needed(self) -> bool:
-        """Whether there is something that a backward could write to."""
-        return bool(self.modules or self._parameters)
-
     def forget(self) -> None:
         """No forward waits for its backward."""
         self._outstanding = dict.fromkeys(self._outstanding, 0)

@@ -62,7 +62,7 @@ class WrittenBuffers:
         Raises:
             PipelineError: it has written to a shared one.
         """
-        return self._watch() if self._modules or self._late.is_needed else _NOTHING_TO_WATCH
+        return self._watch() if self._modules else _NOTHING_TO_WATCH
 
     @contextmanager
     def _watch(self) -> Iterator[None]:
@@ -73,7 +73,6 @@ class WrittenBuffers:
         for place in self._constants.keys() & written:
             raise PipelineError(self._constants[place])
         self._written = (self._written or _NO_PLACE) | written
-        self._late.after_forward()
 
     def renew(self, *, are_saved: bool = True) -> None:
         """Let the next forward write to other tensors than those that earlier ones may have saved.
@@ -93,6 +92,10 @@ class WrittenBuffers:
             if _has_memory(buffer) and buffer.untyped_storage().data_ptr() in whole:
                 module._buffers[name] = copies.setdefault(id(buffer), buffer.clone())
                 self._replaced.append((weakref.ref(buffer), buffer._version, f"{type(module).__name__}.{name}"))
+
+    def after_forward(self) -> None:
+        """One of training has run, and its backward is to come."""
+        self._late.after_forward()
 
     def after_backward(self, microbatch: int, *, is_split: bool) -> None:
         """While its graph is there, unless that is split.
