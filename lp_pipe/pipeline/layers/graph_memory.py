@@ -16,19 +16,19 @@ _Memory = dict[fx.Node, fx.Node]  # for every value the first one whose memory i
 
 def changed_state(
     root: nn.Module, placeholders: list[fx.Node], cuts: Sequence[list[fx.Node]], own: set[str]
-) -> set[str]:
-    """Names of the state that forward writes to, such as a BatchNorm's statistics; through views of it, too.
+) -> list[set[str]]:
+    """For each piece names of the state that it writes to, such as a BatchNorm's statistics.
+
+    Through views of it, too, which an earlier piece may have made.
 
     own: names of the module's parameters and buffers.
 
     Raises:
         PipelineError: it writes to another tensor of the module's, of which each piece has one of its own.
     """
-    nodes = [node for nodes in cuts for node in nodes]
-    found = {
-        str(first.target) for first in _changed(root, nodes, _memory(root, placeholders, nodes)) if _is_state(first)
-    }
-    for name in sorted(found - own):
+    memory = _memory(root, placeholders, [node for nodes in cuts for node in nodes])
+    found = [{str(first.target) for first in _changed(root, nodes, memory) if first.op == "get_attr"} for nodes in cuts]
+    for name in sorted(set().union(*found) - own):
         raise PipelineError(
             f"forward writes to {name!r}, a tensor of the module's that is no buffer, of which evaluations, "
             "checkpoints and other pieces know nothing: make it one (self.register_buffer)"
@@ -44,30 +44,19 @@ def refuse_shared_memory(
     alive: for each piece, what comes from pieces before it.
 
     Raises:
-        PipelineError: a later piece does so, or writes to a view of a parameter or buffer that an earlier one has made.
+        PipelineError: a later piece does so.
     """
     memory = _memory(root, placeholders, [node for nodes in cuts for node in nodes])
     for index in range(1, len(alive)):
-        changed = {first for nodes in cuts[index:] for first in _changed(root, nodes, memory) if _is_lost(first, nodes)}
+        changed = _changed(root, [node for nodes in cuts[index:] for node in nodes], memory)
         seen: dict[fx.Node, fx.Node] = {}
         for node in alive[index]:
-            whole = memory[node]
-            first = whole if _is_state(whole) else seen.setdefault(whole, node)
-            if first is not node and whole in changed:
-                name = first.target if _is_state(first) else first.name
+            first = seen.setdefault(memory[node], node)
+            if first is not node and memory[node] in changed:
                 raise PipelineError(
-                    f"between pieces {index - 1} and {index}, {name!r} and {node.name!r} share memory (one is a "
+                    f"between pieces {index - 1} and {index}, {first.name!r} and {node.name!r} share memory (one is a "
                     "view of the other) that a later piece writes to in place: cut elsewhere, or do not write in place"
                 )
-
-
-def _is_lost(first: fx.Node, nodes: Iterable[fx.Node]) -> bool:
-    """Whether a piece that writes to it may be in another stage; not where it has that state itself."""
-    return not (_is_state(first) and any(first in node.all_input_nodes for node in nodes))
-
-
-def _is_state(node: fx.Node) -> bool:
-    return node.op == "get_attr"
 
 
 def _changed(root: nn.Module, nodes: Iterable[fx.Node], memory: _Memory) -> set[fx.Node]:
@@ -98,7 +87,7 @@ def _arguments(node: fx.Node) -> list[tuple[Any, Any]]:
 def _blocks(root: nn.Module, node: fx.Node) -> Iterator[tuple[fx.GraphModule, dict[fx.Node, fx.Node]]]:
     """The bodies that an operation is given, with what their inputs are outside."""
     for place, given in enumerate(node.args):
-        body = tensor_at(root, str(given.target)) if isinstance(given, fx.Node) and _is_state(given) else None
+        body = tensor_at(root, str(given.target)) if isinstance(given, fx.Node) and given.op == "get_attr" else None
         if isinstance(body, fx.GraphModule):
             pairs = zip(body.graph.find_nodes(op="placeholder"), node.args[place + 1 :], strict=False)
             yield body, {inner: outer for inner, outer in pairs if isinstance(outer, fx.Node)}

@@ -132,9 +132,11 @@ def _all_in_eval_mode(module: nn.Module) -> Iterator[None]:
 
 def _pieces(module: nn.Module, traced: Mapping[bool, Traced]) -> list[nn.Module]:
     parts = {mode: _parts(module, found) for mode, found in traced.items()}
-    used = [{*train.state, *evaluation.state} for train, evaluation in zip(parts[True], parts[False], strict=True)]
     own = _names_of_state(module)
-    changed = set().union(*(changed_state(of.root, of.placeholders, of.cuts, own) for of in traced.values()))
+    written = [changed_state(found.root, found.placeholders, found.cuts, own) for found in traced.values()]
+    by_piece = list(zip(parts[True], parts[False], *written, strict=True))
+    used = [{*train.state, *evaluation.state}.union(*changes) for train, evaluation, *changes in by_piece]
+    changed: set[str] = set().union(*(names for names_by_piece in written for names in names_by_piece))
     order, origin = tuple(module.state_dict()), secrets.token_hex(8)
     return [
         Piece(holder(tensors, module), {mode: of_mode[index] for mode, of_mode in parts.items()}, order, origin)
