@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from lp_pipe.errors import PipelineError
-from lp_pipe.pipeline.compute.buffers import BufferSnapshot, Place
+from lp_pipe.pipeline.compute.buffers import BufferSnapshot, Place, buffer_at
 from lp_pipe.pipeline.compute.late_writes import LateWrites
 from lp_pipe.pipeline.layers.wrapper import unwrapped
 
@@ -88,7 +88,7 @@ class WrittenBuffers:
         copies: dict[int, Tensor] = {}  # a buffer with two names stays one
         whole = self._apart()
         for module, name in self._written:
-            buffer = module._buffers.get(name)
+            buffer = buffer_at((module, name))
             if _has_memory(buffer) and buffer.untyped_storage().data_ptr() in whole:
                 module._buffers[name] = copies.setdefault(id(buffer), buffer.clone())
                 self._replaced.append((weakref.ref(buffer), buffer._version, f"{type(module).__name__}.{name}"))
