@@ -59,7 +59,7 @@ class BufferSnapshot:
         return frozenset(
             place
             for place, before in self._before.items()
-            if _at(place) is not before.buffer or before.was_written_in_place
+            if buffer_at(place) is not before.buffer or before.was_written_in_place
         )
 
     def without_copy(self) -> list[str]:
@@ -82,7 +82,7 @@ class BufferSnapshot:
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
         """In the body the modules have the old values, in other tensors; afterwards theirs again, untouched."""
-        present = {place: _at(place) for place in self._before}
+        present = {place: buffer_at(place) for place in self._before}
         for (module, name), before in self._before.items():
             module._buffers[name] = before.value
         try:
@@ -108,6 +108,7 @@ def _put_back(buffer: Tensor, value: Tensor) -> None:
         buffer.data = value.clone()
 
 
-def _at(place: Place) -> Tensor | None:
+def buffer_at(place: Place) -> Tensor | None:
+    """None where there is none (any more)."""
     module, name = place
-    return module._buffers.get(name)
+    return module._buffers[name] if name in module._buffers else None  # noqa: SIM401, TorchScript's has no get()

@@ -1,11 +1,12 @@
-"""Buffers to which backwards write: what one process does between two forwards comes later in a pipeline.
+"""Buffers and parameters to which backwards write: what one process does between two forwards comes later here.
 
 A layer that torch.utils.checkpoint runs again in the backward counts its statistics once more, and computes with them:
 
     one process   forward 0   again 0   forward 1   again 1
     a pipeline    forward 0   forward 1   again 0   again 1      forward 1 has not seen what again 0 writes
 
-And where a backward is split, autograd runs the hooks of some activations in both parts.
+And where a backward is split, autograd runs the hooks of some activations in both parts. A hook of a parameter that
+updates it there and then (an optimizer in the backward) does so too late for the forwards that are done.
 """
 
 from collections.abc import Collection, Sequence
@@ -24,7 +25,14 @@ class LateWrites:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.modules = [module for module in modules if module._buffers]
+        self._parameters = {
+            id(parameter): (parameter, f"parameter {name!r} of {type(module).__name__}")
+            for module in modules
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        }
         self._before: _State = {}
+        self._versions: list[int] = []
         self._outstanding = {"backward": 0, "weights": 0}  # of how many forwards
         self._by_first_part: dict[int, list[Place]] = {}
 
@@ -38,6 +46,7 @@ class LateWrites:
         for part in self._outstanding:
             self._outstanding[part] += 1
         self._before = _state_of(self.modules)
+        self._versions = self._versions_now()
 
     def after_backward(self, microbatch: int, counted: Collection[Place], *, is_split: bool) -> None:
         """counted: what forwards write to, beside the statistics of BatchNorms.
@@ -63,13 +72,14 @@ class LateWrites:
             )
 
     def _written_since(self, part: str, counted: Collection[Place]) -> list[Place]:
+        are_later_forwards_done = self._outstanding[part] > 1
+        self._outstanding[part] -= 1
+        self._check_parameters(are_later_forwards_done)
         if not self.modules:
             return []
         now = _state_of(self.modules)
         written = [place for place, state in now.items() if not _same(state, self._before.get(place))]
         self._before = now
-        are_later_forwards_done = self._outstanding[part] > 1
-        self._outstanding[part] -= 1
         for module, name in written if are_later_forwards_done else ():
             if isinstance(module, _NormBase) or ((module, name) in counted and _is_no_counter(module._buffers[name])):
                 what = "statistics" if isinstance(module, _NormBase) else f"buffer {name!r}"
@@ -79,6 +89,21 @@ class LateWrites:
                     "that out and choose the layer by add_pipeline(recompute=...), which counts each micro-batch once"
                 )
         return written
+
+    def _check_parameters(self, are_later_forwards_done: bool) -> None:
+        before, self._versions = self._versions, self._versions_now()
+        if before == self._versions or not are_later_forwards_done:
+            return
+        changes = zip(self._parameters.values(), before, self._versions, strict=True)
+        name = next(name for (_, name), version, now in changes if version != now)
+        raise PipelineError(
+            f"a backward changes {name}, but comes after the forwards of later micro-batches, which in one process "
+            "would have had the new weights: where a hook updates it (an optimizer in the backward), leave that to the "
+            "model's optimizer, or train with microbatches=1"
+        )
+
+    def _versions_now(self) -> list[int]:
+        return [parameter._version for parameter, _ in self._parameters.values()]
 
 
 def _state_of(modules: Sequence[nn.Module]) -> _State:

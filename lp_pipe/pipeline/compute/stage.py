@@ -15,6 +15,7 @@ from lp_pipe.errors import add_note
 from lp_pipe.pipeline.compute.activation_meter import held_for_later
 from lp_pipe.pipeline.compute.device import CPU
 from lp_pipe.pipeline.compute.entry import enter, phony
+from lp_pipe.pipeline.compute.kept_memory import Kept
 from lp_pipe.pipeline.compute.precision import autocast
 from lp_pipe.pipeline.compute.recompute import Segment
 from lp_pipe.pipeline.compute.segments import Recompute, Run, runs_of
@@ -22,7 +23,7 @@ from lp_pipe.pipeline.compute.shortened_rows import writers
 from lp_pipe.pipeline.compute.split_backward import Roots, SplitBackward, backward, backward_later, edges_of
 from lp_pipe.pipeline.compute.written_buffers import WrittenBuffers
 from lp_pipe.pipeline.layers.layer_names import layer_names
-from lp_pipe.pipeline.layers.message import Message, tensors_of
+from lp_pipe.pipeline.layers.message import Message, tensors_of, to_message
 from lp_pipe.pipeline.layers.named_layers import NamedLayers
 from lp_pipe.pipeline.layers.overlaps import Unwritten
 from lp_pipe.pipeline.layers.rng import backward_place, step_rng
@@ -107,6 +108,7 @@ class Stage(NamedLayers):
         self._tied = tied
         self._buffers = WrittenBuffers(layers, first_layer, shared_buffers, is_asynchronous=is_asynchronous)
         self._runs = [self._prepared(r) for r in runs_of(recompute, first_layer, layers, writers(layers, first_layer))]
+        self._kept = Kept(layers)
         self._phony = phony()
         self.activation_stash: dict[int, Stash] = {}
         self._weight_stash: dict[int, _Later] = {}
@@ -133,7 +135,13 @@ class Stage(NamedLayers):
         self._buffers.renew(are_saved=bool(self.activation_stash or self._weight_stash))
         stash = self.activation_stash[microbatch if number is None else number] = Stash((step, microbatch))
         with self._buffers.watched():
-            return self._run(message, step, microbatch, stash, {} if skips is None else skips)
+            output = self._run(message, step, microbatch, stash, {} if skips is None else skips)
+        self._buffers.after_forward()
+        return output
+
+    def message_of(self, value: Any) -> Message:
+        """What the last forward has returned or stashed, to be sent."""
+        return to_message(value, self._kept.addresses())
 
     def run_again(self, value: Any, step: int, microbatch: int) -> Any:
         """All layers in order, as in a forward, for whoever watches."""
@@ -201,16 +209,18 @@ class Stage(NamedLayers):
 
     def _run(self, message: Message, step: int, microbatch: int, stash: Stash, skips: dict[str, Any]) -> Any:
         value = enter(self._phony, message, stash.input_gradients)
-        unwritten = Unwritten(tensors_of(value), message.overlapping) if message.overlapping else None
-        for name in skips:
-            skips[name] = enter(self._phony, skips[name], stash.popped_gradients.setdefault(name, []))
+        unwritten = [Unwritten(tensors_of(value), message.overlapping)] if message.overlapping else []
+        for name, skip in skips.items():
+            skips[name] = enter(self._phony, skip, stash.popped_gradients.setdefault(name, []))
+            unwritten += [Unwritten(tensors_of(skips[name]), skip.overlapping)] if skip.overlapping else []
         for layers, segment in self._runs:
             if segment is None or step == EVALUATION:
                 value = self._call(layers, step, microbatch, value, skips)
             else:
                 value = segment.forward(partial(self._call, layers, step, microbatch), value, skips)
-        if unwritten is not None:
-            unwritten.check()
+        for received in unwritten:
+            received.check()
+        self._kept.elsewhere = unwritten
         if step == EVALUATION:
             return value
         stash.outputs = edges_of(value)

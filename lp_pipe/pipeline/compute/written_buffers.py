@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from lp_pipe.errors import PipelineError
-from lp_pipe.pipeline.compute.buffers import BufferSnapshot, Place
+from lp_pipe.pipeline.compute.buffers import BufferSnapshot, Place, buffer_at
 from lp_pipe.pipeline.compute.late_writes import LateWrites
 from lp_pipe.pipeline.layers.wrapper import unwrapped
 
@@ -62,7 +62,7 @@ class WrittenBuffers:
         Raises:
             PipelineError: it has written to a shared one.
         """
-        return self._watch() if self._modules or self._late.modules else _NOTHING_TO_WATCH
+        return self._watch() if self._modules else _NOTHING_TO_WATCH
 
     @contextmanager
     def _watch(self) -> Iterator[None]:
@@ -73,7 +73,6 @@ class WrittenBuffers:
         for place in self._constants.keys() & written:
             raise PipelineError(self._constants[place])
         self._written = (self._written or _NO_PLACE) | written
-        self._late.after_forward()
 
     def renew(self, *, are_saved: bool = True) -> None:
         """Let the next forward write to other tensors than those that earlier ones may have saved.
@@ -89,10 +88,14 @@ class WrittenBuffers:
         copies: dict[int, Tensor] = {}  # a buffer with two names stays one
         whole = self._apart()
         for module, name in self._written:
-            buffer = module._buffers.get(name)
+            buffer = buffer_at((module, name))
             if _has_memory(buffer) and buffer.untyped_storage().data_ptr() in whole:
                 module._buffers[name] = copies.setdefault(id(buffer), buffer.clone())
                 self._replaced.append((weakref.ref(buffer), buffer._version, f"{type(module).__name__}.{name}"))
+
+    def after_forward(self) -> None:
+        """One of training has run, and its backward is to come."""
+        self._late.after_forward()
 
     def after_backward(self, microbatch: int, *, is_split: bool) -> None:
         """While its graph is there, unless that is split.

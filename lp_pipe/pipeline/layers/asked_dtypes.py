@@ -43,14 +43,12 @@ def check_as_asked(root: fx.GraphModule) -> None:
         module.recompile()
 
 
-def same_dtype(tensor: Tensor | fx.Proxy, dtype: torch.dtype, where: str) -> None:
+def same_dtype(tensor: Tensor, dtype: torch.dtype, where: str) -> None:
     """
     Raises:
         PipelineError: forward would go on otherwise with this tensor than it did with the example.
     """
-    if isinstance(tensor, fx.Proxy):  # torch unpickles a graph by tracing it
-        tensor.tracer.create_proxy("call_function", same_dtype, (tensor, dtype, where), {})
-    elif tensor.dtype != dtype:
+    if tensor.dtype != dtype:
         precision = tensor.dtype if tensor.dtype != torch.float32 else dtype
         under = "without" if tensor.dtype == torch.float32 else "under"
         raise PipelineError(

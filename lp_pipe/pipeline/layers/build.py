@@ -40,7 +40,7 @@ def build_layers(sources: Sequence[Any], first_layer: int, seed: int) -> list[nn
             layer = source
             ready.append(len(layers))
         layers.append(layer)
-    for position, module in zip(ready, _copied([layers[position] for position in ready]), strict=True):
+    for position, module in zip(ready, copied([layers[position] for position in ready]), strict=True):
         layers[position] = module
     for index, layer in enumerate(layers, start=first_layer):
         refuse_lazy(layer, f"layer {index}")
@@ -48,7 +48,7 @@ def build_layers(sources: Sequence[Any], first_layer: int, seed: int) -> list[nn
     return layers
 
 
-def _copied(modules: list[nn.Module]) -> list[nn.Module]:
+def copied(modules: list[nn.Module]) -> list[nn.Module]:
     """What a module keeps of a forward (weight_norm's weight, the last attention) is copied without its graph.
 
     Sparse buffers are cloned: torch's deepcopy cannot copy the compressed layouts. Attributes of parameters come along,

@@ -52,7 +52,15 @@ def _exported_with(other_sizes: Any, module: nn.Module, example: _Example) -> to
         if isinstance(tensor, Tensor) and tensor.dim():
             sizes[tensor] = dict(enumerate([torch.export.Dim.DYNAMIC, *[other_sizes] * (tensor.dim() - 1)]))
     dynamic = sizes.dynamic_shapes(module, *example)
-    with own_gradients_refused(module), once_refused(module), AskedDtypes(), _quiet():
+    # Where the caller is in a torch.no_grad(), the graph would not have those of the module.
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        own_gradients_refused(module),
+        once_refused(module),
+        AskedDtypes(),
+        _quiet(),
+    ):
         return torch.export.export(module, *example, dynamic_shapes=dynamic)
 
 

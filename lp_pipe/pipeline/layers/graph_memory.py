@@ -1,7 +1,7 @@
 """What the operations of an exported graph write to, and which of its values share memory."""
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import fx, nn
@@ -11,45 +11,29 @@ from lp_pipe.pipeline.layers.piece import tensor_at
 
 _CHANGED_BUFFERS = ("running_mean", "running_var")  # arguments that batch_norm writes to; its schema does not say so
 
-
-def changed_state(root: nn.Module, placeholders: list[fx.Node], cuts: Sequence[list[fx.Node]]) -> Iterator[str]:
-    """Names of the state that forward writes to, such as a BatchNorm's statistics; through views of it, too."""
-    memory = _memory(placeholders, cuts)
-    for node in (node for nodes in cuts for node in nodes):
-        changed = [memory.get(written, written) for written in _written(root, node)]
-        yield from (str(first.target) for first in changed if first.op == "get_attr")
+_Memory = dict[fx.Node, fx.Node]  # for every value the first one whose memory it shares
 
 
-def _written(root: nn.Module, node: fx.Node) -> list[fx.Node]:
-    """What an operation writes to in place; for the block of a torch.no_grad() or the like, what that does."""
-    found: list[fx.Node] = []
-    for argument, given in _arguments(node):
-        if argument.name in _CHANGED_BUFFERS or (argument.alias_info and argument.alias_info.is_write):
-            fx.map_arg(given, found.append)
-    for place, given in enumerate(node.args):
-        body = tensor_at(root, str(given.target)) if isinstance(given, fx.Node) and given.op == "get_attr" else None
-        if isinstance(body, fx.GraphModule):
-            found += _written_in(body, node.args[place + 1 :])
+def changed_state(
+    root: nn.Module, placeholders: list[fx.Node], cuts: Sequence[list[fx.Node]], own: set[str]
+) -> list[set[str]]:
+    """For each piece names of the state that it writes to, such as a BatchNorm's statistics.
+
+    Through views of it, too, which an earlier piece may have made.
+
+    own: names of the module's parameters and buffers.
+
+    Raises:
+        PipelineError: it writes to another tensor of the module's, of which each piece has one of its own.
+    """
+    memory = _memory(root, placeholders, [node for nodes in cuts for node in nodes])
+    found = [{str(first.target) for first in _changed(root, nodes, memory) if first.op == "get_attr"} for nodes in cuts]
+    for name in sorted(set().union(*found) - own):
+        raise PipelineError(
+            f"forward writes to {name!r}, a tensor of the module's that is no buffer, of which evaluations, "
+            "checkpoints and other pieces know nothing: make it one (self.register_buffer)"
+        )
     return found
-
-
-def _written_in(body: fx.GraphModule, given: Sequence[Any]) -> list[fx.Node]:
-    """Which of the values given to a block it writes to."""
-    inputs = [node for node in body.graph.nodes if node.op == "placeholder"]
-    nodes = [node for node in body.graph.nodes if node.op == "call_function"]
-    memory = _memory(inputs, [nodes])
-    changed = {memory.get(written, written) for node in nodes for written in _written(body, node)}
-    return [
-        outer for inner, outer in zip(inputs, given, strict=False) if inner in changed and isinstance(outer, fx.Node)
-    ]
-
-
-def _arguments(node: fx.Node) -> list[tuple[Any, Any]]:
-    """The arguments of an operation, as its schema describes them, and what they are given."""
-    schema = getattr(node.target, "_schema", None)
-    arguments = schema.arguments if schema is not None else ()
-    named = [(argument, node.kwargs[argument.name]) for argument in arguments if argument.name in node.kwargs]
-    return [*zip(arguments, node.args, strict=False), *named]
 
 
 def refuse_shared_memory(
@@ -62,10 +46,9 @@ def refuse_shared_memory(
     Raises:
         PipelineError: a later piece does so.
     """
-    memory = _memory(placeholders, cuts)
+    memory = _memory(root, placeholders, [node for nodes in cuts for node in nodes])
     for index in range(1, len(alive)):
-        later = [node for nodes in cuts[index:] for node in nodes]
-        changed = {memory.get(written, written) for node in later for written in _written(root, node)}
+        changed = _changed(root, [node for nodes in cuts[index:] for node in nodes], memory)
         seen: dict[fx.Node, fx.Node] = {}
         for node in alive[index]:
             first = seen.setdefault(memory[node], node)
@@ -76,13 +59,58 @@ def refuse_shared_memory(
                 )
 
 
-def _memory(placeholders: list[fx.Node], cuts: Sequence[list[fx.Node]]) -> dict[fx.Node, fx.Node]:
-    """For every value the first one whose memory it shares, as the operations' schemas say."""
+def _changed(root: nn.Module, nodes: Iterable[fx.Node], memory: _Memory) -> set[fx.Node]:
+    """The firsts of the memories that these operations write to."""
+    return {memory.get(written, written) for node in nodes for written in _written(root, node)}
+
+
+def _written(root: nn.Module, node: fx.Node) -> list[fx.Node]:
+    """What an operation writes to in place; for the block of a torch.no_grad() or the like, what that does."""
+    found: list[fx.Node] = []
+    for argument, given in _arguments(node):
+        if argument.name in _CHANGED_BUFFERS or (argument.alias_info and argument.alias_info.is_write):
+            fx.map_arg(given, found.append)
+    for block, outer in _blocks(root, node):
+        changed = _changed(block, block.graph.nodes, _memory_in(block))
+        found += [given for inner, given in outer.items() if inner in changed]
+    return found
+
+
+def _arguments(node: fx.Node) -> list[tuple[Any, Any]]:
+    """The arguments of an operation, as its schema describes them, and what they are given."""
+    schema = getattr(node.target, "_schema", None)
+    arguments = schema.arguments if schema is not None else ()
+    named = [(argument, node.kwargs[argument.name]) for argument in arguments if argument.name in node.kwargs]
+    return [*zip(arguments, node.args, strict=False), *named]
+
+
+def _blocks(root: nn.Module, node: fx.Node) -> Iterator[tuple[fx.GraphModule, dict[fx.Node, fx.Node]]]:
+    """The bodies that an operation is given, with what their inputs are outside."""
+    for place, given in enumerate(node.args):
+        body = tensor_at(root, str(given.target)) if isinstance(given, fx.Node) and given.op == "get_attr" else None
+        if isinstance(body, fx.GraphModule):
+            pairs = zip(body.graph.find_nodes(op="placeholder"), node.args[place + 1 :], strict=False)
+            yield body, {inner: outer for inner, outer in pairs if isinstance(outer, fx.Node)}
+
+
+def _memory(root: nn.Module, placeholders: list[fx.Node], nodes: Iterable[fx.Node]) -> _Memory:
+    """As the operations' schemas say."""
     memory = {node: node for node in placeholders}
-    for node in (node for nodes in cuts for node in nodes):
+    results: dict[Any, Any] = {}  # of blocks, the values outside of which they are views
+    for node in nodes:
         sources = [given for argument, given in _arguments(node) if argument.alias_info]
         if node.target is operator.getitem:
-            sources = [node.args[0]]
+            whole, place = node.args
+            sources = [results[whole][place] if whole in results else whole]
+        for block, outer in _blocks(root, node):
+            inside = _memory_in(block)
+            made: Any = block.graph.output_node().args[0]
+            results[node] = [outer.get(inside.get(value, value)) for value in made]
         source = next((given for given in sources if isinstance(given, fx.Node)), node)
         memory[node] = memory.get(source, source)
     return memory
+
+
+def _memory_in(block: fx.GraphModule) -> _Memory:
+    operations = [node for node in block.graph.nodes if node.op == "call_function"]
+    return _memory(block, block.graph.find_nodes(op="placeholder"), operations)

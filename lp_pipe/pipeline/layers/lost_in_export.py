@@ -1,6 +1,7 @@
 """What torch.export leaves out of the graph that it writes, without a word: gradients of one's own, and branches."""
 
 import linecache
+import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ _TORCH = Path(torch.__file__).parent
 # Besides those in torch._library, for custom_op, and the like, which are operations of the graph: one of
 # torch.utils.checkpoint, whose gradient is what the graph's is.
 _HARMLESS = ("_NoopSaveInputs",)
-
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 _USUAL = (
     "Usual reasons: branches that depend on values; a number of samples that forward has written down, for "
@@ -85,10 +86,10 @@ def own_gradients_refused(module: nn.Module) -> Iterator[None]:
     for name, part in module.named_modules():
         if part._backward_hooks or part._backward_pre_hooks:
             raise _refusal(module, f"a backward hook of {name or 'the module'!r}")
-    seen = _TensorHooks()
+    seen = _OwnGradients()
 
     def look(_: nn.Module, __: Any, output: Any) -> None:
-        seen.functions |= dict.fromkeys(_functions_behind(output))
+        seen.functions |= dict.fromkeys(_functions_behind(output))  # also those that call nothing of torch's
 
     handle = module.register_forward_hook(look)
     try:
@@ -100,17 +101,42 @@ def own_gradients_refused(module: nn.Module) -> Iterator[None]:
         raise _refusal(module, f"the backward of the torch.autograd.Function {next(iter(seen.functions))}")
     if seen.hooks:
         raise _refusal(module, "a hook of a tensor (Tensor.register_hook)")
+    if seen.hooks_of_saved:
+        raise _refusal(module, "what torch.autograd.graph.saved_tensors_hooks make of the tensors")
 
 
-class _TensorHooks(TorchFunctionMode):
+class _OwnGradients(TorchFunctionMode):
+    """In the body it sees hooks of tensors, and what runs in the forward of a torch.autograd.Function.
+
+    Also where nothing wants a gradient yet: an input, which may come from a layer that is trained, or what is frozen.
+    """
+
     def __init__(self) -> None:
         super().__init__()
         self.hooks = 0
+        self.hooks_of_saved = False
         self.functions: dict[str, None] = {}
+        self._is_recorded = True  # outside of torch.no_grad()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.hooks += function is Tensor.register_hook
+        for_saved = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        self.hooks_of_saved |= for_saved is not None and not for_saved[0].__module__.startswith("torch.")
+        if function is torch._C._set_grad_enabled:
+            self._is_recorded = args[0]
+        elif self._is_recorded:
+            self.functions |= dict.fromkeys(_functions_around(sys._getframe(1)))
         return function(*args, **(kwargs or {}))
+
+
+def _functions_around(frame: FrameType | None) -> Iterator[str]:
+    while frame is not None:
+        if frame.f_code is _APPLY:
+            function, given = frame.f_locals["cls"], frame.f_locals["args"]
+            is_trained = any(isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) for x in given)
+            if is_trained and _is_own(function):
+                yield function.__qualname__
+        frame = frame.f_back
 
 
 def _functions_behind(output: Any) -> Iterator[str]:
@@ -124,8 +150,12 @@ def _functions_behind(output: Any) -> Iterator[str]:
         waiting.extend(before for before, _ in node.next_functions)
         if isinstance(node, BackwardCFunction):
             function = node._forward_cls
-            if not function.__module__.startswith("torch._") and function.__qualname__ not in _HARMLESS:
+            if _is_own(function):
                 yield function.__qualname__
+
+
+def _is_own(function: type[torch.autograd.Function]) -> bool:
+    return not function.__module__.startswith("torch._") and function.__qualname__ not in _HARMLESS
 
 
 def _refusal(module: nn.Module, what: str) -> PipelineError:

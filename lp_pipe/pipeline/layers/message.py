@@ -1,5 +1,6 @@
 """What travels from stage to stage: tensors without their graph."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -8,7 +9,7 @@ from torch.utils import _pytree as pytree
 
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.layers.hidden import hidden_tensors
-from lp_pipe.pipeline.layers.overlaps import overlapping
+from lp_pipe.pipeline.layers.overlaps import lies_in, overlapping
 
 
 class Message(NamedTuple):
@@ -18,7 +19,8 @@ class Message(NamedTuple):
 
     is_view: likewise, or empty: whether autograd knows it as a view, such as Linear's output of three dimensions. What
         a layer writes to such a tensor has another backward: gradients pass in the layout of what it is a view of.
-    overlapping: positions of those to which nobody must write, because another one had a part of the same memory.
+    overlapping: positions of those to which nobody must write, because another one had a part of the same memory, or
+        what its sender keeps.
     """
 
     value: Any
@@ -44,14 +46,18 @@ class _Again:
     position: int
 
 
-def to_message(value: Any) -> Message:
+def to_message(value: Any, kept: Collection[int] = ()) -> Message:
     """Cut a stage's output from its graph, to be sent to the next stage. It shares the output's memory.
+
+    kept: addresses of memory that is the sender's parameters and buffers.
 
     Raises:
         PipelineError: an object that is no container hides tensors that want a gradient.
     """
     if type(value) is Tensor:  # nearly always, and pytree takes its time
-        return Message(value.detach(), (value.requires_grad,), (True,) if value._is_view() else ())
+        is_kept = lies_in(value, kept)
+        views = (True,) if value._is_view() else ()
+        return Message(value.detach(), (value.requires_grad,), views, (0,) if is_kept else ())
     leaves, spec = pytree.tree_flatten(value)
     tensors = tensors_of(value)
     wanted = tuple(tensor.requires_grad for tensor in tensors)
@@ -66,8 +72,10 @@ def to_message(value: Any) -> Message:
         else:
             positions[id(leaf)] = position
             sent.append(leaf.detach())
-    views = tuple(tensor._is_view() for tensor in tensors)
-    return Message(pytree.tree_unflatten(sent, spec), wanted, views if any(views) else (), overlapping(tensors))
+    are_views = tuple(tensor._is_view() for tensor in tensors)
+    unwritten = {*overlapping(tensors), *(place for place, tensor in enumerate(tensors) if lies_in(tensor, kept))}
+    value = pytree.tree_unflatten(sent, spec)
+    return Message(value, wanted, are_views if any(are_views) else (), tuple(sorted(unwritten)))
 
 
 def with_repeats(leaves: list[Any]) -> list[Any]:

@@ -1,10 +1,10 @@
-"""Tensors of one value that have memory in common, such as a tensor and a slice of it, on their way through a cut.
+"""Tensors that have memory in common, with each other or with what a stage keeps, on their way through a cut.
 
-Behind a cut each has memory of its own. That is the same as long as nobody writes to one in place, which in one process
-would change the other.
+Such as a tensor and a slice of it, or a buffer. Behind a cut each has memory of its own. That is the same as long as
+nobody writes to one in place, which in one process would change the other.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import combinations
 
 from torch import Tensor
@@ -29,11 +29,21 @@ def overlapping(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
+def lies_in(tensor: Tensor, addresses: Collection[int]) -> bool:
+    """Whether its memory is one of these."""
+    return bool(addresses) and is_copied(tensor) and tensor.untyped_storage().data_ptr() in addresses
+
+
 class Unwritten:
     """Received tensors that a stage must not write to. tensors: each of the value once, in pytree order."""
 
     def __init__(self, tensors: Sequence[Tensor], positions: Iterable[int]) -> None:
         self._before = [(tensors[position], tensors[position]._version) for position in positions]
+
+    @property
+    def addresses(self) -> set[int]:
+        """Of their memory."""
+        return {tensor.untyped_storage().data_ptr() for tensor, _ in self._before}
 
     def check(self) -> None:
         """
@@ -42,9 +52,9 @@ class Unwritten:
         """
         if any(tensor._version != version for tensor, version in self._before):
             raise PipelineError(
-                "a layer writes in place to one of two tensors that the stage before has sent, of which one is a view "
-                "of the other, or of the same memory: in one process that would change both. Cut elsewhere, or write "
-                "to a clone()"
+                "a layer writes in place to a tensor that came from another stage, where its memory is also that of "
+                "another tensor that was sent, or of a parameter or buffer: in one process that would change both. Cut "
+                "elsewhere, or write to a clone()"
             )
 
 

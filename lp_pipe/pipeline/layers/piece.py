@@ -6,14 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
-import cloudpickle
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline.layers.graph_data import GraphData, data_of, graph_of
 from lp_pipe.pipeline.layers.lost_in_export import Branch
 from lp_pipe.pipeline.layers.wrapper import Wrapper
 
@@ -127,26 +126,14 @@ class Part(NamedTuple):
     outputs: Any = None
 
     def __reduce__(self) -> Any:
-        return _part_of, (self.definitions, cloudpickle.dumps(self.graph), *self[2:])
+        return _part_of, (self.definitions, data_of(self.graph), *self[2:])
 
     def __deepcopy__(self, memo: Any) -> "Part":
         return Part._make(copy.deepcopy(tuple(self), memo))
 
 
-def _part_of(definitions: Definitions, graph: bytes, *others: Any) -> Part:
-    with _TracingAgain():
-        return Part(definitions, cloudpickle.loads(graph), *others)
-
-
-class _TracingAgain(TorchFunctionMode):
-    """torch unpickles a graph by tracing its code, which fails at a `zeros([1, n])` whose list alone is traced."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        traced = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, fx.Proxy))
-        proxy = next(traced, None) if isinstance(function, torch._ops.OpOverload) else None
-        if proxy is not None:
-            return proxy.tracer.create_proxy("call_function", function, args, kwargs or {})
-        return function(*args, **(kwargs or {}))
+def _part_of(definitions: Definitions, graph: GraphData, *others: Any) -> Part:
+    return Part(definitions, graph_of(graph), *others)
 
 
 class Piece(Wrapper):

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.layers.graph_memory import changed_state, refuse_shared_memory
 from lp_pipe.pipeline.layers.piece import Definitions, Part, Piece, holder, tensor_at
+from lp_pipe.pipeline.layers.same_again import is_same_again, refusal
 from lp_pipe.pipeline.layers.tracing import Traced, trace
 
 _POINTS: dict[str | SplitPoint, SplitPoint] = {
@@ -46,7 +47,8 @@ def split(
 
     Raises:
         PipelineError: a name is unknown or never reached, a piece would be empty, the module has a backward of its own
-            (a torch.autograd.Function, a hook), or torch.export cannot take it; then its error is the cause.
+            (a torch.autograd.Function, a hook), its forward depends on earlier calls, or torch.export cannot take it;
+            then its error is the cause.
     """
     if not isinstance(module, nn.Module):
         raise PipelineError(f"split() takes an nn.Module, not {type(module).__name__}")
@@ -55,13 +57,17 @@ def split(
     example: tuple[tuple[Any, ...], dict[str, Any]] = ((), example_inputs)
     if not isinstance(example_inputs, dict):
         example = (tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)), {}
+    is_same = is_same_again(module, example)  # before: it may keep what is traced
     with _marked(module, spec):
         traced = {True: trace(module, example, list(spec), "train", fixed_sizes)}
         with _all_in_eval_mode(module):
             traced[False] = trace(module, example, list(spec), "eval", fixed_sizes)
     if len(traced[True].cuts) != len(traced[False].cuts):
         raise PipelineError("the module has other pieces in eval mode than in train mode: use the same split points")
-    return _pieces(module, traced)
+    pieces = _pieces(module, traced)
+    if not is_same:  # for which there was no better reason
+        raise refusal(module)
+    return pieces
 
 
 def _checked(module: nn.Module, split_points: SplitPoints) -> dict[str, SplitPoint]:
@@ -126,8 +132,11 @@ def _all_in_eval_mode(module: nn.Module) -> Iterator[None]:
 
 def _pieces(module: nn.Module, traced: Mapping[bool, Traced]) -> list[nn.Module]:
     parts = {mode: _parts(module, found) for mode, found in traced.items()}
-    used = [{*train.state, *evaluation.state} for train, evaluation in zip(parts[True], parts[False], strict=True)]
-    changed = {name for found in traced.values() for name in changed_state(found.root, found.placeholders, found.cuts)}
+    own = _names_of_state(module)
+    written = [changed_state(found.root, found.placeholders, found.cuts, own) for found in traced.values()]
+    by_piece = list(zip(parts[True], parts[False], *written, strict=True))
+    used = [{*train.state, *evaluation.state}.union(*changes) for train, evaluation, *changes in by_piece]
+    changed: set[str] = set().union(*(names for names_by_piece in written for names in names_by_piece))
     order, origin = tuple(module.state_dict()), secrets.token_hex(8)
     return [
         Piece(holder(tensors, module), {mode: of_mode[index] for mode, of_mode in parts.items()}, order, origin)
@@ -173,9 +182,7 @@ def _parts(module: nn.Module, traced: Traced) -> list[Part]:
     values = [node for node in born if node in last_use and node.op != "get_attr"]
     alive = [[node for node in values if born[node] < index <= last_use[node]] for index in range(last + 1)]
     refuse_shared_memory(traced.root, traced.placeholders, traced.cuts, alive)
-    own = {
-        name for names in (module.named_parameters, module.named_buffers) for name, _ in names(remove_duplicate=False)
-    }
+    own = _names_of_state(module)
     parts = []
     for index, nodes in enumerate(traced.cuts):
         taken = alive[index] if index else traced.placeholders
@@ -187,6 +194,12 @@ def _parts(module: nn.Module, traced: Traced) -> list[Part]:
             part = part._replace(outputs=traced.outputs)
         parts.append(part)
     return parts
+
+
+def _names_of_state(module: nn.Module) -> set[str]:
+    return {
+        name for names in (module.named_parameters, module.named_buffers) for name, _ in names(remove_duplicate=False)
+    }
 
 
 def _part(root: nn.Module, own: set[str], nodes: list[fx.Node], taken: list[fx.Node], results: Any) -> Part:

@@ -17,7 +17,7 @@ from lp_pipe.pipeline.compute.precision import autocast
 from lp_pipe.pipeline.compute.stage import EVALUATION, Stage
 from lp_pipe.pipeline.compute.untrained import refuse_detached, refuse_untrained
 from lp_pipe.pipeline.config import PipelineConfig
-from lp_pipe.pipeline.layers.message import Message, to_message
+from lp_pipe.pipeline.layers.message import Message
 from lp_pipe.pipeline.layers.microbatches import number_of
 from lp_pipe.pipeline.layers.model import Loss
 from lp_pipe.pipeline.layers.rng import step_rng
@@ -99,7 +99,7 @@ class _Route(NamedTuple):
     def hand_on(self, operation: Operation, value: Any) -> None:
         """A forward's output, to the next stage if there is one."""
         if self.send is not None:
-            self.send(operation.tag, to_message(value).parts)
+            self.send(operation.tag, self.stage.message_of(value).parts)
 
     def note(self, operation: Operation, start: float) -> None:
         """It is done, and has computed since `start`."""

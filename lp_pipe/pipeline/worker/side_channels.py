@@ -9,7 +9,7 @@ from torch import Tensor
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.compute.split_backward import Root
 from lp_pipe.pipeline.compute.stage import Stage
-from lp_pipe.pipeline.layers.message import Message, to_message
+from lp_pipe.pipeline.layers.message import Message
 from lp_pipe.pipeline.schedule import Action
 from lp_pipe.pipeline.schedule.channels import Channels, Edge
 from lp_pipe.pipeline.worker.links import Links
@@ -33,7 +33,7 @@ class SideChannels:
     def send_values(self, action: Action, tag: int, values: Mapping[str, Any]) -> None:
         """Hand on what a forward has stashed for other stages."""
         for channel, edge in self._channels.edges_of(action, "sender"):
-            message = to_message(values[edge.names[0]])
+            message = self._stages[action.stage].message_of(values[edge.names[0]])
             self._links.sending(channel, action.microbatch)(tag, message.parts)
 
     def roots(self, action: Action, tag: int) -> list[tuple[Root, Tensor | None]]:

@@ -99,3 +99,26 @@ def test_a_hook_that_would_count_in_both_parts_of_a_backward_is_refused(options:
             return
         assert [result.loss for result in pipeline.steps()] == plain.steps(BATCHES)
         assert_same_state(pipeline.state_dict(), plain.state_dict())
+
+
+def _updates_itself() -> nn.Module:
+    layer = nn.Linear(D, D)
+
+    def update(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        with torch.no_grad():
+            parameter.sub_(0.1 * parameter.grad)
+        parameter.grad = None
+
+    layer.weight.register_post_accumulate_grad_hook(update)
+    return layer
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_an_optimizer_in_the_backward_trains_as_in_one_process_or_is_refused(schedule: str) -> None:
+    """Forwards of later micro-batches had the old weights, in silence."""
+    model = pp.Model([pp.Layer(_updates_itself), nn.Linear(D, D), nn.Tanh()], squared_error, sgd)
+    refused = pytest.raises(pp.PipelineError, match="a backward changes parameter 'weight' of Linear")
+    with launched("thread", model, BATCHES, stages=[1], microbatches=2, schedule=schedule) as pipeline, refused:
+        list(pipeline.steps())
+    assert pp.check(model, BATCHES, stages=[1], microbatches=1, schedule=schedule)

@@ -1,5 +1,6 @@
 """What a forward has anew in each call, and torch.export would write down once, is refused."""
 
+import copy
 import random
 from typing import Any
 
@@ -83,3 +84,61 @@ def test_what_only_the_first_call_changes_is_no_reason_behind_it() -> None:
 
 def test_a_size_or_a_mode_among_the_attributes_is_no_reason() -> None:
     assert len(pp.split(Anew("nothing"), torch.randn(2, 4), ["second"])) == 2
+
+
+class Averages(nn.Module):
+    """Keeps a running average of its input in a buffer, and computes with it."""
+
+    average: Tensor | None
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.register_buffer("average", None if how == "from nothing" else torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = torch.zeros(4) if self.average is None else self.average
+        average = 0.9 * before + 0.1 * x.detach().mean(0)
+        if self.how == "in place":
+            before.copy_(average)
+        else:
+            self.average = average
+        return x + average
+
+
+@pytest.mark.parametrize("how", ["by another", "from nothing"])
+def test_another_tensor_in_the_place_of_a_submodules_buffer_is_refused(how: str) -> None:
+    # torch.export looks at the outermost module's only: training went on with the buffer as it was at the split.
+    module = nn.Sequential(nn.Linear(4, 4), Averages(how), nn.Linear(4, 4))
+    with pytest.raises(
+        pp.PipelineError, match=r"another tensor in the place of buffer '1.average', .* in place \(copy_"
+    ):
+        pp.split(module, torch.randn(2, 4), ["2"])
+
+
+class Outermost(Averages):
+    def __init__(self, how: str) -> None:
+        super().__init__(how)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(super().forward(self.first(x)))
+        return y
+
+
+def test_a_buffer_of_the_outermost_module_that_is_none_at_first_is_refused() -> None:
+    with pytest.raises(pp.PipelineError, match="another tensor in the place of buffer 'average'"):
+        pp.split(Outermost("from nothing"), torch.randn(2, 4), ["second"])
+
+
+@pytest.mark.parametrize(
+    ("module", "point"),
+    [
+        (Outermost("by another"), "second"),
+        (nn.Sequential(nn.Linear(4, 4), Averages("in place"), nn.Linear(4, 4)), "2"),
+    ],
+)
+def test_other_buffers_that_forward_changes_are_written_down(module: nn.Module, point: str) -> None:
+    layers = pp.Sequential(pp.split(copy.deepcopy(module), torch.randn(2, 4), [point]))
+    for x in torch.randn(3, 3, 4):
+        assert torch.equal(layers(x), module(x))

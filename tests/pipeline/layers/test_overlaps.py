@@ -1,4 +1,4 @@
-"""Two tensors of the same memory are two behind a cut: to write to one of them is refused there."""
+"""What shares memory with something else is apart from it behind a cut: to write to it there is refused."""
 
 import itertools
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import lp_pipe.pipeline as pp
 from lp_pipe.pipeline.layers.overlaps import overlapping
@@ -66,9 +66,66 @@ def test_who_only_reads_or_writes_to_memory_of_its_own_is_served(values: Callabl
 def test_who_writes_to_one_of_two_is_told() -> None:
     # The other one kept its values, where one process changes both: another training, in silence.
     model = _model(lambda x: (x, x[..., :2]), lambda v: (v[1].mul_(2), v[0])[1])
-    match = "writes in place to one of two tensors"
+    match = "writes in place to a tensor that came from another stage"
     with launched("thread", model, stages=[2], microbatches=2) as pipeline:
         with pytest.raises(pp.PipelineError, match=match):
             pipeline.step(BATCHES[0])
         with pytest.raises(pp.PipelineError, match=match):
             pipeline.forward(BATCHES[0][0])
+
+
+class KeepsState(nn.Module):
+    """Hands on a buffer, or an output that it keeps as one."""
+
+    state: Tensor
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+        self.register_buffer("state", torch.ones(2, D))
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.linear(x) * self.state.mean(0)
+        if self.kind == "an output":
+            self.state = y.detach()[0]
+            return y
+        return y, self.state if self.kind == "a buffer" else self.state[0]
+
+
+class Writes(nn.Module):
+    def forward(self, value: Any, *states: Any) -> Tensor:
+        y, state = value if isinstance(value, tuple) else (value, *states, value)[:2]
+        with torch.no_grad():
+            state.mul_(0.9)
+        z: Tensor = y * 2
+        return z
+
+
+@pytest.mark.parametrize("stages", [[1], [2], [1, 2]], ids=str)
+@pytest.mark.parametrize("kind", ["a buffer", "a slice of one", "an output"])
+def test_who_writes_to_what_an_earlier_stage_keeps_is_told(kind: str, stages: list[int]) -> None:
+    # The buffer had kept its values, where one process changes it: another training, in silence.
+    passes_on = apply(lambda value: value)
+    model = pp.Model([KeepsState(kind), passes_on, Writes(), nn.Linear(D, D)], squared_error, sgd)
+    told = pytest.raises(pp.PipelineError, match="or of a parameter or buffer: in one process that would change both")
+    with launched("thread", model, stages=stages, microbatches=2) as pipeline, told:
+        pipeline.step(BATCHES[0])
+
+
+@pytest.mark.parametrize("kind", ["a buffer", "a slice of one"])
+def test_who_writes_to_it_through_a_skip_is_told(kind: str) -> None:
+    layers = [pp.Stash("state", KeepsState(kind)), nn.Linear(D, D), pp.Pop("state", Writes())]
+    told = pytest.raises(pp.PipelineError, match="writes in place to a tensor that came from another stage")
+    with launched("thread", pp.Model(layers, squared_error, sgd), stages=[1, 2], microbatches=2) as pipeline, told:
+        pipeline.step(BATCHES[0])
+
+
+@pytest.mark.parametrize("kind", ["a buffer", "a slice of one", "an output"])
+def test_who_only_reads_what_an_earlier_stage_keeps_is_served(kind: str) -> None:
+    reads = apply(lambda value: value[0] * value[1].mean() if isinstance(value, tuple) else value * 2)
+    model = pp.Model([KeepsState(kind), reads, nn.ReLU(inplace=True), nn.Linear(D, D)], squared_error, sgd)
+    plain = PlainLoop(model, 2)
+    with launched("thread", model, BATCHES, stages=[1, 2], microbatches=2) as pipeline:
+        assert [result.loss for result in pipeline.steps()] == plain.steps(BATCHES)
+        assert_same_state(pipeline.state_dict(), plain.state_dict())

@@ -579,10 +579,40 @@ class Averages(nn.Module):
             self.average[:2] = y.detach().mean(0)[:2]
         elif self.how == "view":
             self.average.view(2, -1)[0].mul_(0.9)
+        elif self.how == "view_of_no_grad":
+            with torch.no_grad():
+                halves = self.average.view(2, -1)
+            with torch.no_grad():
+                halves[0].mul_(0.9)
+        elif self.how == "view_of_an_earlier_piece":
+            average = self.average.view(-1)
+            z = self.two(y * average.clone()) + average.clone()
+            average.mul_(0.9)
+            return z
         return self.two(y * self.average) + self.average
 
 
-@pytest.mark.parametrize("how", ["no_grad", "slice", "view"])
+class AveragesInNoBuffer(Averages):
+    def __init__(self) -> None:
+        super().__init__("")
+        del self.average
+        self.average = torch.ones(D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.one(x)
+        self.average.mul_(0.9).add_(y.detach().mean(0))  # to be looked at after the training
+        z: Tensor = self.two(y)
+        return z
+
+
+def test_a_write_to_what_is_no_buffer_is_refused() -> None:
+    with pytest.raises(
+        pp.PipelineError, match="forward writes to 'average', a tensor of the module's that is no buffe"
+    ):
+        pp.split(AveragesInNoBuffer(), torch.randn(4, D), ["two"])
+
+
+@pytest.mark.parametrize("how", ["no_grad", "slice", "view", "view_of_no_grad", "view_of_an_earlier_piece"])
 def test_a_buffer_that_forward_writes_to_in_any_way_stays_in_one_stage(how: str) -> None:
     # It used to count as constant unless an operation wrote to all of it outside of no_grad(): each stage had a copy.
     module, x = Averages(how), torch.randn(4, D)
@@ -725,10 +755,31 @@ class Reentrant(Skips):
         return self.linear(y)
 
 
+class Halves(Skips):
+    """What autograd saves, as a compression of activations does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved / 2, lambda saved: saved):
+            y: Tensor = self.unused(x).tanh()
+        z: Tensor = self.linear(y)
+        return z
+
+
+class QuantisedInput(Quantised):
+    """The input of a split module may come from a layer that is trained."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.two(self.one(Rounds.apply(x)))
+        return y
+
+
 @pytest.mark.parametrize(
     ("make", "point", "what"),
     [
         (Quantised, "two", "the backward of the torch.autograd.Function Rounds"),
+        (lambda: Quantised().requires_grad_(False), "two", "the backward of the torch.autograd.Function Rounds"),
+        (QuantisedInput, "two", "the backward of the torch.autograd.Function Rounds"),
+        (Halves, "linear", "what torch.autograd.graph.saved_tensors_hooks make of the tensors"),
         (Hooked, "linear", r"a hook of a tensor \(Tensor.register_hook\)"),
         (_with_backward_hook, "1", "a backward hook of '1'"),
         (Reentrant, "linear", "the backward of the torch.autograd.Function CheckpointFunction"),
@@ -741,6 +792,35 @@ def test_gradients_that_the_graph_would_not_have_are_refused(make: Any, point: s
     with pytest.raises(pp.PipelineError, match=f"torch.export would leave out {what}, and the pieces would train"):
         pp.split(module, torch.randn(3, D), [point])
     assert len(module._forward_hooks) == before
+
+
+class Teaches(Quantised):
+    """Rounds what has no gradient to begin with."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = Rounds.apply(self.one(x))
+        y: Tensor = self.two(self.one(x) - target)
+        return y
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_a_caller_without_gradients_gets_pieces_that_have_those_of_the_module(context: Any) -> None:
+    # torch.export wrote down the module as it computes there: its own no_grad() blocks had gradients in training.
+    module, quantised, x = made(Teaches), made(Quantised), torch.randn(3, D)
+    twin = copy.deepcopy(module)
+    with context():
+        layers = pp.split(twin, x, ["two"])
+        with pytest.raises(pp.PipelineError, match="leave out the backward of"):
+            pp.split(quantised, x, ["two"])
+    pp.Sequential(layers)(x).sum().backward()
+    module(x).sum().backward()
+    gradients = {name: parameter.grad for name, parameter in pp.Sequential(layers).named_parameters()}
+    assert gradients
+    for name, parameter in module.named_parameters():
+        index = 0 if name.startswith("one") else 1
+        found = gradients[f"{index}.{name}"]
+        assert found is not None and parameter.grad is not None and torch.equal(found, parameter.grad), name
 
 
 def test_pieces_in_another_order_or_number_are_refused(language: Any) -> None:

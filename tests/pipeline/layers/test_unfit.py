@@ -167,6 +167,24 @@ def test_a_ready_made_scripted_layer_is_refused_and_one_of_a_factory_trains() ->
     assert pp.check(pp.Model(layers, squared_error, sgd), BATCHES, stages=2, microbatches=2)
 
 
+@pytest.mark.parametrize("options", [{}, {"recompute": "full"}, {"schedule": "zb_h1"}], ids=str)
+def test_a_scripted_layer_with_buffers_trains(options: dict[str, Any]) -> None:
+    """Its first forward ended in "'OrderedDictWrapper' object has no attribute 'get'"."""
+
+    class Scales(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(D)
+            self.register_buffer("scale", torch.ones(D))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.scale.mul_(0.9)
+            return self.norm(x.flatten(0, -2)).view_as(x) * self.scale
+
+    layers = [pp.Layer(nn.Linear, D, D), pp.Layer(lambda: torch.jit.script(Scales())), pp.Layer(nn.Linear, D, D)]
+    assert pp.check(pp.Model(layers, squared_error, sgd), BATCHES, stages=2, microbatches=2, **options)
+
+
 class Centers(nn.Module):
     """A loss with a parameter, and a buffer that it writes to."""
 

@@ -1,0 +1,33 @@
+"""The memory that a stage keeps, of which its outputs may be a part: whoever writes to such a one changes both."""
+
+from collections.abc import Collection, Sequence
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from lp_pipe.channels.carried import is_copied
+from lp_pipe.pipeline.layers.overlaps import Unwritten
+
+
+class Kept:
+    """Parameters and buffers of some layers, and what others keep that the last forward has received."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        modules = [module for layer in layers for module in layer.modules()]
+        self._parameters = [parameter for layer in layers for parameter in layer.parameters()]
+        self._with_buffers = [module for module in modules if module._buffers and not isinstance(module, _NormBase)]
+        self.elsewhere: Sequence[Unwritten] = ()
+
+    def addresses(self) -> Collection[int]:
+        """As they are now: forwards may have given others in the place of buffers."""
+        found = {parameter.data_ptr() for parameter in self._parameters}  # all of their memory, but for views
+        for module in self._with_buffers:
+            found |= {_address(buffer) for buffer in module._buffers.values() if buffer is not None}
+        for received in self.elsewhere:
+            found |= received.addresses
+        found.discard(0)  # of those without elements
+        return found
+
+
+def _address(buffer: Tensor) -> int:
+    return buffer.untyped_storage().data_ptr() if is_copied(buffer) else 0

@@ -1,0 +1,84 @@
+"""A graph of operations as data, to be pickled.
+
+torch itself unpickles a graph by tracing its code, and runs what depends on no input: the numbers of a `torch.rand(8)`
+would be the same ever after, and a `torch.zeros(8)` that forward adds to would go on with what it has.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.fx.node import map_aggregate
+
+
+@dataclass(frozen=True)
+class _Operation:
+    """One of torch's, by its names: aten, add, Tensor."""
+
+    names: tuple[str, ...]
+
+    def found(self) -> Any:
+        found: Any = torch.ops
+        for name in self.names:
+            found = getattr(found, name)
+        return found
+
+
+@dataclass(frozen=True)
+class _Result:
+    """Of the operation at this position, in the place of its node."""
+
+    position: int
+
+
+class _Line(NamedTuple):
+    op: str
+    target: Any
+    args: Any
+    kwargs: Any
+    name: str
+
+
+class GraphData(NamedTuple):
+    """attributes: the blocks of a torch.no_grad() and the like, by their names."""
+
+    lines: tuple[_Line, ...]
+    attributes: dict[str, "GraphData"]
+
+
+def data_of(module: fx.GraphModule) -> GraphData:
+    """What `graph_of` makes the same graph of."""
+    positions: dict[Any, Any] = {node: _Result(position) for position, node in enumerate(module.graph.nodes)}
+
+    def line(node: fx.Node) -> _Line:
+        args, kwargs = (map_aggregate(given, lambda x: positions.get(x, x)) for given in (node.args, node.kwargs))
+        return _Line(node.op, _named(node.target), args, kwargs, node.name)
+
+    blocks = {str(node.target) for node in module.graph.find_nodes(op="get_attr")}
+    return GraphData(
+        tuple(line(node) for node in module.graph.nodes),
+        {name: data_of(module.get_submodule(name)) for name in sorted(blocks)},  # type: ignore[arg-type]
+    )
+
+
+def graph_of(data: GraphData) -> fx.GraphModule:
+    """The graph, each of whose operations will run when it is called."""
+    graph = fx.Graph()
+    nodes: list[fx.Node] = []
+    for line in data.lines:
+        args, kwargs = (
+            map_aggregate(given, lambda x: nodes[x.position] if isinstance(x, _Result) else x)
+            for given in (line.args, line.kwargs)
+        )
+        target = line.target.found() if isinstance(line.target, _Operation) else line.target
+        nodes.append(graph.create_node(line.op, target, args, kwargs, line.name))
+    return fx.GraphModule({name: graph_of(block) for name, block in data.attributes.items()}, graph)
+
+
+def _named(target: Any) -> Any:
+    if isinstance(target, OpOverload):
+        namespace, name = target._schema.name.split("::")
+        return _Operation((namespace, name, target._overloadname))
+    return _Operation(("higher_order", target.name())) if isinstance(target, HigherOrderOperator) else target
