@@ -255,6 +255,6 @@ def log_metrics(metrics: Mapping[str, float], step: int | None = None) -> None:
     Arrays and tensors of one element are numbers as well.
 
     Raises:
-        TypeError: a value is no number, a name no text, or step no int; the same in every mode.
+        TypeError: no dict, a value is no number, a name no text, or step no int; the same in every mode.
     """
     context().services.log_metrics(metrics, step)
