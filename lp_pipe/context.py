@@ -28,7 +28,10 @@ class NodeServices(Protocol):
         """
 
     def resolve(self, address: str) -> "Future[str]":
-        """The endpoint of `address`, once its server has registered; Unavailable when its node failed."""
+        """The endpoint of `address`, once its server has registered; Unavailable when its node failed.
+
+        In a forked child, which nobody would answer, "" at once.
+        """
 
     def reserve_port(self, address: str) -> str:
         """A "host:port" for a user's own server."""
