@@ -28,7 +28,10 @@ class NodeServices(Protocol):
         """
 
     def resolve(self, address: str) -> "Future[str]":
-        """The endpoint of `address`, once its server has registered; Unavailable when its node failed."""
+        """The endpoint of `address`, once its server has registered; Unavailable when its node failed.
+
+        In a forked child, which nobody would answer, "" at once.
+        """
 
     def reserve_port(self, address: str) -> str:
         """A "host:port" for a user's own server."""
@@ -260,6 +263,6 @@ def log_metrics(metrics: Mapping[str, float], step: int | None = None) -> None:
     Arrays and tensors of one element are numbers as well.
 
     Raises:
-        TypeError: a value is no number, a name no text, or step no int; the same in every mode.
+        TypeError: no dict, a value is no number, a name no text, or step no int; the same in every mode.
     """
     context().services.log_metrics(metrics, step)

@@ -1,6 +1,7 @@
 """The handle of a node that answers calls."""
 
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 from lp_pipe.address import Address
@@ -24,9 +25,9 @@ class CourierHandle(Handle[CourierClient]):
     def addresses(self) -> list[Address]:
         return [self._address]
 
-    def set_client_kwargs(self, **kwargs: Any) -> None:
-        """Replace the options of the clients made from this handle (call_timeout, wait_for_ready)."""
-        self._client_kwargs = kwargs
+    def set_client_kwargs(self, *, call_timeout: float | timedelta | None = None, wait_for_ready: bool = True) -> None:
+        """Replace the options of the clients made from this handle."""
+        self._client_kwargs = {"call_timeout": call_timeout, "wait_for_ready": wait_for_ready}
 
     def dereference(self) -> CourierClient:
         services = services_for(self._address.id)

@@ -27,6 +27,7 @@ class CacherNode(CourierNode):
 
     Raises:
         ValueError: the interval is not positive.
+        TypeError: no handle, or a text for methods.
     """
 
     def __init__(
@@ -34,6 +35,10 @@ class CacherNode(CourierNode):
     ) -> None:
         if refresh_interval <= 0:
             raise ValueError(f"CacherNode: refresh_interval={refresh_interval} must be more than 0 seconds")
+        if not isinstance(handle, Handle):
+            raise TypeError(f"CacherNode: {handle!r} is no handle: give what add_node has returned")
+        if isinstance(methods, str):
+            raise TypeError(f"CacherNode: methods={methods!r}: write a list, [{methods!r}]")
         names = None if methods is None else frozenset(methods)
         super().__init__(_Cacher, handle, refresh_interval, names)
 

@@ -1,6 +1,7 @@
 """A node whose object answers calls from other nodes (Launchpad's CourierNode)."""
 
 from collections.abc import Callable, Mapping
+from numbers import Integral
 from typing import Any
 
 from lp_pipe.address import Address
@@ -19,6 +20,9 @@ class CourierNode(Node[CourierHandle]):
     courier_kwargs: thread_pool_size (handlers in parallel, 16 by default; 0: inline in the connection's thread).
     courier_client_kwargs: call_timeout (seconds; None by default), wait_for_ready (True) of the clients made from this
         node's handles.
+
+    Raises:
+        TypeError, ValueError: an option that there is not, or a size that is no whole number from 0 on.
     """
 
     def __init__(
@@ -31,8 +35,9 @@ class CourierNode(Node[CourierHandle]):
         **kwargs: Any,
     ) -> None:
         super().__init__(ctor, *args, **kwargs)
-        self._server_kwargs = dict(courier_kwargs or {})
-        self._client_kwargs = dict(courier_client_kwargs or {})
+        self._server_kwargs = _checked("courier_kwargs", courier_kwargs, "thread_pool_size")
+        _check_pool_size(**self._server_kwargs)
+        self._client_kwargs = _checked("courier_client_kwargs", courier_client_kwargs, "call_timeout", "wait_for_ready")
         self._address = Address("courier")
         self._address.assign(self)
 
@@ -65,3 +70,22 @@ class CourierNode(Node[CourierHandle]):
 
     def _new_handle(self) -> CourierHandle:
         return CourierHandle(self._address, self._client_kwargs)
+
+
+def _checked(argument: str, options: Mapping[str, Any] | None, *known: str) -> dict[str, Any]:
+    """What a user has misspelt is found where it is written, and not by the node that uses it."""
+    if options is not None and not isinstance(options, Mapping):
+        raise TypeError(f"CourierNode: {argument}={options!r}: a dict of options is needed ({', '.join(known)})")
+    for name in options or {}:
+        if name not in known:
+            raise TypeError(f"CourierNode: {argument} has no option {name!r}; it takes {', '.join(known)}")
+    return dict(options or {})
+
+
+def _check_pool_size(thread_pool_size: Any = 16) -> None:
+    """With fewer than no threads nobody would ever answer."""
+    if not isinstance(thread_pool_size, Integral) or thread_pool_size < 0:
+        raise ValueError(
+            f"CourierNode: thread_pool_size={thread_pool_size!r}: give a whole number: handlers that run at a time, or "
+            "0: in the connection's thread"
+        )

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 import lp_pipe as lp
+from lp_pipe.nodes import user_code
 from lp_pipe.programs.cart_pole import CartPole
 from lp_pipe.programs.evolution import Evolution, Problem, Returns, Settings, Vector
 from lp_pipe.programs.options import option, parse_options, require
@@ -147,14 +148,15 @@ class Learner:
             if self._is_due():
                 score = self._problem.evaluate(self._evolution.parameters)
                 lp.log_metrics({"score": score}, step=self._evolution.iteration)
-        self._on_result(
+        user_code.call(
+            self._on_result,
             EvolutionResult(
                 self._evolution.parameters,
                 score,
                 self._evolution.iteration,
                 self._evolution.fingerprint(),
                 is_solved=score >= self._stopping.target,
-            )
+            ),
         )
         lp.stop()
 

@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import lp_pipe as lp
+from lp_pipe.nodes import user_code
 from lp_pipe.programs.map_reduce_master import MAP, REDUCE, Master, Task, WorkerId
 from lp_pipe.programs.options import option, parse_options
-from lp_pipe.programs.partitioning import order_of, partition_of
+from lp_pipe.programs.partitioning import check_key, order_of, partition_of
 from lp_pipe.programs.sources import short_name, standard_library
 from lp_pipe.programs.waiting import until_the_stop
 from lp_pipe.rpc import codec
@@ -56,7 +57,7 @@ def map_reduce(
 ) -> lp.Program:
     """A program that computes `reducer(key, values)` for every key of the pairs that `mapper` yields.
 
-    mapper: from one input to (key, value) pairs. Keys are str, bytes, int, or tuples of these, of one kind.
+    mapper: from one input to (key, value) pairs. Keys are str, bytes, int, or tuples of these.
     reducer: gets the values of a key in the order of the inputs, and as the mapper yielded them.
     combiner: the same for the values that one map task has for a key, before they travel; the reducer gets its results.
     on_result: called once in the master's node with all (key, result) pairs in the order of the keys.
@@ -105,7 +106,7 @@ class Job:
         groups = _grouped(pair for record in inputs for pair in self._pairs_of(record))
         partitions: list[dict[Key, list[Value]]] = [{} for _ in range(self.num_reducers)]
         for key, values in groups.items():
-            combined = values if self.combiner is None else [self.combiner(key, values)]
+            combined = values if self.combiner is None else [user_code.call(self.combiner, key, values)]
             partitions[partition_of(key, self.num_reducers)][key] = combined
         return [_write(Path(f"{prefix}.{index}"), partition) for index, partition in enumerate(partitions)]
 
@@ -115,7 +116,8 @@ class Job:
         for path in paths:
             for key, values in _read(path).items():
                 groups[key] += values
-        return [_write(prefix, [(key, self.reducer(key, groups[key])) for key in sorted(groups, key=order_of)])]
+        in_order = sorted(groups, key=order_of)
+        return [_write(prefix, [(key, user_code.call(self.reducer, key, groups[key])) for key in in_order])]
 
     def _pairs_of(self, record: Any) -> Iterator[tuple[Key, Value]]:
         pairs = self.mapper(record)
@@ -124,6 +126,7 @@ class Job:
         for pair in pairs:
             if not isinstance(pair, tuple | list) or len(pair) != 2:
                 raise TypeError(f"map_reduce: the mapper gave {pair!r} for {record!r}: {_WANTED}")
+            check_key(pair[0])
             yield pair[0], pair[1]
 
 
@@ -166,7 +169,7 @@ class MergingMaster(Master):
         if outputs is None:
             return  # the program stops before its end
         in_order = heapq.merge(*(_read(path) for path in outputs), key=lambda pair: order_of(pair[0]))
-        self._on_result(list(in_order))
+        user_code.call(self._on_result, list(in_order))
         shutil.rmtree(self._folder)
         lp.stop()
 

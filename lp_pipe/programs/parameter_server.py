@@ -29,6 +29,7 @@ import numpy as np
 
 import lp_pipe as lp
 from lp_pipe.checkpoint import Checkpoints
+from lp_pipe.nodes import user_code
 from lp_pipe.programs.all_shards import Parameters, all_of, results_of
 from lp_pipe.programs.checked_task import CheckedTask, TrainingTask, Vector
 from lp_pipe.programs.digits import load_digits
@@ -184,7 +185,8 @@ def _watch_a_generation(
         staleness = parameters.mean_staleness()
         metrics = {**task.evaluate(parameters.whole()), "staleness": staleness, "total_steps": cuts[-1]}
         lp.log_metrics(metrics, step=version)
-    on_result(
+    user_code.call(
+        on_result,
         TrainingResult(
             parameters.whole(),
             task.evaluate(parameters.whole()),
@@ -192,7 +194,7 @@ def _watch_a_generation(
             repeated=sum(state.repeated for state in parameters.states),
             mean_staleness=parameters.mean_staleness(),
             max_staleness=max(state.max_staleness for state in parameters.states),
-        )
+        ),
     )
     lp.stop()
 

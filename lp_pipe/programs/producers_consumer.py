@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import lp_pipe as lp
+from lp_pipe.nodes import user_code
 from lp_pipe.programs.options import option, parse_options
 from lp_pipe.programs.sources import short_name, standard_library
 from lp_pipe.programs.waiting import until_the_stop
@@ -94,7 +95,7 @@ class Consumer:
 
     def run(self) -> None:
         with until_the_stop():
-            self._consume(self._items())
+            user_code.call(self._consume, self._items())
             lp.stop()
 
     def _items(self) -> Iterator[Any]:

@@ -38,8 +38,10 @@ def batched_handler(
 
     Raises:
         ValueError: a size below 1, or a negative timeout.
-        TypeError: used as a decorator in a class body, or the function is async or a generator.
+        TypeError: used as a decorator in a class body or without a batch size, or the function is async or a generator.
     """
+    if callable(batch_size):
+        raise TypeError("batched_handler takes a size, then the function: lp.batched_handler(batch_size=8)(self.act)")
     timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     if batch_size < 1 or max_parallelism < 1 or timeout_s < 0:
         raise ValueError(

@@ -79,6 +79,8 @@ def seconds(timeout: float | timedelta | None) -> float | None:
     """A call's limit, None for no limit, or one longer than the system can wait; ValueError when it is negative."""
     if isinstance(timeout, timedelta):
         timeout = timeout.total_seconds()
+    if isinstance(timeout, str):
+        raise TypeError(f"call_timeout={timeout!r}: a number of seconds (or a timedelta) is needed, not a text")
     if timeout is not None and timeout < 0:
         raise ValueError(f"call_timeout={timeout}: must not be negative; None or 0 means no limit")
     return float(timeout) if timeout and timeout <= _LONGEST_S else None

@@ -1,6 +1,7 @@
 """What belongs to one process: a forked child must leave it to its parent."""
 
 import os
+from concurrent.futures import Future
 
 from lp_pipe.errors import Unavailable
 
@@ -31,6 +32,13 @@ class Owner:
     @classmethod
     def _forked(cls) -> None:
         cls._forks += 1
+
+
+def nobody_to_ask() -> "Future[str]":
+    """What a forked child gets for where a server listens; it looks again in a moment whether somebody does."""
+    answer: Future[str] = Future()
+    answer.set_result("")
+    return answer
 
 
 os.register_at_fork(after_in_child=Owner._forked)

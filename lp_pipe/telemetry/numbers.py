@@ -9,8 +9,10 @@ def as_numbers(metrics: Mapping[str, Any], step: Any) -> tuple[dict[str, float],
     """The arguments of `log_metrics`, without numpy's and torch's kinds of numbers.
 
     Raises:
-        TypeError: a value is no number, a name no text, or step no int.
+        TypeError: no dict, a value is no number, a name no text, or step no int.
     """
+    if not hasattr(metrics, "items"):
+        raise TypeError(f"log_metrics({metrics!r}): a dict of names and numbers is needed, such as {{'loss': 0.5}}")
     return {_name(name): _number(name, value) for name, value in metrics.items()}, _step(step)
 
 

@@ -2,9 +2,9 @@
 
     with faults.enabled():  # the pytest fixture `faults` does this
         run = lp.launch(program)
-    with faults.partition(run, "worker", "server") as fault:
-        ...                 # until here
-    assert fault.hits
+        with faults.partition(run, "worker", "server") as fault:
+            ...             # until here
+        assert fault.hits
 
 Nodes are named by label (the whole group), `(label, index)` or handle; `LAUNCHER` is the test itself, with the clients
 that it got from `run.client`; `EVERYONE` is all of them. Faults act on connections between two nodes, never on a node's
@@ -38,7 +38,7 @@ _active: list["Fault"] = []
 
 @contextlib.contextmanager
 def enabled() -> Iterator[None]:
-    """Programs launched in the body can be given faults; their calls are a little slower for it."""
+    """Programs launched in the body can be given faults there; their calls are a little slower for it."""
     before = os.environ.get(faulty.VARIABLE)
     os.environ[faulty.VARIABLE] = "1"  # nodes read it when their process starts
     faulty.enable()
@@ -88,7 +88,7 @@ def drop(run: Run, source: Nodes, target: Nodes, count: int | None = 1, after: i
     Counted for each pair of nodes, and for the calls of one apart from its replies to the other.
 
     Raises (all faults): KeyError, IndexError: no such node. ValueError: `source` and `target` are never connected.
-        RuntimeError: the program was not launched inside `enabled()`.
+        RuntimeError: the program was not launched inside `enabled()`, or that has ended.
     """
     if (count is not None and count < 1) or after < 0:
         raise ValueError(f"drop: count={count} must be at least 1 (or None), after={after} must not be negative")
@@ -180,6 +180,8 @@ def _fault(run: Run, source: Nodes, target: Nodes, **options: Any) -> wire.Fault
             "this program was launched with connections that do not fail: use the fixture `faults` in the test, "
             "or launch it inside `with faults.enabled():`"
         )
+    if not faulty.is_enabled():  # what this process connects from now on, in thread mode all there is, is left alone
+        raise RuntimeError("`with faults.enabled():` has ended: the faults belong inside of it, as the launch does")
     return wire.Fault(rule=str(next(_numbers)), ways=ways_between(run, source, target), **options)
 
 

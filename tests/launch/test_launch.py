@@ -70,6 +70,54 @@ def test_a_forked_process_reaches_the_server_itself_or_is_told_that_it_cannot(
             assert client.add() == 3
 
 
+@pytest.mark.parametrize("who", ["node", "launcher"])
+def test_a_forked_process_waits_for_a_server_that_is_not_up_yet(who: str, tmp_path: Path) -> None:
+    """It asked the launcher, which answered its parent, and waited for ever."""
+    go = tmp_path / "go"
+
+    class LateCounter(Counter):
+        def __init__(self) -> None:
+            while not go.exists():
+                time.sleep(0.01)
+            super().__init__()
+
+    def add(counter: Callable[[], lp.CourierClient]) -> bool:
+        threading.Timer(0.3, go.touch).start()  # when the call is under way
+        return bool(counter().add() == 1)
+
+    def fork(counter: lp.CourierClient) -> None:
+        assert holds_in_a_fork(lambda: add(lambda: counter))
+        lp.stop()
+
+    program = lp.Program("late")
+    handle = program.add_node(lp.CourierNode(LateCounter), label="counter")
+    if who == "node":
+        program.add_node(lp.PyNode(fork, handle), label="forking")
+    with lp.launch(program, "process") as run:
+        if who == "launcher":
+            assert holds_in_a_fork(lambda: add(lambda: run.client(handle)))
+        else:
+            run.wait(WITHIN_S)
+
+
+def test_what_only_the_launcher_knows_is_not_asked_by_a_forked_process() -> None:
+    address = lp.Address()
+
+    def is_told_so() -> bool:
+        with pytest.raises(lp.Unavailable, match="answers the node, not process"):
+            address.resolve()
+        return True
+
+    def fork() -> None:
+        assert holds_in_a_fork(is_told_so)
+
+    node = lp.PyNode(fork)
+    address.assign(node)
+    program = lp.Program("address")
+    program.add_node(node, label="forking")
+    lp.launch(program, "process").wait(WITHIN_S)
+
+
 class Counter:
     def __init__(self) -> None:
         self._count = 0

@@ -108,3 +108,12 @@ def test_other_methods_pass_through(mode: str) -> None:
 def test_the_interval_must_be_positive() -> None:
     with pytest.raises(ValueError, match="refresh_interval"):
         lp.CacherNode(lp.CourierNode(Source).create_handle(), refresh_interval=0)
+
+
+def test_what_would_cache_nothing_is_refused() -> None:
+    """Methods "get" were "g", "e" and "t", none of which there is: all calls were passed on, in silence."""
+    node = lp.CourierNode(Source)
+    with pytest.raises(TypeError, match=r"methods='get': write a list, \['get'\]"):
+        lp.CacherNode(node.create_handle(), 1.0, methods="get")
+    with pytest.raises(TypeError, match=r"CourierNode\(Source\) is no handle: give what add_node has returned"):
+        lp.CacherNode(node, 1.0)  # type: ignore[arg-type]

@@ -148,6 +148,24 @@ def test_the_number_of_handler_threads_is_an_option_of_the_node(mode: str) -> No
             assert size == 0 or len(threads) == 1  # inline: whichever thread the calls come from
 
 
+@pytest.mark.parametrize("size", [-1, "4", 1.5, None])
+def test_a_size_of_the_pool_that_is_none_is_refused_at_setup(size: Any) -> None:
+    """With -1 the node came up, and never answered."""
+    with pytest.raises(ValueError, match=r"CourierNode: thread_pool_size=.*: give a whole number"):
+        lp.CourierNode(Server, courier_kwargs={"thread_pool_size": size})
+
+
+def test_an_option_that_there_is_not_is_refused_at_setup_with_those_that_there_are() -> None:
+    with pytest.raises(TypeError, match="courier_kwargs has no option 'thread_pool'; it takes thread_pool_size"):
+        lp.CourierNode(Server, courier_kwargs={"thread_pool": 4})
+    with pytest.raises(TypeError, match="client_kwargs has no option 'timeout'; it takes call_timeout, wait_for_ready"):
+        lp.CourierNode(Server, courier_client_kwargs={"timeout": 4})
+    with pytest.raises(TypeError, match="courier_kwargs=4: a dict of options"):
+        lp.CourierNode(Server, courier_kwargs=4)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="timeout"):
+        lp.CourierNode(Server).create_handle().set_client_kwargs(timeout=4)  # type: ignore[call-arg]
+
+
 def test_handles_of_a_node_are_named_when_it_is_added() -> None:
     node = lp.CourierNode(Server)
     handle = node.create_handle()

@@ -11,7 +11,7 @@ import pytest
 import lp_pipe as lp
 from lp_pipe.programs.map_reduce import Job, add_up, count_words, inverted_index, map_reduce, word_count
 from lp_pipe.programs.map_reduce_master import MAP, REDUCE, Master, StaleWorker, Task
-from lp_pipe.programs.partitioning import order_of, partition_of
+from lp_pipe.programs.partitioning import check_key, order_of, partition_of
 from lp_pipe.programs.sources import short_name, standard_library
 from tests.checkpoint import disks
 from tests.programs.conftest import WITHIN_S, Delivered, Once, kill_this_process, stop_when
@@ -136,7 +136,26 @@ def test_partitions_are_the_same_in_every_process() -> None:
 @pytest.mark.parametrize("key", [1.0, True, None, frozenset("a"), ("a", [1]), object()])
 def test_keys_that_might_print_differently_are_refused(key: Any) -> None:
     with pytest.raises(TypeError, match="str, bytes, int or tuples"):
-        partition_of(key, 2)
+        check_key(key)
+
+
+@pytest.mark.parametrize("key", [1.0, True, ["a"]])
+def test_a_key_is_looked_at_before_it_meets_one_that_equals_it(key: Any, tmp_path: Path) -> None:
+    """1.0 was counted as 1 where both were in one map task, and refused elsewhere; a list was "unhashable"."""
+    job = Job(lambda key: [(key, 1)], add_up, None, 1)
+    with pytest.raises(TypeError, match=r"keys are str, bytes, int or tuples of these"):
+        job.map([1, key], tmp_path / "map")
+
+
+def test_a_reducer_that_yields_is_told_so(tmp_path: Path) -> None:
+    """As mappers do; it was "cannot pickle 'generator' object"."""
+
+    def reducer(key: str, counts: list[int]) -> Iterator[int]:
+        yield sum(counts)
+
+    paths = Job(lambda key: [(key, 1)], reducer, None, 1).map(["a"], tmp_path / "map")
+    with pytest.raises(TypeError, match=r"reducer is a generator"):
+        Job(lambda key: [(key, 1)], reducer, None, 1).reduce(paths, tmp_path / "reduce")
 
 
 def test_keys_of_several_types_are_sorted_by_type(delivered: Delivered) -> None:

@@ -102,3 +102,14 @@ def test_the_example_finds_in_shards_what_one_loop_finds(mode: str, delivered: D
 def test_a_produce_that_gives_no_items_is_told_so() -> None:
     with pytest.raises(TypeError, match=r"produce\(0, 2\) returned None: it must yield items"):
         Producer(lambda index, num_producers: None, 0, 2)  # type: ignore[arg-type,return-value]
+
+
+def test_a_consume_that_would_not_run_fails_the_program(mode: str) -> None:
+    """It ended well, and nothing had been consumed."""
+
+    async def consume(items: Iterator[Any]) -> None:
+        list(items)
+
+    run = lp.launch(producers_consumer(count_up, consume, 1), mode)
+    with pytest.raises(lp.NodeError, match=r"consumer/0 failed: TypeError: .*consume is async"):
+        run.wait(WITHIN_S)

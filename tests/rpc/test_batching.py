@@ -153,6 +153,8 @@ def test_wrong_uses_are_found_at_once() -> None:
             @lp.batched_handler(batch_size=2)
             def method(self, x: Any) -> Any: ...
 
+    with pytest.raises(TypeError, match=r"takes a size, then the function: lp.batched_handler\(batch_size=8\)"):
+        lp.batched_handler(print)  # type: ignore[arg-type]
     for options in ({"batch_size": 0}, {"batch_size": 1, "max_parallelism": 0}, {"batch_size": 1, "timeout": -1}):
         with pytest.raises(ValueError, match="batched_handler"):
             lp.batched_handler(**options)

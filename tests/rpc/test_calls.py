@@ -448,6 +448,12 @@ def test_a_negative_deadline_is_refused(timeout: Any) -> None:
         lp.CourierClient("inproc:x", call_timeout=timeout)
 
 
+def test_a_deadline_that_is_a_text_is_refused_as_that() -> None:
+    """A flag that nobody has converted was "'<' not supported between instances of 'str' and 'int'"."""
+    with pytest.raises(TypeError, match="call_timeout='5': a number of seconds"):
+        lp.CourierClient("inproc:x", call_timeout="5")  # type: ignore[arg-type]
+
+
 def test_the_deadline_counts_while_nobody_is_there(endpoint: str) -> None:
     client = lp.CourierClient(endpoint, call_timeout=0.1)
     with pytest.raises(lp.DeadlineExceeded, match="anything"):

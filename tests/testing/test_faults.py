@@ -311,3 +311,13 @@ def test_a_program_that_was_launched_without_faults_says_so(mode: str, launched:
     run = launched(program(), mode)
     with pytest.raises(RuntimeError, match="fixture `faults`"):
         faults.cut(run, "caller", "counter")
+
+
+def test_faults_after_the_end_of_enabled_are_refused(mode: str, launched: Launched) -> None:
+    """In thread mode they struck nothing, in silence: connections that are made later are ordinary ones."""
+    from lp_pipe.testing import faults
+
+    with faults.enabled():
+        run = launched(program(), mode)
+    with pytest.raises(RuntimeError, match="has ended: the faults belong inside"):
+        faults.drop(run, "caller", "counter")

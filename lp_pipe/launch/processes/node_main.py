@@ -30,6 +30,7 @@ from lp_pipe.launch.processes.threads import set_process_threads
 from lp_pipe.launch.processes.zygote import LAUNCHER_PATIENCE_S
 from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.rpc import codec, namesakes
+from lp_pipe.rpc.owner import Owner, nobody_to_ask
 from lp_pipe.rpc.remote_error import printable
 from lp_pipe.telemetry import waits
 from lp_pipe.telemetry.numbers import as_numbers
@@ -46,6 +47,7 @@ class Supervision:
         self.count_calls: Callable[[], int | None] = lambda: None
         self.started: Future[tuple[wire.Start, Frame]] = Future()
         self._pending: dict[int, Future[str]] = {}
+        self._owner = Owner()  # a forked child has nobody who reads the answers
         self._ids = itertools.count(1)
         self._endpoint_prefix = ""
         self._connection = connections.connect(endpoint, idle_timeout_s=LAUNCHER_PATIENCE_S)
@@ -111,6 +113,8 @@ class Supervision:
             self._be_heard()
 
     def resolve(self, address: str) -> "Future[str]":
+        if not self._owner.is_here:
+            return nobody_to_ask()
         return self._ask(lambda number: {"resolve": wire.Resolve(id=number, address=address)})
 
     def find(self, address: str) -> "Future[str]":
@@ -150,6 +154,8 @@ class Supervision:
         answer: Future[str] = Future()
         self._pending[number] = answer
         try:
+            if not self._owner.is_here:
+                raise Unavailable(f"the launcher answers the node, not process {os.getpid()}, which it has forked")
             self.send(**question(number))
         except Unavailable as error:
             if self._pending.pop(number, None) is not None:
