@@ -4,14 +4,22 @@ import contextlib
 import errno
 import os
 import resource
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from lp_pipe.channels import kinds
-from lp_pipe.errors import ChannelClosed
+from lp_pipe.channels import kinds, recycler
+from lp_pipe.channels.arriving import SIZE, ArrivingInlet
+from lp_pipe.channels.by_ranks import RankInlet
+from lp_pipe.channels.packing import Layout
+from lp_pipe.channels.transport import TransferError
+from lp_pipe.errors import ChannelClosed, LpPipeError
 from tests.channels.edges import PATIENCE_S, Edge, assert_same
 
 MEBI = 1 << 20
@@ -65,3 +73,64 @@ def test_a_receiver_without_descriptors_tells_the_sender_that_waits_for_it(
     again, receiver = edge.sender(), edge.receiver()
     again.send(0, torch.ones(4))
     assert_same(receiver.receive(0, PATIENCE_S), torch.ones(4))
+
+
+@pytest.mark.parametrize("kind", ["stream", "grpc", "tls", "gloo"], indirect=True)
+def test_a_sender_without_memory_says_so_in_that_send_and_the_next_one_goes(
+    edge: Edge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It closed the channel, and did not say which it was."""
+    sender, receiver = edge.sender(), edge.receiver(credits=2)
+    sender.send(0, torch.ones(3))
+    receiver.receive(0, PATIENCE_S)
+    with monkeypatch.context() as shortage:
+        shortage.setattr(recycler, "fresh_memory", no_memory)
+        for _ in range(3):  # they cost no credits
+            said = rf"channel 'activations' to stages/1: there is no more room for {MEBI} bytes: .*Cannot allocate"
+            with pytest.raises(OSError, match=said) as caught:
+                sender.send(0, torch.ones(MEBI, dtype=torch.uint8))
+            assert isinstance(caught.value, LpPipeError)
+    for size in (MEBI, 8, MEBI):
+        sender.send(0, torch.full((size,), 7, dtype=torch.uint8))
+        assert_same(receiver.receive(0, PATIENCE_S), torch.full((size,), 7, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("kind", ["gloo"], indirect=True)
+def test_a_receiver_without_memory_tells_both_ends(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sender was told that its peer had been killed."""
+    sender, receiver = edge.sender(), edge.receiver()
+    sender.send(0, torch.ones(3))
+    receiver.receive(0, PATIENCE_S)
+    assert isinstance(receiver._inlet, RankInlet)
+    monkeypatch.setattr(receiver._inlet.backend, "empty", no_memory)
+    sender.send(1, torch.ones(3))
+    said = "the receiver cannot take a message of 64 bytes: .*Cannot allocate memory"
+    with pytest.raises(ChannelClosed, match=said):
+        receiver.receive(1, PATIENCE_S)
+    with pytest.raises(ChannelClosed, match=said):
+        sender.send(2, torch.ones(3))
+
+
+def test_an_inlet_that_finds_no_thread_for_its_patience_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waited for a message, whose sender had been killed while it came, would have waited on."""
+    has_ended = threading.Event()
+
+    class Never:
+        def wait(self, timeout: timedelta, /) -> None:
+            has_ended.wait(PATIENCE_S)
+
+    class Waiting(ArrivingInlet):
+        def _start(self, token: int, size: int, header: Any) -> tuple[Never, Tensor]:
+            return Never(), torch.empty(size, dtype=torch.uint8)
+
+        def _tensors_in(self, memory: Tensor, layout: Layout) -> list[Tensor]:
+            return []
+
+    inlet = Waiting("gloo")
+    parcel = inlet.accept(0, [SIZE.pack(8)])
+    assert isinstance(parcel, Future)
+    monkeypatch.setattr(threading.Thread, "start", no_threads)
+    inlet.end("it was killed")
+    with pytest.raises(TransferError, match="it was killed"):
+        parcel.result(PATIENCE_S)
+    has_ended.set()
