@@ -17,8 +17,11 @@ from torch import Tensor
 from lp_pipe.channels import kinds, recycler
 from lp_pipe.channels.arriving import SIZE, ArrivingInlet
 from lp_pipe.channels.by_ranks import RankInlet
+from lp_pipe.channels.gloo import GlooInlet, GlooOutlet
 from lp_pipe.channels.packing import Layout
 from lp_pipe.channels.transport import TransferError
+from lp_pipe.connections import grpc_channels, tcp_endpoint
+from lp_pipe.connections.credentials import Credentials
 from lp_pipe.errors import ChannelClosed, LpPipeError
 from tests.channels.edges import PATIENCE_S, Edge, assert_same
 
@@ -109,6 +112,26 @@ def test_a_receiver_without_memory_tells_both_ends(edge: Edge, monkeypatch: pyte
         receiver.receive(1, PATIENCE_S)
     with pytest.raises(ChannelClosed, match=said):
         sender.send(2, torch.ones(3))
+
+
+def test_gloo_is_not_begun_with_few_descriptors_left() -> None:
+    """Its thread ends the process where it finds none for who connects."""
+    outlet, inlet = GlooOutlet(), GlooInlet()
+    with descriptors_left(20):
+        outlet.begin(inlet.on_note)
+        inlet.begin(outlet.on_note)
+        for half in (outlet, inlet):
+            with pytest.raises(TransferError, match=r"gloo cannot connect .*Too many open files; .*\(ulimit -n\)"):
+                half.group()
+    for half in (outlet, inlet):
+        half.close("the test is over")
+
+
+def test_grpc_is_not_begun_with_few_descriptors_left(run_credentials: Credentials) -> None:
+    """It ends the process where it finds none for its first channel."""
+    where = tcp_endpoint.parse("grpc:127.0.0.1:1")
+    with descriptors_left(10), pytest.raises(OSError, match="Too many open files"):
+        grpc_channels.open_channel(where, run_credentials)
 
 
 def test_an_inlet_that_finds_no_thread_for_its_patience_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
