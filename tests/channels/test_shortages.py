@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import resource
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -14,15 +15,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from lp_pipe.channels import kinds, recycler
+from lp_pipe import connections
+from lp_pipe.channels import kinds, open_sender, recycler
 from lp_pipe.channels.arriving import SIZE, ArrivingInlet
 from lp_pipe.channels.by_ranks import RankInlet
 from lp_pipe.channels.gloo import GlooInlet, GlooOutlet
 from lp_pipe.channels.packing import Layout
+from lp_pipe.channels.posting import Posting
 from lp_pipe.channels.transport import TransferError
-from lp_pipe.connections import grpc_channels, tcp_endpoint
+from lp_pipe.connections import Connection, Frame, frames, grpc_channels, tcp_endpoint
 from lp_pipe.connections.credentials import Credentials
-from lp_pipe.errors import ChannelClosed, LpPipeError
+from lp_pipe.connections.unix import UnixConnection
+from lp_pipe.errors import ChannelClosed, LpPipeError, Unavailable
 from tests.channels.edges import PATIENCE_S, Edge, assert_same
 
 MEBI = 1 << 20
@@ -157,3 +161,48 @@ def test_an_inlet_that_finds_no_thread_for_its_patience_has_none(monkeypatch: py
     with pytest.raises(TransferError, match="it was killed"):
         parcel.result(PATIENCE_S)
     has_ended.set()
+
+
+def test_who_is_not_taken_in_is_told_why_however_late_its_thread_reads_that(
+    directory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was "Broken pipe" where the thread that reads came later than the send."""
+    is_refused, has_failed = threading.Event(), threading.Event()
+    send, read = UnixConnection.send, UnixConnection._read_to_end
+
+    def late_read(self: UnixConnection) -> None:
+        has_failed.wait(PATIENCE_S)
+        read(self)
+
+    def failing_send(self: UnixConnection, frame: Frame) -> None:
+        is_refused.wait(PATIENCE_S)
+        try:
+            send(self, frame)
+        finally:
+            has_failed.set()
+
+    def refuse(connection: Connection) -> None:
+        connection.close("there is no room")
+        is_refused.set()
+
+    monkeypatch.setattr(UnixConnection, "_read_to_end", late_read)
+    monkeypatch.setattr(UnixConnection, "send", failing_send)
+    listener = connections.listen(f"unix:{directory}/s", refuse)
+    with pytest.raises(Unavailable, match="channel 'activations' to stages/1: there is no room"):
+        open_sender(listener.endpoint, "activations", kind="stream", peer="stages/1")
+    listener.close()
+
+
+def test_what_a_thread_was_sending_when_the_peer_closed_does_not_hide_why() -> None:
+    near, far = (UnixConnection(sock, "the peer") for sock in socket.socketpair())
+    told: Future[str] = Future()
+    posting = Posting(near)
+    assert near.try_reading(), "as another thread that reads"
+    posting.attach(lambda frame: None, told.set_result)
+    posting.send(Frame(frames.CHANNEL_DATA, buffers=[bytes(8 * MEBI)]))
+    far.close("there is no room")
+    assert posting._thread is not None
+    posting._thread.join(PATIENCE_S)
+    near.read()
+    near.done_reading()
+    assert told.result(PATIENCE_S) == "there is no room"
