@@ -52,6 +52,7 @@ class ChannelHub:
             existing = self._receivers.get(channel)
             if existing is not None and existing.is_open:
                 raise ValueError(f"channel {channel!r} of {self.name} has a receiver already; close it first")
+            self._forget_closed()
             self._receivers[channel] = receiver
             incoming = self._waiting.pop(channel, None)
             if incoming is None:
@@ -70,6 +71,10 @@ class ChannelHub:
             receiver.close(reason)
         for incoming in waiting:
             incoming.connection.close(reason)
+
+    def _forget_closed(self) -> None:
+        """They keep their senders' memory mapped, and a stage that joins its neighbours again has new names each time."""
+        self._receivers = {channel: receiver for channel, receiver in self._receivers.items() if receiver.is_open}
 
     def _opened(self, incoming: "_Incoming") -> None:
         """A sender has said which channel it is for."""
