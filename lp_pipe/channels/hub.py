@@ -73,7 +73,7 @@ class ChannelHub:
             incoming.connection.close(reason)
 
     def _forget_closed(self) -> None:
-        """They keep their senders' memory mapped, and a stage that joins its neighbours again has new names each time."""
+        """They keep their senders' memory, and a stage that joins its neighbours again has new names each time."""
         self._receivers = {channel: receiver for channel, receiver in self._receivers.items() if receiver.is_open}
 
     def _opened(self, incoming: "_Incoming") -> None:
