@@ -45,6 +45,7 @@ class ArrivingInlet(Inlet):
         Raises:
             TransferError: they will not come.
             RuntimeError: likewise.
+            OSError: there is no memory for them.
         """
 
     @abstractmethod
@@ -61,6 +62,8 @@ class ArrivingInlet(Inlet):
             return error
         except RuntimeError as error:
             return TransferError(f"{self._means}: {error}")
+        except OSError as error:
+            return TransferError(f"the receiver cannot take a message of {size} bytes: {error}")
 
     def read(self, layout: Layout, parcel: "Arrival | TransferError | None") -> list[Tensor]:
         if isinstance(parcel, TransferError):
@@ -84,7 +87,10 @@ class ArrivingInlet(Inlet):
         patience_s = _LAST_BYTES_S["near" if is_loopback(self.address) else "far"]
         self._giving_up = threading.Timer(patience_s, self._give_up, (reason,))
         self._giving_up.name, self._giving_up.daemon = f"give up {self._means}", True
-        self._giving_up.start()
+        try:
+            self._giving_up.start()
+        except RuntimeError:  # out of threads: who waits for a message must not wait for ever
+            self._give_up(reason)
 
     def close(self, reason: str) -> None:
         if self._giving_up is not None:

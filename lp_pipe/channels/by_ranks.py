@@ -34,7 +34,6 @@ class RankOutlet(Pair, Outlet):
 
     def write(self, layout: Layout, tensors: list[Tensor], credits: int) -> tuple[int, Sequence[Any]]:
         token, size = self._next, layout.offsets[-1]
-        self._next += 1
         if size:
             memory = self.backend.empty(size)
             for offset, spec, tensor in zip(layout.offsets, layout.tensor_specs, tensors, strict=False):
@@ -43,6 +42,7 @@ class RankOutlet(Pair, Outlet):
                 self._sending[token] = self.group().send([memory], RECEIVER, token % TAGS), memory
             except RuntimeError as error:
                 raise TransferError(f"{self.backend.name}: {error}") from error
+        self._next += 1
         return token, [SIZE.pack(size)]
 
     def release(self, token: int) -> None:

@@ -25,10 +25,14 @@ from lp_pipe.channels.packing import Layout, TensorSpec, separate_tensors
 from lp_pipe.channels.ranks import RECEIVER, TAGS, Backend
 from lp_pipe.channels.recycler import Recycler
 from lp_pipe.channels.transport import TransferError
+from lp_pipe.connections.shortage import check_descriptors
 
 _ABORT_TAG, _WORD_TAG = TAGS, TAGS + 1
 _AT_ONCE = timedelta(milliseconds=1)
 _WORD_BYTES = 32
+# Those for a pair, and for others that are connecting: where gloo's thread finds none for who connects, the process
+# ends.
+_DESCRIPTORS = 64
 
 _Group: Any = dist.ProcessGroupGloo if dist.is_available() else None  # torch's types lack its send, recv and _Options
 
@@ -46,6 +50,7 @@ class Gloo(Backend):
         word = secrets.token_bytes(_WORD_BYTES)
         store.set(f"address/{rank}", address)
         store.set(f"word/{rank}", word)
+        check_descriptors(_DESCRIPTORS)
         options = _Group._Options()
         options._devices = [_Group.create_device(hostname=address)]
         options._timeout = patience

@@ -10,6 +10,7 @@ from lp_pipe.channels.messages import Opening
 from lp_pipe.channels.packing import CPU
 from lp_pipe.channels.receiver import Receiver
 from lp_pipe.connections import Connection, Frame, PulledConnection, frames
+from lp_pipe.connections.shortage import not_taken_in
 from lp_pipe.errors import ChannelClosed
 
 
@@ -51,6 +52,7 @@ class ChannelHub:
             existing = self._receivers.get(channel)
             if existing is not None and existing.is_open:
                 raise ValueError(f"channel {channel!r} of {self.name} has a receiver already; close it first")
+            self._forget_closed()
             self._receivers[channel] = receiver
             incoming = self._waiting.pop(channel, None)
             if incoming is None:
@@ -69,6 +71,10 @@ class ChannelHub:
             receiver.close(reason)
         for incoming in waiting:
             incoming.connection.close(reason)
+
+    def _forget_closed(self) -> None:
+        """They keep their senders' memory, and a stage that joins its neighbours again has new names each time."""
+        self._receivers = {channel: receiver for channel, receiver in self._receivers.items() if receiver.is_open}
 
     def _opened(self, incoming: "_Incoming") -> None:
         """A sender has said which channel it is for."""
@@ -129,7 +135,11 @@ class _Incoming:
             self._refuse(receiver, f"{self._hub.name}: {error}")
             return
         peer = self.opening.sender or self.connection.peer
-        receiver._attach(self.connection, inlet, peer, has_board=self.opening.has_board)
+        try:
+            receiver._attach(self.connection, inlet, peer, has_board=self.opening.has_board)
+        except Exception as error:  # out of descriptors, memory or threads
+            self._refuse(receiver, f"{self._hub.name}: {not_taken_in(error)}")
+            return
         if self.connection.closed_reason is not None:
             receiver._on_close(self.connection.closed_reason)  # it closed while nobody was attached
 
@@ -143,7 +153,7 @@ class _Incoming:
             if connection.wait(None):
                 connection.read()
         try:
-            if self._receiver is not None and kinds.is_streamed(self.opening.kind):
+            if self.is_open and self._receiver is not None and kinds.is_streamed(self.opening.kind):
                 self._receiver._be_attended(connection)  # as long as it is read here, nobody gives the descriptor back
         finally:
             connection.done_reading()

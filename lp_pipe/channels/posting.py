@@ -80,10 +80,9 @@ class Posting(Connection):
                 else:
                     self.inner.send(frame)
             except Unavailable as error:  # who has closed it says why, and does so first if it can
-                if isinstance(self.inner, PulledConnection):
-                    self.inner.read_alone(0)
-                self.inner.close(str(error))
-                return
+                if not isinstance(self.inner, PulledConnection) or self.inner.read_alone(0):
+                    self.inner.close(str(error))
+                return  # else another thread reads, and comes to the end
             except BaseException as error:  # too many buffers, no memory: the receiver cannot know what is missing
                 self.inner.close(f"the sender failed to send: {type(error).__name__}: {error}")
                 return

@@ -22,6 +22,7 @@ from lp_pipe.channels.note_store import CONNECT_PATIENCE_S, NoteStore
 from lp_pipe.channels.packing import CPU, Layout
 from lp_pipe.channels.transport import Half, Notify, TransferError
 from lp_pipe.connections.routes import is_loopback
+from lp_pipe.connections.shortage import told
 from lp_pipe.errors import Unavailable
 
 SENDER, RECEIVER = 0, 1
@@ -43,7 +44,7 @@ class Backend(ABC):
         """A group with `send` and `recv` as those of torch.distributed.ProcessGroup, whose works can be waited for.
 
         Raises:
-            RuntimeError: they cannot connect.
+            RuntimeError, OSError: they cannot connect.
             TransferError: likewise, and there is nothing to add.
         """
 
@@ -119,8 +120,8 @@ class Pair(Half):
             group = self.backend.connect(self._store, self._rank, self.address, patience)
         except TransferError as error:
             failure = error
-        except (RuntimeError, Unavailable) as error:
-            failure = TransferError(self._explained(str(error)))
+        except (RuntimeError, OSError) as error:  # Unavailable is one, too
+            failure = TransferError(self._explained(told(error)))
         else:
             try:
                 making.set_result(group)

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from lp_pipe.channels.packing import TensorSpec, empty_tensor, tensor_over
+from lp_pipe.channels.transport import NoRoomError
 from lp_pipe.connections.memory import fresh_memory
+from lp_pipe.connections.shortage import told
 
 _LARGE_BYTES = 1 << 20  # below, malloc itself recycles
 _IDLE_REFERENCES = 3  # the list of blocks, the loop's variable, and getrefcount's argument
@@ -18,6 +20,9 @@ class Recycler:
     """Makes empty tensors; those that are large use memory of earlier ones that are gone, views and all.
 
     It keeps as much memory as its tensors once needed at the same time, until other sizes are asked for.
+
+    Raises:
+        NoRoomError: by `empty`.
     """
 
     def __init__(self) -> None:
@@ -41,5 +46,9 @@ class Recycler:
             if not is_idle:
                 in_use.append(block)
         # Blocks that are idle but do not fit belong to shapes that are not sent any more.
-        self._blocks = [*in_use, fresh_memory(size)]
+        self._blocks = in_use
+        try:
+            self._blocks.append(fresh_memory(size))
+        except OSError as error:
+            raise NoRoomError(error.errno, f"there is no more room for {size} bytes: {told(error)}") from error
         return self._blocks[-1]

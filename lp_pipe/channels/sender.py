@@ -20,6 +20,8 @@ from lp_pipe.connections.shortage import told
 from lp_pipe.errors import ChannelClosed, Unavailable
 from lp_pipe.telemetry import waits
 
+_PEER_PATIENCE_S = 1.0
+
 
 class Sender:
     """Made by `open_sender`; any thread may use it."""
@@ -107,8 +109,7 @@ class Sender:
             self._never_sent()
             raise NoRoomError(error.errno, f"{self._label}: {error.strerror}") from error
         except (Unavailable, TransferError) as error:
-            self._pulling.look()  # the peer may have said why
-            raise self._closed(self._closed_reason or str(error)) from error
+            raise self._closed(self._broken(str(error))) from error
         except BaseException as error:  # no memory, Ctrl-C: the receiver cannot make sense of what would come next
             self.close(f"the sender failed to send: {type(error).__name__}: {error}")
             raise
@@ -122,6 +123,16 @@ class Sender:
             if reason is not None:
                 raise self._closed(reason)
             self._credits -= 1
+
+    def _broken(self, error: str) -> str:
+        """Why something could not be sent; the peer may have said so, and who reads that knows it a moment later."""
+        self._pulling.look()
+        with self._state:
+            self._state.wait_for(lambda: self._closed_reason is not None, _PEER_PATIENCE_S)
+            reason = self._closed_reason
+        if reason is None:
+            self.close(error)
+        return reason or error
 
     def _never_sent(self) -> None:
         """The receiver has heard nothing: neither of a layout nor of a message that took a credit."""
@@ -199,9 +210,16 @@ def open_sender(
         connection = Posting(carrier) if kinds.is_posted(kind) else carrier
         target = waits.Target(where, peer=peer)
         sender = Sender(connection, outlet, label, target, carries_gpu=kinds.carries_gpu(kind))
+    except OSError as error:  # Unavailable is one, too
+        raise Unavailable(f"{label}: {told(error)}") from error
+    has_board = is_board_supported and kind == "shm" and isinstance(carrier, PulledConnection)
+    try:
         sender._begin(kind)
-        has_board = is_board_supported and kind == "shm" and isinstance(carrier, PulledConnection)
         connection.send(Opening(channel, kind, name, has_board, address).frame())
-    except (Unavailable, OSError) as error:
-        raise Unavailable(f"{label}: {error}") from error
+    except BaseException as error:  # also out of descriptors or threads
+        why = sender._broken(str(error)) if isinstance(error, Unavailable) else told(error)
+        sender.close(why)
+        if isinstance(error, OSError):
+            raise Unavailable(f"{label}: {why}") from error
+        raise
     return sender

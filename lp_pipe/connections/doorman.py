@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from lp_pipe.connections.credentials import Credentials
+from lp_pipe.connections.not_inherited import not_inherited
 from lp_pipe.connections.refusals import Refusals
 from lp_pipe.connections.shortage import not_taken_in
 from lp_pipe.connections.tls_stream import server_context
@@ -47,6 +48,7 @@ class Doorman:
         on_guest: Callable[[ssl.SSLSocket, str], object],
     ) -> None:
         self._listening = listening
+        not_inherited(listening)
         self._credentials = credentials
         self._context = server_context(credentials)
         self._refusals = refusals

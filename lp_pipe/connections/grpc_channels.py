@@ -7,6 +7,7 @@ import grpc
 
 from lp_pipe.connections.chunks import CHUNK_BYTES
 from lp_pipe.connections.credentials import RUN_NAME, Credentials, current_credentials, only_token
+from lp_pipe.connections.shortage import check_descriptors
 from lp_pipe.connections.tcp_endpoint import TcpEndpoint
 
 SERVICE, METHOD = "lp_pipe.ConnectionService", "Connect"
@@ -17,6 +18,7 @@ NONCE, SHOWN, WELCOME = "lp-pipe-nonce", "lp-pipe-shown", "lp-pipe-welcome"
 SILENCE_S = 10.0
 # The launcher says a host lost that is silent for so long, or a quarter more; its peers are to notice it after that.
 _ANSWER_SHARE, _PAUSE_SHARE = 1.2, 0.125
+_DESCRIPTORS = 16  # where gRPC finds none for its first channel, the process ends
 _HANDSHAKE_MS = 10_000  # for TLS and HTTP/2's first words; gRPC's own limit is two minutes
 
 _OPTIONS = [
@@ -65,7 +67,12 @@ def listener_at(port: int) -> str:
 
 
 def open_channel(where: TcpEndpoint, credentials: Credentials, silence_s: float = SILENCE_S) -> grpc.Channel:
-    """A channel with a TCP connection of its own, which begins with the first stream."""
+    """A channel with a TCP connection of its own, which begins with the first stream.
+
+    Raises:
+        OSError: there are too few descriptors left.
+    """
+    check_descriptors(_DESCRIPTORS)
     options = [*CLIENT_OPTIONS, *_pings(silence_s)]
     if not where.is_secure:
         return grpc.insecure_channel(where.target, options=options)

@@ -27,6 +27,7 @@ from typing import Any
 
 from lp_pipe.connections.forked import private_when_forked
 from lp_pipe.connections.frames import FrameError, Ticket
+from lp_pipe.connections.shortage import told
 from lp_pipe.connections.when_gone import when_gone
 
 is_supported = hasattr(os, "memfd_create") and hasattr(socket, "MSG_CMSG_CLOEXEC")
@@ -187,7 +188,8 @@ class Borrower:
         if inode in self._arrived:
             self._mapped[inode] = _map(self._arrived.pop(inode), size)
         if inode not in self._mapped:
-            raise FrameError("shared memory of the peer did not arrive: this process has too many open files")
+            advice = "its process has too many open files; raise the limit of that process (ulimit -n)"
+            raise FrameError(f"shared memory did not arrive at the end that receives: {advice}")
         # Every loan is an object of its own, whose end we learn of; the mapping stays.
         loan = (ctypes.c_char * length).from_buffer(self._mapped[inode])
         when_gone(loan, _returns.put, self._give_back, _TOKEN.pack(inode))
@@ -207,7 +209,7 @@ def _map(descriptor: int, size: int) -> mmap.mmap:
         private_when_forked(mapping, descriptor)
         return mapping
     except (OSError, ValueError) as error:
-        raise FrameError(f"shared memory of the peer cannot be mapped: {error}") from error
+        raise FrameError(f"the end that receives cannot map the sender's shared memory: {told(error)}") from error
     finally:
         os.close(descriptor)
 

@@ -1,6 +1,8 @@
 """What a process may have no more of, and what to do about it."""
 
+import contextlib
 import errno
+import os
 
 NO_MORE_PROCESSES = "this user, or this container, may not have more processes and threads (ulimit -u, pids.max)"
 _ADVICE = {
@@ -15,6 +17,17 @@ def told(error: BaseException) -> str:
         return f"{error}: {NO_MORE_PROCESSES}"
     advice = _ADVICE.get(error.errno or 0) if isinstance(error, OSError) else None
     return f"{error}; {advice}" if advice else str(error)
+
+
+def check_descriptors(count: int) -> None:
+    """For what ends this very process where it finds none, as gloo and gRPC do.
+
+    Raises:
+        OSError: there are not so many left.
+    """
+    with open(os.devnull) as some_file, contextlib.ExitStack() as taken:
+        for _ in range(count):
+            taken.callback(os.close, os.dup(some_file.fileno()))
 
 
 def not_taken_in(error: BaseException) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from lp_pipe.connections import frames
 from lp_pipe.connections.base import OnClose, OnFrame, PulledConnection
 from lp_pipe.connections.frames import Frame, FrameError, Piece
+from lp_pipe.connections.not_inherited import not_inherited
 from lp_pipe.connections.silence import TICKS
 from lp_pipe.connections.socket_reader import SocketReader
 from lp_pipe.errors import Unavailable
@@ -32,6 +33,7 @@ class SocketConnection(PulledConnection):
     def __init__(self, sock: socket.socket, reader: SocketReader, peer: str, idle_timeout_s: float | None) -> None:
         super().__init__(peer)
         self._socket = sock
+        not_inherited(sock)
         self._reader = reader
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)

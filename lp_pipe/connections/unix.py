@@ -15,6 +15,7 @@ from lp_pipe.connections import frames, loans
 from lp_pipe.connections.base import Connection, Listener, OnConnection, OnFrame
 from lp_pipe.connections.frames import Frame, Piece, Ticket
 from lp_pipe.connections.loans import Borrower, Lender
+from lp_pipe.connections.not_inherited import not_inherited
 from lp_pipe.connections.refusals import Refusals
 from lp_pipe.connections.shortage import not_taken_in
 from lp_pipe.connections.silence import TICKS
@@ -95,6 +96,7 @@ class UnixListener(Listener):
         self.refusals = Refusals(endpoint)
         self._is_closed = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        not_inherited(self._socket)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path)  # left by a killed server of this very address, which is now restarted
         try:

@@ -21,6 +21,7 @@ from lp_pipe.channels.segments import Segment
 from lp_pipe.channels.sender import Sender
 from lp_pipe.errors import ChannelClosed, LpPipeError
 from tests.forking import holds_in_a_fork
+from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(not kinds.is_shm_supported, reason="no memfd_create")
 
@@ -115,6 +116,26 @@ def test_nothing_is_mapped_after_closing() -> None:
     gc.collect()
     shutil.rmtree(directory)
     assert mappings_of(inode) == 0
+
+
+@pytest.mark.parametrize("who", ["sender", "receiver"])
+def test_nothing_of_a_closed_channel_stays_mapped_while_its_hub_makes_others(edge: Edge, who: str) -> None:
+    """Each restart of a stage left its neighbours with one more mapping, and descriptor, of each channel to it."""
+    inodes = []
+    for number in range(3):
+        receiver = edge.hub.receiver(f"epoch {number}")
+        sender = open_sender(edge.hub.endpoint, f"epoch {number}", kind="shm")
+        sender.send(0, torch.ones(MEBI))
+        receiver.receive(0, PATIENCE_S)
+        assert isinstance(sender._outlet, RingOutlet)
+        inodes.append(inode_of(sender._outlet._large[0]))
+        (sender if who == "sender" else receiver).close("a worker was restarted")
+        with pytest.raises(ChannelClosed):
+            receiver.receive(1, PATIENCE_S)
+        sender.close("a worker was restarted")
+        del sender, receiver
+    edge.hub.receiver("the next")
+    until(lambda: gc.collect() >= 0 and not any(map(mappings_of, inodes)), PATIENCE_S)  # a thread may be about to end
 
 
 def test_large_received_tensors_use_the_memory_of_those_that_are_gone(edge: Edge) -> None:

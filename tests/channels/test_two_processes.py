@@ -83,6 +83,20 @@ except ChannelClosed as error:
 sys.stdin.read()
 """
 
+FORKING = """
+import os, signal, sys, time, torch
+from lp_pipe.channels import open_sender
+sender = open_sender(sys.argv[1], "activations", kind=sys.argv[2], name="stages/0")
+sender.send(0, torch.zeros(1))
+sender._outlet.finish()
+sys.stdin.readline()
+if not os.fork():
+    print("forked", flush=True)
+    sys.stdin.read()
+    os._exit(0)
+time.sleep(60)
+"""
+
 RECEIVING = """
 import sys, torch
 from lp_pipe.channels import ChannelHub
@@ -165,6 +179,20 @@ def test_a_killed_sender_ends_a_blocked_receive(endpoint: str, kind: str) -> Non
         with pytest.raises(ChannelClosed, match=r"channel 'activations' from stages/0: .*(killed|lost)"):
             receiver.receive(0)
         assert time.monotonic() - began < PROMPT_S
+    hub.close("done")
+
+
+def test_a_child_that_a_killed_sender_has_forked_does_not_keep_the_channel_open(endpoint: str, kind: str) -> None:
+    """A data loader's worker, which did: the receiver waited for as long as that lived."""
+    hub = ChannelHub(endpoint, "stages/1")
+    receiver = hub.receiver("activations")
+    with Peer(FORKING, hub.endpoint, kind) as peer:
+        receiver.receive(0, PATIENCE_S)
+        peer.go()
+        assert peer.line() == "forked"
+        peer.kill()
+        with pytest.raises(ChannelClosed, match=r"channel 'activations' from stages/0: .*(killed|lost)"):
+            receiver.receive(0, PATIENCE_S)
     hub.close("done")
 
 

@@ -1,5 +1,6 @@
 """One stage worker: owns its stages' parameters, and runs its share of a schedule on them."""
 
+import gc
 import socket
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -111,6 +112,7 @@ class StageWorker:
         for ends in (self._links, self._reduction):
             ends.close("a worker was restarted")
         self._connect(replace(self._neighbours, epoch=epoch))
+        gc.collect()  # the closed ends, in cycles with their connections, keep more memory than the collector knows of
 
     def train(self, task: Task, scale: float | None = None) -> Report:
         """Run the schedule's actions for one step; gradients stay until `apply` or `discard`.
