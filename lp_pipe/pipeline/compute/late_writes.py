@@ -10,6 +10,7 @@ updates it there and then (an optimizer in the backward) does so too late for th
 """
 
 from collections.abc import Collection, Sequence
+from operator import attrgetter
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -18,6 +19,7 @@ from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.compute.buffers import Place
 
 _State = dict[Place, tuple[Tensor | None, int]]  # with their versions
+_version_of = attrgetter("_version")
 
 
 class LateWrites:
@@ -26,10 +28,9 @@ class LateWrites:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.modules = [module for module in modules if module._buffers]
         self._parameters = {
-            id(parameter): (parameter, f"parameter {name!r} of {type(module).__name__}")
+            parameter: f"parameter {name!r} of {type(module).__name__}"
             for module in modules
-            for name, parameter in module._parameters.items()
-            if parameter is not None
+            for name, parameter in module.named_parameters(recurse=False)
         }
         self._before: _State = {}
         self._versions: list[int] = []
@@ -95,7 +96,7 @@ class LateWrites:
         if before == self._versions or not are_later_forwards_done:
             return
         changes = zip(self._parameters.values(), before, self._versions, strict=True)
-        name = next(name for (_, name), version, now in changes if version != now)
+        name = next(name for name, version, now in changes if version != now)
         raise PipelineError(
             f"a backward changes {name}, but comes after the forwards of later micro-batches, which in one process "
             "would have had the new weights: where a hook updates it (an optimizer in the backward), leave that to the "
@@ -103,7 +104,7 @@ class LateWrites:
         )
 
     def _versions_now(self) -> list[int]:
-        return [parameter._version for parameter, _ in self._parameters.values()]
+        return list(map(_version_of, self._parameters))
 
 
 def _state_of(modules: Sequence[nn.Module]) -> _State:
