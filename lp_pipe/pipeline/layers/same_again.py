@@ -83,5 +83,8 @@ def _tensors_in(value: Any) -> list[Tensor]:
 
 def _are_close(first: Tensor, second: Tensor) -> bool:
     """As threads leave them, which may add in any order."""
-    one, other = ((x.to_dense() if x.layout is not torch.strided else x).to(torch.complex128) for x in (first, second))
+    one, other = (x.to_dense() if x.layout is not torch.strided else x for x in (first, second))
+    if one.dtype == other.dtype and torch.equal(one, other):
+        return True  # before any wide copies: the logits of a long text may be a large part of the memory
+    one, other = one.to(torch.complex128), other.to(torch.complex128)
     return one.shape == other.shape and torch.allclose(one, other, rtol=1e-4, atol=1e-6, equal_nan=True)

@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lp_pipe.pipeline as pp
+from lp_pipe.pipeline.layers.same_again import is_same_again
 
 D = 4
 
@@ -75,3 +78,22 @@ def test_what_is_not_read_again_or_is_a_buffer_is_no_reason(keep: Any) -> None:
 def test_an_example_of_sizes_only_is_split_without_a_look() -> None:
     module = nn.Sequential(nn.Embedding(3, D), nn.Linear(D, D))
     assert len(pp.split(module, torch.full((2, 5), 99), ["1"])) == 2
+
+
+class _MadeDtypes(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        self.dtypes |= {leaf.dtype for leaf in pytree.tree_leaves(made) if isinstance(leaf, Tensor)}
+        return made
+
+
+def test_outputs_of_equal_bits_are_compared_as_they_are() -> None:
+    # Logits of 2 x 1024 tokens and 50000 words were copied to complex numbers: 8 GiB more than a forward needs.
+    module = nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D), nn.Linear(D, D))
+    with _MadeDtypes() as made:
+        assert is_same_again(module, ((torch.randn(3, D),), {}))
+    assert torch.complex128 not in made.dtypes
