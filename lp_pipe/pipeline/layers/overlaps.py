@@ -54,8 +54,8 @@ class Unwritten:
             raise PipelineError(
                 "a layer writes in place to a tensor that came from another stage, where its memory is also that of "
                 "another tensor that was sent, or of a parameter or buffer: in one process that would change both. (Or "
-                "where it is a view, as Linear makes of three dimensions, with a hook: in one process that would not be "
-                "called then.) Cut elsewhere, or write to a clone()"
+                "where it is a view, as Linear makes of three dimensions, with a hook: in one process that would not "
+                "be called then.) Cut elsewhere, or write to a clone()"
             )
 
 

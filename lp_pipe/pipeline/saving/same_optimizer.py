@@ -75,9 +75,9 @@ def refuse_hidden_state(optimizer: torch.optim.Optimizer) -> None:
         )
     if beside := sorted(map(str, keys_beside(optimizer))):
         raise PipelineError(
-            f"{kind}.state has {', '.join(map(repr, beside))}, which is no parameter of its groups, so that a checkpoint "
-            "of a pipeline would lose what it keeps there: for any number of stages it keeps what belongs to a parameter, "
-            "so put it into self.state[parameter], or into the options of the groups"
+            f"{kind}.state has {', '.join(map(repr, beside))}, which is no parameter of its groups, so that a "
+            "checkpoint of a pipeline would lose what is there: for any number of stages it keeps what belongs to a "
+            "parameter, so put it into self.state[parameter], or into the options of the groups"
         )
     own = state_of(optimizer)
     for inner in _inner_optimizers(optimizer):
