@@ -20,7 +20,7 @@ class Message(NamedTuple):
     is_view: likewise, or empty: whether autograd knows it as a view, such as Linear's output of three dimensions. What
         a layer writes to such a tensor has another backward: gradients pass in the layout of what it is a view of.
     overlapping: positions of those to which nobody must write, because another one had a part of the same memory, or
-        what its sender keeps.
+        what its sender keeps; or because it is a view with a hook, which autograd forgets where one writes to it.
     """
 
     value: Any
@@ -55,9 +55,9 @@ def to_message(value: Any, kept: Collection[int] = ()) -> Message:
         PipelineError: an object that is no container hides tensors that want a gradient.
     """
     if type(value) is Tensor:  # nearly always, and pytree takes its time
-        is_kept = lies_in(value, kept)
+        is_unwritten = lies_in(value, kept) or _is_hooked_view(value)
         views = (True,) if value._is_view() else ()
-        return Message(value.detach(), (value.requires_grad,), views, (0,) if is_kept else ())
+        return Message(value.detach(), (value.requires_grad,), views, (0,) if is_unwritten else ())
     leaves, spec = pytree.tree_flatten(value)
     tensors = tensors_of(value)
     wanted = tuple(tensor.requires_grad for tensor in tensors)
@@ -73,7 +73,8 @@ def to_message(value: Any, kept: Collection[int] = ()) -> Message:
             positions[id(leaf)] = position
             sent.append(leaf.detach())
     are_views = tuple(tensor._is_view() for tensor in tensors)
-    unwritten = {*overlapping(tensors), *(place for place, tensor in enumerate(tensors) if lies_in(tensor, kept))}
+    unwritten = {place for place, tensor in enumerate(tensors) if lies_in(tensor, kept) or _is_hooked_view(tensor)}
+    unwritten.update(overlapping(tensors))
     value = pytree.tree_unflatten(sent, spec)
     return Message(value, wanted, are_views if any(are_views) else (), tuple(sorted(unwritten)))
 
@@ -88,6 +89,11 @@ def tensors_of(value: Any) -> list[Tensor]:
     if type(value) is Tensor:
         return [value]
     return list({id(leaf): leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)}.values())
+
+
+def _is_hooked_view(tensor: Tensor) -> bool:
+    """Behind a cut the hook would be called, whatever is written there."""
+    return bool(tensor._backward_hooks) and tensor._is_view()
 
 
 def _refuse_hidden_tensors(leaf: Any) -> None:

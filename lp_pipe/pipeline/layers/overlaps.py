@@ -53,8 +53,9 @@ class Unwritten:
         if any(tensor._version != version for tensor, version in self._before):
             raise PipelineError(
                 "a layer writes in place to a tensor that came from another stage, where its memory is also that of "
-                "another tensor that was sent, or of a parameter or buffer: in one process that would change both. Cut "
-                "elsewhere, or write to a clone()"
+                "another tensor that was sent, or of a parameter or buffer: in one process that would change both. (Or "
+                "where it is a view, as Linear makes of three dimensions, with a hook: in one process that would not "
+                "be called then.) Cut elsewhere, or write to a clone()"
             )
 
 

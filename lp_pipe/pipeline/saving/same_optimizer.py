@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from lp_pipe.errors import PipelineError
-from lp_pipe.pipeline.saving.state_of_optimizer import says_it_itself, state_of
+from lp_pipe.pipeline.saving.state_of_optimizer import keys_beside, says_it_itself, state_of
 
 # torch's schedulers keep these among an optimizer's own.
 _OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"})
@@ -72,6 +72,12 @@ def refuse_hidden_state(optimizer: torch.optim.Optimizer) -> None:
     elif not hasattr(optimizer, "state"):
         raise PipelineError(
             f"{kind} has neither a state_dict() nor a state, so nothing could be saved of it: {_ONE_STATE}"
+        )
+    if beside := sorted(map(str, keys_beside(optimizer))):
+        raise PipelineError(
+            f"{kind}.state has {', '.join(map(repr, beside))}, which is no parameter of its groups, so that a "
+            "checkpoint of a pipeline would lose what is there: for any number of stages it keeps what belongs to a "
+            "parameter, so put it into self.state[parameter], or into the options of the groups"
         )
     own = state_of(optimizer)
     for inner in _inner_optimizers(optimizer):

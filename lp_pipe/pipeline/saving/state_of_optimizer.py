@@ -35,6 +35,16 @@ def state_of(optimizer: torch.optim.Optimizer) -> Mapping[Tensor, dict[str, Any]
     return {parameter: packed["state"].get(index, {}) for _, index, parameter in _places(optimizer, packed)}
 
 
+def keys_beside(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Under which its state has something for all parameters together, such as a count of steps; torch saves these."""
+    if not says_it_itself(optimizer):
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return [key for key, values in optimizer.state.items() if values and id(key) not in own]
+    packed = optimizer.state_dict()
+    indices = {index for _, index, _ in _places(optimizer, packed)}
+    return [key for key, values in packed["state"].items() if values and key not in indices]
+
+
 def restore(optimizer: torch.optim.Optimizer, saved: Mapping[Tensor, OfParameter]) -> None:
     """Parameters that were not saved keep what they have."""
     if says_it_itself(optimizer):
