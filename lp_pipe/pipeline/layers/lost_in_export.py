@@ -27,6 +27,10 @@ _USUAL = (
     "Usual reasons: branches that depend on values; a number of samples that forward has written down, for "
     "micro-batches differ in it (and an example of fewer than 2). Else write the layers by hand"
 )
+_CONTROL_FLOW = (
+    "torch.cond and the like are not taken: a torch.autograd.Function in a branch would lose its backward unseen. "
+    "Write the layers by hand"
+)
 _UNKNOWN_OUTPUT = (
     "Have forward return tensors and plain containers only: without a cache, for a model of transformers "
     "(config.use_cache=False). Or register the class, by torch.utils._pytree.register_pytree_node"
@@ -171,7 +175,7 @@ def not_exported(module: nn.Module, mode: str, error: Exception) -> PipelineErro
     if "in output, which is not a known type" in first_line:
         first_line, advice = first_line.split(". ")[0], _UNKNOWN_OUTPUT
     else:
-        advice = _USUAL
+        advice = _CONTROL_FLOW if type(error).__name__ == "UncapturedHigherOrderOpError" else _USUAL
     what = f"{type(error).__name__}: {first_line.rstrip('. ')}{_line_of_forward(error)}"
     return PipelineError(f"torch.export cannot take {type(module).__name__} in {mode} mode: {what}. {advice}")
 

@@ -1,6 +1,6 @@
 """Whether a checkpoint is of the optimizer that is to go on from it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -80,12 +80,26 @@ def refuse_hidden_state(optimizer: torch.optim.Optimizer) -> None:
             "parameter, so put it into self.state[parameter], or into the options of the groups"
         )
     own = state_of(optimizer)
+    _refuse_shared_state(kind, own.values())
     for inner in _inner_optimizers(optimizer):
         if any(values.keys() - own.get(parameter, {}).keys() for parameter, values in inner.state.items()):
             raise PipelineError(
                 f"{kind} is made of others, {type(inner).__name__} among them, whose state is not in its own, so that "
                 f"a checkpoint would lose it: {_ONE_STATE}"
             )
+
+
+def _refuse_shared_state(kind: str, states: Iterable[Mapping[Any, Any]]) -> None:
+    seen: set[int] = set()
+    for values in states:
+        tensors = {key: value for key, value in values.items() if isinstance(value, torch.Tensor)}
+        shared = [key for key, value in tensors.items() if id(value) in seen]
+        if shared:
+            raise PipelineError(
+                f"{kind} keeps one tensor as {shared[0]!r} of several parameters, of which each would have one of its "
+                "own after a checkpoint: give each parameter its own, or put it into the options of the groups"
+            )
+        seen |= {id(value) for value in tensors.values()}
 
 
 def _inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:

@@ -316,6 +316,12 @@ class BranchesWithoutSelf(Branches):
         return me.linear(x) if x.sum() > 0 else me.other(x)
 
 
+class BranchesByCond(Branches):
+    def forward(self, x: Tensor) -> Any:
+        y = self.linear(x)
+        return torch.cond(y.sum() > 0, torch.sin, torch.cos, (y,))
+
+
 class Skips(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -374,6 +380,7 @@ class CountsSamples(nn.Module):
         # torch named a line of ours, and the one that branches only below a hundred lines of graph.
         (Branches, ["linear"], r"\(at test_splitting.py:\d+, return y if y.sum\(\) > 0 else -y\)"),
         (BranchesWithoutSelf, ["linear"], r"\(at test_splitting.py:\d+, return me.linear\(x\) if x.sum\(\) > 0"),
+        (BranchesByCond, ["linear"], "torch.export cannot take BranchesByCond .*torch.cond and the like are not taken"),
         (CountsSamples, ["linear"], r"torch.export cannot take CountsSamples .*a number of samples that forward has"),
         (Remembers, ["other"], r"torch.export cannot take Remembers .*Cache.* not a known type. .*use_cache=False"),
         (WritesInPlace, (), "'linear' and 'slice_[12]' share memory .* that a later piece writes to in place"),

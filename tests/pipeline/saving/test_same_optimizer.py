@@ -92,6 +92,26 @@ def test_a_state_of_all_parameters_together_is_refused_when_it_is_saved_or_mirro
             pipeline.mirror()
 
 
+class SharesACount(torch.optim.SGD):
+    """One tensor, which each parameter's state has."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        parameters = self.param_groups[0]["params"]
+        count = self.state[parameters[0]].get("steps", torch.zeros(())).add_(1)
+        for parameter in parameters:
+            self.state[parameter]["steps"] = count
+        super().step()
+
+
+def test_a_tensor_that_is_the_state_of_several_parameters_is_refused(tmp_path: Path) -> None:
+    """Each got one of its own: what counted once a step counted once for each parameter after a load or go_back()."""
+    model = pp.Model([nn.Linear(D, D), nn.Linear(D, D)], squared_error, lambda named: SharesACount(named, lr=0.1))
+    with launched("thread", model, random_batches([4]), stages=2, microbatches=2) as pipeline:
+        pipeline.step()
+        with pytest.raises(pp.PipelineError, match="SharesACount keeps one tensor as 'steps' of several parameters"):
+            pipeline.save(tmp_path)
+
+
 class Two(torch.optim.Optimizer):
     """Made of others, which keep their state for themselves."""
 
