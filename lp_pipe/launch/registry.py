@@ -69,11 +69,11 @@ class Entry:
         self._record = record
         self._own = Path(record.run_dir) / RUN_FILE
         self._live = _private(live_folder()) / f"{record.pid}-{uuid.uuid4().hex[:12]}.json"
-        _write(self._own, record)
+        _write(self._live, record)
         try:
-            _write(self._live, record)
+            _write(self._own, record)
         except OSError:
-            self._own.unlink()  # nobody would say there that the run has ended
+            self._live.unlink()
             raise
 
     def end(self, when: float) -> None:

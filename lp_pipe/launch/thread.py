@@ -4,7 +4,6 @@ import logging
 import os
 import sys
 import threading
-import traceback
 import uuid
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
@@ -21,6 +20,7 @@ from lp_pipe.launch.processes.threads import unset_threads, use_threads
 from lp_pipe.launch.services import LocalServices
 from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.telemetry.metrics import MetricsLog
+from lp_pipe.telemetry.thread_stack import stack_of
 
 _log = logging.getLogger(__name__)
 
@@ -82,11 +82,7 @@ class ThreadHost(Host):
     def kill(self, node_ids: Iterable[str]) -> None:
         for node_id in node_ids:
             thread = self._threads[node_id]
-            _log.warning(
-                "node %s is left behind as a daemon thread. It is at:\n%s",
-                node_id,
-                _stack_of(thread),
-            )
+            _log.warning("node %s is left behind as a daemon thread. It is at:\n%s", node_id, stack_of(thread))
             self._coordinator.node_down(node_id)
 
     def close(self) -> None:
@@ -102,7 +98,7 @@ class ThreadHost(Host):
             name = thread.name if thread in self._threads.values() else None
             owner = name or (node.name if node is not None and node.services in services else None)
             if owner is not None and thread.ident in frames:
-                parts.append(f"node {owner}, thread {thread.name}:\n" + _format_stack(thread))
+                parts.append(f"node {owner}, thread {thread.name}:\n" + stack_of(thread))
         return "\n".join(parts)
 
     def nodes_here(self) -> Mapping[NodeServices, str]:
@@ -150,12 +146,3 @@ def common_threads(nodes: Iterable[NodeSpec]) -> int:
             "give all groups the same Resources(threads=...), or use mode='process'"
         )
     return next(iter(values), 1)
-
-
-def _stack_of(thread: threading.Thread) -> str:
-    return _format_stack(thread) if thread.is_alive() else "(it has just ended)"
-
-
-def _format_stack(thread: threading.Thread) -> str:
-    frame = sys._current_frames().get(thread.ident or 0)
-    return "".join(traceback.format_stack(frame)) if frame is not None else "(no Python frame)"

@@ -2,7 +2,6 @@
 
 import logging
 import sys
-import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +10,7 @@ from lp_pipe.errors import Unavailable
 from lp_pipe.nodes.base import Node
 from lp_pipe.rpc.remote_error import text_of
 from lp_pipe.telemetry import waits
+from lp_pipe.telemetry.thread_stack import stack_of
 
 _log = logging.getLogger(__name__)
 
@@ -33,12 +33,11 @@ def run_to_end(node: Node[Any], context: NodeContext) -> BaseException | None:
     except BaseException as error:
         failure = failure or error
     if (late := context.stop_signal.finish(context.grace_s)) is not None:
-        frame = sys._current_frames().get(late.ident or 0)
         _log.warning(
             "node %s: its stop handlers did not end within %.1f s and are left behind. They are at:\n%s",
             context.name,
             context.grace_s,
-            "".join(traceback.format_stack(frame)),
+            stack_of(late),
         )
     for handler_error in context.stop_signal.handler_errors:
         _log.warning("node %s: a stop handler raised %r", context.name, handler_error)

@@ -2,10 +2,8 @@
 
 import dataclasses
 import logging
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
@@ -14,6 +12,7 @@ from lp_pipe.context import NodeContext, StopSignal, context, entered
 from lp_pipe.nodes.base import Node
 from lp_pipe.nodes.colocation import Colocation
 from lp_pipe.nodes.execution import is_echo, run_to_end
+from lp_pipe.telemetry.thread_stack import stack_of
 
 _log = logging.getLogger(__name__)
 
@@ -93,10 +92,9 @@ class _Threads:
         for thread in self._threads:
             thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
-                frame = sys._current_frames().get(thread.ident or 0)
                 _log.warning(
                     "%s did not end within %.1f s after the stop and is left behind. It is at:\n%s",
                     thread.name,
                     self._outer.grace_s,
-                    "".join(traceback.format_stack(frame)),
+                    stack_of(thread),
                 )

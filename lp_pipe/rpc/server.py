@@ -76,11 +76,7 @@ class Server:
         deadline = time.monotonic() + grace_s
         self._listener.close(f"{self._name} ended")
         waits.remove_pool(self.endpoint)
-        for function, args in self._pool.discard():
-            if function == self._answer:
-                self._refuse(*args)
-            else:
-                self._pool.submit(function, *args)  # a stream in progress
+        self._refuse_what_has_not_begun()
         self._wait_until_idle(deadline - min(grace_s * _CANCEL_SHARE, _CANCEL_AT_MOST_S))
         for call in [call for calls in list(self._connections.values()) for call in list(calls.values())]:
             call.cancel()
@@ -92,6 +88,13 @@ class Server:
             if self._loop is not None:
                 self._loop.close()
         self._pool.close()
+
+    def _refuse_what_has_not_begun(self) -> None:
+        for function, args in self._pool.discard():
+            if function == self._answer:
+                self._refuse(*args)
+            else:
+                self._pool.submit(function, *args)  # a stream in progress
 
     def _serving(self, method: str) -> waits.waiting:
         """What a thread is at that runs a handler."""
@@ -129,6 +132,8 @@ class Server:
             self._refuse(connection, frame)
         elif self._thread_pool_size and not self._needs_no_thread(frame.name):
             self._pool.submit(self._answer, connection, frame)
+            if self._is_closing:  # since: `close` may have looked before
+                self._refuse_what_has_not_begun()
         elif self._node is not None:
             with entered(self._node):
                 self._answer(connection, frame)

@@ -24,7 +24,6 @@ def write_whole(path: str | Path, text: str) -> None:
         if path.exists():
             shutil.copymode(path, aside)
         aside.replace(path)
-    except OSError:
+    finally:
         with contextlib.suppress(OSError):
-            aside.unlink(missing_ok=True)
-        raise
+            aside.unlink()  # it is there where something was in the way

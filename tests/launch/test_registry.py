@@ -87,7 +87,10 @@ def test_a_run_that_ends_in_order_just_after_its_entry_was_read_has_left_nothing
 def test_a_run_that_cannot_be_listed_leaves_no_word_that_it_runs(
     record: RunRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full home: its own folder said for ever that the run goes on, and took no other run of the same process."""
+    """A full home: its own folder said for ever that the run goes on, and took no other run of the same process.
+
+    What it said of an earlier run stays, or `--resume` would not find that again.
+    """
 
     def no_room(path: Path, record: RunRecord) -> None:
         if path.parent == live_folder():
@@ -95,10 +98,14 @@ def test_a_run_that_cannot_be_listed_leaves_no_word_that_it_runs(
         write(path, record)
 
     write = registry._write
-    monkeypatch.setattr(registry, "_write", no_room)
-    with pytest.raises(OSError, match="No space left"):
-        Entry(record)
-    assert list((tmp_path / "out").iterdir()) == []
+    own = Path(record.run_dir) / registry.RUN_FILE
+    for earlier in (None, replace(record, ended=1060.0)):
+        if earlier is not None:
+            write(own, earlier)
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+            patch.setattr(registry, "_write", no_room)
+            Entry(record)
+        assert read_record(own) == earlier
 
 
 def test_entries_of_other_hosts_and_what_is_no_entry_are_left_alone(record: RunRecord) -> None:

@@ -526,6 +526,38 @@ def test_the_end_of_the_server_ends_the_calls_that_wait(serve: Serve) -> None:
     assert gate.calls == 1
 
 
+def test_a_call_that_arrives_as_its_server_closes_is_refused_at_once(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # It came into the queue after the close had looked there, and was told nothing before the end of the grace.
+    gate = Gate()
+    client = serve(gate, thread_pool_size=1)
+    (server,) = serve.servers  # type: ignore[attr-defined]
+    running = client.futures.wait("in time")
+    assert gate.entered.wait(WITHIN_S)
+    closing = threading.Thread(target=server.close, args=(2 * WITHIN_S,))
+    has_looked = threading.Event()
+    submit, discard = server._pool.submit, server._pool.discard
+
+    def submit_late(*task: Any) -> None:
+        closing.start()
+        assert has_looked.wait(WITHIN_S)
+        submit(*task)
+
+    def look() -> list[Any]:
+        found = discard()
+        has_looked.set()
+        return found  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(server._pool, "submit", submit_late)
+    monkeypatch.setattr(server._pool, "discard", look)
+    assert isinstance(client.futures.wait().exception(WITHIN_S), lp.Unavailable)
+    gate.open.set()
+    closing.join(WITHIN_S)
+    assert running.result(WITHIN_S) == "in time"
+    assert gate.calls == 1
+
+
 def test_a_handler_that_outlives_the_grace_leaves_its_caller_unavailable(serve: Serve) -> None:
     gate = Gate()
     client = serve(gate)

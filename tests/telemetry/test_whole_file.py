@@ -43,6 +43,13 @@ def test_where_there_is_no_room_the_old_one_stays(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_what_cannot_be_written_down_leaves_nothing(tmp_path: Path) -> None:
+    # A name of a file that is no UTF-8, for example. An empty one was left beside.
+    with pytest.raises(UnicodeEncodeError):
+        write_whole(tmp_path / "plan.toml", "\udcff")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_links_and_pipes_are_written_to(tmp_path: Path) -> None:
     link, pipe = tmp_path / "link", tmp_path / "pipe"
     link.symlink_to("file")

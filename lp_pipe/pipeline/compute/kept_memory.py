@@ -2,11 +2,10 @@
 
 from collections.abc import Collection, Sequence
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from lp_pipe.channels.carried import is_copied
-from lp_pipe.pipeline.layers.overlaps import Unwritten
+from lp_pipe.pipeline.layers.overlaps import Unwritten, address_of
 
 
 class Kept:
@@ -22,12 +21,8 @@ class Kept:
         """As they are now: forwards may have given others in the place of buffers."""
         found = {parameter.data_ptr() for parameter in self._parameters}  # all of their memory, but for views
         for module in self._with_buffers:
-            found |= {_address(buffer) for buffer in module._buffers.values() if buffer is not None}
+            found |= {address_of(buffer) for buffer in module._buffers.values() if buffer is not None}
         for received in self.elsewhere:
             found |= received.addresses
-        found.discard(0)  # of those without elements
+        found.discard(0)  # of those without any
         return found
-
-
-def _address(buffer: Tensor) -> int:
-    return buffer.untyped_storage().data_ptr() if is_copied(buffer) else 0

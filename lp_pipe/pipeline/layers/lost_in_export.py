@@ -125,7 +125,8 @@ class _OwnGradients(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.hooks += function is Tensor.register_hook
         for_saved = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        self.hooks_of_saved |= for_saved is not None and not for_saved[0].__module__.startswith("torch.")
+        if for_saved is not None:  # a builtin has no module, or None
+            self.hooks_of_saved |= not str(getattr(for_saved[0], "__module__", None)).startswith("torch.")
         if function is torch._C._set_grad_enabled:
             self._is_recorded = args[0]
         elif self._is_recorded:

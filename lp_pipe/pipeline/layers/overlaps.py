@@ -7,10 +7,18 @@ nobody writes to one in place, which in one process would change the other.
 from collections.abc import Collection, Iterable, Sequence
 from itertools import combinations
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lp_pipe.channels.carried import is_copied
 from lp_pipe.errors import PipelineError
+
+_WITH_MEMORY = (Tensor, nn.Parameter, nn.Buffer)  # a subclass may have none of its own
+
+
+def address_of(tensor: Tensor) -> int:
+    """Of its memory, of which it may be a part; 0 where it has none, or the channel refuses it, with a reason."""
+    has_memory = type(tensor) in _WITH_MEMORY and is_copied(tensor)
+    return tensor.untyped_storage().data_ptr() if has_memory else 0
 
 
 def overlapping(tensors: Sequence[Tensor]) -> tuple[int, ...]:
@@ -19,8 +27,8 @@ def overlapping(tensors: Sequence[Tensor]) -> tuple[int, ...]:
         return ()
     of_storage: dict[int, list[int]] = {}
     for position, tensor in enumerate(tensors):
-        if tensor.numel() and is_copied(tensor):  # the channel refuses others, with a reason
-            of_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(position)
+        if tensor.numel() and (address := address_of(tensor)):
+            of_storage.setdefault(address, []).append(position)
     found: set[int] = set()
     for positions in of_storage.values():
         for pair in combinations(positions, 2):
@@ -31,7 +39,7 @@ def overlapping(tensors: Sequence[Tensor]) -> tuple[int, ...]:
 
 def lies_in(tensor: Tensor, addresses: Collection[int]) -> bool:
     """Whether its memory is one of these."""
-    return bool(addresses) and is_copied(tensor) and tensor.untyped_storage().data_ptr() in addresses
+    return bool(addresses) and address_of(tensor) in addresses
 
 
 class Unwritten:
@@ -43,7 +51,7 @@ class Unwritten:
     @property
     def addresses(self) -> set[int]:
         """Of their memory."""
-        return {tensor.untyped_storage().data_ptr() for tensor, _ in self._before}
+        return {address_of(tensor) for tensor, _ in self._before}
 
     def check(self) -> None:
         """

@@ -131,8 +131,10 @@ def _all_in_eval_mode(module: nn.Module) -> Iterator[None]:
 
 
 def _pieces(module: nn.Module, traced: Mapping[bool, Traced]) -> list[nn.Module]:
-    parts = {mode: _parts(module, found) for mode, found in traced.items()}
-    own = _names_of_state(module)
+    own = {
+        name for names in (module.named_parameters, module.named_buffers) for name, _ in names(remove_duplicate=False)
+    }
+    parts = {mode: _parts(own, found) for mode, found in traced.items()}
     written = [changed_state(found.root, found.placeholders, found.cuts, own) for found in traced.values()]
     by_piece = list(zip(parts[True], parts[False], *written, strict=True))
     used = [{*train.state, *evaluation.state}.union(*changes) for train, evaluation, *changes in by_piece]
@@ -170,8 +172,11 @@ def _shared_out(module: nn.Module, used: Sequence[set[str]], changed: set[str]) 
     return shares
 
 
-def _parts(module: nn.Module, traced: Traced) -> list[Part]:
-    """Every piece's graph, with the values that are alive where it begins and where it ends."""
+def _parts(own: set[str], traced: Traced) -> list[Part]:
+    """Every piece's graph, with the values that are alive where it begins and where it ends.
+
+    own: names of the module's parameters and buffers.
+    """
     last = len(traced.cuts) - 1
     born = dict.fromkeys(traced.placeholders, -1)
     last_use: dict[fx.Node, int] = {}
@@ -182,7 +187,6 @@ def _parts(module: nn.Module, traced: Traced) -> list[Part]:
     values = [node for node in born if node in last_use and node.op != "get_attr"]
     alive = [[node for node in values if born[node] < index <= last_use[node]] for index in range(last + 1)]
     refuse_shared_memory(traced.root, traced.placeholders, traced.cuts, alive)
-    own = _names_of_state(module)
     parts = []
     for index, nodes in enumerate(traced.cuts):
         taken = alive[index] if index else traced.placeholders
@@ -194,12 +198,6 @@ def _parts(module: nn.Module, traced: Traced) -> list[Part]:
             part = part._replace(outputs=traced.outputs)
         parts.append(part)
     return parts
-
-
-def _names_of_state(module: nn.Module) -> set[str]:
-    return {
-        name for names in (module.named_parameters, module.named_buffers) for name, _ in names(remove_duplicate=False)
-    }
 
 
 def _part(root: nn.Module, own: set[str], nodes: list[fx.Node], taken: list[fx.Node], results: Any) -> Part:

@@ -9,9 +9,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from lp_pipe.errors import PipelineError
-from lp_pipe.pipeline.layers.overlaps import overlapping
-
-_WITH_MEMORY = (Tensor, nn.Parameter, nn.Buffer)  # a subclass may have none of its own
+from lp_pipe.pipeline.layers.overlaps import address_of, overlapping
 
 
 def refuse_unfit(loss: Any, sources: Sequence[Any]) -> None:
@@ -92,10 +90,10 @@ def views(sources: Sequence[Any]) -> dict[str, str]:
     for index, source in enumerate(sources):
         for place, module in source.named_modules(prefix=str(index)) if isinstance(source, nn.Module) else ():
             for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-                if type(tensor) in _WITH_MEMORY and not tensor.is_meta:
+                if tensor is not None and (address := address_of(tensor)):
                     named.setdefault(id(tensor), (f"{place}.{name}", tensor))
                     if isinstance(tensor, nn.Parameter) or isinstance(module, _NormBase):
-                        written.add(tensor.untyped_storage().data_ptr())
+                        written.add(address)
     tensors = list(named.values())
     found: dict[str, str] = {}
     for position in overlapping([tensor for _, tensor in tensors]):
@@ -108,6 +106,6 @@ def views(sources: Sequence[Any]) -> dict[str, str]:
             "the other), which the stage's copies would not: what training writes to one would not be seen in the "
             "other. Register a clone(), or let a pp.Layer make the layer that has both, where it is trained"
         )
-        if tensor.untyped_storage().data_ptr() in written:
+        if address_of(tensor) in written:
             raise PipelineError(found[name])
     return found

@@ -1,5 +1,6 @@
 """What shares memory with something else is apart from it behind a cut: to write to it there is refused."""
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import lp_pipe.pipeline as pp
 from lp_pipe.pipeline.layers.overlaps import overlapping
@@ -41,6 +43,30 @@ def test_tensors_of_their_own_memory_do_not_overlap() -> None:
 def test_tensors_without_memory_to_compare_are_left_to_the_channel() -> None:
     # In a tuple they failed here, by "Cannot access storage of SparseTensorImpl"; the channel says what to send.
     assert overlapping([torch.eye(3).to_sparse(), torch.eye(3).to_sparse(), torch.ones(3)]) == ()
+
+
+class Wrapping(nn.Module):
+    """Of tensors that are a class of their own, as for quantized weights: what they hold is in others."""
+
+    def __init__(self, is_returned: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+        self.register_buffer("scale", TwoTensor(torch.ones(D), torch.ones(D)))
+        self.is_returned = is_returned
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.linear(x)
+        return TwoTensor(x, x) if self.is_returned else x * 2
+
+
+def test_tensors_that_have_no_memory_are_kept_by_stages_and_left_to_the_channel() -> None:
+    # Both were "Attempted to access the data pointer on an invalid python storage".
+    told = pytest.raises(Exception, match="a channel carries plain dense tensors, not a TwoTensor")
+    for is_returned, served in ((False, contextlib.nullcontext()), (True, told)):
+        layers = [pp.Layer(Wrapping, is_returned), pp.Layer(nn.Linear, D, D)]
+        model = pp.Model(layers, squared_error, sgd)
+        with launched("thread", model, stages=[1], microbatches=2) as pipeline, served:
+            pipeline.step(BATCHES[0])
 
 
 def _model(values: Callable[[Any], Any], after: Callable[[Any], Any]) -> pp.Model:

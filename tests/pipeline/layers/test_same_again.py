@@ -54,6 +54,22 @@ def test_a_forward_that_remembers_beside_its_buffers_is_refused(keep: Any) -> No
         pp.split(module, torch.randn(3, D), ["two"])
 
 
+class ReturnsMore(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(D, D), nn.Linear(D, D)
+        self.all: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Any:
+        self.all = [*self.all, self.two(self.one(x))]
+        return tuple(self.all)
+
+
+def test_a_forward_that_returns_more_in_each_call_is_refused() -> None:
+    with pytest.raises(pp.PipelineError, match="forward computes something else when it is called again"):
+        pp.split(ReturnsMore(), torch.randn(3, D), ["two"])
+
+
 def _notes(module: Any, x: Tensor) -> Tensor:
     module.last = x
     module.all.append(x)

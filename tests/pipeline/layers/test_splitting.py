@@ -765,8 +765,12 @@ class Reentrant(Skips):
 class Halves(Skips):
     """What autograd saves, as a compression of activations does."""
 
+    def __init__(self, pack: Any = lambda saved: saved / 2) -> None:
+        super().__init__()
+        self.pack = pack
+
     def forward(self, x: Tensor) -> Tensor:
-        with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved / 2, lambda saved: saved):
+        with torch.autograd.graph.saved_tensors_hooks(self.pack, lambda saved: saved):
             y: Tensor = self.unused(x).tanh()
         z: Tensor = self.linear(y)
         return z
@@ -787,6 +791,7 @@ class QuantisedInput(Quantised):
         (lambda: Quantised().requires_grad_(False), "two", "the backward of the torch.autograd.Function Rounds"),
         (QuantisedInput, "two", "the backward of the torch.autograd.Function Rounds"),
         (Halves, "linear", "what torch.autograd.graph.saved_tensors_hooks make of the tensors"),
+        (lambda: Halves(Tensor.trunc), "linear", "what torch.autograd.graph.saved_tensors_hooks make of the tensors"),
         (Hooked, "linear", r"a hook of a tensor \(Tensor.register_hook\)"),
         (_with_backward_hook, "1", "a backward hook of '1'"),
         (Reentrant, "linear", "the backward of the torch.autograd.Function CheckpointFunction"),
