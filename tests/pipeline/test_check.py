@@ -317,7 +317,7 @@ def test_a_check_leaves_the_users_modules_and_threads_alone() -> None:
 def test_an_optimizer_that_is_refused_is_the_same_error_as_elsewhere() -> None:
     # It was the Unavailable of a stage that had failed, with the PipelineError in its text.
     model = pp.Model([nn.Linear(D, D)], squared_error, lambda named: torch.optim.LBFGS([value for _, value in named]))
-    with pytest.raises(pp.PipelineError, match="^LBFGS needs a closure"):
+    with pytest.raises(pp.PipelineError, match=r"^LBFGS needs a closure"):
         pp.check(model, BATCHES, stages=1)
 
 
