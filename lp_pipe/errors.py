@@ -115,7 +115,12 @@ class EndOfData(LpPipeError, EOFError):
 
 
 class CheckpointError(LpPipeError, RuntimeError):
-    """A checkpoint is missing, incomplete, or belongs to another model."""
+    """A checkpoint cannot be written, or is missing, incomplete, or belongs to another model.
+
+    may_pass: the system has refused to write it, so that a later one may be written (a full disk has room again).
+    """
+
+    may_pass: bool = False
 
 
 class PoisonBatchError(LpPipeError, RuntimeError):

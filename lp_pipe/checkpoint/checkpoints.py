@@ -276,7 +276,8 @@ class Checkpoints:
     def _failed(self, step: int, error: Exception) -> None:
         what = str(error).partition("\n")[0]  # a stage's has its traceback behind that
         message = f"the checkpoint of step {step} could not be written to {self.folder}: {what}"
-        if not self._may_fail or isinstance(error, CheckpointError):  # no later one would be better (see shared.py)
+        is_final = isinstance(error, CheckpointError) and not error.may_pass  # no later one would be better (shared.py)
+        if not self._may_fail or is_final:
             raise CheckpointError(f"{message}; older ones are as they were") from error
         _log.warning("%s; going on without it", message)
 

@@ -42,8 +42,9 @@ class RunOptions:
     hang_after: float | None
 
     def __post_init__(self) -> None:
-        if self.hang_after is not None and not 0 < self.hang_after < math.inf:
-            raise ValueError(f"hang_after={self.hang_after}: seconds are needed, more than 0; None for no reports")
+        limit_s = 1.0 if self.hang_after is None else self.hang_after
+        if not isinstance(limit_s, int | float) or not 0 < limit_s < math.inf:
+            raise ValueError(f"hang_after={self.hang_after!r}: seconds are needed, more than 0; None for no reports")
         # Else the stop would fail half-way.
         if not isinstance(self.grace, int | float) or not 0 <= self.grace < math.inf:
             raise ValueError(f"grace={self.grace!r}: seconds are needed, 0 or more")

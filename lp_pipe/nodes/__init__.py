@@ -7,6 +7,7 @@ from lp_pipe.nodes.cacher_node import cache_info as cache_info
 from lp_pipe.nodes.colocation import Colocation as Colocation
 from lp_pipe.nodes.courier_node import CourierNode as CourierNode
 from lp_pipe.nodes.execution import is_echo as is_echo
+from lp_pipe.nodes.execution import is_plain_echo as is_plain_echo
 from lp_pipe.nodes.execution import run_to_end as run_to_end
 from lp_pipe.nodes.multi_processing_colocation import MultiProcessingColocation as MultiProcessingColocation
 from lp_pipe.nodes.multi_threading_colocation import MultiThreadingColocation as MultiThreadingColocation

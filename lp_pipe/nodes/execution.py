@@ -46,7 +46,16 @@ def run_to_end(node: Node[Any], context: NodeContext) -> BaseException | None:
 
 def is_echo(error: BaseException) -> bool:
     """Whether it may come from another node's death: it is, or was raised from, an Unavailable, or a lost rank."""
-    return any(isinstance(cause, Unavailable) or _is_of_a_lost_rank(cause) for cause in _chain(error))
+    return any(_tells_of_an_end(cause) for cause in _chain(error))
+
+
+def is_plain_echo(error: BaseException) -> bool:
+    """As `is_echo`, and no error of its own: not one of an `except` or `finally` that could not save, say."""
+    return any(_tells_of_an_end(cause) for cause in _chain(error, with_contexts=False))
+
+
+def _tells_of_an_end(error: BaseException) -> bool:
+    return isinstance(error, Unavailable) or _is_of_a_lost_rank(error)
 
 
 def _is_of_a_lost_rank(error: BaseException) -> bool:
@@ -58,10 +67,13 @@ def _is_of_a_lost_rank(error: BaseException) -> bool:
     return isinstance(error, kinds) or "gloo/transport/" in text_of(error)
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The exception and what it was raised from: `raise MyError() from unavailable` is an echo as well."""
+def _chain(error: BaseException | None, *, with_contexts: bool = True) -> Iterator[BaseException]:
+    """The exception and what it was raised from: `raise MyError() from unavailable` is an echo as well.
+
+    with_contexts: also what was being handled when it was raised.
+    """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         yield error
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        error = error.__cause__ or (error.__context__ if with_contexts and not error.__suppress_context__ else None)

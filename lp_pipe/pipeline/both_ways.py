@@ -81,8 +81,8 @@ def check(model: Model, batches: Iterable[tuple[Any, Any]], **pipeline_options: 
     device = pipeline_options.get("device", "auto")
     # The first stage's: on another kind of device kernels sum in another order.
     place = chosen_device(str(device if isinstance(device, Device) else device[0]), 0)
-    with computing_with((pipeline_options.get("resources") or Resources()).threads), launch(program, "thread") as run:
-        pipeline = run.client(handle)
+    with computing_with((pipeline_options.get("resources") or Resources()).threads):
+        # First: what is refused, such as an optimizer, is refused here, and not by a stage that nobody reaches then.
         plain = PlainLoop(
             _watched(model, here),
             pipeline_options.get("microbatches", 8),
@@ -92,15 +92,17 @@ def check(model: Model, batches: Iterable[tuple[Any, Any]], **pipeline_options: 
             device=place,
             on_nan=pipeline_options.get("on_nan", "ignore"),
         )
-        for step, batch in enumerate(batches):
-            losses = pipeline.step(batch).loss, plain.step(batch)
-            found = _outputs_differ(there, here)
-            if found is None:
-                found = _results_differ(losses, pipeline.state_dict(), plain.state_dict())
-            if found is not None:
-                return replace(found, steps=step + 1, step=step)
-            there.clear()
-            here.clear()
+        with launch(program, "thread") as run:
+            pipeline = run.client(handle)
+            for step, batch in enumerate(batches):
+                losses = pipeline.step(batch).loss, plain.step(batch)
+                found = _outputs_differ(there, here)
+                if found is None:
+                    found = _results_differ(losses, pipeline.state_dict(), plain.state_dict())
+                if found is not None:
+                    return replace(found, steps=step + 1, step=step)
+                there.clear()
+                here.clear()
     return CheckReport(equal=True, steps=len(batches))
 
 

@@ -149,7 +149,11 @@ class PipelineClient:
         self._conductor.load_state_dict(with_formats(sd, formats_of(sd)))
 
     def save(self, path: str | Path) -> None:
-        """Write a checkpoint: weights, optimizer, scheduler and step. Relative paths are the launcher's."""
+        """Write a checkpoint: weights, optimizer, scheduler and step. Relative paths are the launcher's.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
         self._conductor.save(os.fspath(path))
 
     def save_async(self, path: str | Path) -> "Future[list[str]]":

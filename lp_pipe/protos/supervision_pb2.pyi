@@ -119,16 +119,18 @@ class Metrics(_message.Message):
     def __init__(self, names: _Optional[_Iterable[str]] = ..., values: _Optional[_Iterable[float]] = ..., step: _Optional[int] = ..., has_step: _Optional[bool] = ...) -> None: ...
 
 class Ended(_message.Message):
-    __slots__ = ("type_name", "message", "traceback", "is_unavailable")
+    __slots__ = ("type_name", "message", "traceback", "is_unavailable", "is_plain_echo")
     TYPE_NAME_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     TRACEBACK_FIELD_NUMBER: _ClassVar[int]
     IS_UNAVAILABLE_FIELD_NUMBER: _ClassVar[int]
+    IS_PLAIN_ECHO_FIELD_NUMBER: _ClassVar[int]
     type_name: str
     message: str
     traceback: str
     is_unavailable: bool
-    def __init__(self, type_name: _Optional[str] = ..., message: _Optional[str] = ..., traceback: _Optional[str] = ..., is_unavailable: _Optional[bool] = ...) -> None: ...
+    is_plain_echo: bool
+    def __init__(self, type_name: _Optional[str] = ..., message: _Optional[str] = ..., traceback: _Optional[str] = ..., is_unavailable: _Optional[bool] = ..., is_plain_echo: _Optional[bool] = ...) -> None: ...
 
 class Stop(_message.Message):
     __slots__ = ()

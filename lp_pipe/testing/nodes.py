@@ -49,6 +49,8 @@ def ways_between(run: Run, source: Nodes, target: Nodes) -> list[wire.Fault.Way]
     """
     sources, targets = node_ids(run, source), node_ids(run, target)
     pairs = [(a, b) for a in sources for b in targets if a != b]
+    if not pairs:
+        raise ValueError(f"{source!r} and {target!r} are never connected: they are one node")
     endpoints = {node: _endpoints(run, node) for node in {*sources, *targets}}
     ways = [
         wire.Fault.Way(node=node, endpoint=endpoint, is_outgoing=is_outgoing)

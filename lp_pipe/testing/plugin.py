@@ -11,6 +11,7 @@ import pytest
 
 from lp_pipe.errors import NodeError
 from lp_pipe.launch import Run, launch
+from lp_pipe.launch.launcher import MODES
 from lp_pipe.program import Program
 from lp_pipe.testing import faults as lp_faults
 from lp_pipe.testing.leaks import PATIENCE_S, Snapshot
@@ -29,6 +30,7 @@ class Launched(Protocol):
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.getgroup("lp_pipe").addoption(
         "--lp-mode",
+        choices=list(MODES),
         default="thread",
         help="the mode in which the fixture `launched` launches programs: thread (the default) or process",
     )

@@ -64,6 +64,23 @@ def test_a_full_disk_is_said_and_an_older_checkpoint_stays_good(tmp_path: Path) 
     disks.with_own_mounts(body)
 
 
+def test_a_pipeline_that_saves_by_itself_says_where_it_could_not(tmp_path: Path) -> None:
+    # A plain OSError, while the documentation has a CheckpointError there.
+    def body() -> None:
+        disks.mount_small(tmp_path / "full", "64k")
+        (tmp_path / "full" / "filler").write_bytes(bytes(60_000))
+        disks.mount_small(tmp_path / "read only", "64k")
+        disks.make_read_only(tmp_path / "read only")
+        with launched() as pipeline:
+            for name, why in (("full", "No space left on device"), ("read only", "Read-only file system")):
+                path = tmp_path / name / "checkpoint"
+                for save in (pipeline.save, lambda path: pipeline.save_async(path).result()):
+                    with pytest.raises(CheckpointError, match=rf"cannot save to {path}: .*{why}"):
+                        save(path)
+
+    disks.with_own_mounts(body)
+
+
 def test_training_goes_on_beside_a_full_disk_if_told_so_and_saves_when_there_is_room(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

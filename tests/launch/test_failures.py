@@ -256,6 +256,79 @@ def test_a_failure_after_the_stop_does_not_fail_the_program_but_is_told(
     assert "in train" in caplog.text
 
 
+class KnowsItsClients:
+    """A server that can be asked to wait until six nodes call it."""
+
+    def __init__(self) -> None:
+        self._are_here = threading.Barrier(7)
+
+    def come(self) -> None:
+        self._are_here.wait(WITHIN_S)
+
+    def ask(self) -> None:
+        """Answers at once."""
+
+
+def ask_for_ever(server: Any) -> None:
+    server.come()
+    while True:
+        server.ask()
+
+
+def ask_and_explain(server: Any) -> None:
+    try:
+        ask_for_ever(server)
+    except lp.Unavailable as error:
+        raise lp.errors.PipelineError("the server has gone") from error
+
+
+def ask_and_save(server: Any) -> None:
+    try:
+        ask_for_ever(server)
+    finally:
+        raise OSError("cannot save the model")
+
+
+class AsksInItsRun:
+    def __init__(self, server: Any) -> None:
+        self._server = server
+
+    def run(self) -> None:
+        ask_for_ever(self._server)
+
+
+def stop_once_all_ask(server: Any) -> None:
+    server.come()
+    lp.stop()
+
+
+@pytest.mark.parametrize("is_stopped_by_a_node", [False, True])
+def test_what_a_stopped_neighbour_ends_is_stopped_and_an_error_of_its_own_a_failure(
+    mode: str, is_stopped_by_a_node: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    # `lp_pipe stop` said "1 failed, 3 stopped" of a program whose launch said "done".
+    program = lp.Program("asking")
+    server = program.add_node(lp.CourierNode(KnowsItsClients), label="server")
+    program.add_node(lp.PyNode(ask_for_ever, server), label="asking")
+    program.add_node(lp.CourierNode(AsksInItsRun, server), label="serving")
+    program.add_node(lp.PyNode(ask_and_explain, server), label="explaining")
+    with program.group("indifferent", on_failure="ignore"):
+        program.add_node(lp.PyNode(ask_for_ever, server))
+    program.add_node(lp.MultiThreadingColocation([lp.PyNode(ask_for_ever, server)]), label="together")
+    program.add_node(lp.PyNode(ask_and_save, server), label="saving")
+    if is_stopped_by_a_node:
+        program.add_node(lp.PyNode(stop_once_all_ask, server), label="stopping")
+    run = lp.launch(program, mode)
+    if not is_stopped_by_a_node:
+        run.client("server").come()
+        run.stop()
+    run.wait(WITHIN_S)
+    ends = {label: (rows[0]["state"], rows[0]["error"]) for label, rows in run.status().items()}
+    assert ends.pop("saving") == ("failed", "OSError: cannot save the model")
+    assert set(ends.values()) == {("stopped", None)}
+    assert "node saving/0 failed after the stop: OSError: cannot save the model" in caplog.text
+
+
 def test_the_echo_of_a_failed_node_is_not_the_first_failure(mode: str) -> None:
     def use(server: Any) -> None:
         try:

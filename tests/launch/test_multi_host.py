@@ -328,6 +328,9 @@ def test_timeouts_that_make_no_sense_are_refused() -> None:
         launched(probes(), host_timeout=0)
     with pytest.raises(ValueError, match="join_timeout=0: more than 0 seconds"):
         launched(probes(), join_timeout=0)
+    for name in ("host_timeout", "join_timeout"):
+        with pytest.raises(ValueError, match=f"{name}='8'"):
+            launched(probes(), **{name: "8"})
 
 
 def test_an_unknown_engine_is_an_error_that_names_those_that_there_are() -> None:

@@ -314,6 +314,13 @@ def test_a_check_leaves_the_users_modules_and_threads_alone() -> None:
     assert torch.get_num_threads() == threads
 
 
+def test_an_optimizer_that_is_refused_is_the_same_error_as_elsewhere() -> None:
+    # It was the Unavailable of a stage that had failed, with the PipelineError in its text.
+    model = pp.Model([nn.Linear(D, D)], squared_error, lambda named: torch.optim.LBFGS([value for _, value in named]))
+    with pytest.raises(pp.PipelineError, match=r"^LBFGS needs a closure"):
+        pp.check(model, BATCHES, stages=1)
+
+
 def test_without_batches_there_is_nothing_to_check() -> None:
     with pytest.raises(pp.PipelineError, match="at least one"):
         pp.check(model_with_everything(), [])

@@ -612,7 +612,7 @@ def test_a_share_that_cannot_be_written_leaves_the_old_checkpoint_and_no_memory_
         pipeline.save(tmp_path)
         fails, saved = True, pipeline.fingerprint()
         pipeline.load_state_dict({name: value + 1 for name, value in pipeline.state_dict().items()})
-        with pytest.raises(OSError, match="No space left on device"):
+        with pytest.raises(pp.CheckpointError, match="No space left on device"):
             done = getattr(pipeline, save)(tmp_path)
             done.result()
         assert len(taken) == 2 and not any(shares._held for shares in taken)
@@ -732,7 +732,7 @@ def test_a_full_disk_is_named_and_loses_no_room_to_what_has_failed(tmp_path: Pat
             pipeline.save(tmp_path / "old")
             before = sorted((tmp_path / "old").iterdir())
             for folder, left in (("old", before), ("old", before), ("new", [])):
-                with pytest.raises(OSError, match=rf"No space left on device.*/{folder}/step-0-.*\.distcp"):
+                with pytest.raises(pp.CheckpointError, match=rf"No space left on device.*/{folder}/step-0-.*\.distcp"):
                     pipeline.save(tmp_path / folder)
                 assert sorted((tmp_path / folder).iterdir()) == left
 

@@ -101,10 +101,10 @@ def test_the_mode_is_thread_or_what_the_command_line_says(
     result.assert_outcomes(passed=2)
 
 
-def test_an_unknown_mode_is_launchs_own_error(run_tests: RunTests) -> None:
+def test_an_unknown_mode_is_wrong_usage_and_no_failure_of_each_test(run_tests: RunTests) -> None:
     result = run_tests("def test_the_mode(launched): launched(adder())", "--lp-mode=fibre")
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*ValueError: unknown launch mode 'fibre'*"])
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*argument --lp-mode: invalid choice: 'fibre' (choose from *thread*process*"])
 
 
 @pytest.mark.parametrize(

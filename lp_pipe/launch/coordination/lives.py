@@ -135,6 +135,8 @@ class Lives:
     def _conclude(self, record: NodeRecord, failure: Failure | None, can_restart: bool) -> str:
         """The state after the end of a node's code, by its group's policy; what the log should say of it."""
         unit = self.units[record.spec.name]
+        if failure is not None and self._is_of_the_stop(record, failure):
+            failure = None
         record.error = failure or record.error
         may_restart = can_restart and not self.stop_requested
         if unit.is_restarting and may_restart:
@@ -145,6 +147,14 @@ class Lives:
             return self._fail(unit, record, failure, may_restart)
         return ""
 
+    def _is_of_the_stop(self, record: NodeRecord, failure: Failure) -> bool:
+        """Whether its neighbours' ordered end has ended it, and no failure has."""
+        return failure.is_plain_echo and self.verdict.first is None and self._is_after_the_stop(record)
+
+    def _is_after_the_stop(self, record: NodeRecord) -> bool:
+        """Whether the program's stop was asked for before this one's code began to end."""
+        return self.stop_requested and not record.is_ending_unasked
+
     def _fail(self, unit: Unit, record: NodeRecord, failure: Failure, may_restart: bool) -> str:
         news = unit.news_of(record, failure, may_restart)
         others = [part for part in unit.parts if part is not record]
@@ -154,11 +164,12 @@ class Lives:
             return news
         unit.is_restarting = False
         self._restart_at.pop(record.spec.node_id, None)
+        is_late = self._is_after_the_stop(record)
         if record.spec.on_failure == "ignore":
             self._end(others)
-        elif self.verdict.judge(record.spec, failure, self.stop_requested and not record.is_ending_unasked):
+        elif self.verdict.judge(record.spec, failure, is_late):
             self.stop_requested = True
-        elif self.verdict.first is None and not failure.is_unavailable:  # nothing else would tell: wait() is quiet
+        elif self.verdict.first is None and is_late:  # nothing else would tell: wait() is quiet
             news = f"node {record.spec.node_id} failed after the stop: {failure.summary}"
         return news
 

@@ -11,12 +11,17 @@ _LONGEST_BACKOFF_S = 5.0
 
 @dataclass(frozen=True)
 class Failure:
-    """How a node failed. `is_unavailable`: maybe only the echo of another node's end."""
+    """How a node failed.
+
+    is_unavailable: maybe only the echo of another node's end.
+    is_plain_echo: not raised while that was dealt with either, as by a save on the way out: after a stop, no failure.
+    """
 
     type_name: str
     message: str
     traceback: str = ""
     is_unavailable: bool = False
+    is_plain_echo: bool = False
 
     @property
     def summary(self) -> str:

@@ -37,10 +37,10 @@ class Patience:
     silence_s: float = 7.0
 
     def __post_init__(self) -> None:
-        if not self.join_s > 0:
-            raise ValueError(f"join_timeout={self.join_s:g}: more than 0 seconds, the hosts need some to join")
-        if not 1.0 <= self.silence_s <= _MOST_SILENCE_S:
-            raise ValueError(f"host_timeout={self.silence_s:g}: from 1 to {_MOST_SILENCE_S:g} seconds")
+        if not isinstance(self.join_s, int | float) or not self.join_s > 0:
+            raise ValueError(f"join_timeout={self.join_s!r}: more than 0 seconds, the hosts need some to join")
+        if not isinstance(self.silence_s, int | float) or not 1.0 <= self.silence_s <= _MOST_SILENCE_S:
+            raise ValueError(f"host_timeout={self.silence_s!r}: from 1 to {_MOST_SILENCE_S:g} seconds")
 
 
 class RemoteAgent:

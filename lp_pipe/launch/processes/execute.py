@@ -4,7 +4,7 @@ from typing import Any
 
 from lp_pipe.context import NodeContext
 from lp_pipe.launch.coordination.record import Failure
-from lp_pipe.nodes import Node, is_echo, run_to_end
+from lp_pipe.nodes import Node, is_echo, is_plain_echo, run_to_end
 from lp_pipe.rpc.remote_error import format_traceback, innermost_type_name, text_of
 
 
@@ -31,4 +31,5 @@ def failure_from(error: BaseException) -> Failure:
         message=message,
         traceback=format_traceback(error),
         is_unavailable=is_echo(error),
+        is_plain_echo=is_plain_echo(error),
     )

@@ -87,7 +87,8 @@ class Supervision:
         ended = wire.Ended()
         if failure is not None:
             ended.type_name, ended.message = printable(failure.type_name), printable(failure.message)
-            ended.traceback, ended.is_unavailable = printable(failure.traceback), failure.is_unavailable
+            ended.traceback = printable(failure.traceback)
+            ended.is_unavailable, ended.is_plain_echo = failure.is_unavailable, failure.is_plain_echo
         with contextlib.suppress(Unavailable):  # nobody is left who would want to know
             self.send(ended=ended)
 

@@ -142,7 +142,9 @@ class NodeStream:
     def _on_ended(self, message: wire.Ended) -> None:
         failure = None
         if message.type_name:
-            failure = Failure(message.type_name, message.message, message.traceback, message.is_unavailable)
+            failure = Failure(
+                message.type_name, message.message, message.traceback, message.is_unavailable, message.is_plain_echo
+            )
         self._coordinator.node_ended(self._node_id, failure)
 
     def _on_waits(self, message: wire.Waits) -> None:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from lp_pipe.checkpoint.shared import check_is_here
-from lp_pipe.errors import CheckpointError
+from lp_pipe.errors import CheckpointError, Unavailable
 from lp_pipe.pipeline.conductor.workers import Workers
 from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.layers.formats import formats_of, with_formats
@@ -24,6 +24,7 @@ from lp_pipe.pipeline.saving import METADATA
 from lp_pipe.pipeline.saving.manifest import Manifest
 from lp_pipe.pipeline.saving.quick_save import dense_parts, elements_of
 from lp_pipe.pipeline.saving.share_file import remove_shares
+from lp_pipe.rpc.remote_error import headline
 
 _log = logging.getLogger(__name__)
 
@@ -108,10 +109,11 @@ class WholeModel:
         """Write it; any thread may, while operations go on. One after another. Returns the names of the files.
 
         Raises:
+            CheckpointError: it cannot be written.
             Unavailable: the workers do not hold it any more.
         """
         self._unwritten.pop(copy.version, None)
-        with self._or_forget(copy.version), self._one_at_a_time:
+        with _saying_where(path), self._or_forget(copy.version), self._one_at_a_time:
             return self._write(path, copy)
 
     def _held(self, manifest: Manifest, *, copy: bool) -> "Copy":
@@ -175,6 +177,18 @@ class WholeModel:
     def adopt(self) -> None:
         """Take what was read."""
         self._workers.all("adopt")
+
+
+@contextmanager
+def _saying_where(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except Unavailable:  # an OSError, too
+        raise
+    except OSError as error:
+        failure = CheckpointError(f"cannot save to {path}: {headline(error)}")
+        failure.may_pass = True
+        raise failure from error
 
 
 def _make_folder(path: Path) -> None:

@@ -252,9 +252,9 @@ def test_the_watch_can_be_switched_off_and_wants_a_sensible_limit(no_leaks: None
     program = lp.Program("off")
     program.add_node(lp.PyNode(lambda: None), label="node")
     lp.launch(program, "thread", hang_after=None).wait(PATIENCE_S)
-    for limit_s in (0, -1.0, float("nan")):
-        with pytest.raises(ValueError, match="hang_after"):
-            lp.launch(program, "thread", hang_after=limit_s)
+    for limit_s in (0, -1.0, float("nan"), float("inf"), "60"):  # a text was a TypeError without the option's name
+        with pytest.raises(ValueError, match=f"hang_after={limit_s!r}: seconds"):
+            lp.launch(program, "thread", hang_after=limit_s)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
