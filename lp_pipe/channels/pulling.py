@@ -14,6 +14,7 @@ from lp_pipe.connections import Connection, PulledConnection
 # stage that slept a moment before each action takes a tenth longer to compute.
 _LOOKING_S = 2e-2
 _MOST_SKIPPED = 192
+_PEER_PATIENCE_S = 1.0
 _SOON_S = 0.05  # within which the rest of a frame comes, as a rule
 _TAKEN_AWAY_S = 5e-5  # whoever had the core meanwhile needs it more
 _FOR_LONG_S = 5e-4  # and will need it again
@@ -82,6 +83,12 @@ class Pulling:
             self._leave(connection)
             with self._state:
                 self._state.notify_all()  # who came to wait meanwhile found the reading taken
+
+    def told_soon(self, reason: Callable[[], str | None]) -> str | None:
+        """Why the channel is closed, which who reads knows a moment after a transfer has failed; None: nobody says."""
+        with self._state:
+            self._state.wait_for(lambda: reason() is not None, _PEER_PATIENCE_S)
+            return reason()
 
     def wake(self) -> None:
         """Let everybody who waits look again; called with the lock held."""

@@ -19,8 +19,6 @@ from lp_pipe.connections import Connection, Frame, PulledConnection, frames
 from lp_pipe.errors import ChannelClosed, Unavailable
 from lp_pipe.telemetry import waits
 
-_PEER_PATIENCE_S = 1.0
-
 
 class Receiver:
     """Made by `ChannelHub.receiver`; any thread may use it."""
@@ -176,10 +174,8 @@ class Receiver:
         self._connection.send(Frame(frames.CHANNEL_CREDIT, number))
 
     def _broken(self, error: str) -> str:
-        """Why a transfer failed; the connection knows better, a moment later."""
-        with self._state:
-            self._state.wait_for(lambda: self._closed_reason is not None, _PEER_PATIENCE_S)
-            reason = self._closed_reason
+        """Why a transfer failed; the connection knows better."""
+        reason = self._pulling.told_soon(lambda: self._closed_reason)
         if reason is None:
             self.close(error)
         return reason or error

@@ -20,8 +20,6 @@ from lp_pipe.connections.shortage import told
 from lp_pipe.errors import ChannelClosed, Unavailable
 from lp_pipe.telemetry import waits
 
-_PEER_PATIENCE_S = 1.0
-
 
 class Sender:
     """Made by `open_sender`; any thread may use it."""
@@ -125,11 +123,9 @@ class Sender:
             self._credits -= 1
 
     def _broken(self, error: str) -> str:
-        """Why something could not be sent; the peer may have said so, and who reads that knows it a moment later."""
+        """Why something could not be sent; the peer may have said so."""
         self._pulling.look()
-        with self._state:
-            self._state.wait_for(lambda: self._closed_reason is not None, _PEER_PATIENCE_S)
-            reason = self._closed_reason
+        reason = self._pulling.told_soon(lambda: self._closed_reason)
         if reason is None:
             self.close(error)
         return reason or error

@@ -42,8 +42,8 @@ class RunOptions:
     hang_after: float | None
 
     def __post_init__(self) -> None:
-        limit_s = 1.0 if self.hang_after is None else self.hang_after
-        if not isinstance(limit_s, int | float) or not 0 < limit_s < math.inf:
+        is_time = isinstance(self.hang_after, int | float) and 0 < self.hang_after < math.inf
+        if self.hang_after is not None and not is_time:
             raise ValueError(f"hang_after={self.hang_after!r}: seconds are needed, more than 0; None for no reports")
         # Else the stop would fail half-way.
         if not isinstance(self.grace, int | float) or not 0 <= self.grace < math.inf:

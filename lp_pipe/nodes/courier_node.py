@@ -36,7 +36,7 @@ class CourierNode(Node[CourierHandle]):
     ) -> None:
         super().__init__(ctor, *args, **kwargs)
         self._server_kwargs = _checked("courier_kwargs", courier_kwargs, "thread_pool_size")
-        _check_pool_size(**self._server_kwargs)
+        _check_pool_size(self._server_kwargs.get("thread_pool_size", 0))
         self._client_kwargs = _checked("courier_client_kwargs", courier_client_kwargs, "call_timeout", "wait_for_ready")
         self._address = Address("courier")
         self._address.assign(self)
@@ -82,10 +82,10 @@ def _checked(argument: str, options: Mapping[str, Any] | None, *known: str) -> d
     return dict(options or {})
 
 
-def _check_pool_size(thread_pool_size: Any = 16) -> None:
+def _check_pool_size(size: Any) -> None:
     """With fewer than no threads nobody would ever answer."""
-    if not isinstance(thread_pool_size, Integral) or thread_pool_size < 0:
+    if not isinstance(size, Integral) or size < 0:
         raise ValueError(
-            f"CourierNode: thread_pool_size={thread_pool_size!r}: give a whole number: handlers that run at a time, or "
+            f"CourierNode: thread_pool_size={size!r}: give a whole number: handlers that run at a time, or "
             "0: in the connection's thread"
         )

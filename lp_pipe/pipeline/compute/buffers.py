@@ -92,6 +92,12 @@ class BufferSnapshot:
                 module._buffers[name] = buffer
 
 
+def with_buffers(layers: Iterable[nn.Module]) -> list[nn.Module]:
+    """The modules in some layers that have any, without BatchNorms, whose own no backward needs in train mode."""
+    modules = (module for layer in layers for module in layer.modules())
+    return [module for module in modules if module._buffers and not isinstance(module, _NormBase)]
+
+
 def set_buffer(module: nn.Module, name: str, value: Tensor) -> None:
     """Copy the value into a module's buffer, where it fits."""
     present = module._buffers[name]

@@ -3,8 +3,8 @@
 from collections.abc import Collection, Sequence
 
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
+from lp_pipe.pipeline.compute.buffers import with_buffers
 from lp_pipe.pipeline.layers.overlaps import Unwritten, address_of
 
 
@@ -12,9 +12,8 @@ class Kept:
     """Parameters and buffers of some layers, and what others keep that the last forward has received."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
-        modules = [module for layer in layers for module in layer.modules()]
         self._parameters = [parameter for layer in layers for parameter in layer.parameters()]
-        self._with_buffers = [module for module in modules if module._buffers and not isinstance(module, _NormBase)]
+        self._with_buffers = with_buffers(layers)
         self.elsewhere: Sequence[Unwritten] = ()
 
     def addresses(self) -> Collection[int]:

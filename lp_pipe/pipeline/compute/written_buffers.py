@@ -17,10 +17,9 @@ from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from lp_pipe.errors import PipelineError
-from lp_pipe.pipeline.compute.buffers import BufferSnapshot, Place, buffer_at
+from lp_pipe.pipeline.compute.buffers import BufferSnapshot, Place, buffer_at, with_buffers
 from lp_pipe.pipeline.compute.late_writes import LateWrites
 from lp_pipe.pipeline.layers.wrapper import unwrapped
 
@@ -44,7 +43,7 @@ class WrittenBuffers:
         is_asynchronous: backwards come late by design.
         """
         modules = [module for layer in layers for module in layer.modules()]
-        self._modules = [module for module in modules if module._buffers and not isinstance(module, _NormBase)]
+        self._modules = with_buffers(layers)
         self._late = LateWrites([] if is_asynchronous else modules)
         self._written: frozenset[Place] | None = None  # nobody knows before the first forward
         layers_by_name = {str(index): layer for index, layer in enumerate(layers, start=first_layer)}
