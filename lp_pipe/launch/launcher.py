@@ -88,7 +88,9 @@ def launch(
 ) -> Run:
     """Start every node of `program` and return at once.
 
-    A script goes on with `.wait()`, or a `with` block: nodes that run when the interpreter exits are stopped.
+    Call `.wait()` on the result, or use it in a `with` block. A script that ends without either waits for the program,
+    and its exit status is 1 if a node fails. After an uncaught exception, in an interactive session and in a test, the
+    program is stopped when the interpreter exits.
 
     mode: "thread" (nodes are threads of this process: unit tests, pdb), "process" (one process each on this host), or
         "multi_host" (on the hosts of an engine). Inner nodes of a MultiProcessingColocation are processes in all.

@@ -141,13 +141,13 @@ class Run:
             return self._coordinator.request_stop(hurry)
 
     def stop_unfinished(self) -> None:
-        """As `request_stop`, for a launcher that ends while nobody waits: nodes that were up are named in a warning."""
+        """Request the stop for an interpreter that ends, and name the nodes that were up in a warning."""
         up = self._coordinator.nodes_up()
         if self.request_stop():
             names = ", ".join(up[:_NAMED_AT_MOST]) + (", …" if len(up) > _NAMED_AT_MOST else "")
             _log.warning(
-                "the script has ended, so program %r is stopped while it runs (%s): "
-                "scripts wait for its end with lp.launch(…).wait()",
+                "the interpreter ends, so program %r is stopped while nodes are up: %s. "
+                "Call wait() on what lp.launch(…) returns to wait for their end",
                 self._program.name,
                 names,
             )

@@ -9,8 +9,10 @@ import pytest
 from lp_pipe.launch import at_exit
 
 
-class Stoppable:
+class Launched:
     is_stopped = False
+
+    def wait(self) -> None: ...
 
     def stop_unfinished(self) -> None:
         self.is_stopped = True
@@ -21,7 +23,7 @@ class Stoppable:
 
 def test_runs_may_end_by_themselves_at_any_line_of_the_exit(monkeypatch: pytest.MonkeyPatch) -> None:
     # "Set changed size during iteration", and the others were not stopped.
-    runs = [Stoppable() for _ in range(100)]
+    runs = [Launched() for _ in range(100)]
     monkeypatch.setattr(at_exit, "active_runs", type(at_exit.active_runs)(runs))
     ending = iter(runs)
 
@@ -32,7 +34,7 @@ def test_runs_may_end_by_themselves_at_any_line_of_the_exit(monkeypatch: pytest.
     before = sys.gettrace()
     sys.settrace(end_one)
     try:
-        at_exit._stop_unfinished_runs()
+        at_exit._end_runs()
     finally:
         sys.settrace(before)
     assert runs[-1].is_stopped, "one that was left when the exit began"

@@ -212,7 +212,7 @@ def test_other_threads_launch_without_touching_the_handlers(no_leaks: None) -> N
 
 
 @pytest.mark.parametrize("launch_mode", ["thread", "process"])
-def test_an_interpreter_that_exits_without_stop_takes_its_nodes_down(script: Any, launch_mode: str) -> None:
+def test_a_script_that_fails_takes_its_nodes_down(script: Any, launch_mode: str) -> None:
     # The second node's own thread is no daemon: the interpreter would wait for it before any atexit function ran.
     body = f"""
     def threaded(event):
@@ -223,13 +223,55 @@ def test_an_interpreter_that_exits_without_stop_takes_its_nodes_down(script: Any
     program.add_node(lp.PyNode(threaded, event), label="threaded")
     run = lp.launch(program, {launch_mode!r})
     run.client("event").wait({WITHIN_S})  # else nothing may have begun that could be stopped in order
+    raise ValueError("of the script")
     """
     launcher = script(SCRIPT.format(node="obedient", body=body))
     out, err = launcher.communicate(timeout=WITHIN_S)
     assert "stopped in order" in out, err
-    assert launcher.returncode == 0, err
-    # Launchpad waits here: a ported script whose last line is `launch(program)` ended with status 0, and no word.
-    assert "program 'interrupted' is stopped while it runs" in err and "lp.launch(…).wait()" in err
+    assert launcher.returncode == 1, err
+    assert "ValueError: of the script" in err and "program 'interrupted'" in err
+
+
+# The user's own exit functions and threads end as in any script.
+FALLS_OFF_ITS_END = """
+    import atexit
+    atexit.register(say, "exit function")
+    lp.launch(program, {mode!r})
+    threading.Thread(target=say, args=("thread",)).start()
+    {last}
+"""
+
+
+@pytest.mark.parametrize(
+    ("node", "last", "status"),
+    [
+        ("lambda: [time.sleep(0.5), say('node done')]", "", 0),
+        ("lambda: [time.sleep(0.5), say('node done')]", "sys.exit(3)", 3),  # absl's app.run always calls sys.exit
+        ("lambda: [time.sleep(0.5), say('node done'), 1 / 0]", "", 1),
+    ],
+    ids=["finishes", "exits", "fails"],
+)
+@pytest.mark.parametrize("launch_mode", ["thread", "process"])
+def test_a_script_that_falls_off_its_end_waits_for_its_program(
+    script: Any, node: str, last: str, status: int, launch_mode: str
+) -> None:
+    # A ported Launchpad script whose last line is `launch(program)` ended with status 0 and nothing done.
+    body = FALLS_OFF_ITS_END.format(mode=launch_mode, last=last)
+    launcher = script(SCRIPT.format(node=node, body=body))
+    out, err = launcher.communicate(timeout=WITHIN_S)
+    assert "node done" in out and "thread\n" in out and "exit function" in out, (out, err)
+    assert launcher.returncode == status, err
+    assert ("ZeroDivisionError" in err) == (status == 1)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_script_that_waits_at_its_end_is_interrupted_in_order(script: Any, number: int, status: int) -> None:
+    launcher = script(SCRIPT.format(node="obedient", body=FALLS_OFF_ITS_END.format(mode="process", last="")))
+    lines_until_ready(launcher)
+    launcher.send_signal(number)
+    out, err = launcher.communicate(timeout=WITHIN_S)
+    assert "stopped in order" in out and "exit function" in out, err
+    assert launcher.returncode == status, err
 
 
 def test_a_script_that_ends_after_its_program_is_not_warned(script: Any) -> None:
