@@ -13,6 +13,7 @@ from lp_pipe.nodes.base import HandleT
 from lp_pipe.resources import Resources
 
 FAILURE_POLICIES = ("stop", "restart", "ignore")
+HANG_POLICIES = ("report", "restart", "stop")
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class GroupOptions:
     resources: Resources = field(default_factory=Resources)
     on_failure: str = "stop"
     max_restarts: int = 3
+    on_hang: str = "report"
 
     def check(self, label: str) -> None:
         """Refuse what no launcher could follow, naming the group."""
@@ -30,6 +32,8 @@ class GroupOptions:
         if self.on_failure not in FAILURE_POLICIES:
             known = ", ".join(FAILURE_POLICIES)
             raise ValueError(f"group {label!r}: on_failure={self.on_failure!r}; known are {known}")
+        if self.on_hang not in HANG_POLICIES:
+            raise ValueError(f"group {label!r}: on_hang must be one of {HANG_POLICIES}, got {self.on_hang!r}")
         if not isinstance(self.max_restarts, Integral) or self.max_restarts < 0:
             raise ValueError(
                 f"group {label!r}: max_restarts={self.max_restarts!r}: give a whole number, which must not be negative"
@@ -87,6 +91,7 @@ class Program:
         resources: Resources | None = None,
         on_failure: str = "stop",
         max_restarts: int = 3,
+        on_hang: str = "report",
     ) -> Iterator[None]:
         """Nodes added in the body belong to the group `label`; a label may be opened again with the same options.
 
@@ -96,6 +101,11 @@ class Program:
             `max_restarts` times, then as with "stop". Calls in progress raise Unavailable, new ones wait for it.
             "ignore": noted in status and log; the others go on, and calls to the node raise Unavailable.
             A colocation fails, restarts and ends as a whole.
+        on_hang: what happens to a node that has made no progress for `launch(hang_after=…)` seconds: its process does
+            not answer, it is part of a deadlock, or another node waits for it while it waits for none itself.
+            "report": the launcher logs it. "restart": the node is killed and started again, as after a failure, within
+            the same `max_restarts`. "stop": the node is killed, and this is the program's failure. In thread mode the
+            node's thread cannot be killed: it is left behind as a daemon.
 
         Raises:
             ValueError: no label, a group inside a group, options that differ from those of the same label before.
@@ -105,7 +115,7 @@ class Program:
             raise ValueError("a group needs a label: program.group('feeder')")
         if self._current is not None:
             raise ValueError(f"groups cannot be nested: {label!r} inside {self._current!r}; close the outer one first")
-        options = GroupOptions(resources or Resources(), on_failure, max_restarts)
+        options = GroupOptions(resources or Resources(), on_failure, max_restarts, on_hang)
         options.check(label)
         if self._options.setdefault(label, options) != options:
             raise ValueError(f"group label {label!r} was opened before with other options: {self._options[label]}")

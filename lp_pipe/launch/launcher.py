@@ -149,6 +149,9 @@ def start_run(
 ) -> Run:
     """As `launch`, once it is decided where."""
     plan = make_plan(program, run_dir, options.grace)
+    killing = next((spec for spec in plan.nodes if spec.on_hang != "report"), None)
+    if killing is not None and options.hang_after is None:
+        raise ValueError(f"group {killing.label!r} has on_hang={killing.on_hang!r}, which needs hang_after, got None")
     metrics = MetricsLog(plan.run_dir / "metrics.jsonl", options.metrics_sinks)
     host, coordinator = MODES[mode](plan, metrics, host_options)
     is_listed = mode != "thread" if options.listed is None else options.listed

@@ -28,7 +28,7 @@ from lp_pipe.launch.processes.descriptors import check_descriptors
 from lp_pipe.launch.processes.exits import ExitQueue
 from lp_pipe.launch.processes.injected_faults import InjectedFaults
 from lp_pipe.launch.processes.node_stream import NodeStream
-from lp_pipe.launch.processes.proctree import is_dying
+from lp_pipe.launch.processes.proctree import is_dying, state_of
 from lp_pipe.launch.processes.pulse import Pulse
 from lp_pipe.launch.processes.socket_dir import make_socket_dir
 from lp_pipe.launch.processes.template import MARK, Template
@@ -40,6 +40,7 @@ from lp_pipe.telemetry.logs import LogPump
 from lp_pipe.telemetry.metrics import MetricsLog
 
 _STACKS_PATIENCE_S = 3.0
+_SILENT_S = 2.0  # from here on the kernel is asked for the state of a process
 
 
 def make_host(plan: Plan, metrics: MetricsLog) -> tuple[Host, Coordinator]:
@@ -169,7 +170,12 @@ class ProcessHost(Host):
         return {node_id: pid for node_id, pid in list(self._pids.items()) if is_dying(pid)}
 
     def look(self, old_s: float) -> list[View]:
-        return [stream.look(old_s) for stream in list(self._streams.values())]
+        views = [stream.look(old_s) for stream in list(self._streams.values())]
+        return [self._with_state(view) if view.silence_s >= _SILENT_S else view for view in views]
+
+    def _with_state(self, view: View) -> View:
+        pid = self._pids.get(view.node)
+        return view if pid is None else view._replace(process_state=state_of(pid))
 
     def inject(self, fault: wire.Fault) -> "Mapping[str, Future[int]]":
         return self._faults.inject(fault, self._streams)

@@ -54,6 +54,7 @@ def add_pipeline(
     resources: Resources | None = None,
     on_failure: str = "stop",
     max_restarts: int = 3,
+    on_hang: str = "report",
 ) -> PipelineHandle:
     """Cut `model` into stages, add a node for each stage worker, and return the handle of the whole.
 
@@ -80,8 +81,8 @@ def add_pipeline(
     inputs: handle of a feeder, a CourierNode with `batch(step) -> (input, target) | None`, a pure function of the step.
     clip_grad_norm: the largest norm of all gradients, over all stages, as torch's clip_grad_norm_ has it; None: any.
     group, resources: label and Resources of the group of stage workers.
-    on_failure, max_restarts: as those of `Program.group`. "restart" starts a dead worker again, in its place; the node
-        that trains then brings all back to a checkpoint (`Checkpoints.steps`, or `.recovering`).
+    on_failure, max_restarts, on_hang: as those of `Program.group`. "restart" starts a dead worker again, in its place;
+        the node that trains then brings all back to a checkpoint (`Checkpoints.steps`, or `.recovering`).
 
     Raises:
         PipelineError: the model cannot be cut so, or torch is too old.
@@ -136,7 +137,7 @@ def add_pipeline(
     check_on_nan(on_nan, is_asynchronous=config.is_asynchronous)
     if config.is_asynchronous:
         _check_asynchronous(config)
-    with program.group(group, resources=resources, on_failure=on_failure, max_restarts=max_restarts):
+    with program.group(group, resources=resources, on_failure=on_failure, max_restarts=max_restarts, on_hang=on_hang):
         parts = workers(config, sources, layout.cuts, _owners(model, tied))
         conductor = add_nodes(program, config, parts, inputs, group, layout.plan)
     replicas_by_layer = [layout.replicas_of(layer) for layer in range(len(sources))]

@@ -165,7 +165,7 @@ class Lives:
         unit.is_restarting = False
         self._restart_at.pop(record.spec.node_id, None)
         is_late = self._is_after_the_stop(record)
-        if record.spec.on_failure == "ignore":
+        if unit.policy_for(failure) == "ignore":
             self._end(others)
         elif self.verdict.judge(record.spec, failure, is_late):
             self.stop_requested = True

@@ -15,6 +15,7 @@ class Failure:
 
     is_unavailable: maybe only the echo of another node's end.
     is_plain_echo: not raised while that was dealt with either, as by a save on the way out: after a stop, no failure.
+    is_hang: the launcher killed the node because it made no progress: its group's `on_hang` decides what follows.
     """
 
     type_name: str
@@ -22,6 +23,7 @@ class Failure:
     traceback: str = ""
     is_unavailable: bool = False
     is_plain_echo: bool = False
+    is_hang: bool = False
 
     @property
     def summary(self) -> str:

@@ -27,30 +27,35 @@ class Unit:
     def spec(self) -> NodeSpec:
         return self.parts[0].spec
 
-    @property
-    def may_restart(self) -> bool:
-        return self.spec.on_failure == "restart" and self.restarts < self.spec.max_restarts
+    def policy_for(self, failure: Failure) -> str:
+        """Return what the node's group asks for after this failure: "stop", "restart" or "ignore"."""
+        return self.spec.on_hang if failure.is_hang else self.spec.on_failure
+
+    def may_restart(self, policy: str) -> bool:
+        """Return whether the policy is to start the node again, and the node has restarts left."""
+        return policy == "restart" and self.restarts < self.spec.max_restarts
 
     def is_vital(self, record: NodeRecord) -> bool:
         """Whether a failure of this part ends the program: nothing starts it again, or goes on without it."""
-        return not (record.retries_left or self.may_restart or self.spec.on_failure == "ignore")
+        return not (record.retries_left or self.may_restart(self.spec.on_failure) or self.spec.on_failure == "ignore")
 
     def news_of(self, record: NodeRecord, failure: Failure, can_restart: bool) -> str:
         """Note that a part has failed, and what becomes of it; returns what the log should say of that."""
         news = f"node {record.spec.node_id} failed: {failure.summary}"
-        if can_restart and record.retries_left:
+        policy = self.policy_for(failure)
+        if can_restart and record.retries_left and not (failure.is_hang and policy == "stop"):
             record.retries_left -= 1
             record.restarts += 1
             record.state = "restarting"
             done, limit = record.spec.retries - record.retries_left, record.spec.retries
             return f"{news}; retry {done} of {limit} in {backoff_s(done):g} s"
-        if can_restart and self.may_restart:
+        if can_restart and self.may_restart(policy):
             self.restarts += 1
             self.is_restarting = True
             record.state = "restarting"
             return f"{news}; restart {self.restarts} of {self.spec.max_restarts} in {backoff_s(self.restarts):g} s"
         record.state = "failed"
-        if record.spec.on_failure == "ignore":
+        if policy == "ignore":
             return f"{news}; the program goes on without it (on_failure='ignore')"
         return ""
 

@@ -14,6 +14,7 @@ class View(NamedTuple):
 
     positions: where its stage workers are in their schedules, in words.
     node: the process's node_id; "" for the launcher's own process, whose threads may be of many nodes.
+    process_state: the kernel's letter for the state of a process that does not answer ("T": stopped); "" if not known.
     """
 
     activities: list[Activity]
@@ -21,6 +22,7 @@ class View(NamedTuple):
     positions: list[str]
     node: str = ""
     silence_s: float = 0.0
+    process_state: str = ""
 
 
 def to_wire(activities: Iterable[Activity], pools: Iterable[Pool], positions: Iterable[str]) -> wire.Waits:

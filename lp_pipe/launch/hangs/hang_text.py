@@ -4,7 +4,8 @@ import shlex
 from collections import Counter
 from collections.abc import Sequence
 
-from lp_pipe.launch.hangs.situation import Situation, Thread, Wait
+from lp_pipe.launch.coordination.view import View
+from lp_pipe.launch.hangs.situation import Situation, Thread, Wait, threads_of
 from lp_pipe.telemetry.waits import CALL, HANDLER, RANKS, RECEIVE, RESOLVE, SEND, Activity
 
 _ENDED = ("finished", "failed", "stopped")
@@ -72,14 +73,35 @@ def owner_text(situation: Situation, activity: Activity) -> str:
 
 def _absence_text(situation: Situation, node: str) -> str:
     """Why nothing can be known of what its threads are at; "" where it can."""
-    silence_s = situation.silence_s(node)
-    if silence_s is not None:
-        return (
-            f"'s process has not answered for {seconds(silence_s)}: it is stopped (SIGSTOP, a debugger), "
-            "or inside C code that holds Python's lock"
-        )
+    view = situation.deaf_view(node)
+    if view is not None:
+        return f"'s {silence_text(view)}"
     state = situation.states[node]
     return f" is {state}" if state == "restarting" or state in _ENDED else ""
+
+
+_STATES_OF_SILENT = {
+    "T": "it is stopped (SIGSTOP)",
+    "t": "it is stopped by a debugger",
+    "R": "it computes in C code that holds Python's lock",
+    "S": "it waits in C code that holds Python's lock",
+    "D": "it waits in the kernel for a disk or a network file system",
+}
+
+
+def silence_text(view: View) -> str:
+    """Return since when a process has not answered, why, and what it was doing when it last did."""
+    why = _STATES_OF_SILENT.get(
+        view.process_state, "it is stopped (SIGSTOP, a debugger), or inside C code that holds Python's lock"
+    )
+    doing = [_last_known_text(thread) for thread in threads_of(view) if not thread.last.is_wait]
+    was = f"; when it last answered, it ran {', '.join(dict.fromkeys(doing[:3]))}" if doing else ""
+    return f"process has not answered for {seconds(view.silence_s)}: {why}{was}"
+
+
+def _last_known_text(thread: Thread) -> str:
+    handler = _handler_of(thread)
+    return (f"its handler {handler.what}()" if handler else "its own code") + _at(thread.last)
 
 
 def _other_ranks_text(situation: Situation, wait: Wait) -> str:

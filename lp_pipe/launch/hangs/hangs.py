@@ -7,9 +7,11 @@ import threading
 import time
 
 from lp_pipe.launch.coordination.coordinator import Coordinator
+from lp_pipe.launch.coordination.record import Failure
 from lp_pipe.launch.coordination.view import View
 from lp_pipe.launch.hangs import hang_text
 from lp_pipe.launch.hangs.deadlocks import find_deadlocks, find_suspects
+from lp_pipe.launch.hangs.hung import find_hung
 from lp_pipe.launch.hangs.situation import Key, Situation, Wait
 from lp_pipe.launch.host import Host
 from lp_pipe.launched import launcher_of
@@ -42,6 +44,8 @@ class HangWatch:
         self._patience_s: dict[tuple[str, ...], float] = {}
         self._told: dict[Key, Wait] = {}
         self._told_cycles: set[frozenset[Key]] = set()
+        self._told_silent: set[str] = set()
+        self._may_kill = {spec.node_id for spec in coordinator.plan.nodes if spec.on_hang != "report"}
         self._awake_since = -math.inf
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch for hangs", daemon=True)
@@ -62,12 +66,14 @@ class HangWatch:
             if time.monotonic() > looked + self._pause_s + _DEAF_AFTER_S:
                 self._awake_since = time.monotonic()
             situation = self._look()
-            self._coordinator.note_waits(_oldest_by_node(situation))
+            self._coordinator.note_waits({**_oldest_by_node(situation), **_silent_by_node(situation)})
             told = len(self._told)
             self._tell_waits(situation, self._tell_cycles(situation))
             if len(self._told) > told:
                 self._tell_more(situation)
             self._tell_ends(situation)
+            self._tell_silences(situation)
+            self._end_hung(situation)
             looked = time.monotonic()
 
     def _look(self) -> Situation:
@@ -145,6 +151,32 @@ class HangWatch:
                 del self._told[key]
                 self._tell(hang_text.ended_text(situation, wait), logging.INFO)
 
+    def _tell_silences(self, situation: Situation) -> None:
+        """Report each process that does not answer, once, also when no other node waits for it."""
+        if self._has_just_slept():
+            return
+        silent = {view.node: view for view in situation.silent}
+        for node in silent.keys() - self._told_silent:
+            self._tell(f"node {node}'s {hang_text.silence_text(silent[node])}")
+        for node in self._told_silent - silent.keys():
+            self._tell(f"node {node} answers again, or has ended", logging.INFO)
+        self._told_silent = set(silent)
+
+    def _end_hung(self, situation: Situation) -> None:
+        """Kill the nodes without progress whose groups ask for that; their groups' `on_hang` says what follows."""
+        if not self._may_kill or self._has_just_slept():
+            return
+        for node, reason in find_hung(situation, self._may_kill).items():
+            if self._coordinator.is_running(node):
+                self._coordinator.node_ended(
+                    node, Failure("Hung", f"no progress for {self._limit_s:g} s: {reason}", is_hang=True)
+                )
+                self._host.kill([node])
+
+    def _has_just_slept(self) -> bool:
+        """Return whether all was stopped (Ctrl+Z, Slurm's suspend) within the limit: no node waited meanwhile."""
+        return time.monotonic() - self._awake_since < self._limit_s
+
     def _tell(self, text: str, level: int = logging.WARNING) -> None:
         if not self._is_over.is_set():
             self._write(text)
@@ -161,6 +193,10 @@ def _group(situation: Situation, wait: Wait) -> tuple[str, ...]:
     activity = wait.activity
     what = activity.what if activity.kind == waits.CALL else ""
     return wait.node.rpartition("/")[0], activity.kind, situation.owner(activity) or activity.peer, what
+
+
+def _silent_by_node(situation: Situation) -> dict[str, str]:
+    return {view.node: f"not answering for {hang_text.seconds(view.silence_s)}" for view in situation.silent}
 
 
 def _oldest_by_node(situation: Situation) -> dict[str, str]:

@@ -46,6 +46,14 @@ class Wait(NamedTuple):
         return self.activity.node or LAUNCHER
 
 
+def threads_of(view: View) -> list[Thread]:
+    """Return the threads of one process, each with its activities from the outermost on."""
+    found: dict[int, list[Activity]] = {}
+    for one in view.activities:
+        found.setdefault(one.thread, []).append(one)
+    return [Thread(view.node, tuple(activities)) for activities in found.values()]
+
+
 @dataclass(frozen=True)
 class Situation:
     """owners: address id -> node_id. states: of every node_id. limit_s: from which age on a wait is worth a word.
@@ -62,12 +70,14 @@ class Situation:
     @cached_property
     def threads(self) -> list[Thread]:
         """Of the processes that answer."""
-        found: dict[tuple[str, int], list[Activity]] = {}
-        for view in self.views:
-            if view.silence_s < self.deaf_after_s:
-                for one in view.activities:
-                    found.setdefault((view.node, one.thread), []).append(one)
-        return [Thread(process, tuple(activities)) for (process, _), activities in found.items()]
+        return [thread for view in self.views if view.silence_s < self.deaf_after_s for thread in threads_of(view)]
+
+    @cached_property
+    def silent(self) -> list[View]:
+        """The views of processes that have not answered for the limit, though their nodes should run."""
+        patience_s = max(self.limit_s, self.deaf_after_s)
+        is_up = ("starting", "running")
+        return [view for view in self.views if view.silence_s >= patience_s and self.states.get(view.node) in is_up]
 
     @cached_property
     def waits(self) -> list[Wait]:
@@ -91,10 +101,10 @@ class Situation:
                 return self.owners[address]
         return activity.peer if activity.peer in self.states else ""
 
-    def silence_s(self, node: str) -> float | None:
-        """For how long the node's process has not answered; None when it does, or is no process of its own."""
-        silences = [view.silence_s for view in self.views if view.node == node]
-        return max((silence for silence in silences if silence >= self.deaf_after_s), default=None)
+    def deaf_view(self, node: str) -> View | None:
+        """Return the last view of a node's process that does not answer now; None if it does, or is no process."""
+        views = [view for view in self.views if view.node == node and view.silence_s >= self.deaf_after_s]
+        return max(views, key=lambda view: view.silence_s, default=None)
 
     def is_up(self, activity: Activity) -> bool:
         """Whether the server that is waited for listens."""

@@ -82,6 +82,7 @@ def _spec_of(node: Node[Any], options: GroupOptions, group_size: int) -> NodeSpe
         resources=options.resources,
         on_failure=options.on_failure,
         max_restarts=options.max_restarts,
+        on_hang=options.on_hang,
     )
 
 

@@ -26,6 +26,7 @@ class NodeSpec:
     addresses: tuple[str, ...] = ()
     on_failure: str = "stop"
     max_restarts: int = 0
+    on_hang: str = "report"
     path: str = ""
     retries: int = 0
 
@@ -41,4 +42,4 @@ class NodeSpec:
 
     @property
     def may_start_again(self) -> bool:
-        return self.on_failure == "restart" or self.retries > 0
+        return "restart" in (self.on_failure, self.on_hang) or self.retries > 0

@@ -48,6 +48,11 @@ def is_dying(pid: int) -> bool:
     return os.path.isdir("/proc/self") and (not fields or fields[0] in b"ZX" or bool(int(fields[6]) & _PF_EXITING))
 
 
+def state_of(pid: int) -> str:
+    """Return the kernel's letter for the state of a process, such as "T" for stopped; "" where there is no /proc."""
+    return b"".join(_stat_of(pid)[:1]).decode()
+
+
 def owner_of(pid: int) -> int | None:
     """The user of a process; None when it has ended, or where there is no /proc."""
     try:
