@@ -1,11 +1,13 @@
 """A pipeline as its users see it: a handle at setup, a client that looks like a model at execution."""
 
+import contextlib
 import itertools
 import os
+import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lp_pipe.address import Address
 from lp_pipe.errors import EndOfData, PipelineError
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+T = TypeVar("T")
+
+_WINDOW = 8  # batches; the same for any number of stages: the mean's last bits depend on it
 _NO_END = 1 << 30  # steps that are still to come
 STEPS_AHEAD = 2  # of an asynchronous schedule: one step, and the first forwards of another
 
@@ -97,10 +102,33 @@ class PipelineClient:
         rates: dict[str, float] = self._conductor.learning_rates()
         return rates
 
-    def evaluate(self, batches: Sequence[tuple[Any, Any]]) -> EvalResult:
-        """(mean loss, mean metrics) in eval mode; no parameter, buffer or random state changes."""
-        result: EvalResult = self._conductor.evaluate(list(batches))
-        return result
+    def evaluate(self, batches: Iterable[tuple[Any, Any]]) -> EvalResult:
+        """Return the mean loss and the metrics in eval mode; no parameter, buffer or random state changes.
+
+        batches: (input, target) pairs; a loader is read in windows of 8 batches, one ahead, so that its size does not
+            matter. All are evaluated with the same weights: other operations, also of other clients, wait until the
+            end. So the loader itself must not use this pipeline.
+        """
+        windows = _windows_of(iter(batches), _WINDOW)
+        first, second = next(windows, []), next(windows, None)
+        if second is None:
+            result: EvalResult = self._conductor.evaluate(first)
+            return result
+        return self._evaluate_windows(itertools.chain([first, second], windows))
+
+    def _evaluate_windows(self, windows: Iterator[list[tuple[Any, Any]]]) -> EvalResult:
+        number = secrets.token_hex(8)
+        with contextlib.closing(self._conductor.evaluation(number)) as evaluation:
+            next(evaluation)
+            done: Future[None] | None = None
+            for window in windows:  # the next one is read while the stages work on the one before
+                if done is not None:
+                    done.result()
+                done = self._conductor.futures.evaluate_window(number, window)
+            assert done is not None, "there are at least two windows"
+            done.result()
+            result: EvalResult = self._conductor.end_evaluation(number)
+            return result
 
     def forward(self, input: Any) -> Any:
         """The model's output for one input, in eval mode; the input goes through as a whole.
@@ -126,8 +154,7 @@ class PipelineClient:
         return self._windows(iter(inputs), in_flight)
 
     def _windows(self, inputs: Iterator[Any], in_flight: int | None) -> Iterator[Any]:
-        size = in_flight or 2 * self._conductor.worker_count()
-        while window := list(itertools.islice(inputs, size)):
+        for window in _windows_of(inputs, in_flight or 2 * self._conductor.worker_count()):
             yield from self._conductor.forward_many(window)
 
     def state_dict(self) -> "dict[str, Tensor]":
@@ -260,6 +287,11 @@ class PipelineClient:
 
     def __repr__(self) -> str:
         return f"PipelineClient({self._conductor!r})"
+
+
+def _windows_of(items: Iterator[T], size: int) -> Iterator[list[T]]:
+    while window := list(itertools.islice(items, size)):
+        yield window
 
 
 def _whole(n: Any, method: str) -> int:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -10,7 +10,9 @@ class StepResult:
     """One optimizer step.
 
     step: its index, from 0, as the feeder was asked.
-    loss: weighted sum of the micro-batches' losses; metrics likewise.
+    loss: weighted sum of the micro-batches' losses.
+    metrics: what the loss function returned beside it: of plain values the mean, weighted as the losses are, over the
+        micro-batches that have them; of pp.Sum, pp.Max and pp.Mean what these say. Floats, or tensors on the CPU.
     seconds: from the request for the batch to the end of the update.
     utilization: for each stage worker, the share of the pipeline's time that it computed.
     loss_scale: what the losses were multiplied by for the backwards (precision="fp16"; else 1). `loss` is without it.
@@ -24,7 +26,7 @@ class StepResult:
 
     step: int
     loss: float
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
     utilization: tuple[float, ...] = ()
     loss_scale: float = 1.0
@@ -110,10 +112,10 @@ class NonFinite(NamedTuple):
 
 
 class EvalResult(NamedTuple):
-    """Means over the batches that were evaluated."""
+    """Means over the batches that were evaluated; metrics as in `StepResult`."""
 
     loss: float
-    metrics: Mapping[str, float]
+    metrics: Mapping[str, Any]
 
 
 class StepTrace(NamedTuple):

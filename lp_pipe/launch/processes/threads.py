@@ -77,7 +77,7 @@ def _use_in_blas(count: int) -> Iterator[Callable[[], object]]:
 def _in_a_thread(action: Callable[[], object]) -> None:
     """Call `action` in a thread of its own, and wait for it.
 
-    For BLAS, because threadpoolctl lets only the first thread that changed OpenBLAS change it, until that one has ended.
+    For BLAS, because threadpoolctl lets only the first thread that changed OpenBLAS change it, until that has ended.
     """
     thread = threading.Thread(target=action, name="threads of BLAS")
     try:

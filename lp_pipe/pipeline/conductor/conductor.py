@@ -2,7 +2,8 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,8 +11,9 @@ from torch import Tensor
 
 from lp_pipe.address import Address
 from lp_pipe.context import context
-from lp_pipe.errors import PipelineError, Unavailable
+from lp_pipe.errors import Unavailable
 from lp_pipe.pipeline.conductor.async_steps import AsynchronousSteps
+from lp_pipe.pipeline.conductor.evaluation import Evaluation, WindowMeans, checked_window, result_of
 from lp_pipe.pipeline.conductor.learning_rate import LearningRate
 from lp_pipe.pipeline.conductor.mirrors import AllMirrors, check_guards
 from lp_pipe.pipeline.conductor.no_steps import NoSteps
@@ -19,7 +21,8 @@ from lp_pipe.pipeline.conductor.steps import Steps, SynchronousSteps, summed
 from lp_pipe.pipeline.conductor.whole_model import Copy, WholeModel
 from lp_pipe.pipeline.conductor.workers import Workers
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
-from lp_pipe.pipeline.layers.microbatches import apart, check_pair, loss_weights
+from lp_pipe.pipeline.layers.microbatches import apart, loss_weights, total_weight
+from lp_pipe.pipeline.metrics import scaled
 from lp_pipe.pipeline.results import EvalResult, StageMemory, StepResult, StepTrace, Straggler
 from lp_pipe.pipeline.saving import safetensors_file
 from lp_pipe.pipeline.saving.manifest import Manifest
@@ -52,6 +55,8 @@ class Conductor:
         self._last = pipeline.ranks.of(pipeline.placement[-1])
         self._steps: Steps = _kind_of_steps(pipeline)(pipeline, self._workers, feeder)
         self._mirrors = AllMirrors(self._workers, self._steps)
+        self._evaluations: dict[str, Evaluation] = {}
+        self._results_of_evaluations: dict[str, Future[EvalResult]] = {}
         self._queue = DaemonPool(1, "pipeline operations")
         context().exit_stack.callback(self._queue.close)
         # Who has a client finds all layers built: in thread mode they draw from the generator that a script may use.
@@ -91,8 +96,32 @@ class Conductor:
         return self._in_turn(lambda: self._profile_memory(steps, batch))
 
     def evaluate(self, batches: Sequence[tuple[Any, Any]]) -> EvalResult:
-        """Mean loss and metrics over the batches, each one weighted as `loss_weight` says."""
-        return self._in_turn(lambda: self._evaluate(batches))
+        """Return mean loss and metrics over the batches, each one weighted as `loss_weight` says."""
+        return self._in_turn(lambda: result_of([self._evaluate(batches)]))
+
+    def evaluation(self, number: str) -> Iterator[None]:
+        """Begin an evaluation of what `evaluate_window` brings, until `end_evaluation` or the end of this stream.
+
+        The stream ends with the client's connection as well, so that a client that dies holds up no other.
+        """
+        evaluation = self._evaluations[number] = Evaluation()
+        result = self._begin_in_turn(lambda: evaluation.run(self._evaluate))
+        self._results_of_evaluations[number] = result
+        try:
+            while True:
+                yield
+        finally:
+            evaluation.end()
+            del self._evaluations[number], self._results_of_evaluations[number]
+
+    def evaluate_window(self, number: str, batches: Sequence[tuple[Any, Any]]) -> "Future[None]":
+        """Evaluate further batches; the reply comes when that is done."""
+        return self._evaluations[number].add(batches)
+
+    def end_evaluation(self, number: str) -> "Future[EvalResult]":
+        """Return the means over all windows, and let other operations go on."""
+        self._evaluations[number].end()
+        return self._results_of_evaluations[number]
 
     def forward(self, value: Any) -> Any:
         """The model's output in eval mode."""
@@ -177,6 +206,11 @@ class Conductor:
     def _in_turn(self, operation: Callable[[], T], *, may_be_torn: bool = False, may_run_on: bool = False) -> T:
         """may_be_torn: after half a step, too. may_run_on: also while a step that was begun ahead is going on."""
 
+        return self._begin_in_turn(operation, may_be_torn=may_be_torn, may_run_on=may_run_on).result()
+
+    def _begin_in_turn(
+        self, operation: Callable[[], T], *, may_be_torn: bool = False, may_run_on: bool = False
+    ) -> "Future[T]":
         def in_order() -> T:
             if not may_be_torn:
                 self._steps.check_whole()
@@ -186,7 +220,7 @@ class Conductor:
                     self._steps.settle()
             return operation()
 
-        return self._queue.start(in_order).result()
+        return self._queue.start(in_order)
 
     def _join(self) -> None:
         """Once: a worker that dies is found out later by not having been asked, also between two operations."""
@@ -232,14 +266,13 @@ class Conductor:
             found: list[StageMemory] = self._workers.all("stop_metering")
         return found
 
-    def _evaluate(self, batches: Sequence[tuple[Any, Any]]) -> EvalResult:
-        pairs = [check_pair(batch, "each batch in the list given to evaluate()") for batch in batches]
-        if not pairs:
-            raise PipelineError("evaluate() needs at least one (input, target) pair")
+    def _evaluate(self, batches: Sequence[tuple[Any, Any]]) -> WindowMeans:
+        pairs = checked_window(batches)
         targets = [target for _, target in pairs]
         loss, metrics = summed(self._infer([value for value, _ in pairs], targets))
-        total = sum(loss_weights(targets, self._config.loss_weight))
-        return EvalResult(loss / total, {name: value / total for name, value in metrics.items()})
+        rule = self._config.loss_weight
+        share = sum(loss_weights(targets, rule))
+        return WindowMeans(loss / share, scaled(metrics, 1 / share), total_weight(targets, rule))
 
     def _infer(self, inputs: list[Any], targets: list[Any]) -> list[Report]:
         """Run forwards; the reports of the last stage's replicas."""

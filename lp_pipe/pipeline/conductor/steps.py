@@ -18,6 +18,7 @@ from lp_pipe.pipeline.conductor.stragglers import Stragglers
 from lp_pipe.pipeline.conductor.workers import Workers
 from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.layers.microbatches import aligned, apart, check_pair, count
+from lp_pipe.pipeline.metrics import Totals, merged, results
 from lp_pipe.pipeline.results import StepResult, StepTrace
 from lp_pipe.pipeline.saving.manifest import Manifest
 from lp_pipe.pipeline.worker.batches import BatchSource
@@ -172,7 +173,7 @@ class Steps(ABC):
         utilization = tuple(report.busy_s / pipe_s for report in reports)
         spans, versions = ([tuple(getattr(r, name)) for r in reports] for name in ("spans", "versions"))
         return (
-            StepResult(step=step, loss=loss, metrics=metrics, utilization=utilization, **more),
+            StepResult(step=step, loss=loss, metrics=results(metrics), utilization=utilization, **more),
             StepTrace(step, began, tuple(spans), tuple(versions)),
         )
 
@@ -244,12 +245,6 @@ class SynchronousSteps(Steps):
         return total_norm(list(norms.values()), self._workers.own.device)
 
 
-def summed(reports: Sequence[Report]) -> tuple[float, dict[str, float]]:
-    """Loss and metrics of the last stage's replicas, added up in rank order."""
-    first, *others = reports
-    loss, metrics = first.loss, dict(first.metrics)
-    for report in others:
-        loss += report.loss
-        for name, value in report.metrics.items():
-            metrics[name] = metrics.get(name, 0.0) + value
-    return loss, metrics
+def summed(reports: Sequence[Report]) -> tuple[float, Totals]:
+    """Return loss and metrics of the last stage's replicas, added up in rank order."""
+    return sum(report.loss for report in reports), merged(report.metrics for report in reports)

@@ -93,9 +93,7 @@ def loss_weights(targets: list[Any], loss_weight: LossWeight, what: str = "the b
     """
     if loss_weight == "one":
         return [1.0] * len(targets)
-    weigh = _samples if isinstance(loss_weight, str) else loss_weight
-    wanted = "loss_weight must give a number for a micro-batch's target"
-    raw = [number_of(weigh(target), wanted) for target in targets]
+    raw = _raw_weights(targets, loss_weight)
     total = sum(raw)
     if not total > 0:
         raise PipelineError(
@@ -103,6 +101,17 @@ def loss_weights(targets: list[Any], loss_weight: LossWeight, what: str = "the b
             "loss_weight counts them, or skip_step() to go on without it"
         )
     return [weight / total for weight in raw]
+
+
+def total_weight(targets: list[Any], loss_weight: LossWeight) -> float:
+    """Return what `Model.loss_weight` says of all the targets together, such as the number of samples."""
+    return float(len(targets)) if loss_weight == "one" else sum(_raw_weights(targets, loss_weight))
+
+
+def _raw_weights(targets: list[Any], loss_weight: LossWeight) -> list[float]:
+    weigh = _samples if isinstance(loss_weight, str) else loss_weight
+    wanted = "loss_weight must give a number for a micro-batch's target"
+    return [number_of(weigh(target), wanted) for target in targets]
 
 
 def aligned(value: Any) -> Any:

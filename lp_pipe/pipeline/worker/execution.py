@@ -18,9 +18,9 @@ from lp_pipe.pipeline.compute.stage import EVALUATION, Stage
 from lp_pipe.pipeline.compute.untrained import refuse_detached, refuse_untrained
 from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.layers.message import Message
-from lp_pipe.pipeline.layers.microbatches import number_of
 from lp_pipe.pipeline.layers.model import Loss
 from lp_pipe.pipeline.layers.rng import step_rng
+from lp_pipe.pipeline.metrics import Totals, add_metrics
 from lp_pipe.pipeline.results import NonFinite
 from lp_pipe.pipeline.schedule import Action
 from lp_pipe.pipeline.schedule.ir import WORDS
@@ -36,7 +36,7 @@ class Report:
 
     busy_s: float = 0.0
     loss: float = 0.0
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: Totals = field(default_factory=dict)
     gradient_norms: dict[str, GradientNorm] = field(default_factory=dict)  # by the names that users see
     overflowed: bool = False  # a gradient is infinite or NaN, if anybody wants to know
     nonfinite: list[NonFinite] = field(default_factory=list)  # in a step that was run again to find it
@@ -275,9 +275,8 @@ class Execution:
         weight = operation.weights[microbatch]
         report = operation.report
         report.loss += loss.item() * weight
-        for name, value in metrics.items():
-            number = number_of(value, f"the loss function's metric {name!r} must be a number")
-            report.metrics[name] = report.metrics.get(name, 0.0) + number * weight
+        if metrics:
+            add_metrics(report.metrics, metrics, weight)
         if operation.gradient_weights is not None:
             weight = operation.gradient_weights[microbatch]
         if operation.scale is None:
