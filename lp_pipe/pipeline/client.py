@@ -41,13 +41,23 @@ class PipelineClient:
         self._conductor = conductor
         self.steps_ahead = steps_ahead
 
-    def step(self, batch: tuple[Any, Any] | None = None) -> StepResult:
-        """One optimizer step, on `batch` = (input, target) or on the feeder's next one.
+    def step(
+        self, batch: tuple[Any, Any] | None = None, *, outputs: bool = False, input_grad: bool = False
+    ) -> StepResult:
+        """Take one optimizer step, on `batch` = (input, target) or on the feeder's next one.
+
+        outputs: return the model's output for the batch as `StepResult.outputs`.
+        input_grad: return the gradient of the step's loss by the input as `StepResult.input_grad`, for what made the
+            input: `hidden.backward(result.input_grad)` trains an encoder outside of the pipeline. Without it an input
+            that requires a gradient is refused.
 
         Raises:
             EndOfData: the feeder has no more.
+            PipelineError: a tensor of the batch requires a gradient that was not asked for; the schedule is
+                asynchronous, and outputs or gradients are asked for.
         """
-        result: StepResult = self._conductor.step(batch)
+        more = {name: True for name, is_wanted in (("outputs", outputs), ("input_grad", input_grad)) if is_wanted}
+        result: StepResult = self._conductor.step(batch, **more)
         return result
 
     def steps(self, n: int | None = None) -> Iterator[StepResult]:

@@ -20,6 +20,9 @@ class StepResult:
         or because of what `why_skipped` says.
     grad_norm: of all gradients, over all stages and before they are clipped, as torch's clip_grad_norm_ returns it.
         None without `clip_grad_norm` (an infinite one only measures), and in steps that `why_skipped` explains.
+    outputs: with `step(outputs=True)` the last layer's output of the whole batch, before the update; on the CPU.
+    input_grad: with `step(input_grad=True)` the gradient of `loss` by the batch's input, in the input's structure; None
+        for what is no floating-point tensor.
 
     The learning rate is not in it: between two steps `PipelineClient.learning_rates()` has those of the next one.
     """
@@ -33,6 +36,8 @@ class StepResult:
     skipped: bool = False
     why_skipped: str = ""
     grad_norm: float | None = None
+    outputs: Any = None
+    input_grad: Any = None
 
     @property
     def bubble_fraction(self) -> float:

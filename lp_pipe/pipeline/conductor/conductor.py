@@ -29,6 +29,7 @@ from lp_pipe.pipeline.saving.manifest import Manifest
 from lp_pipe.pipeline.worker.channel_handle import ChannelTarget
 from lp_pipe.pipeline.worker.execution import Report
 from lp_pipe.pipeline.worker.mirrors import Mirror
+from lp_pipe.pipeline.worker.tasks import Wanted
 from lp_pipe.pipeline.worker.worker import StageWorker
 from lp_pipe.rpc.pool import DaemonPool
 
@@ -63,9 +64,12 @@ class Conductor:
         with contextlib.suppress(Unavailable):  # of a worker that has failed already the first operation will tell
             self._workers.all("is_up")
 
-    def step(self, batch: tuple[Any, Any] | None = None, more: int = 0) -> StepResult:
+    def step(
+        self, batch: tuple[Any, Any] | None = None, more: int = 0, outputs: bool = False, input_grad: bool = False
+    ) -> StepResult:
         """One step; see PipelineClient. more: further ones on the feeder's batches that the caller will ask for."""
-        return self._in_turn(lambda: self._steps.step(batch, more)[0], may_run_on=True)
+        wanted = Wanted(outputs, input_grad)
+        return self._in_turn(lambda: self._steps.step(batch, more, wanted)[0], may_run_on=True)
 
     def due(self) -> int:
         """How many results of finished steps a loop that begins now has first."""

@@ -17,6 +17,7 @@ from lp_pipe.pipeline.conductor.on_nan import OnNan
 from lp_pipe.pipeline.conductor.stragglers import Stragglers
 from lp_pipe.pipeline.conductor.workers import Workers
 from lp_pipe.pipeline.config import PipelineConfig
+from lp_pipe.pipeline.layers.batch_gradients import whole, without_graph
 from lp_pipe.pipeline.layers.microbatches import aligned, apart, check_pair, count
 from lp_pipe.pipeline.metrics import Totals, merged, results
 from lp_pipe.pipeline.results import StepResult, StepTrace
@@ -24,7 +25,7 @@ from lp_pipe.pipeline.saving.manifest import Manifest
 from lp_pipe.pipeline.worker.batches import BatchSource
 from lp_pipe.pipeline.worker.execution import Report
 from lp_pipe.pipeline.worker.same_target import glance
-from lp_pipe.pipeline.worker.tasks import Task
+from lp_pipe.pipeline.worker.tasks import NOTHING_MORE, Task, Wanted
 from lp_pipe.rpc.remote_error import headline
 
 
@@ -47,7 +48,9 @@ class Steps(ABC):
         self.scale = LossScale() if config.precision == "fp16" else None
 
     @abstractmethod
-    def step(self, batch: tuple[Any, Any] | None, more: int = 0) -> tuple[StepResult, StepTrace]:
+    def step(
+        self, batch: tuple[Any, Any] | None, more: int = 0, wanted: Wanted = NOTHING_MORE
+    ) -> tuple[StepResult, StepTrace]:
         """The next step. more: further ones that will be asked for.
 
         Raises:
@@ -119,7 +122,7 @@ class Steps(ABC):
             kind = Unavailable if self._is_torn_by_death else PipelineError
             raise kind(f"the stages are not at the same step any more ({self.torn}): load() a checkpoint to go on")
 
-    def _batch(self, step: int, batch: tuple[Any, Any] | None) -> tuple[Any, Any, int]:
+    def _batch(self, step: int, batch: tuple[Any, Any] | None, *, input_grad: bool = False) -> tuple[Any, Any, int]:
         """Input, target and number of micro-batches."""
         given = self._batches.get(step) if batch is None else batch
         if given is None:
@@ -129,6 +132,7 @@ class Steps(ABC):
         value, target = check_pair(given, "step()")
         with noting(f"in the feeder's batch({step})" if batch is None else f"in the batch of step {step}"):
             microbatches = count((value, target), self._config.microbatches)
+            value = without_graph(value, target, input_grad=input_grad)
             own, own_target = apart((value, target))
             return aligned(own), own_target, microbatches
 
@@ -185,11 +189,14 @@ class SynchronousSteps(Steps):
         super().__init__(config, workers, feeder)
         self._on_nan = OnNan(config.on_nan, workers)
 
-    def step(self, batch: tuple[Any, Any] | None, more: int = 0) -> tuple[StepResult, StepTrace]:
+    def step(
+        self, batch: tuple[Any, Any] | None, more: int = 0, wanted: Wanted = NOTHING_MORE
+    ) -> tuple[StepResult, StepTrace]:
         """One after another, whatever more will come."""
         start = time.monotonic()
-        value, target, microbatches = self._batch(self.done, batch)
+        value, target, microbatches = self._batch(self.done, batch, input_grad=wanted.input_grad)
         task = self._whole_task(0, self.done, (value, target, microbatches), from_feeder=batch is None)
+        task = task._replace(wanted=wanted)
         # A layer may write to its input; the search is to find what the step has found.
         again = task if self._config.on_nan == "ignore" else task._replace(given=(apart((value, value))[1],))
         scale = self.scale
@@ -222,6 +229,10 @@ class SynchronousSteps(Steps):
         seconds = time.monotonic() - start
         options: dict[str, Any] = {"seconds": seconds, "loss_scale": factor or 1.0, "skipped": overflowed or bool(why)}
         options |= {"why_skipped": why, "grad_norm": None if norm is None else norm.item()}
+        if wanted.outputs:
+            options["outputs"] = whole({j: x for report in reports for j, x in report.outputs.items()})
+        if wanted.input_grad:
+            options["input_grad"] = whole({j: x for report in reports for j, x in report.input_gradients.items()})
         return self._outcome(task, reports, began, pipe_s, **options)
 
     def settle(self) -> None:

@@ -12,7 +12,7 @@ from lp_pipe.pipeline.layers.microbatches import apart, loss_weights, split
 from lp_pipe.pipeline.worker.batches import BatchSource
 from lp_pipe.pipeline.worker.execution import Operation, Report
 from lp_pipe.pipeline.worker.same_target import glance
-from lp_pipe.pipeline.worker.tasks import Task
+from lp_pipe.pipeline.worker.tasks import NOTHING_MORE, Task, Wanted
 
 
 class Intake:
@@ -33,7 +33,7 @@ class Intake:
         """A step of training."""
         with noting(f"in {self._name}, before the first micro-batch of step {task.step}"):  # loss_weight is the user's
             inputs, targets = self._batch(task)
-            return self.of(task.tag, task.step, inputs, targets, scale)
+            return self.of(task.tag, task.step, inputs, targets, scale, task.wanted)
 
     def of(
         self,
@@ -42,11 +42,12 @@ class Intake:
         inputs: list[Any] | Mapping[int, Any],
         targets: list[Any],
         scale: float | None = None,
+        wanted: Wanted = NOTHING_MORE,
     ) -> Operation:
         """One with these micro-batches."""
         weights = loss_weights(targets, self._config.loss_weight) if targets else []
         inputs, targets = to_device(inputs, self._device), to_device(targets, self._device)
-        return Operation(tag, step, inputs, targets, weights, Report(), scale)
+        return Operation(tag, step, inputs, targets, weights, Report(), scale, wanted=wanted)
 
     def weigh_in_groups(self, operation: Operation, size: int) -> None:
         """Let the gradients of each `size` micro-batches add up as a step's do; what is reported is their mean."""
