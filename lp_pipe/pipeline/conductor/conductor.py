@@ -85,7 +85,7 @@ class Conductor:
 
     def learning_rates(self) -> dict[str, float]:
         """Of the next step, by parameter."""
-        return self._in_turn(self._learning_rate.by_name)
+        return self._in_turn(self._learning_rate.by_name, only_reads=True)
 
     def stragglers(self) -> list[Straggler]:
         """Workers that are much slower than expected."""
@@ -101,7 +101,7 @@ class Conductor:
 
     def evaluate(self, batches: Sequence[tuple[Any, Any]]) -> EvalResult:
         """Return mean loss and metrics over the batches, each one weighted as `loss_weight` says."""
-        return self._in_turn(lambda: result_of([self._evaluate(batches)]))
+        return self._in_turn(lambda: result_of([self._evaluate(batches)]), only_reads=True)
 
     def evaluation(self, number: str) -> Iterator[None]:
         """Begin an evaluation of what `evaluate_window` brings, until `end_evaluation` or the end of this stream.
@@ -109,7 +109,7 @@ class Conductor:
         The stream ends with the client's connection as well, so that a client that dies holds up no other.
         """
         evaluation = self._evaluations[number] = Evaluation()
-        result = self._begin_in_turn(lambda: evaluation.run(self._evaluate))
+        result = self._begin_in_turn(lambda: evaluation.run(self._evaluate), only_reads=True)
         self._results_of_evaluations[number] = result
         try:
             while True:
@@ -133,7 +133,7 @@ class Conductor:
 
     def forward_many(self, values: Sequence[Any]) -> list[Any]:
         """The outputs for several inputs, which follow each other through the stages."""
-        return self._in_turn(lambda: self._outputs(values))
+        return self._in_turn(lambda: self._outputs(values), only_reads=True)
 
     def worker_count(self) -> int:
         """How many inputs the stages can work on at a time."""
@@ -141,7 +141,7 @@ class Conductor:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The whole model's parameters and buffers."""
-        return self._in_turn(self._model.copied_state)
+        return self._in_turn(self._model.copied_state, only_reads=True)
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Replace the whole model's parameters and buffers."""
@@ -197,27 +197,46 @@ class Conductor:
 
     def export(self, path: str) -> None:
         """Write the whole model as one .safetensors file."""
-        self._in_turn(lambda: safetensors_file.write(Path(path), self._model.state_dict(), self._steps.done))
+        self._in_turn(
+            lambda: safetensors_file.write(Path(path), self._model.state_dict(), self._steps.done), only_reads=True
+        )
 
     def fingerprint(self) -> str:
         """sha256 over all parameters and buffers."""
-        return self._in_turn(self._model.fingerprint)
+        return self._in_turn(self._model.fingerprint, only_reads=True)
 
     def current_step(self) -> int:
         """The number of finished steps, which is the index of the next one."""
         return self._in_turn(lambda: self._steps.done, may_be_torn=True)
 
-    def _in_turn(self, operation: Callable[[], T], *, may_be_torn: bool = False, may_run_on: bool = False) -> T:
-        """may_be_torn: after half a step, too. may_run_on: also while a step that was begun ahead is going on."""
+    def _in_turn(
+        self,
+        operation: Callable[[], T],
+        *,
+        may_be_torn: bool = False,
+        may_run_on: bool = False,
+        only_reads: bool = False,
+    ) -> T:
+        """Run an operation after those before it.
 
-        return self._begin_in_turn(operation, may_be_torn=may_be_torn, may_run_on=may_run_on).result()
+        may_be_torn: after half a step, too. may_run_on: also while a step that was begun ahead is going on.
+        only_reads: it reads the stages' weights; after half a step, too, with a warning.
+        """
+        return self._begin_in_turn(
+            operation, may_be_torn=may_be_torn, may_run_on=may_run_on, only_reads=only_reads
+        ).result()
 
     def _begin_in_turn(
-        self, operation: Callable[[], T], *, may_be_torn: bool = False, may_run_on: bool = False
+        self,
+        operation: Callable[[], T],
+        *,
+        may_be_torn: bool = False,
+        may_run_on: bool = False,
+        only_reads: bool = False,
     ) -> "Future[T]":
         def in_order() -> T:
             if not may_be_torn:
-                self._steps.check_whole()
+                self._steps.check_whole(only_reads=only_reads)
                 self._join()
             if not may_run_on:
                 with contextlib.suppress(BaseException) if may_be_torn else contextlib.nullcontext():

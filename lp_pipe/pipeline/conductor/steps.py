@@ -1,16 +1,18 @@
 """Steps of training as the conductor runs them on all workers: each is a whole, or nothing."""
 
 import contextlib
+import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 
 from lp_pipe.context import log_metrics
-from lp_pipe.errors import EndOfData, PipelineError, Unavailable, noting
+from lp_pipe.errors import EndOfData, PipelineError, Unavailable, add_note, noting
 from lp_pipe.pipeline.compute.gradient_norms import total_norm
 from lp_pipe.pipeline.compute.loss_scale import LossScale
 from lp_pipe.pipeline.conductor.on_nan import OnNan
@@ -26,7 +28,10 @@ from lp_pipe.pipeline.worker.batches import BatchSource
 from lp_pipe.pipeline.worker.execution import Report
 from lp_pipe.pipeline.worker.same_target import glance
 from lp_pipe.pipeline.worker.tasks import NOTHING_MORE, Task, Wanted
+from lp_pipe.pipeline.worker.training import Update
 from lp_pipe.rpc.remote_error import headline
+
+_log = logging.getLogger(__name__)
 
 
 class Steps(ABC):
@@ -72,8 +77,10 @@ class Steps(ABC):
     def skip(self, why: str) -> StepResult:
         """The next step without its batch and its update; the learning rate goes on as with it."""
         self.forget_ahead()
-        self._apply(None, skip=True)
+        failure = self._apply(None, skip=True)
         step, self.done = self.done, self.done + 1
+        if failure is not None:
+            raise failure
         log_metrics({"skipped": 1.0}, step)
         return StepResult(step, math.nan, skipped=True, why_skipped=why)
 
@@ -111,16 +118,21 @@ class Steps(ABC):
             self.tear(why, error)
             raise
 
-    def check_whole(self) -> None:
-        """Refuse to go on after half a step.
+    def check_whole(self, *, only_reads: bool = False) -> None:
+        """Refuse to go on after half a step; to read what the stages have is allowed, with a warning.
 
         Raises:
             PipelineError, Unavailable: that is so; says why.
         """
-        if self.torn is not None:
+        if self.torn is not None and only_reads and not self._is_torn_by_death:
+            _log.warning("the stages are not at the same step (%s): what is read is a mixture", self.torn)
+        elif self.torn is not None:
             # What a death has left behind is its echo, for whoever asks next, and no cause of its own.
             kind = Unavailable if self._is_torn_by_death else PipelineError
-            raise kind(f"the stages are not at the same step any more ({self.torn}): load() a checkpoint to go on")
+            raise kind(
+                f"the stages are not at the same step any more ({self.torn}): load() a checkpoint to go on; "
+                "state_dict(), export(), forward() and evaluate() still work"
+            )
 
     def _batch(self, step: int, batch: tuple[Any, Any] | None, *, input_grad: bool = False) -> tuple[Any, Any, int]:
         """Input, target and number of micro-batches."""
@@ -148,25 +160,47 @@ class Steps(ABC):
             target=task.target if sends and rank in self._last else None,
         )
 
-    def _apply(self, total_norm: Tensor | None, skip: bool) -> None:
+    def _apply(self, total_norm: Tensor | None, skip: bool) -> BaseException | None:
+        """Let all workers do the update.
+
+        Returns the error of a scheduler that has failed on all of them alike after the update, which is to be raised
+        once the step counts as done: the stages are at the same step.
+
+        Raises:
+            Exception: the update's own error; either no stage has done it, or they are torn.
+        """
+        failure = None
         try:
             self._workers.all("apply", self.done, total_norm, skip)
         except BaseException as error:  # an optimizer may end in SystemExit, too
-            if self._may_have_updated():
-                self._tear_at(self.done, error)
-            else:
+            updates = self._last_updates()
+            found = set(updates.values()) - {Update.NOTHING_TO_DO}
+            if found == {Update.WITHOUT_SCHEDULER}:
+                add_note(
+                    error,
+                    f"after the update of step {self.done}, alike on all stages: the weights are those after this "
+                    "step, and can be read and saved",
+                )
+                failure = error
+            elif updates and found <= {Update.NOT_BEGUN}:
                 self._workers.discard()
-            raise
+                raise
+            else:
+                self._tear_at(self.done, error, updates)
+                raise
         self._workers.new_tag()  # the step stays: what is discarded from now on is another one's
+        return failure
 
-    def _may_have_updated(self) -> bool:
+    def _last_updates(self) -> dict[str, Update]:
+        """Return what each worker has done of the update, by name; nothing if one has died or cannot be reached."""
         try:
-            return any(self._workers.all("has_updated"))
-        except Unavailable:  # it has died, or cannot be reached: nobody knows
-            return True
+            return dict(self._workers.all("last_update"))
+        except Unavailable:
+            return {}
 
-    def _tear_at(self, step: int, error: BaseException) -> None:
+    def _tear_at(self, step: int, error: BaseException, updates: Mapping[str, Update] = MappingProxyType({})) -> None:
         self.tear(f"an update has failed after it had changed some of them: step {step}", error)
+        self.torn = "; ".join([str(self.torn), *(f"{name} {update.value}" for name, update in updates.items())])
 
     def _outcome(
         self, task: Task, reports: Sequence[Report], began: float, pipe_s: float, **more: Any
@@ -219,13 +253,15 @@ class SynchronousSteps(Steps):
                 task.step, reports, loss, lambda: run("search", again), is_scaled=scale is not None
             )
             norm = None if why else self._total_norm(reports)
-        self._apply(norm, overflowed or bool(why))
+        failure = self._apply(norm, overflowed or bool(why))
         if scale is not None:
             self.scale = scale.after(overflowed=overflowed)
         if self._config.shares_weights:
             with self.tearing(f"step {task.step} has failed after the update, at the tied weights"):
                 self._workers.run(lambda worker, tag, _: worker.share_weights(tag))
         self.done += 1
+        if failure is not None:
+            raise failure
         seconds = time.monotonic() - start
         options: dict[str, Any] = {"seconds": seconds, "loss_scale": factor or 1.0, "skipped": overflowed or bool(why)}
         options |= {"why_skipped": why, "grad_norm": None if norm is None else norm.item()}

@@ -1,5 +1,6 @@
 """The optimizer's side of a worker: gradients, norms, steps, and what a checkpoint keeps of them."""
 
+import enum
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -27,6 +28,16 @@ from lp_pipe.pipeline.saving.state_of_optimizer import OfParameter, restore, sta
 from lp_pipe.pipeline.worker.execution import Report
 
 
+class Update(enum.Enum):
+    """What a worker has done of the last update that it was asked for."""
+
+    NOTHING_TO_DO = "has nothing to update"
+    NOT_BEGUN = "has not done the update"
+    TORN = "has failed in the update"
+    WITHOUT_SCHEDULER = "has done the update, and failed in the scheduler"
+    DONE = "has done the update"
+
+
 class Training:
     """One optimizer over all parameters of a worker's stages; none when there is nothing to train."""
 
@@ -40,7 +51,7 @@ class Training:
         self._scheduler_factory = lr_scheduler
         self._lr_scheduler: Any = None
         self.waits_for_metric = False  # whether training steps leave the scheduler alone
-        self.has_updated = False  # by the last step, which may have failed
+        self.last_update = Update.NOTHING_TO_DO
         # Not for frozen ones alone: factories often leave these out, and torch refuses an empty list.
         if any(parameter.requires_grad for _, parameter in self._parameters):
             # Not while a layer is made: torch imports its compiler for both, and is not ready for two threads.
@@ -98,17 +109,21 @@ class Training:
 
     def step(self, step: int, total_norm: Tensor | None, max_norm: float | None, *, skip: bool = False) -> None:
         """Clip as torch.nn.utils.clip_grad_norm_ does, with the norm over all stages; then one optimizer step."""
-        self.has_updated = False
-        versions = self._versions()
+        if self._optimizer is None:
+            self.clear_gradients()
+            return
+        self.last_update, versions = Update.NOT_BEGUN, self._versions()
         try:
             if max_norm is not None and total_norm is not None:
                 nn.utils.clip_grads_with_norm_(self.parameters, max_norm, total_norm)
             if not skip:
                 self._step_optimizer(step, 0)
+            self.last_update = Update.WITHOUT_SCHEDULER
             self.step_scheduler()
-            self.has_updated = self._optimizer is not None
+            self.last_update = Update.DONE
         finally:
-            self.has_updated = self.has_updated or self._versions() != versions
+            if self.last_update is Update.NOT_BEGUN and self._versions() != versions:
+                self.last_update = Update.TORN
             self.clear_gradients()  # else the next step would add to them
 
     def update(self, step: int, index: int) -> None:

@@ -46,7 +46,7 @@ from lp_pipe.pipeline.worker.reduction import Reduction
 from lp_pipe.pipeline.worker.shares import Shares
 from lp_pipe.pipeline.worker.side_channels import SideChannels
 from lp_pipe.pipeline.worker.tasks import Task
-from lp_pipe.pipeline.worker.training import Training
+from lp_pipe.pipeline.worker.training import Training, Update
 from lp_pipe.pipeline.worker.whereabouts import Whereabouts
 
 
@@ -171,9 +171,9 @@ class StageWorker:
         """The feeder has told the first stage that there is no such step; see BatchSource."""
         self._intake.confirm_end(step)
 
-    def has_updated(self) -> bool:
-        """Whether the last `apply`, which may have failed, has changed something."""
-        return self.training.has_updated
+    def last_update(self) -> tuple[str, Update]:
+        """Return this worker's name, and what it has done of the last `apply`, which may have failed."""
+        return self._name, self.training.last_update
 
     @property
     def device(self) -> torch.device:
