@@ -203,14 +203,19 @@ class PipelineClient:
         written: Future[list[str]] = self._conductor.futures.write_copy(folder, copy)
         return written
 
-    def load(self, path: str | Path) -> None:
+    def load(self, path: str | Path, *, strict: bool = True) -> None:
         """Go on from a checkpoint that any number of stages wrote.
+
+        Parameters that were frozen when it was written, and are trained now, begin with fresh optimizer state; the log
+        names them.
+        strict: its names and shapes must be those of this model. False: what is missing there, or has another shape (a
+            new head), keeps its values and begins with fresh optimizer state; what this model lacks is left out.
 
         Raises:
             CheckpointError: it is incomplete or damaged.
             PipelineError: it is of another model.
         """
-        self._conductor.load(os.fspath(path))
+        self._conductor.load(os.fspath(path), strict)
 
     def recover(self) -> None:
         """Join the stage workers anew, after one of them has died and was restarted (`add_pipeline(on_failure=...)`).

@@ -159,9 +159,9 @@ class Conductor:
         """Write it, while operations go on; returns the names of the files."""
         return self._model.write_copy(Path(path), copy)
 
-    def load(self, path: str) -> None:
+    def load(self, path: str, strict: bool = True) -> None:
         """Go on from a checkpoint folder, whatever number of stages wrote it."""
-        self._in_turn(lambda: self._load(Path(path)), may_be_torn=True)
+        self._in_turn(lambda: self._load(Path(path), strict=strict), may_be_torn=True)
 
     def mirror(self, me: Any) -> int:
         """Let each worker copy its state, for itself and its guard; returns the step. me: a client of this conductor.
@@ -263,8 +263,8 @@ class Conductor:
             self._workers.all("load_state_dict", whole)
         self._steps.forget_ahead()
 
-    def _load(self, path: Path) -> None:
-        found = self._model.read(path)
+    def _load(self, path: Path, *, strict: bool) -> None:
+        found = self._model.read(path, strict=strict)
         self._mirrors.forget()
         with self._steps.tearing(f"loading {path} has failed after it had changed some of them"):
             self._model.adopt()

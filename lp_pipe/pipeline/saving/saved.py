@@ -35,6 +35,11 @@ class Saved(NamedTuple):
     formats: dict[str, int]
     scheduler_kind: str | None = None
 
+    def keeping(self, own: Mapping[str, Tensor]) -> "Saved":
+        """Return this with these weights in the place of its own, and without optimizer state of them."""
+        optimizer = {name: state for name, state in self.optimizer.items() if name not in own}
+        return self._replace(weights={**self.weights, **own}, optimizer=optimizer)
+
 
 def entries(share: Saved, worker: int) -> dict[Key, Any]:
     """A worker's share taken apart."""

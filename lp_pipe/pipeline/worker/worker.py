@@ -24,7 +24,7 @@ from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
 from lp_pipe.pipeline.layers.formats import with_formats
 from lp_pipe.pipeline.layers.layer_names import names_by_index
 from lp_pipe.pipeline.layers.microbatches import aligned
-from lp_pipe.pipeline.layers.state_shapes import check_shapes, taken_by
+from lp_pipe.pipeline.layers.state_shapes import check_shapes, misfits, taken_by
 from lp_pipe.pipeline.results import NonFinite, StageMemory
 from lp_pipe.pipeline.saving.saved import Saved, is_of, joined
 from lp_pipe.pipeline.schedule import Action, Schedule, forward_on, share
@@ -235,8 +235,11 @@ class StageWorker:
             stage.load_state_dict(state)
         self._writes.are_loaded()
 
-    def read(self, path: str) -> None:
+    def read(self, path: str, strict: bool) -> dict[str, list[str]]:
         """Read what belongs to this worker's layers, and change nothing before `adopt`: the other workers may fail to.
+
+        strict: the checkpoint must have all of this worker's names, in the same shapes.
+        Returns the names of what does not begin with the checkpoint's values, by the reason.
 
         Raises:
             CheckpointError: a file is missing or damaged.
@@ -247,9 +250,23 @@ class StageWorker:
         own, parameters = self._own_state(), self.training.named_parameters
         folder = SavedFolder(Path(path))
         saved = joined(folder.read(key for key in folder.keys if is_of(key, own, parameters)))
-        check_shapes(saved.weights, own, f"{path} is a checkpoint", self.taken)
-        self.training.check(saved)
+        kept: dict[str, list[str]] = {}
+        if strict:
+            check_shapes(saved.weights, own, f"{path} is a checkpoint", self.taken)
+        else:
+            kept = {
+                "values are not in the checkpoint, and kept as they are": [
+                    name for name in own if name not in saved.weights
+                ],
+                "values have another shape in the checkpoint, and are kept as they are": misfits(
+                    saved.weights, own, self.taken
+                ),
+            }
+            saved = saved.keeping({name: own[name] for names in kept.values() for name in names})
+        fresh = self.training.check(saved)
+        kept["parameters were not trained in the checkpoint, and begin with fresh optimizer state"] = fresh
         self._saved = saved
+        return {reason: names for reason, names in kept.items() if names}
 
     def adopt(self) -> None:
         """Go on from what was read."""
