@@ -132,6 +132,7 @@ def add_pipeline(
         updates=layout.schedule.updates,
         on_nan=on_nan,
         predicted_seconds=replica_seconds(layout.plan),
+        callbacks=model.callbacks,
         registered=None if layout.name is None else registered(layout.name),
     )
     check_on_nan(on_nan, is_asynchronous=config.is_asynchronous)
@@ -186,6 +187,7 @@ def _check_asynchronous(config: PipelineConfig) -> None:
     _ = config.timings
     refused = {
         "clip_grad_norm": (config.clip_grad_norm is not None, "the gradients of all stages have one norm"),
+        "pp.Model(callbacks=…)": (bool(config.callbacks), "some forwards of a step come before the last of another"),
         "precision='fp16'": (config.precision == "fp16", "all stages have one loss scale: take 'bf16'"),
         "tied weights or skips between stages": (bool(config.edges), "the stages are at different versions"),
     }

@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,7 +18,7 @@ from lp_pipe.pipeline.schedule.numbers_given import as_int
 from lp_pipe.rpc import CourierClient
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
 
 T = TypeVar("T")
@@ -166,6 +166,21 @@ class PipelineClient:
     def _windows(self, inputs: Iterator[Any], in_flight: int | None) -> Iterator[Any]:
         for window in _windows_of(inputs, in_flight or 2 * self._conductor.worker_count()):
             yield from self._conductor.forward_many(window)
+
+    def apply(self, change: "Callable[[dict[str, nn.Module]], Any]") -> list[Any]:
+        """Call `change(modules)` in every stage worker, between two steps; returns what it returns, by worker.
+
+        modules: the worker's own, by the names that their parameters begin with ("0", "0.attention"; "loss" is a loss
+            that is a module), in train mode, under torch.no_grad(). To freeze layers, to set drop rates, to prune, to
+            read norms. What it changes (numbers, strings and modes of modules, requires_grad, values of tensors) is in
+            checkpoints, too, and every later step and evaluation sees it. It must do the same on all replicas.
+
+        Raises:
+            RemoteError: the function's own exception; if it had changed no tensor, all is as before.
+            PipelineError: it has changed what a checkpoint could not keep, such as a submodule or a hook.
+        """
+        results: list[Any] = self._conductor.apply(change)
+        return results
 
     def state_dict(self) -> "dict[str, Tensor]":
         """The whole model under the names that nn.Sequential(*layers) gives; CPU tensors."""

@@ -21,6 +21,7 @@ from lp_pipe.pipeline.layers.names import model_names
 from lp_pipe.pipeline.layers.rng import backward_place, optimizer_place, step_rng
 from lp_pipe.pipeline.layers.skips import call, layer_sources
 from lp_pipe.pipeline.layers.tied import tie, tied_names
+from lp_pipe.pipeline.worker.module_settings import ModuleSettings, with_loss
 
 
 class PlainLoop:
@@ -75,6 +76,7 @@ class PlainLoop:
             self._note_modules(self._loss, self._last_replicas)
         self._parts: dict[str, dict[int, Tensor]] = {}
         with_buffers = self._modules if on_nan == "skip" else ()
+        self._settings = ModuleSettings(with_loss(self._named.named_modules(), self._loss))
         self._writes = ForwardWrites(self._named.modules(), self._parameters.items(), with_buffers)
 
     def step(self, batch: tuple[Any, Any]) -> float:
@@ -85,6 +87,7 @@ class PlainLoop:
         targets = split(target, self._microbatches)
         weights = loss_weights(targets, self._model.loss_weight)
         with current(self._device):
+            self._settings.apply_due(self._model.callbacks, self._step)
             return self._stepped(inputs, to_device(targets, self._device), weights)
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -29,6 +29,7 @@ from lp_pipe.pipeline.saving.manifest import Manifest
 from lp_pipe.pipeline.worker.channel_handle import ChannelTarget
 from lp_pipe.pipeline.worker.execution import Report
 from lp_pipe.pipeline.worker.mirrors import Mirror
+from lp_pipe.pipeline.worker.module_settings import Change
 from lp_pipe.pipeline.worker.tasks import Wanted
 from lp_pipe.pipeline.worker.worker import StageWorker
 from lp_pipe.rpc.pool import DaemonPool
@@ -138,6 +139,10 @@ class Conductor:
     def worker_count(self) -> int:
         """How many inputs the stages can work on at a time."""
         return self._config.ranks.world_size
+
+    def apply(self, change: Change) -> list[Any]:
+        """Call a function with the modules of every stage; returns its results, by worker."""
+        return self._in_turn(lambda: self._apply(change))
 
     def state_dict(self) -> dict[str, Tensor]:
         """The whole model's parameters and buffers."""
@@ -255,6 +260,20 @@ class Conductor:
         self._learning_rate.refuse_without_metric()
         with self._steps.tearing("scheduler_step() has failed after it may have changed some of them"):
             self._learning_rate.step(metric)
+
+    def _apply(self, change: Change) -> list[Any]:
+        self._steps.forget_ahead()
+        settings = self._workers.all("settings")
+        try:
+            results = self._workers.all("apply_to_modules", change, self._steps.done)
+        except BaseException as error:  # the function may end in SystemExit, too
+            with self._steps.tearing("apply() has failed after it may have changed some of them"):
+                undone = self._workers.each(range(len(settings)), "undo_settings", [(one,) for one in settings])
+            if any(undone):
+                self._steps.tear("apply() has failed after it had changed tensors of some of them", error)
+            raise
+        self._mirrors.forget()
+        return results
 
     def _load_state_dict(self, state: dict[str, Tensor]) -> None:
         whole = self._model.checked(state)

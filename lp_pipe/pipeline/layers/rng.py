@@ -69,6 +69,11 @@ def optimizer_place(stage: int) -> int:
     return -1 - stage
 
 
+def change_place(first_layer: int) -> int:
+    """In the place of a micro-batch in `step_rng`, for a function that `apply` calls; of a worker's first layer."""
+    return -(1 << 20) - first_layer
+
+
 def backward_place(microbatch: int) -> int:
     """In the place of a micro-batch in `step_rng`, for a backward that draws; the layer is its stage's first one."""
     return -1 - microbatch

@@ -24,6 +24,7 @@ from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
 from lp_pipe.pipeline.layers.formats import with_formats
 from lp_pipe.pipeline.layers.layer_names import names_by_index
 from lp_pipe.pipeline.layers.microbatches import aligned
+from lp_pipe.pipeline.layers.rng import change_place, step_rng
 from lp_pipe.pipeline.layers.state_shapes import check_shapes, misfits, taken_by
 from lp_pipe.pipeline.results import NonFinite, StageMemory
 from lp_pipe.pipeline.saving.saved import Saved, is_of, joined
@@ -38,6 +39,7 @@ from lp_pipe.pipeline.worker.learning_rate import LearningRate
 from lp_pipe.pipeline.worker.links import Links
 from lp_pipe.pipeline.worker.metering import Metering
 from lp_pipe.pipeline.worker.mirrors import Mirrors
+from lp_pipe.pipeline.worker.module_settings import Change, ModuleSettings, Settings, with_loss
 from lp_pipe.pipeline.worker.neighbours import Neighbours
 from lp_pipe.pipeline.worker.nonfinite import Search
 from lp_pipe.pipeline.worker.own_hub import own_hub
@@ -86,6 +88,9 @@ class StageWorker:
         self._loss = OwnLoss(pipeline.loss if pipeline.last_stage in self._stages else None, self._device)
         self._inner = [module for stage in self._stages.values() for module in stage.modules()]
         self._modules = [*self._inner, *self._loss.modules]
+        self._settings = ModuleSettings(
+            with_loss((item for stage in self._stages.values() for item in stage.named_modules()), self._loss.call)
+        )
         self._writes = ForwardWrites(self._inner, self.training.named_parameters.items(), self._modules)
         self._metering = Metering(self._inner, self.training, (self._worker, self._replica), list(self._stages))
         self._search = Search(pipeline, self._stages, names_by_index(worker.sources.values()), node.name)
@@ -120,6 +125,8 @@ class StageWorker:
         scale: a factor of the losses, for the backwards; the gradients are without it afterwards.
         """
         self._past.changes()
+        if self._config.callbacks:
+            self._apply_callbacks(task.step)
         operation = self._run(task, scale, self._metering.around(self._execution.training))
         self._metering.before_update()
         self._reduction.reduce(task.tag, self.training.parameters, self._modules, self._writes.buffers_before)
@@ -170,6 +177,44 @@ class StageWorker:
     def confirm_end(self, step: int) -> None:
         """The feeder has told the first stage that there is no such step; see BatchSource."""
         self._intake.confirm_end(step)
+
+    def apply_to_modules(self, change: Change, step: int) -> Any:
+        """Call a user's function with this worker's modules; returns what it returns.
+
+        Raises:
+            Exception: the function's own; `has_changed_tensors` says whether it has changed any before.
+        """
+        self._past.changes()
+        self._ahead.discard()
+        self._versions_before = self._tensor_versions()
+        first = min((stage.first_layer for stage in self._stages.values()), default=0)
+        with current(self._device), step_rng(self._config.seed, first, step, change_place(first)):
+            result = self._settings.apply(change)
+        self._writes.are_loaded()
+        return to_host(result, self._device)
+
+    def _apply_callbacks(self, step: int) -> None:
+        first = min((stage.first_layer for stage in self._stages.values()), default=0)
+        with (
+            noting(f"in {self._name}, a callback of the model before step {step}"),
+            current(self._device),
+            step_rng(self._config.seed, first, step, change_place(first)),
+        ):
+            if self._settings.apply_due(self._config.callbacks, step):
+                self._writes.are_loaded()
+
+    def undo_settings(self, settings: Settings) -> bool:
+        """Set what `apply_to_modules` has changed beside tensors back; returns whether it has changed tensors."""
+        self._settings.restore(settings)
+        return self._tensor_versions() != self._versions_before
+
+    def settings(self) -> Settings:
+        """Return what `apply_to_modules` has changed beside tensors, since the layers were built."""
+        return self._settings.changed()
+
+    def _tensor_versions(self) -> list[int]:
+        states = [(*module._parameters.values(), *module._buffers.values()) for module in self._modules]
+        return [tensor._version for state in states for tensor in state if tensor is not None]
 
     def last_update(self) -> tuple[str, Update]:
         """Return this worker's name, and what it has done of the last `apply`, which may have failed."""
@@ -292,13 +337,14 @@ class StageWorker:
         self.load_state_dict(with_formats(saved.weights, saved.formats))
         self.training.restore(saved)
         self._loss.restore(saved.loss)
+        self._settings.restore(saved.settings or {})
         self._ahead.restore(saved.versions)
 
     def _share(self) -> Saved:
         """On the host: who guards this worker may see no GPU, and this one's may have no room for copies."""
         self._writes.check()
         share = self.training.share(self.state_dict(), self.formats(), self._loss.state(), self._ahead.versions())
-        return Saved(*to_host(share, self._device))
+        return Saved(*to_host(share, self._device))._replace(settings=self._settings.changed())
 
     def _connect(self, neighbours: Neighbours) -> None:
         config = self._config
