@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from lp_pipe.pipeline.both_ways import check as check
     from lp_pipe.pipeline.client import PipelineClient as PipelineClient
     from lp_pipe.pipeline.client import PipelineHandle as PipelineHandle
+    from lp_pipe.pipeline.layers.batch_dims import cut as cut
+    from lp_pipe.pipeline.layers.batch_dims import whole as whole
     from lp_pipe.pipeline.layers.rng import layer_rng as layer_rng
     from lp_pipe.pipeline.layers.rng import step_rng as step_rng
     from lp_pipe.pipeline.layers.skips import Pop as Pop
@@ -63,6 +65,8 @@ _ON_FIRST_USE = {  # for these torch is needed, or numpy
     "CheckReport": "both_ways",
     "PipelineClient": "client",
     "PipelineHandle": "client",
+    "cut": "layers.batch_dims",
+    "whole": "layers.batch_dims",
     "layer_rng": "layers.rng",
     "step_rng": "layers.rng",
     "measure_links": "measuring.link_profile",

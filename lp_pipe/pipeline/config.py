@@ -42,6 +42,8 @@ class PipelineConfig:
     updates: Updates | None  # of an asynchronous schedule
     on_nan: str
     predicted_seconds: tuple[float, ...]  # by a plan, of each worker: per micro-batch of one replica
+    batch_dims: tuple[Any, Any, int]  # of input, target and output, see batch_dims.marked
+    has_batch_dims: bool  # whether the model says so itself
     callbacks: Mapping[int, Callable[[dict[str, Any]], Any]]  # by the step before which each is called
     registered: Registered | None  # of a schedule whose name only the launching process need know
 

@@ -12,6 +12,7 @@ from lp_pipe.pipeline.compute.device import CPU, current, own_loss, to_device, t
 from lp_pipe.pipeline.compute.finite import is_finite
 from lp_pipe.pipeline.compute.forward_writes import ForwardWrites
 from lp_pipe.pipeline.compute.precision import autocast
+from lp_pipe.pipeline.layers.batch_dims import check_dims, marked, unmarked
 from lp_pipe.pipeline.layers.build import build_layers
 from lp_pipe.pipeline.layers.factories import made_optimizer, made_scheduler, wants_metric
 from lp_pipe.pipeline.layers.microbatches import apart, count, loss_weights, split
@@ -81,6 +82,8 @@ class PlainLoop:
 
     def step(self, batch: tuple[Any, Any]) -> float:
         """One optimizer step; the weighted sum of the micro-batches' losses."""
+        input_dims, target_dims, _ = check_dims(self._model.batch_dims)
+        batch = marked(batch[0], input_dims), marked(batch[1], target_dims)
         count(batch, self._microbatches)  # refuses what belongs to different samples
         value, target = apart(batch)
         inputs = split(to_device(value, self._device), self._microbatches)
@@ -88,7 +91,8 @@ class PlainLoop:
         weights = loss_weights(targets, self._model.loss_weight)
         with current(self._device):
             self._settings.apply_due(self._model.callbacks, self._step)
-            return self._stepped(inputs, to_device(targets, self._device), weights)
+            targets = to_device(targets, self._device)
+            return self._stepped([*map(unmarked, inputs)], [*map(unmarked, targets)], weights)
 
     def state_dict(self) -> dict[str, Tensor]:
         """That of the trained copies, in the host's memory."""

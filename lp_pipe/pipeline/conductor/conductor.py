@@ -21,6 +21,7 @@ from lp_pipe.pipeline.conductor.steps import Steps, SynchronousSteps, summed
 from lp_pipe.pipeline.conductor.whole_model import Copy, WholeModel
 from lp_pipe.pipeline.conductor.workers import Workers
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
+from lp_pipe.pipeline.layers.batch_dims import marked
 from lp_pipe.pipeline.layers.microbatches import apart, loss_weights, total_weight
 from lp_pipe.pipeline.metrics import scaled
 from lp_pipe.pipeline.results import EvalResult, StageMemory, StepResult, StepTrace, Straggler
@@ -310,7 +311,7 @@ class Conductor:
 
     def _evaluate(self, batches: Sequence[tuple[Any, Any]]) -> WindowMeans:
         pairs = checked_window(batches)
-        targets = [target for _, target in pairs]
+        targets = [marked(target, self._config.batch_dims[1]) for _, target in pairs]
         loss, metrics = summed(self._infer([value for value, _ in pairs], targets))
         rule = self._config.loss_weight
         share = sum(loss_weights(targets, rule))

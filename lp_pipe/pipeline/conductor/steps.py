@@ -19,7 +19,8 @@ from lp_pipe.pipeline.conductor.on_nan import OnNan
 from lp_pipe.pipeline.conductor.stragglers import Stragglers
 from lp_pipe.pipeline.conductor.workers import Workers
 from lp_pipe.pipeline.config import PipelineConfig
-from lp_pipe.pipeline.layers.batch_gradients import whole, without_graph
+from lp_pipe.pipeline.layers.batch_dims import marked
+from lp_pipe.pipeline.layers.batch_gradients import joined_gradients, joined_outputs, without_graph
 from lp_pipe.pipeline.layers.microbatches import aligned, apart, check_pair, count
 from lp_pipe.pipeline.metrics import Totals, merged, results
 from lp_pipe.pipeline.results import StepResult, StepTrace
@@ -143,6 +144,8 @@ class Steps(ABC):
             raise EndOfData(f"the feeder has no batch for step {step}")
         value, target = check_pair(given, "step()")
         with noting(f"in the feeder's batch({step})" if batch is None else f"in the batch of step {step}"):
+            input_dims, target_dims, _ = self._config.batch_dims
+            value, target = marked(value, input_dims), marked(target, target_dims)
             microbatches = count((value, target), self._config.microbatches)
             value = without_graph(value, target, input_grad=input_grad)
             own, own_target = apart((value, target))
@@ -266,9 +269,11 @@ class SynchronousSteps(Steps):
         options: dict[str, Any] = {"seconds": seconds, "loss_scale": factor or 1.0, "skipped": overflowed or bool(why)}
         options |= {"why_skipped": why, "grad_norm": None if norm is None else norm.item()}
         if wanted.outputs:
-            options["outputs"] = whole({j: x for report in reports for j, x in report.outputs.items()})
+            parts = {j: x for report in reports for j, x in report.outputs.items()}
+            options["outputs"] = joined_outputs(parts, self._config.batch_dims[2])
         if wanted.input_grad:
-            options["input_grad"] = whole({j: x for report in reports for j, x in report.input_gradients.items()})
+            parts = {j: x for report in reports for j, x in report.input_gradients.items()}
+            options["input_grad"] = joined_gradients(parts, value)
         return self._outcome(task, reports, began, pipe_s, **options)
 
     def settle(self) -> None:

@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lp_pipe.errors import PipelineError
-from lp_pipe.pipeline.layers.message import tensors_of
+from lp_pipe.pipeline.layers.batch_dims import Cut, Whole, is_leaf
+from lp_pipe.pipeline.layers.message import Message, tensors_of
 
 _WITHOUT_GRAPH = (
     "stages run in other threads or processes, where autograd does not follow. To train what made the input, take the "
@@ -34,9 +35,14 @@ def without_graph(value: Any, target: Any, *, input_grad: bool) -> Any:
     return pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)
 
 
-def wants_gradient(value: Any) -> tuple[bool, ...]:
-    """Return for each tensor of a micro-batch's input, in the order of `tensors_of`, whether it can have a gradient."""
-    return tuple(_is_differentiable(tensor) for tensor in tensors_of(value))
+def with_gradient(value: Any) -> Message:
+    """Return a micro-batch's input as a message whose tensors want gradients, as far as they can have one.
+
+    The tensors are new objects, and no views: autograd marks them as results, and several micro-batches may share one.
+    """
+    once = {id(tensor): tensor.data for tensor in tensors_of(value)}
+    value = pytree.tree_map(lambda leaf: once.get(id(leaf), leaf), value)
+    return Message(value, tuple(_is_differentiable(tensor) for tensor in tensors_of(value)))
 
 
 def gradients_of(value: Any, gradients: Sequence[Tensor | None], scale: float | None) -> Any:
@@ -58,21 +64,44 @@ def detached_copy(value: Any) -> Any:
     return pytree.tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, value)
 
 
-def whole(parts: Mapping[int, Any]) -> Any:
-    """Return the micro-batches' values, by index, as one of the whole batch: tensors one behind the other."""
-    values = [parts[index] for index in sorted(parts)]
-    if not values:
-        return None
-    flat, specs = zip(*(pytree.tree_flatten(value) for value in values), strict=True)
+def joined_outputs(parts: Mapping[int, Any], dim: int) -> Any:
+    """Return the micro-batches' outputs, by index, as one of the whole batch: tensors one behind the other along `dim`.
+
+    Raises:
+        PipelineError: the micro-batches have outputs of different structures.
+    """
+    values = [pytree.tree_flatten(parts[index]) for index in sorted(parts)]
+    specs = [spec for _, spec in values]
     if any(spec != specs[0] for spec in specs):
         raise PipelineError("outputs=True needs an output of one structure for all micro-batches of the step")
-    return pytree.tree_unflatten([_joined(leaves) for leaves in zip(*flat, strict=True)], specs[0])
+    leaves = zip(*(leaves for leaves, _ in values), strict=True)
+    return pytree.tree_unflatten([_joined(slices, dim) for slices in leaves], specs[0])
 
 
-def _joined(leaves: Sequence[Any]) -> Any:
-    if isinstance(leaves[0], Tensor):
-        return torch.cat(list(leaves)) if leaves[0].dim() else torch.stack(list(leaves))
-    return None if leaves[0] is None else list(leaves)
+def joined_gradients(parts: Mapping[int, Any], value: Any) -> Any:
+    """Return the micro-batches' gradients as one of the whole input, in the order of their indices.
+
+    Those of what every micro-batch got whole are added up. value: the batch's input, with its marks.
+    """
+    marks, spec = pytree.tree_flatten(value, is_leaf=is_leaf)
+    leaves = zip(*(pytree.tree_leaves(parts[index], is_leaf=_is_none) for index in sorted(parts)), strict=True)
+    found = []
+    for mark, slices in zip(marks, leaves, strict=True):
+        if isinstance(mark, Whole):
+            found.append(None if slices[0] is None else sum(slices[1:], slices[0]))
+        else:
+            found.append(_joined(slices, mark.dim if isinstance(mark, Cut) else 0))
+    return pytree.tree_unflatten(found, spec)
+
+
+def _joined(slices: Sequence[Any], dim: int) -> Any:
+    if isinstance(slices[0], Tensor):
+        return torch.cat(list(slices), dim) if slices[0].dim() > dim else torch.stack(list(slices))
+    return None if slices[0] is None else list(slices)
+
+
+def _is_none(value: Any) -> bool:
+    return value is None
 
 
 def _is_differentiable(tensor: Tensor) -> bool:

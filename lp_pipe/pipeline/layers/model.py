@@ -67,6 +67,9 @@ class Model:
     tied: pairs of parameter names (nn.Sequential's, such as "0.weight") that are one parameter, with the initial values
         of the first in the order of layers. The same Parameter object in two ready-made layers is found by itself.
     seed: decides initial weights, dropout and what the loss draws, the same for every number of stages.
+    batch_dims: where the samples are: an int for all tensors of input, target and output (1: time first), or a tuple
+        (input, target[, output]) of ints, None for what every micro-batch gets whole, and dicts, tuples or lists of
+        these in the structure of the value. None: along the first dimension. `pp.cut` and `pp.whole` mark leaves.
     callbacks: {step: function of the stage's modules}, each called in every stage before that step, as by
         `PipelineClient.apply`; also after a resume, if it was not called before the checkpoint.
     """
@@ -78,6 +81,7 @@ class Model:
     loss_weight: LossWeight = "samples"
     tied: Sequence[tuple[str, str]] = ()
     seed: int = 0
+    batch_dims: Any = None
     callbacks: Mapping[int, Callable[[dict[str, Any]], Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

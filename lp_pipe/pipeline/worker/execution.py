@@ -17,7 +17,8 @@ from lp_pipe.pipeline.compute.precision import autocast
 from lp_pipe.pipeline.compute.stage import EVALUATION, Stage
 from lp_pipe.pipeline.compute.untrained import refuse_detached, refuse_untrained
 from lp_pipe.pipeline.config import PipelineConfig
-from lp_pipe.pipeline.layers.batch_gradients import detached_copy, gradients_of, wants_gradient
+from lp_pipe.pipeline.layers.batch_dims import unmarked
+from lp_pipe.pipeline.layers.batch_gradients import detached_copy, gradients_of, with_gradient
 from lp_pipe.pipeline.layers.message import Message
 from lp_pipe.pipeline.layers.model import Loss
 from lp_pipe.pipeline.layers.rng import step_rng
@@ -98,7 +99,7 @@ class _Route(NamedTuple):
         """A forward's."""
         if self.receive is None:
             value = operation.inputs[self.microbatch]
-            return Message(value, wants_gradient(value) if operation.wanted.input_grad else ())
+            return with_gradient(value) if operation.wanted.input_grad else Message(value, ())
         return Message(*self.receive(operation.tag))
 
     def hand_on(self, operation: Operation, value: Any) -> None:
@@ -272,7 +273,7 @@ class Execution:
         with draws, autocast(self._config.precision, self._device.type):
             assert self._criterion is not None, "the last stage's worker has the loss"
             try:
-                result = self._criterion(output, operation.targets[microbatch])
+                result = self._criterion(output, unmarked(operation.targets[microbatch]))
             except BaseException as error:
                 add_note(error, "in the loss")
                 raise

@@ -26,6 +26,7 @@ from lp_pipe.pipeline.layers.layer_names import names_by_index
 from lp_pipe.pipeline.layers.microbatches import aligned
 from lp_pipe.pipeline.layers.rng import change_place, step_rng
 from lp_pipe.pipeline.layers.state_shapes import check_shapes, misfits, taken_by
+from lp_pipe.pipeline.layers.unfit import refuse_time_first
 from lp_pipe.pipeline.results import NonFinite, StageMemory
 from lp_pipe.pipeline.saving.saved import Saved, is_of, joined
 from lp_pipe.pipeline.schedule import Action, Schedule, forward_on, share
@@ -69,6 +70,9 @@ class StageWorker:
         self._device = chosen_device(pipeline.devices[self._worker], worker.rank)
         self._name = node.name
         self._stages = stages_of(worker, pipeline, self._device)
+        if not pipeline.has_batch_dims:
+            for stage in self._stages.values():
+                refuse_time_first(stage.layers, stage.first_layer)
         self.training = Training(list(self._stages.values()), pipeline.optimizer, pipeline.lr_scheduler, pipeline.seed)
         self._saved: Saved | None = None
         self._past = Past(node.name)
