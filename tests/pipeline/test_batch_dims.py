@@ -136,4 +136,4 @@ def test_batch_dims_of_another_structure_are_refused() -> None:
     with launched("thread", model, stages=1) as pipeline, pytest.raises(pp.PipelineError, match="batch_dims"):
         pipeline.step(batch)
     with pytest.raises(pp.PipelineError, match="batch_dims"):
-        pp.add_pipeline(lp.Program("x"), pp.Model([nn.Linear(1, 1)], flat_loss, sgd, batch_dims="time"))
+        pp.add_pipeline(lp.Program("x"), pp.Model([nn.Linear(1, 1)], flat_loss, sgd, batch_dims="time"), stages=1)
