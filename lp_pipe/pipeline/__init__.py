@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from lp_pipe.pipeline.both_ways import check as check
     from lp_pipe.pipeline.client import PipelineClient as PipelineClient
     from lp_pipe.pipeline.client import PipelineHandle as PipelineHandle
+    from lp_pipe.pipeline.data_loader_feeder import DataLoaderFeeder as DataLoaderFeeder
     from lp_pipe.pipeline.layers.batch_dims import cut as cut
     from lp_pipe.pipeline.layers.batch_dims import whole as whole
     from lp_pipe.pipeline.layers.rng import layer_rng as layer_rng
@@ -63,6 +64,7 @@ _ON_FIRST_USE = {  # for these torch is needed, or numpy
     "add_pipeline": "add",
     "check": "both_ways",
     "CheckReport": "both_ways",
+    "DataLoaderFeeder": "data_loader_feeder",
     "PipelineClient": "client",
     "PipelineHandle": "client",
     "cut": "layers.batch_dims",

@@ -31,6 +31,18 @@ def layer_rng(seed: int, index: int) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def sample_rng(number: int) -> Iterator[None]:
+    """Draw what is random about a sample of a data set in the body; restores torch's CPU generator."""
+    with _generator_lock:
+        before = torch.get_rng_state()
+        torch.default_generator.manual_seed(number)
+        try:
+            yield
+        finally:
+            torch.set_rng_state(before)
+
+
 def nobody_draws() -> contextlib.AbstractContextManager[Any]:
     """In the body no thread of this process is in a `step_rng`, for what is not ready for others beside it."""
     return _generator_lock
