@@ -50,18 +50,18 @@ class Argv(list[str]):
 
 
 def hand_over(file: str, flags: Sequence[str]) -> None:
-    """sys.argv becomes [file, *flags]."""
+    """Set sys.argv to [file, *flags]."""
     sys.argv = Argv([file, *flags])
 
 
 def were_read() -> bool:
-    """Whether the target, or what it imports, has looked at the flags in sys.argv."""
+    """Return whether the target, or what it imports, has looked at the flags in sys.argv."""
     return bool(vars(sys.argv).get("was_read", False)) if isinstance(sys.argv, Argv) else True
 
 
 @dataclass(frozen=True)
 class Flags:
-    """What was given on the command line: values by parameter, and the flags that are no parameter's."""
+    """The flags of a command line: values by parameter, and the flags that are no parameter's."""
 
     values: dict[str, Any]
     unknown: list[str]
@@ -80,7 +80,7 @@ class MakerFlags:
 
     @property
     def names(self) -> list[str]:
-        """Without their dashes."""
+        """The names of the flags, without their dashes."""
         return [one.name for one in self._parameters]
 
     def parse(self, given: Sequence[str]) -> Flags:
@@ -131,7 +131,7 @@ class MakerFlags:
         return parser
 
     def _collected(self, name: str, value: Any) -> Any:
-        """A list that was read becomes what the annotation says."""
+        """Return a list that was read as the collection that the annotation says."""
         kind = _without_none(self._kinds.get(name))
         make = _COLLECTIONS.get(typing.get_origin(kind) or kind)
         return make(value) if make is not None and isinstance(value, list) else value
@@ -177,7 +177,7 @@ def _kind_of_default(default: Any) -> Any:
 
 
 def _without_none(kind: Any) -> Any:
-    """`int` of `int | None`; a union of several types stays one."""
+    """Return `int` for `int | None`; a union of several types stays one."""
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         rest = [one for one in typing.get_args(kind) if one is not types.NoneType]
         return rest[0] if len(rest) == 1 else kind
@@ -189,7 +189,7 @@ def _is_bool(kind: Any) -> bool:
 
 
 def _item_of(kind: Any) -> Any:
-    """The type of a collection's items; None for what is no collection."""
+    """Return the type of a collection's items; None for what is no collection."""
     kind = _without_none(kind)
     if (typing.get_origin(kind) or kind) not in _COLLECTIONS:
         return None
@@ -272,7 +272,7 @@ def _named_as(read: Any, kind: Any) -> _Read:
 
 
 def _named(kind: Any) -> str:
-    """The type as a flag's help shows it: int, adam|sgd."""
+    """Return the type as a flag's help shows it: int, adam|sgd."""
     item = _item_of(kind)
     if item is not None:
         return _named(item)

@@ -73,7 +73,7 @@ def load_maker(text: str, program_flags: Sequence[str]) -> Callable[[int], Progr
 
 @dataclass(frozen=True)
 class _Loaded:
-    """What was found at a target, with the flags for it.
+    """A program or the function that makes it, with its flags.
 
     values: by parameter, of a function; None of a Program. unknown: flags that are no parameter's and not absl's.
     """

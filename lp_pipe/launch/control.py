@@ -86,14 +86,14 @@ class ControlPoint:
         self._sources = threading.Thread(target=self._record_sources, name="record of the run", daemon=True)
 
     def begin(self) -> None:
-        """Called before the host starts: events of its nodes come after the run's own."""
+        """Begin the events and write the graph; called before the host starts, whose nodes have events, too."""
         self._events.write("start", program=self._program.name, mode=self._mode, pid=os.getpid())
         self._coordinator.keep_events(self._events)
         with contextlib.suppress(OSError):  # for people who look at the run later: no reason to end it
             write_whole(self._folder.graph, GraphView.of(self._program, self._mode).to_json())
 
     def open(self) -> None:
-        """Called once the host has started: only then the run has its mark."""
+        """Make the run known; called once the host has started: only then the run has its mark."""
         self._has_started = True
         try:
             folder = self._listen() if self._is_listed else ""
@@ -104,7 +104,7 @@ class ControlPoint:
                 _log.warning("this run cannot be found by `lp_pipe status`, `stop` and `ps`: %s", told(error))
 
     def close(self, outcome: Outcome) -> None:
-        """Nothing of the run is left: who waits for that gets an answer."""
+        """Record the end, once nothing of the run is left, and answer the commands that wait for it."""
         self._control.is_over()
         if self._sources.ident is not None:
             self._sources.join()

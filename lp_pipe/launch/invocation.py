@@ -1,4 +1,4 @@
-"""How the launching process came to launch a run: its command and flags, and the sources and versions it ran with."""
+"""The command that launches a run, with its flags, and the sources and versions that the run has."""
 
 import contextlib
 import functools

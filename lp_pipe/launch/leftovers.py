@@ -1,4 +1,4 @@
-"""What earlier runs have left: folders of ended runs, and what killed ones could not remove. Both are bounded.
+"""Folders of ended runs, and what killed runs could not remove: both are bounded.
 
 A run that is given no folder has one below the user's state folder. Of these, the newest KEPT_RUNS are kept; of the
 others those with metrics for a day, and those with checkpoints or other files of their nodes for 30 days.

@@ -83,7 +83,7 @@ class RunRecord:
 
 
 class Outcome(NamedTuple):
-    """How a run ended: see RunRecord."""
+    """The end of a run: see RunRecord."""
 
     outcome: str
     exit_status: int
@@ -122,7 +122,7 @@ class Entry:
             _write(self._record.folder.record, self._record)
 
     def end(self, when: float, outcome: Outcome) -> None:
-        """The run is over; `when` in seconds since the epoch."""
+        """Write that the run is over; `when` in seconds since the epoch."""
         self.add(ended=when, **outcome._asdict())
         if self._live is not None:
             with contextlib.suppress(OSError):

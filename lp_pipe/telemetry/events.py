@@ -1,4 +1,4 @@
-"""What happens to the nodes of a run, appended to its events.jsonl: one JSON object a line."""
+"""The events of a run, appended to its events.jsonl: one JSON object a line."""
 
 import contextlib
 import json

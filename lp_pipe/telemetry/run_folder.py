@@ -6,7 +6,7 @@
     metrics.jsonl       what nodes logged (telemetry/metrics.py)
     failure.txt         every failure with its whole traceback
     hangs.log           reports of waits that took long
-    logs/               what each node printed; logs.json: whose the files are whose names do not say it
+    logs/               what each node printed; logs.json: the nodes of files whose names do not say it
     agents/             what the agents of a multi-host run printed
     checkpoints/        what Checkpoints saved
 
