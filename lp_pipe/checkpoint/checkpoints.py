@@ -17,6 +17,8 @@ from lp_pipe.checkpoint.poison import Poison, TryAgain
 from lp_pipe.checkpoint.shared import check_is_shared
 from lp_pipe.context import context, current_context, stop_event
 from lp_pipe.errors import CheckpointError, Unavailable, add_note
+from lp_pipe.telemetry.events import EventLog
+from lp_pipe.telemetry.run_folder import RunFolder
 
 _log = logging.getLogger(__name__)
 
@@ -48,24 +50,22 @@ class Checkpoints:
         may_fail: bool = False,
     ) -> None:
         """Raises:
-        ValueError: `keep` is below 1, or a name is no file name.
+        ValueError: `keep` is below 1.
         RuntimeError: outside of a node there is no run's folder.
         """
         if keep < 1:
             raise ValueError(f"keep={keep}: keep at least 1 checkpoint")
-        for name in parts:
-            if not name or "/" in name or name.startswith("."):
-                raise ValueError(f"part {name!r}: its name becomes a file name: no '/', no '.' in front")
         self._parts: dict[str, Any] = dict(parts)
-        self.folder = Path(folder) if folder is not None else Path(context().run_dir) / "checkpoints"
+        self._names = folders.part_names(self._parts)
+        self.folder = Path(folder) if folder is not None else RunFolder(Path(context().run_dir)).checkpoints
         self._keep = keep
         self._may_fail = may_fail
         self._in_memory = InMemory(self._parts)
         self._writing: threading.Thread | None = None
         self._error: Exception | None = None
-        node = current_context()
-        if node is not None:  # however it ends: a resumed program in the same process would find half of it
-            node.exit_stack.callback(self._join)
+        self._node = current_context()
+        if self._node is not None:  # however it ends: a resumed program in the same process would find half of it
+            self._node.exit_stack.callback(self._join)
 
     def save(self, step: int, *, wait: bool = True) -> None:
         """Save all parts as they are now.
@@ -249,9 +249,9 @@ class Checkpoints:
         for name, part in self._parts.items():
             try:
                 if saves_itself(part):
-                    writes[name] = part.save_async(aside / name)
+                    writes[name] = part.save_async(aside / self._names[name])
                 else:
-                    folders.write_state(aside, name, part.state_dict())
+                    folders.write_state(aside, self._names[name], part.state_dict())
             except Exception as error:
                 for write in writes.values():
                     write.exception()  # else it might come after the folder's end
@@ -262,9 +262,10 @@ class Checkpoints:
 
     def _write(self, step: int, aside: Path, writes: "dict[str, _Write]") -> None:
         try:
-            written = {name: _files_of(name, writes.get(name)) for name in self._parts}
+            written = {name: _files_of(self._names[name], writes.get(name)) for name in self._parts}
             check_is_shared(aside, written)
-            folders.finish(aside, step, written)
+            saved = folders.finish(aside, step, written)
+            self._tell(saved)
             folders.prune(self.folder, step, self._keep)
         except Exception as error:  # whatever a part raises; it belongs to who waits
             shutil.rmtree(aside, ignore_errors=True)
@@ -272,6 +273,16 @@ class Checkpoints:
                 self._failed(step, error)
             except CheckpointError as failure:
                 self._error = failure
+
+    def _tell(self, saved: Checkpoint) -> None:
+        """Add an event to the run's, if it keeps them and this host sees its folder."""
+        if self._node is None:
+            return
+        path = RunFolder(Path(self._node.run_dir)).events
+        if path.exists():
+            events = EventLog(path)
+            events.write("checkpoint", self._node.name, step=saved.step, path=str(saved.path))
+            events.close()
 
     def _failed(self, step: int, error: Exception) -> None:
         what = str(error).partition("\n")[0]  # a stage's has its traceback behind that
@@ -290,13 +301,13 @@ class Checkpoints:
         self._in_memory.forget()
         for name, part in self._parts.items():
             if saves_itself(part):
-                part.load(checkpoint.path / name)
+                part.load(checkpoint.path / self._names[name])
             else:
-                part.load_state_dict(folders.read_state(checkpoint.path, name))
+                part.load_state_dict(folders.read_state(checkpoint.path, self._names[name]))
 
 
-def _files_of(part: str, write: "_Write | None") -> list[str]:
+def _files_of(name: str, write: "_Write | None") -> list[str]:
     """What it has written, in the order in which another host may see it. Waits for the end of the write."""
     if write is None:
-        return [folders.state_file(part)]
-    return [part, *(f"{part}/{file}" for file in write.result() or ())]
+        return [folders.state_file(name)]
+    return [name, *(f"{name}/{file}" for file in write.result() or ())]

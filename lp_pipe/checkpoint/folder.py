@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from lp_pipe.errors import CheckpointError
+from lp_pipe.telemetry.file_names import distinct_names, hashed_name
 
 _log = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ _FORMAT = 1
 _PREFIX = "step-"
 _NAME = re.compile(rf"{_PREFIX}\d{{8,}}")
 _BEFORE = ".before"
+_STATE = ".state"
 
 
 @dataclass(frozen=True)
@@ -181,9 +183,20 @@ def remove(path: Path) -> None:
         shutil.rmtree(hidden)
 
 
+def part_names(parts: Collection[str]) -> dict[str, str]:
+    """Return by part the name of its folder, or that of its state's file without the ending; parts may have any name.
+
+    Where the part's own name will not do, it is shortened with a hash: the manifest has the part's name.
+    """
+    return {
+        part: hashed_name(part) if name == MANIFEST or name.endswith(_STATE) else name
+        for part, name in distinct_names(parts).items()
+    }
+
+
 def state_file(name: str) -> str:
-    """That of a part which gives its state."""
-    return f"{name}.state"
+    """Return the file of a part that gives its state; `name` as in `part_names`."""
+    return f"{name}{_STATE}"
 
 
 def write_state(folder: Path, name: str, state: Any) -> None:

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lp_pipe.checkpoint import Checkpoint, checkpoints_in, open_checkpoint
+from lp_pipe.checkpoint.folder import part_names
 from lp_pipe.cli.errors import UNHEALTHY, UsageError, counted
 from lp_pipe.cli.files import output_path
 from lp_pipe.cli.saved_pipeline import is_saved_pipeline, open_saved_pipeline
 from lp_pipe.cli.table import table
 from lp_pipe.errors import CheckpointError, PipelineError
+from lp_pipe.telemetry.run_folder import RunFolder
 
 _EXAMPLES = """\
 examples:
@@ -57,7 +59,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
 
 
 def _paths(path: Path) -> list[Path]:
-    for folder in (path, path / "checkpoints"):
+    for folder in (path, RunFolder(path).checkpoints):
         found = checkpoints_in(folder)
         if found:
             return found
@@ -117,7 +119,8 @@ def _export(path: Path, output: str | None, part: str | None) -> int:
     from lp_pipe.pipeline.saving.saved_model import export, is_saved_model  # needs torch
 
     folders = [path] if is_saved_pipeline(path) else sorted(path.iterdir())
-    pipelines = {folder.name: folder for folder in folders if is_saved_model(folder)}
+    parts = {name: part for part, name in part_names(_parts_in(path)).items()}
+    pipelines = {parts.get(folder.name, folder.name): folder for folder in folders if is_saved_model(folder)}
     if not pipelines:
         raise UsageError(f"{path} has no pipeline, so there is no model to export")
     if part is None and len(pipelines) > 1:
@@ -131,6 +134,14 @@ def _export(path: Path, output: str | None, part: str | None) -> int:
         raise UsageError(str(error)) from error
     print(f"wrote {target}: {counted(count, 'tensor')}")
     return 0
+
+
+def _parts_in(path: Path) -> Sequence[str]:
+    """Return the parts of a checkpoint; none of a folder that is no checkpoint, such as one of saved pipelines."""
+    try:
+        return open_checkpoint(path).parts
+    except CheckpointError:
+        return ()
 
 
 def _as_json(found: Checkpoint) -> dict[str, object]:

@@ -1,45 +1,74 @@
-"""`lp_pipe clean`: remove what killed runs of this user have left behind."""
+"""`lp_pipe clean`: remove what killed runs of this user have left behind, and folders of old runs."""
 
 import argparse
-import contextlib
-import os
 import shutil
-import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from lp_pipe.cli.errors import counted
-from lp_pipe.launch.processes.proctree import kill_all, marked, owner_of
-from lp_pipe.launch.processes.socket_dir import PREFIX
-from lp_pipe.launch.processes.template import MARK
+from lp_pipe.cli.errors import UsageError, counted
+from lp_pipe.launch.leftovers import KEPT_RUNS, has_socket_folder, left_of, old_runs, remove_socket_folder
+from lp_pipe.launch.processes.proctree import kill_all
 from lp_pipe.launch.registry import RunRecord, dead_entries
+from lp_pipe.launch.run_dir import usual_runs
 
 
 def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Describe the command and its options."""
     parser = commands.add_parser(
         "clean",
-        help="remove what killed runs have left behind",
+        help="remove what killed runs have left behind, and old runs",
         description=(
             "For every run of yours on this host whose launcher is dead: end the processes that carry its mark, remove "
-            "its socket folder and its entry. Nothing else is touched; folders with logs and checkpoints stay."
+            "its socket folder and its entry. With --runs also folders of old runs. Nothing else is touched."
         ),
-        usage="lp_pipe clean [--dry-run]",
+        usage="lp_pipe clean [--runs[=FOLDER]] [--keep=N] [--dry-run]",
         allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--runs",
+        metavar="FOLDER",
+        nargs="?",
+        type=Path,
+        const=usual_runs(),
+        help="remove the folders of ended runs in FOLDER (default: where scripts make them) but the newest; those with "
+        "metrics after a day, those with checkpoints or files of their nodes after 30 days without a change",
+    )
+    parser.add_argument(
+        "--keep", type=_count, metavar="N", help=f"--runs: how many of the newest runs stay (default: {KEPT_RUNS})"
     )
     parser.add_argument("--dry-run", action="store_true", help="only say what would be done")
     parser.set_defaults(run=run_command)
 
 
 def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
-    """Clean up and say what was done."""
+    """Clean up and say what was done.
+
+    Raises:
+        UsageError: --keep without --runs, or there is no such folder.
+    """
+    folder: Path | None = arguments.runs
+    if folder is None and arguments.keep is not None:
+        raise UsageError("--keep is how many runs stay: add --runs")
+    if folder is not None and folder != usual_runs() and not folder.is_dir():
+        raise UsageError(f"--runs={folder}: there is no such folder")
     dead = dead_entries()
     for path, record in dead.items():
         done = list(_clean(path, record, is_dry=arguments.dry_run))
         print(f"run {record.name}, whose launcher {record.pid} is dead: {', '.join(done)}")
     if not dead:
         print("nothing to clean: no killed run of yours has left anything on this host")
+    if folder is not None:
+        _clean_runs(folder, KEPT_RUNS if arguments.keep is None else arguments.keep, is_dry=arguments.dry_run)
     return 0
+
+
+def _clean_runs(folder: Path, kept: int, is_dry: bool) -> None:
+    old = old_runs(folder, kept)
+    for path in old:
+        if not is_dry:
+            shutil.rmtree(path, ignore_errors=True)
+    verb = "would remove" if is_dry else "removed"
+    print(f"{verb} {counted(len(old), 'old run')} in {folder}", *(f"  {path.name}" for path in old), sep="\n")
 
 
 def _clean(path: Path, record: RunRecord, is_dry: bool) -> Iterator[str]:
@@ -50,27 +79,16 @@ def _clean(path: Path, record: RunRecord, is_dry: bool) -> Iterator[str]:
             kill_all(pids)
         yield f"{'would kill' if is_dry else 'killed'} {counted(len(pids), 'process')} ({', '.join(map(str, pids))})"
     verb = "would remove" if is_dry else "removed"
-    if _is_ours(Path(record.socket_dir)):
+    if has_socket_folder(record):
         if not is_dry:
-            shutil.rmtree(record.socket_dir, ignore_errors=True)
+            remove_socket_folder(record)
         yield f"{verb} {record.socket_dir}"
     if not is_dry:
         path.unlink(missing_ok=True)
     yield f"{verb} its entry"
 
 
-def left_of(record: RunRecord) -> list[int]:
-    """A dead run's processes that still live: with its mark, of this user, and not this very command.
-
-    root can read the environment of all.
-    """
-    found = marked(MARK, record.mark) if record.mark else []
-    return [pid for pid in found if pid != os.getpid() and owner_of(pid) == os.getuid()]
-
-
-def _is_ours(folder: Path) -> bool:
-    """A socket folder that is still what it was: no link, of this user, and by its name one of lp_pipe's."""
-    with contextlib.suppress(OSError):
-        found = os.lstat(folder)
-        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and folder.name.startswith(PREFIX)
-    return False
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise UsageError(f"--keep={text}: a number of runs is needed, such as --keep=10")
+    return int(text)

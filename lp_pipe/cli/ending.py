@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from lp_pipe.cli.errors import DONE, NODE_FAILED, counted, status_of
 from lp_pipe.errors import NodeError
 from lp_pipe.launch import ElasticRun, Run
-from lp_pipe.launch.report import run_folder
+from lp_pipe.launch.report import closing_lines, run_folder
+from lp_pipe.telemetry.run_folder import RunFolder
 
 
 @dataclass(frozen=True)
 class Ending:
-    """kind: "done", "failed" or "interrupted"; the last line of `text` says where the run's folder is."""
+    """kind: "done", "failed" or "interrupted"; `text` ends with where the run's folder is, and how to go on from it."""
 
     kind: str
     exit_status: int
@@ -19,7 +20,7 @@ class Ending:
 
 
 def done(run: Run | ElasticRun, seconds: float) -> Ending:
-    return Ending("done", DONE, f"done in {seconds:.1f} s; {run_folder(run.run_dir)}")
+    return Ending("done", DONE, f"done in {seconds:.1f} s; {run_folder(RunFolder(run.run_dir))}")
 
 
 def failed(error: NodeError) -> Ending:
@@ -31,8 +32,8 @@ def interrupted(
 ) -> Ending:
     """seconds: from the signal to the end of the last node. failure: what had begun to end the program before it."""
     nodes = counted(sum(len(rows) for rows in run.status().values()), "node")
-    text = f"interrupted; {nodes} stopped in {seconds:.1f} s; {run_folder(run.run_dir)}"
+    end = closing_lines(RunFolder(run.run_dir))
+    text = f"interrupted; {nodes} stopped in {seconds:.1f} s; {end}"
     if failure is not None:
-        told, _, _ = failure.report.rpartition("\n")  # its last line is the run's folder
-        text = f"{told}\n{text}"
+        text = f"{failure.report.removesuffix(end)}{text}"
     return Ending("interrupted", status_of(interrupt), text, failure)

@@ -2,14 +2,19 @@
 
 from pathlib import Path
 
+from lp_pipe.telemetry.run_folder import RunFolder
+
 
 class LogFile:
-    """One node's file; `new_lines` gives each line once."""
+    """One node's file; `new_lines` gives each line once.
 
-    def __init__(self, path: Path) -> None:
+    node: its node_id, "label/index"; of a process inside a colocation "label/index.place".
+    """
+
+    def __init__(self, path: Path, node: str) -> None:
         self.path = path
-        self.label, _, self._index = path.stem.rpartition("-")
-        self.node = f"{self.label}/{self._index}"  # of a process inside a colocation: "label/index.place"
+        self.node = node
+        self.label, _, self._index = node.rpartition("/")
         self._place = 0
         self._unfinished = b""
 
@@ -34,6 +39,6 @@ class LogFile:
         return [line.decode(errors="replace") for line in lines]
 
 
-def log_files(folder: Path) -> list[LogFile]:
-    """Those of all nodes that have printed something."""
-    return sorted((LogFile(path) for path in folder.glob("*-*.log")), key=lambda file: file.order)
+def log_files(folder: RunFolder) -> list[LogFile]:
+    """Return the files of all nodes that have printed something."""
+    return sorted((LogFile(path, node) for node, path in folder.node_logs().items()), key=lambda file: file.order)

@@ -12,22 +12,26 @@ from pathlib import Path
 from types import FrameType
 
 from lp_pipe.cli import ending, hosts, submit
-from lp_pipe.cli.clean import left_of
 from lp_pipe.cli.display import Display, PlainDisplay, Start
 from lp_pipe.cli.errors import DONE, NotLaunched, UsageError, nearest
 from lp_pipe.cli.events import JsonDisplay
+from lp_pipe.cli.find_run import FOLDER
 from lp_pipe.cli.live import LiveDisplay
 from lp_pipe.cli.plan_option import add_plan_options, load_planned
-from lp_pipe.cli.runs import find_ended_run
+from lp_pipe.cli.resume import invocation_of, resumed
 from lp_pipe.cli.streams import drop_unwritten
 from lp_pipe.cli.targets import load_maker
 from lp_pipe.errors import LpPipeError, NodeError
 from lp_pipe.graph import GraphView, to_svg
 from lp_pipe.launch import ElasticRun, Run, launch, launch_elastic, new_run_dir
 from lp_pipe.launch.at_exit import stop_active_runs
+from lp_pipe.launch.invocation import invoked_by
 from lp_pipe.launch.launcher import MODES
+from lp_pipe.launch.leftovers import left_of, remove_if_unused
 from lp_pipe.launch.processes.proctree import kill_all
+from lp_pipe.launch.registry import RunRecord
 from lp_pipe.launch.signals import Terminated
+from lp_pipe.telemetry.run_folder import RunFolder
 
 _REFRESH_S = 0.1
 _EXAMPLES = """\
@@ -40,7 +44,7 @@ examples:
   lp_pipe launch my_train.py --mode=multi_host --engine=ssh --hosts=h1,h2,h3 --elastic=2:3
   lp_pipe launch examples/char_gpt.py -- --help          the program's own flags
   lp_pipe launch examples/char_gpt.py --plan=plan.toml   with the stages that lp_pipe partition has planned
-  lp_pipe launch examples/char_gpt.py --resume=runs/…    go on from the newest checkpoint of a run that has ended
+  lp_pipe launch --resume=runs/…                         go on from the newest checkpoint of a run that has ended
   lp_pipe launch my_package.train:make_program --json | jq 'select(.event == "metrics")'
 
 Ctrl+C once stops the nodes in order, twice kills them; SIGTERM, too. A terminal that is closed (SIGHUP) stops them in
@@ -59,7 +63,12 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         usage="lp_pipe launch TARGET [options] [-- program flags]",
         allow_abbrev=False,
     )
-    parser.add_argument("target", metavar="TARGET", help="path/file.py[:name] or package.module[:name]")
+    parser.add_argument(
+        "target",
+        metavar="TARGET",
+        nargs="?",
+        help="path/file.py[:name] or package.module[:name]; with --resume: default as before",
+    )
     parser.add_argument("--mode", type=_mode, default="process", help=f"{', '.join(MODES)} (default: process)")
     parser.add_argument(
         "--run-dir", type=_folder, metavar="DIR", help="logs, metrics, checkpoints (default: a new runs/…)"
@@ -67,7 +76,8 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser.add_argument(
         "--resume",
         metavar="RUN",
-        help="go on in the folder of a run that has ended, from its newest checkpoint (lp_pipe.checkpoint)",
+        help="go on in the folder of a run that has ended, from its newest checkpoint (lp_pipe.checkpoint); without "
+        "TARGET with the target and flags that it had",
     )
     parser.add_argument(
         "--grace", type=_grace, default=5.0, metavar="S", help="seconds from the stop to SIGTERM (default: 5)"
@@ -83,7 +93,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     hosts.add_arguments(parser)
     hosts.add_launch_only(parser)
     parser.add_argument("--json", action="store_true", help="print events, one JSON object a line, on stdout")
-    parser.set_defaults(run=run_command)
+    parser.set_defaults(run=run_command, parser=parser)
 
 
 def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
@@ -92,13 +102,18 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
     Raises:
         UsageError, NotLaunched: nothing was started.
     """
-    with _sigterm_like_ctrl_c():
+    record = None
+    if arguments.resume is not None:
+        record, arguments, program_flags = resumed(arguments, program_flags)
+    if arguments.target is None:
+        raise UsageError("TARGET is needed: the file or module of a program; see `lp_pipe launch --help`")
+    with _sigterm_like_ctrl_c(), invoked_by(invocation_of(arguments, program_flags)):
         if submit.is_wanted(arguments):
             return submit.run(arguments)
         options = hosts.launch_options(arguments)
         make = load_maker(arguments.target, program_flags) if arguments.elastic else None
         program = load_planned(arguments, program_flags) if make is None else make(hosts.at_most(arguments))
-        run_dir = _run_dir(arguments, program.name)
+        run_dir = _run_dir(arguments, program.name, record)
         ours = run_dir if arguments.run_dir is None and arguments.resume is None else None
         with _explained(arguments.target, ours):
             view = GraphView.of(program, arguments.mode)
@@ -142,12 +157,11 @@ def _show_plan(start: Start, lines: Sequence[str], is_json: bool) -> int:
     return DONE
 
 
-def _run_dir(arguments: argparse.Namespace, name: str) -> Path:
-    if arguments.resume is None:
-        return arguments.run_dir or new_run_dir(Path("runs"), name)
+def _run_dir(arguments: argparse.Namespace, name: str, record: RunRecord | None) -> Path:
+    if record is None:
+        return arguments.run_dir or new_run_dir(FOLDER, name)
     if arguments.run_dir is not None:
         raise UsageError("--resume goes on in that run's own folder: leave --run-dir out")
-    record = find_ended_run(arguments.resume)
     if record.program != name:
         raise UsageError(f"run {record.name} was of the program {record.program!r}, and this one is {name!r}")
     kill_all(left_of(record))  # of a launcher that was killed a moment ago: two runs must not write in one folder
@@ -156,13 +170,12 @@ def _run_dir(arguments: argparse.Namespace, name: str) -> Path:
 
 @contextlib.contextmanager
 def _explained(target: str, new_folder: Path | None) -> Iterator[None]:
-    """What a launch may raise becomes the command's own error; a folder made for it goes, if it is still empty."""
+    """What a launch may raise becomes the command's own error; a folder made for it goes, if no run was in it."""
     try:
         yield
     except (LpPipeError, ValueError, OSError) as error:
         if new_folder is not None:
-            with contextlib.suppress(OSError):
-                new_folder.rmdir()
+            remove_if_unused(new_folder)
         raise NotLaunched(f"cannot launch {target}: {error}") from error
 
 
@@ -179,7 +192,7 @@ def _none_left_behind() -> Iterator[None]:
 def _wait(run: Run | ElasticRun, display: Display, view: GraphView) -> ending.Ending:
     began = time.monotonic()
     try:
-        _draw(view, run.run_dir / "graph.svg", display)  # in here: the nodes run by now
+        _draw(view, RunFolder(run.run_dir).picture, display)  # in here: the nodes run by now
         display.started()
         while not run.is_over:
             display.status(run.status())

@@ -131,9 +131,9 @@ def _newest_of_group(label: str, progress: dict[str, _Progress]) -> Text:
 def _values(progress: _Progress | None) -> Text:
     if progress is None:
         return Text()
-    step = {} if progress.step is None else {"step": float(progress.step)}
+    step = [] if progress.step is None else [("step", float(progress.step))]
     text = Text()
-    for name, value in {**step, **progress.values}.items():
+    for name, value in [*step, *progress.values.items()]:  # a metric may be called "step", too
         text.append(f"{name}\N{NO-BREAK SPACE}", style="dim").append(number(value), style="bold").append("  ")
     return text
 

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lp_pipe.cli.errors import UsageError, nearest
+from lp_pipe.cli.find_run import find_run
 from lp_pipe.cli.follow import LogFile, log_files
-from lp_pipe.cli.runs import find_run
-from lp_pipe.launch.registry import RUN_FILE, RunRecord, read_record
+from lp_pipe.launch.registry import RunRecord, read_record
+from lp_pipe.telemetry.run_folder import RunFolder
 
 _LOOK_EVERY_S = 0.2
 _FIRST_LINES_WHEN_FOLLOWING = 10
@@ -48,7 +49,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
         UsageError: there is no such run or node, or nodes of this run have no log files.
     """
     record = find_run(arguments.target)
-    logs = _Logs(Path(record.run_dir) / "logs", arguments.node)
+    logs = _Logs(record.folder, arguments.node)
     if not logs.choose() and (record.mode == "thread" or not arguments.follow):
         raise UsageError(_nothing(record, logs, arguments.node))
     lines = arguments.lines
@@ -65,7 +66,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
 class _Logs:
     """The chosen nodes of one run; nodes whose first line comes later are found then."""
 
-    def __init__(self, folder: Path, node: str | None) -> None:
+    def __init__(self, folder: RunFolder, node: str | None) -> None:
         self.folder = folder
         self._node = node
         self._files: dict[Path, LogFile] = {}
@@ -89,7 +90,7 @@ class _Logs:
 
 
 def _is_on(record: RunRecord) -> bool:
-    now = read_record(Path(record.run_dir) / RUN_FILE)
+    now = read_record(record.folder.record)
     return record.is_live and now is not None and now.ended is None
 
 

@@ -1,14 +1,38 @@
-"""The flags of the program itself, which follow `--` on the command line, and whether it wants any."""
+"""The flags of the program itself, which follow `--`: `lp_pipe launch file.py -- --num_actors=4`.
 
+They are in sys.argv, and of a function that makes a program each parameter is one. Such a flag has the type of its
+parameter's annotation, else of its default: int, float, str, bool, Path, an Enum (by the names of its members), a
+Literal, None or one of these, or a list, tuple or set of these, separated by commas.
+"""
+
+import argparse
+import ast
+import collections.abc
+import enum
+import inspect
+import pathlib
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any
+import types
+import typing
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
-from lp_pipe.cli.errors import UsageError
+from lp_pipe.cli.errors import UsageError, nearest
+
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_TRUTHS = {"true": True, "yes": True, "1": True, "on": True, "false": False, "no": False, "0": False, "off": False}
+_COLLECTIONS: dict[Any, Callable[[list[Any]], Any]] = {
+    **dict.fromkeys((list, collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection), list),
+    tuple: tuple,
+    set: set,
+    frozenset: frozenset,
+}
+_Read = Callable[[str], Any]
 
 
 class Argv(list[str]):
-    """A sys.argv that knows whether anybody has looked beyond its first entry."""
+    """A sys.argv that knows whether any code has looked beyond its first entry."""
 
     was_read = False
 
@@ -26,19 +50,243 @@ class Argv(list[str]):
 
 
 def hand_over(file: str, flags: Sequence[str]) -> None:
-    """sys.argv becomes [file, *flags]."""
+    """Set sys.argv to [file, *flags]."""
     sys.argv = Argv([file, *flags])
 
 
-def check_answered(target: str, flags: Sequence[str]) -> None:
-    """When the program is made: absl and argparse have ended the command after --help, and so should others.
+def were_read() -> bool:
+    """Return whether the target, or what it imports, has looked at the flags in sys.argv."""
+    return bool(vars(sys.argv).get("was_read", False)) if isinstance(sys.argv, Argv) else True
 
-    Flags that nobody has looked at are said so. No error: code that runs in a node may read them yet.
 
-    Raises:
-        UsageError: the program would start in place of listing its flags.
-    """
-    if {"--help", "-h"} & set(flags):
-        raise UsageError(f"{target} lists no flags: it takes none, or reads them without absl.flags or argparse")
-    if flags and "absl.flags" not in sys.modules and not vars(sys.argv).get("was_read", False):
-        print(f"lp_pipe: {target} has not looked at its flags: {' '.join(flags)}", file=sys.stderr)
+@dataclass(frozen=True)
+class Flags:
+    """The flags of a command line: values by parameter, and the flags that are no parameter's."""
+
+    values: dict[str, Any]
+    unknown: list[str]
+
+
+class MakerFlags:
+    """The flags of a function; its first `num_given` parameters and those in `others` are given otherwise."""
+
+    def __init__(
+        self, target: str, function: Callable[..., Any], num_given: int = 0, others: Collection[str] = ()
+    ) -> None:
+        self._target = target
+        self._function = function
+        self._parameters = [one for one in _parameters(function)[num_given:] if one.name not in others]
+        self._kinds = _annotations(function)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the flags, without their dashes."""
+        return [one.name for one in self._parameters]
+
+    def parse(self, given: Sequence[str]) -> Flags:
+        """Read the flags that are parameters; the function's own defaults stand for those that are not given.
+
+        Raises:
+            UsageError: a value is of another type, or a parameter without a default is not given.
+        """
+        found, unknown = self._parser().parse_known_args(list(given))
+        values = vars(found)
+        for one in self._parameters:
+            if one.name not in values and one.default is one.empty:
+                raise UsageError(f"{self._target} needs -- --{one.name}=VALUE; {self._see()}")
+        return Flags({name: self._collected(name, value) for name, value in values.items()}, unknown)
+
+    def refuse(self, unknown: Sequence[str]) -> NoReturn:
+        """Say which flags the program does not take.
+
+        Raises:
+            UsageError: always.
+        """
+        meant = nearest(unknown[0].partition("=")[0], [f"--{name}" for name in self.names])
+        takes = ", ".join(f"--{name}" for name in self.names)
+        known = f"; it takes {takes}" if takes else "; it takes none"
+        raise UsageError(f"{self._target} does not take {' '.join(unknown)}{meant or known}")
+
+    def help(self) -> str:
+        """Return the list of flags, below the first line of the function's docstring."""
+        return self._parser().format_help().rstrip()
+
+    def _parser(self) -> argparse.ArgumentParser:
+        about = (inspect.getdoc(self._function) or "").partition("\n")[0]
+        parser = _Parser(self._target, about)
+        for one in self._parameters:
+            kind = self._kinds.get(one.name, _kind_of_default(one.default))
+            names = [f"--{one.name}", *([f"--{one.name.replace('_', '-')}"] if "_" in one.name.strip("_") else [])]
+            text = "needed" if one.default is one.empty else f"default: {_shown(one.default)}"
+            options: dict[str, Any] = {"dest": one.name, "default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
+            if _is_bool(kind):
+                parser.add_argument(*names, nargs="?", const=True, type=_truth, metavar="true|false", **options)
+                off: dict[str, Any] = {"dest": one.name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+                parser.add_argument(f"--no{one.name}", f"--no-{one.name}", action="store_false", **off)
+            elif _item_of(kind) is not None:
+                read = _listed(_reader(_item_of(kind)))
+                parser.add_argument(*names, action="extend", type=read, metavar=f"{_named(kind)},…", **options)
+            else:
+                parser.add_argument(*names, type=_reader(kind), metavar=_named(kind), **options)
+        return parser
+
+    def _collected(self, name: str, value: Any) -> Any:
+        """Return a list that was read as the collection that the annotation says."""
+        kind = _without_none(self._kinds.get(name))
+        make = _COLLECTIONS.get(typing.get_origin(kind) or kind)
+        return make(value) if make is not None and isinstance(value, list) else value
+
+    def _see(self) -> str:
+        return f"`lp_pipe launch {self._target} -- --help` lists its flags"
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports wrong usage as the command's own errors."""
+
+    def __init__(self, target: str, about: str) -> None:
+        usage = f"lp_pipe launch {target} -- [flags]"
+        super().__init__(usage=usage, description=about, add_help=False, allow_abbrev=False, conflict_handler="resolve")
+        self._target = target
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{self._target}: {message}; `lp_pipe launch {self._target} -- --help` lists its flags")
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    try:
+        found = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # no signature to be had
+        return []
+    return [one for one in found if one.kind in _BY_NAME]
+
+
+def _annotations(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the types of parameters; without those that cannot be read, such as names under TYPE_CHECKING."""
+    try:
+        return typing.get_type_hints(function)
+    except Exception:  # whatever evaluating the user's annotations raises
+        return {}
+
+
+def _kind_of_default(default: Any) -> Any:
+    if default is None or default is inspect.Parameter.empty:
+        return str
+    if isinstance(default, list | tuple | set) and default:
+        return list[type(next(iter(default)))]  # type: ignore[misc]
+    return type(default)
+
+
+def _without_none(kind: Any) -> Any:
+    """Return `int` for `int | None`; a union of several types stays one."""
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        rest = [one for one in typing.get_args(kind) if one is not types.NoneType]
+        return rest[0] if len(rest) == 1 else kind
+    return kind
+
+
+def _is_bool(kind: Any) -> bool:
+    return kind is bool
+
+
+def _item_of(kind: Any) -> Any:
+    """Return the type of a collection's items; None for what is no collection."""
+    kind = _without_none(kind)
+    if (typing.get_origin(kind) or kind) not in _COLLECTIONS:
+        return None
+    return next(iter(typing.get_args(kind)), str)
+
+
+def _reader(kind: Any) -> _Read:
+    """Return a function from a flag's text to its value; argparse names it in its errors."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Annotated:
+        return _reader(arguments[0])
+    if origin in (typing.Union, types.UnionType):
+        readers = [_reader(one) for one in arguments if one is not types.NoneType]
+        return _named_as(_first_of(readers, has_none=types.NoneType in arguments), kind)
+    if _item_of(kind) is not None:
+        return _named_as(_listed(_reader(_item_of(kind))), kind)
+    if origin is typing.Literal:
+        return _named_as(_chosen({str(one): one for one in arguments}), kind)
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return _named_as(_chosen({**{str(one.value): one for one in kind}, **dict(kind.__members__)}), kind)
+    if kind is bool:
+        return _truth
+    if kind in (int, float, str) or (isinstance(kind, type) and issubclass(kind, pathlib.PurePath)):
+        return _named_as(kind, kind)
+    if kind in (Any, object):
+        return _named_as(str, str)
+    return _named_as(_literal, kind)
+
+
+def _first_of(readers: Sequence[_Read], has_none: bool) -> _Read:
+    def read(text: str) -> Any:
+        if has_none and text.lower() == "none":
+            return None
+        for reader in readers[:-1]:
+            try:
+                return reader(text)
+            except (ValueError, argparse.ArgumentTypeError):
+                continue
+        return readers[-1](text)
+
+    return read
+
+
+def _chosen(choices: dict[str, Any]) -> _Read:
+    def read(text: str) -> Any:
+        if text not in choices:
+            raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(choices)}{nearest(text, choices)}")
+        return choices[text]
+
+    return read
+
+
+def _listed(reader: _Read) -> _Read:
+    def read(text: str) -> list[Any]:
+        return [reader(item.strip()) for item in text.split(",")] if text else []
+
+    return read
+
+
+def _truth(text: str) -> bool:
+    if text.lower() not in _TRUTHS:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+    return _TRUTHS[text.lower()]
+
+
+def _literal(text: str) -> Any:
+    """Read a value of a type that has no reader of its own, such as a dict, as Python writes it."""
+    try:
+        return ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        raise argparse.ArgumentTypeError(f"{text!r} is no Python literal") from None
+
+
+def _named_as(read: Any, kind: Any) -> _Read:
+    def named(text: str) -> Any:
+        return read(text)
+
+    named.__name__ = _named(kind)
+    return named
+
+
+def _named(kind: Any) -> str:
+    """Return the type as a flag's help shows it: int, adam|sgd."""
+    item = _item_of(kind)
+    if item is not None:
+        return _named(item)
+    kind = _without_none(kind)
+    if typing.get_origin(kind) is typing.Literal:
+        return "|".join(map(str, typing.get_args(kind)))
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return "|".join(kind.__members__)
+    return getattr(kind, "__name__", None) or str(kind)
+
+
+def _shown(default: Any) -> str:
+    if isinstance(default, enum.Enum):
+        return default.name
+    if isinstance(default, list | tuple) and default:
+        return ",".join(map(str, default))
+    return str(default) if default != "" else "''"

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from lp_pipe.cli.runs import live_runs, run_table
+from lp_pipe.cli.find_run import live_runs, run_table
 from lp_pipe.launch.registry import dead_entries
 
 

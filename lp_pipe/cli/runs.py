@@ -1,161 +1,113 @@
-"""From RUN on the command line to a run, and to the one who answers for it."""
+"""`lp_pipe runs`: the runs whose folders are here, with how each has ended."""
 
 import argparse
-import contextlib
-import os
-import shlex
+import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
 
-from lp_pipe.cli.errors import NotAnswered, UsageError, nearest
+from lp_pipe.cli.errors import UsageError
+from lp_pipe.cli.find_run import FOLDER
 from lp_pipe.cli.table import duration, table
-from lp_pipe.errors import DeadlineExceeded, Unavailable
-from lp_pipe.launch.processes.proctree import owner_of
-from lp_pipe.launch.registry import RUN_FILE, RunRecord, entries, read_record
+from lp_pipe.launch.registry import RunRecord, entries, record_in
 from lp_pipe.launch.report import shown
-from lp_pipe.rpc import CourierClient
+from lp_pipe.launch.run_dir import usual_runs
+from lp_pipe.telemetry.tracebacks import shortened
 
-_FOLDER = Path("runs")  # where `lp_pipe launch` makes those of its runs
-_PATIENCE_S = 5.0
+_SHOWN = 20
+_FAILURE_LETTERS = 70
 
 
-def add_run_argument(parser: argparse.ArgumentParser) -> None:
-    """The positional RUN, which may be left out while one run is live."""
-    parser.add_argument(
-        "target", metavar="RUN", nargs="?", help="a run's folder, or the beginning of its name; without: the only one"
+def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Describe the command and its options."""
+    parser = commands.add_parser(
+        "runs",
+        help="list runs that have ended, and how",
+        description=(
+            "List the runs whose folders are in this folder, in ./runs, and where scripts make them "
+            "($LP_PIPE_RUNS, or below your state folder), newest first; with FOLDER those in that one."
+        ),
+        usage="lp_pipe runs [FOLDER] [-n N] [--json]",
+        allow_abbrev=False,
+    )
+    parser.add_argument("folder", metavar="FOLDER", nargs="?", type=Path, help="a folder of runs, or a run's own")
+    parser.add_argument("-n", "--number", type=_count, default=_SHOWN, metavar="N", help=f"default: {_SHOWN}")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a line: what run.json has")
+    parser.set_defaults(run=run_command)
+
+
+def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
+    """Print the table.
+
+    Raises:
+        UsageError: there is no such folder.
+    """
+    folder: Path | None = arguments.folder
+    if folder is not None and not folder.is_dir():
+        raise UsageError(f"there is no folder {folder}")
+    found = sorted(_records(folder), key=lambda record: record.started, reverse=True)
+    chosen = found[: arguments.number]
+    if arguments.json:
+        for record in chosen:
+            print(json.dumps({"name": record.name, "state": state_of(record), **asdict(record)}))
+        return 0
+    if not chosen:
+        print(f"no runs in {folder or 'this folder, in ./runs, or in ' + str(usual_runs())}")
+        return 0
+    print(table(("PROGRAM", "MODE", "STARTED", "TOOK", "EXIT", "ENDED", "FOLDER"), [_row(one) for one in chosen]))
+    if len(found) > len(chosen):
+        print(f"… and {len(found) - len(chosen)} older ones: lp_pipe runs -n {len(found)}")
+    return 0
+
+
+def state_of(record: RunRecord) -> str:
+    """Return running, done, stopped, failed, interrupted, killed (no end was recorded), or unknown (another host)."""
+    if record.ended is not None:
+        return record.outcome or "done"
+    if not record.is_here:
+        return "unknown"
+    return "running" if record.is_live else "killed"
+
+
+def _records(folder: Path | None) -> Iterator[RunRecord]:
+    """Yield each run once; without a folder also runs that are live, or were killed, in other places."""
+    places = [folder] if folder is not None else [Path(), FOLDER, usual_runs()]
+    paths = [path for place in places for path in (place, *_folders_in(place))]
+    if folder is None:
+        paths += [Path(record.run_dir) for record in entries().values()]
+    for path in dict.fromkeys(path.resolve() for path in paths):
+        if (record := record_in(path)) is not None:
+            yield record
+
+
+def _folders_in(place: Path) -> list[Path]:
+    return [path for path in place.iterdir() if path.is_dir()] if place.is_dir() else []
+
+
+def _row(record: RunRecord) -> tuple[str, ...]:
+    until = record.ended or (time.time() if record.is_live else None)
+    return (
+        record.program,
+        record.mode,
+        time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.started)),
+        "" if until is None else duration(until - record.started),
+        "" if record.exit_status is None else str(record.exit_status),
+        _ending(record),
+        str(shown(record.run_dir)),
     )
 
 
-def find_run(text: str | None) -> RunRecord:
-    """The run that RUN means; a folder may also be that of a run that has ended.
-
-    Raises:
-        UsageError: no such run, or several; the message lists them.
-    """
-    live = live_runs()
-    if text is None:
-        if len(live) == 1:
-            return live[0]
-        raise UsageError(f"{len(live)} runs of yours are live; say which:", run_table(live)) if live else no_runs()
-    record = _record_in(Path(text))
-    if record is not None:
-        return record
-    if Path(text).is_dir():
-        raise UsageError(
-            f"{Path(text)} is not the folder of a run that can be asked: it has no {RUN_FILE} of lp_pipe's"
-        )
-    return _by_name(text, live)
+def _ending(record: RunRecord) -> str:
+    state = state_of(record)
+    if state == "killed":
+        return "killed, no end recorded"
+    if state == "unknown":
+        return f"unknown: ask on host {record.host}"
+    return f"{state}: {shortened(record.failure, _FAILURE_LETTERS)}" if record.failure else state
 
 
-def find_live_run(text: str | None) -> RunRecord:
-    """The same, if it has not ended.
-
-    Raises:
-        UsageError: no such run, or several, or it has ended, or is another user's.
-    """
-    record = find_run(text)
-    if not record.is_here:
-        raise UsageError(f"run {record.name} is on host {record.host}: ask it there")
-    if not record.is_live:
-        folder = shlex.quote(str(shown(record.run_dir)))
-        raise UsageError(f"run {record.name} {how_ended(record)}; its logs: lp_pipe logs {folder}")
-    if owner_of(record.pid) not in (None, os.getuid()):  # whose socket would take nobody else's call
-        raise UsageError(f"run {record.name} is another user's: only that user can ask it, or stop it")
-    return record
-
-
-def find_ended_run(text: str) -> RunRecord:
-    """The run in this folder, or of this name below ./runs, which nothing of may be left running.
-
-    Raises:
-        UsageError: no such run, or it has not ended.
-    """
-    found = _record_in(Path(text)) or _record_in(_FOLDER / text)
-    if found is None:
-        raise UsageError(f"no run {text!r}: neither that folder nor runs/{text} has a {RUN_FILE}")
-    if found.is_live:
-        raise UsageError(f"run {found.name} is live: `lp_pipe stop {shlex.quote(found.name)}` ends it")
-    return found
-
-
-@contextlib.contextmanager
-def asking(record: RunRecord, *, may_take_long: bool = False) -> Iterator[CourierClient]:
-    """A client of the run's Control; one whose calls may take long has no deadline once the run has answered at all.
-
-    Raises:
-        NotAnswered: the run has just ended, or its launcher hangs.
-    """
-    try:
-        client = CourierClient(record.control, call_timeout=_PATIENCE_S, wait_for_ready=False, peer=record.name)
-        if may_take_long:
-            client.status()
-            client = CourierClient(record.control, wait_for_ready=False, peer=record.name)
-        yield client
-    except Unavailable as error:
-        raise NotAnswered(f"run {record.name} has just ended, or does not listen: {error}") from error
-    except DeadlineExceeded as error:
-        raise NotAnswered(
-            f"run {record.name} gave no answer within {_PATIENCE_S:.0f} s: its launcher, process {record.pid}, is "
-            f"stopped or very busy; `kill -9 {record.pid}` ends it, and its nodes with it"
-        ) from error
-
-
-def live_runs() -> list[RunRecord]:
-    """This user's, on this host, oldest first."""
-    return [record for record in entries().values() if record.is_live]
-
-
-def run_table(records: Sequence[RunRecord]) -> str:
-    """One line a run."""
-    now = time.time()
-    rows = [
-        (record.name, record.program, record.mode, str(record.pid), duration(now - record.started), record.run_dir)
-        for record in records
-    ]
-    return table(("RUN", "PROGRAM", "MODE", "PID", "UP", "FOLDER"), rows)
-
-
-def how_ended(record: RunRecord) -> str:
-    """For a run that is not live; it may have been when the record was read, and has ended in order since."""
-    record = _record_in(Path(record.run_dir)) or record
-    if record.ended is None:
-        return f"is gone: its launcher, process {record.pid}, was killed"
-    return f"ended {duration(time.time() - record.ended)} ago, after {duration(record.ended - record.started)}"
-
-
-def no_runs(beginning: str = "") -> UsageError:
-    """Says which one has ended last here, if its name begins so."""
-    named = (file for file in _FOLDER.glob(f"*/{RUN_FILE}") if file.parent.name.startswith(beginning))
-    ended = max(named, key=_changed, default=None)
-    logs = f"; the newest that has ended: lp_pipe logs {shlex.quote(str(ended.parent))}" if ended else ""
-    unknown = f"no run {beginning!r}: there is no such folder, and " if beginning and not ended else ""
-    return UsageError(f"{unknown}no run of yours is live on this host{logs or '; `lp_pipe launch TARGET` starts one'}")
-
-
-def _changed(path: Path) -> float:
-    with contextlib.suppress(OSError):
-        return path.stat().st_mtime
-    return 0.0
-
-
-def _record_in(folder: Path) -> RunRecord | None:
-    """That of the run in this folder, which may have been moved since."""
-    record = read_record(folder / RUN_FILE)
-    return record and replace(record, run_dir=str(folder.resolve()))
-
-
-def _by_name(text: str, live: Sequence[RunRecord]) -> RunRecord:
-    exact = [record for record in live if record.name == text]
-    if not exact and (ended := _record_in(_FOLDER / text)):
-        return ended
-    if not live:
-        raise no_runs(text)
-    found = exact or [record for record in live if record.name.startswith(text)]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise UsageError(f"{text!r} may be {len(found)} runs; say more of the name, or a folder:", run_table(found))
-    names = [record.name for record in live]
-    raise UsageError(f"no run {text!r}{nearest(text, names) or ';'} these are live:", run_table(live))
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise UsageError(f"-n {text}: a number of runs is needed, such as -n 50")
+    return int(text)

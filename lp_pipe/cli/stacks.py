@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
-from lp_pipe.cli.runs import add_run_argument, asking, find_live_run
+from lp_pipe.cli.find_run import add_run_argument, asking, find_live_run
 
 
 def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

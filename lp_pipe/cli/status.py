@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lp_pipe.cli.runs import add_run_argument, asking, find_live_run
+from lp_pipe.cli.find_run import add_run_argument, asking, find_live_run
 from lp_pipe.cli.table import duration, table
 from lp_pipe.launch.report import shown
 

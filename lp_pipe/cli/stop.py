@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from lp_pipe.cli.runs import add_run_argument, asking, find_live_run
+from lp_pipe.cli.find_run import add_run_argument, asking, find_run_to_stop
 
 
 def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -13,11 +13,14 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser = commands.add_parser(
         "stop",
         help="stop a running program in order",
-        description="Stop a running program as Ctrl+C at its own terminal does, and wait until nothing of it is left.",
+        description=(
+            "Stop a running program as Ctrl+C at its own terminal does, and wait until nothing of it is left. Without "
+            "RUN only the one that was launched in this folder or in this terminal."
+        ),
         usage="lp_pipe stop [RUN]",
         allow_abbrev=False,
     )
-    add_run_argument(parser)
+    add_run_argument(parser, without="the one launched in this folder or terminal")
     parser.set_defaults(run=run_command)
 
 
@@ -27,7 +30,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
     Raises:
         UsageError, NotAnswered: there is no such run, or it does not answer.
     """
-    record = find_live_run(arguments.target)
+    record = find_run_to_stop(arguments.target)
     began = time.monotonic()
     with asking(record, may_take_long=True) as control:
         status = control.stop()

@@ -8,13 +8,14 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from lp_pipe.cli.errors import DONE, WRONG_USAGE, NotLaunched, UsageError, nearest
-from lp_pipe.cli.program_flags import check_answered, hand_over
+from lp_pipe.cli.program_flags import Flags, MakerFlags, hand_over, were_read
 from lp_pipe.launch.refusal import launches_refused
 from lp_pipe.program import Program
 from lp_pipe.telemetry.tracebacks import fold_traceback
@@ -48,22 +49,15 @@ class Target(NamedTuple):
 def load_program(text: str, program_flags: Sequence[str]) -> Program:
     """Import the target, hand it its flags, and get its program.
 
-    sys.argv becomes [file, *program_flags]; where the target has loaded absl.flags, they are parsed with it.
+    sys.argv becomes [file, *program_flags]. Of a function its parameters are flags; where the target has loaded
+    absl.flags, the others are parsed with it.
 
     Raises:
         UsageError: no such file, module or name, or not a program; a flag that the program does not take.
         NotLaunched: the target's own code raised.
     """
-    target, name, found = _load(text, program_flags)
-    if not isinstance(found, Program):
-        if not _takes(found):
-            raise UsageError(
-                f"{target.place}:{name} needs arguments; a target function is called without any: give them defaults, "
-                "or read them from the program's flags in it (lp_pipe launch … -- --name=value)"
-            )
-        found = _made(text, target, name, found)
-    check_answered(text, program_flags)
-    return found
+    loaded = _load(text, program_flags)
+    return loaded.made(loaded.found, ()) if loaded.values is not None else loaded.checked(loaded.found)
 
 
 def load_maker(text: str, program_flags: Sequence[str]) -> Callable[[int], Program]:
@@ -71,30 +65,65 @@ def load_maker(text: str, program_flags: Sequence[str]) -> Callable[[int], Progr
 
     Raises: as `load_program`, when it is loaded and when it is called.
     """
-    target, name, found = _load(text, program_flags)
-    if isinstance(found, Program) or not _takes(found, 1):
-        raise UsageError(f"{target.place}:{name}: --elastic needs a function that takes the number of hosts")
-    return lambda num_hosts: _made(text, target, name, lambda: found(num_hosts))
+    loaded = _load(text, program_flags, num_given=1)
+    if loaded.values is None or not _takes(loaded.found, 1, **loaded.values):
+        raise UsageError(f"{loaded.place}: --elastic needs a function that takes the number of hosts")
+    return lambda num_hosts: loaded.made(loaded.found, (num_hosts,))
 
 
-def _load(text: str, program_flags: Sequence[str]) -> tuple[Target, str, Any]:
-    """The target, and what was found there under which name."""
+@dataclass(frozen=True)
+class _Loaded:
+    """A program or the function that makes it, with its flags.
+
+    values: by parameter, of a function; None of a Program. unknown: flags that are no parameter's and not absl's.
+    """
+
+    text: str
+    place: str
+    module: ModuleType
+    found: Any
+    maker: MakerFlags
+    values: dict[str, Any] | None
+    unknown: Sequence[str]
+
+    def made(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Program:
+        """Call the function for its program."""
+        values = self.values or {}
+        if not _takes(function, *arguments, **values):
+            raise UsageError(f"{self.place} has parameters without a default that cannot be flags: give them defaults")
+        with launches_refused(_CALL_LAUNCHES.format(self.place)):
+            made = _guarded(self.text, lambda: function(*arguments, **values))
+        if not isinstance(made, Program):
+            raise UsageError(f"{self.place} returned {type(made).__name__}, but a Program is needed")
+        return self.checked(made)
+
+    def checked(self, program: Program) -> Program:
+        """Return the program, once it is sure that its flags were taken."""
+        if self.unknown and not were_read():
+            if {"--help", "-h"} & set(self.unknown) or self.maker.names or not _may_read_later(self.module):
+                self.maker.refuse(self.unknown)
+            flags = " ".join(self.unknown)
+            print(f"lp_pipe: {self.text} has not looked at its flags: {flags}", file=sys.stderr)
+        return program
+
+
+def _load(text: str, program_flags: Sequence[str], num_given: int = 0) -> _Loaded:
     target = Target.parse(text)
     hand_over(target.place, program_flags)
     with launches_refused(_LAUNCHES):
         file = _find_file(target) if target.is_file else _find_module(text, target)
         sys.argv[0] = str(file)
         module = _guarded(text, lambda: _import_file(file) if target.is_file else importlib.import_module(target.place))
-    _parse_absl_flags(text, module, program_flags)
-    return target, *_find_name(target, module)
-
-
-def _made(text: str, target: Target, name: str, function: Callable[[], Any]) -> Program:
-    with launches_refused(_CALL_LAUNCHES.format(f"{target.place}:{name}")):
-        made = _guarded(text, function)
-    if not isinstance(made, Program):
-        raise UsageError(f"{target.place}:{name} returned {type(made).__name__}, but a Program is needed")
-    return made
+    name, found = _find_name(target, module)
+    maker = MakerFlags(text, found, num_given, _absl_names())
+    is_program = isinstance(found, Program)
+    if {"--help", "-h"} & set(program_flags) and (maker.names or "absl.flags" in sys.modules):
+        _print_flags(text, module, maker)
+        raise SystemExit(0)
+    flags = Flags({}, list(program_flags)) if is_program else maker.parse(program_flags)
+    unknown = _without_absl(text, flags.unknown, maker)
+    place = f"{target.place}:{name}"
+    return _Loaded(text, place, module, found, maker, None if is_program else flags.values, unknown)
 
 
 def _find_file(target: Target) -> Path:
@@ -152,17 +181,45 @@ def _import_file(file: Path) -> ModuleType:
     return module
 
 
-def _parse_absl_flags(text: str, module: ModuleType, program_flags: Sequence[str]) -> None:
+def _absl_names() -> set[str]:
+    """Return the flags that the target, or what it imports, has defined with absl; not absl's own."""
     absl_flags = sys.modules.get("absl.flags")
     if absl_flags is None:
-        return
-    if {"--help", "-h"} & set(program_flags):
-        print(f"flags of {text}, given after `--`:\n{absl_flags.FLAGS.module_help(module)}")
-        raise SystemExit(0)
+        return set()
+    owners = {name: str(absl_flags.FLAGS.find_module_defining_flag(name)) for name in absl_flags.FLAGS}
+    return {name for name, owner in owners.items() if not owner.startswith("absl.")}
+
+
+def _print_flags(text: str, module: ModuleType, maker: MakerFlags) -> None:
+    if maker.names:
+        print(maker.help())
+    if _absl_names():
+        print(f"flags of {text}, given after `--`:\n{sys.modules['absl.flags'].FLAGS.module_help(module)}")
+
+
+def _without_absl(text: str, flags: Sequence[str], maker: MakerFlags) -> Sequence[str]:
+    """Parse the flags with absl, where it is loaded; return those that are still to be taken."""
+    absl_flags = sys.modules.get("absl.flags")
+    if absl_flags is None:
+        return flags
     try:
-        absl_flags.FLAGS([text, *program_flags])
+        absl_flags.FLAGS([text, *flags])
+    except absl_flags.UnrecognizedFlagError as error:
+        if maker.names:
+            maker.refuse([flag for flag in flags if flag.lstrip("-").partition("=")[0] not in absl_flags.FLAGS])
+        raise UsageError(f"{text}: {error}; `-- --help` lists the program's flags") from error
     except absl_flags.Error as error:
         raise UsageError(f"{text}: {error}; `-- --help` lists the program's flags") from error
+    return ()
+
+
+def _may_read_later(module: ModuleType) -> bool:
+    """Whether code of the target that runs in a node may read its flags: its source speaks of sys.argv or a parser."""
+    try:
+        source = inspect.getsource(module)
+    except (OSError, TypeError):  # no source to be had
+        return True
+    return "argv" in source or "parse_args" in source
 
 
 def _find_name(target: Target, module: ModuleType) -> tuple[str, Any]:
@@ -216,9 +273,9 @@ def _below_main(module: ModuleType) -> str:
     return why if has_guard else ""
 
 
-def _takes(function: Callable[..., Any], *arguments: Any) -> bool:
+def _takes(function: Callable[..., Any], *arguments: Any, **values: Any) -> bool:
     try:
-        inspect.signature(function).bind(*arguments)
+        inspect.signature(function).bind(*arguments, **values)
     except TypeError:
         return False
     except ValueError:  # no signature to be had: the call will tell

@@ -10,14 +10,22 @@ import time
 from typing import Any
 
 from lp_pipe.connections.shortage import told
+from lp_pipe.graph import GraphView
 from lp_pipe.launch.coordination.coordinator import Coordinator
 from lp_pipe.launch.host import Host
-from lp_pipe.launch.processes.proctree import start_time
+from lp_pipe.launch.invocation import current_folder, current_invocation, git_state, versions
+from lp_pipe.launch.leftovers import prune_entries
+from lp_pipe.launch.processes.proctree import start_time, terminal_of
 from lp_pipe.launch.processes.socket_dir import make_socket_dir
-from lp_pipe.launch.registry import Entry, RunRecord
+from lp_pipe.launch.registry import Entry, Outcome, RunRecord, record_in
+from lp_pipe.program import Program
 from lp_pipe.rpc import Server
+from lp_pipe.telemetry.events import EventLog
+from lp_pipe.telemetry.whole_file import write_whole
 
 _LAST_ANSWERS_S = 5.0  # a limit: answers take milliseconds, and longer on a machine that does other things
+
+_NOT_LAUNCHED = Outcome("not launched", 3)
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +48,7 @@ class Control:
 
     def stop(self) -> dict[str, list[dict[str, Any]]]:
         """Stop in order; the last status, once nothing of the run is left."""
-        self._coordinator.request_stop()
+        self._coordinator.request_stop(from_outside=True)
         self._is_over.wait()
         return self._coordinator.status()
 
@@ -53,54 +61,95 @@ class Control:
 
 
 class ControlPoint:
-    """Makes a run known and answers for it, from `open` to `close`.
+    """Keeps the records of a run in its folder, from `begin` to `close`; of a listed one also answers for it.
 
-    Costs two small files, one socket and one thread: 4 ms on a busy laptop, where process mode takes 200 to launch.
-    A run that cannot be made known (no home, full disk) is launched all the same, with a warning.
+    Costs a few small files; where the run is listed one socket and one thread more: 4 ms on a busy laptop, where
+    process mode takes 200 to launch. A run that cannot be made known (no home, full disk) is launched all the same,
+    with a warning.
     """
 
-    def __init__(self, coordinator: Coordinator, host: Host, mode: str) -> None:
+    def __init__(self, program: Program, mode: str, coordinator: Coordinator, host: Host, is_listed: bool) -> None:
+        self._program = program
+        self._mode = mode
         self._coordinator = coordinator
         self._host = host
-        self._mode = mode
+        self._is_listed = is_listed
+        self._folder = coordinator.plan.folder
+        self._invocation = current_invocation()
+        self._parent = record_in(self._folder.path)
+        self._events = EventLog(self._folder.events)
         self._control = Control(coordinator, host)
         self._server: Server | None = None
         self._entry: Entry | None = None
         self._own_dir = ""
+        self._has_started = False
+        self._sources = threading.Thread(target=self._record_sources, name="record of the run", daemon=True)
+
+    def begin(self) -> None:
+        """Begin the events and write the graph; called before the host starts, whose nodes have events, too."""
+        self._events.write("start", program=self._program.name, mode=self._mode, pid=os.getpid())
+        self._coordinator.keep_events(self._events)
+        with contextlib.suppress(OSError):  # for people who look at the run later: no reason to end it
+            write_whole(self._folder.graph, GraphView.of(self._program, self._mode).to_json())
 
     def open(self) -> None:
-        """Called once the host has started: only then the run has its mark."""
+        """Make the run known; called once the host has started: only then the run has its mark."""
+        self._has_started = True
         try:
-            if not self._host.socket_dir:
-                self._own_dir = make_socket_dir()
-            folder = self._host.socket_dir or self._own_dir
-            self._server = Server(self._control, f"unix:{folder}/control", thread_pool_size=0, name="control")
+            folder = self._listen() if self._is_listed else ""
             self._entry = Entry(self._record(folder))
+            self._sources.start()
         except (OSError, RuntimeError) as error:  # no folder, descriptors or threads
-            _log.warning("this run cannot be found by `lp_pipe status`, `stop` and `ps`: %s", told(error))
+            if self._is_listed:
+                _log.warning("this run cannot be found by `lp_pipe status`, `stop` and `ps`: %s", told(error))
 
-    def close(self) -> None:
-        """Nothing of the run is left: who waits for that gets an answer."""
+    def close(self, outcome: Outcome) -> None:
+        """Record the end, once nothing of the run is left, and answer the commands that wait for it."""
         self._control.is_over()
+        if self._sources.ident is not None:
+            self._sources.join()
+        if not self._has_started:
+            outcome = _NOT_LAUNCHED
+        self._coordinator.tell("end", None, **outcome._asdict())
+        self._events.close()
         if self._entry is not None:
-            self._entry.end(time.time())
+            self._entry.end(time.time(), outcome)
         if self._server is not None:
             self._server.close(grace_s=_LAST_ANSWERS_S)
         if self._own_dir:
             with contextlib.suppress(OSError):
                 shutil.rmtree(self._own_dir)
 
-    def _record(self, folder: str) -> RunRecord:
-        plan = self._coordinator.plan
+    def _listen(self) -> str:
+        """Return the folder that the socket is in."""
+        prune_entries()
+        if not self._host.socket_dir:
+            self._own_dir = make_socket_dir()
+        folder = self._host.socket_dir or self._own_dir
+        self._server = Server(self._control, f"unix:{folder}/control", thread_pool_size=0, name="control")
+        return folder
+
+    def _record_sources(self) -> None:
+        """Add what takes a while to find out, while the nodes run."""
+        if self._entry is not None:
+            self._entry.add(versions=versions(), git=git_state())
+
+    def _record(self, socket_dir: str) -> RunRecord:
+        plan, pid = self._coordinator.plan, os.getpid()
         return RunRecord(
             program=plan.program,
             mode=self._mode,
             run_dir=str(plan.run_dir),
             host=socket.gethostname(),
-            pid=os.getpid(),
-            pid_started=start_time(os.getpid()),
+            pid=pid,
+            pid_started=start_time(pid),
             started=time.time(),
-            control=f"unix:{folder}/control",
-            socket_dir=folder,
+            control=f"unix:{socket_dir}/control" if socket_dir else "",
+            socket_dir=socket_dir,
             mark=self._host.mark,
+            argv=list(self._invocation.argv),
+            flags=self._invocation.flags,
+            cwd=current_folder(),
+            terminal=terminal_of(pid),
+            parent=self._parent.as_parent() if self._parent is not None else None,
         )

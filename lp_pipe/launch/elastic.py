@@ -33,6 +33,7 @@ from lp_pipe.launch.run_dir import make_run_dir
 from lp_pipe.launch.signals import Interrupts, Latch
 from lp_pipe.program import Program
 from lp_pipe.telemetry.metrics import Sink
+from lp_pipe.telemetry.run_folder import RunFolder
 
 _log = logging.getLogger(__name__)
 
@@ -112,7 +113,7 @@ def launch_elastic(
         host_options = MultiHostOptions(known, listen, interface, patience, tree, kept)
         return start_run(program, "multi_host", host_options, folder, options)
 
-    standing.open(str(folder / "agents"), needs_torch="torch" in sys.modules)
+    standing.open(str(RunFolder(folder).agents), needs_torch="torch" in sys.modules)
     try:
         return ElasticRun(make_program, count, standing, start)
     except BaseException:
@@ -283,4 +284,4 @@ class ElasticRun:
 
 
 def _checkpoints_in(run_dir: Path) -> set[str]:
-    return {path.name for path in (run_dir / "checkpoints").glob("step-*")}
+    return {path.name for path in RunFolder(run_dir).checkpoints.glob("step-*")}

@@ -137,7 +137,7 @@ def launch(
         serialize_nodes(make_plan(program, Path(), grace))
     with _naming_shortage(program):
         folder = make_run_dir(program.name, run_dir)
-        return start_run(program, mode, host_options, folder, options)
+        return start_run(program, mode, host_options, folder, options, is_named=run_dir is not None)
 
 
 def start_run(
@@ -146,17 +146,25 @@ def start_run(
     host_options: "MultiHostOptions | None",
     run_dir: Path,
     options: RunOptions,
+    *,
+    is_named: bool = True,
 ) -> Run:
-    """As `launch`, once it is decided where."""
+    """As `launch`, once it is decided where.
+
+    is_named: whether the folder was asked for. If not, a run that is not listed keeps no records, and its folder only
+        if something is in it at the end.
+    """
     plan = make_plan(program, run_dir, options.grace)
     killing = next((spec for spec in plan.nodes if spec.on_hang != "report"), None)
     if killing is not None and options.hang_after is None:
         raise ValueError(f"group {killing.label!r} has on_hang={killing.on_hang!r}, which needs hang_after, got None")
-    metrics = MetricsLog(plan.run_dir / "metrics.jsonl", options.metrics_sinks)
+    metrics = MetricsLog(plan.folder.metrics, options.metrics_sinks)
     host, coordinator = MODES[mode](plan, metrics, host_options)
     is_listed = mode != "thread" if options.listed is None else options.listed
-    control = ControlPoint(coordinator, host, mode) if is_listed else None
-    run = Run(program, coordinator, host, metrics, HangWatch(coordinator, host, options.hang_after), control)
+    keeps_records = is_listed or is_named
+    control = ControlPoint(program, mode, coordinator, host, is_listed) if keeps_records else None
+    hangs = HangWatch(coordinator, host, options.hang_after)
+    run = Run(program, coordinator, host, metrics, hangs, control, keeps_empty_folder=keeps_records)
     print_reports()
     run.start()
     return run

@@ -25,7 +25,7 @@ from lp_pipe.launch.hosts.gathered import Gathered, MultiHostOptions, gather
 from lp_pipe.launch.hosts.gathering import RemoteAgent
 from lp_pipe.launch.hosts.local_modules import ship_local_modules, stop_shipping
 from lp_pipe.launch.hosts.relocation import Relocation, orphan_s
-from lp_pipe.launch.hosts.run_folder import warn_of_hosts_apart
+from lp_pipe.launch.hosts.shared_folder import warn_of_hosts_apart
 from lp_pipe.launch.hosts.shipped_logs import ReceivedLogs
 from lp_pipe.launch.hosts.source_tree import SourceTree, send_tree
 from lp_pipe.launch.plan.plan import Plan, serialize_nodes
@@ -33,7 +33,7 @@ from lp_pipe.launch.plan.spec import NodeSpec
 from lp_pipe.launch.plan.surroundings import Surroundings
 from lp_pipe.launch.processes.template import loaded_here
 from lp_pipe.protos import supervision_pb2 as wire
-from lp_pipe.telemetry.log_files import LogFiles, log_path
+from lp_pipe.telemetry.log_files import LogFiles
 from lp_pipe.telemetry.metrics import MetricsLog
 
 _START_PATIENCE_S = 60.0
@@ -94,8 +94,8 @@ class MultiHost(Host):
         self._surroundings = Surroundings.here(tree.root if tree else "")
         self._agents = dict(gathered.agents)
         self._views: dict[str, tuple[float, list[View]]] = {}
-        self._log_dir = plan.run_dir / "logs"
-        self._logs = ReceivedLogs(LogFiles(self._log_dir))
+        self._log_files = LogFiles(plan.folder, [spec.node_id for spec in plan.nodes])
+        self._logs = ReceivedLogs(self._log_files)
         self._past_hits: Counter[str] = Counter()  # of faults, at hosts that are closed
         self._lock = threading.Lock()
 
@@ -103,6 +103,8 @@ class MultiHost(Host):
         agents, nodes = self._up(), self._nodes_by_host()  # hosts may be lost meanwhile
         for agent in agents.values():
             agent.link.serve(FromAgent(self._coordinator, self._logs, agent.link, self._ports))
+        for name in agents:
+            self._coordinator.tell("membership", host=name, change="joined")
         self._gathered.gathering.tell_of_losses(self._on_lost)
         try:
             links = {name: agent.link for name, agent in agents.items()}
@@ -179,7 +181,7 @@ class MultiHost(Host):
         return self._logs.last_lines(node_id)
 
     def log_path(self, node_id: str) -> Path | None:
-        return log_path(self._log_dir, node_id)
+        return self._log_files.path(node_id)
 
     def _nodes_by_host(self) -> dict[str, list[NodeSpec]]:
         nodes: dict[str, list[NodeSpec]] = {name: [] for name in self._gathered.agents}
@@ -219,6 +221,7 @@ class MultiHost(Host):
                 return  # it was lost before this program began
             del self._agents[agent.name]
             self._views.pop(agent.name, None)
+        self._coordinator.tell("membership", host=agent.name, change="lost", why=why)
         self._relocation.lose(agent.name, why, agent.is_silent)
 
     def _ask_to_start(self, node_id: str) -> "Future[None]":

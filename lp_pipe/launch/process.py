@@ -35,7 +35,7 @@ from lp_pipe.launch.processes.template import MARK, Template
 from lp_pipe.launch.processes.threads import thread_environment
 from lp_pipe.launch.processes.zygote import ORPHAN_S
 from lp_pipe.protos import supervision_pb2 as wire
-from lp_pipe.telemetry.log_files import LogFiles, LogOutput, log_path
+from lp_pipe.telemetry.log_files import LogFiles, LogOutput
 from lp_pipe.telemetry.logs import LogPump
 from lp_pipe.telemetry.metrics import MetricsLog
 
@@ -92,9 +92,9 @@ class ProcessHost(Host):
         self._pids: dict[str, int] = {}  # by node_id: of processes whose ends nobody was told of
         self._told_to_stop: set[str] = set()  # by node_id: of the current processes
         self._faults = InjectedFaults()
-        self._log_dir = plan.run_dir / "logs"
         standard_streams.open_closed()  # before what is opened here takes their numbers
-        self._logs = LogPump(log_output or LogFiles(self._log_dir))
+        self._log_output = log_output or LogFiles(plan.folder, self._specs)
+        self._logs = LogPump(self._log_output)
         self._exits = ExitQueue()
         self._template: Template | None = None
         self._pulse: Pulse | None = None
@@ -189,7 +189,7 @@ class ProcessHost(Host):
         return self._logs.last_lines(node_id)
 
     def log_path(self, node_id: str) -> Path | None:
-        return log_path(self._log_dir, node_id)
+        return self._log_output.path(node_id) if isinstance(self._log_output, LogFiles) else None
 
     def _start_node(self, spec: NodeSpec) -> None:
         assert self._template is not None

@@ -8,26 +8,33 @@ import contextlib
 import json
 import os
 import socket
+import threading
 import uuid
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from lp_pipe.connections import unix
 from lp_pipe.launch.processes.proctree import start_time
+from lp_pipe.telemetry.run_folder import RunFolder
 from lp_pipe.telemetry.whole_file import write_whole
-
-RUN_FILE = "run.json"
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What another process must know to ask a run, and to clean up after it.
+    """How a run was launched and how it ended; and what another process must know to ask it, and to clean up after it.
 
     pid: the launcher's; a pid alone may be another process's by now, so its `start_time` is kept with it.
-    started, ended: seconds since the epoch; `ended` is only ever set in `run.json`.
-    control: where it answers (see control.py), inside `socket_dir`.
+    started, ended: seconds since the epoch; `ended` and what follows it is only ever set in the run's own folder.
+    control: where it answers (see control.py), inside `socket_dir`; "" for a run that is not listed.
     mark: the value of LP_PIPE_TEMPLATE that its node processes carry; "" in thread mode.
+    argv: the command that launched it. flags: of `lp_pipe launch` the "target" and the "options", and what the
+        "program" was given. cwd, terminal: where it was launched.
+    versions: of python, lp_pipe and, where it was imported, torch. git: "commit" and "dirty" of the sources.
+    parent: the run in the same folder that this one goes on from: when and how it was launched and ended.
+    outcome: "done", "stopped", "failed" or "interrupted". exit_status: as of `lp_pipe launch`. failure: the first
+        line of the first failure.
     """
 
     program: str
@@ -40,7 +47,21 @@ class RunRecord:
     control: str
     socket_dir: str
     mark: str = ""
+    argv: Sequence[str] = field(default_factory=list)
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    cwd: str = ""
+    terminal: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    git: Mapping[str, Any] | None = None
+    parent: Mapping[str, Any] | None = None
     ended: float | None = None
+    outcome: str = ""
+    exit_status: int | None = None
+    failure: str = ""
+
+    @property
+    def folder(self) -> RunFolder:
+        return RunFolder(Path(self.run_dir))
 
     @property
     def name(self) -> str:
@@ -56,32 +77,56 @@ class RunRecord:
     def is_live(self) -> bool:
         return self.ended is None and self.is_here and start_time(self.pid) == self.pid_started
 
+    def as_parent(self) -> dict[str, Any]:
+        """Return what the record of a run that goes on from this one says of it."""
+        return {name: getattr(self, name) for name in ("started", "ended", "outcome", "failure", "argv", "git")}
+
+
+class Outcome(NamedTuple):
+    """The end of a run: see RunRecord."""
+
+    outcome: str
+    exit_status: int
+    failure: str = ""
+
 
 class Entry:
-    """A run's two files: the one among the live runs is removed at its end, the one in its own folder stays."""
+    """A run's two files: the one among the live runs is removed at its end, the one in its own folder stays.
+
+    Any thread may call it.
+    """
 
     def __init__(self, record: RunRecord) -> None:
-        """Write both, or none.
+        """Write both, or none; of a run that is not listed only the one in its own folder.
 
         Raises:
             OSError: a folder cannot be written, or the folder of live runs is another user's.
         """
         self._record = record
-        self._own = Path(record.run_dir) / RUN_FILE
-        self._live = _private(live_folder()) / f"{record.pid}-{uuid.uuid4().hex[:12]}.json"
-        _write(self._live, record)
+        self._lock = threading.Lock()
+        self._live: Path | None = None
+        if record.control:
+            self._live = _private(live_folder()) / f"{record.pid}-{uuid.uuid4().hex[:12]}.json"
+            _write(self._live, record)
         try:
-            _write(self._own, record)
+            _write(record.folder.record, record)
         except OSError:
-            self._live.unlink()
+            if self._live is not None:
+                self._live.unlink()
             raise
 
-    def end(self, when: float) -> None:
-        """The run is over; `when` in seconds since the epoch."""
-        with contextlib.suppress(OSError):  # the folder was removed, or its disk is full: it is over all the same
-            _write(self._own, replace(self._record, ended=when))
-        with contextlib.suppress(OSError):
-            self._live.unlink()
+    def add(self, **facts: Any) -> None:
+        """Set fields of the record in the run's own folder."""
+        with self._lock, contextlib.suppress(OSError):  # the folder was removed, or its disk is full
+            self._record = replace(self._record, **facts)
+            _write(self._record.folder.record, self._record)
+
+    def end(self, when: float, outcome: Outcome) -> None:
+        """Write that the run is over; `when` in seconds since the epoch."""
+        self.add(ended=when, **outcome._asdict())
+        if self._live is not None:
+            with contextlib.suppress(OSError):
+                self._live.unlink()
 
 
 def live_folder() -> Path:
@@ -107,16 +152,23 @@ def dead_entries() -> dict[Path, RunRecord]:
 
 
 def read_record(path: Path) -> RunRecord | None:
-    """What such a file says; None when there is none, or none of ours.
+    """Return what such a file says; None when there is none, or none of ours.
 
-    Anybody may have written the one in a run's folder. Whoever answers at `control` is believed, so it must be a unix
-    socket, of which the kernel says whose it is.
+    Any user may have written the one in a run's folder. A server at `control` is believed, so it must be a unix
+    socket, of which the kernel says whose it is. Fields that only a later version knows are left out.
     """
     try:
-        record = RunRecord(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        said = json.loads(path.read_text(encoding="utf-8"))
+        record = RunRecord(**{name: value for name, value in said.items() if name in _FIELDS})
+    except (OSError, ValueError, TypeError, AttributeError):
         return None
-    return record if str(record.control).startswith(unix.SCHEME) else None
+    return record if record.control == "" or str(record.control).startswith(unix.SCHEME) else None
+
+
+def record_in(folder: Path) -> RunRecord | None:
+    """Return the record of the run in this folder, which may have been moved since."""
+    record = read_record(RunFolder(folder).record)
+    return record and replace(record, run_dir=str(folder.resolve()))
 
 
 def _readable(folder: Path) -> Iterator[tuple[Path, RunRecord]]:
@@ -136,4 +188,7 @@ def _private(folder: Path) -> Path:
 
 def _write(path: Path, record: RunRecord) -> None:
     """Whole or not at all: others read it at any time."""
-    write_whole(path, json.dumps(asdict(record), indent=1) + "\n")
+    write_whole(path, json.dumps(asdict(record), indent=1, default=str) + "\n")
+
+
+_FIELDS = {one.name for one in fields(RunRecord)}

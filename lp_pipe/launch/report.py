@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,20 +10,21 @@ from lp_pipe.errors import NodeError
 from lp_pipe.launch.coordination.coordinator import Coordinator
 from lp_pipe.launch.host import Host
 from lp_pipe.launch.hosts.lacking import advice_for
+from lp_pipe.launch.invocation import current_invocation
+from lp_pipe.telemetry.run_folder import RunFolder
 from lp_pipe.telemetry.tracebacks import fold_traceback, folded_message, notes, shortened
 
-MAX_LINES = 14  # one less than a report may have: who prints it adds where the run's folder is
+MAX_LINES = 13  # two less than a report may have: the run's folder, and how to go on from its checkpoints, come below
 _MAX_MESSAGE_LINES = 3
 _MAX_NOTES = 3
 _KEPT_OUTER_LINES = 2
-_FILE = "failure.txt"
 _WORTH_NAMING = ("checkpoint*", "metrics.jsonl")
 
 
 def save_failure(coordinator: Coordinator) -> None:
     """Keep all failures in the run's folder, whole; without any, remove those of an earlier run in this folder."""
     errors = coordinator.failures()
-    path = coordinator.plan.run_dir / _FILE
+    path = coordinator.plan.folder.failures
     with contextlib.suppress(OSError):  # the folder was removed, its disk is full: the report goes without it
         path.unlink(missing_ok=True)
         if errors:
@@ -36,7 +38,8 @@ def described_failure(coordinator: Coordinator, host: Host) -> NodeError | None:
     if not errors:
         return None
     error = errors[0]
-    run_dir = coordinator.plan.run_dir
+    folder = coordinator.plan.folder
+    failures = folder.failures
     part = coordinator.main_part(f"{error.label}/{error.index}")
     log_path = host.log_path(part)
     where = host.where(part)
@@ -47,18 +50,30 @@ def described_failure(coordinator: Coordinator, host: Host) -> NodeError | None:
         later_failures=len(errors) - 1,
         last_lines=host.last_lines(part),
         log_path=shown(log_path) if log_path is not None and log_path.exists() else None,
-        traceback_path=shown(run_dir / _FILE) if (run_dir / _FILE).exists() else None,
+        traceback_path=shown(failures) if failures.exists() else None,
         folder=_here(),
     )
-    error.report = f"{text}\n{run_folder(run_dir)}"
+    error.report = f"{text}\n{closing_lines(folder)}"
     return error
 
 
-def run_folder(run_dir: Path) -> str:
-    """Where it is, and what was saved in it."""
-    saved = sorted(path.name for pattern in _WORTH_NAMING for path in run_dir.glob(pattern))
+def closing_lines(folder: RunFolder) -> str:
+    """Return where the run's folder is, and below it how to go on from its checkpoints, if there are any."""
+    if not folder.has_checkpoints():
+        return run_folder(folder)
+    run_dir = str(shown(folder.path))
+    if current_invocation().is_command:
+        how = f"lp_pipe launch --resume={shlex.quote(run_dir)}"
+    else:
+        how = f"lp.launch(…, run_dir={run_dir!r})"
+    return f"{run_folder(folder)}\nto go on from its newest checkpoint: {how}"
+
+
+def run_folder(folder: RunFolder) -> str:
+    """Return where it is, and what was saved in it."""
+    saved = sorted(path.name for pattern in _WORTH_NAMING for path in folder.path.glob(pattern))
     contents = f" (with {', '.join(saved)})" if saved else ""
-    return f"run folder {shown(run_dir)}{contents}"
+    return f"run folder {shown(folder.path)}{contents}"
 
 
 def shown(path: str | Path) -> Path:

@@ -15,7 +15,9 @@ from lp_pipe.launch.control import ControlPoint
 from lp_pipe.launch.coordination.coordinator import Coordinator
 from lp_pipe.launch.hangs.hangs import HangWatch
 from lp_pipe.launch.host import Host, give_up
+from lp_pipe.launch.leftovers import remove_if_empty
 from lp_pipe.launch.processes.execute import failure_from
+from lp_pipe.launch.registry import Outcome
 from lp_pipe.launch.report import described_failure, save_failure
 from lp_pipe.launch.services import EndedServices, LauncherServices
 from lp_pipe.launch.signals import Interrupts, Latch
@@ -45,12 +47,14 @@ class Run:
         metrics: MetricsLog,
         hangs: HangWatch,
         control: ControlPoint | None = None,
+        keeps_empty_folder: bool = True,
     ) -> None:
         self._program = program
         self._coordinator = coordinator
         self._host = host
         self._metrics = metrics
         self._control = control
+        self._keeps_empty_folder = keeps_empty_folder
         self._hangs = hangs
         self._has_started = threading.Event()
         self._is_over = Latch()
@@ -91,6 +95,8 @@ class Run:
     def _start_nodes(self) -> None:
         """All of them; or none is left when this raises."""
         try:
+            if self._control is not None:
+                self._control.begin()
             self._host.start()
             if self._control is not None:
                 self._control.open()
@@ -128,7 +134,7 @@ class Run:
     def stop(self) -> None:
         """Stop the program in order, and return when nothing of it is left. Idempotent, any thread but a node's."""
         with self._interrupts.deferred():
-            self._coordinator.request_stop(hurry=self._interrupts.is_impatient)
+            self._coordinator.request_stop(hurry=self._interrupts.is_impatient, from_outside=True)
             self._is_over.wait()
             self._interrupts.uninstall()
 
@@ -138,7 +144,7 @@ class Run:
         hurry: without the grace period.
         """
         with self._interrupts.deferred():
-            return self._coordinator.request_stop(hurry)
+            return self._coordinator.request_stop(hurry, from_outside=True)
 
     def stop_unfinished(self) -> None:
         """Request the stop for an interpreter that ends, and name the nodes that were up in a warning."""
@@ -260,7 +266,7 @@ class Run:
             self._host.close,
             self._metrics.close,
             lambda: save_failure(self._coordinator),
-            self._control.close if self._control is not None else lambda: None,
+            self._close_control,
             self._interrupts.uninstall,
         ]
         for part in parts:
@@ -270,6 +276,20 @@ class Run:
                 _log.exception("at the end of the program")
         self._is_over.open()
         active_runs.discard(self)
+
+    def _close_control(self) -> None:
+        if self._control is not None:
+            self._control.close(self._outcome())
+        if not self._keeps_empty_folder:
+            remove_if_empty(self.run_dir)
+
+    def _outcome(self) -> Outcome:
+        failure = str(self.failure).partition("\n")[0] if self.failure is not None else ""
+        if self.interrupted_by is not None:
+            return Outcome("interrupted", 128 + self.interrupted_by, failure)
+        if failure:
+            return Outcome("failed", 1, failure)
+        return Outcome("stopped" if self._coordinator.was_stopped_from_outside else "done", 0)
 
     def _restart(self, node_id: str) -> None:
         try:

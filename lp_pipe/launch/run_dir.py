@@ -5,7 +5,9 @@ import time
 from pathlib import Path
 
 from lp_pipe.errors import LaunchError
-from lp_pipe.launch.registry import RUN_FILE, read_record, user_folder
+from lp_pipe.launch.leftovers import prune_runs
+from lp_pipe.launch.registry import read_record, user_folder
+from lp_pipe.telemetry.run_folder import RunFolder
 
 _MOST_NAME_BYTES = 150  # of the program's name in its run's folder; file systems take 255 in all
 
@@ -23,8 +25,11 @@ def make_run_dir(name: str, asked: str | os.PathLike[str] | None) -> Path:
         hint = "set LP_PIPE_RUNS to one where runs may be, or say run_dir=" if asked is None else "give another one"
         raise LaunchError(f"the run's folder {folder} cannot be made ({error.strerror}): {hint}") from None
     folder = folder.resolve()
-    other = read_record(folder / RUN_FILE)
-    if other is not None and other.is_live:  # both would write the same logs, and prune each other's checkpoints
+    if asked is None and not os.environ.get("LP_PIPE_RUNS"):  # a folder that the user chose is the user's to clean
+        prune_runs(folder.parent)
+    other = read_record(RunFolder(folder).record)
+    # Both would write the same logs, and prune each other's checkpoints.
+    if other is not None and other.control and other.is_live:
         raise LaunchError(
             f"run_dir {folder}: program {other.program!r} (process {other.pid}) still runs there: stop it, or give "
             "another folder"

@@ -2,13 +2,18 @@
 
 import contextlib
 import errno
+import json
 import logging
 import os
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol, TextIO
 
 from lp_pipe.telemetry.appended_file import AppendedFile
+from lp_pipe.telemetry.file_names import log_names, node_of_log
+from lp_pipe.telemetry.run_folder import RunFolder
+from lp_pipe.telemetry.whole_file import write_whole
 
 _log = logging.getLogger(__name__)
 
@@ -24,22 +29,28 @@ class LogOutput(Protocol):
 
 
 class LogFiles:
-    """One thread writes."""
+    """A file for each of the nodes `node_ids`; one thread writes.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    A label that is no name of a file, or differs from another one only in upper and lower case, is shortened with a
+    hash: then an index in the run's folder says whose each is.
+    """
+
+    def __init__(self, run_folder: RunFolder, node_ids: Iterable[str]) -> None:
+        self._folder = run_folder.logs
+        self._names = log_names(node_ids)
         self._files: dict[str, AppendedFile] = {}
         self._is_whole = True
-        folder.mkdir(parents=True, exist_ok=True)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        _write_index(run_folder, self._names)
 
     def path(self, node_id: str) -> Path:
-        """The file that holds all the node's output."""
-        return log_path(self._folder, node_id)
+        """Return the file that holds all the node's output."""
+        return self._folder / self._names[node_id]
 
     def write(self, node_id: str, is_stderr: bool, lines: list[bytes]) -> None:
         try:
             self._keep(node_id, b"".join(line + b"\n" for line in lines))
-        except (OSError, ValueError) as error:  # disk full, folder removed, no name for a file
+        except OSError as error:  # the disk is full, the folder was removed
             # An end here would block every node.
             if self._is_whole:
                 _log.warning("not all that the nodes print is in %s any more: %s", self._folder, error)
@@ -77,6 +88,10 @@ def _print(text: str, target: TextIO) -> None:
         target.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
 
 
-def log_path(folder: Path, node_id: str) -> Path:
-    """The file of a node in the folder of logs."""
-    return folder / (node_id.replace("/", "-") + ".log")
+def _write_index(folder: RunFolder, names: Mapping[str, str]) -> None:
+    """Write whose the files are whose names do not say it; also of those that an earlier run has left here."""
+    unclear = {name: node_id for node_id, name in names.items() if node_of_log(name) != node_id}
+    if unclear:
+        with contextlib.suppress(OSError):  # as for the lines themselves: the run goes on
+            index = {**folder.node_ids_of_logs(), **unclear}
+            write_whole(folder.log_index, json.dumps(index, indent=1) + "\n")

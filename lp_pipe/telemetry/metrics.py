@@ -29,7 +29,9 @@ Sink = Callable[[MetricsRecord], None]
 
 
 class MetricsLog:
-    """Writes metrics.jsonl and calls the sinks, from whichever thread the record comes in.
+    """Writes metrics.jsonl and calls the sinks, in the thread that the record comes in.
+
+    A line is {"time", "node", "step", "values": {name: number}}: a metric may have any name, also "step".
 
     What cannot be written, or what a sink raises, is a warning, the first time: nobody's training ends because of it.
     """
@@ -81,4 +83,4 @@ class MetricsLog:
 def _to_json(record: MetricsRecord) -> str:
     # JSON has no NaN or infinity; as strings they survive every reader.
     values = {key: value if math.isfinite(value) else str(value) for key, value in record.values.items()}
-    return json.dumps({"time": round(record.time, 3), "node": record.node, "step": record.step, **values})
+    return json.dumps({"time": round(record.time, 3), "node": record.node, "step": record.step, "values": values})

@@ -10,6 +10,7 @@ def as_numbers(metrics: Mapping[str, Any], step: Any) -> tuple[dict[str, float],
 
     Raises:
         TypeError: no dict, a value is no number, a name no text, or step no int.
+        ValueError: a name cannot be encoded.
     """
     if not hasattr(metrics, "items"):
         raise TypeError(f"log_metrics({metrics!r}): a dict of names and numbers is needed, such as {{'loss': 0.5}}")
@@ -19,7 +20,11 @@ def as_numbers(metrics: Mapping[str, Any], step: Any) -> tuple[dict[str, float],
 def _name(name: Any) -> str:
     if not isinstance(name, str):
         raise TypeError(f"log_metrics: the name {name!r} of a metric is not a str")
-    return name
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"log_metrics: the name {name!r} of a metric has half a surrogate pair: no text") from error
+    return str(name)
 
 
 def _number(name: str, value: Any) -> float:

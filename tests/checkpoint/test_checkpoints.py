@@ -376,10 +376,42 @@ def test_a_node_that_fails_ends_once_its_checkpoint_is_written(tmp_path: Path) -
     assert [path.name for path in checkpoints_in(tmp_path / "checkpoints")] == ["step-00000001"]
 
 
-@pytest.mark.parametrize("options", [{"keep": 0}, {"parts": {"a/b": Counter()}}])
-def test_wrong_options_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"keep at least 1|becomes a file name"):
-        Checkpoints(**{"parts": {}, "folder": tmp_path, **options})
+def test_at_least_one_checkpoint_is_kept(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="keep=0"):
+        Checkpoints({}, tmp_path, keep=0)
+
+
+def test_parts_may_have_any_name(tmp_path: Path) -> None:
+    names = [
+        "a/b",
+        "a-b",
+        "A",
+        "a",
+        "x",
+        "x.state",
+        "manifest.json",
+        "..",
+        ".",
+        "",
+        "L" * 300,
+        "n\0",
+        "größe",
+        "stages/0",
+    ]
+    saved = {name: Counter(place) for place, name in enumerate(names)}
+    folders = {name: Slow() for name in ("x/y", "x_y", "y.state", "Y", "y")}
+    for name, part in folders.items():
+        part.value = name
+        part.may_write.set()
+    Checkpoints({**saved, **folders}, tmp_path).save(1)
+    (path,) = checkpoints_in(tmp_path)
+    assert open_checkpoint(path).parts == (*names, *folders)
+    assert (path / "a-b.state").is_file() and (path / "x_y").is_dir()
+    found = {name: Counter() for name in names}
+    found_folders = {name: Slow() for name in folders}
+    Checkpoints({**found_folders, **found}, tmp_path).restore()
+    assert [part.value for part in found.values()] == list(range(len(names)))
+    assert {name: part.value for name, part in found_folders.items()} == {name: name for name in folders}
 
 
 class Training:

@@ -4,6 +4,8 @@ import contextlib
 import json
 import os
 import pickle
+import pty
+import shlex
 import signal
 import socket
 import subprocess
@@ -16,13 +18,13 @@ import psutil
 import pytest
 
 from lp_pipe import connections
-from lp_pipe.cli import runs
+from lp_pipe.cli import find_run as runs
 from lp_pipe.cli.errors import UsageError
 from lp_pipe.connections import Frame, frames
 from lp_pipe.launch import registry
 from lp_pipe.launch.processes.proctree import start_time
-from lp_pipe.launch.registry import Entry, RunRecord, entries
-from tests.cli.commands import Command, Start, Started, is_alive
+from lp_pipe.launch.registry import Entry, Outcome, RunRecord, entries
+from tests.cli.commands import COMMAND, PATIENCE_S, Command, Start, Started, is_alive
 from tests.connections.payloads import Mark
 from tests.waiting import until
 
@@ -150,7 +152,7 @@ def test_a_run_that_ends_in_order_as_it_is_looked_for_is_not_said_to_be_killed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def end_now(pid: int) -> int:
-        entry.end(when=time.time())
+        entry.end(time.time(), Outcome("done", 0))
         return 0
 
     out = folder / "out"
@@ -162,6 +164,78 @@ def test_a_run_that_ends_in_order_as_it_is_looked_for_is_not_said_to_be_killed(
     monkeypatch.setattr(registry, "start_time", end_now)  # asked for once the record has been read
     with pytest.raises(UsageError, match=r"^run out ended .* ago, after "):
         runs.find_live_run(str(out))
+
+
+def test_stop_without_a_run_ends_none_that_was_launched_elsewhere(
+    launched: Started, brief_command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended the user's only live run, wherever that had been launched."""
+    (folder / "elsewhere").mkdir()
+    there = [*COMMAND, "stop"]
+    done = subprocess.run(there, cwd=folder / "elsewhere", capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 2
+    assert [line.split()[0] for line in done.stderr.splitlines()[1:]] == ["RUN", "out"]
+    assert launched.process.poll() is None
+    assert brief_command("stop").stdout.startswith("run out ended in ")
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="terminals are told apart by /proc")
+def test_stop_without_a_run_ends_the_one_of_this_terminal(folder: Path) -> None:
+    (folder / "elsewhere").mkdir()
+    lp_pipe = shlex.join(COMMAND)
+    script = f"{lp_pipe} launch waiting.py --mode=thread --run-dir=out & until grep -qs ready out/events.jsonl || "
+    script += f"grep -qs '1\"' out/events.jsonl; do sleep 0.1; done; cd elsewhere; {lp_pipe} stop; echo status $?; wait"
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execvp("sh", ["sh", "-c", script])
+    output = b""
+    with contextlib.suppress(OSError), open(terminal, "rb", buffering=0) as file:  # EIO: all have ended
+        while piece := file.read(4096):
+            output += piece
+    os.waitpid(pid, 0)
+    assert b"run out ended in" in output and b"status 0" in output
+
+
+def test_runs_lists_how_each_has_ended(
+    dead: tuple[RunRecord, "subprocess.Popen[bytes]"], command: Command, brief_command: Command, folder: Path
+) -> None:
+    (folder / "failing.py").write_text(WAITING.replace("lp.wait_for_stop()", "raise ValueError('no more')"))
+    assert command("launch", "failing.py", "--mode=thread").returncode == 1
+    head, failed, killed = brief_command("runs").stdout.splitlines()
+    assert head.split() == ["PROGRAM", "MODE", "STARTED", "TOOK", "EXIT", "ENDED", "FOLDER"]
+    assert "1     failed: node nodes/" in failed and "ValueError: no more" in failed and "  runs/waiting-" in failed
+    assert "  killed, no end recorded  " in killed and killed.endswith("  out")
+    assert brief_command("runs", "-n", "1").stdout.splitlines()[1].split() == failed.split()
+    (one,) = (json.loads(line) for line in brief_command("runs", "out", "--json").stdout.splitlines())
+    assert (one["state"], one["ended"], one["flags"]["options"]) == ("killed", None, {})
+    assert one["argv"] == ["lp_pipe", "launch", "waiting.py", "--run-dir=out"]
+    assert brief_command("runs", "nowhere").returncode == 2
+
+
+def test_clean_removes_old_runs_when_asked(command: Command, brief_command: Command, folder: Path) -> None:
+    (folder / "brief.py").write_text(WAITING.replace("lp.wait_for_stop()", "pass"))
+    assert command("launch", "brief.py", "--mode=thread").returncode == 0
+    (path,) = (folder / "runs").iterdir()
+    assert "removed 0 old runs" in brief_command("clean", "--runs=runs").stdout
+    assert path.name in brief_command("clean", "--runs=runs", "--keep=0", "--dry-run").stdout
+    assert path.exists()
+    assert path.name in brief_command("clean", "--runs=runs", "--keep=0").stdout
+    assert not path.exists()
+    for wrong in ["--keep=3"], ["--runs", "--keep=few"], ["--runs=nowhere"]:
+        assert brief_command("clean", *wrong).returncode == 2
+
+
+def test_logs_are_found_by_any_label(command: Command, brief_command: Command, folder: Path) -> None:
+    (folder / "labels.py").write_text(
+        "import lp_pipe as lp\nprogram = lp.Program('x')\n"
+        "for label in ('a/b', 'a-b', 'B' * 252):\n"
+        "    program.add_node(lp.PyNode(lambda label=label: print('I am', label[:3])), label=label)\n"
+    )
+    assert command("launch", "labels.py", "--run-dir=out").returncode == 0
+    for label in ("a/b", "a-b", "B" * 252):
+        assert brief_command("logs", "out", f"{label}/0").stdout == f"I am {label[:3]}\n"
+        assert brief_command("logs", "out", label).stdout == f"[{label}/0] I am {label[:3]}\n"
+    assert len(list((folder / "out" / "logs").iterdir())) == 3
 
 
 def test_stacks_show_where_every_node_is(launched: Started, brief_command: Command) -> None:

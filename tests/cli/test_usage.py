@@ -26,7 +26,7 @@ def make_program():
             program.add_node(lp.PyNode(work))
     return program
 
-def with_arguments(stages): return make_program()
+def with_arguments(count): return make_program()
 
 async def waits(): return make_program()
 """
@@ -35,10 +35,10 @@ WRONG = {
     "": "the following arguments are required: COMMAND; see `lp_pipe --help`",
     "lanch demo.py": (
         "no command 'lanch'; did you mean 'launch'? "
-        "(commands: launch, graph, schedule, profile, partition, checkpoint, status, logs, stacks, stop, ps, clean, "
-        "doctor, agent)"
+        "(commands: launch, graph, schedule, profile, partition, checkpoint, status, logs, stacks, stop, ps, runs, "
+        "clean, doctor, agent)"
     ),
-    "launch": "the following arguments are required: TARGET; see `lp_pipe launch --help`",
+    "launch": "TARGET is needed: the file or module of a program; see `lp_pipe launch --help`",
     "launch dem.py": "no file 'dem.py'; did you mean 'demo.py'?",
     "graph nowhere/demo.py": "no file 'nowhere/demo.py'",
     "launch ./": ". is a folder; name a Python file in it, such as ./program.py",
@@ -49,8 +49,8 @@ WRONG = {
     "launch demo.py:number": "demo.py:number is of type int, not a Program or a function that returns one",
     "launch demo.py:work": "demo.py:work returned NoneType, but a Program is needed",
     "launch demo.py:with_arguments": (
-        "demo.py:with_arguments needs arguments; a target function is called without any: give them defaults, or "
-        "read them from the program's flags in it (lp_pipe launch … -- --name=value)"
+        "demo.py:with_arguments needs -- --count=VALUE; "
+        "`lp_pipe launch demo.py:with_arguments -- --help` lists its flags"
     ),
     "launch demo.py:waits": "demo.py:waits is async def, not a Program or a function that returns one",
     "launch demo.py --mode=proces": (
@@ -134,16 +134,20 @@ def test_the_flags_of_the_program_can_be_listed(brief_command: Command, folder: 
     assert "--stages: How many stages." in done.stdout
 
 
-def test_flags_that_a_program_does_not_take_are_said_so(command: Command, folder: Path) -> None:
-    # They were ignored in silence; and `-- --help` started the program.
+def test_flags_that_a_program_does_not_take_are_refused(command: Command, folder: Path) -> None:
+    # They were ignored; and `-- --help` started the program.
     plain = 'import lp_pipe as lp\nprogram = lp.Program("plain")\nprogram.add_node(lp.PyNode(print, 1), label="n")\n'
     (folder / "plain.py").write_text(plain)
     done = command("launch", "plain.py", "--mode=thread", "--", "--stages=3")
-    assert (done.returncode, done.stderr) == (0, "lp_pipe: plain.py has not looked at its flags: --stages=3\n")
+    assert (done.returncode, done.stderr) == (2, "lp_pipe: plain.py does not take --stages=3; it takes none\n")
     refused = command("launch", "plain.py", "--", "--help")
-    assert refused.returncode == 2 and "plain.py lists no flags" in refused.stderr
+    assert refused.returncode == 2 and "plain.py does not take --help" in refused.stderr
     (folder / "reads.py").write_text(f"import sys\nassert '--stages=3' in sys.argv\n{plain}")
     assert command("launch", "reads.py", "--mode=thread", "--", "--stages=3").stderr == ""
+    (folder / "later.py").write_text(f"import sys\n{plain.replace('print, 1', 'lambda: print(sys.argv[1:])')}")
+    done = command("launch", "later.py", "--mode=thread", "--", "--stages=3")
+    assert (done.returncode, done.stderr) == (0, "lp_pipe: later.py has not looked at its flags: --stages=3\n")
+    assert "[n/0] ['--stages=3']" in done.stdout
 
 
 def test_the_graph_command_prints_text_or_writes_a_file(brief_command: Command, folder: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from lp_pipe.launch import registry
 from lp_pipe.launch.processes.proctree import start_time
-from lp_pipe.launch.registry import Entry, RunRecord, dead_entries, entries, live_folder, read_record
+from lp_pipe.launch.registry import Entry, Outcome, RunRecord, dead_entries, entries, live_folder, read_record
 
 
 @pytest.fixture(autouse=True)
@@ -42,10 +42,10 @@ def test_a_run_is_among_the_live_ones_until_it_ends(record: RunRecord, tmp_path:
     entry = Entry(record)
     assert list(entries().values()) == [record]
     assert (record.name, record.is_live) == ("out", True)
-    entry.end(when=1060.0)
+    entry.end(1060.0, Outcome("failed", 1, "node a/0: ValueError"))
     assert entries() == {}
     ended = read_record(tmp_path / "out" / "run.json")
-    assert ended == replace(record, ended=1060.0)
+    assert ended == replace(record, ended=1060.0, outcome="failed", exit_status=1, failure="node a/0: ValueError")
     assert not ended.is_live
 
 
@@ -76,7 +76,7 @@ def test_a_run_that_ends_in_order_just_after_its_entry_was_read_has_left_nothing
     """`lp_pipe ps` said that a killed run had left something behind, and `clean` that its launcher was dead."""
 
     def end_now(pid: int) -> int:
-        entry.end(when=1060.0)
+        entry.end(1060.0, Outcome("failed", 1, "node a/0: ValueError"))
         return 0
 
     entry = Entry(record)
@@ -98,7 +98,7 @@ def test_a_run_that_cannot_be_listed_leaves_no_word_that_it_runs(
         write(path, record)
 
     write = registry._write
-    own = Path(record.run_dir) / registry.RUN_FILE
+    own = record.folder.record
     for earlier in (None, replace(record, ended=1060.0)):
         if earlier is not None:
             write(own, earlier)

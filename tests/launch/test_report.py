@@ -53,7 +53,7 @@ def test_deep_recursion_and_long_messages_stay_short() -> None:
     error = NodeError("trainer", 0, "RecursionError", "too deep\n" * 50, deep)
     lines = failure_report(error, later_failures=1, log_path=Path("x.log")).splitlines()
     assert len(lines) == MAX_LINES
-    assert "  … 492 lines left out" in [line[2:] for line in lines]
+    assert "  … 493 lines left out" in [line[2:] for line in lines]
     assert lines[-3] == "  /home/me/train.py:3 in run:  go()"
 
 

@@ -14,6 +14,7 @@ from lp_pipe.launch.coordination.record import Failure, NodeRecord
 from lp_pipe.launch.coordination.settling import Settlement, SettlingLock
 from lp_pipe.launch.coordination.verdict import ECHO_PATIENCE_S
 from lp_pipe.launch.plan.plan import Plan
+from lp_pipe.telemetry.events import EventLog
 from lp_pipe.telemetry.metrics import MetricsLog
 from lp_pipe.telemetry.tracebacks import fold_traceback
 
@@ -48,6 +49,19 @@ class Coordinator:
         self._changing = self._settling.changing
         self._hurry = False
         self._is_over = False
+        self._events: EventLog | None = None
+        self._told_ready: set[str] = set()  # node_ids, of nodes whose first server listens
+        self._told_ends: set[str] = set()
+        self.was_stopped_from_outside = False
+
+    def keep_events(self, events: EventLog) -> None:
+        """Write what happens from now on there."""
+        self._events = events
+
+    def tell(self, event: str, node_id: str | None = None, **facts: Any) -> None:
+        """Write an event, if the run keeps them."""
+        if self._events is not None:
+            self._events.write(event, node_id, **facts)
 
     # What nodes ask (through NodeServices).
 
@@ -65,6 +79,10 @@ class Coordinator:
         """The server of an address listens; who waits for it in `resolve` is told."""
         with self._changing():
             self._settling.settle(self._directory.register(address, endpoint))
+            owner = self.plan.owners.get(address)
+            if owner is not None and owner not in self._told_ready:
+                self._told_ready.add(owner)
+                self.tell("ready", owner)
 
     def withdraw(self, address: str, is_failing: bool) -> None:
         """Nobody listens there any more; if its node fails, how will be known when that has ended."""
@@ -119,11 +137,15 @@ class Coordinator:
         self.plan.owner_of(address)  # an address of somebody, before a port is taken
         return self._reserve_port(address)
 
-    def request_stop(self, hurry: bool = False) -> bool:
-        """Begin an ordered stop, True if something was to go on; `hurry` cuts its grace period short."""
+    def request_stop(self, hurry: bool = False, from_outside: bool = False) -> bool:
+        """Begin an ordered stop, True if something was to go on; `hurry` cuts its grace period short.
+
+        from_outside: the launcher or another terminal asks, and not a node.
+        """
         with self._changing():
             is_first, self._lives.stop_requested = self._lives.must_go_on, True
             self._hurry = self._hurry or hurry
+            self.was_stopped_from_outside |= is_first and from_outside
         return is_first
 
     def log_metrics(self, node_id: str, values: Mapping[str, float], step: int | None) -> None:
@@ -138,6 +160,7 @@ class Coordinator:
         with self._changing():
             self._lives.started(node_id, pid)
             self._lives.nodes[node_id].call_rate = call_rate or CallRate()
+            self.tell("start", node_id, pid=pid)
 
     def node_calls(self, node_id: str, calls: int) -> None:
         """How many calls a node's servers have taken since it started."""
@@ -153,6 +176,8 @@ class Coordinator:
         """The node's code is done. The first word counts: a process's exit after it adds nothing."""
         with self._changing():
             news = self._lives.ended(node_id, failure, can_restart)
+            if failure is not None and self._lives.nodes[node_id].error is failure:
+                self.tell("death", node_id, how=failure.summary)
         if news and failure is not None:  # not with the lock held: a handler of the user's may ask for the status
             _log.warning("%s", "\n  ".join([news, *fold_traceback(failure.traceback)[-_SHOWN_LINES:]]))
 
@@ -243,6 +268,8 @@ class Coordinator:
         with self._changing():
             while self._lives.must_go_on:
                 if (order := self._lives.next_order()) is not None:
+                    if order.is_restart:
+                        self._tell_restarts(order.node_ids)
                     return order
                 if self._lives.verdict.settle():
                     self._lives.stop_requested = True
@@ -306,8 +333,18 @@ class Coordinator:
             self._inner_ended.remove(item)
         return [Settlement(future, "") for _, future in ended]
 
+    def _tell_restarts(self, node_ids: Iterable[str]) -> None:
+        for node_id in node_ids:
+            self._told_ready.discard(node_id)
+            unit = self._lives.units[self._lives.nodes[node_id].spec.name]
+            self.tell("restart", node_id, restarts=unit.row()["restarts"])
+
     def _withdraw_all(self, record: NodeRecord) -> None:
-        """Forget where the node listened; those who wait for it in vain."""
+        """Forget where the node listened, and settle the futures that wait for it in vain."""
+        node_id = record.spec.node_id
+        if record.is_down and node_id not in self._told_ends:
+            self._told_ends.add(node_id)
+            self.tell("end", node_id, state=record.state)
         self._directory.withdraw(record.spec.addresses)
         if not record.may_register:
             self._settling.settle(self._directory.give_up(record.spec.addresses, self._lives.why_gone(record)))

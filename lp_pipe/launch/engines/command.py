@@ -11,6 +11,7 @@ from pathlib import Path
 
 from lp_pipe.errors import LaunchError
 from lp_pipe.launch.engines.base import Engine, HostOffer, Invitation, Watched, kill_all
+from lp_pipe.telemetry.file_names import file_name
 from lp_pipe.telemetry.signal_names import signal_name
 
 _KEPT_LINES = 20
@@ -36,7 +37,7 @@ class Subprocess(Watched):
     ) -> None:
         super().__init__(hosts)
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
-        self._log_path = Path(invitation.log_dir) / f"{hosts[0].replace('/', '-')}.log"
+        self._log_path = Path(invitation.log_dir) / f"{file_name(hosts[0])}.log"
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         try:
             self._process = subprocess.Popen(

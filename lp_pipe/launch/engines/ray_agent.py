@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lp_pipe.launch.engines.base import Watched
+from lp_pipe.telemetry.file_names import file_name
 from lp_pipe.telemetry.signal_names import signal_name
 
 _KEPT_LINES = 20
@@ -22,7 +23,7 @@ class RayAgent(Watched):
         self._actor = actor
         self._ended: str | None = None
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
-        self._log_path = Path(log_dir) / f"{host}.log"
+        self._log_path = Path(log_dir) / f"{file_name(host)}.log"
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         self._reader = threading.Thread(target=self._read, args=(output,), name=f"output of agent {host}", daemon=True)
         self._reader.start()

@@ -20,10 +20,10 @@ from lp_pipe.telemetry.positions import positions
 
 _log = logging.getLogger(__name__)
 
-_FILE = "hangs.log"
 _LOOKS_PER_LIMIT, _LONGEST_PAUSE_S = 5, 5.0
 _DEAF_AFTER_S = 2.0  # a process of a busy machine may take so long to answer
 _PATIENCE_GROWS = 4
+_NAMED_AT_MOST = 16  # nodes in the event of a hang
 _STACKS_OF_NODES = 64  # of more nobody reads them all: `lp_pipe stacks`
 _WORTH_A_PLACE = 0.25  # a handler is younger than its caller's wait, and seen a moment earlier
 
@@ -108,7 +108,8 @@ class HangWatch:
             if name not in self._told_cycles:
                 self._told_cycles.add(name)
                 run = self._coordinator.plan.run_dir.name
-                self._tell(hang_text.cycle_text(situation, cycle, cycle in sure, run))
+                text = hang_text.cycle_text(situation, cycle, cycle in sure, run)
+                self._tell_hang([wait.node for wait in cycle], text, is_deadlock=cycle in sure)
                 self._told.update({wait.key: wait for wait in cycle})
         return keys
 
@@ -126,7 +127,8 @@ class HangWatch:
                 continue
             self._patience_s[group] = max(patience_s, oldest.activity.age_s) * _PATIENCE_GROWS
             self._told.update({wait.key: wait for wait in members})
-            self._tell(hang_text.wait_text(situation, oldest, members[1:]))
+            text = hang_text.wait_text(situation, oldest, members[1:])
+            self._tell_hang([wait.node for wait in members], text, is_deadlock=False)
 
     def _is_told(self, wait: Wait, patience_s: float) -> bool:
         """As part of a cycle, which says more."""
@@ -157,7 +159,7 @@ class HangWatch:
             return
         silent = {view.node: view for view in situation.silent}
         for node in silent.keys() - self._told_silent:
-            self._tell(f"node {node}'s {hang_text.silence_text(silent[node])}")
+            self._tell_hang([node], f"node {node}'s {hang_text.silence_text(silent[node])}", is_deadlock=False)
         for node in self._told_silent - silent.keys():
             self._tell(f"node {node} answers again, or has ended", logging.INFO)
         self._told_silent = set(silent)
@@ -177,13 +179,17 @@ class HangWatch:
         """Return whether all was stopped (Ctrl+Z, Slurm's suspend) within the limit: no node waited meanwhile."""
         return time.monotonic() - self._awake_since < self._limit_s
 
+    def _tell_hang(self, nodes: list[str], text: str, is_deadlock: bool) -> None:
+        self._coordinator.tell("hang", nodes[0], nodes=nodes[:_NAMED_AT_MOST], text=text, is_deadlock=is_deadlock)
+        self._tell(text)
+
     def _tell(self, text: str, level: int = logging.WARNING) -> None:
         if not self._is_over.is_set():
             self._write(text)
             _log.log(level, text)
 
     def _write(self, text: str) -> None:
-        path = self._coordinator.plan.run_dir / _FILE
+        path = self._coordinator.plan.folder.hangs
         with contextlib.suppress(OSError), path.open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 

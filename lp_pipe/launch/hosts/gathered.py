@@ -63,7 +63,7 @@ def gather(plan: Plan, options: MultiHostOptions, credentials: Credentials) -> G
         return _gather_kept(plan, options.kept)
     gathering = Gathering(options.engine, credentials, options.listen, options.interface, options.patience)
     try:
-        agents = gathering.gather(str(plan.run_dir / "agents"), needs_torch="torch" in sys.modules)
+        agents = gathering.gather(str(plan.folder.agents), needs_torch="torch" in sys.modules)
         hardware = _hardware_of(agents, gathering)
         return Gathered(gathering, agents, hardware, _places(plan, hardware))
     except BaseException:  # also Ctrl+C

@@ -13,6 +13,7 @@ from lp_pipe.nodes import Node
 from lp_pipe.program import Edge, GroupOptions, Program
 from lp_pipe.rpc import codec
 from lp_pipe.rpc.explain import find_culprit
+from lp_pipe.telemetry.run_folder import RunFolder
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,10 @@ class Plan:
     owners: Mapping[str, str]  # address id -> node_id
     run_dir: Path
     grace_s: float
+
+    @property
+    def folder(self) -> RunFolder:
+        return RunFolder(self.run_dir)
 
     def owner_of(self, address: str) -> str:
         """The node_id of who is to listen there.

@@ -69,6 +69,12 @@ def session_of(pid: int) -> int:
         return 0
 
 
+def terminal_of(pid: int) -> str:
+    """Return what tells a process's terminal from another one and from a later one of its name; "" for none."""
+    fields = _stat_of(pid)
+    return f"session {int(fields[3])}, device {int(fields[4])}" if fields and int(fields[4]) else ""
+
+
 def kill_all(pids: Iterable[int]) -> None:
     """As `signal_all`: SIGKILL."""
     signal_all(pids, signal.SIGKILL)

@@ -9,7 +9,7 @@ import pytest
 
 from lp_pipe.errors import Unavailable
 from lp_pipe.launch.hosts.agent_link import AgentLink
-from lp_pipe.launch.hosts.run_folder import warn_of_hosts_apart
+from lp_pipe.launch.hosts.shared_folder import warn_of_hosts_apart
 
 
 class Link:

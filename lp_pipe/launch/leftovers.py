@@ -1,0 +1,133 @@
+"""Folders of ended runs, and what killed runs could not remove: both are bounded.
+
+A run that is given no folder has one below the user's state folder. Of these, the newest KEPT_RUNS are kept; of the
+others those with metrics for a day, and those with checkpoints or other files of their nodes for 30 days.
+"""
+
+import contextlib
+import os
+import random
+import re
+import shutil
+import stat
+import time
+from pathlib import Path
+
+from lp_pipe.launch.processes.proctree import marked, owner_of, start_time
+from lp_pipe.launch.processes.socket_dir import PREFIX
+from lp_pipe.launch.processes.template import MARK
+from lp_pipe.launch.registry import RunRecord, dead_entries, read_record
+from lp_pipe.telemetry.run_folder import RunFolder
+
+KEPT_RUNS = 50
+_DAY_S = 86400.0
+_KEPT_METRICS_S, _KEPT_RESULTS_S = 1 * _DAY_S, 30 * _DAY_S
+_KEPT_ENTRIES = 50  # of killed runs, which `lp_pipe clean` is for
+_AT_MOST_S = 0.05  # a launch spends this on looking and removing; the next one goes on
+_MADE_BY_LAUNCH = re.compile(r".+-\d{8}-\d{6}-(?P<pid>\d+)-\d{6}")
+
+
+def old_runs(parent: Path, kept: int = KEPT_RUNS) -> list[Path]:
+    """Return the folders of runs below `parent` that need not be kept, oldest first.
+
+    Only folders that `launch` has named and that belong to this user; never a run that may still be live.
+    """
+    return [path for path in _beyond(parent, kept) if _is_old(path)]
+
+
+def prune_runs(parent: Path) -> None:
+    """Remove old runs, as many as there is time for in a launch."""
+    with contextlib.suppress(OSError):
+        if len(os.listdir(parent)) <= KEPT_RUNS:
+            return
+    deadline = time.monotonic() + _AT_MOST_S
+    paths = _beyond(parent, KEPT_RUNS)
+    random.Random().shuffle(paths)  # or those that must stay would take all the time of every launch
+    for path in paths:
+        if _is_old(path):
+            shutil.rmtree(path, ignore_errors=True)
+        if time.monotonic() > deadline:
+            return
+
+
+def prune_entries() -> None:
+    """Remove the entries of killed runs beyond the newest, with their socket folders, if nothing of them lives."""
+    dead = list(dead_entries().items())
+    for path, record in dead[:-_KEPT_ENTRIES]:
+        if not left_of(record):
+            remove_socket_folder(record)
+            path.unlink(missing_ok=True)
+
+
+def left_of(record: RunRecord) -> list[int]:
+    """Return a dead run's processes that still live: with its mark, of this user, and not this very process.
+
+    root can read the environment of all.
+    """
+    found = marked(MARK, record.mark) if record.mark else []
+    return [pid for pid in found if pid != os.getpid() and owner_of(pid) == os.getuid()]
+
+
+def has_socket_folder(record: RunRecord) -> bool:
+    """Whether its socket folder is still what it was: no link, of this user, and by its name one of lp_pipe's."""
+    with contextlib.suppress(OSError):
+        found = os.lstat(record.socket_dir)
+        is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+        return is_ours and Path(record.socket_dir).name.startswith(PREFIX)
+    return False
+
+
+def remove_socket_folder(record: RunRecord) -> None:
+    """Remove a dead run's socket folder, if there is one."""
+    if has_socket_folder(record):
+        shutil.rmtree(record.socket_dir, ignore_errors=True)
+
+
+def remove_if_empty(folder: Path) -> None:
+    """Remove the folder of a run that has left nothing in it."""
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
+def remove_if_unused(folder: Path) -> None:
+    """Remove a folder that was made for a run which could not be launched."""
+    with contextlib.suppress(OSError):
+        if not RunFolder(folder).record.exists() and not RunFolder(folder).results():
+            shutil.rmtree(folder)
+
+
+def _beyond(parent: Path, kept: int) -> list[Path]:
+    """Return this user's folders that `launch` has named, but the `kept` that were changed last, oldest first."""
+    found = []
+    with contextlib.suppress(OSError), os.scandir(parent) as entries:
+        for entry in entries:
+            if _MADE_BY_LAUNCH.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+                with contextlib.suppress(OSError):  # another launch has just removed it
+                    status = entry.stat(follow_symlinks=False)
+                    if status.st_uid == os.getuid():
+                        found.append((status.st_mtime, Path(entry.path)))
+    return [path for _, path in sorted(found)[: max(0, len(found) - kept)]]
+
+
+def _is_old(path: Path) -> bool:
+    """Whether the run in this folder has ended, and what its nodes left there is old enough to be removed."""
+    try:
+        if _may_be_live(path):
+            return False
+        results = RunFolder(path).results()
+        changed = max([path.stat().st_mtime, *(one.lstat().st_mtime for one in results)])
+    except OSError:  # it cannot be read, or another launch has just removed it
+        return False
+    has_metrics_only = results == [RunFolder(path).metrics]
+    kept_s = _KEPT_METRICS_S if has_metrics_only else _KEPT_RESULTS_S
+    return not results or time.time() - changed >= kept_s
+
+
+def _may_be_live(path: Path) -> bool:
+    """Whether its launcher may run: where the run left no record, a process with the number in the folder's name."""
+    record = read_record(RunFolder(path).record)
+    if record is None:
+        named = _MADE_BY_LAUNCH.fullmatch(path.name)
+        return named is not None and start_time(int(named["pid"])) != 0
+    # Of a host that shares this folder nothing can be said, unless its run has ended.
+    return record.is_live or (record.ended is None and not record.is_here)

@@ -1,0 +1,101 @@
+"""The files of a run: the one place that knows their names.
+
+    run.json            how the run was launched, and how it ended (launch/registry.py)
+    graph.json          the program's graph, as `lp_pipe graph -o graph.json` writes it; graph.svg: its picture
+    events.jsonl        what happened to the nodes, one JSON object a line (telemetry/events.py)
+    metrics.jsonl       what nodes logged (telemetry/metrics.py)
+    failure.txt         every failure with its whole traceback
+    hangs.log           reports of waits that took long
+    logs/               what each node printed; logs.json: the nodes of files whose names do not say it
+    agents/             what the agents of a multi-host run printed
+    checkpoints/        what Checkpoints saved
+
+Nodes write files of their own beside these.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from lp_pipe.telemetry.file_names import node_of_log
+
+# What the launcher writes for people to look at: a run is not kept for these alone.
+_OF_THE_LAUNCHER = {
+    *("run.json", "graph.json", "graph.svg", "events.jsonl", "failure.txt", "hangs.log", "logs", "logs.json", "agents")
+}
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The folder of one run. Its files need not exist."""
+
+    path: Path
+
+    @property
+    def record(self) -> Path:
+        return self.path / "run.json"
+
+    @property
+    def graph(self) -> Path:
+        return self.path / "graph.json"
+
+    @property
+    def picture(self) -> Path:
+        return self.path / "graph.svg"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def failures(self) -> Path:
+        return self.path / "failure.txt"
+
+    @property
+    def hangs(self) -> Path:
+        return self.path / "hangs.log"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def log_index(self) -> Path:
+        return self.path / "logs.json"
+
+    @property
+    def agents(self) -> Path:
+        return self.path / "agents"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def has_checkpoints(self) -> bool:
+        """Whether `--resume` has something to go on from, in the usual place."""
+        return any(self.checkpoints.glob("step-*"))
+
+    def results(self) -> list[Path]:
+        """Return what the nodes made: metrics, checkpoints, files of their own.
+
+        Raises:
+            OSError: the folder cannot be read.
+        """
+        return [path for path in self.path.iterdir() if path.name not in _OF_THE_LAUNCHER]
+
+    def node_logs(self) -> dict[str, Path]:
+        """Return the log file of every node that has printed something, by node_id."""
+        names = self.node_ids_of_logs()
+        return {names.get(path.name) or node_of_log(path.name): path for path in self.logs.glob("*-*.log")}
+
+    def node_ids_of_logs(self) -> dict[str, str]:
+        """Return node_ids by the names of their log files, of those whose label is no name of a file."""
+        try:
+            found = json.loads(self.log_index.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
