@@ -73,6 +73,7 @@ def launch_elastic(
     metrics_sinks: tuple[Sink, ...] = (),
     listed: bool | None = None,
     hang_after: float | None = 60.0,
+    setup: Callable[[], Any] | None = None,
     engine: str | Engine = "local",
     hosts: str | Sequence[str] = "",
     engine_options: Mapping[str, str] | None = None,
@@ -100,7 +101,7 @@ def launch_elastic(
     """
     check_not_refused()
     count = HostCount.parse(num_hosts)
-    options = RunOptions(grace, metrics_sinks, listed, hang_after)
+    options = RunOptions(grace, metrics_sinks, listed, hang_after, setup)
     make_program = _checked(make_program)
     known = named_engine(engine, hosts, engine_options or {})
     folder = make_run_dir(make_program(count.most).name, run_dir)  # also: what it raises, it raises here

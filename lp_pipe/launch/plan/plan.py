@@ -1,6 +1,6 @@
 """What a launch will start: every node with its place, resources and addresses. Nothing runs here."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,10 @@ from lp_pipe.telemetry.run_folder import RunFolder
 
 @dataclass(frozen=True)
 class Plan:
-    """A whole program, ready to be started under `run_dir`."""
+    """A whole program, ready to be started under `run_dir`.
+
+    setup: runs first in every process of the program.
+    """
 
     program: str
     nodes: tuple[NodeSpec, ...]
@@ -26,6 +29,7 @@ class Plan:
     owners: Mapping[str, str]  # address id -> node_id
     run_dir: Path
     grace_s: float
+    setup: Callable[[], Any] | None = None
 
     @property
     def folder(self) -> RunFolder:
@@ -42,7 +46,9 @@ class Plan:
         return self.owners[address]
 
 
-def make_plan(program: Program, run_dir: Path, grace_s: float) -> Plan:
+def make_plan(
+    program: Program, run_dir: Path, grace_s: float, setup: Callable[[], Any] | None = None
+) -> Plan:
     """Validate the graph and lay out its nodes.
 
     Raises:
@@ -60,7 +66,7 @@ def make_plan(program: Program, run_dir: Path, grace_s: float) -> Plan:
         for spec in expand(_spec_of(node, program.options(label), group_size=len(nodes)))
     )
     owners = {address: spec.node_id for spec in specs for address in spec.addresses}
-    return Plan(program.name, specs, edges, owners, run_dir, grace_s)
+    return Plan(program.name, specs, edges, owners, run_dir, grace_s, setup)
 
 
 def _check_colocations(bases: Mapping[str, str | None]) -> None:
