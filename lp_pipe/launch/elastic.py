@@ -27,6 +27,7 @@ from lp_pipe.launch.hosts.source_tree import SourceTree
 from lp_pipe.launch.hosts.standing import StandingGathering
 from lp_pipe.launch.hosts.tree_store import TreeStore
 from lp_pipe.launch.launcher import RunOptions, check_program, named_engine, start_run
+from lp_pipe.launch.plan import interpreter_state
 from lp_pipe.launch.refusal import check_not_refused
 from lp_pipe.launch.run import Run
 from lp_pipe.launch.run_dir import make_run_dir
@@ -147,6 +148,7 @@ class ElasticRun:
         self._is_over = Latch()
         self._error: Exception | SystemExit | None = None
         self.has_raised_failure = False
+        self._prepare_thread = interpreter_state.thread_state()
         self._interrupts = Interrupts(lambda: self._run.request_stop(hurry=True), suspend=lambda: None)
         self._begin(is_first=True)
         self._interrupts.install()
@@ -237,6 +239,7 @@ class ElasticRun:
         self._num_hosts = num_hosts
 
     def _go_on(self) -> None:
+        self._prepare_thread()  # the nodes of later programs get their settings from this thread
         try:
             while self._must_begin_again() and not self._is_stopping.is_set():
                 _log.warning("the program begins again at the newest checkpoint: %s", self._why)

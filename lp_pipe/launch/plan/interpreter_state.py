@@ -74,6 +74,12 @@ def _changed(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str
 # Standard library
 
 
+def _stack_size(threading: Any) -> int:
+    size: int = threading.stack_size()  # which also sets it to the default
+    threading.stack_size(size)
+    return size
+
+
 def _umask(os_module: Any) -> int | None:
     """The mask, where it can be read without being set for a moment, which other threads could meet."""
     with contextlib.suppress(OSError), open("/proc/self/status", encoding="ascii", errors="replace") as status:
@@ -179,7 +185,7 @@ SETTINGS = (
     _functions("sys", "getswitchinterval", "setswitchinterval"),
     _functions("sys", "get_int_max_str_digits", "set_int_max_str_digits"),
     _attribute("sys", "dont_write_bytecode"),
-    _functions("threading", "stack_size", "stack_size", 0),
+    Setting("threading.stack_size", "threading", _stack_size, lambda module, value: module.stack_size(value), 0),
     Setting(
         "gc.disable", "gc", lambda gc: gc.isenabled(), lambda gc, value: gc.enable() if value else gc.disable(), True
     ),
