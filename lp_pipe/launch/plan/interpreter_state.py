@@ -179,6 +179,7 @@ def _anomaly(torch: Any) -> tuple[bool, bool]:
 
 SETTINGS = (
     Setting("absl.flags", "absl.flags", lambda _: absl_flags.here(), lambda _, value: absl_flags.arrive(value), b""),
+    _functions("absl.logging", "get_verbosity", "set_verbosity"),  # before logging: absl makes a logger of its own kind
     Setting("logging", "logging", lambda _: logging_state.here(), lambda _, value: logging_state.arrive(value)),
     Setting("warnings.filters", "warnings", _warning_filters, _set_warning_filters),
     _functions("sys", "getrecursionlimit", "setrecursionlimit"),

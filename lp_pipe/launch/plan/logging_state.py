@@ -44,8 +44,12 @@ class _AbslHandler:
 
 @dataclass(frozen=True)
 class _LoggerState:
-    """handlers: their places in the list of all handlers, since loggers may share one. filters: pickled."""
+    """handlers: their places in the list of all handlers, since loggers may share one. filters: pickled.
 
+    is_plain: whether the logger is of the class that `logging.getLogger` makes.
+    """
+
+    is_plain: bool
     level: int
     propagate: bool
     disabled: bool
@@ -57,11 +61,13 @@ class _LoggerState:
 class LoggingState:
     """loggers: by name, "" for the root; only those that are not as they were made.
 
-    handlers: pickled, each by itself. last_resort: the level and the formatter of `logging.lastResort`.
+    handlers: pickled, each by itself. logger_class: of `logging.setLoggerClass`, pickled.
+    last_resort: the level and the formatter of `logging.lastResort`.
     """
 
     loggers: dict[str, _LoggerState]
     handlers: tuple[bytes, ...]
+    logger_class: bytes
     disabled: int
     level_names: dict[int, str]
     takes_warnings: bool
@@ -77,6 +83,7 @@ def here() -> LoggingState:
     return LoggingState(
         states,
         tuple(packing.handlers),
+        codec.dumps(logging.getLoggerClass()),
         logging.root.manager.disable,
         dict(logging._levelToName),
         warnings.showwarning is getattr(logging, "_showwarning", None),
@@ -88,8 +95,12 @@ def arrive(state: LoggingState) -> None:
     """In a node's process: set up logging as in the script."""
     for level, name in state.level_names.items():
         logging.addLevelName(level, name)
+    with contextlib.suppress(Exception):  # of a module that is not at this host
+        logging.setLoggerClass(codec.loads(state.logger_class))
     handlers = [_load_handler(packed) for packed in state.handlers]
     for name, one in state.loggers.items():
+        if not one.is_plain and name not in logging.root.manager.loggerDict:
+            continue  # a library makes this one, of a class of its own, when it is imported
         logger = logging.getLogger(name)
         for handler in (handlers[place] for place in one.handlers):
             _add_handler(logger, handler)
@@ -137,7 +148,8 @@ class _Packing:
             filters = codec.dumps([])
         handlers = [one for one in logger.handlers if not _does_nothing(one) and not _is_of_library(name, one)]
         places = tuple(dict.fromkeys(self._place_of(handler) for handler in handlers))
-        return _LoggerState(logger.level, logger.propagate, logger.disabled, places, filters)
+        is_plain = name == "" or type(logger) is logging.getLoggerClass()
+        return _LoggerState(is_plain, logger.level, logger.propagate, logger.disabled, places, filters)
 
     def _place_of(self, handler: logging.Handler) -> int:
         if handler not in self._places:

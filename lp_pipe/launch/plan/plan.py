@@ -46,9 +46,7 @@ class Plan:
         return self.owners[address]
 
 
-def make_plan(
-    program: Program, run_dir: Path, grace_s: float, setup: Callable[[], Any] | None = None
-) -> Plan:
+def make_plan(program: Program, run_dir: Path, grace_s: float, setup: Callable[[], Any] | None = None) -> Plan:
     """Validate the graph and lay out its nodes.
 
     Raises:
