@@ -121,8 +121,8 @@ def load_setup(text: str) -> Callable[[], Any]:
     known = [one for one in list(sys.modules.values()) if getattr(one, "__file__", None) == str(file)]
     load = (lambda: _import_file(file)) if target.is_file else (lambda: importlib.import_module(target.place))
     module = known[0] if target.is_file and known else _guarded(text, load)
-    found = getattr(module, target.name, None)
-    if not callable(found):
+    found: Callable[[], Any] | None = getattr(module, target.name, None)
+    if found is None or not callable(found):
         hint = nearest(target.name, vars(module))
         raise UsageError(f"--setup={text}: {target.place} has no function {target.name!r}{hint}")
     return found

@@ -84,7 +84,7 @@ class ProcessHost(Host):
         self._places = places
         self._attempts = dict.fromkeys(payloads, 0)  # by node_id: which of its processes is the current one
         self._specs = {spec.node_id: spec for spec in plan.nodes}
-        self._surroundings = surroundings or Surroundings.here(plan.setup)
+        self._surroundings = surroundings or Surroundings.here()
         self._membership = membership
         self._preload = preload
         self._orphan_s = orphan_s
@@ -255,7 +255,6 @@ class ProcessHost(Host):
                 devices=self._places[node_id].devices,
                 grace_s=self._plan.grace_s,
                 state=self._surroundings.state,
-                setup=self._surroundings.setup,
                 membership=self._membership,
             ),
             payload=self._payloads[node_id] if spec.may_start_again else self._payloads.pop(node_id),

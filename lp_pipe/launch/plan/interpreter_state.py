@@ -314,21 +314,21 @@ def here() -> bytes:
     return codec.dumps(packed)
 
 
-def arrive(data: bytes) -> ThreadState:
-    """In a node's process: apply what `here` has read; returns what its other threads need."""
+def arrive(data: bytes) -> None:
+    """In a node's process: apply what `here` has read."""
     values: dict[str, Any] = {}
     for name, value in codec.loads(data).items():
         try:
             values[name] = codec.loads(value)
         except Exception as error:
             _log.warning("%s is not as the script has set it: its value cannot be loaded: %s", name, error)
-    return _apply(values)
+    _apply(values)
 
 
 def thread_state() -> ThreadState:
     """The settings of the calling thread, for other threads of this process; nothing is pickled."""
     values = _captured(tuple(setting for setting in SETTINGS if setting.is_of_thread))
-    return lambda: _apply_all(values)
+    return lambda: _apply(values)
 
 
 def _captured(settings: tuple[Setting, ...]) -> dict[str, Any]:
@@ -342,13 +342,7 @@ def _captured(settings: tuple[Setting, ...]) -> dict[str, Any]:
     return found
 
 
-def _apply(values: Mapping[str, Any]) -> ThreadState:
-    _apply_all(values)
-    of_thread = {name: value for name, value in values.items() if _BY_NAME[name].is_of_thread}
-    return lambda: _apply_all(of_thread)
-
-
-def _apply_all(values: Mapping[str, Any]) -> None:
+def _apply(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         setting = _BY_NAME[name]
         try:

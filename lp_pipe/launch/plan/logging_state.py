@@ -22,6 +22,7 @@ _log = logging.getLogger(__name__)
 _STREAMS = {"stdout": 1, "stderr": 2}
 _NOT_SENT = ("lock", "_closed")  # the attributes that each process's own handler has anew
 _ABSL = "absl.logging"
+_held_level: int | None = None
 
 
 @dataclass(frozen=True)
@@ -62,12 +63,14 @@ class LoggingState:
     """loggers: by name, "" for the root; only those that are not as they were made.
 
     handlers: pickled, each by itself. logger_class: of `logging.setLoggerClass`, pickled.
+    held_level: of `set_level`, if it was called.
     last_resort: the level and the formatter of `logging.lastResort`.
     """
 
     loggers: dict[str, _LoggerState]
     handlers: tuple[bytes, ...]
     logger_class: bytes
+    held_level: int | None
     disabled: int
     level_names: dict[int, str]
     takes_warnings: bool
@@ -84,6 +87,7 @@ def here() -> LoggingState:
         states,
         tuple(packing.handlers),
         codec.dumps(logging.getLoggerClass()),
+        _held_level,
         logging.root.manager.disable,
         dict(logging._levelToName),
         warnings.showwarning is getattr(logging, "_showwarning", None),
@@ -93,6 +97,8 @@ def here() -> LoggingState:
 
 def arrive(state: LoggingState) -> None:
     """In a node's process: set up logging as in the script."""
+    global _held_level
+    _held_level = state.held_level
     for level, name in state.level_names.items():
         logging.addLevelName(level, name)
     with contextlib.suppress(Exception):  # of a module that is not at this host
@@ -123,14 +129,23 @@ def set_level(level: int) -> None:
 
     No handler is made for that, so that the program's own set-up still finds none.
     """
+    global _held_level
+    _held_level = level
     logging.root.setLevel(level)
     if logging.lastResort is not None:
         logging.lastResort.setLevel(level)
         logging.lastResort.setFormatter(logging.Formatter(logging.BASIC_FORMAT))
     with contextlib.suppress(ImportError):
         from absl import logging as absl_logging
+        from absl.logging import converter
 
-        absl_logging.set_verbosity(absl_logging.converter.standard_to_absl(level))
+        absl_logging.set_verbosity(converter.standard_to_absl(level))
+
+
+def hold_level() -> None:
+    """In a node's process: set the level of `set_level` again, after modules were imported that have set their own."""
+    if _held_level is not None:
+        set_level(_held_level)
 
 
 class _Packing:

@@ -99,17 +99,29 @@ def serialize_nodes(plan: Plan) -> dict[str, bytes]:
     """Every process as bytes, by node_id; checks that all can travel before any is started.
 
     Raises:
-        SerializationError: a part of a node does not pickle; names the node, the path to the part, and its type.
+        SerializationError: a part of a node does not pickle; names the node, the path to the part, and its type. Or
+            the plan's setup does not.
         ValueError: a node has captured a handle of a node that is not in the program.
     """
     absl_flags.name_in_pickles()
+    _check_setup(plan.setup)
     return {spec.node_id: _serialize(spec, plan) for spec in plan.nodes}
+
+
+def _check_setup(setup: Callable[[], Any] | None) -> None:
+    try:
+        codec.dumps(setup)
+    except Exception as error:
+        raise SerializationError(
+            f"setup={setup!r} cannot be sent to the nodes: {type(error).__name__}: {error}\n"
+            "Make what does not pickle inside the function."
+        ) from error
 
 
 def _serialize(spec: NodeSpec, plan: Plan) -> bytes:
     with codec.collecting_handles() as handles:
         try:
-            data = codec.dumps((spec.node, spec.resources))
+            data = codec.dumps_in_turn([plan.setup, (spec.node, spec.resources)])
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # whatever a user's pickling code raises: a __getstate__ may exit

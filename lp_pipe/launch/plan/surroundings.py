@@ -2,13 +2,12 @@
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
-from lp_pipe.errors import LaunchError, SerializationError
+from lp_pipe.errors import LaunchError
 from lp_pipe.launch.plan import interpreter_state
-from lp_pipe.rpc import codec
 
 # What describes a host or a login there, not the program.
 _OF_A_HOST = frozenset(
@@ -25,8 +24,7 @@ _PREFIXES_OF_A_HOST = ("SSH_", "XDG_", "DBUS_", "SLURM", "KUBERNETES_", "RAY_", 
 class Surroundings:
     """Picklable: travels to the agents of other hosts.
 
-    state: what the script has set for its process (interpreter_state.py). setup: the function that runs first in every
-        node, pickled; b"": none.
+    state: what the script has set for its process, see interpreter_state.py.
     synced: the launcher's folder (an absolute path, no links) of which the hosts have a copy of their own; "": none.
     """
 
@@ -35,19 +33,14 @@ class Surroundings:
     sys_path: tuple[str, ...]
     argv: tuple[str, ...]
     state: bytes
-    setup: bytes = b""
     synced: str = ""
 
     @classmethod
-    def here(cls, setup: Callable[[], Any] | None = None, synced: str = "") -> Self:
-        """Return those of this process, now.
-
-        Raises:
-            SerializationError: `setup` does not pickle.
-        """
+    def here(cls, synced: str = "") -> Self:
+        """Return those of this process, now."""
         paths = tuple(sys.path), tuple(sys.argv)
         state = interpreter_state.here()
-        return cls(dict(os.environ), _current_folder(), *paths, state, _pickled(setup), synced)
+        return cls(dict(os.environ), _current_folder(), *paths, state, synced)
 
     def on_this_host(self, tree: str = "") -> "Surroundings":
         """Those of a launcher elsewhere, as far as they make sense here; the rest is this process's own.
@@ -65,7 +58,7 @@ class Surroundings:
         synced = {path: found for path in self.sys_path if (found := self._synced(path, tree)) is not None}
         shared = (path for path in self.sys_path if path not in synced and os.path.isdir(path))
         paths = dict.fromkeys([*synced.values(), *sys.path, *shared])
-        return Surroundings({**theirs, **ours}, cwd, tuple(paths), self.argv, self.state, self.setup)
+        return Surroundings({**theirs, **ours}, cwd, tuple(paths), self.argv, self.state)
 
     def _synced(self, folder: str, tree: str) -> str | None:
         """The copy of a folder of the launcher's, if it is one of those that were synced."""
@@ -90,15 +83,3 @@ def _current_folder() -> str:
         return os.getcwd()
     except FileNotFoundError as error:
         raise LaunchError("the current folder, in which the nodes would run, was removed: change to another") from error
-
-
-def _pickled(setup: Callable[[], Any] | None) -> bytes:
-    if setup is None:
-        return b""
-    try:
-        return codec.dumps(setup)
-    except Exception as error:
-        raise SerializationError(
-            f"setup={setup!r} cannot be sent to the nodes: {type(error).__name__}: {error}\n"
-            "Make what does not pickle inside the function."
-        ) from error

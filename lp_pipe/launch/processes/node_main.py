@@ -22,7 +22,7 @@ from lp_pipe.context import NodeContext, StopSignal, enter_process
 from lp_pipe.errors import Unavailable
 from lp_pipe.launch.coordination.record import Failure
 from lp_pipe.launch.coordination.view import to_wire
-from lp_pipe.launch.plan import interpreter_state
+from lp_pipe.launch.plan import interpreter_state, logging_state
 from lp_pipe.launch.processes import os_text
 from lp_pipe.launch.processes.execute import failure_from, run_node, run_setup
 from lp_pipe.launch.processes.threads import set_process_threads
@@ -259,13 +259,14 @@ def all_stacks() -> str:
 def _run(start: wire.Start, payload: bytearray, supervision: Supervision) -> Failure | None:
     _set_up_process(start)
     namesakes.enter_node()
-    prepare_thread = interpreter_state.arrive(start.state)
-    if start.setup:
-        failure = run_setup(lambda: codec.loads(start.setup)())
-        if failure is not None:
-            return failure
+    interpreter_state.arrive(start.state)
+    loaded = codec.loads_in_turn(payload)
+    failure = run_setup(lambda: (next(loaded) or _nothing)())
+    if failure is not None:
+        return failure
     supervision.use_places_of(start)
-    node, resources = codec.loads(payload)
+    node, resources = next(loaded)
+    logging_state.hold_level()
     context = NodeContext(
         label=start.label,
         index=start.index,
@@ -276,7 +277,7 @@ def _run(start: wire.Start, payload: bytearray, supervision: Supervision) -> Fai
         devices=tuple(start.devices),
         grace_s=start.grace_s,
         stop_signal=supervision.stop_signal,
-        prepare_thread=prepare_thread,
+        prepare_thread=interpreter_state.thread_state(),  # after setup(), which may have changed it
     )
     supervision.count_calls = lambda: context.calls
     enter_process(context)
@@ -284,6 +285,10 @@ def _run(start: wire.Start, payload: bytearray, supervision: Supervision) -> Fai
     if context.is_stopping:
         return None
     return run_node(node, context)
+
+
+def _nothing() -> None:
+    """The setup function of a program without one."""
 
 
 def _set_up_process(start: wire.Start) -> None:
