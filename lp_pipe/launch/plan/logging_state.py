@@ -137,9 +137,8 @@ def set_level(level: int) -> None:
         logging.lastResort.setFormatter(logging.Formatter(logging.BASIC_FORMAT))
     with contextlib.suppress(ImportError):
         from absl import logging as absl_logging
-        from absl.logging import converter
 
-        absl_logging.set_verbosity(converter.standard_to_absl(level))
+        absl_logging.set_verbosity(logging.getLevelName(level))
 
 
 def hold_level() -> None:
