@@ -275,11 +275,14 @@ def _rebuild_tensor(raw: Any, dtype: str, place: tuple[Any, ...], requires_grad:
 
     kind = getattr(torch, dtype)
     shape, stride, expanded_shape, offset = place
-    tensor = torch.frombuffer(raw, dtype=kind).reshape(shape) if len(raw) else torch.empty(shape, dtype=kind)
+    is_empty = not len(raw)
+    tensor = (
+        torch.empty(shape, dtype=kind, device="cpu") if is_empty else torch.frombuffer(raw, dtype=kind).reshape(shape)
+    )
     if offset:
         tensor = layout.placed(tensor, stride or tensor.stride(), offset)
     elif stride is not None:
-        tensor = torch.empty_strided(shape, stride, dtype=kind).copy_(tensor)
+        tensor = torch.empty_strided(shape, stride, dtype=kind, device="cpu").copy_(tensor)
     if expanded_shape != shape:
         tensor = tensor.expand(expanded_shape)
     if is_parameter:
