@@ -74,6 +74,13 @@ def _changed(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str
 # Standard library
 
 
+def _locale(locale: Any) -> str | None:
+    """The locale, unless it is as Python begins: "C" but for LC_CTYPE, which is that of the host."""
+    others = (locale.LC_COLLATE, locale.LC_MONETARY, locale.LC_NUMERIC, locale.LC_TIME)
+    is_as_always = all(locale.setlocale(category) == "C" for category in others)
+    return None if is_as_always else locale.setlocale(locale.LC_ALL)
+
+
 def _stack_size(threading: Any) -> int:
     size: int = threading.stack_size()  # which also sets it to the default
     threading.stack_size(size)
@@ -196,8 +203,9 @@ SETTINGS = (
     Setting(
         "locale.setlocale",
         "locale",
-        lambda locale: locale.setlocale(locale.LC_ALL),
+        _locale,
         lambda locale, value: locale.setlocale(locale.LC_ALL, value),
+        None,
     ),
     Setting("faulthandler.enable", "faulthandler", lambda module: module.is_enabled(), _enable_faulthandler, False),
     Setting(
