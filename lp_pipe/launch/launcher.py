@@ -114,7 +114,7 @@ def launch(
         the launcher and to the other hosts.
 
     Raises:
-        TypeError: not a Program.
+        TypeError: not a Program, or a node's constructor does not take its arguments.
         ValueError: unknown mode or engine, empty program, a handle of another program's node, more resources than the
             hosts have, hang_after that is not positive, grace that is negative.
         SerializationError: a part of a node cannot be sent to its process; nothing was started.

@@ -13,6 +13,10 @@ from lp_pipe.rpc import codec
 from lp_pipe.rpc.remote_error import text_of
 
 _MAX_DEPTH = 12
+_TOO_DEEP = (
+    "RecursionError: its parts are nested too deeply for pickle, which needs some of Python's stack for each level: "
+    "make it flatter, or build it where it is used"
+)
 
 
 class Culprit(NamedTuple):
@@ -49,7 +53,7 @@ def unpicklable(call: str, parts: Iterable[tuple[str, Any]], error: BaseExceptio
 
 def _descend(value: Any, path: str, error: str, encode: Encode, seen: set[int], depth: int) -> Culprit:
     seen.add(id(value))
-    if depth < _MAX_DEPTH:
+    if depth < _MAX_DEPTH and error != _TOO_DEEP:
         for part, part_path in _parts(value, path):
             if id(part) in seen:
                 continue
@@ -67,6 +71,8 @@ def _error_of(value: Any, encode: Encode) -> str | None:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # whatever a user's __reduce__ raises is the answer here, even SystemExit
+        if isinstance(error, RecursionError) or isinstance(error.__cause__, RecursionError):
+            return _TOO_DEEP
         return f"{type(error).__name__}: {text_of(error)}"
     return None
 

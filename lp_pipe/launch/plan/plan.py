@@ -48,9 +48,12 @@ def make_plan(program: Program, run_dir: Path, grace_s: float) -> Plan:
     Raises:
         ValueError: no nodes, an empty MultiProcessingColocation, a handle of a node that is not in the program, or
             groups that are to be on each other's hosts.
+        TypeError: a node's constructor does not take the node's arguments.
     """
     if not program.get_all_nodes():
         raise ValueError(f"program {program.name!r} has no nodes: there is nothing to launch")
+    for node in program.get_all_nodes():
+        node.check_arguments()
     _check_colocations({label: program.options(label).resources.colocate_with for label in program.groups})
     edges = tuple(program.edges())
     specs = tuple(
