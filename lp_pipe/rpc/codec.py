@@ -11,6 +11,7 @@ import importlib
 import io
 import pickle
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -55,11 +56,13 @@ def encode(value: Any) -> Payload:
     return Payload(stream.getvalue(), buffers)
 
 
-def encode_by_value(value: Any) -> Payload:
+def encode_by_value(value: Any, *, new_locks: bool = False) -> Payload:
     """Like `encode`, for values that are full of functions anyway (nodes)."""
     buffers: list[memoryview] = []
     stream = io.BytesIO()
-    _ByValuePickler(stream, protocol=5, buffer_callback=_collect_in(buffers)).dump(value)
+    pickler = _ByValuePickler(stream, protocol=5, buffer_callback=_collect_in(buffers))
+    pickler.makes_new_locks = new_locks
+    pickler.dump(value)
     return Payload(stream.getvalue(), buffers)
 
 
@@ -68,9 +71,12 @@ def decode(body: bytes | bytearray | memoryview, buffers: Sequence[Any] = ()) ->
     return pickle.loads(body, buffers=buffers)
 
 
-def dumps(value: Any) -> bytes:
-    """`encode` into one piece of bytes, for files and for values inside other messages."""
-    payload = encode_by_value(value)
+def dumps(value: Any, *, new_locks: bool = False) -> bytes:
+    """`encode` into one piece of bytes, for files and for values inside other messages.
+
+    new_locks: locks, which do not pickle, become new ones.
+    """
+    payload = encode_by_value(value, new_locks=new_locks)
     return pickle.dumps((payload.body, [bytes(buffer) for buffer in payload.buffers]), protocol=5)
 
 
@@ -128,8 +134,18 @@ class _Pickler(_TensorReduction, pickle.Pickler):
         return super().reducer_override(obj)
 
 
+_LOCKS: dict[type, Callable[[], Any]] = {
+    type(threading.Lock()): threading.Lock,
+    type(threading.RLock()): threading.RLock,
+}
+
+
 class _ByValuePickler(_TensorReduction, cloudpickle.Pickler):  # type: ignore[misc]
+    makes_new_locks = False
+
     def reducer_override(self, obj: Any) -> Any:
+        if self.makes_new_locks and type(obj) in _LOCKS:
+            return _LOCKS[type(obj)], ()
         reduced = _TensorReduction.reducer_override(self, obj)
         if reduced is not NotImplemented:
             return reduced
@@ -219,18 +235,25 @@ def _reduce_tensor(tensor: Any, torch: Any) -> tuple[Any, ...] | None:
 
     Attributes come afterwards, as they may lead back to the tensor.
 
-    None leaves tensors of unusual kinds (sparse, quantized, subclasses, other devices) to torch's own pickling.
+    None leaves tensors of unusual kinds (sparse, quantized, nested, subclasses, other devices) to torch's own pickling.
     """
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
         return None
-    if tensor.device.type != "cpu" or tensor.is_quantized:
+    if tensor.is_mkldnn:
+        return _rebuild_mkldnn, (tensor.detach().to_dense(),)
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         return None
-    core = layout.without_repeats(tensor.detach().resolve_conj().resolve_neg())
-    plain = core.contiguous()
-    # PickleBuffer keeps the numpy view, and with it the tensor's memory, alive until it was sent.
-    # Not reshape(-1): one element may have any stride and counts as contiguous, but cannot be viewed as bytes.
-    flat = plain.as_strided((plain.numel(),), (1,))
-    raw = pickle.PickleBuffer(flat.view(torch.uint8).numpy()) if plain.numel() else b""
+    if torch._is_functional_tensor(tensor):  # what it shows as its memory is not
+        return None
+    try:
+        core = layout.without_repeats(tensor.detach().resolve_conj().resolve_neg())
+        plain = core.contiguous()
+        # PickleBuffer keeps the numpy view, and with it the tensor's memory, alive until it was sent.
+        # Not reshape(-1): one element may have any stride and counts as contiguous, but cannot be viewed as bytes.
+        flat = plain.as_strided((plain.numel(),), (1,))
+        raw = pickle.PickleBuffer(flat.view(torch.uint8).numpy()) if plain.numel() else b""
+    except RuntimeError:  # it has no memory of its own: zeros that are only promised, a tensor inside torch.vmap
+        return None
     is_parameter = type(tensor) is torch.nn.Parameter
     dtype = str(plain.dtype).removeprefix("torch.")
     place = (
@@ -242,6 +265,10 @@ def _reduce_tensor(tensor: Any, torch: Any) -> tuple[Any, ...] | None:
     rebuilt = _rebuild_tensor, (raw, dtype, place, tensor.requires_grad, is_parameter)
     attributes = vars(tensor)
     return (*rebuilt, attributes, None, None, _set_attributes) if attributes else rebuilt
+
+
+def _rebuild_mkldnn(dense: Any) -> Any:
+    return dense.to_mkldnn()
 
 
 def _set_attributes(tensor: Any, attributes: dict[str, Any]) -> None:

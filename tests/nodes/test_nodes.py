@@ -150,6 +150,19 @@ def test_a_server_that_answers_every_name_has_no_run(mode: str) -> None:
         assert run.status()["served"][0]["state"] == "running"
 
 
+class FalseError(Exception):
+    def __bool__(self) -> bool:
+        return False
+
+
+def test_an_exception_that_is_false_is_a_failure(mode: str) -> None:
+    def fail() -> None:
+        raise FalseError
+
+    with pytest.raises(lp.NodeError, match="FalseError"):
+        run(mode, lp.PyNode(fail))
+
+
 def test_a_run_that_the_instance_has_got_counts(mode: str, tmp_path: Path) -> None:
     def make() -> Any:
         made = AnswersEveryName()
