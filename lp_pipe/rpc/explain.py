@@ -41,10 +41,13 @@ def find_culprit(value: Any, path: str, encode: Encode = codec.encode) -> Culpri
     return _descend(value, path, error, encode, set(), 0)
 
 
-def unpicklable(call: str, parts: Iterable[tuple[str, Any]], error: BaseException) -> SerializationError:
+def unpicklable(
+    call: str, parts: Iterable[tuple[str, Any]], error: BaseException, *, same_process: bool = False
+) -> SerializationError:
     """The error for a call whose arguments or result (`parts`, with their names) do not pickle."""
+    encode = functools.partial(codec.encode, same_process=same_process)
     for path, value in parts:
-        culprit = find_culprit(value, path)
+        culprit = find_culprit(value, path, encode)
         if culprit is not None:
             where = f"{culprit.path} of type {culprit.type_name}"
             return SerializationError(f"{call}: cannot pickle {where}: {culprit.error}")

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from lp_pipe.errors import LpPipeError, MethodNotFound, RemoteError, SerializationError, Unavailable
 from lp_pipe.protos import frame_pb2
 from lp_pipe.rpc import codec
+from lp_pipe.rpc.classes import ClassReference
 
 HANDLER = frame_pb2.CallError.HANDLER
 METHOD_NOT_FOUND = frame_pb2.CallError.METHOD_NOT_FOUND
@@ -55,7 +56,7 @@ def capture(error: BaseException) -> bytes:
     )
     original = getattr(type(error), "_lp_pipe_original_class", type(error))  # asked itself, it may raise
     with contextlib.suppress(Exception):  # a class that does not pickle travels as its name only
-        message.exception_type = codec.dumps(original)
+        message.exception_type = _portable_class(original)
     with contextlib.suppress(Exception):
         message.args = _portable_args(error.args)
     attributes = _slot_attributes(error)
@@ -123,6 +124,13 @@ def headline(error: BaseException) -> str:
 def printable(text: str) -> str:
     """Text that UTF-8 can carry: names of files may hold bytes that are not (lone surrogates in Python)."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _portable_class(kind: type) -> bytes:
+    try:
+        return codec.dumps(kind)
+    except Exception:  # its attributes do not pickle; the caller may have it all the same
+        return codec.dumps(ClassReference(kind))
 
 
 def _portable_args(args: tuple[Any, ...]) -> bytes:

@@ -259,10 +259,11 @@ def all_stacks() -> str:
 
 def _run(start: wire.Start, payload: bytearray, supervision: Supervision) -> Failure | None:
     _set_up_process(start)
-    namesakes.enter_node()
+    namesakes.enter_node(os_text.unpack_map(start.main))
     absl_flags.arrive(start.absl_flags)
     supervision.use_places_of(start)
-    node, resources = codec.loads(payload)
+    with namesakes.defining_main():
+        node, resources = codec.loads(payload)
     context = NodeContext(
         label=start.label,
         index=start.index,
