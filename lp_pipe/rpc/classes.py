@@ -34,7 +34,7 @@ _unfilled: set[int] = set()  # ids of classes that were made here, and whose att
 _quiet_lock = threading.RLock()
 
 
-def reduce_class(kind: type, reduced: tuple[Any, ...], by_value: Callable[[type], bool]) -> tuple[Any, ...]:
+def reduce_class(kind: Any, reduced: tuple[Any, ...], by_value: Callable[[type], bool]) -> tuple[Any, ...]:
     """Return how pickle makes `kind` in another process; a process that has it already keeps its own as it is.
 
     reduced: what cloudpickle would do. by_value: tells which classes travel by value.
@@ -72,9 +72,14 @@ class ClassReference:
 
 
 def _known_class(tracked_as: str, name: str) -> type:
-    found: type | None = cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID.get(tracked_as)
+    found = _known(tracked_as)
     if found is None:
         raise LookupError(f"this process does not have the class {name}")
+    return found
+
+
+def _known(tracked_as: str) -> type | None:
+    found: type | None = cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID.get(tracked_as)
     return found
 
 
@@ -93,8 +98,7 @@ def _make_class(
     namespace: dict[str, Any],
     is_quiet: bool,
 ) -> type:
-    known = cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID.get(tracked_as)
-    if known is not None:
+    if (known := _known(tracked_as)) is not None:
         return known
     namespace = {sys.intern(key): value for key, value in namespace.items()}
     if is_quiet:
@@ -134,7 +138,7 @@ def _without_init_subclass(bases: Sequence[type]) -> Iterator[None]:
     with _quiet_lock:
         hook = vars(owner)["__init_subclass__"]
 
-        def silent(cls: type, **keywords: Any) -> None:
+        def silent(cls: type, /, **keywords: Any) -> None:
             if threading.get_ident() != thread:
                 hook.__get__(None, cls)(**keywords)
 
@@ -222,8 +226,7 @@ def _make_enum(
     members: dict[str, tuple[tuple[Any, ...], Any]],
     boundary: Any,
 ) -> type:
-    known = cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID.get(tracked_as)
-    if known is not None:
+    if (known := _known(tracked_as)) is not None:
         return known
     body = maker.__prepare__(name, bases)
     if members:

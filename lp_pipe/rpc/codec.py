@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 
-from lp_pipe.rpc import classes, layout, namesakes, reducers
+from lp_pipe.rpc import classes, layout, namesakes, reducers, torch_values
 
 # Smaller memory stays inside the pickle: a list of 100 000 little arrays must not become 100 000 pieces of a frame.
 _OUT_OF_BAND_BYTES = 1024
@@ -135,8 +135,9 @@ class _TensorReduction:
     def reducer_override(self, obj: Any) -> Any:
         if type(obj).__module__.startswith("torch") or hasattr(type(obj), "__torch_function__"):
             torch = sys.modules.get("torch")
-            if torch is not None and isinstance(obj, torch.Tensor):
-                reduced = _reduce_tensor(obj, torch)
+            if torch is not None:
+                is_tensor = isinstance(obj, torch.Tensor)
+                reduced = _reduce_tensor(obj, torch) if is_tensor else torch_values.reduce_torch_value(obj, torch)
                 if reduced is not None:
                     return reduced
         return NotImplemented
@@ -176,7 +177,7 @@ class _ByValuePickler(_TensorReduction, cloudpickle.Pickler):  # type: ignore[mi
         if is_named_kind and isinstance(obj.__module__, str):
             _is_importable(obj.__module__)  # makes cloudpickle ship the module's contents when it is not
         if not is_named_kind or not _found_by_name(obj):
-            part = reducers.reduce_part(obj)
+            part = reducers.reduce_part(obj) or torch_values.reduce_compiled(obj)
             if part is not None:
                 return _reduce_named(obj, *part) if is_named_kind else part
         reduced = cloudpickle.Pickler.reducer_override(self, obj)
@@ -220,10 +221,9 @@ class _ReferringPickler(_ByValuePickler):
         super().__init__(stream, self._take)
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, _BY_NAME) and not _found_by_name(obj):
-            if not isinstance(obj, types.FunctionType) or namesakes.is_known_by_name(obj):
-                return self._refer_to(obj)
-        return super().reducer_override(obj)
+        is_function = isinstance(obj, types.FunctionType)
+        has_name = namesakes.is_known_by_name(obj) if is_function else isinstance(obj, _BY_NAME)
+        return self._refer_to(obj) if has_name and not _found_by_name(obj) else super().reducer_override(obj)
 
     def _reduce_function(
         self, function: types.FunctionType, make: Any, arguments: Any, state: Any, *rest: Any

@@ -19,12 +19,24 @@ _TOO_DEEP = (
 )
 
 
+_CODE_HINT = (
+    "It is part of a function or class that travels by value, because other processes cannot import it by name: define "
+    "that in a module that the script imports (or start the script with `lp_pipe launch`), and only its name travels."
+)
+
+
 class Culprit(NamedTuple):
-    """The innermost part that does not pickle."""
+    """The innermost part that does not pickle; `is_of_code`: a function's globals or a class hold it."""
 
     path: str
     type_name: str
     error: str
+    is_of_code: bool = False
+
+    @property
+    def code_hint(self) -> str:
+        """What to do about it, as lines to add to a message; empty for data."""
+        return f"\n{_CODE_HINT}" if self.is_of_code else ""
 
 
 Encode = Callable[[Any], object]
@@ -38,7 +50,7 @@ def find_culprit(value: Any, path: str, encode: Encode = codec.encode) -> Culpri
     error = _error_of(value, encode)
     if error is None:
         return None
-    return _descend(value, path, error, encode, set(), 0)
+    return _descend(value, Culprit(path, type(value).__name__, error), encode, set(), 0)
 
 
 def unpicklable(
@@ -50,20 +62,22 @@ def unpicklable(
         culprit = find_culprit(value, path, encode)
         if culprit is not None:
             where = f"{culprit.path} of type {culprit.type_name}"
-            return SerializationError(f"{call}: cannot pickle {where}: {culprit.error}")
+            return SerializationError(f"{call}: cannot pickle {where}: {culprit.error}{culprit.code_hint}")
     return SerializationError(f"{call}: cannot pickle the whole, though every part does: {text_of(error)}")
 
 
-def _descend(value: Any, path: str, error: str, encode: Encode, seen: set[int], depth: int) -> Culprit:
+def _descend(value: Any, culprit: Culprit, encode: Encode, seen: set[int], depth: int) -> Culprit:
     seen.add(id(value))
-    if depth < _MAX_DEPTH and error != _TOO_DEEP:
-        for part, part_path in _parts(value, path):
+    if depth < _MAX_DEPTH and culprit.error != _TOO_DEEP:
+        for part, path in _parts(value, culprit.path):
             if id(part) in seen:
                 continue
-            part_error = _error_of(part, encode)
-            if part_error is not None:
-                return _descend(part, part_path, part_error, encode, seen, depth + 1)
-    return Culprit(path, type(value).__name__, error)
+            error = _error_of(part, encode)
+            if error is not None:
+                is_of_code = isinstance(value, type) or path.startswith(f"{culprit.path}: global variable")
+                inner = Culprit(path, type(part).__name__, error, is_of_code or culprit.is_of_code)
+                return _descend(part, inner, encode, seen, depth + 1)
+    return culprit
 
 
 def _error_of(value: Any, encode: Encode) -> str | None:
@@ -140,6 +154,7 @@ def _attributes(value: Any, path: str) -> Iterator[tuple[Any, str]]:
     for name in (name for kind in type(value).__mro__ for name in _slots(kind)):
         if hasattr(value, name):
             yield getattr(value, name), f"{path}.{name}"
+    yield type(value), f"{path}: its class {type(value).__qualname__}"
 
 
 def _slots(kind: type) -> Iterable[str]:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 _LruCache: Any = type(functools.lru_cache(lambda: None))  # what @functools.lru_cache makes of a function
-_SINGLEDISPATCH = functools.singledispatch(lambda value: value).__code__  # all dispatching functions share it
+_dispatching: Any = functools.singledispatch(lambda value: value)
+_SINGLEDISPATCH = _dispatching.__code__  # all dispatching functions share it
 _OWN_OF_SINGLEDISPATCH = ("register", "dispatch", "registry", "_clear_cache")
 _HAS_LOCK = "lock" in vars(functools.cached_property(lambda self: None))  # until Python 3.11
 
@@ -35,7 +36,7 @@ def _make_lru_cache(function: Callable[..., Any], parameters: dict[str, Any]) ->
     return functools.lru_cache(**parameters)(function)
 
 
-def _make_cached_property(kind: type) -> Any:
+def _make_cached_property(kind: Any) -> Any:
     made = kind.__new__(kind)
     if _HAS_LOCK:
         made.lock = threading.RLock()

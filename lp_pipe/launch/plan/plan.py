@@ -15,6 +15,11 @@ from lp_pipe.rpc import codec
 from lp_pipe.rpc.explain import find_culprit
 from lp_pipe.telemetry.run_folder import RunFolder
 
+_DATA_HINT = (
+    "\nMake it inside the node instead: in its constructor, with lp_pipe.Deferred(ctor, ...), or, if it is a layer of "
+    "a pipeline, with pp.Layer(ctor, ...)."
+)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -128,8 +133,7 @@ def _unpicklable(spec: NodeSpec, error: BaseException) -> LpPipeError:
         culprit = find_culprit(part, f"{spec.path}{name}", codec.encode_by_value)
         if culprit is not None:
             return SerializationError(
-                f"{spec.name}: {culprit.path} of type {culprit.type_name} does not pickle: {culprit.error}\n"
-                "Make it inside the node instead: in its constructor, with lp_pipe.Deferred(ctor, ...), or, if it is a "
-                "layer of a pipeline, with pp.Layer(ctor, ...)."
+                f"{spec.name}: {culprit.path} of type {culprit.type_name} does not pickle: {culprit.error}"
+                f"{culprit.code_hint or _DATA_HINT}"
             )
     return SerializationError(f"{spec.name}: {spec.path}the node cannot be pickled: {type(error).__name__}: {error}")
