@@ -2,6 +2,8 @@
 
 import enum
 import functools
+import importlib
+import sys
 import threading
 import types
 from collections.abc import Callable, Mapping
@@ -20,6 +22,8 @@ def reduce_part(obj: Any) -> tuple[Any, ...] | None:
         return _make_lru_cache, (obj.__wrapped__, obj.cache_parameters())
     if isinstance(obj, enum.Enum) and obj._name_ in type(obj).__members__:
         return getattr, (type(obj), obj._name_)  # not by the value, whose copy may be equal to none
+    if isinstance(obj, types.ModuleType) and sys.modules.get(obj.__name__) is obj and type(obj) is not types.ModuleType:
+        return importlib.import_module, (obj.__name__,)  # one that loads its parts late, or torch.ops
     if isinstance(obj, functools.cached_property):
         attributes = {name: value for name, value in vars(obj).items() if name != "lock"}
         return _make_cached_property, (type(obj),), attributes

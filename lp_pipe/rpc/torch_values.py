@@ -1,10 +1,18 @@
 """What torch makes of functions (compiled, scripted, custom operators), which torch does not pickle."""
 
+import functools
 import inspect
 import io
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
+
+# By class in torch.ops: the names under which torch.ops has it.
+_NAMES_OF_OPS: dict[str, Callable[[Any], list[str]]] = {
+    "_OpNamespace": lambda namespace: [namespace.name],
+    "OpOverloadPacket": lambda packet: packet._qualified_op_name.split("::"),
+    "OpOverload": lambda overload: [*overload._overloadpacket._qualified_op_name.split("::"), overload._overloadname],
+}
 
 
 def reduce_torch_value(obj: Any, torch: Any) -> tuple[Any, ...] | None:
@@ -17,6 +25,8 @@ def reduce_torch_value(obj: Any, torch: Any) -> tuple[Any, ...] | None:
         return _make_custom_op, made_of, _custom_op_state(obj), None, None, _fill_custom_op
     if kind.__name__ == "OptimizeContext" and kind.__module__ == "torch._dynamo.eval_frame":
         return _make_compiler, _compiler_options(obj)
+    if kind.__module__ == "torch._ops" and kind.__name__ in _NAMES_OF_OPS:
+        return _find_op, (_NAMES_OF_OPS[kind.__name__](obj),)
     return None
 
 
@@ -82,6 +92,12 @@ def _disable(function: Callable[..., Any]) -> Any:
     import torch
 
     return torch.compiler.disable(function)
+
+
+def _find_op(names: list[str]) -> Any:
+    import torch
+
+    return functools.reduce(getattr, names, torch.ops)
 
 
 def _custom_op_state(op: Any) -> dict[str, Any]:

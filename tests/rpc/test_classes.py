@@ -305,11 +305,9 @@ def test_classes_and_functions_by_value_are_as_they_were_and_come_back_as_themse
     assert by_value.back(local()) == local()
     assert by_value.call(lambda one, other: type(one) is type(other), local(), local())
 
-
-def test_code_without_a_module_travels(by_value: Any) -> None:
     names: dict[str, Any] = {}
     exec("class Bare:\n    def three(self): return 3\ndef increased(value): return value + 1", names)
-    assert names["increased"].__module__ is None or names["increased"].__module__ == "builtins"
+    names["increased"].__module__ = None  # as that of sympy.lambdify
     assert by_value.call(names["increased"], 1) == 2
     assert by_value.back(names["Bare"]) is names["Bare"]
     made = dataclasses.make_dataclass("Made", ["field"])

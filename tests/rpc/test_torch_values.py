@@ -95,6 +95,7 @@ def client(mode: str) -> Iterator[Any]:
 def test_they_compute_the_same_in_a_node(client: Any) -> None:
     for there, here in zip(client.results(), Server().results(), strict=True):
         assert torch.equal(there, here)
+    assert client.back(doubled) is doubled
 
 
 @pytest.mark.parametrize("function", [compiled, recursive, disabled, with_default, traced, doubled])
@@ -104,5 +105,6 @@ def test_they_travel_as_arguments_and_results(function: Any) -> None:
     assert type(back) is type(function)
 
 
-def test_an_operator_that_the_process_has_stays_the_one(client: Any) -> None:
-    assert client.back(doubled) is doubled
+@pytest.mark.parametrize("op", [torch.ops, torch.ops.aten, torch.ops.aten.add, torch.ops.aten.add.Tensor])
+def test_operators_of_torch_travel_by_name(op: Any) -> None:
+    assert codec.loads(codec.dumps(op)) is op
