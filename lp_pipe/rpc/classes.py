@@ -123,7 +123,10 @@ def _make_quietly(metaclass: type, maker: Any, name: str, bases: tuple[Any, ...]
     if resolved is not bases:
         namespace["__orig_bases__"] = bases
     with _without_init_subclass(resolved):
-        made: type = maker.__new__(metaclass, name, resolved, namespace)
+        try:
+            made: type = maker.__new__(metaclass, name, resolved, dict(namespace))
+        except TypeError:  # it wants keywords of the class statement, which are not known any more
+            made = type.__new__(metaclass, name, resolved, namespace)
     return made
 
 

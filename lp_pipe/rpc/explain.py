@@ -21,7 +21,8 @@ _TOO_DEEP = (
 
 _CODE_HINT = (
     "It is part of a function or class that travels by value, because other processes cannot import it by name: define "
-    "that in a module that the script imports (or start the script with `lp_pipe launch`), and only its name travels."
+    "that in a module that the script imports (or start the script with `lp_pipe launch`), and only its name travels. "
+    "On several hosts that module must be in a folder given as sync=, or installed there."
 )
 
 
