@@ -59,7 +59,7 @@ def is_endpoint(text: object) -> bool:
 
 
 def is_here(endpoint: str) -> bool:
-    """Whether clients of this process reach the endpoint's listener without leaving it."""
+    """Tell whether clients of this process reach the endpoint's listener without leaving it."""
     return endpoint.startswith(inproc.SCHEME) or local.is_inside(endpoint)
 
 

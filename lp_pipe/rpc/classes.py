@@ -56,13 +56,13 @@ def reduce_class(kind: Any, reduced: tuple[Any, ...], by_value: Callable[[type],
 
 
 def is_made_by_value(reduced: Any) -> bool:
-    """Whether cloudpickle has reduced a class to its parts, and not to its name."""
+    """Tell whether cloudpickle has reduced a class to its parts, and not to its name."""
     makers = (cloudpickle._make_skeleton_class, cloudpickle._make_skeleton_enum)
     return isinstance(reduced, tuple) and reduced[0] in makers
 
 
 class ClassReference:
-    """In a pickle: a class that does not travel, for a process that has it (the one that it came from, above all)."""
+    """A class that does not travel, in a pickle for a process that has it (the one that it came from, above all)."""
 
     def __init__(self, kind: type) -> None:
         self._kind = kind
@@ -84,7 +84,7 @@ def _known(tracked_as: str) -> type | None:
 
 
 def tracker_id(kind: type) -> str:
-    """What tells the class from all others, in every process that has it."""
+    """Return the id of the class, which is the same in every process that has it."""
     found: str = cloudpickle._get_or_create_tracker_id(kind)
     return found
 
@@ -153,7 +153,7 @@ def _without_init_subclass(bases: Sequence[type]) -> Iterator[None]:
 
 
 def _init_subclass_owner(kinds: Sequence[type]) -> type | None:
-    """The one of `kinds`, ancestors of a class, whose `__init_subclass__` it gets."""
+    """Return the one of `kinds`, the ancestors of a class, whose `__init_subclass__` the class gets."""
     owners = [kind for kind in kinds if kind is not object and "__init_subclass__" in vars(kind)]
     for owner in owners:
         if not any(other is not owner and issubclass(other, owner) for other in owners):
@@ -186,7 +186,7 @@ def _fill(kind: Any, state: tuple[Any, dict[str, Any], dict[str, Any], Sequence[
 def _with_slots(
     kind: type, namespace: dict[str, Any], attributes: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The namespace with which the class is made with its slots, and the attributes without them."""
+    """Return the namespace with which the class is made with its slots, and the attributes without them."""
     own = vars(kind)
     slots = [name for name, value in own.items() if isinstance(value, types.MemberDescriptorType)]
     namespace = {**namespace, "__slots__": (*slots, *(name for name in _SPECIAL_SLOTS if name in own))}
@@ -195,7 +195,7 @@ def _with_slots(
 
 
 def _members(kind: Any) -> dict[str, tuple[tuple[Any, ...], Any]]:
-    """By name, aliases too: what makes the member as its data type (int, str), and its value."""
+    """Return by name, also of aliases, what makes the member as its data type (int, str), and its value."""
     return {name: (_data_of(member, kind._member_type_), member._value_) for name, member in kind.__members__.items()}
 
 
@@ -208,7 +208,7 @@ def _data_of(member: Any, data_type: Any) -> tuple[Any, ...]:
 
 
 def _enum_attributes(kind: Any, attributes: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """Attributes of the class, those of each member, and names that its making leaves behind."""
+    """Return the attributes of the class, those of each member, and names that its making leaves behind."""
     names = kind.__members__
     made_by = {name: value for name, value in vars(kind).items() if name in _MAKES_MEMBERS}
     own = {**attributes, **made_by, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
@@ -249,4 +249,4 @@ def _new_member(kind: Any, *given: Any) -> Any:
 
 
 def _take_anything(member: Any, *given: Any) -> None:
-    """In the place of a user's `__init__`, which has run where the members come from."""
+    """Stand in for a user's `__init__`, which has run where the members come from."""

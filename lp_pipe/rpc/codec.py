@@ -40,7 +40,7 @@ class Payload(NamedTuple):
     buffers: Sequence[Any]
 
     def captured(self) -> "Payload":
-        """With its own copy of the memory that the buffers refer to."""
+        """Return a payload with its own copy of the memory that the buffers refer to."""
         return Payload(self.body, [bytearray(one) if isinstance(one, memoryview) else one for one in self.buffers])
 
 
@@ -75,7 +75,7 @@ def _encode_with_references(value: Any) -> Payload:
 
 
 def encode_by_value(value: Any, *, new_locks: bool = False) -> Payload:
-    """Like `encode`, for values that are full of functions anyway (nodes)."""
+    """Pickle like `encode` a value that is full of functions anyway (a node)."""
     buffers: list[memoryview] = []
     stream = io.BytesIO()
     pickler = _ByValuePickler(stream, _collect_in(buffers))
@@ -159,7 +159,7 @@ _LOCKS: dict[type, Callable[[], Any]] = {
 
 
 class _ByValuePickler(_TensorReduction, cloudpickle.Pickler):  # type: ignore[misc]
-    """For functions and classes that the peer cannot import; those that it has already it finds by their identity."""
+    """Pickles functions and classes that the peer cannot import; it finds those that it has by their identity."""
 
     makes_new_locks = False
 
@@ -199,7 +199,7 @@ class _ByValuePickler(_TensorReduction, cloudpickle.Pickler):  # type: ignore[mi
 
 
 def _reduce_named(function: Any, make: Any, arguments: Any, state: Any = None, *rest: Any) -> tuple[Any, ...]:
-    """The reduction of a function, so that the process that it came from finds it, and others bind it to its name."""
+    """Let the process that a function came from find it again, and others bind it to its name."""
     if not namesakes.has_origin(function):
         return make, arguments, state, *rest
     named = function.__module__, function.__qualname__, namesakes.origin_of(function), make, arguments
@@ -209,7 +209,7 @@ def _reduce_named(function: Any, make: Any, arguments: Any, state: Any = None, *
 
 
 class _ReferringPickler(_ByValuePickler):
-    """For a peer in this process: classes, named functions and the globals of others go by reference.
+    """Pickles for a peer in this process, which gets classes, named functions and the globals of others by reference.
 
     buffers: what goes beside the pickle; pickle hands each of them to what takes it, whatever it is.
     """
@@ -283,7 +283,7 @@ def _reduce_class(kind: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _found_by_name(obj: Any) -> bool:
-    """Whether the peer gets the same object by importing its module: not for `__main__`, lambdas, local classes."""
+    """Tell whether the peer gets the same object by importing its module: not of `__main__`, lambdas, local classes."""
     module_name, name = getattr(obj, "__module__", None), getattr(obj, "__qualname__", None)
     if not isinstance(module_name, str) or name is None or module_name == namesakes.MAIN:
         return False

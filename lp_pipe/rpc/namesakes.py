@@ -34,18 +34,18 @@ _is_entering = False
 
 
 def is_known_by_name(obj: Any) -> bool:
-    """Whether its module has it under its own name: not lambdas, local classes, what a decorator has replaced."""
+    """Tell whether its module has it under its own name: not lambdas, local classes, what a decorator has replaced."""
     names = getattr(sys.modules.get(obj.__module__), "__dict__", {}) if isinstance(obj.__module__, str) else {}
     return names.get(obj.__qualname__) is obj
 
 
 def has_origin(function: Any) -> bool:
-    """Whether its process finds it: it is known by name there, or has arrived here as such."""
+    """Tell whether the process that `function` comes from finds it again: it has a name there, in its module."""
     return function in _origins or is_known_by_name(function)
 
 
 def origin_of(function: Any) -> tuple[str, int]:
-    """The process that `function` came from, and its number there."""
+    """Return the process that `function` came from, and its number there."""
     if function not in _origins:
         number = next(_numbers)
         _origins[function] = _here, number
@@ -91,9 +91,9 @@ def rebuild_class(
 
 
 def names_in_annotations(annotations: Any, module_names: Mapping[str, Any]) -> dict[str, Any]:
-    """What annotations that are text (`from __future__ import annotations`) name in their module.
+    """Return what annotations that are text (`from __future__ import annotations`) name in their module.
 
-    Only what is there under its name everywhere, and classes: `typing.get_type_hints` needs these.
+    `typing.get_type_hints` looks there for classes, modules, and names of `typing`; nothing else is returned.
     """
     texts = [text for text in annotations.values() if isinstance(text, str)] if isinstance(annotations, dict) else []
     found: dict[str, Any] = {}
@@ -108,7 +108,7 @@ def names_in_annotations(annotations: Any, module_names: Mapping[str, Any]) -> d
 
 
 class MainNames:
-    """In a pickle: the globals of functions of the script. A node's own functions share its `__main__`."""
+    """A stand-in for the globals of the script's functions in a pickle: a node's own functions share its `__main__`."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _globals_of_main, (facts(),)
@@ -120,7 +120,7 @@ def _globals_of_main(facts_there: dict[str, str]) -> dict[str, Any]:
 
 
 def facts() -> dict[str, str]:
-    """What a node's `__main__` tells of the script: its file, package and documentation."""
+    """Return what a node's `__main__` must tell of this process's script: its file, package and documentation."""
     found = vars(sys.modules[MAIN])
     return {name: value for name in _FACTS if isinstance(value := found.get(name), str)}
 
@@ -136,7 +136,7 @@ def enter_node(facts_there: Mapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def defining_main() -> Iterator[None]:
-    """In the body, the functions of the script that are loaded become those of this process's `__main__`."""
+    """Make the functions of the script that are loaded in the body those of this process's `__main__`."""
     global _is_entering
     _is_entering = True
     try:

@@ -1,4 +1,4 @@
-"""What torch makes of functions (compiled, scripted, custom operators), which torch does not pickle."""
+"""Pickling of compiled and scripted functions and of custom operators, which torch does not pickle itself."""
 
 import functools
 import inspect
@@ -31,7 +31,7 @@ def reduce_torch_value(obj: Any, torch: Any) -> tuple[Any, ...] | None:
 
 
 def reduce_compiled(obj: Any) -> tuple[Any, ...] | None:
-    """As `reduce_torch_value`, of a function that torch.compile or torch.compiler.disable has returned."""
+    """Return how pickle makes a function that torch.compile or torch.compiler.disable has returned, or None."""
     original = vars(obj).get("_torchdynamo_orig_callable") if isinstance(obj, types.FunctionType) else None
     if original is None:
         return None

@@ -1,4 +1,4 @@
-"""What torch makes of functions of a script: compiled, scripted, and custom operators."""
+"""Compiled and scripted functions and custom operators of a script, in nodes."""
 
 import sys
 from collections.abc import Iterator
