@@ -111,7 +111,9 @@ class MainNames:
     """A stand-in for the globals of the script's functions in a pickle: a node's own functions share its `__main__`."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _globals_of_main, (facts(),)
+        own = facts()
+        own.pop("__doc__", None)  # may be long, and functions that use it bring it
+        return _globals_of_main, (own,)
 
 
 def _globals_of_main(facts_there: dict[str, str]) -> dict[str, Any]:

@@ -8,8 +8,10 @@ import functools
 import inspect
 import sys
 import threading
+import uuid
 from collections import namedtuple
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -17,7 +19,7 @@ import numpy
 import pytest
 
 import lp_pipe as lp
-from lp_pipe.rpc import codec
+from lp_pipe.rpc import classes, codec
 
 T = TypeVar("T")
 
@@ -278,6 +280,7 @@ class ByValue:
 @pytest.fixture
 def by_value(launched: Any) -> Iterator[Any]:
     module = sys.modules[__name__]
+    Counted.total = 0
     codec.ship_by_value([module])
     try:
         program = lp.Program("classes")
@@ -355,3 +358,21 @@ def test_between_threads_classes_and_functions_are_shared(launched: Any) -> None
         assert client.futures.back([Local, large]).result()[0] is Local
     finally:
         codec.ship_by_name([module])
+
+
+def test_a_class_that_arrives_in_many_threads_at_once_is_made_once() -> None:
+    class Local:
+        def three(self) -> int:
+            return 3
+
+    data = codec.dumps(Local())
+    made = renamed(data, Local)
+    assert len({type(value) for value in made}) == 1 and all(value.three() == 3 for value in made)
+
+
+def renamed(data: bytes, kind: type) -> list[Any]:
+    """Load `data` in eight threads as a process does that has not had `kind` before."""
+    tracked_as = classes.tracker_id(kind).encode()
+    data = data.replace(tracked_as, uuid.uuid4().hex.encode())
+    with ThreadPoolExecutor(8) as pool:
+        return list(pool.map(codec.loads, [data] * 8))
