@@ -185,7 +185,7 @@ def _explained(target: str, new_folder: Path | None) -> Iterator[None]:
     """What a launch may raise becomes the command's own error; a folder made for it goes, if no run was in it."""
     try:
         yield
-    except (LpPipeError, ValueError, OSError) as error:
+    except (LpPipeError, ValueError, TypeError, OSError) as error:
         if new_folder is not None:
             remove_if_unused(new_folder)
         raise NotLaunched(f"cannot launch {target}: {error}") from error

@@ -258,14 +258,19 @@ def all_stacks() -> str:
 
 def _run(start: wire.Start, payload: bytearray, supervision: Supervision) -> Failure | None:
     _set_up_process(start)
-    namesakes.enter_node()
+    namesakes.enter_node(os_text.unpack_map(start.main))
     interpreter_state.arrive(start.state)
     loaded = codec.loads_in_turn(payload)
-    failure = run_setup(lambda: (next(loaded) or _nothing)())
+
+    def load_next() -> Any:
+        with namesakes.defining_main():
+            return next(loaded)
+
+    failure = run_setup(lambda: (load_next() or _nothing)())
     if failure is not None:
         return failure
     supervision.use_places_of(start)
-    node, resources = next(loaded)
+    node, resources = load_next()
     logging_state.hold_level()
     context = NodeContext(
         label=start.label,
