@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from lp_pipe.cli.ending import Ending
-from lp_pipe.cli.output import labelled
+from lp_pipe.cli.output import Output, labelled
 from lp_pipe.cli.streams import say
 from lp_pipe.graph import GraphView, to_text
 from lp_pipe.telemetry.metrics import MetricsRecord
@@ -39,7 +39,7 @@ class Display:
         """Show the graph, then the run's folder."""
         say(f"{to_text(start.view)}\nrun folder {start.run_dir}", sys.stdout)
 
-    def output(self) -> AbstractContextManager[None]:
+    def output(self) -> AbstractContextManager[Output]:
         """Around the time in which nodes may print."""
         return labelled()
 

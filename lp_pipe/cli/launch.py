@@ -17,6 +17,7 @@ from lp_pipe.cli.errors import DONE, NotLaunched, UsageError, nearest
 from lp_pipe.cli.events import JsonDisplay
 from lp_pipe.cli.find_run import FOLDER
 from lp_pipe.cli.live import LiveDisplay
+from lp_pipe.cli.output import Output
 from lp_pipe.cli.plan_option import add_plan_options, load_planned
 from lp_pipe.cli.resume import invocation_of, resumed
 from lp_pipe.cli.streams import drop_unwritten
@@ -122,7 +123,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
             return _show_plan(Start(view, arguments.mode, run_dir), plan_lines, arguments.json)
         with _make_display(arguments.json) as display:
             display.starting(Start(view, arguments.mode, run_dir))
-            with display.output(), _none_left_behind():
+            with display.output() as output, _none_left_behind():
                 with _explained(arguments.target, ours):
                     options |= {"grace": arguments.grace, "hang_after": arguments.hang_after, "listed": True}
                     options |= {"run_dir": run_dir, "metrics_sinks": (display.metrics,)}
@@ -131,7 +132,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
                         run = launch(program, arguments.mode, **options)
                     else:
                         run = launch_elastic(make, arguments.elastic, **options)
-                result = _wait(run, display, view)
+                result = _wait(run, display, view, output)
             with _whoever_listens():
                 display.ended(result, run.status())
             return result.exit_status
@@ -189,13 +190,14 @@ def _none_left_behind() -> Iterator[None]:
         raise
 
 
-def _wait(run: Run | ElasticRun, display: Display, view: GraphView) -> ending.Ending:
+def _wait(run: Run | ElasticRun, display: Display, view: GraphView, output: Output) -> ending.Ending:
     began = time.monotonic()
     try:
         _draw(view, RunFolder(run.run_dir).picture, display)  # in here: the nodes run by now
         display.started()
         while not run.is_over:
             display.status(run.status())
+            output.look()
             time.sleep(_REFRESH_S)  # the main thread redraws, and takes Ctrl+C at any time
         run.wait()
     except KeyboardInterrupt as interrupt:

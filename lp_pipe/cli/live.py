@@ -4,6 +4,7 @@ import contextlib
 import sys
 import threading
 import time
+from contextlib import AbstractContextManager
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -13,9 +14,15 @@ from rich.table import Table
 from rich.text import Text
 
 from lp_pipe.cli.display import Display, Start, Status, number
+from lp_pipe.cli.output import Output, labelled
+from lp_pipe.telemetry.console import cut
 from lp_pipe.telemetry.metrics import MetricsRecord
+from lp_pipe.telemetry.terminal_lines import Unfinished
 
 MAX_ROWS_PER_GROUP = 8
+_MAX_UNFINISHED, _ROWS_OF_A_NODE = 8, 4
+_ECHO_COLUMNS = 5  # right of the panel: an echoed ^C would go into a row of its own, which nothing removes
+_BORDER_COLUMNS = 4
 _REFRESHES_PER_S = 5
 _COLORS = {
     "starting": "yellow",
@@ -34,10 +41,12 @@ class LiveDisplay(Display):
         self._lock = threading.Lock()
         self._progress: dict[str, _Progress] = {}
         self._status: Status = {}
+        self._unfinished: dict[tuple[str | None, str], list[str]] = {}  # by node and stream: progress bars, prompts
         self._title = ""
         self._began = time.monotonic()
+        self._console = Console(file=sys.stdout)  # the terminal itself: sys.stdout is replaced while the display is up
         self._live = Live(
-            console=Console(file=sys.stdout),  # the terminal itself: sys.stdout is replaced while the display is up
+            console=self._console,
             get_renderable=self._render,
             refresh_per_second=_REFRESHES_PER_S,
             redirect_stderr=sys.stderr.isatty(),
@@ -53,8 +62,18 @@ class LiveDisplay(Display):
         with self._lock:
             self._progress.setdefault(record.node, _Progress()).add(record)
 
+    def output(self) -> AbstractContextManager[Output]:
+        return labelled(self._unfinish)
+
     def status(self, status: Status) -> None:
         self._status = status
+
+    def _unfinish(self, stream: str, node: str | None, unfinished: Unfinished) -> None:
+        rows = unfinished.text.decode(errors="replace").split("\n")
+        with self._lock:
+            self._unfinished.pop((node, stream), None)
+            if unfinished.text:
+                self._unfinished[node, stream] = rows[-_ROWS_OF_A_NODE:]
 
     def close(self) -> None:
         self._live.transient = not self._status  # a launch that failed leaves no empty table behind
@@ -65,9 +84,15 @@ class LiveDisplay(Display):
         with self._lock:
             bars = [_bar(node, progress) for node, progress in self._progress.items() if progress.total_steps]
             table = _table(self._status, self._progress)
+            unfinished = list(self._unfinished.items())
+        columns = self._console.width - _ECHO_COLUMNS
         elapsed = _minutes(time.monotonic() - self._began)
         return Panel(
-            Group(table, *bars), title=Text(f"{self._title} · {elapsed}"), title_align="left", border_style="dim"
+            Group(table, *bars, *_unfinished_rows(unfinished, columns - _BORDER_COLUMNS)),
+            title=Text(f"{self._title} · {elapsed}"),
+            title_align="left",
+            border_style="dim",
+            width=columns,
         )
 
 
@@ -152,6 +177,17 @@ def _bar(node: str, progress: _Progress) -> Table:
         f"{step}/{progress.total_steps:.0f} {left}",
     )
     return row
+
+
+def _unfinished_rows(unfinished: list[tuple[tuple[str | None, str], list[str]]], columns: int) -> list[Text]:
+    """Return a row for each line that has no end yet."""
+    rows = []
+    for (node, _), lines in unfinished[:_MAX_UNFINISHED]:
+        label = "" if node is None else f"[{node}] "
+        rows += [Text(cut(f"{label}{line}", columns), no_wrap=True) for line in lines]
+    if len(unfinished) > _MAX_UNFINISHED:
+        rows.append(Text(f"and {len(unfinished) - _MAX_UNFINISHED} more unfinished lines", style="dim"))
+    return rows
 
 
 def _minutes(seconds: float) -> str:
