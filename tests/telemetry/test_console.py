@@ -26,10 +26,9 @@ class Terminal:
         os.set_blocking(self._ours, False)
         with contextlib.suppress(BlockingIOError):
             self.finished += [line.decode() for line in self._lines.feed(os.read(self._ours, 1 << 16), 0.0)]
-        finished, row = self._lines.look(1e9)
+        finished, _ = self._lines.look(1e9)
         self.finished += [line.decode() for line in finished]
-        self._shown = row.text.decode() if row is not None else getattr(self, "_shown", "")
-        return self._shown
+        return self._lines._unfinished(0.0).text.decode()
 
     def shows(self, row: str) -> None:
         until(lambda: self.row() == row)
