@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -21,7 +21,7 @@ from lp_pipe.cli.output import Output
 from lp_pipe.cli.plan_option import add_plan_options, load_planned
 from lp_pipe.cli.resume import invocation_of, resumed
 from lp_pipe.cli.streams import drop_unwritten
-from lp_pipe.cli.targets import load_maker
+from lp_pipe.cli.targets import load_maker, load_ranks
 from lp_pipe.errors import LpPipeError, NodeError
 from lp_pipe.graph import GraphView, to_svg
 from lp_pipe.launch import ElasticRun, Run, launch, launch_elastic, new_run_dir
@@ -32,6 +32,7 @@ from lp_pipe.launch.leftovers import left_of, remove_if_unused
 from lp_pipe.launch.processes.proctree import kill_all
 from lp_pipe.launch.registry import RunRecord
 from lp_pipe.launch.signals import Terminated
+from lp_pipe.program import Program
 from lp_pipe.telemetry.run_folder import RunFolder
 
 _REFRESH_S = 0.1
@@ -46,6 +47,7 @@ examples:
   lp_pipe launch examples/char_gpt.py -- --help          the program's own flags
   lp_pipe launch examples/char_gpt.py --plan=plan.toml   with the stages that lp_pipe partition has planned
   lp_pipe launch --resume=runs/…                         go on from the newest checkpoint of a run that has ended
+  lp_pipe launch --nproc=2 ddp.py -- --epochs=3          a script for torchrun, as two ranks
   lp_pipe launch my_package.train:make_program --json | jq 'select(.event == "metrics")'
 
 Ctrl+C once stops the nodes in order, twice kills them; SIGTERM, too. A terminal that is closed (SIGHUP) stops them in
@@ -90,6 +92,12 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         metavar="S",
         help="report waits of nodes for each other from so many seconds on, or 'never' (default: 60)",
     )
+    parser.add_argument(
+        "--nproc",
+        type=_nproc,
+        metavar="N",
+        help="TARGET is a script for torchrun: run it as N ranks on each host, with the environment that torchrun sets",
+    )
     add_plan_options(parser)
     hosts.add_arguments(parser)
     hosts.add_launch_only(parser)
@@ -112,8 +120,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
         if submit.is_wanted(arguments):
             return submit.run(arguments)
         options = hosts.launch_options(arguments)
-        make = load_maker(arguments.target, program_flags) if arguments.elastic else None
-        program = load_planned(arguments, program_flags) if make is None else make(hosts.at_most(arguments))
+        make, program = _load(arguments, program_flags)
         run_dir = _run_dir(arguments, program.name, record)
         ours = run_dir if arguments.run_dir is None and arguments.resume is None else None
         with _explained(arguments.target, ours):
@@ -136,6 +143,18 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
             with _whoever_listens():
                 display.ended(result, run.status())
             return result.exit_status
+
+
+def _load(arguments: argparse.Namespace, flags: Sequence[str]) -> tuple[Callable[[int], Program] | None, Program]:
+    """The program, and, where it is elastic, the function that makes it for a number of hosts."""
+    if arguments.nproc is None:
+        make = load_maker(arguments.target, flags) if arguments.elastic else None
+        return make, load_planned(arguments, flags) if make is None else make(hosts.at_most(arguments))
+    if arguments.mode == "thread" or arguments.plan is not None:
+        other = "--plan" if arguments.plan is not None else "--mode=thread"
+        raise UsageError(f"--nproc and {other} do not go together: each rank of a script is a process, without a plan")
+    ranks = load_ranks(arguments.target, flags, arguments.nproc)
+    return (ranks, ranks(hosts.at_most(arguments))) if arguments.elastic else (None, ranks(hosts.count(arguments)))
 
 
 def _draw(view: GraphView, path: Path, display: Display) -> None:
@@ -272,6 +291,12 @@ def _folder(text: str) -> Path:
     if not text:  # --run-dir=$UNSET
         raise UsageError("--run-dir= names no folder: `--run-dir=.` is this one")
     return Path(text)
+
+
+def _nproc(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise UsageError(f"--nproc={text}: a number of ranks for each host is needed, such as --nproc=2")
+    return int(text)
 
 
 def _grace(text: str) -> float:
