@@ -60,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(given: list[str]) -> int:
     own, program_flags = _split(given)
+    if not given:
+        own = ["--help"]
     arguments = _parse(own, program_flags)
     arguments.given = given
     status: int = arguments.run(arguments, program_flags)
