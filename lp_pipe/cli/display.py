@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 from lp_pipe.cli.ending import Ending
 from lp_pipe.cli.output import Output, labelled
@@ -60,6 +60,10 @@ class Display:
         """The last words; failures and interruptions go to stderr. The last line says where the run's folder is."""
         self.close()
         print(ending.text, file=sys.stderr if ending.exit_status else sys.stdout, flush=True)
+
+    def suspended(self) -> AbstractContextManager[TextIO] | None:
+        """Around a time in which the terminal is another's, with what is written there; None: there is no terminal."""
+        return None
 
     def close(self) -> None:
         """Give the terminal back, idempotent."""

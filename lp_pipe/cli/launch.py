@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from lp_pipe.cli import ending, hosts, submit
+from lp_pipe.cli.attach import DebuggersHere
 from lp_pipe.cli.display import Display, PlainDisplay, Start
 from lp_pipe.cli.errors import DONE, NotLaunched, UsageError, nearest
 from lp_pipe.cli.events import JsonDisplay
@@ -211,12 +212,14 @@ def _none_left_behind() -> Iterator[None]:
 
 def _wait(run: Run | ElasticRun, display: Display, view: GraphView, output: Output) -> ending.Ending:
     began = time.monotonic()
+    debuggers = DebuggersHere(run.run_dir, display)
     try:
         _draw(view, RunFolder(run.run_dir).picture, display)  # in here: the nodes run by now
         display.started()
         while not run.is_over:
             display.status(run.status())
             output.look()
+            debuggers.look()
             time.sleep(_REFRESH_S)  # the main thread redraws, and takes Ctrl+C at any time
         run.wait()
     except KeyboardInterrupt as interrupt:

@@ -4,7 +4,9 @@ import contextlib
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from typing import TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -45,12 +47,8 @@ class LiveDisplay(Display):
         self._title = ""
         self._began = time.monotonic()
         self._console = Console(file=sys.stdout)  # the terminal itself: sys.stdout is replaced while the display is up
-        self._live = Live(
-            console=self._console,
-            get_renderable=self._render,
-            refresh_per_second=_REFRESHES_PER_S,
-            redirect_stderr=sys.stderr.isatty(),
-        )
+        self._streams = sys.stdout, sys.stderr
+        self._live = self._made(is_redirecting=True)
 
     def starting(self, start: Start) -> None:
         super().starting(start)
@@ -75,10 +73,32 @@ class LiveDisplay(Display):
             if unfinished.text:
                 self._unfinished[node, stream] = rows[-_ROWS_OF_A_NODE:]
 
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[TextIO]:
+        streams = sys.stdout, sys.stderr  # which the display would take away with it
+        self._live.transient = True
+        self._live.stop()
+        sys.stdout, sys.stderr = streams
+        try:
+            yield self._streams[0]
+        finally:
+            self._live = self._made(is_redirecting=False)
+            self._live.start()
+
     def close(self) -> None:
         self._live.transient = not self._status  # a launch that failed leaves no empty table behind
         with contextlib.suppress(OSError):  # the terminal was closed
             self._live.stop()
+        sys.stdout, sys.stderr = self._streams
+
+    def _made(self, *, is_redirecting: bool) -> Live:
+        return Live(
+            console=self._console,
+            get_renderable=self._render,
+            refresh_per_second=_REFRESHES_PER_S,
+            redirect_stdout=is_redirecting,
+            redirect_stderr=is_redirecting and self._streams[1].isatty(),
+        )
 
     def _render(self) -> RenderableType:
         with self._lock:

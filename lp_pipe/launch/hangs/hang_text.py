@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from lp_pipe.launch.coordination.view import View
 from lp_pipe.launch.hangs.situation import Situation, Thread, Wait, threads_of
 from lp_pipe.telemetry.some_names import some
-from lp_pipe.telemetry.waits import CALL, HANDLER, RANKS, RECEIVE, RESOLVE, SEND, Activity
+from lp_pipe.telemetry.waits import CALL, DEBUGGER, HANDLER, RANKS, RECEIVE, RESOLVE, SEND, Activity
 
 ENDED = ("finished", "failed", "stopped")
 _SHOWN_RANKS = 4
@@ -204,6 +204,8 @@ def _thread_text(situation: Situation, thread: Thread, otherwise: str) -> str:
     """`runs its handler step() since 60 s (at train.py:41 in step)`."""
     handler, last = _handler_of(thread), thread.last
     what = f"runs its handler {handler.what}() since {seconds(handler.age_s)}" if handler else f"runs {otherwise}"
+    if last.kind == DEBUGGER:
+        return f"stands in a debugger at {last.what} (lp_pipe attach)"
     if last.is_wait:
         what += f", which itself waits for {_object(situation, last)} since {seconds(last.age_s)}"
     return f"{what}{_at(last)}"

@@ -69,7 +69,8 @@ class HangWatch:
             if time.monotonic() > looked + self._pause_s + _DEAF_AFTER_S:
                 self._awake_since = time.monotonic()
             situation = self._look()
-            self._coordinator.note_waits({**_oldest_by_node(situation), **_silent_by_node(situation)})
+            waiting = {**_oldest_by_node(situation), **_silent_by_node(situation), **_debugged_by_node(situation)}
+            self._coordinator.note_waits(waiting)
             told = len(self._told)
             self._tell_waits(situation, self._tell_cycles(situation))
             if len(self._told) > told:
@@ -234,6 +235,11 @@ def _group(situation: Situation, wait: Wait) -> tuple[str, ...]:
 
 def _silent_by_node(situation: Situation) -> dict[str, str]:
     return {view.node: f"not answering for {hang_text.seconds(view.silence_s)}" for view in situation.silent}
+
+
+def _debugged_by_node(situation: Situation) -> dict[str, str]:
+    last = [thread.last for thread in situation.threads if thread.last.kind == waits.DEBUGGER]
+    return {one.node: f"in a debugger at {one.what}: lp_pipe attach" for one in last}
 
 
 def _oldest_by_node(situation: Situation) -> dict[str, str]:
