@@ -172,7 +172,8 @@ class Session:
                     self._connection.sendall(line + b"\n")
             if is_ready and is_at_end:
                 return "detached; the node still waits in its debugger"
-            sources = [self._connection, *([] if is_at_end else [stdin])]
+            sources: list[socket.socket | TextIO] = [self._connection]
+            sources += [] if is_at_end else [stdin]
             ready, _, _ = select.select(sources, [], [], timeout_s)
             timeout_s = None
             if not ready:

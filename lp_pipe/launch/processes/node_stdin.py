@@ -51,7 +51,7 @@ class NodeStdin(io.TextIOBase):
     def read(self, size: int | None = -1) -> str:
         return ""
 
-    def __next__(self) -> str:
+    def __next__(self) -> str:  # type: ignore[override]
         raise StopIteration
 
     def readline(self, size: int | None = -1) -> str:  # type: ignore[override]
