@@ -12,7 +12,6 @@ from pathlib import Path
 from types import FrameType
 
 from lp_pipe.cli import ending, hosts, submit
-from lp_pipe.cli.attach import DebuggersHere
 from lp_pipe.cli.display import Display, PlainDisplay, Start
 from lp_pipe.cli.errors import DONE, NotLaunched, UsageError, nearest
 from lp_pipe.cli.events import JsonDisplay
@@ -27,6 +26,7 @@ from lp_pipe.errors import LpPipeError, NodeError
 from lp_pipe.graph import GraphView, to_svg
 from lp_pipe.launch import ElasticRun, Run, launch, launch_elastic, new_run_dir
 from lp_pipe.launch.at_exit import stop_active_runs
+from lp_pipe.launch.debuggers import DebuggersHere
 from lp_pipe.launch.invocation import invoked_by
 from lp_pipe.launch.launcher import MODES
 from lp_pipe.launch.leftovers import left_of, remove_if_unused
@@ -212,7 +212,7 @@ def _none_left_behind() -> Iterator[None]:
 
 def _wait(run: Run | ElasticRun, display: Display, view: GraphView, output: Output) -> ending.Ending:
     began = time.monotonic()
-    debuggers = DebuggersHere(run.run_dir, display)
+    debuggers = DebuggersHere(run.run_dir, display.suspended)
     try:
         _draw(view, RunFolder(run.run_dir).picture, display)  # in here: the nodes run by now
         display.started()

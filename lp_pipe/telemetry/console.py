@@ -10,6 +10,8 @@ import re
 import sys
 import threading
 import unicodedata
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import TextIO
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -27,6 +29,7 @@ class Console:
         self._lock = threading.Lock()
         self._unfinished: dict[tuple[str | None, bool], str] = {}  # by node and is_stderr; on a terminal
         self._row: tuple[TextIO, str] | None = None  # what the terminal shows of them
+        self._is_lent = False
         self._begun: dict[bool, tuple[str | None, str]] = {}  # by is_stderr: a line without its end; elsewhere
 
     def write(self, node: str | None, is_stderr: bool, lines: list[str]) -> None:
@@ -72,6 +75,22 @@ class Console:
                 with contextlib.suppress(ValueError, OSError):  # the launcher has closed it
                     target.flush()
 
+    def lent(self) -> AbstractContextManager[TextIO] | None:
+        """Around a time in which a debugger has the terminal: nothing is shown in its last row; None: there is none."""
+        stdout = self._stream(False)
+        return self._lent_to(stdout) if stdout is not None and _is_terminal(stdout) else None
+
+    @contextlib.contextmanager
+    def _lent_to(self, stdout: TextIO) -> Iterator[TextIO]:
+        with self._lock:
+            self._erase()
+            self._is_lent = True
+        try:
+            yield stdout
+        finally:
+            with self._lock:
+                self._is_lent = False
+
     def _stream(self, is_stderr: bool) -> TextIO | None:
         return self._fixed[is_stderr] or (sys.stderr if is_stderr else sys.stdout)
 
@@ -83,7 +102,7 @@ class Console:
             self._row = None
 
     def _draw(self) -> None:
-        if not self._unfinished:
+        if not self._unfinished or self._is_lent:
             self._erase()
             return
         is_stderr = next(reversed(self._unfinished))[1]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import lp_pipe as lp
-from lp_pipe.cli.attach import Session
+from lp_pipe.launch.debuggers import Session
 from lp_pipe.launch.processes.node_stdin import waiting_nodes
 from tests.waiting import until
 
@@ -51,7 +51,9 @@ def test_a_breakpoint_in_a_node_is_a_debugger_for_who_attaches(
 
     run = launched(tmp_path, work)
     shown = talk(run, "p answer + 1\n")
-    assert "(Pdb) 42\n(Pdb) " in shown and "test_node_stdin.py(" in shown and shown.endswith("still waits in its debugger")
+    assert (
+        "(Pdb) 42\n(Pdb) " in shown and "test_node_stdin.py(" in shown and shown.endswith("still waits in its debugger")
+    )
     assert waiting_nodes(run.run_dir)["x/0"]["place"].endswith("in work")
     shown = talk(run, "answer = 7\nc\n")  # attached once more
     assert shown.startswith("42\n(Pdb) ") and shown.endswith("the node's process has ended")
