@@ -18,6 +18,7 @@ _COMPACT_BYTES = 1024
 _MAX_ROWS = 64
 
 _ROW_MOVES = re.compile(rb"\n|\x1b\[(?P<count>\d*)(?P<way>[AB])|\x1b\[\?25(?P<cursor>[hl])")
+_ROW_ESCAPES = re.compile(rb"\x1b\[(?:\d*[AB]|\?25[hl])")
 _INCOMPLETE = re.compile(rb"\x1b(?:\[[0-9;?]*)?\Z")
 # Whatever moves the cursor in its row, or erases; colors ("m") change nothing but looks.
 _EDIT = re.compile(rb"[\r\x08]|\x1b\[[0-9;?]*[A-Za-ln-z]")
@@ -34,6 +35,10 @@ class Unfinished(NamedTuple):
     is_settled: bool
 
 
+def _is_edited(raw: bytes) -> bool:
+    return b"\r" in raw or b"\x08" in raw or (b"\x1b" in raw and _EDIT.search(raw) is not None)
+
+
 @dataclass
 class _Row:
     raw: bytes = b""
@@ -41,7 +46,7 @@ class _Row:
 
     @property
     def is_edited(self) -> bool:
-        return _EDIT.search(self.raw) is not None
+        return _is_edited(self.raw)
 
 
 class TerminalLines:
@@ -65,14 +70,11 @@ class TerminalLines:
         if self._unshown_since is None:
             self._unshown_since = now
         data, self._incomplete = self._incomplete + data, b""
-        row = self._rows[0]
-        is_drawn = self._is_drawing or len(self._rows) > 1 or row.is_edited
-        if not (is_drawn or b"\r" in data or b"\x1b" in data or b"\x08" in data):
-            *lines, row.raw = (row.raw + data).split(b"\n")  # most output
-            if len(row.raw) > _MAX_LINE_BYTES:
-                lines, row.raw = [*lines, row.raw], b""
-        else:
-            lines = self._feed_edits(data, now)
+        lines: list[bytes] = []
+        if not (self._is_drawing or len(self._rows) > 1 or self._rows[0].is_edited):
+            lines, data = self._take_plain(data)
+        if data:
+            lines += self._feed_edits(data, now)
         if lines:
             self._shown = Unfinished(b"", False)  # finished lines take the place of what was shown
             if len(self._rows) == 1 and not self._rows[0].raw:
@@ -125,6 +127,25 @@ class TerminalLines:
             return Unfinished(b"", False)
         rows = [text for row in self._rows if (text := _rendered(row.raw))]
         return Unfinished(b"\n".join(rows), self._may_settle and now >= self._heard_at + _SETTLED_AFTER_S)
+
+    def _take_plain(self, data: bytes) -> tuple[list[bytes], bytes]:
+        """Return the lines that come before any edit, and the rest from there on; nearly all output is such lines."""
+        row = self._rows[0]
+        whole = row.raw + data
+        if b"\x1b" in data and _ROW_ESCAPES.search(whole):
+            return [], data
+        *lines, last = whole.split(b"\n")
+        has_edits = b"\r" in data or b"\x08" in data or b"\x1b" in data
+        if has_edits:
+            lines = [line.removesuffix(b"\r") for line in lines]
+            edited = next((place for place, line in enumerate([*lines, last]) if _is_edited(line)), None)
+            if edited is not None:
+                row.raw = b""
+                return lines[:edited], whole.split(b"\n", edited)[edited]
+        row.raw = last
+        if len(last) > _MAX_LINE_BYTES:
+            lines, row.raw = [*lines, last], b""
+        return lines, b""
 
     def _feed_edits(self, data: bytes, now: float) -> list[bytes]:
         if incomplete := _INCOMPLETE.search(data):
@@ -186,21 +207,29 @@ class TerminalLines:
 def _rendered(raw: bytes) -> bytes:
     """Return what a terminal shows of one row."""
     raw = raw.removesuffix(b"\r")
-    if not _EDIT.search(raw):
+    if not _is_edited(raw):
         return raw
-    text, _ = _drawn(raw)
-    return text
+    return _drawn(raw)[0]
 
 
 def _compacted(raw: bytes) -> bytes:
     """Return a shorter row that looks the same and has the cursor in the same column."""
-    text, column = _drawn(raw)
+    text, column, width = _drawn(raw)
+    if column == width:
+        return b"\r" + text
     return text + b"\r" + (b"\x1b[%dC" % column if column else b"")
 
 
-def _drawn(raw: bytes) -> tuple[bytes, int]:
-    """Return the row with its edits carried out, and the cursor's column. A letter counts as one column."""
+def _drawn(raw: bytes) -> tuple[bytes, int, int]:
+    """Return the row with its edits carried out, the cursor's column, and the width. A letter counts as one column."""
     text = raw.decode(errors="surrogateescape")
+    if "\x1b" not in text and "\x08" not in text:
+        shown, part = "", ""
+        for part in text.split("\r"):
+            shown = part + shown[len(part) :]
+        shown = shown.rstrip(" ")
+        return shown.encode(errors="surrogateescape"), len(part), len(shown)
+    text = text[max(0, text.rfind("\r\x1b[K"), text.rfind("\r\x1b[2K")) :]  # nothing is left of what came before
     cells: list[tuple[str, str]] = []  # letter and colors
     column, colors, place = 0, "", 0
     for token in [*_TOKEN.finditer(text), None]:
@@ -221,7 +250,8 @@ def _drawn(raw: bytes) -> tuple[bytes, int]:
         elif kind in "CDG" and (number.isdecimal() or not number):
             count = min(int(number or 1), _MAX_SHOWN_BYTES)
             column = {"C": column + count, "D": max(0, column - count), "G": max(0, count - 1)}[kind]
-    return _with_colors(cells).encode(errors="surrogateescape"), column
+    shown = _with_colors(cells)  # which takes the blanks from their end
+    return shown.encode(errors="surrogateescape"), column, len(cells)
 
 
 def _erased(cells: list[tuple[str, str]], column: int, what: str) -> list[tuple[str, str]]:

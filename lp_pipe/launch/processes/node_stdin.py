@@ -190,11 +190,12 @@ class Terminal(io.TextIOBase):
         self._send(self._backlog + READY)
 
     def _receive(self, connection: socket.socket) -> None:
-        if self._listener is not None and _is_ready(self._listener, 0.0):
-            second, _ = self._listener.accept()
-            second.sendall(b"another terminal talks to this debugger\n")
-            second.close()
-        if not _is_ready(connection):
+        if not _is_ready(connection):  # its end comes first: the user may attach once more right after it
+            if self._listener is not None and _is_ready(self._listener, 0.0):
+                second, _ = self._listener.accept()
+                with suppress(OSError):
+                    second.sendall(b"another terminal talks to this debugger\n")
+                second.close()
             return
         try:
             data = connection.recv(4096)
