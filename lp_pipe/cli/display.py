@@ -62,7 +62,7 @@ class Display:
         print(ending.text, file=sys.stderr if ending.exit_status else sys.stdout, flush=True)
 
     def suspended(self) -> AbstractContextManager[TextIO] | None:
-        """Around a time in which the terminal is another's, with what is written there; None: there is no terminal."""
+        """Return a context in which the display is away and the terminal can be written to; None: no terminal."""
         return None
 
     def close(self) -> None:

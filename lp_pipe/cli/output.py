@@ -1,4 +1,4 @@
-"""What is printed while a run is on, line by line, with the node that it comes from."""
+"""The output of a run while it is on: lines and unfinished lines, with the node that each comes from."""
 
 import io
 import sys
@@ -71,20 +71,20 @@ class LineStream(io.TextIOBase):
 
 
 class Output:
-    """Has taken the place of sys.stdout and sys.stderr."""
+    """The two streams that stand in for sys.stdout and sys.stderr."""
 
     def __init__(self, on_line: OnLine, on_unfinished: OnUnfinished) -> None:
         self.stdout = LineStream("stdout", on_line, on_unfinished)
         self.stderr = LineStream("stderr", on_line, on_unfinished)
 
     def look(self) -> None:
-        """As LineStream.look."""
+        """Call `look` of both streams."""
         self.stdout.look()
         self.stderr.look()
 
 
 def ignore_unfinished(stream: str, node: str | None, unfinished: Unfinished) -> None:
-    """For who takes nothing but whole lines."""
+    """Do nothing: only whole lines are wanted."""
 
 
 @contextmanager

@@ -25,10 +25,10 @@ class DebuggersHere:
     def __init__(self, run_dir: Path, lend: Callable[[], AbstractContextManager[TextIO] | None]) -> None:
         self._run_dir = run_dir
         self._lend = lend
-        self._left: set[str] = set()  # nodes whose debugger the user has left, or that others talk to
+        self._left: set[str] = set()  # nodes whose debugger is left to `lp_pipe attach`
 
     def look(self) -> None:
-        """Where a node waits in a debugger, talk to that until its code goes on."""
+        """Lend the terminal to a node that waits in a debugger, until its code goes on."""
         for node, facts in waiting_nodes(self._run_dir).items():
             terminal = self._lend() if node not in self._left and _is_in_foreground() else None
             if terminal is None or facts["host"] != socket.gethostname():
@@ -47,7 +47,7 @@ class DebuggersHere:
 
 
 def _is_in_foreground() -> bool:
-    """Whether this process may read the terminal, which would stop one in the background."""
+    """Return whether this process may read the terminal; the system stops one in the background that does."""
     try:
         return sys.stdin.isatty() and os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
     except (OSError, ValueError, AttributeError):  # closed

@@ -138,7 +138,7 @@ class Run:
             raise error
 
     def _wait_or_debug(self, timeout: float | None) -> bool:
-        """Whether it is over; meanwhile a script's terminal is lent to the debuggers of its nodes."""
+        """Wait for the end, and lend a script's terminal to the debuggers of its nodes meanwhile; False: time is up."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         is_main = threading.current_thread() is threading.main_thread()
         while not self._is_over.wait(min(_LOOK_FOR_DEBUGGERS_S, max(0.0, deadline - time.monotonic()))):

@@ -21,7 +21,7 @@ _MAIN = "__main__"
 
 @dataclass(frozen=True)
 class Script:
-    """What every rank runs, with its own arguments.
+    """A script or module with its arguments, which every rank runs.
 
     path: a file, relative to the current folder where it is below that; None for a module. source: the file's.
     """
@@ -60,7 +60,7 @@ class Script:
 
 @dataclass(frozen=True)
 class Rank:
-    """Where one rank stands among all."""
+    """The place of one rank among all."""
 
     rank: int
     num_per_host: int

@@ -76,7 +76,7 @@ class Console:
                     target.flush()
 
     def lent(self) -> AbstractContextManager[TextIO] | None:
-        """Around a time in which a debugger has the terminal: nothing is shown in its last row; None: there is none."""
+        """Return a context in which a debugger has the terminal and no unfinished line is drawn; None: no terminal."""
         stdout = self._stream(False)
         return self._lent_to(stdout) if stdout is not None and _is_terminal(stdout) else None
 

@@ -1,4 +1,4 @@
-"""Where the lines that nodes print go: to a file per node, and with their labels to the launcher's own streams."""
+"""The destinations of the lines that nodes print: a file per node, and the launcher's streams, with labels."""
 
 import contextlib
 import errno

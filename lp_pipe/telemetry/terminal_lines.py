@@ -20,13 +20,13 @@ _MAX_ROWS = 64
 _ROW_MOVES = re.compile(rb"\n|\x1b\[(?P<count>\d*)(?P<way>[AB])|\x1b\[\?25(?P<cursor>[hl])")
 _ROW_ESCAPES = re.compile(rb"\x1b\[(?:\d*[AB]|\?25[hl])")
 _INCOMPLETE = re.compile(rb"\x1b(?:\[[0-9;?]*)?\Z")
-# Whatever moves the cursor in its row, or erases; colors ("m") change nothing but looks.
+# Everything that moves the cursor in its row, or erases; colors ("m") change nothing but looks.
 _EDIT = re.compile(rb"[\r\x08]|\x1b\[[0-9;?]*[A-Za-ln-z]")
 _TOKEN = re.compile(r"(?P<plain>[\r\x08])|\x1b\[(?P<number>[0-9;?]*)(?P<kind>[A-Za-z])")
 
 
 class Unfinished(NamedTuple):
-    """What of a stream's output has no end yet: one row, or the rows of several bars.
+    """The part of a stream's output that has no end yet: one row, or the rows of several bars.
 
     is_settled: it only ever grew, and has not for a while: a prompt.
     """

@@ -89,7 +89,7 @@ def is_of_user(file: str) -> bool:
 
 
 def owners_of_frames(lines: Iterable[str]) -> set[str | None]:
-    """Return whose code the frames of a printed stack are, as `owner_of` says it."""
+    """Return the owners (see `owner_of`) of the frames in a printed stack."""
     return {owner_of(frame["file"]) for line in lines if (frame := _FRAME.match(line))}
 
 

@@ -215,7 +215,7 @@ class HangWatch:
 
 
 def _is_idle(situation: Situation) -> bool:
-    """Whether nodes have finished, and the own code of all others has nothing to do, nor have their handlers."""
+    """Return whether nodes have finished, and all others only serve, with no handler at work."""
     up = [node for node, state in situation.states.items() if state not in hang_text.ENDED]
     mains = [situation.mains(node) for node in up]
     return (

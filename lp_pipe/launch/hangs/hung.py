@@ -16,8 +16,8 @@ def find_hung(situation: Situation, candidates: Collection[str]) -> dict[str, st
 
     A node hangs if its process does not answer, if another node waits for it while it waits for no other node itself,
     or if it is part of a certain deadlock (of which one candidate is enough: its end lets the others go on). A call
-    whose handler holds no thread (async, batched, a Future) never counts: what the handler waits for is not known. Nor
-    does a node whose user has it stand in a debugger.
+    whose handler holds no thread (async, batched, a Future) never counts: what the handler waits for is not known. A
+    node that stands in a debugger never counts either.
     """
     hung = {view.node: f"its {silence_text(view)}" for view in situation.silent if view.node in candidates}
     for cycle in find_deadlocks(situation):

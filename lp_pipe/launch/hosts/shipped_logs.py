@@ -42,7 +42,7 @@ class ShippedLogs:
         self._link.tell("log", node_id, is_stderr, b"\n".join(lines))
 
     def show(self, node_id: str, is_stderr: bool, unfinished: Unfinished) -> None:
-        """Without credit it is left out: it will come with its line, or in a later state."""
+        """Send it if there is credit; else it is left out and comes with its line, or in a later state."""
         with self._has_room:
             if self._is_closed or self._on_their_way >= _WINDOW_BYTES:
                 return

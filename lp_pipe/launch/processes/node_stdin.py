@@ -55,7 +55,7 @@ class NodeStdin(io.TextIOBase):
         raise StopIteration
 
     def readline(self, size: int | None = -1) -> str:  # type: ignore[override]
-        """What a debugger is told next.
+        """Return the next line for a debugger.
 
         Raises:
             EOFError: the node's own code asks, such as input().
@@ -70,7 +70,7 @@ class NodeStdin(io.TextIOBase):
 
 
 def _debugger_in(frame: FrameType | None) -> Any | None:
-    """The debugger (pdb.Pdb, or derived from it) whose command loop asks for a line."""
+    """Return the debugger (pdb.Pdb, or derived from it) whose command loop asks for a line; None: user code asks."""
     pdb = sys.modules.get("pdb")
     while pdb is not None and frame is not None:
         found = frame.f_locals.get("self") if frame.f_code.co_name == "cmdloop" else None
@@ -85,7 +85,7 @@ def _place_of(debugger: Any | None) -> str:
 
 
 class Terminal(io.TextIOBase):
-    """What debuggers of this process read and write; of several threads one line after another."""
+    """The terminal of all debuggers in this process; those of several threads take turns, line by line."""
 
     def __init__(self, node: NodeContext, socket_dir: str, host: str) -> None:
         self._node = node
@@ -126,7 +126,7 @@ class Terminal(io.TextIOBase):
         return len(text)
 
     def readline(self, size: int | None = -1) -> str:  # type: ignore[override]
-        """The next line of who is attached; at the stop the node's code is let go on, so that it can end."""
+        """Return the next line from the attached terminal; after the stop "continue", so that the node can end."""
         place = _place_of(_debugger_in(sys._getframe(1)))
         with self._lock, waits.waiting(waits.DEBUGGER, waits.Target(), place, node=self._node):
             self._send(READY)
@@ -154,7 +154,7 @@ class Terminal(io.TextIOBase):
         return is_leaving
 
     def _announce(self, place: str) -> None:
-        """Say in the node's log where it waits, and leave a file for who wants to attach."""
+        """Say in the node's log where it waits, and leave a file by which `lp_pipe attach` finds the socket."""
         if self._is_announced:
             return
         self._is_announced = True
@@ -219,7 +219,7 @@ class Terminal(io.TextIOBase):
 
 
 def uid_of_peer(connection: socket.socket) -> int | None:
-    """Whose process is at the other end of a unix socket; None where the system does not say."""
+    """Return the user id of the process at the other end of a unix socket; None where the system does not say."""
     if not hasattr(socket, "SO_PEERCRED"):
         return None
     size = _PEER_CREDENTIALS.size
