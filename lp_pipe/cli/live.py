@@ -1,10 +1,11 @@
 """The live display on a terminal: a table of nodes with their newest metrics; log lines scroll by above it."""
 
 import contextlib
+import io
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TextIO
 
@@ -41,6 +42,7 @@ class LiveDisplay(Display):
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._lending = threading.Lock()
         self._progress: dict[str, _Progress] = {}
         self._status: Status = {}
         self._unfinished: dict[tuple[str | None, str], list[str]] = {}  # by node and stream: progress bars, prompts
@@ -60,8 +62,16 @@ class LiveDisplay(Display):
         with self._lock:
             self._progress.setdefault(record.node, _Progress()).add(record)
 
-    def output(self) -> AbstractContextManager[Output]:
-        return labelled(self._unfinish)
+    @contextlib.contextmanager
+    def output(self) -> Iterator[Output]:
+        before = sys.stdin
+        with labelled(self._unfinish) as output:
+            if before is not None and before.isatty():
+                sys.stdin = _LentStdin(before, output, self.suspended)
+            try:
+                yield output
+            finally:
+                sys.stdin = before
 
     def status(self, status: Status) -> None:
         self._status = status
@@ -75,15 +85,16 @@ class LiveDisplay(Display):
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[TextIO]:
-        streams = sys.stdout, sys.stderr  # which the display would take away with it
-        self._live.transient = True
-        self._live.stop()
-        sys.stdout, sys.stderr = streams
-        try:
-            yield self._streams[0]
-        finally:
-            self._live = self._made(is_redirecting=False)
-            self._live.start()
+        with self._lending:
+            streams = sys.stdout, sys.stderr  # which the display would take away with it
+            self._live.transient = True
+            self._live.stop()
+            sys.stdout, sys.stderr = streams
+            try:
+                yield self._streams[0]
+            finally:
+                self._live = self._made(is_redirecting=False)
+                self._live.start()
 
     def close(self) -> None:
         self._live.transient = not self._status  # a launch that failed leaves no empty table behind
@@ -114,6 +125,33 @@ class LiveDisplay(Display):
             border_style="dim",
             width=columns,
         )
+
+
+class _LentStdin(io.TextIOBase):
+    """The terminal's lines for nodes that are threads: breakpoint() and input() have it while they wait for one."""
+
+    def __init__(
+        self, terminal: TextIO, output: Output, suspended: Callable[[], AbstractContextManager[TextIO]]
+    ) -> None:
+        self._terminal = terminal
+        self._output = output
+        self._suspended = suspended
+
+    def readable(self) -> bool:
+        return True
+
+    def isatty(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._terminal.fileno()
+
+    def readline(self, size: int | None = -1) -> str:  # type: ignore[override]
+        prompt = self._output.stdout.take_unfinished()
+        with self._suspended() as stdout:
+            stdout.write(prompt)
+            stdout.flush()
+            return self._terminal.readline()
 
 
 class _Progress:

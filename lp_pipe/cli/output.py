@@ -58,6 +58,14 @@ class LineStream(io.TextIOBase):
             if unfinished is not None:
                 self._on_unfinished(self._name, node, unfinished)
 
+    def take_unfinished(self) -> str:
+        """Return what the calling thread has not finished, such as a prompt, and forget it."""
+        node = current_context()
+        with self._lock:
+            lines = self._lines.pop((node.name if node is not None else None, threading.get_ident()), None)
+        left = lines.close() if lines is not None else []
+        return left[-1].decode(errors="replace") if left else ""
+
     def end(self) -> None:
         """Pass on what threads have left without its end."""
         with self._lock:

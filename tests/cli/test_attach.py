@@ -2,6 +2,7 @@
 
 import os
 import pty
+import re
 import subprocess
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from tests.cli.commands import COMMAND, PATIENCE_S, Command, Start
 
+PROMPT = re.compile(rb"(?<!\] )\(Pdb\) ")  # without a label: the debugger's own, and not the log's
 STOPS_TWICE = """
 import lp_pipe as lp
 
@@ -54,10 +56,11 @@ def test_attach_talks_to_the_node_that_is_named(start: Start, brief_command: Com
     assert "ended" in brief_command("attach", "out").stderr or brief_command("attach", "out").returncode == 2
 
 
-def test_the_launcher_s_terminal_is_lent_to_one_debugger_after_the_other(folder: Path) -> None:
+@pytest.mark.parametrize("mode", ["process", "thread"])
+def test_the_launcher_s_terminal_is_lent_to_one_debugger_after_the_other(folder: Path, mode: str) -> None:
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [*COMMAND, "launch", "debugged.py", "--run-dir=out"],
+        [*COMMAND, "launch", "debugged.py", "--run-dir=out", f"--mode={mode}"],
         cwd=folder,
         stdin=theirs,
         stdout=theirs,
@@ -73,7 +76,7 @@ def test_the_launcher_s_terminal_is_lent_to_one_debugger_after_the_other(folder:
             output += os.read(ours, 65536)
         except OSError:  # how Linux tells that the last writer of a terminal is gone
             break
-        prompts = output.count(b"\n(Pdb) ")  # without a label: the debugger's own
+        prompts = len(PROMPT.findall(output))
         if prompts > answered:
             answered = prompts
             os.write(ours, b"c\n")
@@ -82,4 +85,4 @@ def test_the_launcher_s_terminal_is_lent_to_one_debugger_after_the_other(folder:
     text = output.decode()
     assert answered == 4
     assert text.count("did step 0") == 2 and text.count("did step 1") == 2
-    assert "node x/0 waits in a debugger at " in text and "done in " in text.rstrip().splitlines()[-1]
+    assert "done in " in text.rstrip().splitlines()[-1]
