@@ -37,7 +37,10 @@ FAILS = """
 import os, signal, sys, time
 signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(print("rank", os.environ["RANK"], "was told to end")))
 if os.environ["RANK"] == "1":
+    while not os.path.exists("rank 0 is up"):
+        time.sleep(0.01)
     raise ValueError("bad data")
+open("rank 0 is up", "w").close()
 time.sleep(600)
 """
 
@@ -60,7 +63,7 @@ def test_a_rank_that_fails_is_the_failure_and_the_others_get_sigterm_at_once(com
     (folder / "fails.py").write_text(FAILS)
     done = command("launch", "--nproc=2", "fails.py", "--run-dir=run", "--grace=30")
     assert done.returncode == 1
-    assert re.search(r"node rank/1 .*failed: ValueError: bad data\n  fails.py:5 in <module>", done.stderr)
+    assert re.search(r"node rank/1 .*failed: ValueError: bad data\n  fails.py:7 in <module>", done.stderr)
     assert "[rank/0] rank 0 was told to end" in done.stdout
 
 
