@@ -11,8 +11,9 @@ from pathlib import Path
 from lp_pipe.cli.errors import DONE, NotAnswered, UsageError, nearest
 from lp_pipe.cli.find_run import find_run
 from lp_pipe.launch.debuggers import Session
-from lp_pipe.launch.processes.node_stdin import FOLDER, waiting_nodes
+from lp_pipe.launch.processes.node_stdin import waiting_nodes
 from lp_pipe.launch.report import shown
+from lp_pipe.telemetry.run_folder import RunFolder
 
 _DESCRIPTION = """\
 Talk to the debugger in which a node waits: breakpoint(), pdb.set_trace() or pdb.post_mortem() in a node that is a
@@ -70,7 +71,7 @@ def _run_and_node(words: Sequence[str]) -> tuple[Path, str]:
 
 
 def _folder(run: str | None) -> Path:
-    if run is not None and (Path(run) / FOLDER).is_dir():  # on another host than the launcher's
+    if run is not None and RunFolder(Path(run)).debuggers.is_dir():  # on another host than the launcher's
         return Path(run)
     return Path(find_run(run).run_dir)
 

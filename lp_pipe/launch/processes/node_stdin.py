@@ -24,9 +24,9 @@ from typing import Any
 
 from lp_pipe.context import NodeContext
 from lp_pipe.telemetry import waits
+from lp_pipe.telemetry.run_folder import RunFolder
 from lp_pipe.telemetry.whole_file import write_whole
 
-FOLDER = "debuggers"  # of the run's: a file for each node that stands in a debugger
 READY, RESUMED = b"\0", b"\1"  # behind the text: the debugger waits for a line; the node's code goes on
 _LOOK_FOR_STOP_S = 0.2
 _MAX_BACKLOG_BYTES = 1 << 16
@@ -91,7 +91,7 @@ class Terminal(io.TextIOBase):
         self._node = node
         self._path = f"{socket_dir}/debugger-{os.getpid()}"
         self._host = host
-        self._file = node.run_dir / FOLDER / f"{socket.gethostname()}-{os.getpid()}.json"
+        self._file = RunFolder(node.run_dir).debuggers / f"{socket.gethostname()}-{os.getpid()}.json"
         self._lock = threading.RLock()
         self._listener: socket.socket | None = None
         self._connection: socket.socket | None = None
@@ -230,7 +230,7 @@ def uid_of_peer(connection: socket.socket) -> int | None:
 def waiting_nodes(run_dir: Path) -> dict[str, dict[str, str]]:
     """Return, by name, the nodes of a run that stand in a debugger, with where that listens."""
     found = {}
-    for path in sorted((run_dir / FOLDER).glob("*.json")):
+    for path in sorted(RunFolder(run_dir).debuggers.glob("*.json")):
         with suppress(OSError, ValueError, KeyError):
             facts = json.loads(path.read_text(encoding="utf-8"))
             if facts["host"] != socket.gethostname() or os.path.exists(facts["socket"]):  # else its process has ended
