@@ -17,7 +17,7 @@ from lp_pipe.cli.errors import DONE, INTERRUPTED, NOT_LAUNCHED, CommandError, Us
 # A module of this folder each, imported when it is asked for: some take longer than what they do.
 COMMANDS = (
     *("launch", "graph", "schedule", "profile", "partition", "checkpoint"),
-    *("status", "logs", "stacks", "stop", "ps", "runs", "clean", "doctor", "agent"),
+    *("status", "logs", "stacks", "stop", "attach", "ps", "runs", "clean", "doctor", "agent"),
 )
 _WITH_PROGRAM_FLAGS = ("launch", "graph", "profile")
 _LIKE_AN_OPTION = 0.75  # --mdoe is like --mode, but a program's own --stages is not like --hosts
@@ -60,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(given: list[str]) -> int:
     own, program_flags = _split(given)
+    if not given:
+        own = ["--help"]
     arguments = _parse(own, program_flags)
     arguments.given = given
     status: int = arguments.run(arguments, program_flags)

@@ -10,6 +10,7 @@ from lp_pipe.handles import CourierHandle
 from lp_pipe.nodes import user_code
 from lp_pipe.nodes.base import Node
 from lp_pipe.rpc import Server
+from lp_pipe.telemetry import waits
 
 
 class CourierNode(Node[CourierHandle]):
@@ -61,7 +62,8 @@ class CourierNode(Node[CourierHandle]):
     def _serve(self, served: Any, node: NodeContext) -> None:
         run = user_code.optional_method(served, "run")
         if run is None or not self._run_enabled:
-            node.stop_signal.event.wait()
+            with waits.waiting(waits.IDLE, waits.Target(), node=node):
+                node.stop_signal.event.wait()
             return
         try:
             user_code.call(run)

@@ -25,6 +25,7 @@ from lp_pipe.launch.coordination.view import to_wire
 from lp_pipe.launch.plan import interpreter_state, logging_state
 from lp_pipe.launch.processes import os_text
 from lp_pipe.launch.processes.execute import failure_from, run_node, run_setup
+from lp_pipe.launch.processes.node_stdin import NodeStdin
 from lp_pipe.launch.processes.threads import set_process_threads
 from lp_pipe.launch.processes.zygote import LAUNCHER_PATIENCE_S
 from lp_pipe.protos import supervision_pb2 as wire
@@ -286,6 +287,8 @@ def _run(start: wire.Start, payload: bytearray, supervision: Supervision) -> Fai
     )
     supervision.count_calls = lambda: context.calls
     enter_process(context)
+    host = start.membership.host.rpartition("/")[0]
+    sys.stdin = NodeStdin(context, os_text.unpack(start.socket_dir), host)
     set_process_threads(start.threads)
     if context.is_stopping:
         return None
