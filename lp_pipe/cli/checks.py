@@ -63,7 +63,7 @@ def check_package(name: str, fix: str, level: str = "fail") -> Sequence[str]:
 
 
 def check_torch() -> Sequence[str]:
-    from lp_pipe.pipeline.torch_version import WANTED, is_too_old
+    from lp_pipe.torch_version import WANTED, is_too_old
 
     level, version, *fix = check_package("torch", f"pip install '{WANTED}'    (only pipelines need it)", level="warn")
     if is_too_old(version):
