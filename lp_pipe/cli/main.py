@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from lp_pipe.cli import streams
 from lp_pipe.cli.errors import DONE, INTERRUPTED, NOT_LAUNCHED, CommandError, UsageError, nearest, status_of
+from lp_pipe.private_python import options_of
 
 # A module of this folder each, imported when it is asked for: some take longer than what they do.
 COMMANDS = (
@@ -138,8 +139,7 @@ def _parser(described: Sequence[str]) -> tuple[argparse.ArgumentParser, list[str
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in described:
         import_module(f"lp_pipe.cli.{command}").add_command(commands)
-    actions = (action for one in commands.choices.values() for action in one._actions)
-    return parser, [option for action in actions for option in action.option_strings]
+    return parser, [option for command in commands.choices.values() for option in options_of(command)]
 
 
 def _version() -> str:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 
+from lp_pipe.private_python import call_before_threads_are_joined
 from lp_pipe.telemetry.log_files import LogOutput
 from lp_pipe.telemetry.terminal_lines import TerminalLines
 
@@ -176,4 +177,4 @@ def _write_the_rest() -> None:
 
 _unfinished: list[threading.Thread] = []
 # At the end, and not a thread that is no daemon: that would be joined before runs that nobody has stopped end.
-threading._register_atexit(_write_the_rest)  # type: ignore[attr-defined]
+call_before_threads_are_joined(_write_the_rest)

@@ -1,6 +1,5 @@
 """The life of a node's process: report in, become the node, run it, report its end."""
 
-import atexit
 import contextlib
 import importlib
 import io
@@ -28,6 +27,7 @@ from lp_pipe.launch.processes.execute import failure_from, run_node, run_setup
 from lp_pipe.launch.processes.node_stdin import NodeStdin
 from lp_pipe.launch.processes.threads import set_process_threads
 from lp_pipe.launch.processes.zygote import LAUNCHER_PATIENCE_S
+from lp_pipe.private_python import run_exit_functions
 from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.rpc import codec, namesakes
 from lp_pipe.rpc.owner import Owner, nobody_to_ask
@@ -226,7 +226,7 @@ def main(node_id: str, endpoint: str, attempt: int) -> int:
     if failure is not None:
         _exit_within(start.grace_s)
     with contextlib.suppress(Exception):
-        atexit._run_exitfuncs()
+        run_exit_functions()
         sys.stdout.flush()
         sys.stderr.flush()
     supervision.close()
