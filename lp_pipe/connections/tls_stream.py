@@ -29,7 +29,7 @@ class TlsStream:
     def __init__(self, sock: ssl.SSLSocket, idle_timeout_s: float | None = None) -> None:
         sock.setblocking(False)
         self._socket = sock
-        self._inside = threading.Lock()
+        self._inside = threading.RLock()  # a signal handler may read while OpenSSL lets it in between two writes
         self._idle_timeout_s = idle_timeout_s
         self.send_timeout_s: float | None = None
         self.sent_bytes = 0

@@ -108,6 +108,10 @@ class AioReply:
         self.on_cancel: Callable[[], bool] | None = None
         self.sent: Sent | None = None
 
+    @property
+    def has_reply(self) -> bool:
+        return self._reply.done()
+
     def deliver(self, reply: Reply) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
             self._loop.call_soon_threadsafe(self._settle, reply)

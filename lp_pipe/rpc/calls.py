@@ -19,8 +19,11 @@ Reply = Frame | Stream | Exception
 
 
 class PendingCall(Protocol):
+    @property
+    def has_reply(self) -> bool: ...
+
     def deliver(self, reply: Reply) -> object:
-        """Called once, from the connection's thread."""
+        """Called once, from the connection's thread; again only where that was interrupted."""
 
 
 class CancellableCall(PendingCall, Protocol):
@@ -103,7 +106,7 @@ class CallFuture(Future[Any]):
         self._target = target
         self._method = method
         self._has_callbacks = False
-        self._settling = threading.Lock()
+        self._settling = threading.RLock()
         self.on_cancel: Callable[[], bool] | None = None
         self.sent: Sent | None = None
         self._owner = Owner()
@@ -169,7 +172,7 @@ class CallFuture(Future[Any]):
         return True
 
     def _settle(self, reply: Reply) -> None:
-        if not self.set_running_or_notify_cancel():
+        if not self.running() and not self.set_running_or_notify_cancel():
             return
         try:
             settle = functools.partial(self.set_result, self._outcome(reply))

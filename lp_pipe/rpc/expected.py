@@ -16,6 +16,7 @@ class Expected:
         self.promised: dict[int, CallFuture] = {}  # a thread will
         self.others: dict[int, PendingCall] = {}
         self.inboxes: dict[int, Inbox] = {}
+        self.arrived: PendingCall | None = None  # whose reply is being delivered
 
     def __bool__(self) -> bool:
         return bool(self.blocked or self.futures or self.promised or self.others or self.inboxes)
@@ -42,13 +43,26 @@ class Expected:
                 return call
         return None
 
+    def take_arrived(self, call_id: int) -> PendingCall | None:
+        """Like `take`, for its reply: `fail` still knows the call if the thread is interrupted before it delivers it."""
+        for calls in (self.blocked, self.futures, self.promised, self.others):
+            call: PendingCall | None = calls.get(call_id)
+            if call is not None:
+                self.arrived = call
+                return calls.pop(call_id, None)
+        return None
+
     def take_inbox(self, frame: Frame, is_last: bool) -> Inbox | None:
         return self.inboxes.pop(frame.id, None) if is_last else self.inboxes.get(frame.id)
 
     def fail(self, error: Exception) -> None:
         """Nothing will come any more."""
+        arrived, self.arrived = self.arrived, None
+        if arrived is not None and not arrived.has_reply:
+            arrived.deliver(error)
         for waiting in (self.blocked, self.futures, self.promised, self.others, self.inboxes):
             while waiting:
                 with contextlib.suppress(KeyError):
                     _, waiter = waiting.popitem()
-                    waiter.deliver(error)
+                    if waiter is not arrived:
+                        waiter.deliver(error)

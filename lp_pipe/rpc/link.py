@@ -5,6 +5,7 @@ import itertools
 
 from lp_pipe.connections import Connection, Frame, PulledConnection, ends, frames
 from lp_pipe.errors import DeadlineExceeded, Unavailable
+from lp_pipe.rpc import nesting
 from lp_pipe.rpc.calls import CallFuture, PendingCall, Reply, SyncCall
 from lp_pipe.rpc.codec import Payload
 from lp_pipe.rpc.consuming import Inbox, Stream
@@ -24,8 +25,9 @@ class Link:
     It belongs to the process that made it; in a forked child it is not open.
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, depth: int = 0) -> None:
         self.connection = connection
+        self._depth = depth  # see nesting.py
         _closer.ensure_thread()  # not in `drop`: that must not take locks
         self._owner = Owner()
         self._expected = Expected()
@@ -53,37 +55,72 @@ class Link:
         """Send a call and wait for the reply; None when there was none at the deadline (of time.monotonic)."""
         call = SyncCall()
         call_id = next(self._ids)
-        self._expected.blocked[call_id] = call
         try:
-            self._send(call_id, method, payload)
-            if self._reading is not None:
-                self._reading.wait_for(call, deadline)
-            else:
-                call.wait(deadline)
-        finally:
-            is_forgotten = self.forget(call_id)
-            if self._reading is not None:
-                self._reading.pass_on()
+            try:
+                self._expected.blocked[call_id] = call
+                self._send(call_id, method, payload)
+                if self._reading is not None:
+                    self._reading.wait_for(call, deadline)
+                else:
+                    call.wait(deadline)
+            finally:
+                is_forgotten = self.forget(call_id)
+                if self._reading is not None:
+                    self._reading.pass_on()
+        except BaseException:  # it may have interrupted the lines above
+            self.forget(call_id)
+            raise
         return None if is_forgotten else call.reply()
+
+    def recover(self) -> None:
+        """Undo what an operation of the calling thread has left half done, which an exception has interrupted."""
+        if not self._owner.is_here:
+            return
+        self.connection.recover()
+        if self._reading is not None:
+            self._reading.recover()
+            self._reading.pass_on()
 
     def start(self, method: str, payload: Payload, call: PendingCall) -> int:
         """Send a call whose reply goes to `call.deliver`; returns the call's id."""
         call_id = next(self._ids)
-        self._expected.add(call_id, call)
-        self._send(call_id, method, payload)
+        try:
+            self._expected.add(call_id, call)
+            self._send(call_id, method, payload)
+        except BaseException:  # a signal handler's: nobody has the call
+            self.forget(call_id)
+            raise
         if self._reading is not None:
             self._reading.pass_on()
         return call_id
 
     def wait_for(self, future: CallFuture, deadline: float | None) -> None:
         """A thread waits for this future now, and may read."""
-        if self._reading is not None:
-            self._reading.wait_for_future(future, deadline)
+        if self._reading is None:
+            return
+        with nesting.operation(self._depth) as depth:
+            try:
+                self._reading.wait_for_future(future, deadline)
+            except BaseException:
+                if depth <= self._depth:
+                    self.recover()
+                raise
+
+    def read_for(self, inbox: Inbox, timeout_s: float | None) -> None:
+        """Read until something is in the inbox, where no other thread can: this one reads, and was interrupted.
+
+        Raises:
+            Unavailable: it was interrupted in the middle of a frame.
+        """
+        if self._reading is not None and self.connection.is_in_use_here():
+            with nesting.operation(self._depth):
+                self._reading.read_inside(lambda: not inbox.is_empty, timeout_s)
 
     def attend(self) -> None:
         """Nobody may wait for what was started; it must be settled all the same."""
         if self._reading is not None and self._owner.is_here:
-            self._reading.attend()
+            with nesting.operation(self._depth):
+                self._reading.attend()
 
     def _send(self, call_id: int, method: str, payload: Payload) -> None:
         try:
@@ -123,10 +160,15 @@ class Link:
         if not self._owner.is_here:
             return  # the call, or stream, is the parent's
         with contextlib.suppress(Unavailable):
-            self.connection.send(Frame(frames.CANCEL, call_id))
+            self.send(Frame(frames.CANCEL, call_id))
+
+    def send(self, frame: Frame) -> None:
+        """Send what belongs to a call that has been sent already."""
+        with nesting.operation(self._depth):
+            self.connection.send(frame)
 
     def _on_frame(self, frame: Frame) -> None:
-        call = self._expected.take(frame.id)
+        call = self._expected.take_arrived(frame.id)
         if frame.kind == frames.STREAM_OPEN:
             stream = self._open(frame.id)
             if call is not None:
@@ -138,12 +180,13 @@ class Link:
             inbox = self._expected.take_inbox(frame, is_last=frame.kind != frames.STREAM_ITEM)
             if inbox is not None:
                 inbox.deliver(frame)
+        self._expected.arrived = None
 
     def _open(self, call_id: int) -> Stream:
         inbox = self._expected.inboxes[call_id] = Inbox()
         if self.connection.closed_reason is not None:  # in one process another thread may have closed it meanwhile
             self._expected.fail(self._ended(self.connection.closed_reason))
-        return Stream(inbox, self.connection, call_id, lambda: self.end_stream(call_id))
+        return Stream(inbox, self, call_id)
 
     @staticmethod
     def _ended(reason: str) -> Unavailable:
