@@ -132,12 +132,12 @@ class SocketConnection(PulledConnection):
             self._is_inside_read = False
 
     def done_reading(self) -> None:
-        self._reading.give_back()
+        self._reader_of.pop("reader", None)
         if self._is_over:
             self._dispose()
 
-    def is_in_use_here(self) -> bool:
-        return is_held_here(self._send_lock) or self.is_read_here()
+    def is_sending_here(self) -> bool:
+        return is_held_here(self._send_lock)
 
     def recover(self) -> None:
         super().recover()
@@ -147,14 +147,14 @@ class SocketConnection(PulledConnection):
             self._is_inside_read = False
             self.done_reading()
 
-    def read_inside(self, timeout_s: float | None) -> bool:
-        if self._is_inside_read:
-            return False
+    def is_stuck_here(self) -> bool:
+        return self._is_inside_read and self.is_read_here()
+
+    def read_inside(self, timeout_s: float | None) -> None:
         poll = select.poll()  # `wait` may have been interrupted inside of its own
         poll.register(self._socket.fileno(), select.POLLIN)
         if self._has_decrypted() or poll.poll(None if timeout_s is None else timeout_s * 1000):
             self.read()
-        return True
 
     def _has_decrypted(self) -> bool:
         """Whether there is something to read that the kernel does not know of."""
@@ -164,7 +164,7 @@ class SocketConnection(PulledConnection):
         self._send(frames.encode(frame))
 
     def _send(self, pieces: list[Piece], descriptors: Sequence[int] = (), *, may_wait: bool = True) -> None:
-        if is_held_here(self._send_lock):  # by the code that this code has interrupted
+        if self._send_lock._is_owned():  # type: ignore[attr-defined]  # by the code that this code has interrupted
             self._postponed.append(b"".join(pieces))
             return
         with self._send_lock:
@@ -228,9 +228,7 @@ class SocketConnection(PulledConnection):
         self._dispose()
 
     def _read_to_end(self) -> None:
-        self._reading.give_back()
-        if not self._reading.take():
-            return
+        self._reader_of["reader"] = (threading.get_ident(),)  # until now the thread that has started this one
         while self._read_once():
             pass
         self.done_reading()
@@ -289,7 +287,7 @@ class SocketConnection(PulledConnection):
     def _dispose(self) -> None:
         """Give the descriptor back, once nobody can be using it: the last one to read does it, or who closes."""
         if self.try_reading():  # and kept: nobody reads from now on
-            self._reading.keep()
+            self._reader_of["reader"] = (0,)
             with self._send_lock:
                 self._socket.close()
             with self._interruption_lock:

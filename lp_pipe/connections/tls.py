@@ -52,6 +52,13 @@ class TlsConnection(SocketConnection):
     def is_ready(self) -> bool:
         return self._has_decrypted() or super().is_ready()
 
+    def recover(self) -> None:
+        self._stream.recover()
+        super().recover()
+
+    def is_stuck_here(self) -> bool:
+        return super().is_stuck_here() or self._stream.is_inside_here()
+
     def _has_decrypted(self) -> bool:
         return self._stream.has_decrypted()
 

@@ -47,16 +47,16 @@ class UnixConnection(SocketConnection):
     def send(self, frame: Frame) -> None:
         pieces = frames.encode(frame)  # before anything is lent for a frame that cannot be sent
         segments: list[Any] = []
-        if frame.buffers and self._lender is not None and self._lender.is_welcome and not self._is_sending_here():
+        if frame.buffers and self._lender is not None and self._lender.is_welcome and self._may_lend():
             with self._lend_lock:
                 frame = frame._replace(buffers=self._lender.lend(frame.buffers))
             pieces = frames.encode(frame)
             segments = [buffer.segment for buffer in frame.buffers if type(buffer) is Ticket and buffer.segment]
         self._send(pieces, [segment.descriptor for segment in segments])
 
-    def _is_sending_here(self) -> bool:
-        """Whether the calling code has interrupted another that sends: then it may lend nothing."""
-        return is_held_here(self._send_lock) or is_held_here(self._lend_lock)
+    def _may_lend(self) -> bool:
+        """Whether the calling code has not interrupted another that sends or lends."""
+        return not is_held_here(self._send_lock) and not is_held_here(self._lend_lock)
 
     def recover(self) -> None:
         super().recover()

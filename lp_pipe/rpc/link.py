@@ -2,14 +2,18 @@
 
 import contextlib
 import itertools
+import time
+from collections.abc import Callable
+from threading import get_ident
 
 from lp_pipe.connections import Connection, Frame, PulledConnection, ends, frames
 from lp_pipe.errors import DeadlineExceeded, Unavailable
-from lp_pipe.rpc import nesting
+from lp_pipe.rpc import codec, nesting
 from lp_pipe.rpc.calls import CallFuture, PendingCall, Reply, SyncCall
 from lp_pipe.rpc.codec import Payload
 from lp_pipe.rpc.consuming import Inbox, Stream
 from lp_pipe.rpc.expected import Expected
+from lp_pipe.rpc.exposed import LIST_METHODS
 from lp_pipe.rpc.owner import Owner
 from lp_pipe.rpc.pool import DaemonPool
 from lp_pipe.rpc.reading import Reading
@@ -98,13 +102,21 @@ class Link:
         """A thread waits for this future now, and may read."""
         if self._reading is None:
             return
-        with nesting.operation(self._depth) as depth:
+        thread = get_ident()
+        depth = nesting.depths.get(thread, 0)
+        try:
             try:
+                nesting.depths[thread] = max(depth, self._depth) + 1
+                if depth and self._read_inside(future.done, deadline):
+                    return
                 self._reading.wait_for_future(future, deadline)
-            except BaseException:
-                if depth <= self._depth:
-                    self.recover()
-                raise
+            finally:
+                nesting.depths[thread] = depth
+        except BaseException:
+            nesting.depths[thread] = depth
+            if depth <= self._depth:  # else an operation further down on the stack may be in the middle of this link
+                self.recover()
+            raise
 
     def read_for(self, inbox: Inbox, timeout_s: float | None) -> None:
         """Read until something is in the inbox, where no other thread can: this one reads, and was interrupted.
@@ -112,9 +124,15 @@ class Link:
         Raises:
             Unavailable: it was interrupted in the middle of a frame.
         """
-        if self._reading is not None and self.connection.is_in_use_here():
-            with nesting.operation(self._depth):
-                self._reading.read_inside(lambda: not inbox.is_empty, timeout_s)
+        if nesting.depths.get(get_ident()):
+            self._read_inside(lambda: not inbox.is_empty, None if timeout_s is None else time.monotonic() + timeout_s)
+
+    def _read_inside(self, is_enough: Callable[[], bool], deadline: float | None) -> bool:
+        if self._reading is None or not self._reading.read_inside(is_enough, deadline):
+            return False
+        # The interrupted code may wait in poll() for a reply that was just read: any reply ends that.
+        self._send(next(self._ids), LIST_METHODS, codec.encode(((), {})))
+        return True
 
     def attend(self) -> None:
         """Nobody may wait for what was started; it must be settled all the same."""

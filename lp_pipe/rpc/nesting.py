@@ -21,12 +21,10 @@ class operation:
     def __init__(self, depth: int = _BACKGROUND) -> None:
         self._depth = depth
 
-    def __enter__(self) -> int:
-        """Return the thread's depth outside: if it is more than the connection's, others may be in the middle of it."""
+    def __enter__(self) -> None:
         thread = get_ident()
         self._before = depths.get(thread, 0)
         depths[thread] = max(self._before, self._depth) + 1
-        return self._before
 
     def __exit__(self, *_: object) -> None:
         depths[get_ident()] = self._before

@@ -16,7 +16,6 @@ from lp_pipe.rpc.expected import Expected
 
 _PATIENCE_S = 0.001  # for futures that nobody asks for
 _SOON_S = 0.005
-_LOOK_UP_S = 0.2  # code that has interrupted the thread may have read the reply that it waits for (`read_inside`)
 
 
 class Reading:
@@ -68,9 +67,6 @@ class Reading:
 
     def wait_for_future(self, future: CallFuture, deadline: float | None) -> None:
         """Until the future is settled, the deadline has passed, or the wait is so long that a hop does not matter."""
-        if self._connection.is_read_here():  # by the code that this code has interrupted
-            self.read_inside(future.done, None if deadline is None else deadline - time.monotonic())
-            return
         waiter = object()
         self._is_asked_for = True
         try:
@@ -83,22 +79,27 @@ class Reading:
             self._parked.pop(waiter, None)
             self.pass_on()
 
-    def read_inside(self, is_enough: Callable[[], bool], timeout_s: float | None) -> None:
-        """Read until it is enough, or for so long, as code that has interrupted the reads of this very thread.
+    def read_inside(self, is_enough: Callable[[], bool], deadline: float | None) -> bool:
+        """Read until it is enough, or the deadline, where this code has interrupted the reads of this very thread.
+
+        False when it has not, so that there are other ways to wait.
 
         Raises:
-            Unavailable: that is impossible just now.
+            Unavailable: nothing can be read before this code returns.
         """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        if self._connection.is_stuck_here():
+            raise Unavailable(
+                f"this code has interrupted its thread in the middle of a frame from or to {self._connection.peer}: "
+                "nothing can be read from there before it returns. Ask again later, or make a new call"
+            )
+        if not self._connection.is_read_here():
+            return False
         while not is_enough() and self._connection.closed_reason is None:
             remaining = None if deadline is None else deadline - time.monotonic()
             if remaining is not None and remaining <= 0:
-                return
-            if not self._connection.read_inside(remaining):
-                raise Unavailable(
-                    f"this code has interrupted its thread in the middle of a reply of {self._connection.peer}: nothing "
-                    "else that comes from there can be read before it returns. Ask again later, or make a new call"
-                )
+                break
+            self._connection.read_inside(remaining)
+        return True
 
     def recover(self) -> None:
         """Give back the lock, where an exception has interrupted the calling thread between two bytecodes."""
@@ -186,11 +187,9 @@ class Reading:
         self._turns += 1
         try:
             while not call.has_reply:
-                left_s = _LOOK_UP_S if deadline is None else max(0.0, deadline - time.monotonic())
-                if self._connection.wait(min(left_s, _LOOK_UP_S)):
-                    self._connection.read()
-                elif left_s < _LOOK_UP_S:
+                if not self._connection.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
                     break
+                self._connection.read()
         finally:
             self._connection.done_reading()
         return True
