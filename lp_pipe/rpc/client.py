@@ -23,6 +23,7 @@ from lp_pipe.rpc.exposed import LIST_METHODS
 from lp_pipe.rpc.first_failure import because_of, give_cause
 from lp_pipe.rpc.futures_view import Futures
 from lp_pipe.rpc.link import Link
+from lp_pipe.rpc.remote_method import RemoteMethod
 from lp_pipe.telemetry import waits
 
 if TYPE_CHECKING:
@@ -100,7 +101,15 @@ class CourierClient:
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r} (private names are not remote)")
         # Not kept in __dict__: a client in a reference cycle would hold its connection until the collector comes by.
-        return functools.partial(self._method, name)
+        return RemoteMethod(self._method, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_") and not callable(value):  # a stand-in for a method, as tests set one, is callable
+            raise AttributeError(
+                f"{self!r} cannot set {name!r}: it would change this client, and not the node's object. Give its class a "
+                f"method for that, such as `def set_{name}(self, value)`, and call it"
+            )
+        super().__setattr__(name, value)
 
     def __repr__(self) -> str:
         return f"CourierClient({self._peer})"
