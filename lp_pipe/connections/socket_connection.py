@@ -197,8 +197,10 @@ class SocketConnection(PulledConnection):
 
     def _keep_rest(self, pieces: list[Piece], *, has_descriptors: bool) -> None:
         sent = sum(self._sent)
-        is_torn = has_descriptors and not sent  # the peer would never get them
-        if is_torn or not (self._sent or self.can_resume_sending):
+        if not self.can_resume_sending:
+            if not self._sent or sent < sum(map(len, pieces)):
+                self._shutdown()
+        elif has_descriptors and not sent:  # the peer would never get them
             self._shutdown()
         elif sent and (rest := b"".join(pieces)[sent:]):
             self._postponed.appendleft(rest)

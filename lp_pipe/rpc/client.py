@@ -300,7 +300,7 @@ def list_methods(client: CourierClient) -> list[str]:
 def _works(function: Callable[..., object], *args: Any) -> bool:
     try:
         function(*args)
-    except Exception:
+    except BaseException:
         return False
     return True
 

@@ -64,14 +64,16 @@ class Deadlines:
             self._changed.notify()
 
     def _run(self) -> None:
-        nesting.begin_background()
-        while True:
-            with self._changed:
-                while not self._heap or self._heap[0].when > time.monotonic():
-                    remaining = self._heap[0].when - time.monotonic() if self._heap else None
-                    self._changed.wait(None if remaining is None else min(remaining, _LONGEST_S))
-                action = heapq.heappop(self._heap).action
-            action()
+        with nesting.in_background():
+            while True:
+                self._next_action()()
+
+    def _next_action(self) -> Callable[[], object]:
+        with self._changed:
+            while not self._heap or self._heap[0].when > time.monotonic():
+                remaining = self._heap[0].when - time.monotonic() if self._heap else None
+                self._changed.wait(None if remaining is None else min(remaining, _LONGEST_S))
+            return heapq.heappop(self._heap).action
 
 
 shared = Deadlines()

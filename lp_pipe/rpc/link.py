@@ -5,6 +5,7 @@ import itertools
 import time
 from collections.abc import Callable
 from threading import get_ident
+from typing import Any, TypeVar
 
 from lp_pipe.connections import Connection, Frame, PulledConnection, ends, frames
 from lp_pipe.errors import DeadlineExceeded, Unavailable
@@ -17,6 +18,8 @@ from lp_pipe.rpc.exposed import LIST_METHODS
 from lp_pipe.rpc.owner import Owner
 from lp_pipe.rpc.pool import DaemonPool
 from lp_pipe.rpc.reading import Reading
+
+T = TypeVar("T")
 
 # Connections of dropped clients are closed here: the collector drops them anywhere, also inside of `connection.send`,
 # or while a lock of all connections is held. Not where streams are: ending one may wait for a peer that reads nothing.
@@ -102,14 +105,17 @@ class Link:
         """A thread waits for this future now, and may read."""
         if self._reading is None:
             return
+        if not nesting.depths.get(get_ident()) or not self._read_inside(future.done, deadline):
+            self._operate(self._reading.wait_for_future, future, deadline)
+
+    def _operate(self, operation: Callable[..., T], *args: Any) -> T:
+        """Do what a signal handler may interrupt, and what it may end with an exception."""
         thread = get_ident()
         depth = nesting.depths.get(thread, 0)
         try:
             try:
                 nesting.depths[thread] = max(depth, self._depth) + 1
-                if depth and self._read_inside(future.done, deadline):
-                    return
-                self._reading.wait_for_future(future, deadline)
+                return operation(*args)
             finally:
                 nesting.depths[thread] = depth
         except BaseException:
@@ -128,7 +134,7 @@ class Link:
             self._read_inside(lambda: not inbox.is_empty, None if timeout_s is None else time.monotonic() + timeout_s)
 
     def _read_inside(self, is_enough: Callable[[], bool], deadline: float | None) -> bool:
-        if self._reading is None or not self._reading.read_inside(is_enough, deadline):
+        if self._reading is None or not self._operate(self._reading.read_inside, is_enough, deadline):
             return False
         # The interrupted code may wait in poll() for a reply that was just read: any reply ends that.
         self._send(next(self._ids), LIST_METHODS, codec.encode(((), {})))
@@ -137,8 +143,7 @@ class Link:
     def attend(self) -> None:
         """Nobody may wait for what was started; it must be settled all the same."""
         if self._reading is not None and self._owner.is_here:
-            with nesting.operation(self._depth):
-                self._reading.attend()
+            self._operate(self._reading.attend)
 
     def _send(self, call_id: int, method: str, payload: Payload) -> None:
         try:
@@ -182,10 +187,16 @@ class Link:
 
     def send(self, frame: Frame) -> None:
         """Send what belongs to a call that has been sent already."""
-        with nesting.operation(self._depth):
-            self.connection.send(frame)
+        self._operate(self.connection.send, frame)
 
     def _on_frame(self, frame: Frame) -> None:
+        try:
+            self._deliver(frame)
+        except BaseException as error:  # a signal handler's, for which this connection ends
+            self._expected.fail_arrived(self._ended(f"an exception came while its reply was read: {error!r}"))
+            raise
+
+    def _deliver(self, frame: Frame) -> None:
         call = self._expected.take_arrived(frame.id)
         if frame.kind == frames.STREAM_OPEN:
             stream = self._open(frame.id)

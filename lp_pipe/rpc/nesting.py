@@ -13,31 +13,14 @@ depths: dict[int, int] = {}  # by thread; 0, or none: it is in no operation
 _BACKGROUND = 1 << 20  # deeper than any thread's own calls
 
 
-class operation:
-    """Around what uses a connection of this depth, except the calls themselves, which do the same in line."""
+class in_background:
+    """Around what a thread does for others, such as reading: only what interrupts it, like `__del__`, calls there."""
 
-    __slots__ = ("_before", "_depth")
-
-    def __init__(self, depth: int = _BACKGROUND) -> None:
-        self._depth = depth
+    __slots__ = ("_before",)
 
     def __enter__(self) -> None:
-        thread = get_ident()
-        self._before = depths.get(thread, 0)
-        depths[thread] = max(self._before, self._depth) + 1
+        self._before = depths.get(get_ident(), 0)
+        depths[get_ident()] = _BACKGROUND
 
     def __exit__(self, *_: object) -> None:
         depths[get_ident()] = self._before
-
-
-def begin_background() -> None:
-    """Count all that the calling thread does from now on as one operation: it is one that reads and closes for others.
-
-    Only what interrupts it, such as `__del__`, makes calls there.
-    """
-    depths[get_ident()] = _BACKGROUND
-
-
-def end_background() -> None:
-    """The calling thread ends; the system may give its number to another."""
-    depths.pop(get_ident(), None)

@@ -164,7 +164,7 @@ class Reading:
                 self._be_patient()
 
     def _on_peer_closed(self) -> None:
-        with nesting.operation():
+        with nesting.in_background():
             self._has_peer_closed = True  # if somebody reads, who may be about to leave
             self._look_for_end()
             self._wake_next()
@@ -206,22 +206,18 @@ class Reading:
         return bool(self._expected.futures) and not is_asked_for
 
     def _read_unattended(self) -> None:
-        nesting.begin_background()
-        try:
-            self._read_while_unattended()
-        finally:
-            nesting.end_background()
+        with nesting.in_background():
+            while self._connection.closed_reason is None:
+                self._is_needed.acquire()
+                if self._connection.try_reading():  # else the thread that reads passes on
+                    self._read_while_unattended()
 
     def _read_while_unattended(self) -> None:
-        while self._connection.closed_reason is None:
-            self._is_needed.acquire()
-            if not self._connection.try_reading():
-                continue  # the one who reads passes on
-            self._thread_reads = True
-            try:
-                while self._is_unattended():
-                    self._connection.read_next()
-            finally:
-                self._thread_reads = False
-                self._connection.done_reading()
-            self.pass_on()
+        self._thread_reads = True
+        try:
+            while self._is_unattended():
+                self._connection.read_next()
+        finally:
+            self._thread_reads = False
+            self._connection.done_reading()
+        self.pass_on()
