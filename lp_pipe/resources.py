@@ -98,7 +98,7 @@ def _whole(name: str, value: Any) -> Any:
         raise TypeError(f"Resources({name}={value!r}): a number is needed, not {type(value).__name__}")
     if not float(value).is_integer():
         raise ValueError(f"Resources({name}={value}): must be a whole number; only cpus can be a fraction")
-    return int(value)
+    return int(float(value))
 
 
 def _check_environment(env: Mapping[str, str]) -> None:

@@ -36,7 +36,9 @@ class Ends:
             if self._epoll is None:
                 epoll = select.epoll()
                 threading.Thread(target=self._run, args=(epoll,), name="connection ends", daemon=True).start()
-                self._epoll = self._epoll or epoll  # not before somebody waits there: the system may have no more threads
+                self._epoll = (
+                    self._epoll or epoll
+                )  # not before somebody waits there: the system may have no more threads
             self._watched[descriptor] = weakref.WeakMethod(on_end)
             self._epoll.register(descriptor, _AN_END)
 

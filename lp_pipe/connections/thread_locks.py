@@ -1,4 +1,4 @@
-"""Locks that a thread can find in its own hands: a signal handler, `__del__` or trace function may interrupt it anywhere.
+"""Locks that a thread may already hold when a signal handler, `__del__` or trace function runs on top of it.
 
 Code that runs in the middle of an interrupted critical section must not wait for the lock of that section, which only
 the interrupted code below it on the same stack can release.

@@ -18,7 +18,9 @@ from lp_pipe.rpc.remote_method import RemoteMethod
 from lp_pipe.telemetry import waits
 
 _WINDOW = 2  # calls of `map` for each member: one runs, one is on its way
-_TRY_AGAIN_S = 1.0  # to reach a member that could not be reached, while others are there
+_TRY_AGAIN_S = 1.0  # to reach a member that has failed, while others are there
+_REACH_S = 0.5
+_LOOK_AGAIN_S = 0.1
 _LEAST_TRIES = 3
 
 Args = tuple[Any, ...]
@@ -83,8 +85,8 @@ class Pool:
         for member in self._members:
             if not isinstance(member, CourierClient):
                 raise RuntimeError(
-                    f"{self!r} has handles, which are not yet clients: pass it to a node's arguments, or make it of clients "
-                    "(run.client(handle))"
+                    f"{self!r} has handles, which are not yet clients: pass it to a node's arguments, or make it of "
+                    "clients (run.client(handle))"
                 )
         return self._members
 
@@ -160,7 +162,9 @@ class Pool:
 
         def end(inner: "Future[Any]") -> None:
             self._give_back(seat)
-            error = CancelledError() if inner.cancelled() else inner.exception()
+            if inner.cancelled():
+                return
+            error = inner.exception()
             is_lost = isinstance(error, Unavailable) and not isinstance(error, RemoteError)
             if is_lost:
                 self._lose(seat)
@@ -178,11 +182,16 @@ class Pool:
             self._give_back(seat)
             raise
         outer.on_cancel = inner.cancel
+        if outer.cancelled():  # between two tries
+            inner.cancel()
         add_quick_callback(inner, end)
 
     def _begin_again(self, outer: CallFuture, method: str, args: Args, kwargs: Kwargs, tries: int) -> None:
         try:
-            self._begin(outer, method, args, kwargs, tries)
+            if outer.cancelled():
+                outer.deliver(CancelledError())
+            else:
+                self._begin(outer, method, args, kwargs, tries)
         except Exception as error:  # belongs to the code that asks for the result
             outer.deliver(error)
 
@@ -224,28 +233,31 @@ class Pool:
         return min(free, key=lambda one: one[:2])[2] if free else None
 
     def _wait_for_one(self, method: str, deadline: float | None) -> None:
-        if not any(seat.is_up or seat.is_connecting for seat in self._seats):
+        errors = [seat.error for seat in self._seats if seat.error and not (seat.is_up or seat.is_connecting)]
+        if len(errors) == len(self._seats):
             for seat in self._seats:  # the next call tries again
                 seat.try_again_at = 0.0
-            raise next(seat.error for seat in self._seats if seat.error is not None)
+            raise errors[0]
         remaining = None if deadline is None else deadline - time.monotonic()
         if remaining is not None and remaining <= 0:
             raise DeadlineExceeded(f"{self!r}.{method}(): no member could take the call within its call_timeout")
         with waits.waiting(waits.RESOLVE, self.clients[0]._as_target, method, deadline is not None):
-            self._changed.wait(remaining)
+            self._changed.wait(_LOOK_AGAIN_S if remaining is None else min(remaining, _LOOK_AGAIN_S))
 
     def _connect(self, seat: "_Seat") -> None:
-        """Reach the member in a thread: it may take as long as a restart."""
+        """Reach the member in a thread; that ends after a while, because the pool may be of no more use."""
 
         def reach() -> None:
-            error: Exception | None = None
+            error, is_up = None, True
             try:
-                seat.client._connecting.connected("reach", None)
+                seat.client._connecting.connected("reach", time.monotonic() + _REACH_S)
+            except DeadlineExceeded:  # it is not up yet
+                is_up = False
             except Exception as found:
-                error = found
+                error, is_up = found, False
             with self._changed:
-                seat.is_connecting, seat.is_up, seat.error = False, error is None, error
-                seat.try_again_at = time.monotonic() + _TRY_AGAIN_S
+                seat.is_connecting, seat.is_up, seat.error = False, is_up, error
+                seat.try_again_at = time.monotonic() + _TRY_AGAIN_S if error is not None else 0.0
                 self._changed.notify_all()
 
         if seat.is_connected():

@@ -100,8 +100,8 @@ class CourierNode(Node[CourierHandle]):
         """
         if self._run_enabled and callable(getattr(served, "run", None)):
             raise TypeError(
-                f"CourierNode {self.name}: handlers='main' and run() both need the thread that builds the object: leave "
-                "run() out, or call node.disable_run()"
+                f"CourierNode {self.name}: handlers='main' and run() both need the thread that builds the object: "
+                "leave run() out, or call node.disable_run()"
             )
         _refuse_other_threads(served)
 
@@ -122,8 +122,8 @@ def _checked(argument: str, options: Mapping[str, Any] | None, *known: str) -> d
 def _is_main(handlers: Any) -> bool:
     if handlers not in ("pool", "main"):
         raise ValueError(
-            f"CourierNode: handlers={handlers!r}: must be 'pool' or 'main'. (A constructor's own parameter of that name is "
-            "given by position, or bound by functools.partial)"
+            f"CourierNode: handlers={handlers!r}: must be 'pool' or 'main'. (A constructor's own parameter of that name "
+            "is given by position, or bound by functools.partial)"
         )
     return bool(handlers == "main")
 

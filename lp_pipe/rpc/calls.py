@@ -197,7 +197,9 @@ class CallFuture(Future[Any]):
         except Exception as error:  # belongs to whoever asks for the result
             if not self._has_taker:
                 self._unread = UnreadError(self._target.peer or self._target.endpoint, self._method, error)
-            error.__traceback__ = None  # its frames refer to this future, which would only go when the collector comes by
+            error.__traceback__ = (
+                None  # its frames refer to this future, which would only go when the collector comes by
+            )
             settle = functools.partial(self.set_exception, error)
         with self._settling:
             if not self._has_callbacks:

@@ -106,8 +106,8 @@ class CourierClient:
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_") and not callable(value):  # a stand-in for a method, as tests set one, is callable
             raise AttributeError(
-                f"{self!r} cannot set {name!r}: it would change this client, and not the node's object. Give its class a "
-                f"method for that, such as `def set_{name}(self, value)`, and call it"
+                f"{self!r} cannot set {name!r}: it would change this client, and not the node's object. Give its class "
+                f"a method for that, such as `def set_{name}(self, value)`, and call it"
             )
         super().__setattr__(name, value)
 

@@ -9,7 +9,22 @@ _OPERATORS = (
     *("enter", "exit", "await", "aiter", "array", "bytes"),
     *(
         f"{side}{name}"
-        for name in ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "divmod")
+        for name in (
+            "add",
+            "sub",
+            "mul",
+            "matmul",
+            "truediv",
+            "floordiv",
+            "mod",
+            "pow",
+            "and",
+            "or",
+            "xor",
+            "lshift",
+            "rshift",
+            "divmod",
+        )
         for side in ("", "r", "i")
     ),
 )

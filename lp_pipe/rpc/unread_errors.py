@@ -1,6 +1,6 @@
 """A warning for the exception of a call that was started with `client.futures`, if nothing has asked for it.
 
-As asyncio's "exception was never retrieved": without it a call that fails is silent, and the program ends with status 0.
+As asyncio's "exception was never retrieved": without it the failure is silent, and the program ends with status 0.
 """
 
 import atexit
