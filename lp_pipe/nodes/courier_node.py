@@ -122,7 +122,7 @@ def _checked(argument: str, options: Mapping[str, Any] | None, *known: str) -> d
 def _is_main(handlers: Any) -> bool:
     if handlers not in ("pool", "main"):
         raise ValueError(
-            f"CourierNode: handlers={handlers!r}: must be 'pool' or 'main'. (A constructor's own parameter of that name "
+            f"CourierNode: handlers={handlers!r}: must be 'pool' or 'main' (a constructor's own parameter of that name "
             "is given by position, or bound by functools.partial)"
         )
     return bool(handlers == "main")

@@ -87,7 +87,9 @@ def at_many_places(operation: Operation, action: Operation, check: Callable[[obj
 
 
 @pytest.fixture(params=["inproc", "unix", "tls"])
-def client(request: pytest.FixtureRequest, socket_home: Path, run_credentials: Credentials) -> Iterator[lp.CourierClient]:
+def client(
+    request: pytest.FixtureRequest, socket_home: Path, run_credentials: Credentials
+) -> Iterator[lp.CourierClient]:
     where = f"{own_loopback()}:0" if request.param == "tls" else f"{socket_home}/server"
     server = Server(Target(), f"{request.param}:{where}", thread_pool_size=4)
     yield lp.CourierClient(server.endpoint, call_timeout=WITHIN_S)

@@ -34,7 +34,7 @@ _MISTAKES: dict[str, Callable[[Any], object]] = {
     "bool": bool,
     "not": operator.not_,
     "equal": lambda count: count == 3,
-    "unequal": lambda count: 3 != count,
+    "unequal": lambda count: count != 3,
     "none": lambda count: count == None,  # noqa: E711
     "less": lambda count: count < 3,
     "largest": lambda count: max(count, 3),

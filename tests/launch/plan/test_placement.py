@@ -63,7 +63,7 @@ def test_a_fraction_of_a_core_leaves_its_rest_to_others(tmp_path: Any) -> None:
         "small/0": Place((2,)),  # of which a half is left, as of 6
         "small/1": Place((6,)),
     }
-    with pytest.raises(ValueError, match="4.5 cores"):
+    with pytest.raises(ValueError, match=r"4\.5 cores"):
         places(tmp_path, greedy=(1, lp.Resources(cpus=4.5)))
 
 
