@@ -46,6 +46,7 @@ class SocketConnection(PulledConnection):
         self._sent: list[int] = []  # bytes of the frame that is being sent, with the lock held
         # What goes first when the lock is free again: the rest of an interrupted frame, and frames of the interrupter.
         self._postponed: deque[bytes] = deque()
+        self._is_torn = False  # a frame was sent in part, and its rest is lost
         self._is_inside_read = False
         self._idle_timeout_s = idle_timeout_s
         self._silent_ticks = 0
@@ -146,6 +147,9 @@ class SocketConnection(PulledConnection):
         if self.is_read_here():
             self._is_inside_read = False
             self.done_reading()
+        if self._is_torn and self._closed_reason is None:  # now, or the next call would be sent before a reader sees it
+            self._end("an exception interrupted a send in the middle of a frame")
+            self._dispose()
 
     def is_stuck_here(self) -> bool:
         return self._is_inside_read and self.is_read_here()
@@ -197,10 +201,11 @@ class SocketConnection(PulledConnection):
 
     def _keep_rest(self, pieces: list[Piece], *, has_descriptors: bool) -> None:
         sent = sum(self._sent)
-        if not self.can_resume_sending:
-            if not self._sent or sent < sum(map(len, pieces)):
-                self._shutdown()
-        elif has_descriptors and not sent:  # the peer would never get them
+        if self.can_resume_sending:
+            self._is_torn = has_descriptors and not sent  # the peer would never get them
+        else:
+            self._is_torn = not self._sent or sent < sum(map(len, pieces))
+        if self._is_torn:
             self._shutdown()
         elif sent and (rest := b"".join(pieces)[sent:]):
             self._postponed.appendleft(rest)
