@@ -21,6 +21,7 @@ _WINDOW = 2  # calls of `map` for each member: one runs, one is on its way
 _TRY_AGAIN_S = 1.0  # to reach a member that has failed, while others are there
 _REACH_S = 0.5
 _LOOK_AGAIN_S = 0.1
+_FIRST_LOOK_S = 0.2
 _LEAST_TRIES = 3
 
 Args = tuple[Any, ...]
@@ -209,6 +210,8 @@ class Pool:
         with self._changed:
             if not self._seats:
                 self._seats = [_Seat(client) for client in self.clients]
+                self._free_seat()  # which begins to reach them; those that are up take part from the first call on
+                self._changed.wait_for(lambda: not any(seat.is_connecting for seat in self._seats), _FIRST_LOOK_S)
             while True:
                 seat = self._free_seat()
                 if seat is not None:
