@@ -24,6 +24,7 @@ from lp_pipe.errors import Unavailable as Unavailable
 from lp_pipe.handles import CourierHandle as CourierHandle
 from lp_pipe.handles import Deferred as Deferred
 from lp_pipe.handles import Handle as Handle
+from lp_pipe.handles import Pool as Pool
 from lp_pipe.launch import Run as Run
 from lp_pipe.launch import launch as launch
 from lp_pipe.nodes import CacheInfo as CacheInfo

@@ -64,7 +64,7 @@ class StopSignal:
     def __init__(self) -> None:
         self.event = threading.Event()
         self._handlers: list[_Handler] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may add or remove a handler, too
         self._is_finished = False
         self._runner: threading.Thread | None = None
         self.handler_errors: list[BaseException] = []

@@ -19,7 +19,7 @@ from lp_pipe.rpc.answer import Answer
 from lp_pipe.rpc.batching import BatchedHandler
 from lp_pipe.rpc.consuming import RemoteIterator
 from lp_pipe.rpc.crew import Crew
-from lp_pipe.rpc.pool import DaemonPool
+from lp_pipe.rpc.pool import CallerQueue, DaemonPool
 from lp_pipe.rpc.producing import InProgress, ThreadStream
 from lp_pipe.telemetry import waits
 
@@ -38,19 +38,32 @@ class Server:
     thread_pool_size: handlers run in exactly so many threads; 0: inline, in the connection's thread (the fastest,
     for handlers that return at once).
     name: the node, for messages ("server/0").
+    caller_queue: runs the handlers instead of threads of the server's own; `close` runs what is left of them.
 
     `async def` handlers run in one event loop, in a thread of its own, and need no thread of the pool. Generators run
     in the pool, item by item as their consumers ask for more; those of an inline server in a pool beside it, because
     they may take their time. A handler may also return a concurrent.futures.Future: its result is the reply.
     """
 
-    def __init__(self, target: object, endpoint: str, *, thread_pool_size: int = 16, name: str = "") -> None:
+    def __init__(
+        self,
+        target: object,
+        endpoint: str,
+        *,
+        thread_pool_size: int = 16,
+        name: str = "",
+        caller_queue: CallerQueue | None = None,
+    ) -> None:
         self._target = target
         self._name = name or type(target).__name__
         self._node = current_context()
         self._thread_pool_size = thread_pool_size
-        self._crew = Crew(thread_pool_size, f"call {self._name}") if thread_pool_size and crew.IS_SUPPORTED else None
-        self._pool = self._crew or DaemonPool(thread_pool_size or _STREAM_THREADS, f"call {self._name}")
+        self._caller_queue = caller_queue
+        has_crew = thread_pool_size and crew.IS_SUPPORTED and caller_queue is None
+        self._crew = Crew(thread_pool_size, f"call {self._name}") if has_crew else None
+        self._pool: Crew | DaemonPool | CallerQueue = (
+            self._crew or caller_queue or DaemonPool(thread_pool_size or _STREAM_THREADS, f"call {self._name}")
+        )
         self._loop: LoopThread | None = None
         self._is_quick: dict[str, bool] = {}
         # Of every connection: what its client can still cancel or give credits to, by the call's id.
@@ -105,6 +118,9 @@ class Server:
         return waits.Pool(self.endpoint, self._thread_pool_size, self._active, quick)
 
     def _wait_until_idle(self, deadline: float) -> None:
+        if self._caller_queue is not None:
+            self._caller_queue.run_while(lambda: self._active > 0, deadline)
+            return
         with self._idle:
             self._idle.wait_for(lambda: self._active == 0, max(0.0, deadline - time.monotonic()))
 

@@ -40,7 +40,7 @@ class MetricsLog:
         self._path = path
         self._sinks = sinks
         self._file = AppendedFile(path)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # code that interrupts a thread in `record` may record as well
         self._warned_of: set[int] = set()
 
     def record(self, node: str, values: Mapping[str, float], step: int | None) -> None:

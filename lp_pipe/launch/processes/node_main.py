@@ -147,7 +147,7 @@ class Supervision:
 
     def _be_heard(self) -> None:
         """The launcher must know what was said before others notice what the node does next, and tell it of that."""
-        if not self.stop_signal.event.is_set():
+        if not self.stop_signal.event.is_set() and not self._connection.is_sending_here():
             futures.wait([self._ask(lambda number: {"hear": wire.Hear(id=number)})], _HEARD_WITHIN_S)
 
     def _ask(self, question: Callable[[int], dict[str, Any]]) -> "Future[str]":
@@ -157,6 +157,11 @@ class Supervision:
         try:
             if not self._owner.is_here:
                 raise Unavailable(f"the launcher answers the node, not process {os.getpid()}, which it has forked")
+            if self._connection.is_sending_here():
+                raise Unavailable(
+                    "this code (a signal handler, a __del__) has interrupted its thread as that was sending to the "
+                    "launcher, which cannot answer before this code returns: call again later"
+                )
             self.send(**question(number))
         except Unavailable as error:
             if self._pending.pop(number, None) is not None:
