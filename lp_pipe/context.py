@@ -2,7 +2,7 @@
 
 import contextvars
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -48,8 +48,21 @@ class NodeServices(Protocol):
     def stop_inner_nodes(self, colocation: str) -> None:
         """Stop those processes in order, without stopping the program."""
 
+    def watch_state(self, addresses: Sequence[str]) -> "Future[str]":
+        """Declare that the servers of `addresses` hold state of a checkpoint; returns when the launcher knows it.
+
+        From now on such a server that was started again has lost its state. The future is done, with the node's name,
+        once one of the nodes fails and is to be started again.
+        """
+
+    def has_lost_state(self, address: str) -> bool:
+        """Return whether the server that is about to listen at `address` is without the state that it had there."""
+
     def log_metrics(self, metrics: Mapping[str, float], step: int | None) -> None:
         """Send numbers to the run's metrics file and displays."""
+
+    def log_event(self, event: str, step: int) -> None:
+        """Note in the run's metrics file that something has happened at a step, such as "resumed"."""
 
 
 class CountsCalls(Protocol):

@@ -12,11 +12,12 @@ from typing import Any
 from lp_pipe.checkpoint import folder as folders
 from lp_pipe.checkpoint.folder import Checkpoint, checkpoints_in, open_checkpoint
 from lp_pipe.checkpoint.in_memory import InMemory, check_can_mirror
+from lp_pipe.checkpoint.lost_parts import LostParts
 from lp_pipe.checkpoint.parts import SavesItself, Stateful, Trainable, saves_itself
 from lp_pipe.checkpoint.poison import Poison, TryAgain
 from lp_pipe.checkpoint.shared import check_is_shared
 from lp_pipe.context import context, current_context, stop_event
-from lp_pipe.errors import CheckpointError, Unavailable, add_note
+from lp_pipe.errors import CheckpointError, StateLost, Unavailable, add_note
 from lp_pipe.telemetry.events import EventLog
 from lp_pipe.telemetry.run_folder import RunFolder
 
@@ -61,6 +62,8 @@ class Checkpoints:
         self._keep = keep
         self._may_fail = may_fail
         self._in_memory = InMemory(self._parts)
+        self._lost_parts = LostParts(self._parts)
+        self._lost_parts.watch()
         self._writing: threading.Thread | None = None
         self._error: Exception | None = None
         self._node = current_context()
@@ -167,6 +170,8 @@ class Checkpoints:
             with self.recovering(pipeline):
                 for result in poison.results(pipeline, pipeline.current_step(), total):
                     yield result
+                    if (loss := self._lost_parts.loss()) is not None:
+                        poison.fails_before(result.step + 1, loss)
                     # Behind a step that is left out at once: to go back before it would be to try it again.
                     is_left_out = result.step in poison
                     with poison.ahead_of(result.step):
@@ -190,6 +195,7 @@ class Checkpoints:
             with self.recovering(pipeline):
                 found = self.restore()
                 if found is None:
+                    self._begin_as_built(pipeline)
                     self.save(pipeline.current_step())
                 return found
 
@@ -204,6 +210,8 @@ class Checkpoints:
             CheckpointError: as `save` and `restore`.
             Unavailable: a node is gone, and the program is ending.
         """
+        if (loss := self._lost_parts.loss()) is not None:
+            self._recover(pipeline, loss)
         try:
             yield
         except (Unavailable, CheckpointError, TryAgain) as error:
@@ -213,7 +221,7 @@ class Checkpoints:
         if isinstance(error, TryAgain):
             self._end_writing()  # else it might take the place of the one that is being read
             with contextlib.suppress(Unavailable):
-                self._go_back()
+                self._go_back(pipeline)
                 return
         elif stop_event().is_set() or not isinstance(error.__cause__ or error, Unavailable):
             raise error
@@ -222,7 +230,7 @@ class Checkpoints:
         while True:
             try:
                 pipeline.recover()
-                self._go_back()
+                self._go_back(pipeline)
                 return
             except Unavailable:  # another one has died meanwhile
                 if stop_event().is_set():
@@ -235,9 +243,25 @@ class Checkpoints:
         except CheckpointError as error:
             _log.warning("%s", str(error).partition("\n")[0])
 
-    def _go_back(self) -> None:
-        if not self._in_memory.go_back(least=folders.newest_step(self.folder)):
-            self.restore()
+    def _go_back(self, pipeline: Trainable) -> None:
+        step = self._in_memory.go_back(least=folders.newest_step(self.folder))
+        if step is not None:
+            self._goes_on_from(step)
+        elif self.restore() is None:
+            self._begin_as_built(pipeline)
+
+    def _begin_as_built(self, pipeline: Trainable) -> None:
+        """Without a checkpoint; once something was trained, the calls of a part that has lost its state are errors."""
+        if pipeline.current_step() == 0:
+            self._lost_parts.begin_as_built()
+            self._lost_parts.watch()
+
+    def _goes_on_from(self, step: int) -> None:
+        """All parts have been restored to this step."""
+        self._lost_parts.watch()
+        node = current_context()
+        if node is not None:
+            node.services.log_event("resumed", step)
 
     def _join(self) -> None:
         if self._writing is not None:
@@ -288,7 +312,7 @@ class Checkpoints:
         what = str(error).partition("\n")[0]  # a stage's has its traceback behind that
         message = f"the checkpoint of step {step} could not be written to {self.folder}: {what}"
         is_final = isinstance(error, CheckpointError) and not error.may_pass  # no later one would be better (shared.py)
-        if not self._may_fail or is_final:
+        if not self._may_fail or is_final or isinstance(error, StateLost):
             raise CheckpointError(f"{message}; older ones are as they were") from error
         _log.warning("%s; going on without it", message)
 
@@ -304,6 +328,7 @@ class Checkpoints:
                 part.load(checkpoint.path / self._names[name])
             else:
                 part.load_state_dict(folders.read_state(checkpoint.path, self._names[name]))
+        self._goes_on_from(checkpoint.step)
 
 
 def _files_of(name: str, write: "_Write | None") -> list[str]:

@@ -4,7 +4,7 @@ import contextlib
 import logging
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from lp_pipe.checkpoint.parts import Trainable
 from lp_pipe.context import stop_event
@@ -85,6 +85,11 @@ class Poison:
             if self._ahead and not self._runs_alone:
                 self._failed(step + 1, error)
             raise
+
+    def fails_before(self, step: int, error: Unavailable) -> NoReturn:
+        """Count and raise the death of a part as a failure of the next step: that may have asked for its batch."""
+        self._failed(step, error)
+        raise error
 
     def _awaited(self, pipeline: Trainable, step: int, count: int) -> Iterator[Any]:
         results = pipeline.steps(count)

@@ -124,7 +124,7 @@ class ProcessHost(Host):
     def take_over(self, spec: NodeSpec, payload: bytes, place: Place) -> None:
         """Start a node that was not in the plan, because its host is lost."""
         self._specs[spec.node_id], self._payloads[spec.node_id], self._places[spec.node_id] = spec, payload, place
-        self._attempts[spec.node_id] = 0
+        self._attempts[spec.node_id] = 1
         self._start_node(spec)
 
     def stop_nodes(self, node_ids: Iterable[str]) -> None:

@@ -1,6 +1,6 @@
 """What is asked of a program in its coordinator's process: by nodes that are threads there, and by the launcher."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 
@@ -18,6 +18,9 @@ class _OutsideOfNodes:
         raise RuntimeError("only a node can serve an address of the program")
 
     def withdraw(self, address: str, is_failing: bool) -> None:
+        raise RuntimeError("only a node can serve an address of the program")
+
+    def has_lost_state(self, address: str) -> bool:
         raise RuntimeError("only a node can serve an address of the program")
 
     def inner_nodes_ended(self, colocation: str) -> "Future[str]":
@@ -41,6 +44,9 @@ class _OfCoordinator:
     def resolve(self, address: str) -> "Future[str]":
         return self._coordinator.resolve(address) if self._owner.is_here else nobody_to_ask()
 
+    def watch_state(self, addresses: Sequence[str]) -> "Future[str]":
+        return self._coordinator.watch_state(addresses) if self._owner.is_here else Future()
+
     def reserve_port(self, address: str) -> str:
         return self._coordinator.reserve_port(address)
 
@@ -49,6 +55,9 @@ class _OfCoordinator:
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None) -> None:
         self._coordinator.log_metrics(self._name, *as_numbers(metrics, step))
+
+    def log_event(self, event: str, step: int) -> None:
+        self._coordinator.log_event(self._name, event, step)
 
 
 class LocalServices(_OfCoordinator):
@@ -59,6 +68,9 @@ class LocalServices(_OfCoordinator):
 
     def withdraw(self, address: str, is_failing: bool) -> None:
         self._coordinator.withdraw(address, is_failing)
+
+    def has_lost_state(self, address: str) -> bool:
+        return bool(self._coordinator.has_lost_state(address).result())
 
     def first_failure(self) -> None:
         """Its launcher says it."""
@@ -88,6 +100,10 @@ class LauncherServices(_OfCoordinator, _OutsideOfNodes):
         with self._deferring():
             return super().resolve(address)
 
+    def watch_state(self, addresses: Sequence[str]) -> "Future[str]":
+        with self._deferring():
+            return super().watch_state(addresses)
+
     def first_failure(self) -> Exception | None:
         with self._deferring():
             return self._coordinator.settled_failure(self._host.dying())
@@ -111,6 +127,9 @@ class EndedServices(_OutsideOfNodes):
         future.set_exception(Unavailable(self._reasons[address]))
         return future
 
+    def watch_state(self, addresses: Sequence[str]) -> "Future[str]":
+        return Future()  # nothing is started again any more
+
     def reserve_port(self, address: str) -> str:
         raise Unavailable(self._reasons[address])
 
@@ -118,4 +137,7 @@ class EndedServices(_OutsideOfNodes):
         """It has stopped."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None) -> None:
+        raise RuntimeError("the program has ended")
+
+    def log_event(self, event: str, step: int) -> None:
         raise RuntimeError("the program has ended")

@@ -68,7 +68,8 @@ class CourierNode(Node[CourierHandle]):
             queue = CallerQueue()
             node.stop_signal.add(queue.wake)
         endpoint = node.services.endpoint_for(self._address.id)
-        server = Server(served, endpoint, name=node.name, caller_queue=queue, **self._server_kwargs)
+        options = {**self._server_kwargs, "has_lost_state": node.services.has_lost_state(self._address.id)}
+        server = Server(served, endpoint, name=node.name, caller_queue=queue, **options)
         node.servers.append(server)
         is_failing = True
         try:

@@ -19,7 +19,7 @@ from lp_pipe.rpc.calls import CallFuture, Cancel, CancellableCall, Reader, Reply
 from lp_pipe.rpc.connecting import Connecting
 from lp_pipe.rpc.consuming import RemoteIterator, Stream
 from lp_pipe.rpc.explain import unpicklable
-from lp_pipe.rpc.exposed import LIST_METHODS
+from lp_pipe.rpc.exposed import GO_ON_AS_BUILT, LIST_METHODS
 from lp_pipe.rpc.first_failure import because_of, give_cause
 from lp_pipe.rpc.futures_view import Futures
 from lp_pipe.rpc.link import Link
@@ -303,6 +303,17 @@ def _works(function: Callable[..., object], *args: Any) -> bool:
     except BaseException:
         return False
     return True
+
+
+def address_of(client: CourierClient) -> str | None:
+    """Return the id of the program's address that the client calls; None for a client that was made of an endpoint."""
+    return client._address_id
+
+
+def go_on_as_built(client: CourierClient) -> bool:
+    """Let a server that has lost its state serve its initial one; returns whether it had lost its state."""
+    had_lost_state: bool = client._call(GO_ON_AS_BUILT, (), {})
+    return had_lost_state
 
 
 def _make_client(

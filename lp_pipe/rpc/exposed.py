@@ -9,6 +9,7 @@ from typing import Any
 from lp_pipe.errors import MethodNotFound
 
 LIST_METHODS = "__list_methods__"
+GO_ON_AS_BUILT = "__go_on_as_built__"  # answered by the server
 CACHE_INFO = "__cache_info__"  # answered by the object itself, if it is a cache
 
 

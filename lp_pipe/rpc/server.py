@@ -30,6 +30,8 @@ _STREAM_THREADS = 16  # for the generators of an inline server, started as neede
 _CANCEL_SHARE, _CANCEL_AT_MOST_S = 0.2, 0.5  # of the grace, for what is cancelled at its end
 _STREAMS = (types.GeneratorType, RemoteIterator)
 _ASYNC = (types.CoroutineType, types.AsyncGeneratorType)
+_LOAD = "load_state_dict"
+_RESTORING = (_LOAD, exposed.GO_ON_AS_BUILT)  # what a server without its state answers
 
 
 class Server:
@@ -39,6 +41,8 @@ class Server:
     for handlers that return at once).
     name: the node, for messages ("server/0").
     caller_queue: runs the handlers instead of threads of the server's own; `close` runs what is left of them.
+    has_lost_state: the target takes part in checkpoints, and the process that had its state has died: until
+        `load_state_dict` has returned (or the caller says that this is the beginning) every other call is a StateLost.
 
     `async def` handlers run in one event loop, in a thread of its own, and need no thread of the pool. Generators run
     in the pool, item by item as their consumers ask for more; those of an inline server in a pool beside it, because
@@ -53,8 +57,10 @@ class Server:
         thread_pool_size: int = 16,
         name: str = "",
         caller_queue: CallerQueue | None = None,
+        has_lost_state: bool = False,
     ) -> None:
         self._target = target
+        self._has_lost_state = has_lost_state
         self._name = name or type(target).__name__
         self._node = current_context()
         self._thread_pool_size = thread_pool_size
@@ -146,6 +152,8 @@ class Server:
             self._on_control(connection, frame)
         elif self._is_closing:
             self._refuse(connection, frame)
+        elif self._has_lost_state and frame.name not in _RESTORING:
+            self._refuse_without_state(connection, frame)
         elif self._thread_pool_size and not self._needs_no_thread(frame.name):
             self._pool.submit(self._answer, connection, frame)
             if self._is_closing:  # since: `close` may have looked before
@@ -181,6 +189,11 @@ class Server:
             self._active += 1
             self.calls += 1
         answer = Answer(connection, frame, self._name, self._on_end)
+        if frame.name == exposed.GO_ON_AS_BUILT:
+            had_lost_state, self._has_lost_state = self._has_lost_state, False
+            return answer.result(had_lost_state)
+        if frame.name == _LOAD:
+            answer.before_result = self._regain_state
         try:
             handler: Any = exposed.find(self._target, self._name, frame.name)
         except MethodNotFound as error:
@@ -250,7 +263,20 @@ class Server:
             if self._is_closing:
                 self._idle.notify_all()
 
+    def _regain_state(self) -> None:
+        self._has_lost_state = False
+
     def _refuse(self, connection: Connection, frame: Frame) -> None:
         text = f"{frame.name}(): {self._name} is stopping and takes no more calls"
-        with contextlib.suppress(Unavailable):
-            connection.send(Frame(frames.ERROR, frame.id, body=remote_error.own(remote_error.UNAVAILABLE, text)))
+        self._send_own_error(connection, frame, remote_error.UNAVAILABLE, text)
+
+    def _refuse_without_state(self, connection: Connection, frame: Frame) -> None:
+        text = (
+            f"{frame.name}(): {self._name} was started again and has lost its state: it answers no call before "
+            "load_state_dict(), which Checkpoints calls when it goes back to a checkpoint"
+        )
+        self._send_own_error(connection, frame, remote_error.STATE_LOST, text)
+
+    def _send_own_error(self, connection: Connection, frame: Frame, origin: Any, text: str) -> None:
+        with contextlib.suppress(Unavailable):  # the caller has gone
+            connection.send(Frame(frames.ERROR, frame.id, body=remote_error.own(origin, text)))

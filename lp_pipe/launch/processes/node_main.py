@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from pathlib import Path
@@ -40,9 +40,13 @@ _HEARD_WITHIN_S = 2.0  # over a network that is down, nothing is
 
 
 class Supervision:
-    """The node's end of its stream to the coordinator; as NodeServices, what the node's code may ask of it."""
+    """The node's end of its stream to the coordinator; as NodeServices, what the node's code may ask of it.
 
-    def __init__(self, endpoint: str) -> None:
+    attempt: 0 in the node's first process.
+    """
+
+    def __init__(self, endpoint: str, attempt: int) -> None:
+        self._is_first = attempt == 0
         self.stop_signal = StopSignal()
         self.count_calls: Callable[[], int | None] = lambda: None
         self.started: Future[tuple[wire.Start, Frame]] = Future()
@@ -122,6 +126,17 @@ class Supervision:
         """As `resolve`, but Unavailable at once when nobody has registered it."""
         return self._ask(lambda number: {"resolve": wire.Resolve(id=number, address=address, now=True)})
 
+    def watch_state(self, addresses: Sequence[str]) -> "Future[str]":
+        loss = self._ask(lambda number: {"kept_state": wire.KeptState(id=number, addresses=addresses, watch=True)})
+        self._be_heard()
+        return loss
+
+    def has_lost_state(self, address: str) -> bool:
+        if self._is_first:
+            return False
+        answer = self._ask(lambda number: {"kept_state": wire.KeptState(id=number, addresses=[address])})
+        return bool(answer.result())
+
     def reserve_port(self, address: str) -> str:
         return self._ask(lambda number: {"reserve_port": wire.ReservePort(id=number, address=address)}).result()
 
@@ -144,6 +159,9 @@ class Supervision:
         numbers, step = as_numbers(metrics, step)
         names, values = list(numbers), list(numbers.values())
         self.send(metrics=wire.Metrics(names=names, values=values, step=step or 0, has_step=step is not None))
+
+    def log_event(self, event: str, step: int) -> None:
+        self.send(metrics=wire.Metrics(event=event, step=step, has_step=True))
 
     def _be_heard(self) -> None:
         """The launcher must know what was said before others notice what the node does next, and tell it of that."""
@@ -220,7 +238,7 @@ class Supervision:
 
 def main(node_id: str, endpoint: str, attempt: int) -> int:
     """Run one node in this process; returns the exit status. attempt: how often the node was restarted before."""
-    supervision = Supervision(endpoint)
+    supervision = Supervision(endpoint, attempt)
     supervision.send(hello=wire.Hello(node_id=node_id, pid=os.getpid(), attempt=attempt))
     start, frame = supervision.started.result()
     try:
