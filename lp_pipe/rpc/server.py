@@ -30,8 +30,7 @@ _STREAM_THREADS = 16  # for the generators of an inline server, started as neede
 _CANCEL_SHARE, _CANCEL_AT_MOST_S = 0.2, 0.5  # of the grace, for what is cancelled at its end
 _STREAMS = (types.GeneratorType, RemoteIterator)
 _ASYNC = (types.CoroutineType, types.AsyncGeneratorType)
-_LOAD = "load_state_dict"
-_RESTORING = (_LOAD, exposed.GO_ON_AS_BUILT)  # what a server without its state answers
+_RESTORING = ("load_state_dict", exposed.GO_ON_AS_BUILT)  # what a server that has lost its state answers
 
 
 class Server:
@@ -189,11 +188,10 @@ class Server:
             self._active += 1
             self.calls += 1
         answer = Answer(connection, frame, self._name, self._on_end)
-        if frame.name == exposed.GO_ON_AS_BUILT:
-            had_lost_state, self._has_lost_state = self._has_lost_state, False
-            return answer.result(had_lost_state)
-        if frame.name == _LOAD:
+        if self._has_lost_state:  # the call is one of _RESTORING
             answer.before_result = self._regain_state
+            if frame.name == exposed.GO_ON_AS_BUILT:
+                return answer.result(True)
         try:
             handler: Any = exposed.find(self._target, self._name, frame.name)
         except MethodNotFound as error:
