@@ -323,10 +323,13 @@ class Checkpoints:
                 f"{', '.join(sorted(self._parts))}"
             )
         self._in_memory.forget()
+        # Pipelines first: `load` ends a step that a dead trainer has left under way. Its batches must not come from a
+        # feeder that has gone back.
         for name, part in self._parts.items():
             if saves_itself(part):
                 part.load(checkpoint.path / self._names[name])
-            else:
+        for name, part in self._parts.items():
+            if not saves_itself(part):
                 part.load_state_dict(folders.read_state(checkpoint.path, self._names[name]))
         self._goes_on_from(checkpoint.step)
 
