@@ -169,9 +169,9 @@ class Checkpoints:
         while True:
             with self.recovering(pipeline):
                 for result in poison.results(pipeline, pipeline.current_step(), total):
+                    poison.check(result.step + 1, self._lost_parts.loss())  # the caller may be about to use the part
                     yield result
-                    if (loss := self._lost_parts.loss()) is not None:
-                        poison.fails_before(result.step + 1, loss)
+                    poison.check(result.step + 1, self._lost_parts.loss())
                     # Behind a step that is left out at once: to go back before it would be to try it again.
                     is_left_out = result.step in poison
                     with poison.ahead_of(result.step):
@@ -251,13 +251,13 @@ class Checkpoints:
             self._begin_as_built(pipeline)
 
     def _begin_as_built(self, pipeline: Trainable) -> None:
-        """Without a checkpoint; once something was trained, the calls of a part that has lost its state are errors."""
+        """Begin without a checkpoint: lost parts serve their initial state, unless something was trained already."""
         if pipeline.current_step() == 0:
             self._lost_parts.begin_as_built()
             self._lost_parts.watch()
 
     def _goes_on_from(self, step: int) -> None:
-        """All parts have been restored to this step."""
+        """Watch the parts, which have been restored to this step, and mark the step in the run's metrics."""
         self._lost_parts.watch()
         node = current_context()
         if node is not None:

@@ -4,7 +4,7 @@ import contextlib
 import logging
 import re
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 from lp_pipe.checkpoint.parts import Trainable
 from lp_pipe.context import stop_event
@@ -86,10 +86,11 @@ class Poison:
                 self._failed(step + 1, error)
             raise
 
-    def fails_before(self, step: int, error: Unavailable) -> NoReturn:
-        """Count and raise the death of a part as a failure of the next step: that may have asked for its batch."""
-        self._failed(step, error)
-        raise error
+    def check(self, step: int, loss: Unavailable | None) -> None:
+        """Raise the death of a part, if any, as a failure of `step`, the next one: it may have asked for its batch."""
+        if loss is not None:
+            self._failed(step, loss)
+            raise loss
 
     def _awaited(self, pipeline: Trainable, step: int, count: int) -> Iterator[Any]:
         results = pipeline.steps(count)

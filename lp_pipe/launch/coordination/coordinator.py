@@ -121,14 +121,14 @@ class Coordinator:
         return [outcome or Unavailable(f"nobody listens yet at {address}") for address, outcome in outcomes]
 
     def watch_state(self, addresses: Sequence[str]) -> "Future[str]":
-        """Servers of these addresses hold state of a checkpoint; done once the node of one dies, to be restarted."""
+        """Note that servers of these addresses hold state of a checkpoint; done once the node of one is to restart."""
         loss: Future[str] = Future()
         with self._lock:
             self._directory.watch_state(addresses, loss)
         return loss
 
     def has_lost_state(self, address: str) -> "Future[str]":
-        """Whether the server that is about to listen there was started again without such state: "yes" or ""."""
+        """Answer "yes" if the server that is about to listen there was started again without such state, else ""."""
         answer: Future[str] = Future()
         with self._lock:
             has_lost_state = self._directory.has_lost_state(address)
@@ -168,7 +168,7 @@ class Coordinator:
         self._metrics.record(self._name_of(node_id), values, step)
 
     def log_event(self, node_id: str, event: str, step: int) -> None:
-        """As `log_metrics`, of what has happened at a step."""
+        """Record what has happened at a step, under the node's name."""
         self._metrics.record_event(self._name_of(node_id), event, step)
 
     # What the hosts report.

@@ -43,13 +43,13 @@ class Directory:
         return self.give_up(list(self._waiting), reason)
 
     def watch_state(self, addresses: Iterable[str], loss: "Future[str]") -> None:
-        """Servers at these addresses hold state of a checkpoint; `loss` is to be settled when one of them loses it."""
+        """Note that servers at these addresses hold state of a checkpoint; `lose_state` settles `loss`."""
         watched = frozenset(addresses)
         self._watched |= watched
         self._watchers.append((watched, loss))
 
     def lose_state(self, addresses: Iterable[str], node: str) -> list[Settlement]:
-        """The node that listened at the addresses has died, and is to be started again."""
+        """Settle what waits for the death of this node, which listened at the addresses and is to be started again."""
         lost = set(addresses)
         told = [loss for watched, loss in self._watchers if watched & lost]
         self._watchers = [pair for pair in self._watchers if not pair[0] & lost]
