@@ -37,6 +37,9 @@ class Checkpoints:
     Made and used in the node that drives the others, so that a checkpoint is one consistent cut: whatever happens
     before the call of `save` is in it on every part, whatever comes after it on none.
 
+    A part that is a client of another node has lost its state when that node is started again. From now on the node
+    then answers each call with a StateLost, whichever node calls, until it was restored.
+
     folder: default: `checkpoints` in the run's folder. keep: how many; older ones are deleted.
     may_fail: a checkpoint that cannot be written (the disk is full) is a warning in the log, not an error. That hosts
         do not share the folder is always one.
