@@ -262,9 +262,9 @@ class Checkpoints:
     def _goes_on_from(self, step: int) -> None:
         """Watch the parts, which have been restored to this step, and mark the step in the run's metrics."""
         self._lost_parts.watch()
-        node = current_context()
-        if node is not None:
-            node.services.log_event("resumed", step)
+        self._tell("resumed", step=step)
+        if self._node is not None:
+            self._node.services.log_event("resumed", step)
 
     def _join(self) -> None:
         if self._writing is not None:
@@ -292,7 +292,7 @@ class Checkpoints:
             written = {name: _files_of(self._names[name], writes.get(name)) for name in self._parts}
             check_is_shared(aside, written)
             saved = folders.finish(aside, step, written)
-            self._tell(saved)
+            self._tell("checkpoint", step=saved.step, path=str(saved.path))
             folders.prune(self.folder, step, self._keep)
         except Exception as error:  # whatever a part raises; it belongs to who waits
             shutil.rmtree(aside, ignore_errors=True)
@@ -301,14 +301,14 @@ class Checkpoints:
             except CheckpointError as failure:
                 self._error = failure
 
-    def _tell(self, saved: Checkpoint) -> None:
+    def _tell(self, event: str, **facts: Any) -> None:
         """Add an event to the run's, if it keeps them and this host sees its folder."""
         if self._node is None:
             return
         path = RunFolder(Path(self._node.run_dir)).events
         if path.exists():
             events = EventLog(path)
-            events.write("checkpoint", self._node.name, step=saved.step, path=str(saved.path))
+            events.write(event, self._node.name, **facts)
             events.close()
 
     def _failed(self, step: int, error: Exception) -> None:

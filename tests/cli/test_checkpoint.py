@@ -78,6 +78,8 @@ def test_a_run_that_died_is_resumed_in_its_folder_and_ends_with_the_same_bits(
     assert sha in resumed.stdout
     (mark,) = [json.loads(line) for line in (folder / "runs/mine/metrics.jsonl").read_text().splitlines()]
     assert (mark["node"], mark["event"], mark["step"]) == ("trainer/0", "resumed", 4)
+    events = [json.loads(line) for line in (folder / "runs/mine/events.jsonl").read_text().splitlines()]
+    assert [(one["node"], one["step"]) for one in events if one["event"] == "resumed"] == [("trainer/0", 4)]
 
     assert main(["checkpoint", "verify", "runs/mine"]) == 0
     assert capsys.readouterr().out.count("as they were written") == 3
