@@ -25,9 +25,9 @@ from lp_pipe.launch.plan import interpreter_state, logging_state
 from lp_pipe.launch.processes import os_text
 from lp_pipe.launch.processes.execute import failure_from, run_node, run_setup
 from lp_pipe.launch.processes.node_stdin import NodeStdin
+from lp_pipe.launch.processes.last_work import finish_work
 from lp_pipe.launch.processes.threads import set_process_threads
 from lp_pipe.launch.processes.zygote import LAUNCHER_PATIENCE_S
-from lp_pipe.private_python import run_exit_functions
 from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.rpc import codec, namesakes
 from lp_pipe.rpc.owner import Owner, nobody_to_ask
@@ -227,13 +227,8 @@ def main(node_id: str, endpoint: str, attempt: int) -> int:
         failure = _run(start, frame.buffers[0], supervision)
     except BaseException as error:  # the node's modules or arguments did not load
         failure = failure_from(error)
-    supervision.end(failure)  # before exit functions, which may take long: the others must hear of a failure now
-    if failure is not None:
-        _exit_within(start.grace_s)
-    with contextlib.suppress(Exception):
-        run_exit_functions()
-        sys.stdout.flush()
-        sys.stderr.flush()
+    supervision.end(failure)  # before the last work, which may take long: the others must hear of a failure now
+    finish_work(node_id, None if failure is None else start.grace_s)
     supervision.close()
     return 0 if failure is None else 1
 
@@ -243,13 +238,6 @@ def _pin_to(cpus: Iterable[int]) -> None:
     if hasattr(os, "sched_setaffinity"):
         for thread in os.listdir("/proc/self/task"):
             os.sched_setaffinity(int(thread), cpus)
-
-
-def _exit_within(seconds: float) -> None:
-    """A failed node must not hang in its exit functions: nobody else would end it, and its restart waits for it."""
-    timer = threading.Timer(seconds, os._exit, (1,))
-    timer.daemon = True
-    timer.start()
 
 
 def all_stacks() -> str:
