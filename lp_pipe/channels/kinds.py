@@ -1,9 +1,9 @@
 """Which kind of channel joins two nodes: by what they are to each other, or as the program says. Needs no torch."""
 
-import os
 import secrets
 
 from lp_pipe.connections import Connection, PulledConnection, local, spanning
+from lp_pipe.connections.kernel_calls import has_epoll, has_memfd
 
 KINDS = ("auto", "inproc", "shm", "grpc", "gloo", "nccl")
 NEAR_KINDS = ("inproc", "shm")  # which never reach another host
@@ -19,7 +19,10 @@ _FITTING = {
     "tls": ("grpc", "gloo", "nccl"),
 }
 
-is_shm_supported = hasattr(os, "memfd_create")  # macOS: a named segment would outlive a killed process
+
+def is_shm_supported() -> bool:
+    """Return whether channels can go through shared memory; a named segment would outlive a killed process."""
+    return has_memfd() and has_epoll()
 
 
 def choose(kind: str, endpoint: str, *, is_on_gpu: bool = False) -> str:
@@ -40,7 +43,7 @@ def choose(kind: str, endpoint: str, *, is_on_gpu: bool = False) -> str:
         raise ValueError(f"channel kind {kind!r} {known}does not fit {_shown(endpoint)}{why}: use one of {usable}")
     if kind != "shm":
         return kind
-    if not is_shm_supported:
+    if not is_shm_supported():
         return "stream"
     return "cuda_ipc" if is_on_gpu else "shm"
 
@@ -86,7 +89,7 @@ def is_pulled(kind: str, connection: Connection) -> bool:
     Where the tensors go through it, two stages that send to each other, and read only when they have sent, would wait
     for each other for ever: only if sending never waits.
     """
-    if not isinstance(connection, PulledConnection) or not is_shm_supported:
+    if not isinstance(connection, PulledConnection) or not is_shm_supported():
         return False
     return kind == "shm" or (is_streamed(kind) and connection.can_begin_sending)
 

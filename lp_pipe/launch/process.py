@@ -13,6 +13,7 @@ from typing import Any
 
 from lp_pipe import connections
 from lp_pipe.connections import Connection
+from lp_pipe.connections.kernel_calls import new_selector
 from lp_pipe.launch.coordination.coordinator import Coordinator
 from lp_pipe.launch.coordination.record import Failure
 from lp_pipe.launch.coordination.supervisor import Supervisor
@@ -94,7 +95,7 @@ class ProcessHost(Host):
         self._faults = InjectedFaults()
         standard_streams.open_closed()  # before what is opened here takes their numbers
         self._log_output = log_output or LogFiles(plan.folder, self._specs)
-        self._logs = LogPump(self._log_output)
+        self._logs = LogPump(self._log_output, new_selector())
         self._exits = ExitQueue()
         self._template: Template | None = None
         self._pulse: Pulse | None = None

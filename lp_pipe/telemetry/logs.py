@@ -29,11 +29,11 @@ class _Stream:
 
 
 class LogPump:
-    """Reads the nodes' pipes in one thread. While `output` takes no more, the nodes wait."""
+    """A thread that reads the nodes' pipes, with `selector`. While `output` takes no more, the nodes wait."""
 
-    def __init__(self, output: LogOutput) -> None:
+    def __init__(self, output: LogOutput, selector: selectors.BaseSelector) -> None:
         self._output = output
-        self._selector = selectors.DefaultSelector()
+        self._selector = selector
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         self._selector.register(self._wake_read, selectors.EVENT_READ)

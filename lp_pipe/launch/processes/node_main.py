@@ -17,6 +17,7 @@ from typing import Any
 from lp_pipe import connections
 from lp_pipe.connections import Frame, faulty, frames, spanning
 from lp_pipe.connections.credentials import Credentials
+from lp_pipe.connections.shortage import told
 from lp_pipe.context import NodeContext, StopSignal, enter_process
 from lp_pipe.errors import Unavailable
 from lp_pipe.launch.coordination.record import Failure
@@ -35,6 +36,8 @@ from lp_pipe.rpc.remote_error import printable
 from lp_pipe.telemetry import waits
 from lp_pipe.telemetry.numbers import as_numbers
 from lp_pipe.telemetry.positions import positions
+
+_log = logging.getLogger(__name__)
 
 _HEARD_WITHIN_S = 2.0  # over a network that is down, nothing is
 
@@ -236,8 +239,11 @@ def main(node_id: str, endpoint: str, attempt: int) -> int:
 def _pin_to(cpus: Iterable[int]) -> None:
     """Every thread: the call is for one, and the stream's is there already."""
     if hasattr(os, "sched_setaffinity"):
-        for thread in os.listdir("/proc/self/task"):
-            os.sched_setaffinity(int(thread), cpus)
+        try:
+            for thread in os.listdir("/proc/self/task"):
+                os.sched_setaffinity(int(thread), cpus)
+        except OSError as error:  # no /proc, or a container's profile refuses the call
+            _log.warning("this node cannot be bound to its cores %s: %s", sorted(cpus), told(error))
 
 
 def all_stacks() -> str:

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
+from lp_pipe.connections.kernel_calls import has_pidfd
 from lp_pipe.connections.shortage import NO_MORE_PROCESSES
 from lp_pipe.connections.silence import TICKS
 from lp_pipe.launch.processes.control_messages import receive_message, send_message
@@ -227,9 +228,8 @@ def _why_no_fork(error: OSError) -> str:
 
 
 def _pidfd(pid: int) -> int | None:
-    if not hasattr(os, "pidfd_open"):
-        return None
-    return os.pidfd_open(pid)
+    """None where there is no such thing: then the socket's end tells, or the launcher's silence."""
+    return os.pidfd_open(pid) if has_pidfd() else None
 
 
 def _die_with(parent: int) -> None:

@@ -42,7 +42,8 @@ def _leave_work(folder: Path) -> None:
     threading.Thread(target=_write_later, args=(folder / "thread",)).start()
     multiprocessing.get_context("fork").Process(target=_write_later, args=(folder / "child",)).start()
     atexit.register((folder / "atexit").write_text, "exit function")
-    log, packed = (folder / "log").open("w"), gzip.open(folder / "packed.gz", "wt")
+    log = (folder / "log").open("w")
+    packed = gzip.open(folder / "packed.gz", "wt")  # noqa: SIM115 (left open on purpose)
     log.write("step,loss\n")
     packed.write("packed")
     archive = zipfile.ZipFile(folder / "archive.zip", "w")
@@ -75,7 +76,7 @@ def test_node_ends_as_every_python_process_does(tmp_path: Path) -> None:
         assert [(folder / f"pool{index}").read_text() for index in range(3)] == ["late"] * 3
         assert (folder / "thread").read_text() == (folder / "child").read_text() == "late"
         assert (folder / "log").read_text() == "step,loss\n"
-        assert gzip.open(folder / "packed.gz", "rt").read() == "packed"
+        assert gzip.open(folder / "packed.gz", "rt").read() == "packed"  # noqa: SIM115 (left open on purpose)
         assert zipfile.ZipFile(folder / "archive.zip").read("member") == b"text"
         assert [(folder / name).read_text() for name in ("atexit", "object", "finalized")] == [
             "exit function",
@@ -143,4 +144,3 @@ def test_exit_function_that_does_not_end_keeps_no_other_from_running(tmp_path: P
     assert log is not None
     assert "in _run_for_ever" in log.read_text()
     assert "the last exit function" in log.read_text()
-
