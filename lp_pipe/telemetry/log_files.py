@@ -101,9 +101,7 @@ class LogFiles:
         if target is None:  # the launcher was started without; the file has everything
             return
         texts = [line.decode(errors="replace") for line in lines]
-        with contextlib.suppress(
-            Exception
-        ):  # the script has closed it, or has put an object of its own there; likewise
+        with contextlib.suppress(Exception):  # the script has closed it, or put an object of its own there; likewise
             _print("".join(f"[{node_id}] {text}\n" for text in texts), target)
 >>>>>>> b510790 (processes: run where the kernel refuses a system call)
 
