@@ -1,5 +1,6 @@
 """Which kind of channel joins two nodes: by what they are to each other, or as the program says. Needs no torch."""
 
+import os
 import secrets
 
 from lp_pipe.connections import Connection, PulledConnection, local, spanning
@@ -21,8 +22,8 @@ _FITTING = {
 
 
 def is_shm_supported() -> bool:
-    """Return whether channels can go through shared memory; a named segment would outlive a killed process."""
-    return has_memfd() and has_epoll()
+    """Return whether channels can go through memory without a name, which is gone with the processes that use it."""
+    return has_memfd() and has_epoll() and os.path.isdir("/proc/self/fd")
 
 
 def choose(kind: str, endpoint: str, *, is_on_gpu: bool = False) -> str:

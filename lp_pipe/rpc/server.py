@@ -59,17 +59,12 @@ class Server:
         self._name = name or type(target).__name__
         self._node = current_context()
         self._thread_pool_size = thread_pool_size
-<<<<<<< HEAD
         self._caller_queue = caller_queue
-        has_crew = thread_pool_size and crew.IS_SUPPORTED and caller_queue is None
+        has_crew = thread_pool_size and has_epoll() and caller_queue is None
         self._crew = Crew(thread_pool_size, f"call {self._name}") if has_crew else None
         self._pool: Crew | DaemonPool | CallerQueue = (
             self._crew or caller_queue or DaemonPool(thread_pool_size or _STREAM_THREADS, f"call {self._name}")
         )
-=======
-        self._crew = Crew(thread_pool_size, f"call {self._name}") if thread_pool_size and has_epoll() else None
-        self._pool = self._crew or DaemonPool(thread_pool_size or _STREAM_THREADS, f"call {self._name}")
->>>>>>> b510790 (processes: run where the kernel refuses a system call)
         self._loop: LoopThread | None = None
         self._is_quick: dict[str, bool] = {}
         # Of every connection: what its client can still cancel or give credits to, by the call's id.

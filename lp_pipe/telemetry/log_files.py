@@ -95,15 +95,6 @@ class LogFiles:
             if self._is_whole:
                 _log.warning("not all that the nodes print is in %s any more: %s", self._folder, error)
             self._is_whole = False
-<<<<<<< HEAD
-=======
-        target = sys.stderr if is_stderr else sys.stdout
-        if target is None:  # the launcher was started without; the file has everything
-            return
-        texts = [line.decode(errors="replace") for line in lines]
-        with contextlib.suppress(Exception):  # the script has closed it, or put an object of its own there; likewise
-            _print("".join(f"[{node_id}] {text}\n" for text in texts), target)
->>>>>>> b510790 (processes: run where the kernel refuses a system call)
 
     def _append(self, node_id: str, data: bytes) -> None:
         file = self._files.get(node_id)
@@ -113,14 +104,7 @@ class LogFiles:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path(node_id)))
 
     def flush(self) -> None:
-<<<<<<< HEAD
         console.flush()
-=======
-        for target in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):  # as in `write`
-                if target is not None:
-                    target.flush()
->>>>>>> b510790 (processes: run where the kernel refuses a system call)
 
     def close(self) -> None:
         for file in self._files.values():
