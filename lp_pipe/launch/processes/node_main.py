@@ -39,6 +39,7 @@ from lp_pipe.telemetry.positions import positions
 
 _log = logging.getLogger(__name__)
 
+_STREAM, _IN_THAT_PROCESS = "the node's connection to its launcher", "do it there"
 _HEARD_WITHIN_S = 2.0  # over a network that is down, nothing is
 
 
@@ -132,6 +133,7 @@ class Supervision:
         """Its launcher says it."""
 
     def request_stop(self) -> None:
+        self._owner.check(_STREAM, _IN_THAT_PROCESS)
         with contextlib.suppress(Unavailable):  # then the stop is under way already
             self.send(stop_request=wire.StopRequest())
         self._be_heard()
@@ -144,6 +146,7 @@ class Supervision:
             self.send(inner_nodes=wire.InnerNodes(colocation=colocation, stop=True))
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None) -> None:
+        self._owner.check(_STREAM, _IN_THAT_PROCESS)
         numbers, step = as_numbers(metrics, step)
         names, values = list(numbers), list(numbers.values())
         self.send(metrics=wire.Metrics(names=names, values=values, step=step or 0, has_step=step is not None))
