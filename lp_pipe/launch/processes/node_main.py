@@ -1,6 +1,7 @@
 """The life of a node's process: report in, become the node, run it, report its end."""
 
 import contextlib
+import faulthandler
 import importlib
 import io
 import itertools
@@ -226,6 +227,7 @@ class Supervision:
 
 def main(node_id: str, endpoint: str, attempt: int) -> int:
     """Run one node in this process; returns the exit status. attempt: how often the node was restarted before."""
+    faulthandler.enable(2, all_threads=False)  # a crash in C code leaves the Python stack in the node's output
     supervision = Supervision(endpoint)
     supervision.send(hello=wire.Hello(node_id=node_id, pid=os.getpid(), attempt=attempt))
     start, frame = supervision.started.result()
@@ -308,6 +310,8 @@ def _set_up_process(start: wire.Start) -> None:
     sys.path[:] = os_text.unpack_all(start.sys_path)
     sys.argv[:] = os_text.unpack_all(start.argv)
     importlib.invalidate_caches()
+    if os.environ.get("PYTHONFAULTHANDLER") == "0":
+        faulthandler.disable()
     if os.environ.get(faulty.VARIABLE):
         faulty.enable()
     for stream in (sys.stdout, sys.stderr):
