@@ -14,6 +14,7 @@ import time
 import traceback
 from types import FrameType
 
+from lp_pipe.launch.at_exit import active_runs
 from lp_pipe.telemetry.waits import place_of
 
 _TERM_TO_EXIT_S = 1.0  # the same time that the launcher leaves between SIGTERM and SIGKILL
@@ -26,12 +27,13 @@ class _TimeIsUp(BaseException):
     """Raised in the main thread to leave a wait for a thread, or an exit function."""
 
 
-def finish_work(node: str, limit_s: float | None) -> None:
+def finish_work(node: str, stop_event: threading.Event, limit_s: float | None) -> None:
     """Join the threads of this process, run its exit functions and flush its files.
 
     Python does so at the end of every process, but leaves files alone that the frame of a daemon thread can reach.
     SIGTERM, which the launcher sends when the grace period of a stop is over, ends the wait, with a warning that names
     what is cut off. limit_s: ends it as well; for a node that has failed, whose restart must not wait for ever.
+    stop_event: of the node; programs that it has launched itself, for which Python's end waits, are stopped then.
     """
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda number, frame: _cut_off(node))
@@ -39,6 +41,8 @@ def finish_work(node: str, limit_s: float | None) -> None:
     timer = threading.Timer(seconds, action, (node,))
     timer.daemon = True
     timer.start()
+    if active_runs:
+        threading.Thread(target=_stop_own_runs, args=(stop_event,), name="stop own runs", daemon=True).start()
     for step in (threading._shutdown, atexit._run_exitfuncs, _flush_files):  # type: ignore[attr-defined]
         try:
             step()
@@ -47,6 +51,12 @@ def finish_work(node: str, limit_s: float | None) -> None:
         except BaseException:  # a thread's exit function: the others must run all the same
             traceback.print_exc()
     timer.cancel()
+
+
+def _stop_own_runs(stop_event: threading.Event) -> None:
+    stop_event.wait()
+    for run in list(active_runs):
+        run.stop_unfinished()
 
 
 def _flush_files() -> None:

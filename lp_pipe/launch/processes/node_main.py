@@ -236,7 +236,9 @@ def main(node_id: str, endpoint: str, attempt: int) -> int:
     except BaseException as error:  # the node's modules or arguments did not load
         failure = failure_from(error)
     supervision.end(failure)  # before the last work, which may take long: the others must hear of a failure now
-    finish_work(node_id, None if failure is None else start.grace_s)
+    if failure is not None:
+        supervision.stop_signal.event.set()  # the programs that this node has launched are to stop
+    finish_work(node_id, supervision.stop_signal.event, None if failure is None else start.grace_s)
     supervision.close()
     return 0 if failure is None else 1
 

@@ -144,3 +144,19 @@ def test_exit_function_that_does_not_end_keeps_no_other_from_running(tmp_path: P
     assert log is not None
     assert "in _run_for_ever" in log.read_text()
     assert "the last exit function" in log.read_text()
+
+
+def _launch_program_of_its_own() -> None:
+    program = lp.Program("inner")
+    program.add_node(lp.PyNode(lp.wait_for_stop), label="node")
+    KEPT.append(lp.launch(program, mode="thread"))
+
+
+def test_stop_reaches_the_programs_that_a_node_has_launched(tmp_path: Path) -> None:
+    program = lp.Program("outer")
+    program.add_node(lp.PyNode(_launch_program_of_its_own), label="node")
+    with lp.launch(program, mode="process", grace=60.0, run_dir=tmp_path / "run") as run:
+        until(lambda: run.status()["node"][0]["state"] == "finished")
+        began = time.monotonic()
+        run.stop()
+    assert time.monotonic() - began < 30
