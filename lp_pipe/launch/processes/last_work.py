@@ -2,6 +2,8 @@
 
 import atexit
 import contextlib
+import ctypes
+import functools
 import gc
 import io
 import logging
@@ -12,13 +14,19 @@ import sys
 import threading
 import time
 import traceback
-from types import FrameType
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Container
+from types import FrameType, FunctionType, ModuleType
 
 from lp_pipe.launch.at_exit import active_runs
+from lp_pipe.telemetry.tracebacks import is_of_user
 from lp_pipe.telemetry.waits import place_of
 
 _TERM_TO_EXIT_S = 1.0  # the same time that the launcher leaves between SIGTERM and SIGKILL
 _MENTIONED_AFTER_S = 10.0
+
+_COMPRESSED = ("gzip", "bz2", "lzma")
 
 _log = logging.getLogger(__name__)
 
@@ -27,10 +35,11 @@ class _TimeIsUp(BaseException):
     """Raised in the main thread to leave a wait for a thread, or an exit function."""
 
 
-def finish_work(node: str, stop_event: threading.Event, limit_s: float | None) -> None:
-    """Join the threads of this process, run its exit functions and flush its files.
+def finish_work(node: str, stop_event: threading.Event, limit_s: float | None, kept: Container[str] | None) -> None:
+    """Join the threads of this process, run its exit functions, finalize what user modules hold, and flush files.
 
     Python does so at the end of every process, but leaves files alone that the frame of a daemon thread can reach.
+    kept: the names of modules that were there before the node's own; None: Python's own finalization follows.
     SIGTERM, which the launcher sends when the grace period of a stop is over, ends the wait, with a warning that names
     what is cut off. limit_s: ends it as well; for a node that has failed, whose restart must not wait for ever.
     stop_event: of the node; programs that it has launched itself, for which Python's end waits, are stopped then.
@@ -43,7 +52,11 @@ def finish_work(node: str, stop_event: threading.Event, limit_s: float | None) -
     timer.start()
     if active_runs:
         threading.Thread(target=_stop_own_runs, args=(stop_event,), name="stop own runs", daemon=True).start()
-    for step in (threading._shutdown, atexit._run_exitfuncs, _flush_files):  # type: ignore[attr-defined]
+    shut_down: Callable[[], object] = threading._shutdown  # type: ignore[attr-defined]
+    steps = [shut_down, atexit._run_exitfuncs, _flush_files]
+    if kept is not None:
+        steps += [functools.partial(_drop_modules, kept), _flush_files]
+    for step in steps:
         try:
             step()
         except _TimeIsUp:
@@ -59,13 +72,63 @@ def _stop_own_runs(stop_event: threading.Event) -> None:
         run.stop_unfinished()
 
 
+def _drop_modules(kept: Container[str]) -> None:
+    """Finalize the objects that only the user's modules hold: a `__del__` may have work to do.
+
+    Python's own finalization does so with all modules, and ends daemon threads, which aborts the process where one of
+    them is inside of torch. Objects go before the functions and constants that their `__del__` may use; those in
+    containers and cycles follow in the collector's order.
+    """
+    threading.excepthook = lambda arguments: None  # daemon threads go on, and may miss a global
+    warnings.simplefilter("ignore", ResourceWarning)  # of connections that end with the process
+    names = {name for name, module in list(sys.modules.items()) if name not in kept and _is_of_user(module)}
+    _drop_globals(names)
+    modules = [weakref.ref(sys.modules.pop(name)) for name in names]
+    gc.collect()
+    for found in modules:
+        module = found()
+        for name in list(vars(module)) if module is not None else ():  # a package that is none of the user's has it
+            if name != "__builtins__":
+                vars(module)[name] = None
+        del module
+    gc.collect()
+
+
+def _drop_globals(names: Collection[str]) -> None:
+    """Drop the variables of these modules, and of functions that were sent, whose values have a `__del__`."""
+    functions = (found for found in gc.get_objects() if type(found) is FunctionType)
+    scopes = {id(one.__globals__): one.__globals__ for one in functions if one.__globals__.get("__name__") in names}
+    for scope in [*scopes.values(), *(vars(sys.modules[name]) for name in names)]:
+        for name, value in list(scope.items()):
+            if hasattr(type(value), "__del__"):
+                scope[name] = value = None
+
+
+def _is_of_user(module: ModuleType) -> bool:
+    file = getattr(module, "__file__", None)
+    return is_of_user(file) if isinstance(file, str) else getattr(module, "__spec__", None) is None
+
+
 def _flush_files() -> None:
-    """Write what the node's open files still buffer; pipes and sockets are left out, because their writes may block."""
-    for found in gc.get_objects():  # all but what the template had made before its fork
-        if type(found) in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom) and not found.closed:
-            with contextlib.suppress(OSError, ValueError):  # a full disk, or another thread has just closed it
-                if stat.S_ISREG(os.fstat(found.fileno()).st_mode):
-                    found.flush()
+    """Write what the node's open files still buffer; pipes and sockets are left out, because their writes may block.
+
+    Compressed files are closed, or their ends would be missing: the collector finalizes what they write to first.
+    """
+    found = gc.get_objects()  # all but what the template had made before its fork
+    for text in (one for one in found if type(one) is io.TextIOWrapper):
+        _flush(text)
+    for packed in (one for one in found if isinstance(one, io.BufferedIOBase) and type(one).__module__ in _COMPRESSED):
+        with contextlib.suppress(Exception):
+            packed.close()
+    for binary in (one for one in found if type(one) in (io.BufferedWriter, io.BufferedRandom)):
+        _flush(binary)
+    ctypes.CDLL(None).fflush(None)  # what extensions have printed
+
+
+def _flush(file: io.IOBase) -> None:
+    with contextlib.suppress(OSError, ValueError):  # a full disk; closed, or not opened yet, by another thread
+        if not file.closed and stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            file.flush()
 
 
 def _cut_off(node: str) -> None:

@@ -225,8 +225,9 @@ class Supervision:
         self.stop_signal.set()
 
 
-def main(node_id: str, endpoint: str, attempt: int) -> int:
+def main(node_id: str, endpoint: str, attempt: int, is_forked: bool = False) -> int:
     """Run one node in this process; returns the exit status. attempt: how often the node was restarted before."""
+    kept = frozenset(sys.modules) - {namesakes.MAIN} if is_forked else None
     faulthandler.enable(2, all_threads=False)  # a crash in C code leaves the Python stack in the node's output
     supervision = Supervision(endpoint)
     supervision.send(hello=wire.Hello(node_id=node_id, pid=os.getpid(), attempt=attempt))
@@ -238,7 +239,7 @@ def main(node_id: str, endpoint: str, attempt: int) -> int:
     supervision.end(failure)  # before the last work, which may take long: the others must hear of a failure now
     if failure is not None:
         supervision.stop_signal.event.set()  # the programs that this node has launched are to stop
-    finish_work(node_id, supervision.stop_signal.event, None if failure is None else start.grace_s)
+    finish_work(node_id, supervision.stop_signal.event, None if failure is None else start.grace_s, kept)
     supervision.close()
     return 0 if failure is None else 1
 

@@ -21,7 +21,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from lp_pipe.connections.kernel_calls import has_pidfd
@@ -42,10 +42,6 @@ ORPHAN_S = 5.0
 _ORPHAN_TERM = 0.8  # of that time: SIGTERM
 
 
-# Modules that hold what a node has made, and so must be torn down at its end.
-_OF_THE_NODE = ("lp_pipe", "cloudpickle", "__main__", "sys", "builtins")
-
-
 class Zygote:
     """One per run; `serve` ends when the launcher says goodbye, is dead or silent, and all nodes are gone."""
 
@@ -59,7 +55,6 @@ class Zygote:
         self._launcher = _pidfd(launcher_pid)
         self._nodes: dict[int, str] = {}  # pid -> node_id
         self._socket_dir = socket_dir
-        self._loaded = [name for name in sys.modules if name.partition(".")[0] not in _OF_THE_NODE]
         self._is_done = False
         self._is_suspended = False
         self._wake, wake_write = socket.socketpair()
@@ -131,7 +126,7 @@ class Zygote:
             os.close(fd)
 
     def _become_node(self, message: dict[str, Any], fds: list[int], parent: int) -> NoReturn:
-        """In the child: never returns, whatever happens; the process ends as every Python process does."""
+        """In the child: never returns, whatever happens."""
         try:
             _die_with(parent)
             os.setsid()
@@ -150,12 +145,14 @@ class Zygote:
             _reseed()
             from lp_pipe.launch.processes.node_main import main
 
-            status = main(message["node"], message["endpoint"], message["attempt"])
+            status = main(message["node"], message["endpoint"], message["attempt"], is_forked=True)
         except BaseException:  # nothing may escape into the template's own loop
             sys.excepthook(*sys.exc_info())
             status = 1
-        _leave_loaded(self._loaded)
-        raise SystemExit(status)  # nothing on the way catches it: Python flushes files and finalizes, as ever
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)  # no finalization: it would copy the pages that nodes share, and abort in threads of torch
 
     def _signal_node(self, message: dict[str, Any], fds: list[int]) -> None:
         for pid, node in self._nodes.items():
@@ -258,18 +255,6 @@ def _exec_node(message: dict[str, Any]) -> NoReturn:
     node = (message["node"], message["endpoint"], str(message["attempt"]))
     arguments = [sys.executable, *interpreter_flags(), "-c", code, json.dumps(sys.path), *node]
     os.execve(sys.executable, arguments, {**message["env"], **heap_environment(message["env"])})
-
-
-def _leave_loaded(modules: Iterable[str]) -> None:
-    """Keep the modules that the template has loaded from being torn down at this node's end.
-
-    That would copy all the pages that the nodes share, which for torch takes 0.2 s and 100 MB a node.
-    """
-    kept = [sys.modules.pop(name) for name in modules if name in sys.modules]
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
-    on_exit = getattr(ctypes.CDLL(None), "on_exit", None)  # of glibc
-    if on_exit is not None:  # called before the destructors that the template's libraries have registered
-        on_exit(ctypes.CDLL(None)._exit, None)
 
 
 def _reseed() -> None:
