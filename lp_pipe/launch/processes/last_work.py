@@ -49,7 +49,8 @@ def finish_work(node: str, stop_event: threading.Event, limit_s: float | None, k
     seconds, action = (_MENTIONED_AFTER_S, _mention) if limit_s is None else (limit_s, _end_by_force)
     timer = threading.Timer(seconds, action, (node,))
     timer.daemon = True
-    timer.start()
+    with contextlib.suppress(RuntimeError):  # out of threads
+        timer.start()
     if active_runs:
         threading.Thread(target=_stop_own_runs, args=(stop_event,), name="stop own runs", daemon=True).start()
     shut_down: Callable[[], object] = threading._shutdown  # type: ignore[attr-defined]
