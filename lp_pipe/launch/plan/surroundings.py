@@ -44,7 +44,8 @@ class Surroundings:
         # A variable without a name may come from exec, and can be set by nothing else.
         environment = {name: value for name, value in os.environ.items() if name}
         state = interpreter_state.here()
-        return cls(environment, _current_folder(), import_path(), _arguments(), state, synced, namesakes.facts())
+        paths = import_path(), script_arguments()
+        return cls(environment, _current_folder(), *paths, state, synced, namesakes.facts())
 
     def on_this_host(self, tree: str = "") -> "Surroundings":
         """Those of a launcher elsewhere, as far as they make sense here; the rest is this process's own.
@@ -92,7 +93,7 @@ def _can_be_path(entry: str) -> bool:
         return False
 
 
-def _arguments() -> tuple[str, ...]:
+def script_arguments() -> tuple[str, ...]:
     """Return the arguments of this process as text; a script may have put anything there, or have deleted them."""
     arguments = getattr(sys, "argv", None) or [""]
     return tuple(os.fsdecode(one) if isinstance(one, bytes | os.PathLike) else str(one) for one in arguments)
