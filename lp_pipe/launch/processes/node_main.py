@@ -5,6 +5,7 @@ import faulthandler
 import importlib
 import io
 import itertools
+import logging
 import os
 import sys
 import threading
