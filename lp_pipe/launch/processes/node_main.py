@@ -269,6 +269,8 @@ def _run(start: wire.Start, payload: bytearray, supervision: Supervision) -> Fai
     _set_up_process(start)
     namesakes.enter_node(os_text.unpack_map(start.main))
     interpreter_state.arrive(start.state)
+    if os.environ.get("PYTHONFAULTHANDLER") == "0":
+        faulthandler.disable()
     loaded = codec.loads_in_turn(payload)
 
     def load_next() -> Any:
@@ -314,8 +316,6 @@ def _set_up_process(start: wire.Start) -> None:
     sys.path[:] = os_text.unpack_all(start.sys_path)
     sys.argv[:] = os_text.unpack_all(start.argv)
     importlib.invalidate_caches()
-    if os.environ.get("PYTHONFAULTHANDLER") == "0":
-        faulthandler.disable()
     if os.environ.get(faulty.VARIABLE):
         faulty.enable()
     for stream in (sys.stdout, sys.stderr):
