@@ -7,8 +7,8 @@ import threading
 import time
 from collections import deque
 
-from lp_pipe.telemetry.crashes import MOST_LINES
 from lp_pipe.private_python import call_before_threads_are_joined
+from lp_pipe.telemetry.crashes import MOST_LINES
 from lp_pipe.telemetry.log_files import LogOutput
 from lp_pipe.telemetry.terminal_lines import TerminalLines
 
@@ -138,7 +138,7 @@ class LogPump:
 
     def _write(self, stream: _Stream, lines: list[bytes]) -> None:
         if lines:
-            self._last[stream.node_id].extend(line.decode(errors="replace") for line in lines[-_KEPT_LINES:])
+            self._last[stream.node_id].extend(line.decode(errors="replace") for line in lines[-MOST_LINES:])
             self._output.write(stream.node_id, stream.is_stderr, lines)
 
     def _wait_for(self, stream: _Stream) -> None:
