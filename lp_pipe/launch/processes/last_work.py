@@ -1,6 +1,5 @@
 """The work that a node leaves to the end of its process: threads that are not daemons, exit functions, open files."""
 
-import atexit
 import contextlib
 import ctypes
 import functools
@@ -20,6 +19,7 @@ from collections.abc import Callable, Collection, Container
 from types import FrameType, FunctionType, ModuleType
 
 from lp_pipe.launch.at_exit import active_runs
+from lp_pipe.private_python import join_all_threads, run_exit_functions
 from lp_pipe.telemetry.tracebacks import is_of_user
 from lp_pipe.telemetry.waits import place_of
 
@@ -53,8 +53,7 @@ def finish_work(node: str, stop_event: threading.Event, limit_s: float | None, k
         timer.start()
     if active_runs:
         threading.Thread(target=_stop_own_runs, args=(stop_event,), name="stop own runs", daemon=True).start()
-    shut_down: Callable[[], object] = threading._shutdown  # type: ignore[attr-defined]
-    steps = [shut_down, atexit._run_exitfuncs, _flush_files]
+    steps: list[Callable[[], object]] = [join_all_threads, run_exit_functions, _flush_files]
     if kept is not None:
         steps += [functools.partial(_drop_modules, kept), _flush_files]
     for step in steps:
