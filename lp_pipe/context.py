@@ -1,6 +1,7 @@
 """What a running node may ask: who am I, must I stop, where do results go."""
 
 import contextvars
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -76,6 +77,7 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.event = threading.Event()
+        self.pid = os.getpid()  # of the process that hears of the stop
         self._handlers: list[_Handler] = []
         self._lock = threading.RLock()  # a signal handler may add or remove a handler, too
         self._is_finished = False
@@ -254,8 +256,18 @@ def stop_event() -> threading.Event:
 
 
 def wait_for_stop(timeout: float | None = None) -> bool:
-    """Block until the program stops, or `timeout` seconds passed; True when it stops. In nodes only."""
-    return context().stop_signal.event.wait(timeout)
+    """Block until the program stops, or `timeout` seconds passed; True when it stops. In nodes only.
+
+    Raises:
+        RuntimeError: outside of nodes; without a timeout in a process that the node has forked, which no stop reaches.
+    """
+    signal = context().stop_signal
+    if timeout is None and signal.pid != os.getpid():
+        raise RuntimeError(
+            f"process {os.getpid()} was forked by the node's process {signal.pid}, which alone hears of the stop: "
+            "wait there, and tell this one (multiprocessing.Event)"
+        )
+    return signal.event.wait(timeout)
 
 
 def register_stop_handler(handler: Callable[[], Any]) -> None:

@@ -9,9 +9,7 @@ from collections.abc import Callable
 
 from lp_pipe.connections.thread_locks import release_if_held_here
 
-IS_SUPPORTED = hasattr(select, "epoll")
-
-_AN_END = select.EPOLLRDHUP | select.EPOLLONESHOT if IS_SUPPORTED else 0
+_AN_END = select.EPOLLRDHUP | select.EPOLLONESHOT if hasattr(select, "epoll") else 0
 
 
 class Ends:

@@ -27,11 +27,16 @@ from typing import Any
 
 from lp_pipe.connections.forked import private_when_forked
 from lp_pipe.connections.frames import FrameError, Ticket
+from lp_pipe.connections.kernel_calls import has_memfd
 from lp_pipe.connections.shortage import told
 from lp_pipe.connections.thread_locks import release_if_held_here
 from lp_pipe.connections.when_gone import when_gone
 
-is_supported = hasattr(os, "memfd_create") and hasattr(socket, "MSG_CMSG_CLOEXEC")
+
+def is_supported() -> bool:
+    """Return whether buffers can be lent here."""
+    return has_memfd() and hasattr(socket, "MSG_CMSG_CLOEXEC")
+
 
 LEAST_BYTES = 1 << 18  # below, a socket is as fast
 MOST_DESCRIPTORS = 64  # with one frame; the kernel takes 253

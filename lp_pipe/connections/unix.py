@@ -39,7 +39,7 @@ class UnixConnection(SocketConnection):
 
     def __init__(self, sock: socket.socket, peer: str, idle_timeout_s: float | None = None) -> None:
         super().__init__(sock, SocketReader(sock, Borrower(self._give_back)), peer, idle_timeout_s)
-        self._lender = Lender() if loans.is_supported else None
+        self._lender = Lender() if loans.is_supported() else None
         self._lend_lock = threading.RLock()
         if idle_timeout_s is not None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(idle_timeout_s / TICKS))

@@ -30,6 +30,9 @@ class _OutsideOfNodes:
         raise RuntimeError("only a colocation has inner nodes")
 
 
+_COORDINATOR, _IN_THAT_PROCESS = "the coordinator of the program", "ask it there"
+
+
 class _OfCoordinator:
     """What everybody in the coordinator's process may ask for; `name` is whose metrics are logged."""
 
@@ -48,12 +51,15 @@ class _OfCoordinator:
         return self._coordinator.watch_state(addresses) if self._owner.is_here else Future()
 
     def reserve_port(self, address: str) -> str:
+        self._owner.check(_COORDINATOR, _IN_THAT_PROCESS)
         return self._coordinator.reserve_port(address)
 
     def request_stop(self) -> None:
+        self._owner.check(_COORDINATOR, _IN_THAT_PROCESS)
         self._coordinator.request_stop()
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None) -> None:
+        self._owner.check(_COORDINATOR, _IN_THAT_PROCESS)
         self._coordinator.log_metrics(self._name, *as_numbers(metrics, step))
 
     def log_event(self, event: str, step: int) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import Any, TypeVar
 
-from lp_pipe.connections import Connection, Frame, PulledConnection, ends, frames
+from lp_pipe.connections import Connection, Frame, PulledConnection, frames
+from lp_pipe.connections.kernel_calls import has_epoll
 from lp_pipe.errors import DeadlineExceeded, Unavailable
 from lp_pipe.rpc import codec, nesting
 from lp_pipe.rpc.calls import CallFuture, PendingCall, Reply, SyncCall
@@ -40,7 +41,7 @@ class Link:
         self._expected = Expected()
         self._ids = itertools.count(1)
         self._reading: Reading | None = None
-        if isinstance(connection, PulledConnection) and ends.IS_SUPPORTED:
+        if isinstance(connection, PulledConnection) and has_epoll():
             self._reading = Reading(connection, self._expected)
             connection.attach(self._on_frame, self._on_close)
             self._reading.begin()

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from lp_pipe import connections
 from lp_pipe.connections import Connection, Frame, PulledConnection, frames
+from lp_pipe.connections.kernel_calls import has_epoll
 from lp_pipe.context import current_context, entered
 from lp_pipe.errors import MethodNotFound, Unavailable
 from lp_pipe.protos import frame_pb2
-from lp_pipe.rpc import codec, crew, exposed, remote_error
+from lp_pipe.rpc import codec, exposed, remote_error
 from lp_pipe.rpc.answer import Answer
 from lp_pipe.rpc.batching import BatchedHandler
 from lp_pipe.rpc.consuming import RemoteIterator
@@ -64,7 +65,7 @@ class Server:
         self._node = current_context()
         self._thread_pool_size = thread_pool_size
         self._caller_queue = caller_queue
-        has_crew = thread_pool_size and crew.IS_SUPPORTED and caller_queue is None
+        has_crew = thread_pool_size and has_epoll() and caller_queue is None
         self._crew = Crew(thread_pool_size, f"call {self._name}") if has_crew else None
         self._pool: Crew | DaemonPool | CallerQueue = (
             self._crew or caller_queue or DaemonPool(thread_pool_size or _STREAM_THREADS, f"call {self._name}")

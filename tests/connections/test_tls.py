@@ -176,7 +176,7 @@ def test_strangers_who_say_nothing_hold_up_nobody_and_are_counted(
 
 
 def test_strangers_leave_most_of_the_descriptors_to_others(carrier: Carrier, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doorman, "_most_descriptors", lambda: 8)
+    monkeypatch.setattr(doorman, "most_descriptors", lambda: 8)
     host, port = carrier.endpoint.split(":")[1:]
     with contextlib.ExitStack() as stack:
         first, *_ = [

@@ -1,9 +1,11 @@
 """The life of a node's process: report in, become the node, run it, report its end."""
 
 import contextlib
+import faulthandler
 import importlib
 import io
 import itertools
+import logging
 import os
 import sys
 import threading
@@ -17,6 +19,7 @@ from typing import Any
 from lp_pipe import connections
 from lp_pipe.connections import Frame, faulty, frames, spanning
 from lp_pipe.connections.credentials import Credentials
+from lp_pipe.connections.shortage import told
 from lp_pipe.context import NodeContext, StopSignal, enter_process
 from lp_pipe.errors import Unavailable
 from lp_pipe.launch.coordination.record import Failure
@@ -24,10 +27,10 @@ from lp_pipe.launch.coordination.view import to_wire
 from lp_pipe.launch.plan import interpreter_state, logging_state
 from lp_pipe.launch.processes import os_text
 from lp_pipe.launch.processes.execute import failure_from, run_node, run_setup
+from lp_pipe.launch.processes.last_work import finish_work
 from lp_pipe.launch.processes.node_stdin import NodeStdin
 from lp_pipe.launch.processes.threads import set_process_threads
 from lp_pipe.launch.processes.zygote import LAUNCHER_PATIENCE_S
-from lp_pipe.private_python import run_exit_functions
 from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.rpc import codec, namesakes
 from lp_pipe.rpc.owner import Owner, nobody_to_ask
@@ -36,6 +39,9 @@ from lp_pipe.telemetry import waits
 from lp_pipe.telemetry.numbers import as_numbers
 from lp_pipe.telemetry.positions import positions
 
+_log = logging.getLogger(__name__)
+
+_STREAM, _IN_THAT_PROCESS = "the node's connection to its launcher", "do it there"
 _HEARD_WITHIN_S = 2.0  # over a network that is down, nothing is
 
 
@@ -144,6 +150,7 @@ class Supervision:
         """Its launcher says it."""
 
     def request_stop(self) -> None:
+        self._owner.check(_STREAM, _IN_THAT_PROCESS)
         with contextlib.suppress(Unavailable):  # then the stop is under way already
             self.send(stop_request=wire.StopRequest())
         self._be_heard()
@@ -156,6 +163,7 @@ class Supervision:
             self.send(inner_nodes=wire.InnerNodes(colocation=colocation, stop=True))
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None) -> None:
+        self._owner.check(_STREAM, _IN_THAT_PROCESS)
         numbers, step = as_numbers(metrics, step)
         names, values = list(numbers), list(numbers.values())
         self.send(metrics=wire.Metrics(names=names, values=values, step=step or 0, has_step=step is not None))
@@ -236,8 +244,10 @@ class Supervision:
         self.stop_signal.set()
 
 
-def main(node_id: str, endpoint: str, attempt: int) -> int:
+def main(node_id: str, endpoint: str, attempt: int, is_forked: bool = False) -> int:
     """Run one node in this process; returns the exit status. attempt: how often the node was restarted before."""
+    kept = frozenset(sys.modules) - {namesakes.MAIN} if is_forked else None
+    faulthandler.enable(2, all_threads=False)  # a crash in C code leaves the Python stack in the node's output
     supervision = Supervision(endpoint, attempt)
     supervision.send(hello=wire.Hello(node_id=node_id, pid=os.getpid(), attempt=attempt))
     start, frame = supervision.started.result()
@@ -245,13 +255,10 @@ def main(node_id: str, endpoint: str, attempt: int) -> int:
         failure = _run(start, frame.buffers[0], supervision)
     except BaseException as error:  # the node's modules or arguments did not load
         failure = failure_from(error)
-    supervision.end(failure)  # before exit functions, which may take long: the others must hear of a failure now
+    supervision.end(failure)  # before the last work, which may take long: the others must hear of a failure now
     if failure is not None:
-        _exit_within(start.grace_s)
-    with contextlib.suppress(Exception):
-        run_exit_functions()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        supervision.stop_signal.event.set()  # the programs that this node has launched are to stop
+    finish_work(node_id, supervision.stop_signal.event, None if failure is None else start.grace_s, kept)
     supervision.close()
     return 0 if failure is None else 1
 
@@ -259,15 +266,11 @@ def main(node_id: str, endpoint: str, attempt: int) -> int:
 def _pin_to(cpus: Iterable[int]) -> None:
     """Every thread: the call is for one, and the stream's is there already."""
     if hasattr(os, "sched_setaffinity"):
-        for thread in os.listdir("/proc/self/task"):
-            os.sched_setaffinity(int(thread), cpus)
-
-
-def _exit_within(seconds: float) -> None:
-    """A failed node must not hang in its exit functions: nobody else would end it, and its restart waits for it."""
-    timer = threading.Timer(seconds, os._exit, (1,))
-    timer.daemon = True
-    timer.start()
+        try:
+            for thread in os.listdir("/proc/self/task"):
+                os.sched_setaffinity(int(thread), cpus)
+        except OSError as error:  # no /proc, or a container's profile refuses the call
+            _log.warning("this node cannot be bound to its cores %s: %s", sorted(cpus), told(error))
 
 
 def all_stacks() -> str:
@@ -284,6 +287,8 @@ def _run(start: wire.Start, payload: bytearray, supervision: Supervision) -> Fai
     _set_up_process(start)
     namesakes.enter_node(os_text.unpack_map(start.main))
     interpreter_state.arrive(start.state)
+    if os.environ.get("PYTHONFAULTHANDLER") == "0":
+        faulthandler.disable()
     loaded = codec.loads_in_turn(payload)
 
     def load_next() -> Any:
