@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lp_pipe.cli.errors import NotAnswered, UsageError, nearest
 from lp_pipe.cli.find_run import asking, find_run, live_runs
-from lp_pipe.cli.follow import LogFile, log_files
+from lp_pipe.cli.follow import LogFile, log_files, without_control
 from lp_pipe.launch.registry import RunRecord, read_record
 from lp_pipe.telemetry.run_folder import RunFolder
 
@@ -105,11 +105,12 @@ class _Logs:
 
     def print_new(self, last: int | None = None, with_unfinished: bool = False) -> None:
         """What has come since the last call; of the first call's only the `last` lines of each node."""
+        shown = without_control if sys.stdout.isatty() else str
         for file in self.choose():
             label = "" if file.node == self._node else f"[{file.node}] "
             lines = file.new_lines(with_unfinished)
             skipped = 0 if last is None else max(0, len(lines) - last)
-            for line in lines[skipped:]:
+            for line in map(shown, lines[skipped:]):
                 sys.stdout.write(f"{label}{line}\n")
         sys.stdout.flush()
 
