@@ -123,6 +123,8 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
     """
     record = None
     if arguments.resume is not None:
+        if arguments.run_dir is not None:
+            raise UsageError("--resume goes on in that run's own folder: leave --run-dir out")
         record, arguments, program_flags = resumed(arguments, program_flags)
     if arguments.target is None:
         raise UsageError("TARGET is needed: the file or module of a program; see `lp_pipe launch --help`")
@@ -196,8 +198,6 @@ def _show_plan(start: Start, lines: Sequence[str], is_json: bool) -> int:
 def _run_dir(arguments: argparse.Namespace, name: str, record: RunRecord | None) -> Path:
     if record is None:
         return arguments.run_dir or new_run_dir(FOLDER, name)
-    if arguments.run_dir is not None:
-        raise UsageError("--resume goes on in that run's own folder: leave --run-dir out")
     if record.program != name:
         raise UsageError(f"run {record.name} was of the program {record.program!r}, and this one is {name!r}")
     kill_all(left_of(record))  # of a launcher that was killed a moment ago: two runs must not write in one folder

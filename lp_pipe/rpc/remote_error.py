@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+import threading
 import traceback
 from typing import Any, NoReturn
 
@@ -26,6 +27,7 @@ _OWN_ERRORS: dict[int, type[LpPipeError]] = {
 }
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by a `class` statement
 _PLAIN_ONLY = (StopIteration, StopAsyncIteration)
+_LOCKS = (type(threading.Lock()), type(threading.RLock()))
 _MAX_TEXT = 10_000
 
 
@@ -65,7 +67,8 @@ def capture(error: BaseException) -> bytes:
     with contextlib.suppress(Exception):  # a user's __getattribute__
         attributes |= vars(error)
     for name, value in attributes.items():
-        if name == "__notes__" or not name.startswith(("_lp_pipe", "__", "type_name", "remote_traceback")):
+        is_own = name == "__notes__" or not name.startswith(("_lp_pipe", "__", "type_name", "remote_traceback"))
+        if is_own and not isinstance(value, _LOCKS):  # one inside another attribute becomes a new one
             with contextlib.suppress(Exception):
                 message.attributes[name] = _portable(value)
     return message.SerializeToString()

@@ -1,5 +1,6 @@
 """`lp_pipe launch` for several hosts: what it prints, plans and refuses."""
 
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -92,7 +93,7 @@ def test_another_terminal_sees_and_stops_a_run_on_several_hosts(
     status = brief_command("status", "here")
     assert "multi_host mode" in status.stdout and len(re.findall("running", status.stdout)) == 3, status.stdout
     stacks = brief_command("stacks", "here").stdout
-    assert "host local0" in stacks and "node server/1" in stacks
+    assert "on local0" in stacks and "node server/1" in stacks
     assert "asked 2" in brief_command("logs", "here", "asking").stdout
     assert brief_command("stop", "here").returncode == 0
     assert run.finish()[0] == 0
@@ -151,6 +152,6 @@ def test_an_elastic_program_that_does_not_fit_the_hosts_that_are_left_ends_witho
     def nothing(*args: object) -> None: ...
 
     run: Any = SimpleNamespace(is_over=True, wait=wait, stop=nothing, status=nothing, run_dir=tmp_path)
-    display: Any = SimpleNamespace(started=nothing, status=nothing)
+    display: Any = SimpleNamespace(started=nothing, status=nothing, suspended=contextlib.nullcontext)
     with pytest.raises(NotLaunched, match="wants 4 GPUs"):
-        _wait(run, display, GraphView.of(lp.Program("elastic")))
+        _wait(run, display, GraphView.of(lp.Program("elastic")), SimpleNamespace(look=nothing))  # type: ignore[arg-type]
