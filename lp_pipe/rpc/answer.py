@@ -69,14 +69,13 @@ class Answer:
         self._last(Frame(frames.STREAM_END, self.id))
 
     def _encoded(self, kind: int, value: Any) -> Frame:
-        same_process = self.connection.is_same_process
+        is_same_process = self.connection.is_same_process
         try:
-            body, buffers = codec.encode(value, same_process=same_process)
+            body, buffers = codec.encode(value, is_same_process=is_same_process)
         except BaseException as error:  # a __reduce__ that exits: the caller would wait for ever
-            text = str(
-                unpicklable(f"{self.method}() of {self._server}", [("result", value)], error, same_process=same_process)
-            )
-            return self._error_frame(remote_error.own(remote_error.SERIALIZATION, text))
+            call = f"{self.method}() of {self._server}"
+            why = unpicklable(call, [("result", value)], error, is_same_process=is_same_process)
+            return self._error_frame(remote_error.own(remote_error.SERIALIZATION, str(why)))
         return Frame(kind, self.id, "", body, buffers)
 
     def _error_frame(self, body: bytes) -> Frame:
