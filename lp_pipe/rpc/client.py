@@ -244,7 +244,8 @@ class CourierClient:
             if _works(codec.encode, (args, kwargs)):
                 raise  # it came from a signal handler that ran meanwhile
             parts = [*((f"args[{index}]", arg) for index, arg in enumerate(args)), *kwargs.items()]
-            raise unpicklable(f"{self._peer}.{method}()", parts, error, is_same_process=self._is_same_process) from error
+            why = unpicklable(f"{self._peer}.{method}()", parts, error, is_same_process=self._is_same_process)
+            raise why from error
 
     def _is_same_process(self) -> bool:
         return connections.is_here(self._address)
