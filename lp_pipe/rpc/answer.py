@@ -89,11 +89,13 @@ class Answer:
 
     def _send(self, frame: Frame) -> bool:
         """False when it was too large, and an error was sent in its place."""
-        with contextlib.suppress(Unavailable):  # the caller has gone; nobody is left to tell
-            try:
-                self.connection.send(frame)
-            except frames.FrameError as error:  # the caller must not wait for a result that cannot be sent
-                text = f"the result of {self._server} is too large: {error}"
+        try:
+            self.connection.send(frame)
+        except Unavailable:  # the caller has gone; nobody is left to tell
+            return True
+        except frames.FrameError as error:  # the caller must not wait for a result that cannot be sent
+            text = f"the result of {self._server} is too large: {error}"
+            with contextlib.suppress(Unavailable):
                 self.connection.send(self._error_frame(remote_error.own(remote_error.SERIALIZATION, text)))
-                return False
+            return False
         return True
