@@ -48,11 +48,11 @@ class _ByValueNeeded(Exception):
     """A function or class came up that the peer cannot import."""
 
 
-def _never() -> bool:
+def never() -> bool:
     return False
 
 
-def encode(value: Any, *, is_same_process: Callable[[], bool] = _never) -> Payload:
+def encode(value: Any, *, is_same_process: Callable[[], bool] = never) -> Payload:
     """Pickle `value`; memory of arrays and tensors is referred to, not copied, so send it before it changes.
 
     is_same_process: asked only for classes and functions that the peer cannot import: whether the peer is in this

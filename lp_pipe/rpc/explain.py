@@ -55,7 +55,11 @@ def find_culprit(value: Any, path: str, encode: Encode = codec.encode) -> Culpri
 
 
 def unpicklable(
-    call: str, parts: Iterable[tuple[str, Any]], error: BaseException, *, is_same_process: Callable[[], bool]
+    call: str,
+    parts: Iterable[tuple[str, Any]],
+    error: BaseException,
+    *,
+    is_same_process: Callable[[], bool] = codec.never,
 ) -> SerializationError:
     """The error for a call whose arguments or result (`parts`, with their names) do not pickle."""
     encode = functools.partial(codec.encode, is_same_process=is_same_process)
