@@ -9,7 +9,7 @@ This module imports torch, so only modules that need torch import it.
 """
 
 import importlib
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -137,6 +137,11 @@ def version_of(tensor: Tensor) -> int:
     """Return how often the tensor was written to in place. Lost: 0, so that no write is noticed by its number."""
     version: int = getattr(tensor, "_version", 0)
     return version
+
+
+def versions_of(tensors: Iterable[Tensor]) -> list[int]:
+    """Return `version_of` each of the tensors, without a call for each."""
+    return [getattr(tensor, "_version", 0) for tensor in tensors]
 
 
 def is_view(tensor: Tensor) -> bool:

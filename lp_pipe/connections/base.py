@@ -42,7 +42,6 @@ class Connection(ABC):
         """
 
     can_begin_sending = False
-    is_same_process = False  # whether the peer is in this process, so that buffers may be any objects
 
     @property
     def sent_bytes(self) -> int:
@@ -63,6 +62,10 @@ class Connection(ABC):
     def finish_sending(self) -> None:
         """Send the rest; blocks like `send`, and raises as it does."""
         raise NotImplementedError
+
+    def is_same_process(self) -> bool:
+        """Return whether the peer is in this process, so that buffers may be any objects."""
+        return False
 
     @abstractmethod
     def close(self, reason: str = "closed") -> None:

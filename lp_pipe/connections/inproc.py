@@ -21,8 +21,6 @@ class InprocConnection(Connection):
     other objects (tensors of a channel, classes) pass by reference.
     """
 
-    is_same_process = True
-
     def __init__(self, peer: str) -> None:
         super().__init__(peer)
         self._other: InprocConnection | None = None
@@ -39,6 +37,9 @@ class InprocConnection(Connection):
                 frame = self._early.popleft()
             on_frame(frame)
         self._attach(on_close)
+
+    def is_same_process(self) -> bool:
+        return True
 
     def send(self, frame: Frame) -> None:
         other = self._other

@@ -108,9 +108,10 @@ class SocketReader:
         header = frames.decode_header(self._take(length))
         # Memory of their own: what is built on them stays writable.
         body = self._piece(header.body_bytes)
-        buffers = [self._piece(size) for size in header.buffer_bytes]
+        sizes = header.buffer_bytes
+        buffers = [self._piece(size) for size in sizes] if sizes else ()
         self._loans = header.loans
-        is_large = max(header.buffer_bytes, default=0) >= loans.LEAST_BYTES
+        is_large = bool(sizes) and max(sizes) >= loans.LEAST_BYTES
         if is_large and self._borrower is not None and not self._may_borrow and loans.is_supported():
             self._may_borrow = True
             self._borrower.welcome()

@@ -46,8 +46,11 @@ class UnixConnection(SocketConnection):
 
     def send(self, frame: Frame) -> None:
         pieces = frames.encode(frame)  # before anything is lent for a frame that cannot be sent
+        if not frame.buffers:
+            self._send(pieces)
+            return
         segments: list[Any] = []
-        if frame.buffers and self._lender is not None and self._lender.is_welcome and self._may_lend():
+        if self._lender is not None and self._lender.is_welcome and self._may_lend():
             with self._lend_lock:
                 frame = frame._replace(buffers=self._lender.lend(frame.buffers))
             pieces = frames.encode(frame)

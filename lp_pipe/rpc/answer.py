@@ -69,14 +69,13 @@ class Answer:
         self._last(Frame(frames.STREAM_END, self.id))
 
     def _encoded(self, kind: int, value: Any) -> Frame:
-        same_process = self.connection.is_same_process
+        is_same_process = self.connection.is_same_process
         try:
-            body, buffers = codec.encode(value, same_process=same_process)
+            body, buffers = codec.encode(value, is_same_process=is_same_process)
         except BaseException as error:  # a __reduce__ that exits: the caller would wait for ever
-            text = str(
-                unpicklable(f"{self.method}() of {self._server}", [("result", value)], error, same_process=same_process)
-            )
-            return self._error_frame(remote_error.own(remote_error.SERIALIZATION, text))
+            call = f"{self.method}() of {self._server}"
+            why = unpicklable(call, [("result", value)], error, is_same_process=is_same_process)
+            return self._error_frame(remote_error.own(remote_error.SERIALIZATION, str(why)))
         return Frame(kind, self.id, "", body, buffers)
 
     def _error_frame(self, body: bytes) -> Frame:
@@ -90,11 +89,13 @@ class Answer:
 
     def _send(self, frame: Frame) -> bool:
         """False when it was too large, and an error was sent in its place."""
-        with contextlib.suppress(Unavailable):  # the caller has gone; nobody is left to tell
-            try:
-                self.connection.send(frame)
-            except frames.FrameError as error:  # the caller must not wait for a result that cannot be sent
-                text = f"the result of {self._server} is too large: {error}"
+        try:
+            self.connection.send(frame)
+        except Unavailable:  # the caller has gone; nobody is left to tell
+            return True
+        except frames.FrameError as error:  # the caller must not wait for a result that cannot be sent
+            text = f"the result of {self._server} is too large: {error}"
+            with contextlib.suppress(Unavailable):
                 self.connection.send(self._error_frame(remote_error.own(remote_error.SERIALIZATION, text)))
-                return False
+            return False
         return True

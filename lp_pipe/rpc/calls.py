@@ -78,8 +78,10 @@ class SyncCall:
 
     def wake(self) -> None:
         """End `wait`, or the next one."""
-        with contextlib.suppress(RuntimeError):  # it was woken already
+        try:  # not contextlib.suppress, which takes longer than the rest
             self._event.release()
+        except RuntimeError:  # it was woken already
+            return
 
     def wait(self, deadline: float | None) -> bool:
         """Until the reply is there, or somebody wakes this call to look around; False at the deadline."""
@@ -106,7 +108,7 @@ class CallFuture(Future[Any]):
         self._outcome = outcome
         self._target = target
         self._method = method
-        self._has_callbacks = False
+        self._has_callbacks = self._has_begun_to_settle = False
         self._settling = threading.RLock()
         self.on_cancel: Callable[[], bool] | None = None
         self.sent: Sent | None = None
@@ -190,7 +192,8 @@ class CallFuture(Future[Any]):
         return True
 
     def _settle(self, reply: Reply) -> None:
-        if not self.running() and not self.set_running_or_notify_cancel():
+        is_again, self._has_begun_to_settle = self._has_begun_to_settle, True  # once more where it was interrupted
+        if not (is_again and self.running()) and not self.set_running_or_notify_cancel():
             return
         try:
             settle = functools.partial(self.set_result, self._outcome(reply))

@@ -1,10 +1,9 @@
 """Call the methods of a server in another node as if it were here (Launchpad's Courier client)."""
 
-import contextlib
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from datetime import timedelta
 from threading import get_ident
@@ -124,14 +123,16 @@ class CourierClient:
     def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         deadline = self._deadline()
         payload = self._encode(method, args, kwargs)
-        thread = get_ident()
-        depth = nesting.depths.get(thread, 0)
+        depths, thread = nesting.depths, get_ident()
+        depth = depths.get(thread, 0)
         try:
             try:
-                nesting.depths[thread] = depth + 1
-                reply = self._round_trip(method, payload, deadline, depth)
+                depths[thread] = depth + 1
+                connecting = self._connecting.at_depth(depth) if depth else self._connecting
+                link = connecting.open_link() or connecting.connected(method, deadline)
+                reply = self._round_trip(link, method, payload, deadline)
             finally:
-                nesting.depths[thread] = depth
+                depths[thread] = depth
         except BaseException:
             self._recover(depth)
             raise
@@ -139,10 +140,12 @@ class CourierClient:
             raise self._too_late(method)
         return self._outcome(method, reply)
 
-    def _round_trip(self, method: str, payload: codec.Payload, deadline: float | None, depth: int) -> Reply | None:
-        link = self._connecting.at_depth(depth).connected(method, deadline)
-        with self._explained(method), waits.waiting(waits.CALL, self._as_target, method, deadline is not None):
-            return link.call(method, payload, deadline)
+    def _round_trip(self, link: Link, method: str, payload: codec.Payload, deadline: float | None) -> Reply | None:
+        try:
+            with waits.waiting(waits.CALL, self._as_target, method, deadline is not None):
+                return link.call(method, payload, deadline)
+        except (Unavailable, frames.FrameError) as error:
+            raise self._error_of_sending(method, error) from error
 
     def _recover(self, depth: int) -> None:
         """After any exception: a signal handler may have raised it in the middle of anything."""
@@ -161,30 +164,31 @@ class CourierClient:
     ) -> None:
         """Send a call without waiting for anything; every error but that of an argument goes to `call`."""
         task = _Task(method, self._encode(method, args, kwargs), call, cancel, self._deadline())
-        thread = get_ident()
-        depth = nesting.depths.get(thread, 0)
+        depths, thread = nesting.depths, get_ident()
+        depth = depths.get(thread, 0)
         try:
             try:
-                nesting.depths[thread] = depth + 1
-                self._send_or_connect(self._connecting.at_depth(depth), task)
+                depths[thread] = depth + 1
+                connecting = self._connecting.at_depth(depth) if depth else self._connecting
+                link = connecting.open_link()
+                if link is not None:
+                    self._send_task(link, task)
+                else:
+                    self._connect_in_thread(connecting, task)
             finally:
-                nesting.depths[thread] = depth
+                depths[thread] = depth
         except BaseException:
             self._recover(depth)
             raise
 
-    def _send_or_connect(self, connecting: Connecting, task: "_Task") -> None:
-        link = connecting.open_link()
-        if link is not None:
-            self._send_task(link, task)
-        else:
-            # Connecting may take as long as the server takes to come up; the arguments are captured now.
-            arguments = (connecting, task._replace(payload=task.payload.captured()))
-            name = f"connect {self._peer}"
-            try:
-                threading.Thread(target=self._connect_and_send, args=arguments, name=name, daemon=True).start()
-            except RuntimeError as error:
-                task.call.deliver(self._no_thread(task.method, "to connect", error))
+    def _connect_in_thread(self, connecting: Connecting, task: "_Task") -> None:
+        # Connecting may take as long as the server takes to come up; the arguments are captured now.
+        arguments = (connecting, task._replace(payload=task.payload.captured()))
+        name = f"connect {self._peer}"
+        try:
+            threading.Thread(target=self._connect_and_send, args=arguments, name=name, daemon=True).start()
+        except RuntimeError as error:
+            task.call.deliver(self._no_thread(task.method, "to connect", error))
 
     def _connect_and_send(self, connecting: Connecting, task: "_Task") -> None:
         try:
@@ -202,10 +206,11 @@ class CourierClient:
     def _send_task(self, link: Link, task: "_Task") -> None:
         method, call = task.method, task.call
         try:
-            with self._explained(method):
-                call_id = link.start(method, task.payload, call)
-        except (Unavailable, SerializationError) as error:
-            call.deliver(error)
+            call_id = link.start(method, task.payload, call)
+        except (Unavailable, frames.FrameError) as error:
+            explanation = self._error_of_sending(method, error)
+            explanation.__cause__ = error
+            call.deliver(explanation)
             return
         call.sent = link
         call.on_cancel = functools.partial(task.cancel, link, call_id)
@@ -224,27 +229,26 @@ class CourierClient:
     def _expire(self, link: Link, call_id: int, method: str) -> None:
         link.expire(call_id, self._too_late(method))
 
-    @contextlib.contextmanager
-    def _explained(self, method: str) -> Iterator[None]:
-        """Errors of sending say which call it was."""
-        try:
-            yield
-        except Unavailable as error:
-            raise because_of(self._connecting.services, error, f"{self._peer}.{method}(): {error}") from error
-        except frames.FrameError as error:
-            raise SerializationError(f"{self._peer}.{method}(): the arguments are too large: {error}") from error
+    def _error_of_sending(self, method: str, error: Unavailable | frames.FrameError) -> Exception:
+        """Return the error that says which call could not be sent, and why."""
+        if isinstance(error, Unavailable):
+            return because_of(self._connecting.services, error, f"{self._peer}.{method}(): {error}")
+        return SerializationError(f"{self._peer}.{method}(): the arguments are too large: {error}")
 
     def _encode(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> codec.Payload:
-        same_process = connections.is_here(self._address)
         try:
-            return codec.encode((args, kwargs), same_process=same_process)
+            return codec.encode((args, kwargs), is_same_process=self._is_same_process)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a __reduce__ that exits is no reason for this node to end as if all was well
             if _works(codec.encode, (args, kwargs)):
                 raise  # it came from a signal handler that ran meanwhile
             parts = [*((f"args[{index}]", arg) for index, arg in enumerate(args)), *kwargs.items()]
-            raise unpicklable(f"{self._peer}.{method}()", parts, error, same_process=same_process) from error
+            why = unpicklable(f"{self._peer}.{method}()", parts, error, is_same_process=self._is_same_process)
+            raise why from error
+
+    def _is_same_process(self) -> bool:
+        return connections.is_here(self._address)
 
     def _awaiting(self, method: str) -> waits.awaiting:
         return waits.awaiting(waits.CALL, self._as_target, method, self._call_timeout_s is not None)

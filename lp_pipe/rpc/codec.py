@@ -48,10 +48,15 @@ class _ByValueNeeded(Exception):
     """A function or class came up that the peer cannot import."""
 
 
-def encode(value: Any, *, same_process: bool = False) -> Payload:
+def never() -> bool:
+    return False
+
+
+def encode(value: Any, *, is_same_process: Callable[[], bool] = never) -> Payload:
     """Pickle `value`; memory of arrays and tensors is referred to, not copied, so send it before it changes.
 
-    same_process: the peer is in this process, and gets classes and functions themselves, among the buffers.
+    is_same_process: asked only for classes and functions that the peer cannot import: whether the peer is in this
+        process, and gets them themselves, among the buffers.
 
     Raises:
         Exception: whatever the value's own pickling raises; see `explain` for a message that names the culprit.
@@ -63,7 +68,7 @@ def encode(value: Any, *, same_process: bool = False) -> Payload:
     try:
         _Pickler(stream, protocol=5, buffer_callback=_collect_in(buffers)).dump(value)
     except _ByValueNeeded:
-        return _encode_with_references(value) if same_process else encode_by_value(value)
+        return _encode_with_references(value) if is_same_process() else encode_by_value(value)
     return Payload(stream.getvalue(), buffers)
 
 
@@ -166,7 +171,7 @@ class _Pickler(_TensorReduction, pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, _BY_NAME) and not _found_by_name(obj):
             raise _ByValueNeeded
-        return super().reducer_override(obj)
+        return _TensorReduction.reducer_override(self, obj)  # super() takes longer
 
 
 # What pickle names by its module.
@@ -310,7 +315,7 @@ def _found_by_name(obj: Any) -> bool:
         return False
     if not _is_importable(module_name):
         return False
-    found: Any = importlib.import_module(module_name)
+    found: Any = sys.modules.get(module_name) or importlib.import_module(module_name)  # which takes longer
     for part in name.split("."):
         found = getattr(found, part, None)
     # A class that goes by another name (`types.NoneType`) is copyreg's or pickle's business.

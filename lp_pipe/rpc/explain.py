@@ -55,10 +55,14 @@ def find_culprit(value: Any, path: str, encode: Encode = codec.encode) -> Culpri
 
 
 def unpicklable(
-    call: str, parts: Iterable[tuple[str, Any]], error: BaseException, *, same_process: bool = False
+    call: str,
+    parts: Iterable[tuple[str, Any]],
+    error: BaseException,
+    *,
+    is_same_process: Callable[[], bool] = codec.never,
 ) -> SerializationError:
     """The error for a call whose arguments or result (`parts`, with their names) do not pickle."""
-    encode = functools.partial(codec.encode, same_process=same_process)
+    encode = functools.partial(codec.encode, is_same_process=is_same_process)
     for path, value in parts:
         culprit = find_culprit(value, path, encode)
         if culprit is not None:

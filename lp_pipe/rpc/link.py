@@ -63,20 +63,21 @@ class Link:
         """Send a call and wait for the reply; None when there was none at the deadline (of time.monotonic)."""
         call = SyncCall()
         call_id = next(self._ids)
+        blocked, reading = self._expected.blocked, self._reading
         try:
             try:
-                self._expected.blocked[call_id] = call
+                blocked[call_id] = call
                 self._send(call_id, method, payload)
-                if self._reading is not None:
-                    self._reading.wait_for(call, deadline)
+                if reading is not None:
+                    reading.wait_for(call, deadline)
                 else:
                     call.wait(deadline)
             finally:
-                is_forgotten = self.forget(call_id)
-                if self._reading is not None:
-                    self._reading.pass_on()
+                is_forgotten = blocked.pop(call_id, None) is not None
+                if reading is not None:
+                    reading.pass_on()
         except BaseException:  # it may have interrupted the lines above
-            self.forget(call_id)
+            blocked.pop(call_id, None)
             raise
         return None if is_forgotten else call.reply()
 
@@ -115,7 +116,7 @@ class Link:
         depth = nesting.depths.get(thread, 0)
         try:
             try:
-                nesting.depths[thread] = max(depth, self._depth) + 1
+                nesting.depths[thread] = (depth if depth > self._depth else self._depth) + 1
                 return operation(*args)
             finally:
                 nesting.depths[thread] = depth
@@ -191,26 +192,28 @@ class Link:
         self._operate(self.connection.send, frame)
 
     def _on_frame(self, frame: Frame) -> None:
+        expected = self._expected
         try:
-            self._deliver(frame)
+            call = expected.take_arrived(frame.id)
+            if call is None or frame.kind == frames.STREAM_OPEN:
+                self._deliver_to_stream(frame, call)
+            else:
+                call.deliver(frame)
+            expected.arrived = None
         except BaseException as error:  # a signal handler's, for which this connection ends
-            self._expected.fail_arrived(self._ended(f"an exception came while its reply was read: {error!r}"))
+            expected.fail_arrived(self._ended(f"an exception came while its reply was read: {error!r}"))
             raise
 
-    def _deliver(self, frame: Frame) -> None:
-        call = self._expected.take_arrived(frame.id)
+    def _deliver_to_stream(self, frame: Frame, call: PendingCall | None) -> None:
         if frame.kind == frames.STREAM_OPEN:
             stream = self._open(frame.id)
             if call is not None:
                 call.deliver(stream)
             # Else the call was given up meanwhile: nobody holds the stream, which closes it.
-        elif call is not None:
-            call.deliver(frame)
         else:
             inbox = self._expected.take_inbox(frame, is_last=frame.kind != frames.STREAM_ITEM)
             if inbox is not None:
                 inbox.deliver(frame)
-        self._expected.arrived = None
 
     def _open(self, call_id: int) -> Stream:
         inbox = self._expected.inboxes[call_id] = Inbox()

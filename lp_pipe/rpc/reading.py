@@ -112,12 +112,13 @@ class Reading:
         self._wake_next()
 
     def _wake_next(self) -> None:
-        if self._expected.is_urgent() or self._parked:
+        expected = self._expected
+        if expected.others or expected.inboxes or self._parked:
             self.attend()
-        elif self._expected.blocked:
-            for call in list(self._expected.blocked.values())[:1]:
+        elif expected.blocked:
+            for call in list(expected.blocked.values())[:1]:
                 call.wake()
-        elif self._expected.futures and not self._is_patient:
+        elif expected.futures and not self._is_patient:
             self._be_patient()
 
     def attend(self) -> None:

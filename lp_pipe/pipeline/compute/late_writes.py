@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.compute.buffers import Place
-from lp_pipe.private_torch import buffers_of, is_batch_norm, version_of
+from lp_pipe.private_torch import buffers_of, is_batch_norm, version_of, versions_of
 
 _State = dict[Place, tuple[Tensor | None, int]]  # with their versions
 
@@ -102,7 +102,7 @@ class LateWrites:
         )
 
     def _versions_now(self) -> list[int]:
-        return list(map(version_of, self._parameters))
+        return versions_of(self._parameters)
 
 
 def _state_of(modules: Sequence[nn.Module]) -> _State:

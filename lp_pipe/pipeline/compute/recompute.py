@@ -27,7 +27,7 @@ from lp_pipe.pipeline.compute.activation_meter import Held, current_meter
 from lp_pipe.pipeline.compute.buffers import BufferSnapshot, Place
 from lp_pipe.pipeline.compute.entry import entered, phony
 from lp_pipe.pipeline.layers.skips import popped_by
-from lp_pipe.private_torch import buffers_of, is_view, negative_view, pytree, version_of
+from lp_pipe.private_torch import buffers_of, is_view, negative_view, pytree, version_of, versions_of
 
 Run = Callable[[Any, dict[str, Any]], Any]  # (value, popped) -> value; afterwards the dict has what was stashed
 
@@ -266,7 +266,7 @@ def _is_new(tensor: Tensor) -> bool:
 
 
 def _versions(leaves: Sequence[Any]) -> list[int]:
-    return [version_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+    return versions_of(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def _states(parameters: Iterable[nn.Parameter]) -> list[tuple[int, int]]:
