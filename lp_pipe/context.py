@@ -146,6 +146,8 @@ class NodeContext:
     # What the node's own parts (servers of channels, files) want done when its code has ended, however it ended.
     exit_stack: ExitStack = field(default_factory=ExitStack, repr=False)
     servers: list[CountsCalls] = field(default_factory=list, repr=False)  # shared by the nodes inside a colocation
+    # Applies to the calling thread what the script has set for its thread (torch's default device, numpy's errors).
+    prepare_thread: Callable[[], None] = field(default=lambda: None, repr=False)
 
     @property
     def calls(self) -> int | None:

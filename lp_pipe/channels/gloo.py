@@ -73,12 +73,12 @@ class Gloo(Backend):
         if rank != RECEIVER:
             return
         with contextlib.suppress(RuntimeError):
-            group.recv([torch.empty(1)], 1 - rank, _ABORT_TAG).wait(_AT_ONCE)
+            group.recv([torch.empty(1, device="cpu")], 1 - rank, _ABORT_TAG).wait(_AT_ONCE)
 
 
 def _shown(group: Any, word: bytes, other: int, patience: timedelta) -> bytes:
     """The other end's word, for this one's."""
-    shown = torch.zeros(_WORD_BYTES, dtype=torch.uint8)
+    shown = torch.zeros(_WORD_BYTES, dtype=torch.uint8, device="cpu")
     own = torch.frombuffer(bytearray(word), dtype=torch.uint8)
     for work in (group.recv([shown], other, _WORD_TAG), group.send([own], other, _WORD_TAG)):
         work.wait(patience)

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -20,7 +21,7 @@ from lp_pipe.cli.live import LiveDisplay
 from lp_pipe.cli.plan_option import add_plan_options, load_planned
 from lp_pipe.cli.resume import invocation_of, resumed
 from lp_pipe.cli.streams import drop_unwritten
-from lp_pipe.cli.targets import load_maker
+from lp_pipe.cli.targets import load_maker, load_setup
 from lp_pipe.errors import LpPipeError, NodeError
 from lp_pipe.graph import GraphView, to_svg
 from lp_pipe.launch import ElasticRun, Run, launch, launch_elastic, new_run_dir
@@ -28,6 +29,7 @@ from lp_pipe.launch.at_exit import stop_active_runs
 from lp_pipe.launch.invocation import invoked_by
 from lp_pipe.launch.launcher import MODES
 from lp_pipe.launch.leftovers import left_of, remove_if_unused
+from lp_pipe.launch.plan import logging_state
 from lp_pipe.launch.processes.proctree import kill_all
 from lp_pipe.launch.registry import RunRecord
 from lp_pipe.launch.signals import Terminated
@@ -89,6 +91,12 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         metavar="S",
         help="report waits of nodes for each other from so many seconds on, or 'never' (default: 60)",
     )
+    parser.add_argument("--setup", metavar="MODULE:FUNCTION", help="a function that runs first in every node")
+    parser.add_argument(
+        "--log-level",
+        choices=["DEBUG", "INFO", "WARNING", "ERROR"],
+        help="of the root logger and of absl, here and in the nodes (default: as the target sets it)",
+    )
     add_plan_options(parser)
     hosts.add_arguments(parser)
     hosts.add_launch_only(parser)
@@ -113,6 +121,9 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
         options = hosts.launch_options(arguments)
         make = load_maker(arguments.target, program_flags) if arguments.elastic else None
         program = load_planned(arguments, program_flags) if make is None else make(hosts.at_most(arguments))
+        setup = load_setup(arguments.setup) if arguments.setup else None
+        if arguments.log_level:
+            logging_state.set_level(logging.getLevelName(arguments.log_level))
         run_dir = _run_dir(arguments, program.name, record)
         ours = run_dir if arguments.run_dir is None and arguments.resume is None else None
         with _explained(arguments.target, ours):
@@ -125,6 +136,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
             with display.output(), _none_left_behind():
                 with _explained(arguments.target, ours):
                     options |= {"grace": arguments.grace, "hang_after": arguments.hang_after, "listed": True}
+                    options |= {"setup": setup}
                     options |= {"run_dir": run_dir, "metrics_sinks": (display.metrics,)}
                     run: Run | ElasticRun
                     if make is None:

@@ -107,6 +107,27 @@ class _Loaded:
         return program
 
 
+def load_setup(text: str) -> Callable[[], Any]:
+    """Return the function that `--setup=module:function` names, or `path/file.py:function`.
+
+    Raises:
+        UsageError: there is no such file, module or function.
+        NotLaunched: the module's own code raised.
+    """
+    target = Target.parse(text)
+    if not target.name:
+        raise UsageError(f"--setup={text}: a function is needed: --setup=module:function")
+    file = _find_file(target) if target.is_file else _find_module(text, target)
+    known = [one for one in list(sys.modules.values()) if getattr(one, "__file__", None) == str(file)]
+    load = (lambda: _import_file(file)) if target.is_file else (lambda: importlib.import_module(target.place))
+    module = known[0] if target.is_file and known else _guarded(text, load)
+    found: Callable[[], Any] | None = getattr(module, target.name, None)
+    if found is None or not callable(found):
+        hint = nearest(target.name, vars(module))
+        raise UsageError(f"--setup={text}: {target.place} has no function {target.name!r}{hint}")
+    return found
+
+
 def _load(text: str, program_flags: Sequence[str], num_given: int = 0) -> _Loaded:
     target = Target.parse(text)
     hand_over(target.place, program_flags)
@@ -210,6 +231,12 @@ def _without_absl(text: str, flags: Sequence[str], maker: MakerFlags) -> Sequenc
         raise UsageError(f"{text}: {error}; `-- --help` lists the program's flags") from error
     except absl_flags.Error as error:
         raise UsageError(f"{text}: {error}; `-- --help` lists the program's flags") from error
+    if "absl.app" in sys.modules:  # its `run`, which the target's own launch would go through, also does this
+        from absl import logging as absl_logging
+
+        absl_logging.use_absl_handler()
+        if absl_flags.FLAGS["verbosity"].using_default_value:
+            absl_logging.set_verbosity(absl_logging.INFO)
     return ()
 
 

@@ -95,7 +95,7 @@ class UnixListener(Listener):
         self._on_connection = on_connection
         self.refusals = Refusals(endpoint)
         self._is_closed = False
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket = _without_timeout(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         not_inherited(self._socket)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path)  # left by a killed server of this very address, which is now restarted
@@ -139,6 +139,7 @@ class UnixListener(Listener):
                 time.sleep(_ACCEPT_PAUSE_S)  # out of file descriptors: later there may be some again
                 continue
             self.refusals.go_on()
+            _without_timeout(sock)
             if _is_same_user(sock):
                 self._take_in(UnixConnection(sock, f"client of {self.endpoint}"))
             else:
@@ -160,7 +161,7 @@ def connect(endpoint: str, idle_timeout_s: float | None = None) -> Connection:
     Raises:
         Unavailable: nobody listens there, or it is another user's.
     """
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock = _without_timeout(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
     try:
         sock.connect(endpoint.removeprefix(SCHEME))
     except OSError as error:
@@ -174,6 +175,12 @@ def connect(endpoint: str, idle_timeout_s: float | None = None) -> Connection:
 
 def listen(endpoint: str, on_connection: OnConnection) -> Listener:
     return UnixListener(endpoint, on_connection)
+
+
+def _without_timeout(sock: socket.socket) -> socket.socket:
+    """Undo what `socket.setdefaulttimeout` of the user's code does to every new socket."""
+    sock.settimeout(None)
+    return sock
 
 
 def _is_same_user(sock: socket.socket) -> bool:

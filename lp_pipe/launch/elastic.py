@@ -27,6 +27,7 @@ from lp_pipe.launch.hosts.source_tree import SourceTree
 from lp_pipe.launch.hosts.standing import StandingGathering
 from lp_pipe.launch.hosts.tree_store import TreeStore
 from lp_pipe.launch.launcher import RunOptions, check_program, named_engine, start_run
+from lp_pipe.launch.plan import interpreter_state
 from lp_pipe.launch.refusal import check_not_refused
 from lp_pipe.launch.run import Run
 from lp_pipe.launch.run_dir import make_run_dir
@@ -73,6 +74,7 @@ def launch_elastic(
     metrics_sinks: tuple[Sink, ...] = (),
     listed: bool | None = None,
     hang_after: float | None = 60.0,
+    setup: Callable[[], Any] | None = None,
     engine: str | Engine = "local",
     hosts: str | Sequence[str] = "",
     engine_options: Mapping[str, str] | None = None,
@@ -100,7 +102,7 @@ def launch_elastic(
     """
     check_not_refused()
     count = HostCount.parse(num_hosts)
-    options = RunOptions(grace, metrics_sinks, listed, hang_after)
+    options = RunOptions(grace, metrics_sinks, listed, hang_after, setup)
     make_program = _checked(make_program)
     known = named_engine(engine, hosts, engine_options or {})
     folder = make_run_dir(make_program(count.most).name, run_dir)  # also: what it raises, it raises here
@@ -146,6 +148,7 @@ class ElasticRun:
         self._is_over = Latch()
         self._error: Exception | SystemExit | None = None
         self.has_raised_failure = False
+        self._prepare_thread = interpreter_state.thread_state()
         self._interrupts = Interrupts(lambda: self._run.request_stop(hurry=True), suspend=lambda: None)
         self._begin(is_first=True)
         self._interrupts.install()
@@ -236,6 +239,7 @@ class ElasticRun:
         self._num_hosts = num_hosts
 
     def _go_on(self) -> None:
+        self._prepare_thread()  # the nodes of later programs get their settings from this thread
         try:
             while self._must_begin_again() and not self._is_stopping.is_set():
                 _log.warning("the program begins again at the newest checkpoint: %s", self._why)

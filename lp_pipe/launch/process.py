@@ -47,7 +47,7 @@ def make_host(plan: Plan, metrics: MetricsLog) -> tuple[Host, Coordinator]:
     """A host that runs each node of `plan` in a process of its own (of a MultiProcessingColocation each inner node).
 
     Raises:
-        SerializationError: a node cannot be sent to its process.
+        SerializationError: a node, or the plan's setup, cannot be sent to its process.
         ValueError: a group wants more cores, GPUs or memory than this host has, or another host.
     """
     places = place_all(plan.nodes, this_host())
@@ -249,13 +249,12 @@ class ProcessHost(Host):
                 cwd=os_text.pack(self._surroundings.cwd),
                 sys_path=os_text.pack_all(self._search_path_of(spec)),
                 argv=os_text.pack_all(self._surroundings.argv),
-                absl_flags=self._surroundings.absl_flags,
                 env=os_text.pack_map(self._environment_of(spec)),
                 threads=spec.resources.threads,
                 cpus=self._places[node_id].cpus,
                 devices=self._places[node_id].devices,
                 grace_s=self._plan.grace_s,
-                log_level=self._surroundings.log_level,
+                state=self._surroundings.state,
                 membership=self._membership,
             ),
             payload=self._payloads[node_id] if spec.may_start_again else self._payloads.pop(node_id),

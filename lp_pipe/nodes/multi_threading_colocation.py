@@ -72,6 +72,7 @@ class _Threads:
 
     def _run_child(self, child: Node[Any], node: NodeContext) -> None:
         with entered(node):
+            node.prepare_thread()
             error = run_to_end(child, node)
         with self._changed:
             self._ended += 1

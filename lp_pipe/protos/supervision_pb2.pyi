@@ -18,7 +18,7 @@ class Hello(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., pid: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Start(_message.Message):
-    __slots__ = ("label", "index", "group_size", "run_dir", "socket_dir", "cwd", "sys_path", "env", "threads", "argv", "cpus", "grace_s", "log_level", "devices", "membership", "absl_flags")
+    __slots__ = ("label", "index", "group_size", "run_dir", "socket_dir", "cwd", "sys_path", "env", "threads", "argv", "cpus", "grace_s", "devices", "membership", "state")
     class EnvEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -38,10 +38,9 @@ class Start(_message.Message):
     ARGV_FIELD_NUMBER: _ClassVar[int]
     CPUS_FIELD_NUMBER: _ClassVar[int]
     GRACE_S_FIELD_NUMBER: _ClassVar[int]
-    LOG_LEVEL_FIELD_NUMBER: _ClassVar[int]
     DEVICES_FIELD_NUMBER: _ClassVar[int]
     MEMBERSHIP_FIELD_NUMBER: _ClassVar[int]
-    ABSL_FLAGS_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
     label: str
     index: int
     group_size: int
@@ -54,11 +53,10 @@ class Start(_message.Message):
     argv: _containers.RepeatedScalarFieldContainer[str]
     cpus: _containers.RepeatedScalarFieldContainer[int]
     grace_s: float
-    log_level: int
     devices: _containers.RepeatedScalarFieldContainer[int]
     membership: Membership
-    absl_flags: bytes
-    def __init__(self, label: _Optional[str] = ..., index: _Optional[int] = ..., group_size: _Optional[int] = ..., run_dir: _Optional[str] = ..., socket_dir: _Optional[str] = ..., cwd: _Optional[str] = ..., sys_path: _Optional[_Iterable[str]] = ..., env: _Optional[_Mapping[str, str]] = ..., threads: _Optional[int] = ..., argv: _Optional[_Iterable[str]] = ..., cpus: _Optional[_Iterable[int]] = ..., grace_s: _Optional[float] = ..., log_level: _Optional[int] = ..., devices: _Optional[_Iterable[int]] = ..., membership: _Optional[_Union[Membership, _Mapping]] = ..., absl_flags: _Optional[bytes] = ...) -> None: ...
+    state: bytes
+    def __init__(self, label: _Optional[str] = ..., index: _Optional[int] = ..., group_size: _Optional[int] = ..., run_dir: _Optional[str] = ..., socket_dir: _Optional[str] = ..., cwd: _Optional[str] = ..., sys_path: _Optional[_Iterable[str]] = ..., env: _Optional[_Mapping[str, str]] = ..., threads: _Optional[int] = ..., argv: _Optional[_Iterable[str]] = ..., cpus: _Optional[_Iterable[int]] = ..., grace_s: _Optional[float] = ..., devices: _Optional[_Iterable[int]] = ..., membership: _Optional[_Union[Membership, _Mapping]] = ..., state: _Optional[bytes] = ...) -> None: ...
 
 class Membership(_message.Message):
     __slots__ = ("run", "host", "reached_at", "credentials", "silence_s")

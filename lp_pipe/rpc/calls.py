@@ -198,6 +198,7 @@ def add_quick_callback(future: Future[Any], fn: Callable[[Future[Any]], object])
 def _call_in(node: NodeContext, fn: Callable[[Future[Any]], object], future: Future[Any]) -> None:
     """Run a callback as code of the node that added it: the pool's threads belong to none."""
     with entered(node):
+        node.prepare_thread()
         fn(future)
 
 

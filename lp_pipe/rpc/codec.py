@@ -80,6 +80,25 @@ def loads(data: bytes | bytearray) -> Any:
     return decode(body, [bytearray(buffer) for buffer in buffers])
 
 
+def dumps_in_turn(values: Sequence[Any]) -> bytes:
+    """Pickle values into one piece of bytes, for `loads_in_turn`; what several of them refer to stays one object."""
+    buffers: list[memoryview] = []
+    stream = io.BytesIO()
+    pickler = _ByValuePickler(stream, protocol=5, buffer_callback=_collect_in(buffers))
+    for value in values:
+        pickler.dump(value)
+    return pickle.dumps((stream.getvalue(), [bytes(buffer) for buffer in buffers]), protocol=5)
+
+
+def loads_in_turn(data: bytes | bytearray) -> Iterator[Any]:
+    """Undo `dumps_in_turn`; each value is loaded when the iterator is asked for it."""
+    body, buffers = pickle.loads(data)
+    stream = io.BytesIO(body)
+    unpickler = pickle.Unpickler(stream, buffers=map(bytearray, buffers))
+    while stream.tell() < len(body):
+        yield unpickler.load()
+
+
 def fingerprint(value: Any) -> bytes:
     """The same bytes for equal values; unlike `dumps`, also when one holds an object twice and the other its copy."""
     stream = io.BytesIO()
@@ -256,11 +275,14 @@ def _rebuild_tensor(raw: Any, dtype: str, place: tuple[Any, ...], requires_grad:
 
     kind = getattr(torch, dtype)
     shape, stride, expanded_shape, offset = place
-    tensor = torch.frombuffer(raw, dtype=kind).reshape(shape) if len(raw) else torch.empty(shape, dtype=kind)
+    is_empty = not len(raw)
+    tensor = (
+        torch.empty(shape, dtype=kind, device="cpu") if is_empty else torch.frombuffer(raw, dtype=kind).reshape(shape)
+    )
     if offset:
         tensor = layout.placed(tensor, stride or tensor.stride(), offset)
     elif stride is not None:
-        tensor = torch.empty_strided(shape, stride, dtype=kind).copy_(tensor)
+        tensor = torch.empty_strided(shape, stride, dtype=kind, device="cpu").copy_(tensor)
     if expanded_shape != shape:
         tensor = tensor.expand(expanded_shape)
     if is_parameter:

@@ -127,6 +127,8 @@ class Crew:
         return thread
 
     def _run(self, work: Callable[[], None]) -> None:
+        if self._node is not None:
+            self._node.prepare_thread()
         while not self._is_closed:
             work()
         with self._lock:

@@ -45,6 +45,8 @@ class LoopThread:
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         asyncio.set_event_loop(loop)
+        if self._node is not None:
+            self._node.prepare_thread()
         while not self._is_closing:
             # A task that a handler left behind may raise SystemExit, which asyncio lets through.
             with contextlib.suppress(SystemExit, KeyboardInterrupt):

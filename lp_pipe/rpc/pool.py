@@ -95,6 +95,8 @@ class DaemonPool:
                 self._threads.append(thread)
 
     def _work(self) -> None:
+        if self._node is not None:
+            self._node.prepare_thread()
         while (task := self._tasks.get()) is not None:
             function, args = task
             function(*args)

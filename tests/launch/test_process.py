@@ -4,6 +4,7 @@ import os
 import platform
 import resource
 import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -328,11 +329,20 @@ def test_long_names_of_the_temporary_folder_are_no_problem(tmp_path: Path, monke
         assert run.client("probe").ask(os.getppid)
 
 
-def test_sigint_at_a_node_does_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+def test_signals_are_as_in_a_fresh_interpreter_in_a_node_and_in_what_it_starts() -> None:
+    # SIGINT was ignored there, and so in every program that a node starts: none could be ended by it.
     with lp.launch(probes(), "process") as run:
         probe = run.client("probe")
-        os.kill(probe.ask(os.getpid), signal.SIGINT)
-        assert probe.ask(os.getpid) == run.status()["probe"][0]["pid"]
+        assert probe.ask(signal.getsignal, signal.SIGINT) is signal.default_int_handler
+        assert probe.ask(signal.getsignal, signal.SIGTERM) == signal.SIG_DFL
+        assert probe.ask(end_by_sigint) == -signal.SIGINT
+        assert probe.ask(os.getpid) == probe.ask(os.getsid, 0)  # Ctrl+C at a terminal does not reach it
+
+
+def end_by_sigint() -> int:
+    with subprocess.Popen(["sleep", "60"]) as child:
+        child.send_signal(signal.SIGINT)
+        return child.wait(WITHIN_S)
 
 
 def test_a_node_may_launch_a_program_of_its_own() -> None:

@@ -1,6 +1,6 @@
 """What a launch will start: every node with its place, resources and addresses. Nothing runs here."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,10 @@ from lp_pipe.telemetry.run_folder import RunFolder
 
 @dataclass(frozen=True)
 class Plan:
-    """A whole program, ready to be started under `run_dir`."""
+    """A whole program, ready to be started under `run_dir`.
+
+    setup: runs first in every process of the program.
+    """
 
     program: str
     nodes: tuple[NodeSpec, ...]
@@ -26,6 +29,7 @@ class Plan:
     owners: Mapping[str, str]  # address id -> node_id
     run_dir: Path
     grace_s: float
+    setup: Callable[[], Any] | None = None
 
     @property
     def folder(self) -> RunFolder:
@@ -42,7 +46,7 @@ class Plan:
         return self.owners[address]
 
 
-def make_plan(program: Program, run_dir: Path, grace_s: float) -> Plan:
+def make_plan(program: Program, run_dir: Path, grace_s: float, setup: Callable[[], Any] | None = None) -> Plan:
     """Validate the graph and lay out its nodes.
 
     Raises:
@@ -60,7 +64,7 @@ def make_plan(program: Program, run_dir: Path, grace_s: float) -> Plan:
         for spec in expand(_spec_of(node, program.options(label), group_size=len(nodes)))
     )
     owners = {address: spec.node_id for spec in specs for address in spec.addresses}
-    return Plan(program.name, specs, edges, owners, run_dir, grace_s)
+    return Plan(program.name, specs, edges, owners, run_dir, grace_s, setup)
 
 
 def _check_colocations(bases: Mapping[str, str | None]) -> None:
@@ -95,17 +99,29 @@ def serialize_nodes(plan: Plan) -> dict[str, bytes]:
     """Every process as bytes, by node_id; checks that all can travel before any is started.
 
     Raises:
-        SerializationError: a part of a node does not pickle; names the node, the path to the part, and its type.
+        SerializationError: a part of a node does not pickle; names the node, the path to the part, and its type. Or
+            the plan's setup does not.
         ValueError: a node has captured a handle of a node that is not in the program.
     """
     absl_flags.name_in_pickles()
+    _check_setup(plan.setup)
     return {spec.node_id: _serialize(spec, plan) for spec in plan.nodes}
+
+
+def _check_setup(setup: Callable[[], Any] | None) -> None:
+    try:
+        codec.dumps(setup)
+    except Exception as error:
+        raise SerializationError(
+            f"setup={setup!r} cannot be sent to the nodes: {type(error).__name__}: {error}\n"
+            "Make what does not pickle inside the function."
+        ) from error
 
 
 def _serialize(spec: NodeSpec, plan: Plan) -> bytes:
     with codec.collecting_handles() as handles:
         try:
-            data = codec.dumps((spec.node, spec.resources))
+            data = codec.dumps_in_turn([plan.setup, (spec.node, spec.resources)])
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # whatever a user's pickling code raises: a __getstate__ may exit

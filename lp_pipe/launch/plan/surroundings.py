@@ -1,6 +1,5 @@
-"""What nodes find around them: environment, folder, import path, arguments, flags; as they are at launch()."""
+"""What nodes find around them: environment, folder, import path, arguments, settings; as they are at launch()."""
 
-import logging
 import os
 import sys
 from collections.abc import Mapping
@@ -8,7 +7,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from lp_pipe.errors import LaunchError
-from lp_pipe.launch.plan import absl_flags
+from lp_pipe.launch.plan import interpreter_state
 
 # What describes a host or a login there, not the program.
 _OF_A_HOST = frozenset(
@@ -25,6 +24,7 @@ _PREFIXES_OF_A_HOST = ("SSH_", "XDG_", "DBUS_", "SLURM", "KUBERNETES_", "RAY_", 
 class Surroundings:
     """Picklable: travels to the agents of other hosts.
 
+    state: what the script has set for its process, see interpreter_state.py.
     synced: the launcher's folder (an absolute path, no links) of which the hosts have a copy of their own; "": none.
     """
 
@@ -32,17 +32,15 @@ class Surroundings:
     cwd: str
     sys_path: tuple[str, ...]
     argv: tuple[str, ...]
-    log_level: int
-    absl_flags: bytes = b""
+    state: bytes
     synced: str = ""
 
     @classmethod
     def here(cls, synced: str = "") -> Self:
-        """Of this process, now."""
-        level = logging.getLogger().getEffectiveLevel()
-        return cls(
-            dict(os.environ), _current_folder(), tuple(sys.path), tuple(sys.argv), level, absl_flags.here(), synced
-        )
+        """Return those of this process, now."""
+        paths = tuple(sys.path), tuple(sys.argv)
+        state = interpreter_state.here()
+        return cls(dict(os.environ), _current_folder(), *paths, state, synced)
 
     def on_this_host(self, tree: str = "") -> "Surroundings":
         """Those of a launcher elsewhere, as far as they make sense here; the rest is this process's own.
@@ -60,7 +58,7 @@ class Surroundings:
         synced = {path: found for path in self.sys_path if (found := self._synced(path, tree)) is not None}
         shared = (path for path in self.sys_path if path not in synced and os.path.isdir(path))
         paths = dict.fromkeys([*synced.values(), *sys.path, *shared])
-        return Surroundings({**theirs, **ours}, cwd, tuple(paths), self.argv, self.log_level, self.absl_flags)
+        return Surroundings({**theirs, **ours}, cwd, tuple(paths), self.argv, self.state)
 
     def _synced(self, folder: str, tree: str) -> str | None:
         """The copy of a folder of the launcher's, if it is one of those that were synced."""

@@ -5,7 +5,6 @@ import contextlib
 import importlib
 import io
 import itertools
-import logging
 import os
 import sys
 import threading
@@ -23,9 +22,9 @@ from lp_pipe.context import NodeContext, StopSignal, enter_process
 from lp_pipe.errors import Unavailable
 from lp_pipe.launch.coordination.record import Failure
 from lp_pipe.launch.coordination.view import to_wire
-from lp_pipe.launch.plan import absl_flags
+from lp_pipe.launch.plan import interpreter_state, logging_state
 from lp_pipe.launch.processes import os_text
-from lp_pipe.launch.processes.execute import failure_from, run_node
+from lp_pipe.launch.processes.execute import failure_from, run_node, run_setup
 from lp_pipe.launch.processes.threads import set_process_threads
 from lp_pipe.launch.processes.zygote import LAUNCHER_PATIENCE_S
 from lp_pipe.protos import supervision_pb2 as wire
@@ -260,9 +259,14 @@ def all_stacks() -> str:
 def _run(start: wire.Start, payload: bytearray, supervision: Supervision) -> Failure | None:
     _set_up_process(start)
     namesakes.enter_node()
-    absl_flags.arrive(start.absl_flags)
+    interpreter_state.arrive(start.state)
+    loaded = codec.loads_in_turn(payload)
+    failure = run_setup(lambda: (next(loaded) or _nothing)())
+    if failure is not None:
+        return failure
     supervision.use_places_of(start)
-    node, resources = codec.loads(payload)
+    node, resources = next(loaded)
+    logging_state.hold_level()
     context = NodeContext(
         label=start.label,
         index=start.index,
@@ -273,6 +277,7 @@ def _run(start: wire.Start, payload: bytearray, supervision: Supervision) -> Fai
         devices=tuple(start.devices),
         grace_s=start.grace_s,
         stop_signal=supervision.stop_signal,
+        prepare_thread=interpreter_state.thread_state(),  # after setup(), which may have changed it
     )
     supervision.count_calls = lambda: context.calls
     enter_process(context)
@@ -280,6 +285,10 @@ def _run(start: wire.Start, payload: bytearray, supervision: Supervision) -> Fai
     if context.is_stopping:
         return None
     return run_node(node, context)
+
+
+def _nothing() -> None:
+    """The setup function of a program without one."""
 
 
 def _set_up_process(start: wire.Start) -> None:
@@ -298,4 +307,3 @@ def _set_up_process(start: wire.Start) -> None:
         os.chdir(os_text.unpack(start.cwd))
     if start.cpus:
         _pin_to(start.cpus)
-    logging.basicConfig(level=start.log_level or logging.WARNING, format="%(levelname)s %(name)s: %(message)s")

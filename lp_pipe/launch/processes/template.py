@@ -65,6 +65,7 @@ class Template:
         self._send_lock = threading.Lock()
         self._is_closing = False
         self._control, theirs = socket.socketpair()
+        self._control.settimeout(None)  # the user's code may have called socket.setdefaulttimeout
         arguments = [
             json.dumps(sys.path),
             str(theirs.fileno()),

@@ -131,7 +131,8 @@ class Zygote:
             os.setsid()
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C is the launcher's to handle
+            # As in a fresh interpreter, also for what the node starts. A session of its own: Ctrl+C never comes here.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             os.dup2(fds[0], 1)
             os.dup2(fds[1], 2)
             for fd in (*fds, self._wake.detach(), self._wake_write.detach(), self._control.detach(), self._launcher):

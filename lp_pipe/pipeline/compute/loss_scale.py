@@ -44,7 +44,7 @@ def unscale(gradients: Sequence[Tensor], factor: float) -> bool:
     """Divide in place; whether one of them is infinite or NaN."""
     overflowed = False
     # As GradScaler: the reciprocal in double precision, one call for each kind of tensors.
-    inverse = torch.tensor(factor, dtype=torch.float32).double().reciprocal().float()
+    inverse = torch.tensor(factor, dtype=torch.float32, device="cpu").double().reciprocal().float()
     values = [dense(gradient) for gradient in gradients]
     for kind in {(value.device, value.dtype) for value in values}:
         same = [value for value in values if (value.device, value.dtype) == kind]
@@ -55,4 +55,4 @@ def unscale(gradients: Sequence[Tensor], factor: float) -> bool:
 
 
 def _float32(value: float) -> float:
-    return float(torch.tensor(value, dtype=torch.float32))
+    return float(torch.tensor(value, dtype=torch.float32, device="cpu"))

@@ -98,7 +98,7 @@ class SavedFolder:
         described = self._metadata.state_dict_metadata[name]
         if not isinstance(described, TensorStorageMetadata):
             return None
-        return torch.empty(described.size, dtype=described.properties.dtype)
+        return torch.empty(described.size, dtype=described.properties.dtype, device="cpu")
 
     def _by_file(self, plan: LoadPlan) -> dict[str, list[ReadItem]]:
         found: dict[str, list[ReadItem]] = {}
