@@ -19,6 +19,7 @@ from lp_pipe import connections
 from lp_pipe.launch.processes.socket_dir import fits, make_socket_dir
 from lp_pipe.launch.registry import live_folder
 from lp_pipe.launch.run_dir import usual_runs
+from lp_pipe.torch_version import WANTED, is_tested, is_too_old
 
 _MIB = 1 << 20
 _PATIENCE_S = 30.0
@@ -27,6 +28,7 @@ _FDS_PER_NODE = 3  # two pipes and a stream, in the launcher
 _OWN_FDS = 50
 _FEW_FDS, _VERY_FEW_FDS = 1024, 256
 _FEW_PROCESSES = 512  # threads count as well
+_INSTALL_TORCH = f"pip install '{WANTED}'    (only pipelines need it)"
 
 
 @dataclass(frozen=True)
@@ -63,12 +65,14 @@ def check_package(name: str, fix: str, level: str = "fail") -> Sequence[str]:
 
 
 def check_torch() -> Sequence[str]:
-    from lp_pipe.pipeline.torch_version import WANTED, is_too_old
-
-    level, version, *fix = check_package("torch", f"pip install '{WANTED}'    (only pipelines need it)", level="warn")
+    level, version, *fix = check_package("torch", _INSTALL_TORCH, level="warn")
+    if level == "warn":
+        return level, "not installed: pipelines cannot run, everything else can", *fix
     if is_too_old(version):
         return "warn", f"{version} is too old for pipelines", f"pip install --upgrade '{WANTED}'"
-    return level, version, *fix
+    if not is_tested(version):
+        return "warn", f"{version}: lp_pipe was not tested with this version", f"pip install '{WANTED}'"
+    return level, version
 
 
 def check_shm() -> Sequence[str]:
@@ -172,6 +176,37 @@ def check_fork() -> Sequence[str]:
     return "ok", f"a node was forked, ran and ended within {time.monotonic() - began:.2f} s"
 
 
+def check_pipeline() -> Sequence[str]:
+    """A pipeline of two stages trains for one step, in threads: private parts of torch differ between its versions."""
+    try:
+        import torch
+    except ImportError as error:
+        is_missing = isinstance(error, ModuleNotFoundError) and error.name == "torch"
+        why = "torch is not installed" if is_missing else f"torch cannot be imported: {error}"
+        return "warn", f"not tried: {why}", _INSTALL_TORCH
+    began = time.monotonic()
+    try:
+        _train_one_step()
+    except Exception as error:  # whatever this torch lacks
+        why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        return "fail", f"a pipeline cannot train with torch {torch.__version__}: {why}", f"pip install '{WANTED}'"
+    return "ok", f"two stages trained one step within {time.monotonic() - began:.2f} s"
+
+
+def _train_one_step() -> None:
+    import torch
+    from torch import nn
+
+    import lp_pipe.pipeline as pp
+
+    layers = [nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)]
+    model = pp.Model(layers, nn.functional.mse_loss, lambda named: torch.optim.SGD([p for _, p in named], lr=0.1))
+    program = lp.Program("doctor")
+    handle = pp.add_pipeline(program, model, stages=2, microbatches=2, device="cpu")
+    with tempfile.TemporaryDirectory() as run_dir, lp.launch(program, "thread", run_dir=run_dir, listed=False) as run:
+        run.client(handle).step((torch.ones(4, 2), torch.ones(4, 1)))
+
+
 def check_death_signals() -> Sequence[str]:
     """What takes nodes down at once when their launcher is killed; without, they notice that it is silent."""
     missing = [] if _has_pidfd() else ["pidfd"]
@@ -220,5 +255,6 @@ CHECKS: dict[str, Callable[[], Sequence[str]]] = {
     "run folder": check_run_folder,
     "death signals": check_death_signals,
     "fork": check_fork,
-    "gpu": check_gpu,  # last: a fork after torch's import would take longer
+    "gpu": check_gpu,  # from here on torch is imported, and a fork after that takes longer
+    "pipeline": check_pipeline,
 }

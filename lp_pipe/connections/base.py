@@ -40,6 +40,7 @@ class Connection(ABC):
         """
 
     can_begin_sending = False
+    is_same_process = False  # whether the peer is in this process, so that buffers may be any objects
 
     @property
     def sent_bytes(self) -> int:

@@ -1,5 +1,7 @@
 """How one node reaches another: handles at setup, clients at execution."""
 
+from lp_pipe.handles.arguments import check_arguments as check_arguments
+from lp_pipe.handles.arguments import declared_at as declared_at
 from lp_pipe.handles.base import Handle as Handle
 from lp_pipe.handles.base import NoClientHandle as NoClientHandle
 from lp_pipe.handles.courier import CourierHandle as CourierHandle

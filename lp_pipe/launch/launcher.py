@@ -121,7 +121,7 @@ def launch(
         the launcher and to the other hosts.
 
     Raises:
-        TypeError: not a Program, or setup cannot be called.
+        TypeError: not a Program, setup cannot be called, or a node's constructor does not take its arguments.
         ValueError: unknown mode or engine, empty program, a handle of another program's node, more resources than the
             hosts have, hang_after that is not positive, grace that is negative.
         SerializationError: setup, or a part of a node, cannot be sent to the processes; nothing was started.

@@ -249,6 +249,7 @@ class ProcessHost(Host):
                 cwd=os_text.pack(self._surroundings.cwd),
                 sys_path=os_text.pack_all(self._search_path_of(spec)),
                 argv=os_text.pack_all(self._surroundings.argv),
+                main=os_text.pack_map(self._surroundings.main),
                 env=os_text.pack_map(self._environment_of(spec)),
                 threads=spec.resources.threads,
                 cpus=self._places[node_id].cpus,

@@ -1,7 +1,9 @@
 """A launched program, as its launcher sees it."""
 
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +15,7 @@ from lp_pipe.handles import Handle
 from lp_pipe.launch.at_exit import active_runs
 from lp_pipe.launch.control import ControlPoint
 from lp_pipe.launch.coordination.coordinator import Coordinator
+from lp_pipe.launch.debuggers import DebuggersHere
 from lp_pipe.launch.hangs.hangs import HangWatch
 from lp_pipe.launch.host import Host, give_up
 from lp_pipe.launch.leftovers import remove_if_empty
@@ -23,11 +26,13 @@ from lp_pipe.launch.services import EndedServices, LauncherServices
 from lp_pipe.launch.signals import Interrupts, Latch
 from lp_pipe.launched import asking, publish, replace_published
 from lp_pipe.program import Program
+from lp_pipe.telemetry.console import console
 from lp_pipe.telemetry.metrics import MetricsLog
 from lp_pipe.telemetry.some_names import some
 
 _TERM_TO_KILL_S = 1.0
 _NAMED_AT_MOST = 5
+_LOOK_FOR_DEBUGGERS_S = 0.3
 
 _log = logging.getLogger(__name__)
 
@@ -60,6 +65,7 @@ class Run:
         self._is_over = Latch()
         self._interrupts = Interrupts(lambda: coordinator.request_stop(hurry=True), host.suspend)
         self._services = LauncherServices(coordinator, host, self._interrupts.deferred)
+        self._debuggers = DebuggersHere(coordinator.plan.run_dir, console.lent)
         self.has_raised_failure = False
         self.has_faulty_connections = faulty.is_enabled()
         publish(coordinator.plan.owners, self._services)
@@ -118,7 +124,7 @@ class Run:
             KeyboardInterrupt: Ctrl+C or SIGTERM; raised once the nodes are down.
         """
         try:
-            is_over = self._is_over.wait(timeout)
+            is_over = self._wait_or_debug(timeout)
         except KeyboardInterrupt:
             self.stop()
             raise
@@ -130,6 +136,17 @@ class Run:
         if error is not None:
             self.has_raised_failure = True
             raise error
+
+    def _wait_or_debug(self, timeout: float | None) -> bool:
+        """Wait for the end, and lend a script's terminal to the debuggers of its nodes meanwhile; False: time is up."""
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        is_main = threading.current_thread() is threading.main_thread()
+        while not self._is_over.wait(min(_LOOK_FOR_DEBUGGERS_S, max(0.0, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline:
+                return False
+            if is_main:
+                self._debuggers.look()
+        return True
 
     def stop(self) -> None:
         """Stop the program in order, and return when nothing of it is left. Idempotent, any thread but a node's."""

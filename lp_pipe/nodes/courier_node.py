@@ -10,12 +10,14 @@ from lp_pipe.handles import CourierHandle
 from lp_pipe.nodes import user_code
 from lp_pipe.nodes.base import Node
 from lp_pipe.rpc import Server
+from lp_pipe.telemetry import waits
 
 
 class CourierNode(Node[CourierHandle]):
     """Builds `ctor(*args, **kwargs)` and serves its public methods.
 
     With a `run()` method the node lives until that returns (handlers overlap it), otherwise until the program stops.
+    A `run` that only a `__getattr__` would answer does not count.
 
     courier_kwargs: thread_pool_size (handlers in parallel, 16 by default; 0: inline in the connection's thread).
     courier_client_kwargs: call_timeout (seconds; None by default), wait_for_ready (True) of the clients made from this
@@ -58,9 +60,10 @@ class CourierNode(Node[CourierHandle]):
             node.servers.remove(server)
 
     def _serve(self, served: Any, node: NodeContext) -> None:
-        run = getattr(served, "run", None)
-        if not callable(run) or not self._run_enabled:
-            node.stop_signal.event.wait()
+        run = user_code.optional_method(served, "run")
+        if run is None or not self._run_enabled:
+            with waits.waiting(waits.IDLE, waits.Target(), node=node):
+                node.stop_signal.event.wait()
             return
         try:
             user_code.call(run)

@@ -53,7 +53,8 @@ class Answer:
         if frame.kind == frames.ERROR:
             self._last(frame)
             return False
-        on_size(len(frame.body) + sum(memoryview(buffer).nbytes for buffer in frame.buffers))
+        memory = [buffer for buffer in frame.buffers if isinstance(buffer, memoryview)]
+        on_size(len(frame.body) + sum(buffer.nbytes for buffer in memory))
         is_sent = self._send(frame)
         if not is_sent:
             self._on_end(self)
@@ -64,10 +65,13 @@ class Answer:
         self._last(Frame(frames.STREAM_END, self.id))
 
     def _encoded(self, kind: int, value: Any) -> Frame:
+        same_process = self.connection.is_same_process
         try:
-            body, buffers = codec.encode(value)
+            body, buffers = codec.encode(value, same_process=same_process)
         except BaseException as error:  # a __reduce__ that exits: the caller would wait for ever
-            text = str(unpicklable(f"{self.method}() of {self._server}", [("result", value)], error))
+            text = str(
+                unpicklable(f"{self.method}() of {self._server}", [("result", value)], error, same_process=same_process)
+            )
             return self._error_frame(remote_error.own(remote_error.SERIALIZATION, text))
         return Frame(kind, self.id, "", body, buffers)
 

@@ -138,8 +138,7 @@ class CourierClient:
             self._send_task(link, task)
         else:
             # Connecting may take as long as the server takes to come up; the arguments are captured now.
-            payload = codec.Payload(task.payload.body, [bytearray(buffer) for buffer in task.payload.buffers])
-            arguments = (task._replace(payload=payload),)
+            arguments = (task._replace(payload=task.payload.captured()),)
             name = f"connect {self._peer}"
             try:
                 threading.Thread(target=self._connect_and_send, args=arguments, name=name, daemon=True).start()
@@ -195,13 +194,14 @@ class CourierClient:
             raise SerializationError(f"{self._peer}.{method}(): the arguments are too large: {error}") from error
 
     def _encode(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> codec.Payload:
+        same_process = connections.is_here(self._address)
         try:
-            return codec.encode((args, kwargs))
+            return codec.encode((args, kwargs), same_process=same_process)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a __reduce__ that exits is no reason for this node to end as if all was well
             parts = [*((f"args[{index}]", arg) for index, arg in enumerate(args)), *kwargs.items()]
-            raise unpicklable(f"{self._peer}.{method}()", parts, error) from error
+            raise unpicklable(f"{self._peer}.{method}()", parts, error, same_process=same_process) from error
 
     def _awaiting(self, method: str) -> waits.awaiting:
         return waits.awaiting(waits.CALL, self._as_target, method, self._call_timeout_s is not None)

@@ -1,18 +1,20 @@
-"""The output of nodes: read from their pipes, and passed on in whole lines."""
+"""The output of nodes: read from their pipes, and passed on line by line; what has no end yet after a moment."""
 
 import logging
 import os
 import selectors
 import threading
+import time
 from collections import deque
 
+from lp_pipe.private_python import call_before_threads_are_joined
 from lp_pipe.telemetry.log_files import LogOutput
+from lp_pipe.telemetry.terminal_lines import TerminalLines
 
 _log = logging.getLogger(__name__)
 
 _KEPT_LINES = 20
 _READ_BYTES = 1 << 16
-_MAX_LINE_BYTES = 1 << 20
 _WRITING_PATIENCE_S = 2.0
 _LAST_LOOKS = 4  # for what came while nobody took what was written; pipes of strangers may never be empty
 
@@ -23,7 +25,7 @@ class _Stream:
     def __init__(self, node_id: str, is_stderr: bool) -> None:
         self.node_id = node_id
         self.is_stderr = is_stderr
-        self.partial = b""
+        self.lines = TerminalLines()
 
 
 class LogPump:
@@ -36,6 +38,7 @@ class LogPump:
         os.set_blocking(self._wake_read, False)
         self._selector.register(self._wake_read, selectors.EVENT_READ)
         self._new: deque[tuple[int, _Stream]] = deque()
+        self._waiting: dict[_Stream, float] = {}  # those with unfinished lines, and when they are to be looked at
         self._last: dict[str, deque[str]] = {}
         self._open_pipes: dict[str, int] = {}
         self._changed = threading.Condition()
@@ -88,6 +91,9 @@ class LogPump:
             self._free()
 
     def _pass_on(self, timeout_s: float | None) -> None:
+        due = min(self._waiting.values(), default=None)
+        if timeout_s is None and due is not None:
+            timeout_s = max(0.0, due - time.monotonic())
         for key, _ in self._selector.select(timeout_s):
             if key.fd == self._wake_read:
                 os.read(self._wake_read, 4096)
@@ -96,6 +102,13 @@ class LogPump:
         while self._new:
             fd, stream = self._new.popleft()
             self._selector.register(fd, selectors.EVENT_READ, stream)
+        now = time.monotonic()
+        for stream in [stream for stream, due in self._waiting.items() if due <= now]:
+            lines, unfinished = stream.lines.look(now)
+            self._write(stream, lines)
+            if unfinished is not None:
+                self._output.show(stream.node_id, stream.is_stderr, unfinished)
+            self._wait_for(stream)
         self._output.flush()
 
     def _free(self) -> None:
@@ -110,18 +123,29 @@ class LogPump:
             data = os.read(fd, _READ_BYTES)
         except BlockingIOError:
             return
-        *lines, stream.partial = (stream.partial + data).split(b"\n")
-        if stream.partial and (not data or len(stream.partial) > _MAX_LINE_BYTES):
-            lines, stream.partial = [*lines, stream.partial], b""
-        if lines:
-            self._last[stream.node_id].extend(line.decode(errors="replace") for line in lines[-_KEPT_LINES:])
-            self._output.write(stream.node_id, stream.is_stderr, lines)
-        if not data:
+        if data:
+            self._write(stream, stream.lines.feed(data, time.monotonic()))
+            self._wait_for(stream)
+        else:
+            self._write(stream, stream.lines.close())
+            self._waiting.pop(stream, None)
             self._selector.unregister(fd)
             os.close(fd)
             with self._changed:
                 self._open_pipes[stream.node_id] -= 1
                 self._changed.notify_all()
+
+    def _write(self, stream: _Stream, lines: list[bytes]) -> None:
+        if lines:
+            self._last[stream.node_id].extend(line.decode(errors="replace") for line in lines[-_KEPT_LINES:])
+            self._output.write(stream.node_id, stream.is_stderr, lines)
+
+    def _wait_for(self, stream: _Stream) -> None:
+        due = stream.lines.due
+        if due is None:
+            self._waiting.pop(stream, None)
+        else:
+            self._waiting[stream] = due
 
 
 def _two_pipes() -> tuple[tuple[int, int], tuple[int, int]]:
@@ -153,4 +177,4 @@ def _write_the_rest() -> None:
 
 _unfinished: list[threading.Thread] = []
 # At the end, and not a thread that is no daemon: that would be joined before runs that nobody has stopped end.
-threading._register_atexit(_write_the_rest)  # type: ignore[attr-defined]
+call_before_threads_are_joined(_write_the_rest)

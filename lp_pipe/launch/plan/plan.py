@@ -15,6 +15,11 @@ from lp_pipe.rpc import codec
 from lp_pipe.rpc.explain import find_culprit
 from lp_pipe.telemetry.run_folder import RunFolder
 
+_DATA_HINT = (
+    "\nMake it inside the node instead: in its constructor, with lp_pipe.Deferred(ctor, ...), or, if it is a layer of "
+    "a pipeline, with pp.Layer(ctor, ...)."
+)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -52,9 +57,12 @@ def make_plan(program: Program, run_dir: Path, grace_s: float, setup: Callable[[
     Raises:
         ValueError: no nodes, an empty MultiProcessingColocation, a handle of a node that is not in the program, or
             groups that are to be on each other's hosts.
+        TypeError: a node's constructor does not take the node's arguments.
     """
     if not program.get_all_nodes():
         raise ValueError(f"program {program.name!r} has no nodes: there is nothing to launch")
+    for node in program.get_all_nodes():
+        node.check_arguments()
     _check_colocations({label: program.options(label).resources.colocate_with for label in program.groups})
     edges = tuple(program.edges())
     specs = tuple(
@@ -141,8 +149,7 @@ def _unpicklable(spec: NodeSpec, error: BaseException) -> LpPipeError:
         culprit = find_culprit(part, f"{spec.path}{name}", codec.encode_by_value)
         if culprit is not None:
             return SerializationError(
-                f"{spec.name}: {culprit.path} of type {culprit.type_name} does not pickle: {culprit.error}\n"
-                "Make it inside the node instead: in its constructor, with lp_pipe.Deferred(ctor, ...), or, if it is a "
-                "layer of a pipeline, with pp.Layer(ctor, ...)."
+                f"{spec.name}: {culprit.path} of type {culprit.type_name} does not pickle: {culprit.error}"
+                f"{culprit.code_hint or _DATA_HINT}"
             )
     return SerializationError(f"{spec.name}: {spec.path}the node cannot be pickled: {type(error).__name__}: {error}")

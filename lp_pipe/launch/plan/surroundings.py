@@ -3,11 +3,12 @@
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 from lp_pipe.errors import LaunchError
 from lp_pipe.launch.plan import interpreter_state
+from lp_pipe.rpc import namesakes
 
 # What describes a host or a login there, not the program.
 _OF_A_HOST = frozenset(
@@ -26,6 +27,7 @@ class Surroundings:
 
     state: what the script has set for its process, see interpreter_state.py.
     synced: the launcher's folder (an absolute path, no links) of which the hosts have a copy of their own; "": none.
+    main: what the launcher's `__main__` tells of its script, by attribute.
     """
 
     environment: Mapping[str, str]
@@ -34,13 +36,14 @@ class Surroundings:
     argv: tuple[str, ...]
     state: bytes
     synced: str = ""
+    main: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def here(cls, synced: str = "") -> Self:
         """Return those of this process, now."""
         paths = tuple(sys.path), tuple(sys.argv)
         state = interpreter_state.here()
-        return cls(dict(os.environ), _current_folder(), *paths, state, synced)
+        return cls(dict(os.environ), _current_folder(), *paths, state, synced, namesakes.facts())
 
     def on_this_host(self, tree: str = "") -> "Surroundings":
         """Those of a launcher elsewhere, as far as they make sense here; the rest is this process's own.
@@ -58,7 +61,14 @@ class Surroundings:
         synced = {path: found for path in self.sys_path if (found := self._synced(path, tree)) is not None}
         shared = (path for path in self.sys_path if path not in synced and os.path.isdir(path))
         paths = dict.fromkeys([*synced.values(), *sys.path, *shared])
-        return Surroundings({**theirs, **ours}, cwd, tuple(paths), self.argv, self.state)
+        surroundings = {**theirs, **ours}, cwd, tuple(paths), self.argv, self.state
+        return Surroundings(*surroundings, main=self._main_here(tree))
+
+    def _main_here(self, tree: str) -> dict[str, str]:
+        """The script's file is its copy, where the folder that it is in was synced."""
+        folder, name = os.path.split(self.main.get("__file__", ""))
+        copy = self._synced(folder, tree)
+        return {**self.main} if copy is None else {**self.main, "__file__": os.path.join(copy, name)}
 
     def _synced(self, folder: str, tree: str) -> str | None:
         """The copy of a folder of the launcher's, if it is one of those that were synced."""

@@ -1,6 +1,5 @@
 """The life of a node's process: report in, become the node, run it, report its end."""
 
-import atexit
 import contextlib
 import importlib
 import io
@@ -25,8 +24,10 @@ from lp_pipe.launch.coordination.view import to_wire
 from lp_pipe.launch.plan import interpreter_state, logging_state
 from lp_pipe.launch.processes import os_text
 from lp_pipe.launch.processes.execute import failure_from, run_node, run_setup
+from lp_pipe.launch.processes.node_stdin import NodeStdin
 from lp_pipe.launch.processes.threads import set_process_threads
 from lp_pipe.launch.processes.zygote import LAUNCHER_PATIENCE_S
+from lp_pipe.private_python import run_exit_functions
 from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.rpc import codec, namesakes
 from lp_pipe.rpc.owner import Owner, nobody_to_ask
@@ -225,7 +226,7 @@ def main(node_id: str, endpoint: str, attempt: int) -> int:
     if failure is not None:
         _exit_within(start.grace_s)
     with contextlib.suppress(Exception):
-        atexit._run_exitfuncs()
+        run_exit_functions()
         sys.stdout.flush()
         sys.stderr.flush()
     supervision.close()
@@ -258,14 +259,19 @@ def all_stacks() -> str:
 
 def _run(start: wire.Start, payload: bytearray, supervision: Supervision) -> Failure | None:
     _set_up_process(start)
-    namesakes.enter_node()
+    namesakes.enter_node(os_text.unpack_map(start.main))
     interpreter_state.arrive(start.state)
     loaded = codec.loads_in_turn(payload)
-    failure = run_setup(lambda: (next(loaded) or _nothing)())
+
+    def load_next() -> Any:
+        with namesakes.defining_main():
+            return next(loaded)
+
+    failure = run_setup(lambda: (load_next() or _nothing)())
     if failure is not None:
         return failure
     supervision.use_places_of(start)
-    node, resources = next(loaded)
+    node, resources = load_next()
     logging_state.hold_level()
     context = NodeContext(
         label=start.label,
@@ -281,6 +287,8 @@ def _run(start: wire.Start, payload: bytearray, supervision: Supervision) -> Fai
     )
     supervision.count_calls = lambda: context.calls
     enter_process(context)
+    host = start.membership.host.rpartition("/")[0]
+    sys.stdin = NodeStdin(context, os_text.unpack(start.socket_dir), host)
     set_process_threads(start.threads)
     if context.is_stopping:
         return None

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lp_pipe.pipeline.compute.finite import dense
+from lp_pipe.private_torch import unscale_in_place
 
 _GROWTH = 2.0
 _BACKOFF = 0.5
@@ -49,7 +50,7 @@ def unscale(gradients: Sequence[Tensor], factor: float) -> bool:
     for kind in {(value.device, value.dtype) for value in values}:
         same = [value for value in values if (value.device, value.dtype) == kind]
         found = torch.zeros((), dtype=torch.float32, device=kind[0])
-        torch._amp_foreach_non_finite_check_and_unscale_(same, found, inverse.to(kind[0]))
+        unscale_in_place(same, found, inverse.to(kind[0]))
         overflowed = overflowed or bool(found.item())
     return overflowed
 

@@ -26,12 +26,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node, _engine_run_backward, get_gradient_edge
-from torch.autograd.variable import Variable
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from lp_pipe.pipeline.compute.activation_meter import Held, held_for_later
 from lp_pipe.pipeline.layers.message import tensors_of
+from lp_pipe.private_torch import run_backward
 
 Root = Tensor | GradientEdge  # a tensor, or its place in the graph
 Roots = Sequence[tuple[Root, Tensor | None]]  # with their gradients (None for a loss)
@@ -69,7 +70,7 @@ class SplitBackward:
         handles = [_keep(joint, self._arrived) for group in self._groups for joint in group.joints]
         try:
             gradients = [_gradient_of(root, gradient) for root, gradient in roots]
-            _run_engine(starts, gradients, retain_graph=True, inputs=(entry, *at_once))
+            run_backward(starts, gradients, retain_graph=True, inputs=(entry, *at_once))
         finally:
             _remove(handles)
         waiting = [gradient for gradients in self._arrived.values() for gradient in gradients]
@@ -95,7 +96,7 @@ class SplitBackward:
         edges, gradients = zip(*starts, strict=True)
         try:
             # Retained, because the way from one joint of a group to another may pass through other groups' joints.
-            _run_engine(edges, gradients, retain_graph=True, inputs=tuple(group.leaves))
+            run_backward(edges, gradients, retain_graph=True, inputs=tuple(group.leaves))
         finally:
             _remove(handles)
 
@@ -108,23 +109,7 @@ def backward(roots: Roots) -> None:
         tensors, gradients = zip(*roots, strict=True)
         torch.autograd.backward(tensors, gradients)
         return
-    _run_engine([root for root, _ in roots], [_gradient_of(*root) for root in roots])
-
-
-def _run_engine(
-    edges: Sequence[Root], gradients: Sequence[Tensor], *, retain_graph: bool = False, inputs: tuple[Tensor, ...] = ()
-) -> None:
-    """torch.autograd.backward without a look at the arguments, which takes longer than a small stage's backward."""
-    run = _engine_of(gradients)
-    # By position: edges, gradients, whether the graph is kept, whether gradients have one, inputs.
-    run(tuple(edges), tuple(gradients), retain_graph, False, inputs, allow_unreachable=True, accumulate_grad=True)
-
-
-def _engine_of(gradients: Sequence[Tensor]) -> Callable[..., Any]:
-    """torch's engine: for GPUs with the context that autograd's threads read; on the CPU there are none of these."""
-    if any([gradient.is_cuda for gradient in gradients]):
-        return _engine_run_backward
-    return Variable._execution_engine.run_backward
+    run_backward([root for root, _ in roots], [_gradient_of(*root) for root in roots])
 
 
 def backward_later(roots: Roots, held: Sequence[Held], more: Roots) -> None:
@@ -138,7 +123,7 @@ def edge_of(root: Root) -> GradientEdge:
         return root
     node = root.grad_fn
     # Of leaves, and of functions written in Python, torch has to.
-    if node is None or isinstance(node, torch._C._FunctionBase):
+    if node is None or isinstance(node, BackwardCFunction):
         return get_gradient_edge(root)
     return GradientEdge(node, root.output_nr)
 

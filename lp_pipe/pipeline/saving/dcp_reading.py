@@ -172,6 +172,7 @@ class _DataOnly(pickle.Unpickler):
             ("pathlib", "PosixPath"),
             ("pathlib._local", "PosixPath"),  # of Python 3.13
             ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+            ("lp_pipe.private_torch", "_Place"),
             *(
                 ("torch.distributed.checkpoint.metadata", name)
                 for name in (
