@@ -77,7 +77,7 @@ PARTIES: dict[str, Callable[[int], list[dict[str, int]]]] = {
     "pp.split": lambda width: of_stages(split, width),
     "pp.Layer factories": lambda width: of_stages(factories, width),
     "feeder of tensors": lambda width: of_feeder([torch.ones(width, width) for _ in range(_LAYERS // _STAGES)]),
-    "feeder of arrays": lambda width: of_feeder([np.ones((width, width), np.float32) for _ in range(_LAYERS // _STAGES)]),
+    "feeder of arrays": lambda width: of_feeder([np.ones((width, width), "f4") for _ in range(_LAYERS // _STAGES)]),
 }
 
 

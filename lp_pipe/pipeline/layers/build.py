@@ -62,7 +62,8 @@ def are_exclusive(sources: Sequence[Any]) -> bool:
     change, as it does not in thread mode. References that are found from `sources` are compared with all there are.
     """
     found: Counter[int] = Counter()
-    reached: dict[int, Any] = {0: object()}  # has no references but this function's, of which each other one has as many
+    alone = 0  # of which `reached` has the only reference; each other value has as many from this function
+    reached: dict[int, Any] = {alone: object()}
     pending: list[Any] = [sources]
     while pending:
         for part in _referents(pending.pop()):
@@ -72,9 +73,7 @@ def are_exclusive(sources: Sequence[Any]) -> bool:
                 pending.append(part)
     part = None
     counts = {key: sys.getrefcount(value) - found[key] for key, value in reached.items()}
-    return all(
-        counts[key] <= counts[0] for key, value in reached.items() if isinstance(value, (nn.Module, Tensor))
-    )
+    return all(counts[key] <= counts[alone] for key, value in reached.items() if isinstance(value, (nn.Module, Tensor)))
 
 
 def _referents(value: Any) -> Sequence[Any]:
