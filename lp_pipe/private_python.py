@@ -23,6 +23,11 @@ def call_before_threads_are_joined(function: Callable[[], None]) -> None:
     getattr(threading, "_register_atexit", atexit.register)(function)
 
 
+def join_all_threads() -> None:
+    """Join the threads that are not daemons, and executors' work, as the interpreter's end does. Lost: they are not."""
+    getattr(threading, "_shutdown", lambda: None)()
+
+
 def run_exit_functions() -> None:
     """Call what atexit has registered, in a process that ends by os._exit. Lost: it is not called."""
     getattr(atexit, "_run_exitfuncs", lambda: None)()

@@ -16,9 +16,11 @@ from pathlib import Path
 
 import lp_pipe as lp
 from lp_pipe import connections
+from lp_pipe.connections.kernel_calls import has_pidfd
 from lp_pipe.launch.processes.socket_dir import fits, make_socket_dir
 from lp_pipe.launch.registry import live_folder
 from lp_pipe.launch.run_dir import usual_runs
+from lp_pipe.launch.user_folders import is_temporary
 from lp_pipe.torch_version import WANTED, is_tested, is_too_old
 
 _MIB = 1 << 20
@@ -145,19 +147,24 @@ def check_unix_socket() -> Sequence[str]:
 
 
 def check_run_folder() -> Sequence[str]:
-    folder, live = usual_runs(), live_folder()
+    fix = "export XDG_STATE_HOME=/folder/that/can/be/written"
+    try:
+        folder, live = usual_runs(), live_folder()
+    except lp.LaunchError as error:
+        return "warn", str(error), fix
     try:
         for wanted in (folder, live):
             there = next(path for path in (wanted, *wanted.parents) if path.exists())
             with tempfile.TemporaryDirectory(dir=there):
                 pass
     except OSError as error:
-        fix = "export XDG_STATE_HOME=/folder/that/can/be/written"
         return (
             "warn",
             f"{wanted} cannot be written ({error.strerror}): scripts do not run, ps and status miss runs",
             fix,
         )
+    if is_temporary(folder):
+        return "warn", f"no home folder can be written: scripts' runs have their logs in {folder}", fix
     return "ok", f"{folder}, where scripts' runs have their logs, can be written"
 
 
@@ -209,21 +216,13 @@ def _train_one_step() -> None:
 
 def check_death_signals() -> Sequence[str]:
     """What takes nodes down at once when their launcher is killed; without, they notice that it is silent."""
-    missing = [] if _has_pidfd() else ["pidfd"]
+    missing = [] if has_pidfd() else ["pidfd"]
     if sys.platform != "linux" or ctypes.CDLL(None).prctl(_PR_GET_PDEATHSIG, ctypes.byref(ctypes.c_int()), 0, 0, 0):
         missing.append("prctl")
     if missing:
         fix = "uname -r    (Linux 5.3 or newer; in a container: a seccomp profile that allows pidfd_open and prctl)"
         return "warn", f"no {' and no '.join(missing)}: nodes of a killed launcher end within 15 s, not at once", fix
     return "ok", "pidfd and prctl work: nodes end with their launcher"
-
-
-def _has_pidfd() -> bool:
-    try:
-        os.close(os.pidfd_open(os.getpid()))
-    except (OSError, AttributeError):
-        return False
-    return True
 
 
 def check_gpu() -> Sequence[str]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
+from lp_pipe.checkpoint import checkpoints_in
 from lp_pipe.cli import ending, hosts, submit
 from lp_pipe.cli.display import Display, PlainDisplay, Start
 from lp_pipe.cli.errors import DONE, NotLaunched, UsageError, nearest
@@ -142,6 +143,8 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
             return _show_plan(Start(view, arguments.mode, run_dir), plan_lines, arguments.json)
         with _make_display(arguments.json) as display:
             display.starting(Start(view, arguments.mode, run_dir))
+            if record is not None and not checkpoints_in(record.folder.checkpoints):
+                display.note(f"no checkpoint: begins at step 0 ({record.folder.checkpoints} has none)")
             with display.output() as output, _none_left_behind():
                 with _explained(arguments.target, ours):
                     options |= {"grace": arguments.grace, "hang_after": arguments.hang_after, "listed": True}

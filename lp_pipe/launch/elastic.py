@@ -33,6 +33,7 @@ from lp_pipe.launch.run import Run
 from lp_pipe.launch.run_dir import make_run_dir
 from lp_pipe.launch.signals import Interrupts, Latch
 from lp_pipe.program import Program
+from lp_pipe.rpc.owner import Owner
 from lp_pipe.telemetry.metrics import Sink
 from lp_pipe.telemetry.run_folder import RunFolder
 
@@ -141,6 +142,7 @@ class ElasticRun:
         start: Callable[[Program, Mapping[str, Any], int], Run],
     ) -> None:
         self._make_program = make_program
+        self._owner = Owner()
         self._count = count
         self._standing = standing
         self._start = start
@@ -189,7 +191,9 @@ class ElasticRun:
         Raises:
             NodeError, TimeoutError, KeyboardInterrupt: as `Run.wait`.
             LaunchError, ValueError: the program could not go on, with the hosts that are left.
+            Unavailable: as `Run.wait`.
         """
+        self._owner.check("the elastic run", "use it there")
         try:
             is_over = self._is_over.wait(timeout)
         except KeyboardInterrupt:
@@ -202,6 +206,8 @@ class ElasticRun:
 
     def stop(self) -> None:
         """Stop in order, and return when nothing is left. Idempotent, any thread but a node's."""
+        if not self._owner.is_here:
+            return
         with self._interrupts.deferred():
             self._is_stopping.set()
             self._run.request_stop(hurry=self._interrupts.is_impatient)
@@ -215,7 +221,7 @@ class ElasticRun:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
-        if kind is None:
+        if kind is None and self._owner.is_here:
             self._raise_failure()
 
     def _raise_failure(self) -> None:

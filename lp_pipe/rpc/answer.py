@@ -14,9 +14,10 @@ class Answer:
     """Sends a result, an error, or a stream; then `on_end` is called. Callers that have gone are not an error.
 
     server: the node, for messages ("server/0").
+    before_result: called before a result is sent; the caller's next call may follow at once.
     """
 
-    __slots__ = ("_on_end", "_server", "connection", "id", "method")
+    __slots__ = ("_on_end", "_server", "before_result", "connection", "id", "method")
 
     def __init__(self, connection: Connection, call: Frame, server: str, on_end: Callable[["Answer"], None]) -> None:
         self.connection = connection
@@ -24,8 +25,11 @@ class Answer:
         self.method = call.name
         self._server = server
         self._on_end = on_end
+        self.before_result: Callable[[], None] | None = None
 
     def result(self, value: Any) -> None:
+        if self.before_result is not None:
+            self.before_result()
         self._last(self._encoded(frames.RESULT, value))
 
     def error(self, error: BaseException) -> None:

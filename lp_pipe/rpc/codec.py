@@ -381,7 +381,10 @@ def _is_importable(module_name: str) -> bool:
 def _find_spec(name: str, path: Any) -> Any:
     # Not importlib.util.find_spec: that believes sys.modules, and so whatever was put there by hand.
     for finder in sys.meta_path:
-        spec = finder.find_spec(name, path)
+        try:
+            spec = finder.find_spec(name, path)
+        except ValueError:  # an entry of sys.path that can be no path: nothing before it has the module
+            continue
         if spec is not None:
             return spec
     return None

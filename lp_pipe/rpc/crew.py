@@ -17,7 +17,6 @@ from lp_pipe.rpc.ending_threads import will_end
 
 _log = logging.getLogger(__name__)
 
-IS_SUPPORTED = hasattr(select, "epoll") and hasattr(os, "eventfd")
 
 _Task = tuple[Callable[..., Any], tuple[Any, ...]]
 

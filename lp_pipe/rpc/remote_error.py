@@ -6,7 +6,7 @@ import inspect
 import traceback
 from typing import Any, NoReturn
 
-from lp_pipe.errors import LpPipeError, MethodNotFound, RemoteError, SerializationError, Unavailable
+from lp_pipe.errors import LpPipeError, MethodNotFound, RemoteError, SerializationError, StateLost, Unavailable
 from lp_pipe.protos import frame_pb2
 from lp_pipe.rpc import codec
 from lp_pipe.rpc.classes import ClassReference
@@ -15,12 +15,14 @@ HANDLER = frame_pb2.CallError.HANDLER
 METHOD_NOT_FOUND = frame_pb2.CallError.METHOD_NOT_FOUND
 SERIALIZATION = frame_pb2.CallError.SERIALIZATION
 UNAVAILABLE = frame_pb2.CallError.UNAVAILABLE
+STATE_LOST = frame_pb2.CallError.STATE_LOST
 
 # Raised by the caller's own call, not by the handler: the caller gets the plain class.
 _OWN_ERRORS: dict[int, type[LpPipeError]] = {
     METHOD_NOT_FOUND: MethodNotFound,
     SERIALIZATION: SerializationError,
     UNAVAILABLE: Unavailable,
+    STATE_LOST: StateLost,
 }
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by a `class` statement
 _PLAIN_ONLY = (StopIteration, StopAsyncIteration)

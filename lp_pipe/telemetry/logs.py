@@ -8,12 +8,13 @@ import time
 from collections import deque
 
 from lp_pipe.private_python import call_before_threads_are_joined
+from lp_pipe.telemetry.crashes import MOST_LINES
 from lp_pipe.telemetry.log_files import LogOutput
 from lp_pipe.telemetry.terminal_lines import TerminalLines
 
 _log = logging.getLogger(__name__)
 
-_KEPT_LINES = 20
+_USUAL_LINES = 20
 _READ_BYTES = 1 << 16
 _WRITING_PATIENCE_S = 2.0
 _LAST_LOOKS = 4  # for what came while nobody took what was written; pipes of strangers may never be empty
@@ -29,11 +30,11 @@ class _Stream:
 
 
 class LogPump:
-    """Reads the nodes' pipes in one thread. While `output` takes no more, the nodes wait."""
+    """A thread that reads the nodes' pipes, with `selector`. While `output` takes no more, the nodes wait."""
 
-    def __init__(self, output: LogOutput) -> None:
+    def __init__(self, output: LogOutput, selector: selectors.BaseSelector) -> None:
         self._output = output
-        self._selector = selectors.DefaultSelector()
+        self._selector = selector
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         self._selector.register(self._wake_read, selectors.EVENT_READ)
@@ -52,7 +53,7 @@ class LogPump:
         """Descriptors for the node's stdout and stderr; the caller closes them once the node has its own."""
         pipes = _two_pipes()
         with self._changed:
-            self._last.setdefault(node_id, deque(maxlen=_KEPT_LINES))
+            self._last.setdefault(node_id, deque(maxlen=MOST_LINES))
             self._open_pipes[node_id] = self._open_pipes.get(node_id, 0) + 2
         for is_stderr, (read_end, _) in enumerate(pipes):
             os.set_blocking(read_end, False)
@@ -60,11 +61,11 @@ class LogPump:
         os.write(self._wake_write, b"+")
         return pipes[0][1], pipes[1][1]
 
-    def last_lines(self, node_id: str, patience_s: float = 0.5) -> list[str]:
-        """The node's last lines, both streams; waits a moment for the output of a node that has just died."""
+    def last_lines(self, node_id: str, patience_s: float = 0.5, most: int = _USUAL_LINES) -> list[str]:
+        """Return a node's last lines of both streams; wait a moment for the output of a node that has just died."""
         with self._changed:
             self._changed.wait_for(lambda: self._open_pipes.get(node_id, 0) == 0, patience_s)
-            return list(self._last.get(node_id, ()))
+            return list(self._last.get(node_id, ()))[-most:]
 
     def close(self, patience_s: float = 1.0) -> None:
         """Write what is still in the pipes, then stop; pipes that strangers keep open are given up.
@@ -137,7 +138,7 @@ class LogPump:
 
     def _write(self, stream: _Stream, lines: list[bytes]) -> None:
         if lines:
-            self._last[stream.node_id].extend(line.decode(errors="replace") for line in lines[-_KEPT_LINES:])
+            self._last[stream.node_id].extend(line.decode(errors="replace") for line in lines[-MOST_LINES:])
             self._output.write(stream.node_id, stream.is_stderr, lines)
 
     def _wait_for(self, stream: _Stream) -> None:

@@ -1,5 +1,6 @@
 """What only holds where nodes are processes: their environment, their output, their isolation."""
 
+import io
 import os
 import platform
 import resource
@@ -86,6 +87,30 @@ def test_nodes_get_environment_folder_and_path_as_they_are_at_launch(
         assert probe.ask(os.getcwd) == str(tmp_path)
         assert probe.ask(lambda: __import__("a_module_of_the_user").value) == 42
         assert probe.ask(lambda: sys.argv) == sys.argv
+
+
+def test_nodes_start_whatever_a_script_has_put_into_its_path_and_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    odd_entries = [
+        tmp_path,
+        b"bytes",
+        None,
+        "lone \ud800 surrogate",
+        "embedded \0 null",
+        os.fsdecode(b"/not \xff utf-8"),
+    ]
+    monkeypatch.setattr(sys, "path", [*sys.path, *odd_entries])
+    monkeypatch.setattr(sys, "argv", ["script", 5, tmp_path, b"bytes", "lone \ud800 surrogate"])
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with lp.launch(probes(), "process") as run:
+        probe = run.client("probe")
+        assert probe.ask(lambda: sys.path[-1]) == os.fsdecode(b"/not \xff utf-8")
+        assert probe.ask(lambda: sys.argv) == ["script", "5", str(tmp_path), "bytes", "lone \ud800 surrogate"]
+    monkeypatch.delattr(sys, "argv")
+    with lp.launch(probes(), "process") as run:
+        assert run.client("probe").ask(lambda: sys.argv) == [""]
 
 
 def test_a_module_of_the_current_folder_does_not_stand_for_one_of_pythons(

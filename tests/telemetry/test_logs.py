@@ -1,6 +1,7 @@
 """What nodes print is passed on, and a reader who takes nothing holds nobody up for ever."""
 
 import os
+import selectors
 import threading
 from queue import SimpleQueue
 
@@ -40,7 +41,7 @@ class Output:
 def test_lines_of_both_streams_are_passed_on_up_to_the_end() -> None:
     output = Output()
     output.is_read.set()
-    pump = LogPump(output)
+    pump = LogPump(output, selectors.DefaultSelector())
     pump.start()
     stdout, stderr = pump.add_node("node/0")
     os.write(stdout, b"said\nhalf")
@@ -78,7 +79,7 @@ def test_closing_waits_for_a_reader_no_longer_than_told_and_the_rest_is_written_
     """wait() and stop() never returned, and said nothing."""
     monkeypatch.setattr(logs, "_WRITING_PATIENCE_S", 0.1)
     output = Output()
-    pump = LogPump(output)
+    pump = LogPump(output, selectors.DefaultSelector())
     pump.start()
     stdout, stderr = pump.add_node("node/0")
     os.write(stdout, b"first\n")

@@ -13,7 +13,8 @@ from lp_pipe.telemetry.terminal_lines import Unfinished
 _PORT_PATIENCE_S = 10.0
 _PASSED_ON = (
     *("node_started", "node_ended", "node_ends_unasked", "node_down", "register", "withdraw", "hear", "find_all"),
-    *("resolve", "inner_nodes_ended", "stop_inner_nodes", "request_stop", "log_metrics"),
+    *("resolve", "inner_nodes_ended", "stop_inner_nodes", "request_stop", "log_metrics", "log_event"),
+    *("watch_state", "has_lost_state"),
 )
 
 

@@ -41,9 +41,11 @@ class Surroundings:
     @classmethod
     def here(cls, synced: str = "") -> Self:
         """Return those of this process, now."""
-        paths = tuple(sys.path), tuple(sys.argv)
+        # A variable without a name may come from exec, and can be set by nothing else.
+        environment = {name: value for name, value in os.environ.items() if name}
         state = interpreter_state.here()
-        return cls(dict(os.environ), _current_folder(), *paths, state, synced, namesakes.facts())
+        paths = import_path(), script_arguments()
+        return cls(environment, _current_folder(), *paths, state, synced, namesakes.facts())
 
     def on_this_host(self, tree: str = "") -> "Surroundings":
         """Those of a launcher elsewhere, as far as they make sense here; the rest is this process's own.
@@ -60,7 +62,7 @@ class Surroundings:
             cwd = next(filter(_may_be_entered, [self.cwd, os.getcwd(), os.path.expanduser("~")]), "/")
         synced = {path: found for path in self.sys_path if (found := self._synced(path, tree)) is not None}
         shared = (path for path in self.sys_path if path not in synced and os.path.isdir(path))
-        paths = dict.fromkeys([*synced.values(), *sys.path, *shared])
+        paths = dict.fromkeys([*synced.values(), *import_path(), *shared])
         surroundings = {**theirs, **ours}, cwd, tuple(paths), self.argv, self.state
         return Surroundings(*surroundings, main=self._main_here(tree))
 
@@ -77,6 +79,24 @@ class Surroundings:
         below = os.path.relpath(os.path.realpath(folder), self.synced)
         found = os.path.normpath(os.path.join(tree, below))
         return None if below.startswith("..") or not os.path.isdir(found) else found
+
+
+def import_path() -> tuple[str, ...]:
+    """Return this process's import path, without entries that Python passes over (a Path, bytes) or fails at."""
+    return tuple(entry for entry in sys.path if isinstance(entry, str) and _can_be_path(entry))
+
+
+def _can_be_path(entry: str) -> bool:
+    try:
+        return b"\0" not in os.fsencode(entry)
+    except UnicodeEncodeError:
+        return False
+
+
+def script_arguments() -> tuple[str, ...]:
+    """Return the arguments of this process as text; a script may have put anything there, or have deleted them."""
+    arguments = getattr(sys, "argv", None) or [""]
+    return tuple(os.fsdecode(one) if isinstance(one, bytes | os.PathLike) else str(one) for one in arguments)
 
 
 def _may_be_entered(folder: str) -> bool:
