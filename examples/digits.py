@@ -1,5 +1,6 @@
-"""A convolutional network that learns handwritten digits: with evaluation, a learning-rate schedule, checkpoints, and an
-early stop. docs/tutorial.md walks through it.
+"""A convolutional network that learns digits: with evaluation, a learning-rate schedule, checkpoints, an early stop.
+
+The page docs/tutorial.md walks through it.
 
     lp_pipe launch examples/digits.py --mode=process
     lp_pipe launch examples/digits.py --mode=thread -- --epochs=3
