@@ -1,4 +1,4 @@
-"""How often large arguments of nodes exist in a node's process: ready-made weights in a stage, a feeder's data set.
+"""The number of copies of large arguments in a node's process: ready-made weights in a stage, a feeder's data set.
 
     python -m benchmarks.copies [--megabytes 64] [--quick] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""Which checkpoints are the best, by a metric that was saved with each."""
+"""The order of checkpoints by a metric that was saved with each."""
 
 import contextlib
 import math
@@ -10,7 +10,7 @@ from lp_pipe.errors import CheckpointError
 
 
 class Ranking:
-    """Orders checkpoints by their metric `monitor`; see `Checkpoints`."""
+    """The order of checkpoints by their metric `monitor`; `Checkpoints` explains the arguments."""
 
     def __init__(self, keep_best: int, monitor: str | None, mode: str) -> None:
         """

@@ -5,7 +5,7 @@ from typing import Any
 
 
 class EarlyStopping:
-    """Tells when a value has not improved for `patience` calls in a row.
+    """A rule that ends a training when a value has not improved for `patience` calls in a row.
 
         stop = pp.EarlyStopping(patience=3)
         for result in pipeline.steps():

@@ -56,9 +56,9 @@ def build_layers(sources: Sequence[Any], first_layer: int, seed: int, *, adopt: 
 
 
 def are_exclusive(sources: Sequence[Any]) -> bool:
-    """Whether only `sources` lead to their modules and tensors, so that no copy is needed to train them.
+    """Return whether only `sources` lead to their modules and tensors, so that no copy is needed to train them.
 
-    Else something beside the stage has them too (another stage of the worker, the loss, a hook) and must not see them
+    Otherwise something beside the stage has them too (another stage of the worker, the loss, a hook) and must not see them
     change, as it does not in thread mode. References that are found from `sources` are compared with all there are.
     """
     found: Counter[int] = Counter()
