@@ -1,4 +1,4 @@
-"""The number of copies of large arguments in a node's process: ready-made weights in a stage, a feeder's data set.
+"""The number of copies of large arguments in a node's process: ready-made weights of a stage, a data set of a feeder.
 
     python -m benchmarks.copies [--megabytes 64] [--quick] [--json FILE]
 
