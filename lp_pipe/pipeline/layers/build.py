@@ -58,8 +58,8 @@ def build_layers(sources: Sequence[Any], first_layer: int, seed: int, *, adopt: 
 def are_exclusive(sources: Sequence[Any]) -> bool:
     """Return whether only `sources` lead to their modules and tensors, so that no copy is needed to train them.
 
-    Otherwise something beside the stage has them too (another stage of the worker, the loss, a hook) and must not see them
-    change, as it does not in thread mode. References that are found from `sources` are compared with all there are.
+    Otherwise something beside the stage has them too (another stage of the worker, the loss, a hook) and must not see
+    them change, as it does not in thread mode. References that are found from `sources` are compared with all others.
     """
     found: Counter[int] = Counter()
     alone = 0  # of which `reached` has the only reference; each other value has as many from this function
