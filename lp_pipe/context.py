@@ -163,6 +163,8 @@ class NodeContext:
     servers: list[CountsCalls] = field(default_factory=list, repr=False)  # shared by the nodes inside a colocation
     # Applies to the calling thread what the script has set for its thread (torch's default device, numpy's errors).
     prepare_thread: Callable[[], None] = field(default=lambda: None, repr=False)
+    # Whether the node's arguments were unpickled for this process alone, so that it may use them up.
+    owns_arguments: bool = field(default=False, repr=False)
 
     @property
     def calls(self) -> int | None:

@@ -15,10 +15,12 @@ from lp_pipe.checkpoint.in_memory import InMemory, check_can_mirror
 from lp_pipe.checkpoint.lost_parts import LostParts
 from lp_pipe.checkpoint.parts import SavesItself, Stateful, Trainable, saves_itself
 from lp_pipe.checkpoint.poison import Poison, TryAgain
+from lp_pipe.checkpoint.ranking import Ranking
 from lp_pipe.checkpoint.shared import check_is_shared
 from lp_pipe.context import context, current_context, stop_event
 from lp_pipe.errors import CheckpointError, StateLost, Unavailable, add_note
 from lp_pipe.telemetry.events import EventLog
+from lp_pipe.telemetry.numbers import as_numbers
 from lp_pipe.telemetry.run_folder import RunFolder
 
 _log = logging.getLogger(__name__)
@@ -40,7 +42,10 @@ class Checkpoints:
     A part that is a client of another node has lost its state when that node is started again. From now on the node
     then answers each call with a StateLost, whichever node calls, until it was restored.
 
-    folder: default: `checkpoints` in the run's folder. keep: how many; older ones are deleted.
+    folder: default: `checkpoints` in the run's folder. keep: how many of the newest; older ones are deleted.
+    keep_best: how many of the best are kept besides, by the metric `monitor` that `save` or `record` was given; of
+        equal ones the oldest. mode: "min" or "max": which value is the best. One without that metric, or with NaN, is
+        never among them.
     may_fail: a checkpoint that cannot be written (the disk is full) is a warning in the log, not an error. That hosts
         do not share the folder is always one.
     """
@@ -51,14 +56,19 @@ class Checkpoints:
         folder: Path | str | None = None,
         *,
         keep: int = 3,
+        keep_best: int = 0,
+        monitor: str | None = None,
+        mode: str = "min",
         may_fail: bool = False,
     ) -> None:
         """Raises:
-        ValueError: `keep` is below 1.
+        ValueError: `keep` is below 1, or `keep_best`, `monitor` or `mode` makes no sense.
         RuntimeError: outside of a node there is no run's folder.
         """
         if keep < 1:
             raise ValueError(f"keep={keep}: keep at least 1 checkpoint")
+        self._ranking = Ranking(keep_best, monitor, mode)
+        self._recorded: dict[str, float] = {}  # of the next checkpoint
         self._parts: dict[str, Any] = dict(parts)
         self._names = folders.part_names(self._parts)
         self.folder = Path(folder) if folder is not None else RunFolder(Path(context().run_dir)).checkpoints
@@ -73,26 +83,53 @@ class Checkpoints:
         if self._node is not None:  # however it ends: a resumed program in the same process would find half of it
             self._node.exit_stack.callback(self._join)
 
-    def save(self, step: int, *, wait: bool = True) -> None:
+    def save(self, step: int, *, wait: bool = True, metrics: Mapping[str, Any] | None = None) -> None:
         """Save all parts as they are now.
 
+        metrics: numbers that are kept with the checkpoint, such as {"validation_loss": 0.5}; see `record`.
         wait: until it is on the disk. Else only until every part has been copied in memory: training goes on while it
         is written, and `wait_until_written` or the next `save` says whether that went well.
 
         Raises:
             CheckpointError: this one or the one before cannot be written (unless `may_fail`); older ones stay good.
+            ValueError: there are metrics, but not the one that `monitor` names.
         """
+        self.record(metrics or {})
+        metrics, self._recorded = self._recorded, {}
+        self._ranking.check(metrics)
         self.wait_until_written()
         try:
             aside = folders.begin(self.folder, step)
             writes = self._begin_parts(aside)
         except OSError as error:
             return self._failed(step, error)
-        writing = threading.Thread(target=self._write, args=(step, aside, writes), name="checkpoint")
+        writing = threading.Thread(target=self._write, args=(step, aside, writes, metrics), name="checkpoint")
         writing.start()  # before it counts: the system may have no more
         self._writing = writing
         if wait:
             self.wait_until_written()
+
+    def record(self, metrics: Mapping[str, Any]) -> None:
+        """Keep numbers with the next checkpoint, as `save(metrics=…)` does: for the body of a loop over `steps`.
+
+        They belong to the model as it is now: `steps` forgets them where it saves nothing after this step.
+
+        Raises:
+            TypeError: a value is no number, a name no text.
+        """
+        self._recorded |= as_numbers(metrics, None)[0]
+
+    def best(self) -> Checkpoint | None:
+        """Return the best checkpoint without damage, by its metric `monitor`; None when none has it.
+
+        `best.step`, `best.metrics`; a pipeline that is the part "pipeline" loads `best.path / "pipeline"`. One that is
+        being written is waited for.
+
+        Raises:
+            ValueError: there is no `monitor`.
+        """
+        self._join()
+        return next((found for found in self._ranking.best_first(self.folder) if not found.damage()), None)
 
     def wait_until_written(self) -> None:
         """Until no checkpoint is being written.
@@ -173,6 +210,7 @@ class Checkpoints:
             with self.recovering(pipeline):
                 for result in poison.results(pipeline, pipeline.current_step(), total):
                     poison.check(result.step + 1, self._lost_parts.loss())  # the caller may be about to use the part
+                    self._recorded = {}
                     yield result
                     poison.check(result.step + 1, self._lost_parts.loss())
                     # Behind a step that is left out at once: to go back before it would be to try it again.
@@ -287,13 +325,13 @@ class Checkpoints:
                 raise
         return writes
 
-    def _write(self, step: int, aside: Path, writes: "dict[str, _Write]") -> None:
+    def _write(self, step: int, aside: Path, writes: "dict[str, _Write]", metrics: Mapping[str, float]) -> None:
         try:
             written = {name: _files_of(self._names[name], writes.get(name)) for name in self._parts}
             check_is_shared(aside, written)
-            saved = folders.finish(aside, step, written)
+            saved = folders.finish(aside, step, written, metrics)
             self._tell("checkpoint", step=saved.step, path=str(saved.path))
-            folders.prune(self.folder, step, self._keep)
+            folders.prune(self.folder, step, self._keep, self._ranking.kept(self.folder))
         except Exception as error:  # whatever a part raises; it belongs to who waits
             shutil.rmtree(aside, ignore_errors=True)
             try:

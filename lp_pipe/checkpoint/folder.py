@@ -22,7 +22,7 @@ import re
 import shutil
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +41,17 @@ _STATE = ".state"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """path: its folder. parts: what was saved, by name. files: by path inside the folder, (bytes, sha256)."""
+    """path: its folder. parts: what was saved, by name. files: by path inside the folder, (bytes, sha256).
+
+    metrics: numbers that were measured when it was saved.
+    """
 
     path: Path
     step: int
     saved: float
     parts: tuple[str, ...]
     files: Mapping[str, tuple[int, str]]
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -90,7 +94,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if data["format"] != _FORMAT:
         raise CheckpointError(f"{manifest} has format {data['format']}; this version of lp_pipe reads {_FORMAT}")
     files = {name: (size, sha256) for name, (size, sha256) in data["files"].items()}
-    return Checkpoint(path, data["step"], data["saved"], tuple(data["parts"]), files)
+    return Checkpoint(path, data["step"], data["saved"], tuple(data["parts"]), files, data.get("metrics", {}))
 
 
 def put_back(folder: Path) -> None:
@@ -101,14 +105,16 @@ def put_back(folder: Path) -> None:
             before.rename(path)
 
 
-def prune(folder: Path, step: int, keep: int) -> None:
-    """Delete all but the newest `keep` of those up to this step, the one that was just written.
+def prune(folder: Path, step: int, keep: int, best: Collection[Path] = ()) -> None:
+    """Delete all but the newest `keep` and the `best` of those up to this step, the one that was just written.
 
     One that cannot be deleted (somebody has made it read-only, or on a network file system reads it) is a warning.
     Later ones are not of this training: they are damaged, or it has gone back behind them.
     """
     last = _age(folder / f"{_PREFIX}{step:08}")
     for path in [path for path in checkpoints_in(folder) if _age(path) <= last][:-keep]:
+        if path in best:
+            continue
         try:
             remove(path)
         except OSError as error:
@@ -145,7 +151,9 @@ def begin(folder: Path, step: int) -> Path:
     return aside
 
 
-def finish(aside: Path, step: int, written: Mapping[str, Collection[str]]) -> Checkpoint:
+def finish(
+    aside: Path, step: int, written: Mapping[str, Collection[str]], metrics: Mapping[str, float] | None = None
+) -> Checkpoint:
     """Flush everything to the disk, write the manifest, and let it appear; one of the same step is replaced.
 
     written: by name of a part, files and folders that must be among what is there.
@@ -157,7 +165,8 @@ def finish(aside: Path, step: int, written: Mapping[str, Collection[str]]) -> Ch
     gone = [aside / name for names in written.values() for name in names if name not in files]
     _check_are_folders(gone)  # what is deleted later is missed by who reads the manifest
     parts = tuple(written)
-    head = json.dumps({"format": _FORMAT, "step": step, "saved": time.time(), "parts": parts, "files": files}, indent=1)
+    data = {"format": _FORMAT, "step": step, "saved": time.time(), "parts": parts, "metrics": metrics or {}}
+    head = json.dumps({**data, "files": files}, indent=1)
     (aside / MANIFEST).write_text(f"{head}\n{hashlib.sha256(head.encode()).hexdigest()}\n", encoding="utf-8")
     for name in (*files, MANIFEST):
         sync(aside / name)

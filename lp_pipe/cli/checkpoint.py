@@ -85,13 +85,17 @@ def _list(paths: Sequence[Path], *, as_json: bool) -> int:
         except CheckpointError as error:
             if as_json:
                 print(json.dumps({"path": str(path), "damage": [str(error)]}))
-            rows.append((path.name, "", "", "", f"damaged: {error}"))
+            rows.append((path.name, "", "", "", f"damaged: {error}", ""))
             continue
         if as_json:
             print(json.dumps(_as_json(found)))
-        rows.append((path.name, str(found.step), f"{found.size:,}", str(len(found.files)), ", ".join(found.parts)))
+        metrics = ", ".join(f"{name}={value:.6g}" for name, value in found.metrics.items())
+        row = (path.name, str(found.step), f"{found.size:,}", str(len(found.files)), ", ".join(found.parts), metrics)
+        rows.append(row)
     if not as_json:
-        print(table(("CHECKPOINT", "STEP", "BYTES", "FILES", "PARTS"), rows))
+        columns = ("CHECKPOINT", "STEP", "BYTES", "FILES", "PARTS", "METRICS")
+        shown = len(columns) if any(row[-1] for row in rows) else -1
+        print(table(columns[:shown], [row[:shown] for row in rows]))
     return 0
 
 
@@ -152,4 +156,5 @@ def _as_json(found: Checkpoint) -> dict[str, object]:
         "bytes": found.size,
         "files": len(found.files),
         "parts": found.parts,
+        "metrics": found.metrics,
     }

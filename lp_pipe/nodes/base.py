@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Generic, Self, TypeVar
 
 from lp_pipe.address import Address
+from lp_pipe.context import current_context
 from lp_pipe.handles import Handle, check_arguments, declared_at, dereference, find_handles
 from lp_pipe.nodes import user_code
 
@@ -110,7 +111,8 @@ class Node(ABC, Generic[HandleT]):
         """
         for handle in self.input_handles():
             raise ValueError(f"node {self.name} needs a client of {handle.node_name}, which there is in a run only")
-        return self._construct()
+        args, kwargs = dereference((self._args, self._kwargs))
+        return user_code.call(self._function, *args, **kwargs)
 
     @abstractmethod
     def execute(self) -> None:
@@ -120,8 +122,15 @@ class Node(ABC, Generic[HandleT]):
     def _new_handle(self) -> HandleT: ...
 
     def _construct(self) -> Any:
-        """Call the function or constructor with every handle and Deferred resolved."""
+        """Call the function or constructor with every handle and Deferred resolved.
+
+        In a process of its own the node lets its arguments go: weights and data sets must not stay beside what the
+        constructed object makes of them.
+        """
         args, kwargs = dereference((self._args, self._kwargs))
+        node = current_context()
+        if node is not None and node.owns_arguments:
+            self._args, self._kwargs = (), {}
         return user_code.call(self._function, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:

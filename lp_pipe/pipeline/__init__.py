@@ -9,6 +9,7 @@ from lp_pipe.errors import NonFiniteError as NonFiniteError
 from lp_pipe.errors import PartitionError as PartitionError
 from lp_pipe.errors import PipelineError as PipelineError
 from lp_pipe.errors import ScheduleError as ScheduleError
+from lp_pipe.pipeline.early_stopping import EarlyStopping as EarlyStopping
 from lp_pipe.pipeline.layers.model import Layer as Layer
 from lp_pipe.pipeline.layers.model import Model as Model
 from lp_pipe.pipeline.metrics import Max as Max

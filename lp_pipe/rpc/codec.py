@@ -14,7 +14,7 @@ import sys
 import threading
 import types
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -116,16 +116,37 @@ def dumps_in_turn(values: Sequence[Any]) -> bytes:
     pickler = _ByValuePickler(stream, _collect_in(buffers))
     for value in values:
         pickler.dump(value)
-    return pickle.dumps((stream.getvalue(), [bytes(buffer) for buffer in buffers]), protocol=5)
+    return pickle.dumps((stream.getvalue(), list(map(pickle.PickleBuffer, buffers))), protocol=5)
 
 
-def loads_in_turn(data: bytes | bytearray) -> Iterator[Any]:
-    """Undo `dumps_in_turn`; each value is loaded when the iterator is asked for it."""
+def loads_in_turn(data: bytes | bytearray) -> Generator[Any, None, None]:
+    """Undo `dumps_in_turn`; each value is loaded when the iterator is asked for it.
+
+    A node's weights and data sets are large, so each exists once when it is loaded: `data` is dropped, and a tensor has
+    memory that torch allocated, from which its buffer was freed. Close the iterator, which remembers every value.
+    """
     body, buffers = pickle.loads(data)
+    del data
     stream = io.BytesIO(body)
-    unpickler = pickle.Unpickler(stream, buffers=map(bytearray, buffers))
+    unpickler = pickle.Unpickler(stream, buffers=_taken_from(buffers))
     while stream.tell() < len(body):
-        yield unpickler.load()
+        yield _load_with_own_memory(unpickler)
+
+
+def _taken_from(buffers: list[bytes | bytearray]) -> Iterator[bytearray]:
+    buffers.reverse()
+    while buffers:
+        buffer = buffers.pop()
+        yield buffer if isinstance(buffer, bytearray) else bytearray(buffer)
+        del buffer
+
+
+def _load_with_own_memory(unpickler: pickle.Unpickler) -> Any:
+    token = _has_own_memory.set(True)
+    try:
+        return unpickler.load()
+    finally:
+        _has_own_memory.reset(token)
 
 
 def fingerprint(value: Any) -> bytes:
@@ -419,6 +440,9 @@ def _set_attributes(tensor: Any, attributes: dict[str, Any]) -> None:
     vars(tensor).update(attributes)
 
 
+_has_own_memory: ContextVar[bool] = ContextVar("lp_pipe_has_own_memory", default=False)
+
+
 def _rebuild_tensor(raw: Any, dtype: str, place: tuple[Any, ...], requires_grad: bool, is_parameter: bool) -> Any:
     """place: shape of what travelled, its strides (None: contiguous), the shape to which it is expanded, and its offset
     in a cache line.
@@ -435,6 +459,10 @@ def _rebuild_tensor(raw: Any, dtype: str, place: tuple[Any, ...], requires_grad:
         tensor = layout.placed(tensor, stride or tensor.stride(), offset)
     elif stride is not None:
         tensor = torch.empty_strided(shape, stride, dtype=kind, device="cpu").copy_(tensor)
+    elif _has_own_memory.get():
+        tensor = tensor.clone()
+    if _has_own_memory.get() and isinstance(raw, bytearray):
+        raw.clear()  # the unpickler's memo keeps the object until all is loaded
     if expanded_shape != shape:
         tensor = tensor.expand(expanded_shape)
     if is_parameter:

@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from pathlib import Path
@@ -55,7 +55,7 @@ class Supervision:
         self._is_first = attempt == 0
         self.stop_signal = StopSignal()
         self.count_calls: Callable[[], int | None] = lambda: None
-        self.started: Future[tuple[wire.Start, Frame]] = Future()
+        self.started: Future[tuple[wire.Start, Generator[Any, None, None]]] = Future()
         self._pending: dict[int, Future[str]] = {}
         self._owner = Owner()  # a forked child has nobody who reads the answers
         self._ids = itertools.count(1)
@@ -198,7 +198,7 @@ class Supervision:
         message = wire.Supervision.FromString(bytes(frame.body))
         kind = message.WhichOneof("message")
         if kind == "start":
-            self.started.set_result((message.start, frame))
+            self.started.set_result((message.start, codec.loads_in_turn(frame.buffers[0])))
         elif kind is not None:
             self._actions[kind](getattr(message, kind))
 
@@ -250,9 +250,9 @@ def main(node_id: str, endpoint: str, attempt: int, is_forked: bool = False) -> 
     faulthandler.enable(2, all_threads=False)  # a crash in C code leaves the Python stack in the node's output
     supervision = Supervision(endpoint, attempt)
     supervision.send(hello=wire.Hello(node_id=node_id, pid=os.getpid(), attempt=attempt))
-    start, frame = supervision.started.result()
+    start, loaded = supervision.started.result()
     try:
-        failure = _run(start, frame.buffers[0], supervision)
+        failure = _run(start, loaded, supervision)
     except BaseException as error:  # the node's modules or arguments did not load
         failure = failure_from(error)
     supervision.end(failure)  # before the last work, which may take long: the others must hear of a failure now
@@ -283,13 +283,12 @@ def all_stacks() -> str:
     return "\n".join(parts)
 
 
-def _run(start: wire.Start, payload: bytearray, supervision: Supervision) -> Failure | None:
+def _run(start: wire.Start, loaded: Generator[Any, None, None], supervision: Supervision) -> Failure | None:
     _set_up_process(start)
     namesakes.enter_node(os_text.unpack_map(start.main))
     interpreter_state.arrive(start.state)
     if os.environ.get("PYTHONFAULTHANDLER") == "0":
         faulthandler.disable()
-    loaded = codec.loads_in_turn(payload)
 
     def load_next() -> Any:
         with namesakes.defining_main():
@@ -300,6 +299,7 @@ def _run(start: wire.Start, payload: bytearray, supervision: Supervision) -> Fai
         return failure
     supervision.use_places_of(start)
     node, resources = load_next()
+    loaded.close()  # it remembers the arguments
     logging_state.hold_level()
     context = NodeContext(
         label=start.label,
@@ -311,6 +311,7 @@ def _run(start: wire.Start, payload: bytearray, supervision: Supervision) -> Fai
         devices=tuple(start.devices),
         grace_s=start.grace_s,
         stop_signal=supervision.stop_signal,
+        owns_arguments=True,
         prepare_thread=interpreter_state.thread_state(),  # after setup(), which may have changed it
     )
     supervision.count_calls = lambda: context.calls

@@ -2,6 +2,10 @@
 
 import contextlib
 import copy
+import gc
+import sys
+import types
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,8 +20,10 @@ from lp_pipe.pipeline.layers.unfit import refuse_inference, refuse_lazy
 from lp_pipe.pipeline.layers.wrapper import Wrapper
 
 
-def build_layers(sources: Sequence[Any], first_layer: int, seed: int) -> list[nn.Module]:
+def build_layers(sources: Sequence[Any], first_layer: int, seed: int, *, adopt: bool = False) -> list[nn.Module]:
     """The stage's own modules: ready-made ones are copied, parameters shared between them stay shared.
+
+    adopt: ready-made modules are taken as they are.
 
     Raises:
         PipelineError: a factory returned something else than a module, one whose parameters have no shape, or one that
@@ -40,12 +46,43 @@ def build_layers(sources: Sequence[Any], first_layer: int, seed: int) -> list[nn
             layer = source
             ready.append(len(layers))
         layers.append(layer)
-    for position, module in zip(ready, copied([layers[position] for position in ready]), strict=True):
-        layers[position] = module
+    if not adopt:
+        for position, module in zip(ready, copied([layers[position] for position in ready]), strict=True):
+            layers[position] = module
     for index, layer in enumerate(layers, start=first_layer):
         refuse_lazy(layer, f"layer {index}")
         refuse_inference(layer, f"layer {index}")
     return layers
+
+
+def are_exclusive(sources: Sequence[Any]) -> bool:
+    """Return whether only `sources` lead to their modules and tensors, so that no copy is needed to train them.
+
+    Otherwise something beside the stage has them too (another stage of the worker, the loss, a hook) and must not see
+    them change, as it does not in thread mode. References that are found from `sources` are compared with all others.
+    """
+    found: Counter[int] = Counter()
+    alone = 0  # of which `reached` has the only reference; each other value has as many from this function
+    reached: dict[int, Any] = {alone: object()}
+    pending: list[Any] = [sources]
+    while pending:
+        for part in _referents(pending.pop()):
+            found[id(part)] += 1
+            if id(part) not in reached:
+                reached[id(part)] = part
+                pending.append(part)
+    part = None
+    counts = {key: sys.getrefcount(value) - found[key] for key, value in reached.items()}
+    return all(counts[key] <= counts[alone] for key, value in reached.items() if isinstance(value, (nn.Module, Tensor)))
+
+
+def _referents(value: Any) -> Sequence[Any]:
+    """Return what deepcopy would look into; of a function, also what it captured."""
+    if isinstance(value, types.FunctionType):
+        return value.__closure__ or ()
+    if isinstance(value, (type, types.ModuleType, types.FrameType)):
+        return ()
+    return gc.get_referents(value)
 
 
 def copied(modules: list[nn.Module]) -> list[nn.Module]:

@@ -70,7 +70,7 @@ class StageWorker:
         self._worker, self._replica = pipeline.ranks.places[worker.rank]
         self._device = chosen_device(pipeline.devices[self._worker], worker.rank)
         self._name = node.name
-        self._stages = stages_of(worker, pipeline, self._device)
+        self._stages = stages_of(worker, pipeline, self._device, owns_sources=node.owns_arguments)
         if not pipeline.has_batch_dims:
             for stage in self._stages.values():
                 refuse_time_first(stage.layers, stage.first_layer)
