@@ -11,6 +11,9 @@ from lp_pipe.errors import PipelineError as PipelineError
 from lp_pipe.errors import ScheduleError as ScheduleError
 from lp_pipe.pipeline.layers.model import Layer as Layer
 from lp_pipe.pipeline.layers.model import Model as Model
+from lp_pipe.pipeline.metrics import Max as Max
+from lp_pipe.pipeline.metrics import Mean as Mean
+from lp_pipe.pipeline.metrics import Sum as Sum
 from lp_pipe.pipeline.results import EvalResult as EvalResult
 from lp_pipe.pipeline.results import StageMemory as StageMemory
 from lp_pipe.pipeline.results import StepResult as StepResult
@@ -37,6 +40,9 @@ if TYPE_CHECKING:
     from lp_pipe.pipeline.both_ways import check as check
     from lp_pipe.pipeline.client import PipelineClient as PipelineClient
     from lp_pipe.pipeline.client import PipelineHandle as PipelineHandle
+    from lp_pipe.pipeline.data_loader_feeder import DataLoaderFeeder as DataLoaderFeeder
+    from lp_pipe.pipeline.layers.batch_dims import cut as cut
+    from lp_pipe.pipeline.layers.batch_dims import whole as whole
     from lp_pipe.pipeline.layers.rng import layer_rng as layer_rng
     from lp_pipe.pipeline.layers.rng import step_rng as step_rng
     from lp_pipe.pipeline.layers.skips import Pop as Pop
@@ -58,8 +64,11 @@ _ON_FIRST_USE = {  # for these torch is needed, or numpy
     "add_pipeline": "add",
     "check": "both_ways",
     "CheckReport": "both_ways",
+    "DataLoaderFeeder": "data_loader_feeder",
     "PipelineClient": "client",
     "PipelineHandle": "client",
+    "cut": "layers.batch_dims",
+    "whole": "layers.batch_dims",
     "layer_rng": "layers.rng",
     "step_rng": "layers.rng",
     "measure_links": "measuring.link_profile",

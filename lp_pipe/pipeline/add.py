@@ -16,11 +16,12 @@ from lp_pipe.pipeline.compute.precision import check_precision
 from lp_pipe.pipeline.compute.segments import Recompute, check_recompute
 from lp_pipe.pipeline.conductor.on_nan import check_on_nan
 from lp_pipe.pipeline.config import PipelineConfig
+from lp_pipe.pipeline.layers.batch_dims import check_dims
 from lp_pipe.pipeline.layers.model import Model
 from lp_pipe.pipeline.layers.names import model_names
 from lp_pipe.pipeline.layers.skips import layer_sources, skip_edges
 from lp_pipe.pipeline.layers.tied import Names, layer_of, shared_buffers, tied_edges, tied_names
-from lp_pipe.pipeline.layers.unfit import refuse_unfit, views
+from lp_pipe.pipeline.layers.unfit import refuse_time_first, refuse_unfit, views
 from lp_pipe.pipeline.layout import layout_of
 from lp_pipe.pipeline.partitioning.plan import Plan
 from lp_pipe.pipeline.plan_in_place import explained, taken
@@ -99,6 +100,8 @@ def add_pipeline(
     check_recompute("none" if recompute is None else recompute)
     sources = layer_sources(model)
     refuse_unfit(model.loss, sources)
+    if model.batch_dims is None:
+        refuse_time_first(sources)
     tied = tied_names(sources, model.tied)
     names = model_names(sources, tied)
     place = taken(program, group)
@@ -132,6 +135,9 @@ def add_pipeline(
         updates=layout.schedule.updates,
         on_nan=on_nan,
         predicted_seconds=replica_seconds(layout.plan),
+        batch_dims=check_dims(model.batch_dims),
+        has_batch_dims=model.batch_dims is not None,
+        callbacks=model.callbacks,
         registered=None if layout.name is None else registered(layout.name),
     )
     check_on_nan(on_nan, is_asynchronous=config.is_asynchronous)
@@ -186,6 +192,7 @@ def _check_asynchronous(config: PipelineConfig) -> None:
     _ = config.timings
     refused = {
         "clip_grad_norm": (config.clip_grad_norm is not None, "the gradients of all stages have one norm"),
+        "pp.Model(callbacks=…)": (bool(config.callbacks), "some forwards of a step come before the last of another"),
         "precision='fp16'": (config.precision == "fp16", "all stages have one loss scale: take 'bf16'"),
         "tied weights or skips between stages": (bool(config.edges), "the stages are at different versions"),
     }

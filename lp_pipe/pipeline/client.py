@@ -1,11 +1,13 @@
 """A pipeline as its users see it: a handle at setup, a client that looks like a model at execution."""
 
+import contextlib
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lp_pipe.address import Address
 from lp_pipe.errors import EndOfData, PipelineError
@@ -16,9 +18,12 @@ from lp_pipe.pipeline.schedule.numbers_given import as_int
 from lp_pipe.rpc import CourierClient
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
 
+T = TypeVar("T")
+
+_WINDOW = 8  # batches; the same for any number of stages: the mean's last bits depend on it
 _NO_END = 1 << 30  # steps that are still to come
 STEPS_AHEAD = 2  # of an asynchronous schedule: one step, and the first forwards of another
 
@@ -36,13 +41,23 @@ class PipelineClient:
         self._conductor = conductor
         self.steps_ahead = steps_ahead
 
-    def step(self, batch: tuple[Any, Any] | None = None) -> StepResult:
-        """One optimizer step, on `batch` = (input, target) or on the feeder's next one.
+    def step(
+        self, batch: tuple[Any, Any] | None = None, *, outputs: bool = False, input_grad: bool = False
+    ) -> StepResult:
+        """Take one optimizer step, on `batch` = (input, target) or on the feeder's next one.
+
+        outputs: return the model's output for the batch as `StepResult.outputs`.
+        input_grad: return the gradient of the step's loss by the input as `StepResult.input_grad`, for what made the
+            input: `hidden.backward(result.input_grad)` trains an encoder outside of the pipeline. Without it an input
+            that requires a gradient is refused.
 
         Raises:
             EndOfData: the feeder has no more.
+            PipelineError: a tensor of the batch requires a gradient that was not asked for; the schedule is
+                asynchronous, and outputs or gradients are asked for.
         """
-        result: StepResult = self._conductor.step(batch)
+        more = {name: True for name, is_wanted in (("outputs", outputs), ("input_grad", input_grad)) if is_wanted}
+        result: StepResult = self._conductor.step(batch, **more)
         return result
 
     def steps(self, n: int | None = None) -> Iterator[StepResult]:
@@ -97,10 +112,33 @@ class PipelineClient:
         rates: dict[str, float] = self._conductor.learning_rates()
         return rates
 
-    def evaluate(self, batches: Sequence[tuple[Any, Any]]) -> EvalResult:
-        """(mean loss, mean metrics) in eval mode; no parameter, buffer or random state changes."""
-        result: EvalResult = self._conductor.evaluate(list(batches))
-        return result
+    def evaluate(self, batches: Iterable[tuple[Any, Any]]) -> EvalResult:
+        """Return the mean loss and the metrics in eval mode; no parameter, buffer or random state changes.
+
+        batches: (input, target) pairs; a loader is read in windows of 8 batches, one ahead, so that its size does not
+            matter. All are evaluated with the same weights: other operations, also of other clients, wait until the
+            end. So the loader itself must not use this pipeline.
+        """
+        windows = _windows_of(iter(batches), _WINDOW)
+        first, second = next(windows, []), next(windows, None)
+        if second is None:
+            result: EvalResult = self._conductor.evaluate(first)
+            return result
+        return self._evaluate_windows(itertools.chain([first, second], windows))
+
+    def _evaluate_windows(self, windows: Iterator[list[tuple[Any, Any]]]) -> EvalResult:
+        number = secrets.token_hex(8)
+        with contextlib.closing(self._conductor.evaluation(number)) as evaluation:
+            next(evaluation)
+            done: Future[None] | None = None
+            for window in windows:  # the next one is read while the stages work on the one before
+                if done is not None:
+                    done.result()
+                done = self._conductor.futures.evaluate_window(number, window)
+            assert done is not None, "there are at least two windows"
+            done.result()
+            result: EvalResult = self._conductor.end_evaluation(number)
+            return result
 
     def forward(self, input: Any) -> Any:
         """The model's output for one input, in eval mode; the input goes through as a whole.
@@ -126,9 +164,23 @@ class PipelineClient:
         return self._windows(iter(inputs), in_flight)
 
     def _windows(self, inputs: Iterator[Any], in_flight: int | None) -> Iterator[Any]:
-        size = in_flight or 2 * self._conductor.worker_count()
-        while window := list(itertools.islice(inputs, size)):
+        for window in _windows_of(inputs, in_flight or 2 * self._conductor.worker_count()):
             yield from self._conductor.forward_many(window)
+
+    def apply(self, change: "Callable[[dict[str, nn.Module]], Any]") -> list[Any]:
+        """Call `change(modules)` in every stage worker, between two steps; returns what it returns, by worker.
+
+        modules: the worker's own, by the names that their parameters begin with ("0", "0.attention"; "loss" is a loss
+            that is a module), in train mode, under torch.no_grad(). To freeze layers, to set drop rates, to prune, to
+            read norms. What it changes (numbers, strings and modes of modules, requires_grad, values of tensors) is in
+            checkpoints, too, and every later step and evaluation sees it. It must do the same on all replicas.
+
+        Raises:
+            RemoteError: the function's own exception; if it had changed no tensor, all is as before.
+            PipelineError: it has changed what a checkpoint could not keep, such as a submodule or a hook.
+        """
+        results: list[Any] = self._conductor.apply(change)
+        return results
 
     def state_dict(self) -> "dict[str, Tensor]":
         """The whole model under the names that nn.Sequential(*layers) gives; CPU tensors."""
@@ -166,14 +218,19 @@ class PipelineClient:
         written: Future[list[str]] = self._conductor.futures.write_copy(folder, copy)
         return written
 
-    def load(self, path: str | Path) -> None:
+    def load(self, path: str | Path, *, strict: bool = True) -> None:
         """Go on from a checkpoint that any number of stages wrote.
+
+        Parameters that were frozen when it was written, and are trained now, begin with fresh optimizer state; the log
+        names them.
+        strict: its names and shapes must be those of this model. False: what is missing there, or has another shape (a
+            new head), keeps its values and begins with fresh optimizer state; what this model lacks is left out.
 
         Raises:
             CheckpointError: it is incomplete or damaged.
             PipelineError: it is of another model.
         """
-        self._conductor.load(os.fspath(path))
+        self._conductor.load(os.fspath(path), strict)
 
     def recover(self) -> None:
         """Join the stage workers anew, after one of them has died and was restarted (`add_pipeline(on_failure=...)`).
@@ -260,6 +317,11 @@ class PipelineClient:
 
     def __repr__(self) -> str:
         return f"PipelineClient({self._conductor!r})"
+
+
+def _windows_of(items: Iterator[T], size: int) -> Iterator[list[T]]:
+    while window := list(itertools.islice(items, size)):
+        yield window
 
 
 def _whole(n: Any, method: str) -> int:

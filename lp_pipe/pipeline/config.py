@@ -1,6 +1,6 @@
 """What every worker of a pipeline is told. Data only; needs no torch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -42,6 +42,9 @@ class PipelineConfig:
     updates: Updates | None  # of an asynchronous schedule
     on_nan: str
     predicted_seconds: tuple[float, ...]  # by a plan, of each worker: per micro-batch of one replica
+    batch_dims: tuple[Any, Any, int]  # of input, target and output, see batch_dims.marked
+    has_batch_dims: bool  # whether the model says so itself
+    callbacks: Mapping[int, Callable[[dict[str, Any]], Any]]  # by the step before which each is called
     registered: Registered | None  # of a schedule whose name only the launching process need know
 
     @property

@@ -12,6 +12,7 @@ from lp_pipe.pipeline.compute.device import CPU, current, own_loss, to_device, t
 from lp_pipe.pipeline.compute.finite import is_finite
 from lp_pipe.pipeline.compute.forward_writes import ForwardWrites
 from lp_pipe.pipeline.compute.precision import autocast
+from lp_pipe.pipeline.layers.batch_dims import check_dims, marked, unmarked
 from lp_pipe.pipeline.layers.build import build_layers
 from lp_pipe.pipeline.layers.factories import made_optimizer, made_scheduler, wants_metric
 from lp_pipe.pipeline.layers.microbatches import apart, count, loss_weights, split
@@ -21,6 +22,7 @@ from lp_pipe.pipeline.layers.names import model_names
 from lp_pipe.pipeline.layers.rng import backward_place, optimizer_place, step_rng
 from lp_pipe.pipeline.layers.skips import call, layer_sources
 from lp_pipe.pipeline.layers.tied import tie, tied_names
+from lp_pipe.pipeline.worker.module_settings import ModuleSettings, with_loss
 
 
 class PlainLoop:
@@ -75,17 +77,22 @@ class PlainLoop:
             self._note_modules(self._loss, self._last_replicas)
         self._parts: dict[str, dict[int, Tensor]] = {}
         with_buffers = self._modules if on_nan == "skip" else ()
+        self._settings = ModuleSettings(with_loss(self._named.named_modules(), self._loss))
         self._writes = ForwardWrites(self._named.modules(), self._parameters.items(), with_buffers)
 
     def step(self, batch: tuple[Any, Any]) -> float:
         """One optimizer step; the weighted sum of the micro-batches' losses."""
+        input_dims, target_dims, _ = check_dims(self._model.batch_dims)
+        batch = marked(batch[0], input_dims), marked(batch[1], target_dims)
         count(batch, self._microbatches)  # refuses what belongs to different samples
         value, target = apart(batch)
         inputs = split(to_device(value, self._device), self._microbatches)
         targets = split(target, self._microbatches)
         weights = loss_weights(targets, self._model.loss_weight)
         with current(self._device):
-            return self._stepped(inputs, to_device(targets, self._device), weights)
+            self._settings.apply_due(self._model.callbacks, self._step)
+            targets = to_device(targets, self._device)
+            return self._stepped([*map(unmarked, inputs)], [*map(unmarked, targets)], weights)
 
     def state_dict(self) -> dict[str, Tensor]:
         """That of the trained copies, in the host's memory."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -10,7 +10,9 @@ class StepResult:
     """One optimizer step.
 
     step: its index, from 0, as the feeder was asked.
-    loss: weighted sum of the micro-batches' losses; metrics likewise.
+    loss: weighted sum of the micro-batches' losses.
+    metrics: what the loss function returned beside it: of plain values the mean, weighted as the losses are, over the
+        micro-batches that have them; of pp.Sum, pp.Max and pp.Mean what these say. Floats, or tensors on the CPU.
     seconds: from the request for the batch to the end of the update.
     utilization: for each stage worker, the share of the pipeline's time that it computed.
     loss_scale: what the losses were multiplied by for the backwards (precision="fp16"; else 1). `loss` is without it.
@@ -18,19 +20,24 @@ class StepResult:
         or because of what `why_skipped` says.
     grad_norm: of all gradients, over all stages and before they are clipped, as torch's clip_grad_norm_ returns it.
         None without `clip_grad_norm` (an infinite one only measures), and in steps that `why_skipped` explains.
+    outputs: with `step(outputs=True)` the last layer's output of the whole batch, before the update; on the CPU.
+    input_grad: with `step(input_grad=True)` the gradient of `loss` by the batch's input, in the input's structure; None
+        for what is no floating-point tensor.
 
     The learning rate is not in it: between two steps `PipelineClient.learning_rates()` has those of the next one.
     """
 
     step: int
     loss: float
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
     utilization: tuple[float, ...] = ()
     loss_scale: float = 1.0
     skipped: bool = False
     why_skipped: str = ""
     grad_norm: float | None = None
+    outputs: Any = None
+    input_grad: Any = None
 
     @property
     def bubble_fraction(self) -> float:
@@ -110,10 +117,10 @@ class NonFinite(NamedTuple):
 
 
 class EvalResult(NamedTuple):
-    """Means over the batches that were evaluated."""
+    """Means over the batches that were evaluated; metrics as in `StepResult`."""
 
     loss: float
-    metrics: Mapping[str, float]
+    metrics: Mapping[str, Any]
 
 
 class StepTrace(NamedTuple):

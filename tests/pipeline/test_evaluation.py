@@ -1,9 +1,16 @@
 """Evaluations between steps see the model as it is, and leave it so."""
 
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+import lp_pipe as lp
 import lp_pipe.pipeline as pp
 from tests.pipeline.plain_loop import (
     D,
@@ -16,9 +23,11 @@ from tests.pipeline.plain_loop import (
     sgd,
     squared_error,
 )
+from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
+Batch = tuple[Tensor, Tensor]
 BATCHES = random_batches([6, 6, 6, 6])
 
 
@@ -65,6 +74,73 @@ def test_an_output_is_that_of_plain_torch_without_gradients() -> None:
     with torch.no_grad():
         expected = plain.eval()(x)
     assert torch.equal(output, expected) and torch.equal(streamed, expected)
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_a_loader_is_read_in_windows_and_all_of_them_see_the_same_weights(mode: str, stages: int) -> None:
+    model = model_with_everything()
+    batches = random_batches([4, 2, 1, 4, 3] * 8)
+    read = 0
+    with launched(mode, model, stages=stages, microbatches=2) as pipeline:
+
+        def loader() -> Iterator[Batch]:
+            nonlocal read
+            for batch in batches:
+                read += 1
+                if read == 20:  # another client trains: its step has to wait for the end of the evaluation
+                    steps.append(other.submit(pipeline.step, batch))
+                yield batch
+
+        steps: list[Future[pp.StepResult]] = []
+        with ThreadPoolExecutor() as other:
+            result = pipeline.evaluate(loader())
+            after = steps[0].result(60)
+        plain = PlainLoop(model, 2)
+        losses = [plain.evaluate(batch) * len(batch[0]) for batch in batches]
+        samples = sum(len(x) for x, _ in batches)
+        assert result.loss == pytest.approx(sum(losses) / samples)
+        counts = [len(x) ** 2 for x, _ in batches]
+        assert result.metrics["count"] == pytest.approx(sum(counts) / samples)
+        assert after.step == 0
+        assert pipeline.evaluate(batches).loss != result.loss
+
+
+def test_a_loader_that_fails_leaves_the_pipeline_free(mode: str) -> None:
+    def loader() -> Iterator[Batch]:
+        yield from random_batches([2] * 30)
+        raise OSError("no more files")
+
+    with launched(mode, model_with_everything(), stages=2, microbatches=2) as pipeline:
+        with pytest.raises(OSError, match="no more files"):
+            pipeline.evaluate(loader())
+        with pytest.raises(pp.PipelineError):
+            pipeline.evaluate([*random_batches([2] * 20), "no batch"])  # type: ignore[list-item]
+        assert pipeline.evaluate(random_batches([2])).loss > 0
+
+
+def test_a_client_that_dies_in_an_evaluation_leaves_the_pipeline_free(tmp_path: Path) -> None:
+    """The evaluator is killed between two windows; the trainer's step must not wait for it for ever."""
+    flag = tmp_path / "evaluating"
+
+    def evaluator(pipeline: pp.PipelineClient) -> None:
+        def loader() -> Iterator[Batch]:
+            yield from random_batches([2] * 30)
+            flag.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        pipeline.evaluate(loader())
+
+    def trainer(pipeline: pp.PipelineClient) -> None:
+        until(flag.exists)
+        pipeline.step(random_batches([2])[0])
+        lp.stop()
+
+    program = lp.Program("dies")
+    handle = pp.add_pipeline(program, model_with_everything(), stages=2, microbatches=2)
+    with program.group("evaluator", on_failure="ignore"):
+        program.add_node(lp.PyNode(evaluator, handle))
+    program.add_node(lp.PyNode(trainer, handle), label="trainer")
+    lp.launch(program, "process", run_dir=tmp_path / "run").wait(60)
 
 
 class Noise(nn.Module):

@@ -158,7 +158,9 @@ class _RaisesOnce(torch.optim.lr_scheduler.LRScheduler):
         return [group["lr"] for group in self.optimizer.param_groups]
 
 
-def test_an_update_that_fails_halfway_is_mended_by_a_checkpoint_only(tmp_path: Path) -> None:
+def test_an_update_that_fails_halfway_is_mended_by_a_checkpoint_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The scheduler of the stage with biases fails; the other stage has done its update."""
     model = pp.Model([nn.Linear(D, D, bias=False), nn.Linear(D, D)], squared_error, sgd, lr_scheduler=_RaisesOnce)
     with launched("thread", model, stages=2, microbatches=2) as pipeline:
@@ -168,13 +170,43 @@ def test_an_update_that_fails_halfway_is_mended_by_a_checkpoint_only(tmp_path: P
         with pytest.raises(RuntimeError, match="no rate") as caught:
             pipeline.step(BATCHES[1])
         assert "in stages/1, update of stages 1" in str(caught.value)
-        for refused in (pipeline.state_dict, lambda: pipeline.step(BATCHES[1]), lambda: pipeline.evaluate(BATCHES)):
+        for refused in (lambda: pipeline.save(tmp_path / "torn"), lambda: pipeline.step(BATCHES[1])):
             with pytest.raises(
                 pp.PipelineError, match=r"an update has failed .*: step 1: .*no rate.*load\(\) a checkpoint"
             ):
                 refused()
+        caplog.clear()
+        assert not torch.equal(pipeline.state_dict()["0.weight"], before["0.weight"]), "the weights are not lost"
+        assert pipeline.evaluate(BATCHES).loss > 0
+        assert (
+            "stages/0 has done the update" in caplog.text and "stages/1 has done the update, and failed" in caplog.text
+        )
         pipeline.load(tmp_path)
         assert_same_state(pipeline.state_dict(), before)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_scheduler_that_fails_on_all_stages_alike_leaves_them_at_one_step(tmp_path: Path, microbatches: int) -> None:
+    """OneCycleLR has an end. After it nothing could be read or saved, and the weights were lost."""
+    layers = [nn.Linear(D, D, bias=False), nn.Tanh(), nn.Linear(D, D, bias=False)]
+
+    def scheduler(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=2)
+
+    model = pp.Model(layers, squared_error, sgd, lr_scheduler=scheduler, tied=[("0.weight", "2.weight")])
+    with launched("thread", model, stages=2, microbatches=microbatches) as pipeline:
+        for batch in BATCHES[:2]:
+            pipeline.step(batch)
+        with pytest.raises(ValueError, match=r"total.*steps is 2"):
+            pipeline.step(BATCHES[2])
+        assert pipeline.current_step() == 3
+        state = pipeline.state_dict()
+        assert torch.equal(state["0.weight"], state["2.weight"]), "the update came to the tied stage, too"
+        pipeline.save(tmp_path)
+        fingerprint = pipeline.fingerprint()
+    with launched("thread", model, stages=1) as pipeline:
+        pipeline.load(tmp_path)
+        assert (pipeline.current_step(), pipeline.fingerprint()) == (3, fingerprint)
 
 
 class _LoadsOnce(nn.Linear):

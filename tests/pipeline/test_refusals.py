@@ -208,11 +208,7 @@ def test_a_target_that_is_cut_at_other_samples_is_refused(source: str, target_si
         (lambda output, target: None, "not NoneType"),
         (lambda output, target: (output.mean(), {}, 1), "not tuple"),
         (lambda output, target: (output.mean(), 0.5), "metrics must be a dict of numbers, not float"),
-        (
-            lambda output, target: (output.mean(), {"each": output}),
-            r"metric 'each' must be a number, not a .* \[4, 3, 8\]",
-        ),
-        (lambda output, target: (output.mean(), {"name": None}), "metric 'name' must be a number, not None"),
+        (lambda output, target: (output.mean(), {"name": None}), "metric 'name' .* None of type NoneType"),
     ],
 )
 def test_a_loss_that_is_no_scalar_is_refused(loss: Any, message: str) -> None:
@@ -288,7 +284,7 @@ def test_what_a_client_asks_wrongly_is_refused_and_the_next_step_goes_on() -> No
             pipeline.step(BATCHES[0][0])  # type: ignore[arg-type]
         with pytest.raises(pp.PipelineError, match="at least one"):
             pipeline.evaluate([])
-        with pytest.raises(pp.PipelineError, match=r"each batch in the list .* takes a pair .* not Tensor"):
+        with pytest.raises(pp.PipelineError, match=r"each batch .* takes a pair .* not Tensor"):
             pipeline.evaluate([BATCHES[0][0]])  # type: ignore[list-item]
         with pytest.raises(pp.PipelineError, match=r"NoneType holds no tensor with a batch dimension: .* the input as"):
             pipeline.evaluate([(BATCHES[0][0], None)])

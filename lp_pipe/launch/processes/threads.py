@@ -49,10 +49,16 @@ def unset_threads() -> None:
 
 
 def _use_in_torch(count: int) -> Iterator[Callable[[], object]]:
+    """Set the count for threads that begin from now on, and leave that of the calling thread as it is.
+
+    torch (OpenMP) keeps a count for the process, which each thread takes over when it first computes, and one for each
+    thread. The run's end comes in another thread than its start, which could not undo the caller's own count.
+    """
     torch = sys.modules.get("torch")
     if torch is not None:
-        yield partial(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(count)
+        before = torch.get_num_threads()  # from now on the calling thread has its own
+        yield partial(_in_a_thread, partial(torch.set_num_threads, before))
+        _in_a_thread(partial(torch.set_num_threads, count))
 
 
 def _use_in_blas(count: int) -> Iterator[Callable[[], object]]:
@@ -69,7 +75,10 @@ def _use_in_blas(count: int) -> Iterator[Callable[[], object]]:
 
 
 def _in_a_thread(action: Callable[[], object]) -> None:
-    """threadpoolctl lets nobody change OpenBLAS but the first thread that did, until that one has ended."""
+    """Call `action` in a thread of its own, and wait for it.
+
+    For BLAS, because threadpoolctl lets only the first thread that changed OpenBLAS change it, until that has ended.
+    """
     thread = threading.Thread(target=action, name="threads of BLAS")
     try:
         thread.start()

@@ -5,14 +5,14 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from lp_pipe.errors import EndOfData
+from lp_pipe.errors import EndOfData, PipelineError
 from lp_pipe.pipeline.conductor.steps import Steps
 from lp_pipe.pipeline.conductor.workers import Attempt, Workers, first_cause
 from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.results import StepResult, StepTrace
 from lp_pipe.pipeline.saving.manifest import Manifest
 from lp_pipe.pipeline.schedule.updates import may_overlap
-from lp_pipe.pipeline.worker.tasks import Task
+from lp_pipe.pipeline.worker.tasks import NOTHING_MORE, Task, Wanted
 
 
 class _Begun(NamedTuple):
@@ -32,8 +32,19 @@ class AsynchronousSteps(Steps):
         self._promised: Task | None = None  # the step after those
         self._ended = 0.0
 
-    def step(self, batch: tuple[Any, Any] | None, more: int = 0) -> tuple[StepResult, StepTrace]:
-        """The next result; with `more`, the step after it runs on."""
+    def step(
+        self, batch: tuple[Any, Any] | None, more: int = 0, wanted: Wanted = NOTHING_MORE
+    ) -> tuple[StepResult, StepTrace]:
+        """The next result; with `more`, the step after it runs on.
+
+        Raises:
+            PipelineError: outputs or gradients of the input are wanted, of micro-batches that see different weights.
+        """
+        if wanted != NOTHING_MORE:
+            raise PipelineError(
+                "step(outputs=True) and step(input_grad=True) need a synchronous schedule, such as '1f1b': with an "
+                "asynchronous one each micro-batch of a step sees other weights"
+            )
         self._due = ()
         if batch is not None:
             self.settle()

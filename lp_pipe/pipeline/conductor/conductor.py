@@ -2,7 +2,8 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,8 +11,9 @@ from torch import Tensor
 
 from lp_pipe.address import Address
 from lp_pipe.context import context
-from lp_pipe.errors import PipelineError, Unavailable
+from lp_pipe.errors import Unavailable
 from lp_pipe.pipeline.conductor.async_steps import AsynchronousSteps
+from lp_pipe.pipeline.conductor.evaluation import Evaluation, WindowMeans, checked_window, result_of
 from lp_pipe.pipeline.conductor.learning_rate import LearningRate
 from lp_pipe.pipeline.conductor.mirrors import AllMirrors, check_guards
 from lp_pipe.pipeline.conductor.no_steps import NoSteps
@@ -19,13 +21,17 @@ from lp_pipe.pipeline.conductor.steps import Steps, SynchronousSteps, summed
 from lp_pipe.pipeline.conductor.whole_model import Copy, WholeModel
 from lp_pipe.pipeline.conductor.workers import Workers
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
-from lp_pipe.pipeline.layers.microbatches import apart, check_pair, loss_weights
+from lp_pipe.pipeline.layers.batch_dims import marked
+from lp_pipe.pipeline.layers.microbatches import apart, loss_weights, total_weight
+from lp_pipe.pipeline.metrics import scaled
 from lp_pipe.pipeline.results import EvalResult, StageMemory, StepResult, StepTrace, Straggler
 from lp_pipe.pipeline.saving import safetensors_file
 from lp_pipe.pipeline.saving.manifest import Manifest
 from lp_pipe.pipeline.worker.channel_handle import ChannelTarget
 from lp_pipe.pipeline.worker.execution import Report
 from lp_pipe.pipeline.worker.mirrors import Mirror
+from lp_pipe.pipeline.worker.module_settings import Change
+from lp_pipe.pipeline.worker.tasks import Wanted
 from lp_pipe.pipeline.worker.worker import StageWorker
 from lp_pipe.rpc.pool import DaemonPool
 
@@ -52,15 +58,20 @@ class Conductor:
         self._last = pipeline.ranks.of(pipeline.placement[-1])
         self._steps: Steps = _kind_of_steps(pipeline)(pipeline, self._workers, feeder)
         self._mirrors = AllMirrors(self._workers, self._steps)
+        self._evaluations: dict[str, Evaluation] = {}
+        self._results_of_evaluations: dict[str, Future[EvalResult]] = {}
         self._queue = DaemonPool(1, "pipeline operations")
         context().exit_stack.callback(self._queue.close)
         # Who has a client finds all layers built: in thread mode they draw from the generator that a script may use.
         with contextlib.suppress(Unavailable):  # of a worker that has failed already the first operation will tell
             self._workers.all("is_up")
 
-    def step(self, batch: tuple[Any, Any] | None = None, more: int = 0) -> StepResult:
+    def step(
+        self, batch: tuple[Any, Any] | None = None, more: int = 0, outputs: bool = False, input_grad: bool = False
+    ) -> StepResult:
         """One step; see PipelineClient. more: further ones on the feeder's batches that the caller will ask for."""
-        return self._in_turn(lambda: self._steps.step(batch, more)[0], may_run_on=True)
+        wanted = Wanted(outputs, input_grad)
+        return self._in_turn(lambda: self._steps.step(batch, more, wanted)[0], may_run_on=True)
 
     def due(self) -> int:
         """How many results of finished steps a loop that begins now has first."""
@@ -76,7 +87,7 @@ class Conductor:
 
     def learning_rates(self) -> dict[str, float]:
         """Of the next step, by parameter."""
-        return self._in_turn(self._learning_rate.by_name)
+        return self._in_turn(self._learning_rate.by_name, only_reads=True)
 
     def stragglers(self) -> list[Straggler]:
         """Workers that are much slower than expected."""
@@ -91,8 +102,32 @@ class Conductor:
         return self._in_turn(lambda: self._profile_memory(steps, batch))
 
     def evaluate(self, batches: Sequence[tuple[Any, Any]]) -> EvalResult:
-        """Mean loss and metrics over the batches, each one weighted as `loss_weight` says."""
-        return self._in_turn(lambda: self._evaluate(batches))
+        """Return mean loss and metrics over the batches, each one weighted as `loss_weight` says."""
+        return self._in_turn(lambda: result_of([self._evaluate(batches)]), only_reads=True)
+
+    def evaluation(self, number: str) -> Iterator[None]:
+        """Begin an evaluation of what `evaluate_window` brings, until `end_evaluation` or the end of this stream.
+
+        The stream ends with the client's connection as well, so that a client that dies holds up no other.
+        """
+        evaluation = self._evaluations[number] = Evaluation()
+        result = self._begin_in_turn(lambda: evaluation.run(self._evaluate), only_reads=True)
+        self._results_of_evaluations[number] = result
+        try:
+            while True:
+                yield
+        finally:
+            evaluation.end()
+            del self._evaluations[number], self._results_of_evaluations[number]
+
+    def evaluate_window(self, number: str, batches: Sequence[tuple[Any, Any]]) -> "Future[None]":
+        """Evaluate further batches; the reply comes when that is done."""
+        return self._evaluations[number].add(batches)
+
+    def end_evaluation(self, number: str) -> "Future[EvalResult]":
+        """Return the means over all windows, and let other operations go on."""
+        self._evaluations[number].end()
+        return self._results_of_evaluations[number]
 
     def forward(self, value: Any) -> Any:
         """The model's output in eval mode."""
@@ -100,15 +135,19 @@ class Conductor:
 
     def forward_many(self, values: Sequence[Any]) -> list[Any]:
         """The outputs for several inputs, which follow each other through the stages."""
-        return self._in_turn(lambda: self._outputs(values))
+        return self._in_turn(lambda: self._outputs(values), only_reads=True)
 
     def worker_count(self) -> int:
         """How many inputs the stages can work on at a time."""
         return self._config.ranks.world_size
 
+    def apply(self, change: Change) -> list[Any]:
+        """Call a function with the modules of every stage; returns its results, by worker."""
+        return self._in_turn(lambda: self._apply(change))
+
     def state_dict(self) -> dict[str, Tensor]:
         """The whole model's parameters and buffers."""
-        return self._in_turn(self._model.copied_state)
+        return self._in_turn(self._model.copied_state, only_reads=True)
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Replace the whole model's parameters and buffers."""
@@ -126,9 +165,9 @@ class Conductor:
         """Write it, while operations go on; returns the names of the files."""
         return self._model.write_copy(Path(path), copy)
 
-    def load(self, path: str) -> None:
+    def load(self, path: str, strict: bool = True) -> None:
         """Go on from a checkpoint folder, whatever number of stages wrote it."""
-        self._in_turn(lambda: self._load(Path(path)), may_be_torn=True)
+        self._in_turn(lambda: self._load(Path(path), strict=strict), may_be_torn=True)
 
     def mirror(self, me: Any) -> int:
         """Let each worker copy its state, for itself and its guard; returns the step. me: a client of this conductor.
@@ -164,29 +203,53 @@ class Conductor:
 
     def export(self, path: str) -> None:
         """Write the whole model as one .safetensors file."""
-        self._in_turn(lambda: safetensors_file.write(Path(path), self._model.state_dict(), self._steps.done))
+        self._in_turn(
+            lambda: safetensors_file.write(Path(path), self._model.state_dict(), self._steps.done), only_reads=True
+        )
 
     def fingerprint(self) -> str:
         """sha256 over all parameters and buffers."""
-        return self._in_turn(self._model.fingerprint)
+        return self._in_turn(self._model.fingerprint, only_reads=True)
 
     def current_step(self) -> int:
         """The number of finished steps, which is the index of the next one."""
         return self._in_turn(lambda: self._steps.done, may_be_torn=True)
 
-    def _in_turn(self, operation: Callable[[], T], *, may_be_torn: bool = False, may_run_on: bool = False) -> T:
-        """may_be_torn: after half a step, too. may_run_on: also while a step that was begun ahead is going on."""
+    def _in_turn(
+        self,
+        operation: Callable[[], T],
+        *,
+        may_be_torn: bool = False,
+        may_run_on: bool = False,
+        only_reads: bool = False,
+    ) -> T:
+        """Run an operation after those before it.
 
+        may_be_torn: after half a step, too. may_run_on: also while a step that was begun ahead is going on.
+        only_reads: it reads the stages' weights; after half a step, too, with a warning.
+        """
+        return self._begin_in_turn(
+            operation, may_be_torn=may_be_torn, may_run_on=may_run_on, only_reads=only_reads
+        ).result()
+
+    def _begin_in_turn(
+        self,
+        operation: Callable[[], T],
+        *,
+        may_be_torn: bool = False,
+        may_run_on: bool = False,
+        only_reads: bool = False,
+    ) -> "Future[T]":
         def in_order() -> T:
             if not may_be_torn:
-                self._steps.check_whole()
+                self._steps.check_whole(only_reads=only_reads)
                 self._join()
             if not may_run_on:
                 with contextlib.suppress(BaseException) if may_be_torn else contextlib.nullcontext():
                     self._steps.settle()
             return operation()
 
-        return self._queue.start(in_order).result()
+        return self._queue.start(in_order)
 
     def _join(self) -> None:
         """Once: a worker that dies is found out later by not having been asked, also between two operations."""
@@ -199,6 +262,20 @@ class Conductor:
         with self._steps.tearing("scheduler_step() has failed after it may have changed some of them"):
             self._learning_rate.step(metric)
 
+    def _apply(self, change: Change) -> list[Any]:
+        self._steps.forget_ahead()
+        settings = self._workers.all("settings")
+        try:
+            results = self._workers.all("apply_to_modules", change, self._steps.done)
+        except BaseException as error:  # the function may end in SystemExit, too
+            with self._steps.tearing("apply() has failed after it may have changed some of them"):
+                undone = self._workers.each(range(len(settings)), "undo_settings", [(one,) for one in settings])
+            if any(undone):
+                self._steps.tear("apply() has failed after it had changed tensors of some of them", error)
+            raise
+        self._mirrors.forget()
+        return results
+
     def _load_state_dict(self, state: dict[str, Tensor]) -> None:
         whole = self._model.checked(state)
         self._mirrors.forget()
@@ -206,8 +283,8 @@ class Conductor:
             self._workers.all("load_state_dict", whole)
         self._steps.forget_ahead()
 
-    def _load(self, path: Path) -> None:
-        found = self._model.read(path)
+    def _load(self, path: Path, *, strict: bool) -> None:
+        found = self._model.read(path, strict=strict)
         self._mirrors.forget()
         with self._steps.tearing(f"loading {path} has failed after it had changed some of them"):
             self._model.adopt()
@@ -232,14 +309,13 @@ class Conductor:
             found: list[StageMemory] = self._workers.all("stop_metering")
         return found
 
-    def _evaluate(self, batches: Sequence[tuple[Any, Any]]) -> EvalResult:
-        pairs = [check_pair(batch, "each batch in the list given to evaluate()") for batch in batches]
-        if not pairs:
-            raise PipelineError("evaluate() needs at least one (input, target) pair")
-        targets = [target for _, target in pairs]
+    def _evaluate(self, batches: Sequence[tuple[Any, Any]]) -> WindowMeans:
+        pairs = checked_window(batches)
+        targets = [marked(target, self._config.batch_dims[1]) for _, target in pairs]
         loss, metrics = summed(self._infer([value for value, _ in pairs], targets))
-        total = sum(loss_weights(targets, self._config.loss_weight))
-        return EvalResult(loss / total, {name: value / total for name, value in metrics.items()})
+        rule = self._config.loss_weight
+        share = sum(loss_weights(targets, rule))
+        return WindowMeans(loss / share, scaled(metrics, 1 / share), total_weight(targets, rule))
 
     def _infer(self, inputs: list[Any], targets: list[Any]) -> list[Report]:
         """Run forwards; the reports of the last stage's replicas."""

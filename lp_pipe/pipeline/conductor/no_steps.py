@@ -4,12 +4,13 @@ from typing import Any, NoReturn
 
 from lp_pipe.errors import ScheduleError
 from lp_pipe.pipeline.conductor.steps import SynchronousSteps
+from lp_pipe.pipeline.worker.tasks import NOTHING_MORE, Wanted
 
 
 class NoSteps(SynchronousSteps):
     """Refuses them; all else is as between two steps."""
 
-    def step(self, batch: tuple[Any, Any] | None, more: int = 0) -> NoReturn:
+    def step(self, batch: tuple[Any, Any] | None, more: int = 0, wanted: Wanted = NOTHING_MORE) -> NoReturn:
         """
         Raises:
             ScheduleError: says what such a pipeline is for.

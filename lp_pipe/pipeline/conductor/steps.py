@@ -1,30 +1,38 @@
 """Steps of training as the conductor runs them on all workers: each is a whole, or nothing."""
 
 import contextlib
+import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 
 from lp_pipe.context import log_metrics
-from lp_pipe.errors import EndOfData, PipelineError, Unavailable, noting
+from lp_pipe.errors import EndOfData, PipelineError, Unavailable, add_note, noting
 from lp_pipe.pipeline.compute.gradient_norms import total_norm
 from lp_pipe.pipeline.compute.loss_scale import LossScale
 from lp_pipe.pipeline.conductor.on_nan import OnNan
 from lp_pipe.pipeline.conductor.stragglers import Stragglers
 from lp_pipe.pipeline.conductor.workers import Workers
 from lp_pipe.pipeline.config import PipelineConfig
+from lp_pipe.pipeline.layers.batch_dims import marked
+from lp_pipe.pipeline.layers.batch_gradients import joined_gradients, joined_outputs, without_graph
 from lp_pipe.pipeline.layers.microbatches import aligned, apart, check_pair, count
+from lp_pipe.pipeline.metrics import Totals, merged, results
 from lp_pipe.pipeline.results import StepResult, StepTrace
 from lp_pipe.pipeline.saving.manifest import Manifest
 from lp_pipe.pipeline.worker.batches import BatchSource
 from lp_pipe.pipeline.worker.execution import Report
 from lp_pipe.pipeline.worker.same_target import glance
-from lp_pipe.pipeline.worker.tasks import Task
+from lp_pipe.pipeline.worker.tasks import NOTHING_MORE, Task, Wanted
+from lp_pipe.pipeline.worker.training import Update
 from lp_pipe.rpc.remote_error import headline
+
+_log = logging.getLogger(__name__)
 
 
 class Steps(ABC):
@@ -46,7 +54,9 @@ class Steps(ABC):
         self.scale = LossScale() if config.precision == "fp16" else None
 
     @abstractmethod
-    def step(self, batch: tuple[Any, Any] | None, more: int = 0) -> tuple[StepResult, StepTrace]:
+    def step(
+        self, batch: tuple[Any, Any] | None, more: int = 0, wanted: Wanted = NOTHING_MORE
+    ) -> tuple[StepResult, StepTrace]:
         """The next step. more: further ones that will be asked for.
 
         Raises:
@@ -68,8 +78,10 @@ class Steps(ABC):
     def skip(self, why: str) -> StepResult:
         """The next step without its batch and its update; the learning rate goes on as with it."""
         self.forget_ahead()
-        self._apply(None, skip=True)
+        failure = self._apply(None, skip=True)
         step, self.done = self.done, self.done + 1
+        if failure is not None:
+            raise failure
         log_metrics({"skipped": 1.0}, step)
         return StepResult(step, math.nan, skipped=True, why_skipped=why)
 
@@ -107,18 +119,23 @@ class Steps(ABC):
             self.tear(why, error)
             raise
 
-    def check_whole(self) -> None:
-        """Refuse to go on after half a step.
+    def check_whole(self, *, only_reads: bool = False) -> None:
+        """Refuse to go on after half a step; to read what the stages have is allowed, with a warning.
 
         Raises:
             PipelineError, Unavailable: that is so; says why.
         """
-        if self.torn is not None:
+        if self.torn is not None and only_reads and not self._is_torn_by_death:
+            _log.warning("the stages are not at the same step (%s): what is read is a mixture", self.torn)
+        elif self.torn is not None:
             # What a death has left behind is its echo, for whoever asks next, and no cause of its own.
             kind = Unavailable if self._is_torn_by_death else PipelineError
-            raise kind(f"the stages are not at the same step any more ({self.torn}): load() a checkpoint to go on")
+            raise kind(
+                f"the stages are not at the same step any more ({self.torn}): load() a checkpoint to go on; "
+                "state_dict(), export(), forward() and evaluate() still work"
+            )
 
-    def _batch(self, step: int, batch: tuple[Any, Any] | None) -> tuple[Any, Any, int]:
+    def _batch(self, step: int, batch: tuple[Any, Any] | None, *, input_grad: bool = False) -> tuple[Any, Any, int]:
         """Input, target and number of micro-batches."""
         given = self._batches.get(step) if batch is None else batch
         if given is None:
@@ -127,7 +144,10 @@ class Steps(ABC):
             raise EndOfData(f"the feeder has no batch for step {step}")
         value, target = check_pair(given, "step()")
         with noting(f"in the feeder's batch({step})" if batch is None else f"in the batch of step {step}"):
+            input_dims, target_dims, _ = self._config.batch_dims
+            value, target = marked(value, input_dims), marked(target, target_dims)
             microbatches = count((value, target), self._config.microbatches)
+            value = without_graph(value, target, input_grad=input_grad)
             own, own_target = apart((value, target))
             return aligned(own), own_target, microbatches
 
@@ -143,25 +163,47 @@ class Steps(ABC):
             target=task.target if sends and rank in self._last else None,
         )
 
-    def _apply(self, total_norm: Tensor | None, skip: bool) -> None:
+    def _apply(self, total_norm: Tensor | None, skip: bool) -> BaseException | None:
+        """Let all workers do the update.
+
+        Returns the error of a scheduler that has failed on all of them alike after the update, which is to be raised
+        once the step counts as done: the stages are at the same step.
+
+        Raises:
+            Exception: the update's own error; either no stage has done it, or they are torn.
+        """
+        failure = None
         try:
             self._workers.all("apply", self.done, total_norm, skip)
         except BaseException as error:  # an optimizer may end in SystemExit, too
-            if self._may_have_updated():
-                self._tear_at(self.done, error)
-            else:
+            updates = self._last_updates()
+            found = set(updates.values()) - {Update.NOTHING_TO_DO}
+            if found == {Update.WITHOUT_SCHEDULER}:
+                add_note(
+                    error,
+                    f"after the update of step {self.done}, alike on all stages: the weights are those after this "
+                    "step, and can be read and saved",
+                )
+                failure = error
+            elif updates and found <= {Update.NOT_BEGUN}:
                 self._workers.discard()
-            raise
+                raise
+            else:
+                self._tear_at(self.done, error, updates)
+                raise
         self._workers.new_tag()  # the step stays: what is discarded from now on is another one's
+        return failure
 
-    def _may_have_updated(self) -> bool:
+    def _last_updates(self) -> dict[str, Update]:
+        """Return what each worker has done of the update, by name; nothing if one has died or cannot be reached."""
         try:
-            return any(self._workers.all("has_updated"))
-        except Unavailable:  # it has died, or cannot be reached: nobody knows
-            return True
+            return dict(self._workers.all("last_update"))
+        except Unavailable:
+            return {}
 
-    def _tear_at(self, step: int, error: BaseException) -> None:
+    def _tear_at(self, step: int, error: BaseException, updates: Mapping[str, Update] = MappingProxyType({})) -> None:
         self.tear(f"an update has failed after it had changed some of them: step {step}", error)
+        self.torn = "; ".join([str(self.torn), *(f"{name} {update.value}" for name, update in updates.items())])
 
     def _outcome(
         self, task: Task, reports: Sequence[Report], began: float, pipe_s: float, **more: Any
@@ -172,7 +214,7 @@ class Steps(ABC):
         utilization = tuple(report.busy_s / pipe_s for report in reports)
         spans, versions = ([tuple(getattr(r, name)) for r in reports] for name in ("spans", "versions"))
         return (
-            StepResult(step=step, loss=loss, metrics=metrics, utilization=utilization, **more),
+            StepResult(step=step, loss=loss, metrics=results(metrics), utilization=utilization, **more),
             StepTrace(step, began, tuple(spans), tuple(versions)),
         )
 
@@ -184,11 +226,14 @@ class SynchronousSteps(Steps):
         super().__init__(config, workers, feeder)
         self._on_nan = OnNan(config.on_nan, workers)
 
-    def step(self, batch: tuple[Any, Any] | None, more: int = 0) -> tuple[StepResult, StepTrace]:
+    def step(
+        self, batch: tuple[Any, Any] | None, more: int = 0, wanted: Wanted = NOTHING_MORE
+    ) -> tuple[StepResult, StepTrace]:
         """One after another, whatever more will come."""
         start = time.monotonic()
-        value, target, microbatches = self._batch(self.done, batch)
+        value, target, microbatches = self._batch(self.done, batch, input_grad=wanted.input_grad)
         task = self._whole_task(0, self.done, (value, target, microbatches), from_feeder=batch is None)
+        task = task._replace(wanted=wanted)
         # A layer may write to its input; the search is to find what the step has found.
         again = task if self._config.on_nan == "ignore" else task._replace(given=(apart((value, value))[1],))
         scale = self.scale
@@ -211,16 +256,24 @@ class SynchronousSteps(Steps):
                 task.step, reports, loss, lambda: run("search", again), is_scaled=scale is not None
             )
             norm = None if why else self._total_norm(reports)
-        self._apply(norm, overflowed or bool(why))
+        failure = self._apply(norm, overflowed or bool(why))
         if scale is not None:
             self.scale = scale.after(overflowed=overflowed)
         if self._config.shares_weights:
             with self.tearing(f"step {task.step} has failed after the update, at the tied weights"):
                 self._workers.run(lambda worker, tag, _: worker.share_weights(tag))
         self.done += 1
+        if failure is not None:
+            raise failure
         seconds = time.monotonic() - start
         options: dict[str, Any] = {"seconds": seconds, "loss_scale": factor or 1.0, "skipped": overflowed or bool(why)}
         options |= {"why_skipped": why, "grad_norm": None if norm is None else norm.item()}
+        if wanted.outputs:
+            parts = {j: x for report in reports for j, x in report.outputs.items()}
+            options["outputs"] = joined_outputs(parts, self._config.batch_dims[2])
+        if wanted.input_grad:
+            parts = {j: x for report in reports for j, x in report.input_gradients.items()}
+            options["input_grad"] = joined_gradients(parts, value)
         return self._outcome(task, reports, began, pipe_s, **options)
 
     def settle(self) -> None:
@@ -244,12 +297,6 @@ class SynchronousSteps(Steps):
         return total_norm(list(norms.values()), self._workers.own.device)
 
 
-def summed(reports: Sequence[Report]) -> tuple[float, dict[str, float]]:
-    """Loss and metrics of the last stage's replicas, added up in rank order."""
-    first, *others = reports
-    loss, metrics = first.loss, dict(first.metrics)
-    for report in others:
-        loss += report.loss
-        for name, value in report.metrics.items():
-            metrics[name] = metrics.get(name, 0.0) + value
-    return loss, metrics
+def summed(reports: Sequence[Report]) -> tuple[float, Totals]:
+    """Return loss and metrics of the last stage's replicas, added up in rank order."""
+    return sum(report.loss for report in reports), merged(report.metrics for report in reports)

@@ -25,6 +25,7 @@ from lp_pipe.pipeline.saving.manifest import Manifest
 from lp_pipe.pipeline.saving.quick_save import dense_parts, elements_of
 from lp_pipe.pipeline.saving.share_file import remove_shares
 from lp_pipe.rpc.remote_error import headline
+from lp_pipe.telemetry.some_names import some
 
 _log = logging.getLogger(__name__)
 
@@ -72,7 +73,8 @@ class WholeModel:
         check_shapes(state, known, "state_dict", self._taken)
         # As where layers share it: the last value that is copied into a parameter stays.
         position = {name: index for index, name in enumerate(known)}
-        groups = [sorted(set(names), key=position.__getitem__) for names in self._config.names.tied]
+        own = [{*names} & position.keys() for names in self._config.names.tied]  # hooks of state_dict may save others
+        groups = [sorted(names, key=position.__getitem__) for names in own if names]
         tied = {name: state[names[-1]] for names in groups for name in names}
         return with_formats({**state, **tied}, formats_of(state))
 
@@ -156,22 +158,34 @@ class WholeModel:
                 self._workers.some(self._ranks, "forget_share", version)
             raise
 
-    def read(self, path: Path) -> Manifest:
-        """Let every worker read its part of a checkpoint folder, before one of them changes anything in `adopt`."""
-        with self._one_at_a_time:
-            return self._read(path)
+    def read(self, path: Path, *, strict: bool = True) -> Manifest:
+        """Let every worker read its part of a checkpoint folder, before one of them changes anything in `adopt`.
 
-    def _read(self, path: Path) -> Manifest:
+        strict: names and shapes must be those of this model.
+        """
+        with self._one_at_a_time:
+            return self._read(path, strict=strict)
+
+    def _read(self, path: Path, *, strict: bool) -> Manifest:
         from lp_pipe.pipeline.saving.dcp_reading import SavedFolder
 
         folder = SavedFolder(path)
         found = folder.manifest()
         own = self._workers.some(self._ranks, "names")
-        check_names(folder.names, {name for names in own for name in names}, f"{path} is a checkpoint")
+        known = {name for names in own for name in names}
+        if strict:
+            check_names(folder.names, known, f"{path} is a checkpoint", "; load(…, strict=False) takes what fits")
+        elif unknown := {*folder.names} - known:
+            _log.warning("%s: not in this model, and left out: %s", path, some(sorted(unknown)))
         if found.seed != self._config.seed:
             seeds = (found.seed, self._config.seed)
             _log.warning("%s was trained with seed %d, this model has %d: dropout will differ", path, *seeds)
-        self._workers.all("read", str(path))
+        kept: dict[str, list[str]] = {}
+        for of_worker in self._workers.all("read", str(path), strict):
+            for reason, names in of_worker.items():
+                kept.setdefault(reason, []).extend(name for name in names if name not in kept[reason])
+        for reason, names in kept.items():
+            _log.warning("%s: %d %s: %s", path, len(names), reason, some(names))
         return found
 
     def adopt(self) -> None:

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from lp_pipe.channels.packing import copied
 from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline.layers.batch_dims import Cut, is_leaf, length_of, pieces_of, unmarked
 from lp_pipe.pipeline.layers.hidden import hidden_tensors
 from lp_pipe.pipeline.layers.model import LossWeight
 from lp_pipe.rpc import layout as layout_of_memory
@@ -28,55 +30,75 @@ def check_pair(batch: Any, where: str) -> tuple[Any, Any]:
 
 
 def split(value: Any, microbatches: int) -> list[Any]:
-    """At most `microbatches` slices (torch.chunk may give fewer) of a tensor, or of nested containers of tensors.
+    """Return at most `microbatches` slices (torch.chunk may give fewer) of a tensor, or of containers of tensors.
+
+    What `pp.cut` and `pp.whole` have marked keeps its marks.
 
     Raises:
         PipelineError: as `count`.
     """
     number = count(value, microbatches)
-    leaves, spec = pytree.tree_flatten(aligned(value))
-    # .data: a layer that writes in place to one slice has not changed the others, which autograd may have saved.
-    chunked = [[part.data for part in leaf.chunk(microbatches)] for leaf in leaves if _is_batched(leaf)]
-    parts = []
-    for index in range(number):
-        slices = iter(chunked)
-        parts.append(pytree.tree_unflatten([next(slices)[index] if _is_batched(x) else x for x in leaves], spec))
-    return parts
+    leaves, spec = pytree.tree_flatten(aligned(value), is_leaf=is_leaf)
+    sliced = [pieces_of(leaf, microbatches) if length_of(leaf) is not None else [leaf] * number for leaf in leaves]
+    return [pytree.tree_unflatten([slices[index] for slices in sliced], spec) for index in range(number)]
 
 
 def count(batch: Any, microbatches: int) -> int:
-    """Into how many micro-batches all that is in a batch is cut.
+    """Return into how many micro-batches all that is in a batch is cut.
 
     Raises:
         PipelineError: no tensor to cut, or tensors that would be cut at different samples, or what torch cannot cut.
     """
-    leaves = pytree.tree_leaves(batch)
+    leaves = pytree.tree_leaves(batch, is_leaf=is_leaf)
     for leaf in leaves:
-        _refuse_unknown_container(leaf)
-        _refuse_array(leaf)
-        _refuse_sparse(leaf)
-    batched = [leaf for leaf in leaves if _is_batched(leaf)]
-    if not batched:
+        if not is_leaf(leaf):
+            _refuse_unknown_container(leaf)
+            _refuse_array(leaf)
+            _refuse_sparse(leaf)
+    _refuse_packed(batch)
+    lengths = [(length, leaf) for leaf in leaves if (length := length_of(leaf)) is not None]
+    if not lengths:
         raise PipelineError(
             f"input and target must each hold at least one tensor with a batch dimension, not {type(batch).__name__}: "
             "make tensors of numbers and images (torch.tensor, torch.stack); where the loss needs no target, give the "
             "input as the target, too"
         )
-    length = len(batched[0])
+    length = next((length for length, leaf in lengths if not _is_own(leaf)), lengths[0][0])
     size, number = _cut(length, microbatches)
-    # 20 beside 10 samples may be two of each; but 5, 5, 5, 5 of them beside 3, 3, 3, 1 belong to others.
-    others = [(len(leaf), *_cut(len(leaf), microbatches)) for leaf in batched[1:]]
-    if any(
-        other_number != number or other_size * length != size * other_length
-        for other_length, other_size, other_number in others
-    ):
-        shapes = [tuple(leaf.shape) for leaf in batched]
-        raise PipelineError(
-            f"the tensors of a batch differ in their first dimension: {shapes}: all that is in it is cut along that "
-            "one, which must count the samples: pad what has another length for each sample (boxes, words), and give "
-            "the lengths, too; what is the same for all samples belongs to a layer, as a buffer"
-        )
+    for other, leaf in lengths:
+        other_size, other_number = _cut(other, microbatches)
+        # 20 beside 10 samples may be two of each; but 5, 5, 5, 5 of them beside 3, 3, 3, 1 belong to others.
+        fits = other_number == number and other_size * length == size * other if _is_own(leaf) else other == length
+        if not fits:
+            shapes = [tuple(value.shape) if isinstance(value, Tensor) else len(value) for value in map(_inside, leaves)]
+            raise PipelineError(
+                f"the tensors of a batch have {length} and {other} samples (shapes {shapes}): each is cut along its "
+                "first dimension. Say where the samples of the others are: pp.cut(x, dim=1) around a tensor, "
+                "pp.whole(x) around what is the same for all samples, or pp.Model(batch_dims=…); pp.cut(x) also allows "
+                "several entries for each sample. Pad what has another length for each sample, and give the lengths"
+            )
     return number
+
+
+def _is_own(leaf: Any) -> bool:
+    return isinstance(leaf, Cut) and leaf.is_own
+
+
+def _inside(leaf: Any) -> Any:
+    value = leaf.value if is_leaf(leaf) else leaf
+    return value if isinstance(value, Tensor | list | tuple) else ()
+
+
+def _refuse_packed(batch: Any) -> None:
+    if any(isinstance(one, PackedSequence) for one in pytree.tree_leaves(batch, is_leaf=_is_packed)):
+        raise PipelineError(
+            "the batch holds a PackedSequence, whose rows are those of all samples in turn: give padded tensors and "
+            "the lengths (torch.nn.utils.rnn.pad_packed_sequence), and pack inside the layer"
+        )
+
+
+def _is_packed(value: Any) -> bool:
+    return isinstance(value, PackedSequence)
 
 
 def _cut(length: int, microbatches: int) -> tuple[int, int]:
@@ -93,9 +115,7 @@ def loss_weights(targets: list[Any], loss_weight: LossWeight, what: str = "the b
     """
     if loss_weight == "one":
         return [1.0] * len(targets)
-    weigh = _samples if isinstance(loss_weight, str) else loss_weight
-    wanted = "loss_weight must give a number for a micro-batch's target"
-    raw = [number_of(weigh(target), wanted) for target in targets]
+    raw = _raw_weights(targets, loss_weight)
     total = sum(raw)
     if not total > 0:
         raise PipelineError(
@@ -103,6 +123,18 @@ def loss_weights(targets: list[Any], loss_weight: LossWeight, what: str = "the b
             "loss_weight counts them, or skip_step() to go on without it"
         )
     return [weight / total for weight in raw]
+
+
+def total_weight(targets: list[Any], loss_weight: LossWeight) -> float:
+    """Return what `Model.loss_weight` says of all the targets together, such as the number of samples."""
+    return float(len(targets)) if loss_weight == "one" else sum(_raw_weights(targets, loss_weight))
+
+
+def _raw_weights(targets: list[Any], loss_weight: LossWeight) -> list[float]:
+    weigh = _samples if isinstance(loss_weight, str) else loss_weight
+    wanted = "loss_weight must give a number for a micro-batch's target"
+    given = targets if weigh is _samples else map(unmarked, targets)
+    return [number_of(weigh(target), wanted) for target in given]
 
 
 def aligned(value: Any) -> Any:
@@ -177,17 +209,13 @@ def _described(value: Any) -> str:
 
 
 def _samples(target: Any) -> int:
-    for leaf in pytree.tree_leaves(target):
-        if _is_batched(leaf):
-            return len(leaf)
+    for leaf in pytree.tree_leaves(target, is_leaf=is_leaf):
+        if (length := length_of(leaf)) is not None:
+            return length
     raise PipelineError(
         f"a target weighs as much as it has samples, but {_described(target)} holds no tensor with a batch dimension: "
         "where the loss needs no target, give the input as the target, too, or say pp.Model(loss_weight='one')"
     )
-
-
-def _is_batched(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.dim() > 0
 
 
 def _aligned(tensor: Tensor) -> Tensor:

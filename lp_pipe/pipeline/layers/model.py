@@ -3,7 +3,7 @@
 import itertools
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +67,11 @@ class Model:
     tied: pairs of parameter names (nn.Sequential's, such as "0.weight") that are one parameter, with the initial values
         of the first in the order of layers. The same Parameter object in two ready-made layers is found by itself.
     seed: decides initial weights, dropout and what the loss draws, the same for every number of stages.
+    batch_dims: where the samples are: an int for all tensors of input, target and output (1: time first), or a tuple
+        (input, target[, output]) of ints, None for what every micro-batch gets whole, and dicts, tuples or lists of
+        these in the structure of the value. None: along the first dimension. `pp.cut` and `pp.whole` mark leaves.
+    callbacks: {step: function of the stage's modules}, each called in every stage before that step, as by
+        `PipelineClient.apply`; also after a resume, if it was not called before the checkpoint.
     """
 
     layers: Any
@@ -76,6 +81,8 @@ class Model:
     loss_weight: LossWeight = "samples"
     tied: Sequence[tuple[str, str]] = ()
     seed: int = 0
+    batch_dims: Any = None
+    callbacks: Mapping[int, Callable[[dict[str, Any]], Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.loss_weight not in ("samples", "one") and not callable(self.loss_weight):
@@ -95,6 +102,10 @@ class Model:
         if not isinstance(self.seed, Integral) or not -_SEEDS <= self.seed < _SEEDS:
             raise PipelineError(f"seed={self.seed!r}: give a whole number (int) from -2**63 to 2**63 - 1")
         object.__setattr__(self, "seed", int(self.seed))  # another library's has no place in a checkpoint
+        if not isinstance(self.callbacks, Mapping) or not all(
+            isinstance(step, int) and callable(change) for step, change in self.callbacks.items()
+        ):
+            raise PipelineError(f"callbacks must be a dict of step (int) to function, got {self.callbacks!r}")
         tied = tuple(self.tied) if isinstance(self.tied, Iterable) else (self.tied,)
         for pair in tied:
             if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(isinstance(name, str) for name in pair):

@@ -30,6 +30,11 @@ class NamedLayers:
         """The layers, and all that is inside of them; what several layers share is there for each."""
         return [module for layer in self.layers for module in layer.modules()]
 
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """The layers and all that is inside of them, under the names that their parameters begin with."""
+        for prefix, layer in self.named_layers():
+            yield from layer.named_modules(prefix=prefix.removesuffix("."))
+
     def named_layers(self) -> Iterator[tuple[str, nn.Module]]:
         """With what the names that users see begin with."""
         for index, layer in enumerate(self.layers, start=self.first_layer):

@@ -31,6 +31,18 @@ def layer_rng(seed: int, index: int) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def sample_rng(number: int) -> Iterator[None]:
+    """Draw what is random about a sample of a data set in the body; restores torch's CPU generator."""
+    with _generator_lock:
+        before = torch.get_rng_state()
+        torch.default_generator.manual_seed(number)
+        try:
+            yield
+        finally:
+            torch.set_rng_state(before)
+
+
 def nobody_draws() -> contextlib.AbstractContextManager[Any]:
     """In the body no thread of this process is in a `step_rng`, for what is not ready for others beside it."""
     return _generator_lock
@@ -67,6 +79,11 @@ class step_rng:  # contextlib's way to make one costs as much as all that it doe
 def optimizer_place(stage: int) -> int:
     """In the place of a layer in `step_rng`, for an optimizer that draws; of the worker whose first stage it is."""
     return -1 - stage
+
+
+def change_place(first_layer: int) -> int:
+    """In the place of a micro-batch in `step_rng`, for a function that `apply` calls; of a worker's first layer."""
+    return -(1 << 20) - first_layer
 
 
 def backward_place(microbatch: int) -> int:

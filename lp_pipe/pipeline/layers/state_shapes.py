@@ -9,14 +9,15 @@ from torch import Tensor, nn
 from lp_pipe.errors import PipelineError
 
 
-def check_names(given: Collection[str], known: Collection[str], what: str) -> None:
-    """
+def check_names(given: Collection[str], known: Collection[str], what: str, advice: str = "") -> None:
+    """Refuse a state that has not the model's names.
+
     Raises:
         PipelineError: names are missing or unknown.
     """
     missing, unknown = sorted({*known} - {*given}), sorted({*given} - {*known})
     if missing or unknown:
-        raise PipelineError(f"{what} of another model: missing {missing[:3]}, unknown {unknown[:3]}")
+        raise PipelineError(f"{what} of another model: missing {missing[:3]}, unknown {unknown[:3]}{advice}")
 
 
 def check_shapes(
@@ -35,12 +36,22 @@ def check_shapes(
     for name, value in own.items():
         if isinstance(value, Tensor) and not isinstance(state[name], Tensor):
             raise PipelineError(f"{what} of another model: {name} is a {type(state[name]).__name__} there, no tensor")
-    others = {name: state[name] for name, value in own.items() if isinstance(value, Tensor)}
-    others = {name: value for name, value in others.items() if value.shape != own[name].shape}
-    fits = fitting(others) if others else ()
-    for name in [name for name in others if name not in fits]:
+    for name in misfits(state, own, fitting):
         shapes = f"shape {list(state[name].shape)} there and {list(own[name].shape)} here"
         raise PipelineError(f"{what} of another model: {name} has {shapes}")
+
+
+def misfits(
+    state: Mapping[str, Any], own: Mapping[str, Any], fitting: Callable[[dict[str, Tensor]], Collection[str]]
+) -> list[str]:
+    """Return the names of the state's tensors that have another shape than `own`, and that no module takes even so.
+
+    fitting: as in `check_shapes`.
+    """
+    tensors = {name: state[name] for name, value in own.items() if isinstance(value, Tensor) and name in state}
+    others = {name: value for name, value in tensors.items() if getattr(value, "shape", None) != own[name].shape}
+    fits = fitting(others) if others else ()
+    return [name for name in others if name not in fits]
 
 
 def taken_by(named_layers: Iterable[tuple[str, nn.Module]], state: Mapping[str, Tensor]) -> set[str]:

@@ -31,6 +31,23 @@ def refuse_unfit(loss: Any, sources: Sequence[Any]) -> None:
         )
 
 
+def refuse_time_first(sources: Sequence[Any], first_layer: int = 0) -> None:
+    """Refuse modules that by torch's default take their samples along dimension 1: the model must say where they are.
+
+    Raises:
+        PipelineError: the batch would be cut in time.
+    """
+    for index, source in enumerate(sources, start=first_layer):
+        for name, module in source.named_modules() if isinstance(source, nn.Module) else ():
+            if isinstance(module, nn.RNNBase | nn.MultiheadAttention) and not module.batch_first:
+                where = f"layer {index}" + (f" ({name})" if name else "")
+                raise PipelineError(
+                    f"{where}, {type(module).__name__}, has batch_first=False: if the model takes (time, batch, …), "
+                    "say pp.Model(batch_dims=1), else its batches would be cut in time; if forward changes the order "
+                    "itself, say batch_dims=0"
+                )
+
+
 def refuse_lazy(module: nn.Module, what: str) -> None:
     """
     Raises:

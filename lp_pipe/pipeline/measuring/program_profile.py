@@ -5,6 +5,7 @@ from typing import Any
 from lp_pipe.errors import PipelineError
 from lp_pipe.nodes import Node
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
+from lp_pipe.pipeline.layers.batch_dims import marked, unmarked
 from lp_pipe.pipeline.layers.microbatches import check_pair, split
 from lp_pipe.pipeline.measuring.layer_rounds import Work
 from lp_pipe.pipeline.measuring.profiling import profile_layers
@@ -28,7 +29,9 @@ def profile_program(program: Program, *, group: str | None = None, device: str =
         for first, sources in _part(node, WorkerConfig).sources.values():
             layers.update(enumerate(sources, start=first))
     inputs, targets = _batch(program, nodes[0])
-    sample = split(inputs, config.microbatches)[0], split(targets, config.microbatches)[0]
+    input_dims, target_dims, _ = config.batch_dims
+    first = split(marked(inputs, input_dims), config.microbatches)[0]
+    sample = unmarked(first), unmarked(split(marked(targets, target_dims), config.microbatches)[0])
     sources = [layers[index] for index in sorted(layers)]
     return profile_layers(Work(sources, config.tied, config.loss, config.seed, sample, device), busy)
 

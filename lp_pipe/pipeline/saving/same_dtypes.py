@@ -15,7 +15,7 @@ def refuse_other_dtypes(parameters: Mapping[str, Tensor], saved: Mapping[str, Te
         PipelineError: names a parameter, both dtypes, and says how to take the weights alone.
     """
     for name, parameter in parameters.items():
-        if saved[name].dtype != parameter.dtype:
+        if name in saved and saved[name].dtype != parameter.dtype:  # a hook of state_dict may save other names
             raise PipelineError(
                 f"the checkpoint is of a model of another dtype: {name} is {saved[name].dtype} there and "
                 f"{parameter.dtype} here; {WEIGHTS_ALONE}"

@@ -53,7 +53,7 @@ def _refuse_joined(joined: Sequence[Member], apart: Sequence[Member], there: str
 
 def _refuse_unequal(first: Member, other: Member, there: str, here: str) -> None:
     for key in sorted({*first.options} & {*other.options}):
-        if not _is_same(first.options[key], other.options[key]):
+        if not is_same(first.options[key], other.options[key]):
             raise PipelineError(
                 f"the checkpoint's optimizer has {first.name} and {other.name} {there}, and this model's has them "
                 f"{here} (where {key} is {first.options[key]} and {other.options[key]}): give the model the groups "
@@ -61,7 +61,8 @@ def _refuse_unequal(first: Member, other: Member, there: str, here: str) -> None
             )
 
 
-def _is_same(one: Any, another: Any) -> bool:
+def is_same(one: Any, another: Any) -> bool:
+    """Return whether two options of an optimizer are equal; True where that cannot be told."""
     if isinstance(one, Tensor) and isinstance(another, Tensor):
         return torch.equal(one, another)
     try:

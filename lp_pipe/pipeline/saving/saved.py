@@ -9,6 +9,7 @@ schedule.<name>                   what the scheduler's state says of its group
 lr_scheduler                      the scheduler's state
 lr_scheduler_kind                 its class
 loss.<name>                       a buffer of the loss that it has written to
+settings.<worker>                 what `apply` has changed of modules beside their tensors, by module
 versions.<worker>.newest          of an asynchronous schedule: the number of a worker's newest weights
 versions.<worker>.<version>.<name>    and older ones that are still in use
 """
@@ -34,6 +35,12 @@ class Saved(NamedTuple):
     loss: dict[str, Tensor]
     formats: dict[str, int]
     scheduler_kind: str | None = None
+    settings: dict[str, dict[str, Any]] | None = None
+
+    def keeping(self, own: Mapping[str, Tensor]) -> "Saved":
+        """Return this with these weights in the place of its own, and without optimizer state of them."""
+        optimizer = {name: state for name, state in self.optimizer.items() if name not in own}
+        return self._replace(weights={**self.weights, **own}, optimizer=optimizer)
 
 
 def entries(share: Saved, worker: int) -> dict[Key, Any]:
@@ -56,6 +63,8 @@ def entries(share: Saved, worker: int) -> dict[Key, Any]:
         found["lr_scheduler",] = share.lr_scheduler
     if share.scheduler_kind is not None:
         found["lr_scheduler_kind",] = share.scheduler_kind
+    if share.settings:
+        found["settings", str(worker)] = share.settings
     for versions in share.versions:
         found["versions", str(worker), "newest"] = versions["newest"]
         for version, weights in versions["older"].items():
@@ -73,7 +82,7 @@ def is_of(key: Key, state: Collection[str], parameters: Collection[str]) -> bool
         case (
             ("lr_scheduler" | "lr_scheduler_kind",)
             | ("loss", _)
-            | ("options" | "group" | "schedule" | "formats", _)
+            | ("options" | "group" | "schedule" | "formats" | "settings", _)
             | ("versions", _, "newest")
         ):
             return True
@@ -82,7 +91,8 @@ def is_of(key: Key, state: Collection[str], parameters: Collection[str]) -> bool
 
 def joined(found: Mapping[Key, Any]) -> Saved:
     """Entries of any number of workers, put together."""
-    saved = Saved({}, {}, found.get(("lr_scheduler",)), [], {}, {}, found.get(("lr_scheduler_kind",)))
+    settings: dict[str, dict[str, Any]] = {}
+    saved = Saved({}, {}, found.get(("lr_scheduler",)), [], {}, {}, found.get(("lr_scheduler_kind",)), settings)
     versions: dict[str, dict[str, Any]] = {}
     for key, value in found.items():
         match key:
@@ -92,6 +102,8 @@ def joined(found: Mapping[Key, Any]) -> Saved:
                 saved.formats.update(value)
             case ("loss", name):
                 saved.loss[name] = value
+            case ("settings", _):
+                settings.update(value)
             case ("options" | "group" | "schedule" as kind, _):
                 for name, of_group in value.items():
                     _of_parameter(saved, name)[kind] = of_group

@@ -17,15 +17,18 @@ from lp_pipe.pipeline.compute.precision import autocast
 from lp_pipe.pipeline.compute.stage import EVALUATION, Stage
 from lp_pipe.pipeline.compute.untrained import refuse_detached, refuse_untrained
 from lp_pipe.pipeline.config import PipelineConfig
+from lp_pipe.pipeline.layers.batch_dims import unmarked
+from lp_pipe.pipeline.layers.batch_gradients import detached_copy, gradients_of, with_gradient
 from lp_pipe.pipeline.layers.message import Message
-from lp_pipe.pipeline.layers.microbatches import number_of
 from lp_pipe.pipeline.layers.model import Loss
 from lp_pipe.pipeline.layers.rng import step_rng
+from lp_pipe.pipeline.metrics import Totals, add_metrics
 from lp_pipe.pipeline.results import NonFinite
 from lp_pipe.pipeline.schedule import Action
 from lp_pipe.pipeline.schedule.ir import WORDS
 from lp_pipe.pipeline.worker.links import Links
 from lp_pipe.pipeline.worker.side_channels import SideChannels
+from lp_pipe.pipeline.worker.tasks import NOTHING_MORE, Wanted
 from lp_pipe.pipeline.worker.written_parameters import CopiedParameters
 from lp_pipe.telemetry import positions
 
@@ -36,11 +39,12 @@ class Report:
 
     busy_s: float = 0.0
     loss: float = 0.0
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: Totals = field(default_factory=dict)
     gradient_norms: dict[str, GradientNorm] = field(default_factory=dict)  # by the names that users see
     overflowed: bool = False  # a gradient is infinite or NaN, if anybody wants to know
     nonfinite: list[NonFinite] = field(default_factory=list)  # in a step that was run again to find it
     outputs: dict[int, Any] = field(default_factory=dict)  # by micro-batch
+    input_gradients: dict[int, Any] = field(default_factory=dict)  # by micro-batch, shaped as the input
     spans: list[tuple[str, float, float]] = field(default_factory=list)
     versions: list[tuple[str, int]] = field(default_factory=list)  # of the weights that actions of AsyncWorker used
 
@@ -62,6 +66,7 @@ class Operation:
     scale: float | None = None
     gradient_weights: list[float] | None = None
     first_number: int = 0
+    wanted: Wanted = NOTHING_MORE
     losses: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # with the gradients they begin with
 
     def draws(self, microbatch: int) -> tuple[int, int]:
@@ -93,7 +98,8 @@ class _Route(NamedTuple):
     def input_of(self, operation: Operation) -> Message:
         """A forward's."""
         if self.receive is None:
-            return Message(operation.inputs[self.microbatch], ())
+            value = operation.inputs[self.microbatch]
+            return with_gradient(value) if operation.wanted.input_grad else Message(value, ())
         return Message(*self.receive(operation.tag))
 
     def hand_on(self, operation: Operation, value: Any) -> None:
@@ -180,6 +186,8 @@ class Execution:
         number = operation.first_number + action.microbatch
         value = route.stage.forward(message, operation.step, action.microbatch, skips, number)
         if route.is_last:
+            if operation.wanted.outputs:  # before the loss, which may write to it
+                operation.report.outputs[action.microbatch] = to_host(detached_copy(value), self._device)
             operation.losses[action.microbatch] = self._loss(value, action.microbatch, operation)
             refuse_detached(operation.losses[action.microbatch][0], value)
         if action.stage not in self._looked_through:
@@ -212,6 +220,10 @@ class Execution:
         route.note(operation, start)
         if route.send is not None:
             route.send(operation.tag, gradients)
+        elif operation.wanted.input_grad:
+            value = operation.inputs[action.microbatch]
+            found = to_host(gradients_of(value, gradients, operation.scale), self._device)
+            operation.report.input_gradients[action.microbatch] = found
         self._side.send_gradients(action, operation.tag)
 
     def _backward_weights(self, action: Action, operation: Operation) -> None:
@@ -261,7 +273,7 @@ class Execution:
         with draws, autocast(self._config.precision, self._device.type):
             assert self._criterion is not None, "the last stage's worker has the loss"
             try:
-                result = self._criterion(output, operation.targets[microbatch])
+                result = self._criterion(output, unmarked(operation.targets[microbatch]))
             except BaseException as error:
                 add_note(error, "in the loss")
                 raise
@@ -275,9 +287,8 @@ class Execution:
         weight = operation.weights[microbatch]
         report = operation.report
         report.loss += loss.item() * weight
-        for name, value in metrics.items():
-            number = number_of(value, f"the loss function's metric {name!r} must be a number")
-            report.metrics[name] = report.metrics.get(name, 0.0) + number * weight
+        if metrics:
+            add_metrics(report.metrics, metrics, weight)
         if operation.gradient_weights is not None:
             weight = operation.gradient_weights[microbatch]
         if operation.scale is None:

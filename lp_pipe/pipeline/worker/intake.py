@@ -1,6 +1,6 @@
 """What a worker begins an operation with: its micro-batches, on its device."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -8,11 +8,18 @@ import torch
 from lp_pipe.errors import PipelineError, noting
 from lp_pipe.pipeline.compute.device import to_device
 from lp_pipe.pipeline.config import PipelineConfig
+from lp_pipe.pipeline.layers.batch_dims import marked, unmarked
 from lp_pipe.pipeline.layers.microbatches import apart, loss_weights, split
 from lp_pipe.pipeline.worker.batches import BatchSource
 from lp_pipe.pipeline.worker.execution import Operation, Report
 from lp_pipe.pipeline.worker.same_target import glance
-from lp_pipe.pipeline.worker.tasks import Task
+from lp_pipe.pipeline.worker.tasks import NOTHING_MORE, Task, Wanted
+
+
+def _each(change: Callable[[Any], Any], inputs: list[Any] | Mapping[int, Any]) -> list[Any] | dict[int, Any]:
+    if isinstance(inputs, Mapping):
+        return {index: change(value) for index, value in inputs.items()}
+    return [change(value) for value in inputs]
 
 
 class Intake:
@@ -33,7 +40,7 @@ class Intake:
         """A step of training."""
         with noting(f"in {self._name}, before the first micro-batch of step {task.step}"):  # loss_weight is the user's
             inputs, targets = self._batch(task)
-            return self.of(task.tag, task.step, inputs, targets, scale)
+            return self.of(task.tag, task.step, inputs, targets, scale, task.wanted)
 
     def of(
         self,
@@ -42,11 +49,14 @@ class Intake:
         inputs: list[Any] | Mapping[int, Any],
         targets: list[Any],
         scale: float | None = None,
+        wanted: Wanted = NOTHING_MORE,
     ) -> Operation:
         """One with these micro-batches."""
+        _, target_dims, _ = self._config.batch_dims
+        targets = [marked(target, target_dims) for target in targets]
         weights = loss_weights(targets, self._config.loss_weight) if targets else []
-        inputs, targets = to_device(inputs, self._device), to_device(targets, self._device)
-        return Operation(tag, step, inputs, targets, weights, Report(), scale)
+        inputs, targets = to_device(_each(unmarked, inputs), self._device), to_device(targets, self._device)
+        return Operation(tag, step, inputs, targets, weights, Report(), scale, wanted=wanted)
 
     def weigh_in_groups(self, operation: Operation, size: int) -> None:
         """Let the gradients of each `size` micro-batches add up as a step's do; what is reported is their mean."""
@@ -72,8 +82,12 @@ class Intake:
                 value, label = apart((value, label))
             given, target = given or (value,), target or (label,)
         # Moved first, as a loop in one process does: kernels choose by addresses, and a slice's is not a copy's.
-        inputs = split(to_device(given[0], self._device), self._config.microbatches) if needs_input and given else []
-        targets = split(target[0], self._config.microbatches) if needs_target and target else []
+        input_dims, target_dims, _ = self._config.batch_dims
+        inputs, targets = [], []
+        if needs_input and given:
+            inputs = split(marked(to_device(given[0], self._device), input_dims), self._config.microbatches)
+        if needs_target and target:
+            targets = split(marked(target[0], target_dims), self._config.microbatches)
         for part, pieces in (("input", inputs), ("target", targets)):
             if pieces and len(pieces) != task.microbatches:
                 raise PipelineError(

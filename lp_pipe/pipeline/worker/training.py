@@ -1,5 +1,6 @@
 """The optimizer's side of a worker: gradients, norms, steps, and what a checkpoint keeps of them."""
 
+import enum
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lp_pipe.errors import CheckpointError, PipelineError
+from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.compute.activation_meter import bytes_of
 from lp_pipe.pipeline.compute.finite import dense, is_finite
 from lp_pipe.pipeline.compute.gradient_norms import GradientNorm, norms_of
@@ -19,12 +20,22 @@ from lp_pipe.pipeline.layers.model import OptimizerFactory, SchedulerFactory
 from lp_pipe.pipeline.layers.rng import nobody_draws, optimizer_place, step_rng
 from lp_pipe.pipeline.saving.group_values import values_of_group, with_group_values
 from lp_pipe.pipeline.saving.same_dtypes import refuse_other_dtypes
-from lp_pipe.pipeline.saving.same_groups import Member, refuse_other_groups
+from lp_pipe.pipeline.saving.same_groups import Member, is_same, refuse_other_groups
 from lp_pipe.pipeline.saving.same_optimizer import refuse_hidden_state, refuse_other_optimizer
 from lp_pipe.pipeline.saving.same_scheduler import kind_of, refuse_other_scheduler
 from lp_pipe.pipeline.saving.saved import Saved
 from lp_pipe.pipeline.saving.state_of_optimizer import OfParameter, restore, state_of
 from lp_pipe.pipeline.worker.execution import Report
+
+
+class Update(enum.Enum):
+    """What a worker has done of the last update that it was asked for."""
+
+    NOTHING_TO_DO = "has nothing to update"
+    NOT_BEGUN = "has not done the update"
+    TORN = "has failed in the update"
+    WITHOUT_SCHEDULER = "has done the update, and failed in the scheduler"
+    DONE = "has done the update"
 
 
 class Training:
@@ -40,7 +51,7 @@ class Training:
         self._scheduler_factory = lr_scheduler
         self._lr_scheduler: Any = None
         self.waits_for_metric = False  # whether training steps leave the scheduler alone
-        self.has_updated = False  # by the last step, which may have failed
+        self.last_update = Update.NOTHING_TO_DO
         # Not for frozen ones alone: factories often leave these out, and torch refuses an empty list.
         if any(parameter.requires_grad for _, parameter in self._parameters):
             # Not while a layer is made: torch imports its compiler for both, and is not ready for two threads.
@@ -98,17 +109,21 @@ class Training:
 
     def step(self, step: int, total_norm: Tensor | None, max_norm: float | None, *, skip: bool = False) -> None:
         """Clip as torch.nn.utils.clip_grad_norm_ does, with the norm over all stages; then one optimizer step."""
-        self.has_updated = False
-        versions = self._versions()
+        if self._optimizer is None:
+            self.clear_gradients()
+            return
+        self.last_update, versions = Update.NOT_BEGUN, self._versions()
         try:
             if max_norm is not None and total_norm is not None:
                 nn.utils.clip_grads_with_norm_(self.parameters, max_norm, total_norm)
             if not skip:
                 self._step_optimizer(step, 0)
+            self.last_update = Update.WITHOUT_SCHEDULER
             self.step_scheduler()
-            self.has_updated = self._optimizer is not None
+            self.last_update = Update.DONE
         finally:
-            self.has_updated = self.has_updated or self._versions() != versions
+            if self.last_update is Update.NOT_BEGUN and self._versions() != versions:
+                self.last_update = Update.TORN
             self.clear_gradients()  # else the next step would add to them
 
     def update(self, step: int, index: int) -> None:
@@ -168,16 +183,13 @@ class Training:
         optimizer, lr_scheduler = self._optimizer_state(), self._scheduler_state()
         return Saved(weights, optimizer, lr_scheduler, versions, loss, formats, self.scheduler_kind())
 
-    def check(self, saved: Saved) -> None:
-        """
+    def check(self, saved: Saved) -> list[str]:
+        """Return the trained parameters of which the checkpoint has no optimizer state: they were frozen, or are new.
+
         Raises:
-            CheckpointError: it does not have this worker's parameters.
             PipelineError: it is of other dtypes, another optimizer, other parameter groups, or another scheduler.
         """
         refuse_other_dtypes(self.named_parameters, saved.weights)
-        for name in self._trained_names():
-            if name not in saved.optimizer:
-                raise CheckpointError(f"the checkpoint has no optimizer state for {name}: it is of another model")
         for group, name, _ in self._grouped():
             if name in saved.optimizer and self._optimizer is not None:
                 kind, _ = saved.optimizer[name].get("group", (None, ""))  # older versions kept none
@@ -186,9 +198,11 @@ class Training:
         refuse_other_groups(own, saved.optimizer)
         if self._lr_scheduler is not None:
             refuse_other_scheduler(self._lr_scheduler, saved.scheduler_kind)
+        return [name for name in self._trained_names() if name not in saved.optimizer]
 
     def restore(self, saved: Saved) -> None:
         """Set optimizer and scheduler to what was saved; the weights are the stages' own business."""
+        saved = saved._replace(optimizer=self._with_fresh(saved.optimizer))
         self._restore_optimizer(saved.optimizer)
         if self._lr_scheduler is not None and saved.lr_scheduler is not None:
             self._lr_scheduler.load_state_dict(self._for_own_groups(saved.lr_scheduler, saved.optimizer))
@@ -251,6 +265,25 @@ class Training:
         """Without frozen parameters: a stage that has no others has saved nothing of them."""
         return [name for _, name, parameter in self._grouped() if parameter.requires_grad]
 
+    def _with_fresh(self, saved: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        """Add what trained parameters begin with of which nothing was saved: no state, and the saved options.
+
+        The options (the scheduler changes them) are those of the group where a parameter of the same group was saved
+        on this worker, else those that all saved parameters have, if there is one kind: a single group, as one process
+        would have. Otherwise the group keeps its own.
+        """
+        of_groups = {id(group): saved[name] for group, name, _ in self._grouped() if name in saved}
+        common = next(iter(saved.values()), {})
+        if any(_differs(one, common) for one in saved.values()):
+            common = {}
+        found = dict(saved)
+        for group, name, parameter in self._grouped():
+            if name not in saved and parameter.requires_grad:
+                like = of_groups.get(id(group), common)
+                found[name] = {"state": {}, "options": like.get("options", _options(group))}
+                found[name].update({"schedule": like["schedule"]} if "schedule" in like else {})
+        return found
+
     def _restore_optimizer(self, saved: dict[str, dict[str, Any]]) -> None:
         if self._optimizer is None:
             return
@@ -272,6 +305,10 @@ class Training:
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(map(bytes_of, tensors))
+
+
+def _differs(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return any(not is_same(one.get(key), other.get(key)) for key in ("options", "schedule"))
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

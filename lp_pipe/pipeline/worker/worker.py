@@ -24,7 +24,9 @@ from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
 from lp_pipe.pipeline.layers.formats import with_formats
 from lp_pipe.pipeline.layers.layer_names import names_by_index
 from lp_pipe.pipeline.layers.microbatches import aligned
-from lp_pipe.pipeline.layers.state_shapes import check_shapes, taken_by
+from lp_pipe.pipeline.layers.rng import change_place, step_rng
+from lp_pipe.pipeline.layers.state_shapes import check_shapes, misfits, taken_by
+from lp_pipe.pipeline.layers.unfit import refuse_time_first
 from lp_pipe.pipeline.results import NonFinite, StageMemory
 from lp_pipe.pipeline.saving.saved import Saved, is_of, joined
 from lp_pipe.pipeline.schedule import Action, Schedule, forward_on, share
@@ -38,6 +40,7 @@ from lp_pipe.pipeline.worker.learning_rate import LearningRate
 from lp_pipe.pipeline.worker.links import Links
 from lp_pipe.pipeline.worker.metering import Metering
 from lp_pipe.pipeline.worker.mirrors import Mirrors
+from lp_pipe.pipeline.worker.module_settings import Change, ModuleSettings, Settings, with_loss
 from lp_pipe.pipeline.worker.neighbours import Neighbours
 from lp_pipe.pipeline.worker.nonfinite import Search
 from lp_pipe.pipeline.worker.own_hub import own_hub
@@ -46,7 +49,7 @@ from lp_pipe.pipeline.worker.reduction import Reduction
 from lp_pipe.pipeline.worker.shares import Shares
 from lp_pipe.pipeline.worker.side_channels import SideChannels
 from lp_pipe.pipeline.worker.tasks import Task
-from lp_pipe.pipeline.worker.training import Training
+from lp_pipe.pipeline.worker.training import Training, Update
 from lp_pipe.pipeline.worker.whereabouts import Whereabouts
 
 
@@ -67,6 +70,9 @@ class StageWorker:
         self._device = chosen_device(pipeline.devices[self._worker], worker.rank)
         self._name = node.name
         self._stages = stages_of(worker, pipeline, self._device)
+        if not pipeline.has_batch_dims:
+            for stage in self._stages.values():
+                refuse_time_first(stage.layers, stage.first_layer)
         self.training = Training(list(self._stages.values()), pipeline.optimizer, pipeline.lr_scheduler, pipeline.seed)
         self._saved: Saved | None = None
         self._past = Past(node.name)
@@ -86,6 +92,9 @@ class StageWorker:
         self._loss = OwnLoss(pipeline.loss if pipeline.last_stage in self._stages else None, self._device)
         self._inner = [module for stage in self._stages.values() for module in stage.modules()]
         self._modules = [*self._inner, *self._loss.modules]
+        self._settings = ModuleSettings(
+            with_loss((item for stage in self._stages.values() for item in stage.named_modules()), self._loss.call)
+        )
         self._writes = ForwardWrites(self._inner, self.training.named_parameters.items(), self._modules)
         self._metering = Metering(self._inner, self.training, (self._worker, self._replica), list(self._stages))
         self._search = Search(pipeline, self._stages, names_by_index(worker.sources.values()), node.name)
@@ -120,6 +129,8 @@ class StageWorker:
         scale: a factor of the losses, for the backwards; the gradients are without it afterwards.
         """
         self._past.changes()
+        if self._config.callbacks:
+            self._apply_callbacks(task.step)
         operation = self._run(task, scale, self._metering.around(self._execution.training))
         self._metering.before_update()
         self._reduction.reduce(task.tag, self.training.parameters, self._modules, self._writes.buffers_before)
@@ -171,9 +182,47 @@ class StageWorker:
         """The feeder has told the first stage that there is no such step; see BatchSource."""
         self._intake.confirm_end(step)
 
-    def has_updated(self) -> bool:
-        """Whether the last `apply`, which may have failed, has changed something."""
-        return self.training.has_updated
+    def apply_to_modules(self, change: Change, step: int) -> Any:
+        """Call a user's function with this worker's modules; returns what it returns.
+
+        Raises:
+            Exception: the function's own; `has_changed_tensors` says whether it has changed any before.
+        """
+        self._past.changes()
+        self._ahead.discard()
+        self._versions_before = self._tensor_versions()
+        first = min((stage.first_layer for stage in self._stages.values()), default=0)
+        with current(self._device), step_rng(self._config.seed, first, step, change_place(first)):
+            result = self._settings.apply(change)
+        self._writes.are_loaded()
+        return to_host(result, self._device)
+
+    def _apply_callbacks(self, step: int) -> None:
+        first = min((stage.first_layer for stage in self._stages.values()), default=0)
+        with (
+            noting(f"in {self._name}, a callback of the model before step {step}"),
+            current(self._device),
+            step_rng(self._config.seed, first, step, change_place(first)),
+        ):
+            if self._settings.apply_due(self._config.callbacks, step):
+                self._writes.are_loaded()
+
+    def undo_settings(self, settings: Settings) -> bool:
+        """Set what `apply_to_modules` has changed beside tensors back; returns whether it has changed tensors."""
+        self._settings.restore(settings)
+        return self._tensor_versions() != self._versions_before
+
+    def settings(self) -> Settings:
+        """Return what `apply_to_modules` has changed beside tensors, since the layers were built."""
+        return self._settings.changed()
+
+    def _tensor_versions(self) -> list[int]:
+        states = [(*module._parameters.values(), *module._buffers.values()) for module in self._modules]
+        return [tensor._version for state in states for tensor in state if tensor is not None]
+
+    def last_update(self) -> tuple[str, Update]:
+        """Return this worker's name, and what it has done of the last `apply`, which may have failed."""
+        return self._name, self.training.last_update
 
     @property
     def device(self) -> torch.device:
@@ -235,8 +284,11 @@ class StageWorker:
             stage.load_state_dict(state)
         self._writes.are_loaded()
 
-    def read(self, path: str) -> None:
+    def read(self, path: str, strict: bool) -> dict[str, list[str]]:
         """Read what belongs to this worker's layers, and change nothing before `adopt`: the other workers may fail to.
+
+        strict: the checkpoint must have all of this worker's names, in the same shapes.
+        Returns the names of what does not begin with the checkpoint's values, by the reason.
 
         Raises:
             CheckpointError: a file is missing or damaged.
@@ -247,9 +299,23 @@ class StageWorker:
         own, parameters = self._own_state(), self.training.named_parameters
         folder = SavedFolder(Path(path))
         saved = joined(folder.read(key for key in folder.keys if is_of(key, own, parameters)))
-        check_shapes(saved.weights, own, f"{path} is a checkpoint", self.taken)
-        self.training.check(saved)
+        kept: dict[str, list[str]] = {}
+        if strict:
+            check_shapes(saved.weights, own, f"{path} is a checkpoint", self.taken)
+        else:
+            kept = {
+                "values are not in the checkpoint, and kept as they are": [
+                    name for name in own if name not in saved.weights
+                ],
+                "values have another shape in the checkpoint, and are kept as they are": misfits(
+                    saved.weights, own, self.taken
+                ),
+            }
+            saved = saved.keeping({name: own[name] for names in kept.values() for name in names})
+        fresh = self.training.check(saved)
+        kept["parameters were not trained in the checkpoint, and begin with fresh optimizer state"] = fresh
         self._saved = saved
+        return {reason: names for reason, names in kept.items() if names}
 
     def adopt(self) -> None:
         """Go on from what was read."""
@@ -275,13 +341,14 @@ class StageWorker:
         self.load_state_dict(with_formats(saved.weights, saved.formats))
         self.training.restore(saved)
         self._loss.restore(saved.loss)
+        self._settings.restore(saved.settings or {})
         self._ahead.restore(saved.versions)
 
     def _share(self) -> Saved:
         """On the host: who guards this worker may see no GPU, and this one's may have no room for copies."""
         self._writes.check()
         share = self.training.share(self.state_dict(), self.formats(), self._loss.state(), self._ahead.versions())
-        return Saved(*to_host(share, self._device))
+        return Saved(*to_host(share, self._device))._replace(settings=self._settings.changed())
 
     def _connect(self, neighbours: Neighbours) -> None:
         config = self._config

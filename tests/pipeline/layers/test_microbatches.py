@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline.layers.batch_dims import cut, unmarked
 from lp_pipe.pipeline.layers.microbatches import aligned, apart, check_pair, loss_weights, split
 
 Point = namedtuple("Point", "x y")
@@ -56,13 +57,17 @@ def test_a_batch_without_a_batch_dimension_is_refused(value: object) -> None:
 @pytest.mark.parametrize(("length", "other"), [(4, 1), (8, 7), (10, 20)])
 def test_tensors_that_are_cut_at_different_samples_are_refused(length: int, other: int) -> None:
     """8 in 4 are 2, 2, 2, 2, and 7 are 2, 2, 2, 1: as many, so that the samples were mixed without a word."""
-    with pytest.raises(PipelineError, match=rf"differ in their first dimension: \[\({length},\), \({other}, 3\)\]"):
+    with pytest.raises(PipelineError, match=rf"{length} and {other} samples .*\[\({length},\), \({other}, 3\)\]"):
         split((torch.zeros(length), torch.zeros(other, 3)), 4)
 
 
 def test_several_rows_for_each_sample_are_cut_with_it() -> None:
-    parts = split((torch.arange(8), torch.arange(16)), 4)
-    assert [(x.tolist(), y.tolist()) for x, y in parts][1] == ([2, 3], [4, 5, 6, 7])
+    with pytest.raises(PipelineError, match=r"8 and 16 samples.*pp\.cut"):
+        split((torch.arange(8), torch.arange(16)), 4)
+    parts = split((torch.arange(8), cut(torch.arange(16))), 4)
+    assert [(x.tolist(), unmarked(y).tolist()) for x, y in parts][1] == ([2, 3], [4, 5, 6, 7])
+    with pytest.raises(PipelineError, match="8 and 7 samples"):
+        split((torch.arange(8), cut(torch.arange(7))), 4)
 
 
 def test_an_array_beside_tensors_is_refused() -> None:
