@@ -8,6 +8,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt
 # Silent, warnings too; what fails is tried once more aloud, because a silent pip does not say why.
 install = $(PIP) -qq $(1) || $(PIP) $(1)
+# The same into another environment, with constraints of its own.
+pip_in = $(1)/bin/python -m pip --disable-pip-version-check install -c $(1)/constraints.txt
+install_in = $(call pip_in,$(1)) -qq $(2) || $(call pip_in,$(1)) $(2)
 STAMP := $(VENV)/.installed
 # Extra arguments for pytest: make test ARGS="-k schedule -x"
 ARGS ?=
@@ -18,6 +21,11 @@ T ?= 3600
 EVERY ?= 60
 # Of make gpu-check: an interpreter that has torch, pytest and the rest, where nothing can be installed
 GPU_PYTHON ?=
+# Of make test-torch: the release of torch to test with
+TORCH ?= 2.14.1
+TORCH_VENV = .venv-torch-$(TORCH)
+# Of make test-python: made for the interpreter that PYTHON names
+PYTHON_VENV = .venv-python-$(shell "$(PYTHON)" -c 'import platform; print(platform.python_version())')
 comma := ,
 # Containers often set it. Tests and demos start an interpreter for each program and node, and compiling lp_pipe anew
 # takes as long as all the rest of its start.
@@ -28,7 +36,7 @@ PROTOS := $(sort $(wildcard protos/*.proto))
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Ilp_pipe/protos=protos $(PROTOS:%=lp_pipe/%)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-all test-multihost lint ruff-check ruff-format mypy layers protos protos-check bench bench-pipeline gpu-check bench-rpc bench-launch bench-pipedream bench-scale bench-multihost bench-checkpoint chaos soak clean
+.PHONY: help setup demo test test-slow test-all test-torch test-python test-multihost lint ruff-check ruff-format mypy layers protos protos-check bench bench-pipeline gpu-check bench-rpc bench-launch bench-pipedream bench-scale bench-multihost bench-checkpoint chaos soak clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "  make %-16s %s\n", $$1, $$2 }'
@@ -61,6 +69,31 @@ test-slow: setup  ## run the slow tests only
 
 test-all: setup  ## run all tests
 	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+# All other packages have their pins of .venv, so that a failure is torch's.
+test-torch:  ## run the tests with another release of torch, in .venv-torch-TORCH (TORCH=2.14.1)
+	@test -x $(TORCH_VENV)/bin/pip || "$(PYTHON)" -m venv $(TORCH_VENV)
+	@grep -v '^torch==' constraints.txt > $(TORCH_VENV)/constraints.txt
+	@echo 'test-torch: installing torch $(TORCH), lp_pipe and its tools into $(TORCH_VENV)'
+	@$(call install_in,$(TORCH_VENV),'torch==$(TORCH)')
+	@$(call install_in,$(TORCH_VENV),hatchling)
+	@$(call install_in,$(TORCH_VENV),--no-build-isolation -e '.[torch$(comma)dev]')
+	$(TORCH_VENV)/bin/python -m pytest -n 2 -m 'not slow and not multihost' $(ARGS)
+
+# First the tests that need no torch, which is not installed there, then README's program with a wheel, and with torch.
+test-python: setup  ## test with another interpreter, and a wheel in it (PYTHON=/path/to/python3.13)
+	@rm -rf $(PYTHON_VENV) $(PYTHON_VENV)-wheel build/wheel
+	@"$(PYTHON)" -m venv $(PYTHON_VENV) && "$(PYTHON)" -m venv $(PYTHON_VENV)-wheel
+	@for venv in $(PYTHON_VENV) $(PYTHON_VENV)-wheel; do grep -v '^torch==' constraints.txt > $$venv/constraints.txt; done
+	@echo 'test-python: installing lp_pipe and its tools into $(PYTHON_VENV)'
+	@$(call install_in,$(PYTHON_VENV),hatchling)
+	@$(call install_in,$(PYTHON_VENV),--no-build-isolation -e '.[dev]')
+	$(PYTHON_VENV)/bin/python -m pytest -n 2 -m 'not slow and not multihost' $(ARGS)
+	@echo 'test-python: installing a wheel of lp_pipe, and torch, into $(PYTHON_VENV)-wheel'
+	@$(BIN)/hatchling build -t wheel -d build/wheel
+	@$(call install_in,$(PYTHON_VENV)-wheel,"$$(ls build/wheel/*.whl)[torch]")
+	awk '/^```python/ { inside = 1; next } /^```/ && inside { exit } inside' README.md > build/thirty_lines.py
+	cd build && ../$(PYTHON_VENV)-wheel/bin/python thirty_lines.py
 
 # The pretend hosts need root and these packages; a machine that has them is left as it is. What cannot be had is said,
 # and its tests are skipped.

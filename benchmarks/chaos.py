@@ -3,14 +3,15 @@
     python -m benchmarks.chaos [--rounds 5] [--seed 0] [--programs char_gpt,sync,async] [--modes process,multi_host]
 
 By turns: the demo's char GPT (feeder, three stages, evaluator, trainer; a small model), the same with
---on_failure=restart, the parameter server in "sync" mode (two workers, two servers, evaluator), and in "async" mode
-with parameters that count their updates (benchmarks/tally.py). The first ends when a node dies; the others restart it
-in its place, and end when the launcher or its template does. A round starts one with `lp_pipe launch` and strikes: a
-random process of the run, the launcher and its template included, is killed, or stopped for some seconds, at any
-moment, while a checkpoint is being written, or while something is being restarted. A run that has ended with a failure
-is resumed from its newest checkpoint by `lp_pipe launch --resume`, perhaps in another mode, and may be struck, too. The
-parameters' sha256 at the end must be the undisturbed run's in every round, and no process may be left; else the exit
-status is 1.
+--on_failure=restart, the parameter server in "sync" mode (two workers, two servers, evaluator), a training whose feeder
+and counter have a state and are not called most of the time (benchmarks/stateful.py), and the parameter server in
+"async" mode with parameters that count their updates (benchmarks/tally.py). The first ends when a node dies; the others
+restart it in its place, and end when the launcher or its template does. A round starts one with `lp_pipe launch` and
+strikes: a random process of the run, the launcher and its template included, is killed, or stopped for some seconds, at
+any moment, while a checkpoint is being written, or while something is being restarted. A run that has ended with a
+failure is resumed from its newest checkpoint by `lp_pipe launch --resume`, perhaps in another mode, and may be struck,
+too. The parameters' sha256 at the end must be the undisturbed run's in every round, and no process may be left; else
+the exit status is 1.
 
 "lost" is the time that a round took longer than the undisturbed run, per strike that ended a run: mostly the start of
 all processes (a second or more to import torch), and the steps since the last checkpoint.
@@ -37,6 +38,7 @@ PROGRAMS = {
     "char_gpt": Program("examples/char_gpt.py", tuple(_SMALL_GPT.split())),
     "char_gpt_restarted": Program("examples/char_gpt.py", (*_SMALL_GPT.split(), "--on_failure=restart")),
     "sync": Program("lp_pipe.programs.parameter_server", (*_TWO_AND_TWO.split(), "--steps=1500", "--evaluations=30")),
+    "stateful": Program("benchmarks/stateful.py", ("--steps=60",)),
     "async": Program("benchmarks/tally.py", (*_TWO_AND_TWO.split(), "--mode=async", "--steps=500", "--evaluations=30")),
 }
 

@@ -20,10 +20,12 @@ from lp_pipe.errors import MethodNotFound as MethodNotFound
 from lp_pipe.errors import NodeError as NodeError
 from lp_pipe.errors import RemoteError as RemoteError
 from lp_pipe.errors import SerializationError as SerializationError
+from lp_pipe.errors import StateLost as StateLost
 from lp_pipe.errors import Unavailable as Unavailable
 from lp_pipe.handles import CourierHandle as CourierHandle
 from lp_pipe.handles import Deferred as Deferred
 from lp_pipe.handles import Handle as Handle
+from lp_pipe.handles import Pool as Pool
 from lp_pipe.launch import Run as Run
 from lp_pipe.launch import launch as launch
 from lp_pipe.nodes import CacheInfo as CacheInfo

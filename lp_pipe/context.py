@@ -1,8 +1,9 @@
 """What a running node may ask: who am I, must I stop, where do results go."""
 
 import contextvars
+import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -48,8 +49,21 @@ class NodeServices(Protocol):
     def stop_inner_nodes(self, colocation: str) -> None:
         """Stop those processes in order, without stopping the program."""
 
+    def watch_state(self, addresses: Sequence[str]) -> "Future[str]":
+        """Declare that the servers of `addresses` hold state of a checkpoint; returns when the launcher knows it.
+
+        From now on such a server that was started again has lost its state. The future is done, with the node's name,
+        once one of the nodes fails and is to be started again.
+        """
+
+    def has_lost_state(self, address: str) -> bool:
+        """Return whether the server that is about to listen at `address` is without the state that it had there."""
+
     def log_metrics(self, metrics: Mapping[str, float], step: int | None) -> None:
         """Send numbers to the run's metrics file and displays."""
+
+    def log_event(self, event: str, step: int) -> None:
+        """Note in the run's metrics file that something has happened at a step, such as "resumed"."""
 
 
 class CountsCalls(Protocol):
@@ -63,8 +77,9 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.event = threading.Event()
+        self.pid = os.getpid()  # of the process that hears of the stop
         self._handlers: list[_Handler] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may add or remove a handler, too
         self._is_finished = False
         self._runner: threading.Thread | None = None
         self.handler_errors: list[BaseException] = []
@@ -146,6 +161,8 @@ class NodeContext:
     # What the node's own parts (servers of channels, files) want done when its code has ended, however it ended.
     exit_stack: ExitStack = field(default_factory=ExitStack, repr=False)
     servers: list[CountsCalls] = field(default_factory=list, repr=False)  # shared by the nodes inside a colocation
+    # Applies to the calling thread what the script has set for its thread (torch's default device, numpy's errors).
+    prepare_thread: Callable[[], None] = field(default=lambda: None, repr=False)
 
     @property
     def calls(self) -> int | None:
@@ -239,8 +256,18 @@ def stop_event() -> threading.Event:
 
 
 def wait_for_stop(timeout: float | None = None) -> bool:
-    """Block until the program stops, or `timeout` seconds passed; True when it stops. In nodes only."""
-    return context().stop_signal.event.wait(timeout)
+    """Block until the program stops, or `timeout` seconds passed; True when it stops. In nodes only.
+
+    Raises:
+        RuntimeError: outside of nodes; without a timeout in a process that the node has forked, which no stop reaches.
+    """
+    signal = context().stop_signal
+    if timeout is None and signal.pid != os.getpid():
+        raise RuntimeError(
+            f"process {os.getpid()} was forked by the node's process {signal.pid}, which alone hears of the stop: "
+            "wait there, and tell this one (multiprocessing.Event)"
+        )
+    return signal.event.wait(timeout)
 
 
 def register_stop_handler(handler: Callable[[], Any]) -> None:

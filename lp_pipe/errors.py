@@ -68,6 +68,10 @@ class Unavailable(LpPipeError, ConnectionError):
     """The peer is not there: it never came up, it ended, or the connection broke during the call."""
 
 
+class StateLost(Unavailable):
+    """A node that takes part in `Checkpoints` died and was started again: its state is still to be loaded."""
+
+
 class Unauthenticated(Unavailable):
     """The peer does not take this process for one of its run, or the other way round; waiting does not help."""
 

@@ -1,8 +1,10 @@
 """What a node needs of the machine it runs on."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from numbers import Real
+from typing import Any, Literal, get_args
 
 Placement = Literal["even", "spread", "pack"]
 
@@ -16,7 +18,8 @@ _PROCESS_START_PREFIXES = (
 class Resources:
     """Resources of each node of a group; where nodes are processes.
 
-    cpus: cores that the node is pinned to, other ones for each node while they last (None: not pinned).
+    cpus: cores that the node is pinned to, other ones for each node while they last (None: not pinned). A fraction is
+        the node's share of one more core, whose rest goes to others: 1.5 is pinned to 2 cores.
     gpus: devices that the node has for itself: CUDA_VISIBLE_DEVICES names them, `context().devices` numbers them.
         0: none are handed out, and CUDA_VISIBLE_DEVICES stays as it is.
     memory: bytes that the node will need; all nodes together must fit into the host (nothing limits them later).
@@ -33,7 +36,7 @@ class Resources:
     colocate_with: label of a group, on whose hosts this one's nodes go: node i of n beside node i * m // n of its m.
     """
 
-    cpus: int | None = None
+    cpus: float | None = None
     gpus: int = 0
     memory: int | None = None
     threads: int = 1
@@ -46,15 +49,19 @@ class Resources:
 
     def __post_init__(self) -> None:
         for name in ("threads", "memory", "gpus", "cpus"):
-            if isinstance(getattr(self, name), str):
+            if isinstance(getattr(self, name), str | bytes):
                 raise TypeError(f"Resources({name}={getattr(self, name)!r}): a number is needed, not a text")
+        for name in ("threads", "memory", "gpus"):
+            object.__setattr__(self, name, _whole(name, getattr(self, name)))
         _check_environment(self.env)
         if self.threads < 1:
             raise ValueError(f"Resources(threads={self.threads}): a node needs at least 1 thread")
         if self.memory is not None and self.memory < 1:
             raise ValueError(f"Resources(memory={self.memory}): a number of bytes, or None")
-        if self.gpus < 0 or (self.cpus is not None and self.cpus < 1):
-            raise ValueError(f"Resources(cpus={self.cpus}, gpus={self.gpus}): counts cannot be negative or zero cores")
+        if self.gpus < 0 or (self.cpus is not None and not 0 < self.cpus < math.inf):
+            raise ValueError(
+                f"Resources(cpus={self.cpus}, gpus={self.gpus}): cpus must be above 0, or None, and gpus at least 0"
+            )
         if isinstance(self.host_labels, str):
             raise ValueError(f"Resources(host_labels={self.host_labels!r}): write a list, [{self.host_labels!r}]")
         object.__setattr__(self, "host_labels", tuple(self.host_labels))
@@ -77,6 +84,21 @@ class Resources:
     def needs_fresh_interpreter(self) -> bool:
         """True when a fork of the template could not honour `env` (it was read when the process started)."""
         return self.fresh_interpreter or any(name.startswith(_PROCESS_START_PREFIXES) for name in self.env)
+
+
+def _whole(name: str, value: Any) -> Any:
+    """Return the number as an int; None stays.
+
+    Raises:
+        ValueError: it is a fraction.
+    """
+    if value is None or isinstance(value, int):
+        return value
+    if not isinstance(value, Real):
+        raise TypeError(f"Resources({name}={value!r}): a number is needed, not {type(value).__name__}")
+    if not float(value).is_integer():
+        raise ValueError(f"Resources({name}={value}): must be a whole number; only cpus can be a fraction")
+    return int(float(value))
 
 
 def _check_environment(env: Mapping[str, str]) -> None:

@@ -9,14 +9,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["PYTHON_COLORS"] = "0"
 
 import gc
+import importlib.util
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -37,6 +39,8 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 settings.register_profile("lp_pipe", deadline=None)
 settings.load_profile("lp_pipe")
 
+IS_WITHOUT_TORCH = importlib.util.find_spec("torch") is None
+collect_ignore = ["channels"] if IS_WITHOUT_TORCH else []  # its conftest imports torch
 Script = Callable[[str], "subprocess.Popen[str]"]
 
 
@@ -46,6 +50,15 @@ def pytest_configure(config: pytest.Config) -> None:
     are_on_gpus = all(Path(argument.split("::")[0]).resolve().is_relative_to(on_gpus) for argument in config.args)
     if this_host().gpus and not are_on_gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, pytest.CollectReport]:
+    """Skip modules that import torch where it is not installed, as in `make test-python`."""
+    report: pytest.CollectReport = yield
+    if report.failed and IS_WITHOUT_TORCH and "No module named 'torch'" in str(report.longrepr):
+        report.outcome, report.longrepr = "skipped", (str(collector.path), 0, "Skipped: torch is not installed")
+    return report
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -120,7 +120,12 @@ def test_a_groups_resources_are_resources() -> None:
 
 def test_resources_are_checked() -> None:
     assert lp.Resources() == lp.Resources(cpus=None, gpus=0, memory=None, threads=1, env={}, host=None)
-    for wrong in ({"threads": 0}, {"gpus": -1}, {"cpus": 0}):
+    assert lp.Resources(cpus=1.5, gpus=2.0, memory=2e9) == lp.Resources(cpus=1.5, gpus=2, memory=2_000_000_000)
+    wrongs: list[dict[str, Any]] = [
+        *({"threads": 0}, {"gpus": -1}, {"cpus": 0}, {"cpus": -0.5}, {"cpus": float("nan")}, {"cpus": float("inf")}),
+        *({"gpus": 0.5}, {"threads": 1.5}, {"memory": 0.5}, {"memory": float("nan")}),
+    ]
+    for wrong in wrongs:
         with pytest.raises(ValueError, match="Resources"):
             lp.Resources(**wrong)
     # The launcher failed at these when the node's process asked for them, which then died "without reporting why".

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from lp_pipe.private_torch import pytree
 
 Maker = Callable[[Sequence[Tensor]], Any]
 

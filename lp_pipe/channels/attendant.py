@@ -8,13 +8,12 @@ from collections.abc import Callable
 
 from lp_pipe.connections import PulledConnection
 
-IS_SUPPORTED = hasattr(select, "epoll")
-
 # With ONESHOT even so: epoll tells of a hang-up in any case, and while a forked child has the socket it would for ever.
-_PAUSED = select.EPOLLONESHOT if IS_SUPPORTED else 0
+_HAS_EPOLL = hasattr(select, "epoll")
+_PAUSED = select.EPOLLONESHOT if _HAS_EPOLL else 0
 # What fits into the system's buffers may wait there: a thread that is woken for it takes the core from who computes.
 _WORTH_WAKING_BYTES = 1 << 18
-_ARMED = select.EPOLLIN | select.EPOLLRDHUP | _PAUSED if IS_SUPPORTED else 0
+_ARMED = select.EPOLLIN | select.EPOLLRDHUP | _PAUSED if _HAS_EPOLL else 0
 
 
 class Attention:

@@ -16,11 +16,12 @@ import platform
 import threading
 import time
 
+from lp_pipe.channels import kinds
 from lp_pipe.channels.segments import announcement, opened
 from lp_pipe.connections.when_gone import when_gone
 
 # Others may see stores in another order than they were made in; Python has no means to forbid it.
-is_board_supported = hasattr(os, "memfd_create") and platform.machine() in ("x86_64", "AMD64")
+is_board_supported = kinds.is_shm_supported() and platform.machine() in ("x86_64", "AMD64")
 
 _SENT, _TAKEN, _SENDER_SLEEPS, _RECEIVER_SLEEPS, _CLOSED = range(0, 40, 8)  # each in a cache line of its own
 _ENTRIES = 40

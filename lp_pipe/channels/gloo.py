@@ -26,6 +26,7 @@ from lp_pipe.channels.ranks import RECEIVER, TAGS, Backend
 from lp_pipe.channels.recycler import Recycler
 from lp_pipe.channels.transport import TransferError
 from lp_pipe.connections.shortage import check_descriptors
+from lp_pipe.private_torch import gloo_group
 
 _ABORT_TAG, _WORD_TAG = TAGS, TAGS + 1
 _AT_ONCE = timedelta(milliseconds=1)
@@ -34,7 +35,7 @@ _WORD_BYTES = 32
 # ends.
 _DESCRIPTORS = 64
 
-_Group: Any = dist.ProcessGroupGloo if dist.is_available() else None  # torch's types lack its send, recv and _Options
+_Group: Any = dist.ProcessGroupGloo if dist.is_available() else None  # torch's types lack its send and recv
 
 
 class Gloo(Backend):
@@ -51,10 +52,7 @@ class Gloo(Backend):
         store.set(f"address/{rank}", address)
         store.set(f"word/{rank}", word)
         check_descriptors(_DESCRIPTORS)
-        options = _Group._Options()
-        options._devices = [_Group.create_device(hostname=address)]
-        options._timeout = patience
-        group = _Group(store, rank, 2, options)
+        group = gloo_group(_Group, store, rank, address, patience)
         if not hmac.compare_digest(_shown(group, word, 1 - rank, patience), store.get(f"word/{1 - rank}")):
             raise TransferError(f"somebody else has connected to the port of gloo at {address}")
         return group
@@ -73,12 +71,12 @@ class Gloo(Backend):
         if rank != RECEIVER:
             return
         with contextlib.suppress(RuntimeError):
-            group.recv([torch.empty(1)], 1 - rank, _ABORT_TAG).wait(_AT_ONCE)
+            group.recv([torch.empty(1, device="cpu")], 1 - rank, _ABORT_TAG).wait(_AT_ONCE)
 
 
 def _shown(group: Any, word: bytes, other: int, patience: timedelta) -> bytes:
     """The other end's word, for this one's."""
-    shown = torch.zeros(_WORD_BYTES, dtype=torch.uint8)
+    shown = torch.zeros(_WORD_BYTES, dtype=torch.uint8, device="cpu")
     own = torch.frombuffer(bytearray(word), dtype=torch.uint8)
     for work in (group.recv([shown], other, _WORD_TAG), group.send([own], other, _WORD_TAG)):
         work.wait(patience)

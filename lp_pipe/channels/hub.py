@@ -114,7 +114,7 @@ class _Incoming:
         return self.connection.closed_reason is None
 
     def start(self) -> None:
-        if not isinstance(self.connection, PulledConnection) or not kinds.is_shm_supported:
+        if not isinstance(self.connection, PulledConnection) or not kinds.is_shm_supported():
             self.connection.start(self._on_frame, self._on_close)
             return
         self.connection.make_interruptible()

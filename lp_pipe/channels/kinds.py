@@ -4,6 +4,7 @@ import os
 import secrets
 
 from lp_pipe.connections import Connection, PulledConnection, local, spanning
+from lp_pipe.connections.kernel_calls import has_epoll, has_memfd
 
 KINDS = ("auto", "inproc", "shm", "grpc", "gloo", "nccl")
 NEAR_KINDS = ("inproc", "shm")  # which never reach another host
@@ -19,7 +20,10 @@ _FITTING = {
     "tls": ("grpc", "gloo", "nccl"),
 }
 
-is_shm_supported = hasattr(os, "memfd_create")  # macOS: a named segment would outlive a killed process
+
+def is_shm_supported() -> bool:
+    """Return whether channels can go through memory without a name, which is gone with the processes that use it."""
+    return has_memfd() and has_epoll() and os.path.isdir("/proc/self/fd")
 
 
 def choose(kind: str, endpoint: str, *, is_on_gpu: bool = False) -> str:
@@ -40,7 +44,7 @@ def choose(kind: str, endpoint: str, *, is_on_gpu: bool = False) -> str:
         raise ValueError(f"channel kind {kind!r} {known}does not fit {_shown(endpoint)}{why}: use one of {usable}")
     if kind != "shm":
         return kind
-    if not is_shm_supported:
+    if not is_shm_supported():
         return "stream"
     return "cuda_ipc" if is_on_gpu else "shm"
 
@@ -86,7 +90,7 @@ def is_pulled(kind: str, connection: Connection) -> bool:
     Where the tensors go through it, two stages that send to each other, and read only when they have sent, would wait
     for each other for ever: only if sending never waits.
     """
-    if not isinstance(connection, PulledConnection) or not is_shm_supported:
+    if not isinstance(connection, PulledConnection) or not is_shm_supported():
         return False
     return kind == "shm" or (is_streamed(kind) and connection.can_begin_sending)
 

@@ -4,7 +4,7 @@ import pickle
 import threading
 from datetime import timedelta
 
-from torch._C._distributed_c10d import Store  # as torch.distributed has it, and with types
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from lp_pipe.channels.transport import Notify
 

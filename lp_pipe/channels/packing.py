@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from lp_pipe.channels.assembling import assembler
 from lp_pipe.channels.carried import check_carried
+from lp_pipe.private_torch import negative_view, pytree
 from lp_pipe.rpc import codec
 from lp_pipe.rpc import layout as layout_of_memory
 
@@ -213,7 +213,7 @@ def _as_it_lies(tensor: Tensor) -> Tensor:
 def _read_otherwise(tensor: Tensor, *, is_conj: bool, is_neg: bool) -> Tensor:
     """The same memory, conjugated or negated on reading; or no longer, if it was."""
     tensor = tensor.conj() if is_conj else tensor
-    return torch._neg_view(tensor) if is_neg else tensor
+    return negative_view(tensor) if is_neg else tensor
 
 
 def _geometry_of(tensor: Tensor, core: Tensor, spec: TensorSpec) -> Geometry | None:

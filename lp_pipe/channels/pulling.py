@@ -9,6 +9,7 @@ from collections.abc import Callable
 from lp_pipe.channels.attendant import Attention
 from lp_pipe.channels.board import Bell
 from lp_pipe.connections import Connection, PulledConnection
+from lp_pipe.connections.kernel_calls import usable_cores
 
 # Whoever sleeps has to be woken, and finds its core cold: on a virtual machine, whose host gives an idle core away, a
 # stage that slept a moment before each action takes a tenth longer to compute.
@@ -130,7 +131,7 @@ class _Looking:
     """
 
     def __init__(self) -> None:
-        self._is_possible = not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) > 1
+        self._is_possible = len(usable_cores()) > 1
         self._misses = 0
         self._skipped = 0
 

@@ -12,11 +12,12 @@ from typing import Any
 from lp_pipe.checkpoint import folder as folders
 from lp_pipe.checkpoint.folder import Checkpoint, checkpoints_in, open_checkpoint
 from lp_pipe.checkpoint.in_memory import InMemory, check_can_mirror
+from lp_pipe.checkpoint.lost_parts import LostParts
 from lp_pipe.checkpoint.parts import SavesItself, Stateful, Trainable, saves_itself
 from lp_pipe.checkpoint.poison import Poison, TryAgain
 from lp_pipe.checkpoint.shared import check_is_shared
 from lp_pipe.context import context, current_context, stop_event
-from lp_pipe.errors import CheckpointError, Unavailable, add_note
+from lp_pipe.errors import CheckpointError, StateLost, Unavailable, add_note
 from lp_pipe.telemetry.events import EventLog
 from lp_pipe.telemetry.run_folder import RunFolder
 
@@ -35,6 +36,9 @@ class Checkpoints:
 
     Made and used in the node that drives the others, so that a checkpoint is one consistent cut: whatever happens
     before the call of `save` is in it on every part, whatever comes after it on none.
+
+    A part that is a client of another node has lost its state when that node is started again. From now on the node
+    then answers each call with a StateLost, whichever node calls, until it was restored.
 
     folder: default: `checkpoints` in the run's folder. keep: how many; older ones are deleted.
     may_fail: a checkpoint that cannot be written (the disk is full) is a warning in the log, not an error. That hosts
@@ -61,6 +65,8 @@ class Checkpoints:
         self._keep = keep
         self._may_fail = may_fail
         self._in_memory = InMemory(self._parts)
+        self._lost_parts = LostParts(self._parts)
+        self._lost_parts.watch()
         self._writing: threading.Thread | None = None
         self._error: Exception | None = None
         self._node = current_context()
@@ -166,7 +172,9 @@ class Checkpoints:
         while True:
             with self.recovering(pipeline):
                 for result in poison.results(pipeline, pipeline.current_step(), total):
+                    poison.check(result.step + 1, self._lost_parts.loss())  # the caller may be about to use the part
                     yield result
+                    poison.check(result.step + 1, self._lost_parts.loss())
                     # Behind a step that is left out at once: to go back before it would be to try it again.
                     is_left_out = result.step in poison
                     with poison.ahead_of(result.step):
@@ -190,6 +198,7 @@ class Checkpoints:
             with self.recovering(pipeline):
                 found = self.restore()
                 if found is None:
+                    self._begin_as_built(pipeline)
                     self.save(pipeline.current_step())
                 return found
 
@@ -204,6 +213,8 @@ class Checkpoints:
             CheckpointError: as `save` and `restore`.
             Unavailable: a node is gone, and the program is ending.
         """
+        if (loss := self._lost_parts.loss()) is not None:
+            self._recover(pipeline, loss)
         try:
             yield
         except (Unavailable, CheckpointError, TryAgain) as error:
@@ -213,7 +224,7 @@ class Checkpoints:
         if isinstance(error, TryAgain):
             self._end_writing()  # else it might take the place of the one that is being read
             with contextlib.suppress(Unavailable):
-                self._go_back()
+                self._go_back(pipeline)
                 return
         elif stop_event().is_set() or not isinstance(error.__cause__ or error, Unavailable):
             raise error
@@ -222,7 +233,7 @@ class Checkpoints:
         while True:
             try:
                 pipeline.recover()
-                self._go_back()
+                self._go_back(pipeline)
                 return
             except Unavailable:  # another one has died meanwhile
                 if stop_event().is_set():
@@ -235,9 +246,25 @@ class Checkpoints:
         except CheckpointError as error:
             _log.warning("%s", str(error).partition("\n")[0])
 
-    def _go_back(self) -> None:
-        if not self._in_memory.go_back(least=folders.newest_step(self.folder)):
-            self.restore()
+    def _go_back(self, pipeline: Trainable) -> None:
+        step = self._in_memory.go_back(least=folders.newest_step(self.folder))
+        if step is not None:
+            self._goes_on_from(step)
+        elif self.restore() is None:
+            self._begin_as_built(pipeline)
+
+    def _begin_as_built(self, pipeline: Trainable) -> None:
+        """Begin without a checkpoint: lost parts serve their initial state, unless something was trained already."""
+        if pipeline.current_step() == 0:
+            self._lost_parts.begin_as_built()
+            self._lost_parts.watch()
+
+    def _goes_on_from(self, step: int) -> None:
+        """Watch the parts, which have been restored to this step, and mark the step in the run's metrics."""
+        self._lost_parts.watch()
+        self._tell("resumed", step=step)
+        if self._node is not None:
+            self._node.services.log_event("resumed", step)
 
     def _join(self) -> None:
         if self._writing is not None:
@@ -265,7 +292,7 @@ class Checkpoints:
             written = {name: _files_of(self._names[name], writes.get(name)) for name in self._parts}
             check_is_shared(aside, written)
             saved = folders.finish(aside, step, written)
-            self._tell(saved)
+            self._tell("checkpoint", step=saved.step, path=str(saved.path))
             folders.prune(self.folder, step, self._keep)
         except Exception as error:  # whatever a part raises; it belongs to who waits
             shutil.rmtree(aside, ignore_errors=True)
@@ -274,21 +301,21 @@ class Checkpoints:
             except CheckpointError as failure:
                 self._error = failure
 
-    def _tell(self, saved: Checkpoint) -> None:
+    def _tell(self, event: str, **facts: Any) -> None:
         """Add an event to the run's, if it keeps them and this host sees its folder."""
         if self._node is None:
             return
         path = RunFolder(Path(self._node.run_dir)).events
         if path.exists():
             events = EventLog(path)
-            events.write("checkpoint", self._node.name, step=saved.step, path=str(saved.path))
+            events.write(event, self._node.name, **facts)
             events.close()
 
     def _failed(self, step: int, error: Exception) -> None:
         what = str(error).partition("\n")[0]  # a stage's has its traceback behind that
         message = f"the checkpoint of step {step} could not be written to {self.folder}: {what}"
         is_final = isinstance(error, CheckpointError) and not error.may_pass  # no later one would be better (shared.py)
-        if not self._may_fail or is_final:
+        if not self._may_fail or is_final or isinstance(error, StateLost):
             raise CheckpointError(f"{message}; older ones are as they were") from error
         _log.warning("%s; going on without it", message)
 
@@ -299,11 +326,15 @@ class Checkpoints:
                 f"{', '.join(sorted(self._parts))}"
             )
         self._in_memory.forget()
+        # Pipelines first: `load` ends a step that a dead trainer has left under way. Its batches must not come from a
+        # feeder that has gone back.
         for name, part in self._parts.items():
             if saves_itself(part):
                 part.load(checkpoint.path / self._names[name])
-            else:
+        for name, part in self._parts.items():
+            if not saves_itself(part):
                 part.load_state_dict(folders.read_state(checkpoint.path, self._names[name]))
+        self._goes_on_from(checkpoint.step)
 
 
 def _files_of(name: str, write: "_Write | None") -> list[str]:

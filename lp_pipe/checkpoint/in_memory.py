@@ -30,19 +30,19 @@ class InMemory:
         states = {name: copy.deepcopy(part.state_dict()) for name, part in others.items()}
         self._cuts = [*self._cuts[-1:], _Cut(step, mirrored, states)]
 
-    def go_back(self, *, least: int) -> bool:
-        """To the newest state that is there of all parts; False when there is none of so many steps."""
+    def go_back(self, *, least: int) -> int | None:
+        """Go on from the newest state that is there of all parts; returns its step, None if none has so many steps."""
         held = {name: part.mirrored_steps() for name, part in self._parts.items() if mirrors_itself(part)}
         while self._cuts and self._cuts[-1].step >= least:
-            _, mirrored, states = self._cuts[-1]
+            step_of_cut, mirrored, states = self._cuts[-1]
             if all(step in held[name] for name, step in mirrored.items()):
                 for name, step in mirrored.items():
                     self._parts[name].go_back(step)
                 for name, state in states.items():
                     self._parts[name].load_state_dict(copy.deepcopy(state))
-                return True
+                return step_of_cut
             self._cuts.pop()
-        return False
+        return None
 
     def forget(self) -> None:
         """The parts have another state now, of which these are no past."""

@@ -86,6 +86,12 @@ class Poison:
                 self._failed(step + 1, error)
             raise
 
+    def check(self, step: int, loss: Unavailable | None) -> None:
+        """Raise the death of a part, if any, as a failure of `step`, the next one: it may have asked for its batch."""
+        if loss is not None:
+            self._failed(step, loss)
+            raise loss
+
     def _awaited(self, pipeline: Trainable, step: int, count: int) -> Iterator[Any]:
         results = pipeline.steps(count)
         while True:

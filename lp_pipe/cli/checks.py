@@ -16,9 +16,12 @@ from pathlib import Path
 
 import lp_pipe as lp
 from lp_pipe import connections
+from lp_pipe.connections.kernel_calls import has_pidfd
 from lp_pipe.launch.processes.socket_dir import fits, make_socket_dir
 from lp_pipe.launch.registry import live_folder
 from lp_pipe.launch.run_dir import usual_runs
+from lp_pipe.launch.user_folders import is_temporary
+from lp_pipe.torch_version import WANTED, is_tested, is_too_old
 
 _MIB = 1 << 20
 _PATIENCE_S = 30.0
@@ -27,6 +30,7 @@ _FDS_PER_NODE = 3  # two pipes and a stream, in the launcher
 _OWN_FDS = 50
 _FEW_FDS, _VERY_FEW_FDS = 1024, 256
 _FEW_PROCESSES = 512  # threads count as well
+_INSTALL_TORCH = f"pip install '{WANTED}'    (only pipelines need it)"
 
 
 @dataclass(frozen=True)
@@ -63,12 +67,14 @@ def check_package(name: str, fix: str, level: str = "fail") -> Sequence[str]:
 
 
 def check_torch() -> Sequence[str]:
-    from lp_pipe.pipeline.torch_version import WANTED, is_too_old
-
-    level, version, *fix = check_package("torch", f"pip install '{WANTED}'    (only pipelines need it)", level="warn")
+    level, version, *fix = check_package("torch", _INSTALL_TORCH, level="warn")
+    if level == "warn":
+        return level, "not installed: pipelines cannot run, everything else can", *fix
     if is_too_old(version):
         return "warn", f"{version} is too old for pipelines", f"pip install --upgrade '{WANTED}'"
-    return level, version, *fix
+    if not is_tested(version):
+        return "warn", f"{version}: lp_pipe was not tested with this version", f"pip install '{WANTED}'"
+    return level, version
 
 
 def check_shm() -> Sequence[str]:
@@ -141,19 +147,24 @@ def check_unix_socket() -> Sequence[str]:
 
 
 def check_run_folder() -> Sequence[str]:
-    folder, live = usual_runs(), live_folder()
+    fix = "export XDG_STATE_HOME=/folder/that/can/be/written"
+    try:
+        folder, live = usual_runs(), live_folder()
+    except lp.LaunchError as error:
+        return "warn", str(error), fix
     try:
         for wanted in (folder, live):
             there = next(path for path in (wanted, *wanted.parents) if path.exists())
             with tempfile.TemporaryDirectory(dir=there):
                 pass
     except OSError as error:
-        fix = "export XDG_STATE_HOME=/folder/that/can/be/written"
         return (
             "warn",
             f"{wanted} cannot be written ({error.strerror}): scripts do not run, ps and status miss runs",
             fix,
         )
+    if is_temporary(folder):
+        return "warn", f"no home folder can be written: scripts' runs have their logs in {folder}", fix
     return "ok", f"{folder}, where scripts' runs have their logs, can be written"
 
 
@@ -172,23 +183,46 @@ def check_fork() -> Sequence[str]:
     return "ok", f"a node was forked, ran and ended within {time.monotonic() - began:.2f} s"
 
 
+def check_pipeline() -> Sequence[str]:
+    """A pipeline of two stages trains for one step, in threads: private parts of torch differ between its versions."""
+    try:
+        import torch
+    except ImportError as error:
+        is_missing = isinstance(error, ModuleNotFoundError) and error.name == "torch"
+        why = "torch is not installed" if is_missing else f"torch cannot be imported: {error}"
+        return "warn", f"not tried: {why}", _INSTALL_TORCH
+    began = time.monotonic()
+    try:
+        _train_one_step()
+    except Exception as error:  # whatever this torch lacks
+        why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        return "fail", f"a pipeline cannot train with torch {torch.__version__}: {why}", f"pip install '{WANTED}'"
+    return "ok", f"two stages trained one step within {time.monotonic() - began:.2f} s"
+
+
+def _train_one_step() -> None:
+    import torch
+    from torch import nn
+
+    import lp_pipe.pipeline as pp
+
+    layers = [nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)]
+    model = pp.Model(layers, nn.functional.mse_loss, lambda named: torch.optim.SGD([p for _, p in named], lr=0.1))
+    program = lp.Program("doctor")
+    handle = pp.add_pipeline(program, model, stages=2, microbatches=2, device="cpu")
+    with tempfile.TemporaryDirectory() as run_dir, lp.launch(program, "thread", run_dir=run_dir, listed=False) as run:
+        run.client(handle).step((torch.ones(4, 2), torch.ones(4, 1)))
+
+
 def check_death_signals() -> Sequence[str]:
     """What takes nodes down at once when their launcher is killed; without, they notice that it is silent."""
-    missing = [] if _has_pidfd() else ["pidfd"]
+    missing = [] if has_pidfd() else ["pidfd"]
     if sys.platform != "linux" or ctypes.CDLL(None).prctl(_PR_GET_PDEATHSIG, ctypes.byref(ctypes.c_int()), 0, 0, 0):
         missing.append("prctl")
     if missing:
         fix = "uname -r    (Linux 5.3 or newer; in a container: a seccomp profile that allows pidfd_open and prctl)"
         return "warn", f"no {' and no '.join(missing)}: nodes of a killed launcher end within 15 s, not at once", fix
     return "ok", "pidfd and prctl work: nodes end with their launcher"
-
-
-def _has_pidfd() -> bool:
-    try:
-        os.close(os.pidfd_open(os.getpid()))
-    except (OSError, AttributeError):
-        return False
-    return True
 
 
 def check_gpu() -> Sequence[str]:
@@ -220,5 +254,6 @@ CHECKS: dict[str, Callable[[], Sequence[str]]] = {
     "run folder": check_run_folder,
     "death signals": check_death_signals,
     "fork": check_fork,
-    "gpu": check_gpu,  # last: a fork after torch's import would take longer
+    "gpu": check_gpu,  # from here on torch is imported, and a fork after that takes longer
+    "pipeline": check_pipeline,
 }

@@ -9,10 +9,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 from lp_pipe.cli.ending import Ending
-from lp_pipe.cli.output import labelled
+from lp_pipe.cli.output import Output, labelled
 from lp_pipe.cli.streams import say
 from lp_pipe.graph import GraphView, to_text
 from lp_pipe.telemetry.metrics import MetricsRecord
@@ -39,7 +39,7 @@ class Display:
         """Show the graph, then the run's folder."""
         say(f"{to_text(start.view)}\nrun folder {start.run_dir}", sys.stdout)
 
-    def output(self) -> AbstractContextManager[None]:
+    def output(self) -> AbstractContextManager[Output]:
         """Around the time in which nodes may print."""
         return labelled()
 
@@ -60,6 +60,10 @@ class Display:
         """The last words; failures and interruptions go to stderr. The last line says where the run's folder is."""
         self.close()
         print(ending.text, file=sys.stderr if ending.exit_status else sys.stdout, flush=True)
+
+    def suspended(self) -> AbstractContextManager[TextIO] | None:
+        """Return a context in which the display is away and the terminal can be written to; None: no terminal."""
+        return None
 
     def close(self) -> None:
         """Give the terminal back, idempotent."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from lp_pipe.cli.display import Display, Start, Status
 from lp_pipe.cli.ending import Ending
-from lp_pipe.cli.output import redirected
+from lp_pipe.cli.output import Output, redirected
 from lp_pipe.cli.streams import say
 from lp_pipe.telemetry.metrics import MetricsRecord
 
@@ -38,7 +38,7 @@ class JsonDisplay(Display):
         """What a dry run says to people, line by line."""
         self._emit("plan", lines=list(lines))
 
-    def output(self) -> AbstractContextManager[None]:
+    def output(self) -> AbstractContextManager[Output]:
         return redirected(self._log)
 
     def started(self) -> None:

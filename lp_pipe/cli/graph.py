@@ -14,7 +14,7 @@ WRITERS: dict[str, Callable[[GraphView], str]] = {".svg": to_svg, ".dot": to_dot
 _EXAMPLES = """\
 examples:
   lp_pipe graph examples/char_gpt.py
-  lp_pipe graph examples/char_gpt.py -o graph.svg -- --stages=3
+  lp_pipe graph examples/char_gpt.py -o graph.svg -o graph.dot -- --stages=3
   lp_pipe graph my_package.train:make_program -o graph.json
   lp_pipe graph examples/char_gpt.py --plan=plan.toml -o planned.svg       with its stages and what they should take
   lp_pipe launch examples/char_gpt.py --mode=multi_host --dry-run          what "auto" is between several hosts
@@ -28,16 +28,18 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         help="show a program's graph as text, SVG, DOT or JSON",
         description="Show which nodes a program has, and which holds handles of which. Nothing is started.",
         epilog=_EXAMPLES,
-        usage="lp_pipe graph TARGET [-o FILE] [--mode MODE] [-- program flags]",
+        usage="lp_pipe graph TARGET [-o FILE]… [--mode MODE] [-- program flags]",
         allow_abbrev=False,
     )
     parser.add_argument("target", metavar="TARGET", help="path/file.py[:name] or package.module[:name]")
     parser.add_argument(
         "-o",
         "--output",
+        action="append",
+        default=[],
         type=partial(output_path, suffixes=WRITERS),
         metavar="FILE",
-        help=f"ends in {', '.join(WRITERS)}; without: text on stdout",
+        help=f"ends in {', '.join(WRITERS)}; may be given several times; without: text on stdout",
     )
     parser.add_argument(
         "--mode",
@@ -60,10 +62,10 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
         view = GraphView.of(program, arguments.mode)
     except ValueError as error:
         raise NotLaunched(f"{arguments.target}: {error}") from error
-    output: Path | None = arguments.output
-    if output is None:
+    outputs: list[Path] = arguments.output
+    if not outputs:
         print(to_text(view), end="")
-        return 0
-    write_file(output, WRITERS[output.suffix](view))
-    print(f"wrote {output}")
+    for output in outputs:
+        write_file(output, WRITERS[output.suffix](view))
+        print(f"wrote {output}")
     return 0

@@ -8,7 +8,7 @@ from typing import Any
 from lp_pipe.cli.errors import UsageError
 from lp_pipe.launch.dry_run import planned
 from lp_pipe.launch.elastic import HostCount
-from lp_pipe.launch.engines import BUILT_IN, engine_class
+from lp_pipe.launch.engines import BUILT_IN, engine_class, make_engine
 from lp_pipe.program import Program
 
 _OPTION = "option_"
@@ -90,6 +90,21 @@ def plan_lines(program: Program, arguments: argparse.Namespace) -> list[str]:
     options = launch_options(arguments)
     with tempfile.TemporaryDirectory(prefix="lp_pipe-plan-") as folder:
         return planned(program, arguments.mode, Path(folder), **options)
+
+
+def count(arguments: argparse.Namespace) -> int:
+    """On how many hosts the program will run.
+
+    Raises:
+        UsageError: the engine cannot read its hosts or options.
+    """
+    if arguments.mode != "multi_host":
+        return 1
+    try:
+        engine = make_engine(arguments.engine or "local", arguments.hosts or "", engine_options(arguments))
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return len(engine.hosts())
 
 
 def at_most(arguments: argparse.Namespace) -> int:

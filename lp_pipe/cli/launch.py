@@ -2,35 +2,41 @@
 
 import argparse
 import contextlib
+import logging
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
+from lp_pipe.checkpoint import checkpoints_in
 from lp_pipe.cli import ending, hosts, submit
 from lp_pipe.cli.display import Display, PlainDisplay, Start
 from lp_pipe.cli.errors import DONE, NotLaunched, UsageError, nearest
 from lp_pipe.cli.events import JsonDisplay
 from lp_pipe.cli.find_run import FOLDER
 from lp_pipe.cli.live import LiveDisplay
+from lp_pipe.cli.output import Output
 from lp_pipe.cli.plan_option import add_plan_options, load_planned
 from lp_pipe.cli.resume import invocation_of, resumed
 from lp_pipe.cli.streams import drop_unwritten
-from lp_pipe.cli.targets import load_maker
+from lp_pipe.cli.targets import load_maker, load_ranks, load_setup
 from lp_pipe.errors import LpPipeError, NodeError
 from lp_pipe.graph import GraphView, to_svg
 from lp_pipe.launch import ElasticRun, Run, launch, launch_elastic, new_run_dir
 from lp_pipe.launch.at_exit import stop_active_runs
+from lp_pipe.launch.debuggers import DebuggersHere
 from lp_pipe.launch.invocation import invoked_by
 from lp_pipe.launch.launcher import MODES
 from lp_pipe.launch.leftovers import left_of, remove_if_unused
+from lp_pipe.launch.plan import logging_state
 from lp_pipe.launch.processes.proctree import kill_all
 from lp_pipe.launch.registry import RunRecord
 from lp_pipe.launch.signals import Terminated
+from lp_pipe.program import Program
 from lp_pipe.telemetry.run_folder import RunFolder
 
 _REFRESH_S = 0.1
@@ -45,6 +51,7 @@ examples:
   lp_pipe launch examples/char_gpt.py -- --help          the program's own flags
   lp_pipe launch examples/char_gpt.py --plan=plan.toml   with the stages that lp_pipe partition has planned
   lp_pipe launch --resume=runs/…                         go on from the newest checkpoint of a run that has ended
+  lp_pipe launch --nproc=2 ddp.py -- --epochs=3          a script for torchrun, as two ranks
   lp_pipe launch my_package.train:make_program --json | jq 'select(.event == "metrics")'
 
 Ctrl+C once stops the nodes in order, twice kills them; SIGTERM, too. A terminal that is closed (SIGHUP) stops them in
@@ -89,6 +96,18 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         metavar="S",
         help="report waits of nodes for each other from so many seconds on, or 'never' (default: 60)",
     )
+    parser.add_argument("--setup", metavar="MODULE:FUNCTION", help="a function that runs first in every node")
+    parser.add_argument(
+        "--log-level",
+        choices=["DEBUG", "INFO", "WARNING", "ERROR"],
+        help="of the root logger and of absl, here and in the nodes (default: as the target sets it)",
+    )
+    parser.add_argument(
+        "--nproc",
+        type=_nproc,
+        metavar="N",
+        help="TARGET is a script for torchrun: run it as N ranks on each host, with the environment that torchrun sets",
+    )
     add_plan_options(parser)
     hosts.add_arguments(parser)
     hosts.add_launch_only(parser)
@@ -111,8 +130,10 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
         if submit.is_wanted(arguments):
             return submit.run(arguments)
         options = hosts.launch_options(arguments)
-        make = load_maker(arguments.target, program_flags) if arguments.elastic else None
-        program = load_planned(arguments, program_flags) if make is None else make(hosts.at_most(arguments))
+        make, program = _load(arguments, program_flags)
+        setup = load_setup(arguments.setup) if arguments.setup else None
+        if arguments.log_level:
+            logging_state.set_level(logging.getLevelName(arguments.log_level))
         run_dir = _run_dir(arguments, program.name, record)
         ours = run_dir if arguments.run_dir is None and arguments.resume is None else None
         with _explained(arguments.target, ours):
@@ -122,19 +143,34 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
             return _show_plan(Start(view, arguments.mode, run_dir), plan_lines, arguments.json)
         with _make_display(arguments.json) as display:
             display.starting(Start(view, arguments.mode, run_dir))
-            with display.output(), _none_left_behind():
+            if record is not None and not checkpoints_in(record.folder.checkpoints):
+                display.note(f"no checkpoint: begins at step 0 ({record.folder.checkpoints} has none)")
+            with display.output() as output, _none_left_behind():
                 with _explained(arguments.target, ours):
                     options |= {"grace": arguments.grace, "hang_after": arguments.hang_after, "listed": True}
+                    options |= {"setup": setup}
                     options |= {"run_dir": run_dir, "metrics_sinks": (display.metrics,)}
                     run: Run | ElasticRun
                     if make is None:
                         run = launch(program, arguments.mode, **options)
                     else:
                         run = launch_elastic(make, arguments.elastic, **options)
-                result = _wait(run, display, view)
+                result = _wait(run, display, view, output)
             with _whoever_listens():
                 display.ended(result, run.status())
             return result.exit_status
+
+
+def _load(arguments: argparse.Namespace, flags: Sequence[str]) -> tuple[Callable[[int], Program] | None, Program]:
+    """The program, and, where it is elastic, the function that makes it for a number of hosts."""
+    if arguments.nproc is None:
+        make = load_maker(arguments.target, flags) if arguments.elastic else None
+        return make, load_planned(arguments, flags) if make is None else make(hosts.at_most(arguments))
+    if arguments.mode == "thread" or arguments.plan is not None:
+        other = "--plan" if arguments.plan is not None else "--mode=thread"
+        raise UsageError(f"--nproc and {other} do not go together: each rank of a script is a process, without a plan")
+    ranks = load_ranks(arguments.target, flags, arguments.nproc)
+    return (ranks, ranks(hosts.at_most(arguments))) if arguments.elastic else (None, ranks(hosts.count(arguments)))
 
 
 def _draw(view: GraphView, path: Path, display: Display) -> None:
@@ -173,7 +209,7 @@ def _explained(target: str, new_folder: Path | None) -> Iterator[None]:
     """What a launch may raise becomes the command's own error; a folder made for it goes, if no run was in it."""
     try:
         yield
-    except (LpPipeError, ValueError, OSError) as error:
+    except (LpPipeError, ValueError, TypeError, OSError) as error:
         if new_folder is not None:
             remove_if_unused(new_folder)
         raise NotLaunched(f"cannot launch {target}: {error}") from error
@@ -189,13 +225,16 @@ def _none_left_behind() -> Iterator[None]:
         raise
 
 
-def _wait(run: Run | ElasticRun, display: Display, view: GraphView) -> ending.Ending:
+def _wait(run: Run | ElasticRun, display: Display, view: GraphView, output: Output) -> ending.Ending:
     began = time.monotonic()
+    debuggers = DebuggersHere(run.run_dir, display.suspended)
     try:
         _draw(view, RunFolder(run.run_dir).picture, display)  # in here: the nodes run by now
         display.started()
         while not run.is_over:
             display.status(run.status())
+            output.look()
+            debuggers.look()
             time.sleep(_REFRESH_S)  # the main thread redraws, and takes Ctrl+C at any time
         run.wait()
     except KeyboardInterrupt as interrupt:
@@ -270,6 +309,12 @@ def _folder(text: str) -> Path:
     if not text:  # --run-dir=$UNSET
         raise UsageError("--run-dir= names no folder: `--run-dir=.` is this one")
     return Path(text)
+
+
+def _nproc(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise UsageError(f"--nproc={text}: a number of ranks for each host is needed, such as --nproc=2")
+    return int(text)
 
 
 def _grace(text: str) -> float:

@@ -1,9 +1,13 @@
 """The live display on a terminal: a table of nodes with their newest metrics; log lines scroll by above it."""
 
 import contextlib
+import io
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -13,9 +17,15 @@ from rich.table import Table
 from rich.text import Text
 
 from lp_pipe.cli.display import Display, Start, Status, number
+from lp_pipe.cli.output import Output, labelled
+from lp_pipe.telemetry.console import cut
 from lp_pipe.telemetry.metrics import MetricsRecord
+from lp_pipe.telemetry.terminal_lines import Unfinished
 
 MAX_ROWS_PER_GROUP = 8
+_MAX_UNFINISHED, _ROWS_OF_A_NODE = 8, 4
+_ECHO_COLUMNS = 5  # right of the panel: an echoed ^C would go into a row of its own, which nothing removes
+_BORDER_COLUMNS = 4
 _REFRESHES_PER_S = 5
 _COLORS = {
     "starting": "yellow",
@@ -32,16 +42,15 @@ class LiveDisplay(Display):
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._lending = threading.Lock()
         self._progress: dict[str, _Progress] = {}
         self._status: Status = {}
+        self._unfinished: dict[tuple[str | None, str], list[str]] = {}  # by node and stream: progress bars, prompts
         self._title = ""
         self._began = time.monotonic()
-        self._live = Live(
-            console=Console(file=sys.stdout),  # the terminal itself: sys.stdout is replaced while the display is up
-            get_renderable=self._render,
-            refresh_per_second=_REFRESHES_PER_S,
-            redirect_stderr=sys.stderr.isatty(),
-        )
+        self._console = Console(file=sys.stdout)  # the terminal itself: sys.stdout is replaced while the display is up
+        self._streams = sys.stdout, sys.stderr
+        self._live = self._made(is_redirecting=True)
 
     def starting(self, start: Start) -> None:
         super().starting(start)
@@ -53,22 +62,96 @@ class LiveDisplay(Display):
         with self._lock:
             self._progress.setdefault(record.node, _Progress()).add(record)
 
+    @contextlib.contextmanager
+    def output(self) -> Iterator[Output]:
+        before = sys.stdin
+        with labelled(self._unfinish) as output:
+            if before is not None and before.isatty():
+                sys.stdin = _LentStdin(before, output, self.suspended)
+            try:
+                yield output
+            finally:
+                sys.stdin = before
+
     def status(self, status: Status) -> None:
         self._status = status
+
+    def _unfinish(self, stream: str, node: str | None, unfinished: Unfinished) -> None:
+        rows = unfinished.text.decode(errors="replace").split("\n")
+        with self._lock:
+            self._unfinished.pop((node, stream), None)
+            if unfinished.text:
+                self._unfinished[node, stream] = rows[-_ROWS_OF_A_NODE:]
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[TextIO]:
+        with self._lending:
+            streams = sys.stdout, sys.stderr  # which the display would take away with it
+            self._live.transient = True
+            self._live.stop()
+            sys.stdout, sys.stderr = streams
+            try:
+                yield self._streams[0]
+            finally:
+                self._live = self._made(is_redirecting=False)
+                self._live.start()
 
     def close(self) -> None:
         self._live.transient = not self._status  # a launch that failed leaves no empty table behind
         with contextlib.suppress(OSError):  # the terminal was closed
             self._live.stop()
+        sys.stdout, sys.stderr = self._streams
+
+    def _made(self, *, is_redirecting: bool) -> Live:
+        return Live(
+            console=self._console,
+            get_renderable=self._render,
+            refresh_per_second=_REFRESHES_PER_S,
+            redirect_stdout=is_redirecting,
+            redirect_stderr=is_redirecting and self._streams[1].isatty(),
+        )
 
     def _render(self) -> RenderableType:
         with self._lock:
             bars = [_bar(node, progress) for node, progress in self._progress.items() if progress.total_steps]
             table = _table(self._status, self._progress)
+            unfinished = list(self._unfinished.items())
+        columns = self._console.width - _ECHO_COLUMNS
         elapsed = _minutes(time.monotonic() - self._began)
         return Panel(
-            Group(table, *bars), title=Text(f"{self._title} · {elapsed}"), title_align="left", border_style="dim"
+            Group(table, *bars, *_unfinished_rows(unfinished, columns - _BORDER_COLUMNS)),
+            title=Text(f"{self._title} · {elapsed}"),
+            title_align="left",
+            border_style="dim",
+            width=columns,
         )
+
+
+class _LentStdin(io.TextIOBase):
+    """The terminal's lines for nodes that are threads: breakpoint() and input() have it while they wait for one."""
+
+    def __init__(
+        self, terminal: TextIO, output: Output, suspended: Callable[[], AbstractContextManager[TextIO]]
+    ) -> None:
+        self._terminal = terminal
+        self._output = output
+        self._suspended = suspended
+
+    def readable(self) -> bool:
+        return True
+
+    def isatty(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._terminal.fileno()
+
+    def readline(self, size: int | None = -1) -> str:  # type: ignore[override]
+        prompt = self._output.stdout.take_unfinished()
+        with self._suspended() as stdout:
+            stdout.write(prompt)
+            stdout.flush()
+            return self._terminal.readline()
 
 
 class _Progress:
@@ -152,6 +235,17 @@ def _bar(node: str, progress: _Progress) -> Table:
         f"{step}/{progress.total_steps:.0f} {left}",
     )
     return row
+
+
+def _unfinished_rows(unfinished: list[tuple[tuple[str | None, str], list[str]]], columns: int) -> list[Text]:
+    """Return a row for each line that has no end yet."""
+    rows = []
+    for (node, _), lines in unfinished[:_MAX_UNFINISHED]:
+        label = "" if node is None else f"[{node}] "
+        rows += [Text(cut(f"{label}{line}", columns), no_wrap=True) for line in lines]
+    if len(unfinished) > _MAX_UNFINISHED:
+        rows.append(Text(f"and {len(unfinished) - _MAX_UNFINISHED} more unfinished lines", style="dim"))
+    return rows
 
 
 def _minutes(seconds: float) -> str:

@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from lp_pipe.cli.errors import UsageError, nearest
-from lp_pipe.cli.find_run import find_run
+from lp_pipe.cli.errors import NotAnswered, UsageError, nearest
+from lp_pipe.cli.find_run import asking, find_run, live_runs
 from lp_pipe.cli.follow import LogFile, log_files
 from lp_pipe.launch.registry import RunRecord, read_record
 from lp_pipe.telemetry.run_folder import RunFolder
@@ -19,6 +19,7 @@ examples:
   lp_pipe logs                        everything that the nodes of the only live run have printed
   lp_pipe logs -f                     the last lines, and then new ones until the run ends
   lp_pipe logs runs/demo-… trainer    one node, or one group, of any run
+  lp_pipe logs trainer                of the only live run
   lp_pipe logs -n 5 runs/demo-…       the last five lines of each node
 """
 
@@ -28,7 +29,8 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser = commands.add_parser(
         "logs",
         help="print what the nodes of a run have printed",
-        description="Print what the nodes of a run have printed, node after node; with -f as it comes.",
+        description="Print what the nodes of a run have printed, node after node; with -f as it comes. Each line has "
+        "its node's label, unless NODE names one node (label/index).",
         epilog=_EXAMPLES,
         usage="lp_pipe logs [RUN] [NODE] [-f] [-n N]",
         allow_abbrev=False,
@@ -48,10 +50,10 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
     Raises:
         UsageError: there is no such run or node, or nodes of this run have no log files.
     """
-    record = find_run(arguments.target)
-    logs = _Logs(record.folder, arguments.node)
+    record, node = _run_and_node(arguments.target, arguments.node)
+    logs = _Logs(record.folder, node)
     if not logs.choose() and (record.mode == "thread" or not arguments.follow):
-        raise UsageError(_nothing(record, logs, arguments.node))
+        raise UsageError(_nothing(record, logs, node))
     lines = arguments.lines
     if lines is None and arguments.follow:
         lines = _FIRST_LINES_WHEN_FOLLOWING
@@ -61,6 +63,30 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
         logs.print_new()
     logs.print_new(with_unfinished=True)
     return 0
+
+
+def _run_and_node(target: str | None, node: str | None) -> tuple[RunRecord, str | None]:
+    """Return what is asked for; one word that is no run may also be a node of the only live run."""
+    try:
+        return find_run(target), node
+    except UsageError:
+        live = live_runs()
+        if target is None or node is not None or len(live) != 1 or not _has_node(live[0], target):
+            raise
+        return live[0], target
+
+
+def _has_node(record: RunRecord, name: str) -> bool:
+    if any(file.is_of(name) for file in log_files(record.folder)):
+        return True
+    try:
+        with asking(record) as control:  # it may have printed nothing yet
+            status = control.status()
+    except NotAnswered:
+        return False
+    return name in status or name in [
+        f"{label}/{index}" for label, rows in status.items() for index in range(len(rows))
+    ]
 
 
 class _Logs:
@@ -79,13 +105,12 @@ class _Logs:
 
     def print_new(self, last: int | None = None, with_unfinished: bool = False) -> None:
         """What has come since the last call; of the first call's only the `last` lines of each node."""
-        files = self.choose()
-        with_prefix = len(files) > 1 or (self._node is not None and any(file.node != self._node for file in files))
-        for file in files:
+        for file in self.choose():
+            label = "" if file.node == self._node else f"[{file.node}] "
             lines = file.new_lines(with_unfinished)
             skipped = 0 if last is None else max(0, len(lines) - last)
             for line in lines[skipped:]:
-                sys.stdout.write(f"[{file.node}] {line}\n" if with_prefix else f"{line}\n")
+                sys.stdout.write(f"{label}{line}\n")
         sys.stdout.flush()
 
 

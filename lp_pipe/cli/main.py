@@ -13,11 +13,12 @@ from typing import Any, NoReturn
 
 from lp_pipe.cli import streams
 from lp_pipe.cli.errors import DONE, INTERRUPTED, NOT_LAUNCHED, CommandError, UsageError, nearest, status_of
+from lp_pipe.private_python import options_of
 
 # A module of this folder each, imported when it is asked for: some take longer than what they do.
 COMMANDS = (
     *("launch", "graph", "schedule", "profile", "partition", "checkpoint"),
-    *("status", "logs", "stacks", "stop", "ps", "runs", "clean", "doctor", "agent"),
+    *("status", "logs", "stacks", "stop", "attach", "ps", "runs", "clean", "doctor", "agent"),
 )
 _WITH_PROGRAM_FLAGS = ("launch", "graph", "profile")
 _LIKE_AN_OPTION = 0.75  # --mdoe is like --mode, but a program's own --stages is not like --hosts
@@ -60,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(given: list[str]) -> int:
     own, program_flags = _split(given)
+    if not given:
+        own = ["--help"]
     arguments = _parse(own, program_flags)
     arguments.given = given
     status: int = arguments.run(arguments, program_flags)
@@ -136,8 +139,7 @@ def _parser(described: Sequence[str]) -> tuple[argparse.ArgumentParser, list[str
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in described:
         import_module(f"lp_pipe.cli.{command}").add_command(commands)
-    actions = (action for one in commands.choices.values() for action in one._actions)
-    return parser, [option for action in actions for option in action.option_strings]
+    return parser, [option for command in commands.choices.values() for option in options_of(command)]
 
 
 def _version() -> str:

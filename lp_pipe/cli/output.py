@@ -1,72 +1,132 @@
-"""What is printed while a run is on, line by line, with the node that it comes from."""
+"""The output of a run while it is on: lines and unfinished lines, with the node that each comes from."""
 
 import io
-import re
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from lp_pipe.context import current_context
+from lp_pipe.telemetry.console import Console
+from lp_pipe.telemetry.terminal_lines import TerminalLines, Unfinished
 
 # Stream ("stdout" or "stderr"), node or None, line without its end.
 OnLine = Callable[[str, str | None, str], None]
-_LABELLED = re.compile(r"\[(?P<node>[^\]]+/[\d.]+)\] (?P<line>.*)")
+# The same, with what has no end yet.
+OnUnfinished = Callable[[str, str | None, Unfinished], None]
 
 
 class LineStream(io.TextIOBase):
-    """A text stream that passes on whole lines. Every thread has its own unfinished line: nodes may be threads."""
+    """A text stream that passes on whole lines, as a NodeStream also those of nodes that are processes.
 
-    def __init__(self, name: str, on_line: OnLine) -> None:
+    Every thread has its own unfinished line: nodes may be threads. These are passed on by `look`.
+    """
+
+    def __init__(self, name: str, on_line: OnLine, on_unfinished: OnUnfinished) -> None:
         self._name = name
         self._on_line = on_line
-        self._unfinished = threading.local()
+        self._on_unfinished = on_unfinished
+        self._lock = threading.Lock()
+        self._lines: dict[tuple[str | None, int], TerminalLines] = {}  # by node and thread
 
     def write(self, text: str) -> int:
-        *lines, rest = (getattr(self._unfinished, "text", "") + text).split("\n")
-        self._unfinished.text = rest
-        for line in lines:
-            self._pass_on(line)
+        node = current_context()
+        name = node.name if node is not None else None
+        with self._lock:
+            lines = self._lines.setdefault((name, threading.get_ident()), TerminalLines())
+            finished = lines.feed(text.encode(errors="replace"), time.monotonic())
+        self._pass_on(name, finished)
         return len(text)
 
     def writable(self) -> bool:
         return True
 
-    def _pass_on(self, line: str) -> None:
+    def node_lines(self, node_id: str, lines: list[str]) -> None:
+        for line in lines:
+            self._on_line(self._name, node_id, line)
+
+    def node_unfinished(self, node_id: str, unfinished: Unfinished) -> None:
+        self._on_unfinished(self._name, node_id, unfinished)
+
+    def look(self) -> None:
+        """Pass on what threads have not finished, if it has changed; called several times a second."""
+        with self._lock:
+            found = [(node, lines.look(time.monotonic())) for (node, _), lines in self._lines.items()]
+        for node, (finished, unfinished) in found:
+            self._pass_on(node, finished)
+            if unfinished is not None:
+                self._on_unfinished(self._name, node, unfinished)
+
+    def take_unfinished(self) -> str:
+        """Return what the calling thread has not finished, such as a prompt, and forget it."""
         node = current_context()
-        if node is not None:
-            self._on_line(self._name, node.name, line)
-            return
-        labelled = _LABELLED.fullmatch(line)  # the form in which a node's process is heard
-        if labelled:
-            self._on_line(self._name, labelled["node"], labelled["line"])
-        else:
-            self._on_line(self._name, None, line)
+        with self._lock:
+            lines = self._lines.pop((node.name if node is not None else None, threading.get_ident()), None)
+        left = lines.close() if lines is not None else []
+        return left[-1].decode(errors="replace") if left else ""
+
+    def end(self) -> None:
+        """Pass on what threads have left without its end."""
+        with self._lock:
+            left, self._lines = self._lines, {}
+        for (node, _), lines in left.items():
+            self._pass_on(node, lines.close())
+
+    def _pass_on(self, node: str | None, lines: list[bytes]) -> None:
+        for line in lines:
+            self._on_line(self._name, node, line.decode(errors="replace"))
+
+
+class Output:
+    """The two streams that stand in for sys.stdout and sys.stderr."""
+
+    def __init__(self, on_line: OnLine, on_unfinished: OnUnfinished) -> None:
+        self.stdout = LineStream("stdout", on_line, on_unfinished)
+        self.stderr = LineStream("stderr", on_line, on_unfinished)
+
+    def look(self) -> None:
+        """Call `look` of both streams."""
+        self.stdout.look()
+        self.stderr.look()
+
+
+def ignore_unfinished(stream: str, node: str | None, unfinished: Unfinished) -> None:
+    """Do nothing: only whole lines are wanted."""
 
 
 @contextmanager
-def redirected(on_line: OnLine) -> Iterator[None]:
+def redirected(on_line: OnLine, on_unfinished: OnUnfinished = ignore_unfinished) -> Iterator[Output]:
     """Send all lines of sys.stdout and sys.stderr to `on_line` instead."""
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = LineStream("stdout", on_line), LineStream("stderr", on_line)
+    output = Output(on_line, on_unfinished)
+    sys.stdout, sys.stderr = output.stdout, output.stderr
     try:
-        yield
+        yield output
     finally:
         sys.stdout, sys.stderr = before
+        output.stdout.end()
+        output.stderr.end()
 
 
 @contextmanager
-def labelled() -> Iterator[None]:
+def labelled(on_unfinished: OnUnfinished | None = None) -> Iterator[Output]:
     """Put the node's label before each line that a node which is a thread prints, as node processes have it.
 
     Nor does a node fail because nobody reads any more (`| head`, a closed terminal, a full disk), as they do not.
+    on_unfinished: None for the terminal's last row.
     """
-    streams = {"stdout": sys.stdout, "stderr": sys.stderr}
+    console = Console(sys.stdout, sys.stderr)
 
     def write(stream: str, node: str | None, line: str) -> None:
-        with suppress(OSError):
-            streams[stream].write(f"[{node}] {line}\n" if node else f"{line}\n")
-            streams[stream].flush()
+        console.write(node, stream == "stderr", [line])
+        console.flush()
+        if on_unfinished is not None:
+            on_unfinished(stream, node, Unfinished(b"", False))
 
-    with redirected(write):
-        yield
+    def show(stream: str, node: str | None, unfinished: Unfinished) -> None:
+        console.show(node, stream == "stderr", unfinished.text.decode(errors="replace"), unfinished.is_settled)
+        console.flush()
+
+    with redirected(write, on_unfinished or show) as output:
+        yield output

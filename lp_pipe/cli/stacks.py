@@ -1,21 +1,32 @@
 """`lp_pipe stacks`: where every thread of every node is right now."""
 
 import argparse
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
+from lp_pipe.cli.errors import counted
 from lp_pipe.cli.find_run import add_run_argument, asking, find_live_run
+from lp_pipe.telemetry.tracebacks import fold_traceback, owners_of_frames
+
+_HEADER = "Traceback (most recent call last):"
+_INTERPRETER = '  File "<string>", line 1'  # the command by which processes of nodes are started
+# "host h1", "node trainer/0", "thread MainThread:", or, where nodes are threads, "node trainer/0, thread trainer/0:".
+_TITLE = re.compile(r"(?:host (?P<host>.*)|(?:node (?P<node>\S+))?(?:, )?(?:thread (?P<thread>.*):)?)$")
 
 
 def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Describe the command and its options."""
     parser = commands.add_parser(
         "stacks",
-        help="print the Python stacks of every node",
-        description="Where every thread of every node is right now: why a program hangs.",
-        usage="lp_pipe stacks [RUN]",
+        help="print where every node's own code is",
+        description="Where every thread of every node is right now: why a program hangs. Shown are the threads that "
+        "run your code, without the frames that lead to it; with --all every frame of every thread.",
+        usage="lp_pipe stacks [RUN] [--all]",
         allow_abbrev=False,
     )
     add_run_argument(parser)
+    parser.add_argument("--all", action="store_true", help="every frame of every thread")
     parser.set_defaults(run=run_command)
 
 
@@ -26,5 +37,47 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
         UsageError, NotAnswered: there is no such run, or it does not answer.
     """
     with asking(find_live_run(arguments.target), may_take_long=True) as control:
-        print(control.stacks() or "no node is up yet, or none any more")
+        text = control.stacks()
+    if not arguments.all:
+        text = "\n".join(own_frames_first(text))
+    print(text or "no node is up yet, or none any more")
     return 0
+
+
+def own_frames_first(text: str) -> Iterator[str]:
+    """Yield of each node in the text of `Run.stacks` the stacks with the user's frames, and how many others it has."""
+    for title, stacks in _stacks_by_node(text).items():
+        yield title
+        others = 0
+        for thread, stack in stacks:
+            frames = [line for line in stack if line.startswith("  ")]
+            if frames and frames[0].startswith(_INTERPRETER):
+                del frames[0]
+            if not frames:
+                yield from (f"  {line}" for line in stack if line)  # why there is no answer
+            elif None in owners_of_frames(frames):
+                yield f"  thread {thread}:"
+                yield from (f"    {line}" for line in fold_traceback("\n".join([_HEADER, *frames]), Path.cwd()))
+            else:
+                others += 1
+        if others:
+            yield f"  … {counted(others, 'thread')} without a frame of yours: --all shows them"
+
+
+def _stacks_by_node(text: str) -> dict[str, list[tuple[str, list[str]]]]:
+    """Return the threads of each host's nodes, with their lines."""
+    found: dict[str, list[tuple[str, list[str]]]] = {}
+    host, stacks, stack = "", list[tuple[str, list[str]]](), list[str]()
+    for line in text.splitlines():
+        title = _TITLE.match(line) if line and not line.startswith(" ") else None
+        if title is None:
+            stack.append(line)
+            continue
+        stack = []
+        if title["host"] is not None:
+            host = f" on {title['host']}"
+            continue
+        if title["node"] is not None:
+            stacks = found.setdefault(f"node {title['node']}{host}", [])
+        stacks.append((title["thread"] or "", stack))
+    return found

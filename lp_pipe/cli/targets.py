@@ -18,6 +18,7 @@ from lp_pipe.cli.errors import DONE, WRONG_USAGE, NotLaunched, UsageError, neare
 from lp_pipe.cli.program_flags import Flags, MakerFlags, hand_over, were_read
 from lp_pipe.launch.refusal import launches_refused
 from lp_pipe.program import Program
+from lp_pipe.programs.torch_script import Script, make_program
 from lp_pipe.telemetry.tracebacks import fold_traceback
 
 DEFAULT_NAMES = ("program", "make_program")
@@ -71,6 +72,24 @@ def load_maker(text: str, program_flags: Sequence[str]) -> Callable[[int], Progr
     return lambda num_hosts: loaded.made(loaded.found, (num_hosts,))
 
 
+def load_ranks(text: str, program_flags: Sequence[str], num_per_host: int) -> Callable[[int], Program]:
+    """The target is a script for torchrun: a function that makes the program of its ranks for a number of hosts.
+
+    Raises:
+        UsageError: no such file or module.
+        NotLaunched: it is no Python.
+    """
+    target = Target.parse(text)
+    if target.name:
+        raise UsageError(f"{text}: with --nproc the target is a whole script: leave :{target.name} out")
+    found = _find_file(target) if target.is_file else _find_module(text, target)
+    if target.is_file:
+        script = _guarded(text, lambda: Script.of_file(found, program_flags))
+    else:
+        script = Script(tuple(program_flags), module=target.place)
+    return lambda num_hosts: make_program(script, num_per_host, num_hosts)
+
+
 @dataclass(frozen=True)
 class _Loaded:
     """A program or the function that makes it, with its flags.
@@ -105,6 +124,27 @@ class _Loaded:
             flags = " ".join(self.unknown)
             print(f"lp_pipe: {self.text} has not looked at its flags: {flags}", file=sys.stderr)
         return program
+
+
+def load_setup(text: str) -> Callable[[], Any]:
+    """Return the function that `--setup=module:function` names, or `path/file.py:function`.
+
+    Raises:
+        UsageError: there is no such file, module or function.
+        NotLaunched: the module's own code raised.
+    """
+    target = Target.parse(text)
+    if not target.name:
+        raise UsageError(f"--setup={text}: a function is needed: --setup=module:function")
+    file = _find_file(target) if target.is_file else _find_module(text, target)
+    known = [one for one in list(sys.modules.values()) if getattr(one, "__file__", None) == str(file)]
+    load = (lambda: _import_file(file)) if target.is_file else (lambda: importlib.import_module(target.place))
+    module = known[0] if target.is_file and known else _guarded(text, load)
+    found: Callable[[], Any] | None = getattr(module, target.name, None)
+    if found is None or not callable(found):
+        hint = nearest(target.name, vars(module))
+        raise UsageError(f"--setup={text}: {target.place} has no function {target.name!r}{hint}")
+    return found
 
 
 def _load(text: str, program_flags: Sequence[str], num_given: int = 0) -> _Loaded:
@@ -210,6 +250,12 @@ def _without_absl(text: str, flags: Sequence[str], maker: MakerFlags) -> Sequenc
         raise UsageError(f"{text}: {error}; `-- --help` lists the program's flags") from error
     except absl_flags.Error as error:
         raise UsageError(f"{text}: {error}; `-- --help` lists the program's flags") from error
+    if "absl.app" in sys.modules:  # its `run`, which the target's own launch would go through, also does this
+        from absl import logging as absl_logging
+
+        absl_logging.use_absl_handler()
+        if absl_flags.FLAGS["verbosity"].using_default_value:
+            absl_logging.set_verbosity(absl_logging.INFO)
     return ()
 
 
@@ -259,7 +305,7 @@ def _no_such_name(target: Target, module: ModuleType) -> str:
     if programs:
         names = f"{len(programs)} programs" if len(programs) > 1 else "a program of another name"
         return f"{target.place} has {names}; name one: {' or '.join(f'{target.place}:{name}' for name in programs)}"
-    hint = _below_main(module) or f"; name yours: {target.place}:NAME"
+    hint = _for_torchrun(target) or _below_main(module) or f"; name yours: {target.place}:NAME"
     return f"{target.place} has neither `program` nor `make_program`{hint}"
 
 
@@ -304,7 +350,17 @@ def own_failure(text: str, error: BaseException) -> str:
     full = "".join(traceback.format_exception(error))
     frames = [line for line in fold_traceback(full, Path.cwd()) if not line.startswith("  …")]
     said = "".join(f": {line}" for line in str(error).splitlines()[:1])
-    return "\n  ".join([f"{text} raised {type(error).__name__}{said}{_as_module(text, error)}", *frames])
+    hint = _as_module(text, error) or _for_torchrun(Target.parse(text))
+    return "\n  ".join([f"{text} raised {type(error).__name__}{said}{hint}", *frames])
+
+
+def _for_torchrun(target: Target) -> str:
+    """A hint for a script that has no program and is one rank of several."""
+    try:
+        is_rank = target.is_file and b"init_process_group" in Path(target.place).read_bytes()
+    except OSError:
+        return ""
+    return f"; a script for torchrun: lp_pipe launch --nproc=2 {target.place}" if is_rank else ""
 
 
 def _as_module(text: str, error: BaseException) -> str:

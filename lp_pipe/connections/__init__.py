@@ -58,6 +58,11 @@ def is_endpoint(text: object) -> bool:
     return isinstance(text, str) and _scheme(text) in [*_CARRIERS, *tcp_endpoint.SCHEMES]
 
 
+def is_here(endpoint: str) -> bool:
+    """Tell whether clients of this process reach the endpoint's listener without leaving it."""
+    return endpoint.startswith(inproc.SCHEME) or local.is_inside(endpoint)
+
+
 def _carrier(endpoint: str) -> ModuleType:
     scheme = _scheme(endpoint)
     if scheme == tcp_endpoint.TLS:

@@ -3,8 +3,10 @@
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from threading import get_ident
 
 from lp_pipe.connections.frames import Frame
+from lp_pipe.connections.thread_locks import release_if_held_here
 
 OnFrame = Callable[[Frame], None]
 OnClose = Callable[[str], None]
@@ -23,7 +25,7 @@ class Connection(ABC):
         self.peer = peer
         self._closed_reason: str | None = None
         self._on_close: OnClose | None = None
-        self._state_lock = threading.Lock()
+        self._state_lock = threading.RLock()
 
     @abstractmethod
     def start(self, on_frame: OnFrame, on_close: OnClose) -> None:
@@ -40,6 +42,7 @@ class Connection(ABC):
         """
 
     can_begin_sending = False
+    is_same_process = False  # whether the peer is in this process, so that buffers may be any objects
 
     @property
     def sent_bytes(self) -> int:
@@ -64,6 +67,20 @@ class Connection(ABC):
     @abstractmethod
     def close(self, reason: str = "closed") -> None:
         """Close both directions; the peer's `on_close` gets `reason`. Idempotent, never blocks for long."""
+
+    def is_sending_here(self) -> bool:
+        """Return whether the calling thread was interrupted in the middle of sending.
+
+        What it sends now goes out when the interrupted code goes on, so it must not wait for an answer.
+        """
+        return False
+
+    def recover(self) -> None:
+        """Give back what the calling thread has kept because an exception interrupted it, between any two bytecodes.
+
+        For the code that has begun the interrupted operation, and no code inside it.
+        """
+        release_if_held_here(self._state_lock)
 
     @property
     def closed_reason(self) -> str | None:
@@ -98,7 +115,9 @@ class PulledConnection(Connection):
 
     def __init__(self, peer: str) -> None:
         super().__init__(peer)
-        self._reading = threading.Lock()
+        # The number of the thread that reads. Taking it and saying who has it is one step of C code, so that no
+        # interruption leaves it without an owner; 0 once nothing will ever be read again.
+        self._reader_of: dict[str, tuple[int]] = {}
 
     @abstractmethod
     def attach(self, on_frame: OnFrame, on_close: OnClose) -> None:
@@ -106,7 +125,12 @@ class PulledConnection(Connection):
 
     def try_reading(self) -> bool:
         """Become the one thread that reads; False when there is one, or nothing will ever be read again."""
-        return self._reading.acquire(blocking=False)
+        reader = (get_ident(),)
+        return self._reader_of.setdefault("reader", reader) is reader
+
+    def is_read_here(self) -> bool:
+        """Whether the calling thread is the one that reads, and so was interrupted there."""
+        return self._reader_of.get("reader") == (get_ident(),)
 
     def read_alone(self, timeout_s: float | None) -> bool:
         """`wait` and `read` once, as the one thread that reads; False when that is another."""
@@ -143,6 +167,14 @@ class PulledConnection(Connection):
     @abstractmethod
     def be_ready_at(self, size: int) -> None:
         """From now on it is ready, and ends a `wait`, when so many bytes are there, or no more fit, or at the end."""
+
+    @abstractmethod
+    def is_stuck_here(self) -> bool:
+        """Whether the calling thread was interrupted where nothing can be read before it goes on."""
+
+    @abstractmethod
+    def read_inside(self, timeout_s: float | None) -> None:
+        """`wait` and `read` in code that has interrupted this thread, which is the one that reads, and is not stuck."""
 
     @abstractmethod
     def has_peer_closed(self) -> bool:

@@ -2,18 +2,17 @@
 
 import contextlib
 import os
-import resource
 import selectors
 import socket
 import ssl
 import struct
-import sys
 import threading
 import time
 from collections.abc import Callable, Generator
 from typing import Any
 
 from lp_pipe.connections.credentials import Credentials
+from lp_pipe.connections.kernel_calls import most_descriptors, new_selector
 from lp_pipe.connections.not_inherited import not_inherited
 from lp_pipe.connections.refusals import Refusals
 from lp_pipe.connections.shortage import not_taken_in
@@ -54,8 +53,8 @@ class Doorman:
         self._refusals = refusals
         self._on_guest = on_guest
         self._visitors: dict[ssl.SSLSocket, _Visitor] = {}  # those who came first come first
-        self._selector = selectors.DefaultSelector()
-        self._closing = os.eventfd(0, os.EFD_CLOEXEC)
+        self._selector = new_selector()
+        self._closing, self._close = os.pipe()
         self._closing_lock = threading.Lock()
         listening.setblocking(False)
         self._selector.register(listening, selectors.EVENT_READ)
@@ -66,8 +65,8 @@ class Doorman:
     def close(self) -> None:
         """Whoever is not in yet is sent away."""
         with self._closing_lock:
-            if self._closing >= 0:
-                os.eventfd_write(self._closing, 1)
+            if self._close >= 0:
+                os.write(self._close, b"x")
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -89,7 +88,8 @@ class Doorman:
             self._send_away(visitor)
         with self._closing_lock:
             os.close(self._closing)
-            self._closing = -1
+            os.close(self._close)
+            self._close = -1
 
     def _accept(self) -> None:
         try:
@@ -107,7 +107,7 @@ class Doorman:
             sock.close()
             self._refusals.note(where, str(error))
             return
-        if len(self._visitors) >= min(_MOST_VISITORS, _most_descriptors() // _DESCRIPTORS_SHARE):
+        if len(self._visitors) >= min(_MOST_VISITORS, most_descriptors() // _DESCRIPTORS_SHARE):
             self._send_away(next(iter(self._visitors.values())), "too many others wanted to come in")
         visitor = _Visitor(guest, where, self._credentials)
         self._visitors[guest] = visitor
@@ -223,8 +223,3 @@ class _Visitor:
                 yield selectors.EVENT_READ
             except ssl.SSLWantWriteError:
                 yield selectors.EVENT_WRITE
-
-
-def _most_descriptors() -> int:
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return sys.maxsize if soft == resource.RLIM_INFINITY else soft

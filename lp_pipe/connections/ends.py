@@ -1,14 +1,15 @@
 """Notices that peers have closed connections which nobody reads at the moment."""
 
+import contextlib
 import os
 import select
 import threading
 import weakref
 from collections.abc import Callable
 
-IS_SUPPORTED = hasattr(select, "epoll")
+from lp_pipe.connections.thread_locks import release_if_held_here
 
-_AN_END = select.EPOLLRDHUP | select.EPOLLONESHOT if IS_SUPPORTED else 0
+_AN_END = select.EPOLLRDHUP | select.EPOLLONESHOT if hasattr(select, "epoll") else 0
 
 
 class Ends:
@@ -19,9 +20,13 @@ class Ends:
         os.register_at_fork(after_in_child=self._reset)  # the child has no such thread, and must not use its epoll
 
     def _reset(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._epoll: select.epoll | None = None
         self._watched: dict[int, weakref.WeakMethod[Callable[[], object]]] = {}
+
+    def recover(self) -> None:
+        """Give back the lock, where an exception has interrupted the calling thread between two bytecodes."""
+        release_if_held_here(self._lock)
 
     def watch(self, descriptor: int, on_end: Callable[[], object]) -> None:
         """Call `on_end`, a bound method that is not kept alive, once the peer has closed; `forget` before closing."""
@@ -29,7 +34,9 @@ class Ends:
             if self._epoll is None:
                 epoll = select.epoll()
                 threading.Thread(target=self._run, args=(epoll,), name="connection ends", daemon=True).start()
-                self._epoll = epoll  # not before somebody waits there: the system may have no more threads
+                self._epoll = (
+                    self._epoll or epoll
+                )  # not before somebody waits there: the system may have no more threads
             self._watched[descriptor] = weakref.WeakMethod(on_end)
             self._epoll.register(descriptor, _AN_END)
 
@@ -43,7 +50,8 @@ class Ends:
         """Watch no more."""
         with self._lock:
             if self._watched.pop(descriptor, None) is not None and self._epoll is not None:
-                self._epoll.unregister(descriptor)
+                with contextlib.suppress(OSError):  # interrupted code may have watched it before it could register it
+                    self._epoll.unregister(descriptor)
 
     def _run(self, epoll: select.epoll) -> None:
         while True:

@@ -8,8 +8,8 @@ import ctypes
 import itertools
 import mmap
 import os
-import resource
 
+from lp_pipe.connections.kernel_calls import most_descriptors
 from lp_pipe.connections.when_gone import when_gone
 
 _MAP_FIXED = 0x10  # in the place of what is mapped there; Linux's own number, as Python has no name for it
@@ -27,7 +27,7 @@ def private_when_forked(mapping: mmap.mmap, descriptor: int) -> None:
 
     Not where descriptors become few: forks are rarer than connections, which end without any.
     """
-    if descriptor > resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2:
+    if descriptor > most_descriptors() // 2:
         return
     number, address = next(_numbers), ctypes.addressof(ctypes.c_char.from_buffer(mapping))
     _shared[number] = address, len(mapping), os.dup(descriptor)

@@ -18,8 +18,10 @@ class InprocConnection(Connection):
     """Calls the peer's `on_frame` in the sender's thread.
 
     Buffers that are bytes-like are copied, so that the peer never sees the sender's later writes;
-    other objects (tensors of a channel) pass by reference.
+    other objects (tensors of a channel, classes) pass by reference.
     """
+
+    is_same_process = True
 
     def __init__(self, peer: str) -> None:
         super().__init__(peer)

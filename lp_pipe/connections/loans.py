@@ -27,10 +27,16 @@ from typing import Any
 
 from lp_pipe.connections.forked import private_when_forked
 from lp_pipe.connections.frames import FrameError, Ticket
+from lp_pipe.connections.kernel_calls import has_memfd
 from lp_pipe.connections.shortage import told
+from lp_pipe.connections.thread_locks import release_if_held_here
 from lp_pipe.connections.when_gone import when_gone
 
-is_supported = hasattr(os, "memfd_create") and hasattr(socket, "MSG_CMSG_CLOEXEC")
+
+def is_supported() -> bool:
+    """Return whether buffers can be lent here."""
+    return has_memfd() and hasattr(socket, "MSG_CMSG_CLOEXEC")
+
 
 LEAST_BYTES = 1 << 18  # below, a socket is as fast
 MOST_DESCRIPTORS = 64  # with one frame; the kernel takes 253
@@ -52,7 +58,7 @@ class Lender:
     """The sender's side of a connection. `lend` is called by one thread at a time, `take_back` by any."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._lent: dict[int, _Segment] = {}
         self._idle: list[_Segment] = []  # the warmest last
         self._dropped: list[int] = []
@@ -80,6 +86,10 @@ class Lender:
                 self._idle.append(segment)
                 while sum(segment.size for segment in self._idle) > _MOST_IDLE_BYTES and len(self._idle) > 1:
                     self._drop(self._idle[0])
+
+    def recover(self) -> None:
+        """Give back the lock, where an exception has interrupted the calling thread between two bytecodes."""
+        release_if_held_here(self._lock)
 
     def close(self) -> None:
         """The connection has ended: nothing will come back."""
@@ -226,11 +236,13 @@ class _Returns:
 
     def _reset(self) -> None:
         self._queue: SimpleQueue[_Return] = SimpleQueue()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Before anything is borrowed: `put` must take no locks."""
+        if self._thread is not None:
+            return  # also where an exception has interrupted a thread as it gave the lock back
         with self._lock:
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="return loans", daemon=True)

@@ -7,6 +7,7 @@ import select
 import socket
 import threading
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Sequence
 
 from lp_pipe.connections import frames
@@ -15,6 +16,7 @@ from lp_pipe.connections.frames import Frame, FrameError, Piece
 from lp_pipe.connections.not_inherited import not_inherited
 from lp_pipe.connections.silence import TICKS
 from lp_pipe.connections.socket_reader import SocketReader
+from lp_pipe.connections.thread_locks import is_held_here, release_if_held_here
 from lp_pipe.errors import Unavailable
 
 _CLOSE_PATIENCE_S = 0.2
@@ -38,9 +40,14 @@ class SocketConnection(PulledConnection):
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self._interruption = -1
-        self._interruption_lock = threading.Lock()  # not for sending: whoever interrupts must not wait for a slow peer
+        self._interruption_lock = threading.RLock()  # not for sending: whoever interrupts must not wait for a slow peer
         self._on_frame: OnFrame | None = None
-        self._send_lock = threading.Lock()
+        self._send_lock = threading.RLock()
+        self._sent: list[int] = []  # bytes of the frame that is being sent, with the lock held
+        # What goes first when the lock is free again: the rest of an interrupted frame, and frames of the interrupter.
+        self._postponed: deque[bytes] = deque()
+        self._is_torn = False  # a frame was sent in part, and its rest is lost
+        self._is_inside_read = False
         self._idle_timeout_s = idle_timeout_s
         self._silent_ticks = 0
         self._farewell: str | None = None
@@ -51,11 +58,15 @@ class SocketConnection(PulledConnection):
     def _send_pieces(self, pieces: list[Piece], descriptors: Sequence[int] = (), *, may_wait: bool = True) -> None:
         """Block until all of them are on their way, the descriptors with the first byte; with the lock held.
 
+        Keeps `_sent` up to date, if `can_resume_sending` at any bytecode, else at the end.
+
         may_wait: else it is `begin_sending`, and does not block.
 
         Raises:
             OSError: the socket is of no more use.
         """
+
+    can_resume_sending = False
 
     @abstractmethod
     def _limit_sending(self, seconds: float) -> None:
@@ -114,31 +125,90 @@ class SocketConnection(PulledConnection):
         self._read_once()
 
     def read(self) -> None:
-        while self._read_once(socket.MSG_DONTWAIT) and not self._reader.is_drained:
-            pass
+        self._is_inside_read = True
+        try:
+            while self._read_once(socket.MSG_DONTWAIT) and not self._reader.is_drained:
+                pass
+        finally:
+            self._is_inside_read = False
 
     def done_reading(self) -> None:
-        self._reading.release()
+        self._reader_of.pop("reader", None)
         if self._is_over:
             self._dispose()
+
+    def is_sending_here(self) -> bool:
+        return is_held_here(self._send_lock)
+
+    def recover(self) -> None:
+        super().recover()
+        release_if_held_here(self._interruption_lock)
+        release_if_held_here(self._send_lock)
+        if self.is_read_here():
+            self._is_inside_read = False
+            self.done_reading()
+        if self._is_torn and self._closed_reason is None:  # now, or the next call would be sent before a reader sees it
+            self._end("an exception interrupted a send in the middle of a frame")
+            self._dispose()
+
+    def is_stuck_here(self) -> bool:
+        return self._is_inside_read and self.is_read_here()
+
+    def read_inside(self, timeout_s: float | None) -> None:
+        poll = select.poll()  # `wait` may have been interrupted inside of its own
+        poll.register(self._socket.fileno(), select.POLLIN)
+        if self._has_decrypted() or poll.poll(None if timeout_s is None else timeout_s * 1000):
+            self.read()
+
+    def _has_decrypted(self) -> bool:
+        """Whether there is something to read that the kernel does not know of."""
+        return False
 
     def send(self, frame: Frame) -> None:
         self._send(frames.encode(frame))
 
     def _send(self, pieces: list[Piece], descriptors: Sequence[int] = (), *, may_wait: bool = True) -> None:
+        if self._send_lock._is_owned():  # type: ignore[attr-defined]  # by the code that this code has interrupted
+            self._postponed.append(b"".join(pieces))
+            return
         with self._send_lock:
             if self._closed_reason is not None:
                 raise Unavailable(f"connection to {self.peer} is closed: {self._closed_reason}")
-            try:
-                self._send_pieces(pieces, descriptors, may_wait=may_wait)
-            except OSError as error:
-                # Mid-frame the stream is of no more use; the reader sees the end and reports it once.
-                self._shutdown()
-                why = self._farewell or str(error)
-                raise Unavailable(f"connection to {self.peer} broke while sending: {why}") from error
-            except BaseException:  # Ctrl+C: what came next would be taken for the rest of this frame
-                self._shutdown()
-                raise
+            if self._postponed:
+                self._send_postponed()
+            self._send_whole(pieces, descriptors, may_wait=may_wait)
+        if self._postponed and may_wait:  # what a signal handler has sent meanwhile
+            with self._send_lock:
+                self._send_postponed()
+
+    def _send_postponed(self) -> None:
+        while self._postponed:
+            self._send_whole([self._postponed.popleft()])
+
+    def _send_whole(self, pieces: list[Piece], descriptors: Sequence[int] = (), *, may_wait: bool = True) -> None:
+        """Send a frame; one whose sending is interrupted by an exception is sent to its end with the next frame."""
+        self._sent.clear()
+        try:
+            self._send_pieces(pieces, descriptors, may_wait=may_wait)
+        except OSError as error:
+            # Mid-frame the stream is of no more use; the reader sees the end and reports it once.
+            self._shutdown()
+            why = self._farewell or str(error)
+            raise Unavailable(f"connection to {self.peer} broke while sending: {why}") from error
+        except BaseException:  # Ctrl+C: what came next would be taken for the rest of this frame
+            self._keep_rest(pieces, has_descriptors=bool(descriptors))
+            raise
+
+    def _keep_rest(self, pieces: list[Piece], *, has_descriptors: bool) -> None:
+        sent = sum(self._sent)
+        if self.can_resume_sending:
+            self._is_torn = has_descriptors and not sent  # the peer would never get them
+        else:
+            self._is_torn = not self._sent or sent < sum(map(len, pieces))
+        if self._is_torn:
+            self._shutdown()
+        elif sent and (rest := b"".join(pieces)[sent:]):
+            self._postponed.appendleft(rest)
 
     def close(self, reason: str = "closed") -> None:
         if self._closed_reason is not None:
@@ -150,7 +220,7 @@ class SocketConnection(PulledConnection):
     def _tell(self, reason: str) -> None:
         """The last frame: why there will be no more."""
         # A sender that is stuck because the peer does not read must not keep us from closing.
-        if self._send_lock.acquire(timeout=_CLOSE_PATIENCE_S):
+        if not is_held_here(self._send_lock) and self._send_lock.acquire(timeout=_CLOSE_PATIENCE_S):
             try:
                 self._limit_sending(_CLOSE_PATIENCE_S)
                 self._send_pieces(frames.encode(Frame(frames.CLOSE, name=reason[:1000])))
@@ -165,6 +235,7 @@ class SocketConnection(PulledConnection):
         self._dispose()
 
     def _read_to_end(self) -> None:
+        self._reader_of["reader"] = (threading.get_ident(),)  # until now the thread that has started this one
         while self._read_once():
             pass
         self.done_reading()
@@ -222,7 +293,8 @@ class SocketConnection(PulledConnection):
 
     def _dispose(self) -> None:
         """Give the descriptor back, once nobody can be using it: the last one to read does it, or who closes."""
-        if self._reading.acquire(blocking=False):  # and kept: nobody reads from now on
+        if self.try_reading():  # and kept: nobody reads from now on
+            self._reader_of["reader"] = (0,)
             with self._send_lock:
                 self._socket.close()
             with self._interruption_lock:

@@ -111,7 +111,7 @@ class SocketReader:
         buffers = [self._piece(size) for size in header.buffer_bytes]
         self._loans = header.loans
         is_large = max(header.buffer_bytes, default=0) >= loans.LEAST_BYTES
-        if is_large and self._borrower is not None and not self._may_borrow and loans.is_supported:
+        if is_large and self._borrower is not None and not self._may_borrow and loans.is_supported():
             self._may_borrow = True
             self._borrower.welcome()
         self._frame = Frame(header.kind, header.id, header.name, body, buffers)

@@ -29,6 +29,7 @@ from lp_pipe.errors import Unauthenticated, Unavailable
 
 _CONNECT_PATIENCE_S = 5.0
 _LINGER_S = 5.0  # for a peer that takes its time over what was sent before the close
+_LOOK_AGAIN_S = 0.01  # whether another thread still reads
 _SILENCE_S = 10.0
 _DISCARDED_BYTES = 1 << 16
 
@@ -46,10 +47,20 @@ class TlsConnection(SocketConnection):
         reach.shared.watch(sock, silence_s, self._on_silence)
 
     def wait(self, timeout_s: float | None) -> bool:
-        return self._stream.has_decrypted() or super().wait(timeout_s)
+        return self._has_decrypted() or super().wait(timeout_s)
 
     def is_ready(self) -> bool:
-        return self._stream.has_decrypted() or super().is_ready()
+        return self._has_decrypted() or super().is_ready()
+
+    def recover(self) -> None:
+        self._stream.recover()
+        super().recover()
+
+    def is_stuck_here(self) -> bool:
+        return super().is_stuck_here() or self._stream.is_inside_here()
+
+    def _has_decrypted(self) -> bool:
+        return self._stream.has_decrypted()
 
     @property
     def sent_bytes(self) -> int:
@@ -64,6 +75,7 @@ class TlsConnection(SocketConnection):
 
     def _send_pieces(self, pieces: list[Piece], descriptors: Sequence[int] = (), *, may_wait: bool = True) -> None:
         self._stream.send(pieces, may_wait=may_wait)
+        self._sent.append(sum(map(len, pieces)))  # what it has not sent yet, it has copied
 
     def _limit_sending(self, seconds: float) -> None:
         self._stream.send_timeout_s = seconds
@@ -82,7 +94,9 @@ class TlsConnection(SocketConnection):
     def _linger(self) -> None:
         """Until the peer has read all that was sent before the close, and has closed as well, but not for ever."""
         deadline = time.monotonic() + _LINGER_S
-        if self._reading.acquire(timeout=_LINGER_S):
+        while not (is_reader := self.try_reading()) and time.monotonic() < deadline:
+            time.sleep(_LOOK_AGAIN_S)
+        if is_reader:
             with contextlib.suppress(OSError):
                 self._discard(deadline)
             self._shutdown()

@@ -6,12 +6,15 @@ import os
 import select
 import socket
 import ssl
+import tempfile
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 
 from lp_pipe.connections.credentials import Credentials
 from lp_pipe.connections.frames import Piece
+from lp_pipe.connections.kernel_calls import has_memfd
+from lp_pipe.connections.thread_locks import is_held_here, release_if_held_here
 
 _RECORD_BYTES = 1 << 14  # TLS encrypts so much at a time
 _SLICE_BYTES = 1 << 18  # reading waits while so much is being encrypted
@@ -29,11 +32,19 @@ class TlsStream:
     def __init__(self, sock: ssl.SSLSocket, idle_timeout_s: float | None = None) -> None:
         sock.setblocking(False)
         self._socket = sock
-        self._inside = threading.Lock()
+        self._inside = threading.RLock()
         self._idle_timeout_s = idle_timeout_s
         self.send_timeout_s: float | None = None
         self.sent_bytes = 0
         self._rest: deque[memoryview] = deque()
+
+    def is_inside_here(self) -> bool:
+        """Whether the calling thread was interrupted inside of OpenSSL's part of a read or a write."""
+        return is_held_here(self._inside)
+
+    def recover(self) -> None:
+        """Give back the lock, where an exception has interrupted the calling thread between two bytecodes."""
+        release_if_held_here(self._inside)
 
     def has_decrypted(self) -> bool:
         """Whether there is something to read that the kernel does not know of."""
@@ -133,13 +144,16 @@ def _contexts(credentials: Credentials) -> tuple[ssl.SSLContext, ssl.SSLContext]
 
 def _load_certificate(context: ssl.SSLContext, credentials: Credentials) -> None:
     """The ssl module takes a file only: this one is in memory, and nobody else's."""
-    descriptor = os.memfd_create("lp_pipe-certificate", os.MFD_CLOEXEC)
-    try:
-        with open(descriptor, "wb", closefd=False) as file:
+    if has_memfd() and os.path.isdir("/proc/self/fd"):
+        with open(os.memfd_create("lp_pipe-certificate", os.MFD_CLOEXEC), "wb") as file:
             file.write(credentials.certificate + credentials.key)
-        context.load_cert_chain(f"/proc/self/fd/{descriptor}")
-    finally:
-        os.close(descriptor)
+            file.flush()
+            context.load_cert_chain(f"/proc/self/fd/{file.fileno()}")
+    else:
+        with tempfile.NamedTemporaryFile() as file:  # of mode 0600
+            file.write(credentials.certificate + credentials.key)
+            file.flush()
+            context.load_cert_chain(file.name)
 
 
 def _wait(sock: socket.socket, event: int, timeout_s: float | None) -> bool:

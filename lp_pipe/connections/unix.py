@@ -21,6 +21,7 @@ from lp_pipe.connections.shortage import not_taken_in
 from lp_pipe.connections.silence import TICKS
 from lp_pipe.connections.socket_connection import SocketConnection
 from lp_pipe.connections.socket_reader import SocketReader
+from lp_pipe.connections.thread_locks import is_held_here, release_if_held_here
 from lp_pipe.errors import Unavailable
 
 SCHEME = "unix:"
@@ -38,20 +39,30 @@ class UnixConnection(SocketConnection):
 
     def __init__(self, sock: socket.socket, peer: str, idle_timeout_s: float | None = None) -> None:
         super().__init__(sock, SocketReader(sock, Borrower(self._give_back)), peer, idle_timeout_s)
-        self._lender = Lender() if loans.is_supported else None
-        self._lend_lock = threading.Lock()
+        self._lender = Lender() if loans.is_supported() else None
+        self._lend_lock = threading.RLock()
         if idle_timeout_s is not None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(idle_timeout_s / TICKS))
 
     def send(self, frame: Frame) -> None:
         pieces = frames.encode(frame)  # before anything is lent for a frame that cannot be sent
         segments: list[Any] = []
-        if frame.buffers and self._lender is not None and self._lender.is_welcome:
+        if frame.buffers and self._lender is not None and self._lender.is_welcome and self._may_lend():
             with self._lend_lock:
                 frame = frame._replace(buffers=self._lender.lend(frame.buffers))
             pieces = frames.encode(frame)
             segments = [buffer.segment for buffer in frame.buffers if type(buffer) is Ticket and buffer.segment]
         self._send(pieces, [segment.descriptor for segment in segments])
+
+    def _may_lend(self) -> bool:
+        """Whether the calling code has not interrupted another that sends or lends."""
+        return not is_held_here(self._send_lock) and not is_held_here(self._lend_lock)
+
+    def recover(self) -> None:
+        super().recover()
+        release_if_held_here(self._lend_lock)
+        if self._lender is not None:
+            self._lender.recover()
 
     def has_room_for(self, size: int) -> bool:
         if size > _ROOM_BYTES or (descriptor := self._socket.fileno()) < 0:
@@ -62,8 +73,10 @@ class UnixConnection(SocketConnection):
         poll.register(descriptor, select.POLLOUT)
         return bool(poll.poll(0))
 
+    can_resume_sending = True
+
     def _send_pieces(self, pieces: list[Piece], descriptors: Sequence[int] = (), *, may_wait: bool = True) -> None:
-        _send_all(self._socket, pieces, descriptors)
+        _send_all(self._socket, pieces, descriptors, self._sent)
 
     def _limit_sending(self, seconds: float) -> None:
         # Not settimeout: that is for both directions, and the reader would take it for the peer's silence.
@@ -76,8 +89,14 @@ class UnixConnection(SocketConnection):
             self._lender.take_back(frame.body)
 
     def _give_back(self, body: bytes) -> bool:
-        if self.closed_reason is None and (self._send_lock.locked() or not self.has_room_for(_RETURN_BYTES)):
-            return False
+        if self.closed_reason is None:
+            if not self._send_lock.acquire(blocking=False):
+                return False
+            try:
+                if not self.has_room_for(_RETURN_BYTES):
+                    return False
+            finally:
+                self._send_lock.release()
         with contextlib.suppress(Unavailable):
             self.send(Frame(frames.LOAN_RETURN, body=body))
         return True
@@ -95,7 +114,7 @@ class UnixListener(Listener):
         self._on_connection = on_connection
         self.refusals = Refusals(endpoint)
         self._is_closed = False
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket = _without_timeout(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         not_inherited(self._socket)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path)  # left by a killed server of this very address, which is now restarted
@@ -139,6 +158,7 @@ class UnixListener(Listener):
                 time.sleep(_ACCEPT_PAUSE_S)  # out of file descriptors: later there may be some again
                 continue
             self.refusals.go_on()
+            _without_timeout(sock)
             if _is_same_user(sock):
                 self._take_in(UnixConnection(sock, f"client of {self.endpoint}"))
             else:
@@ -160,7 +180,7 @@ def connect(endpoint: str, idle_timeout_s: float | None = None) -> Connection:
     Raises:
         Unavailable: nobody listens there, or it is another user's.
     """
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock = _without_timeout(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
     try:
         sock.connect(endpoint.removeprefix(SCHEME))
     except OSError as error:
@@ -176,6 +196,12 @@ def listen(endpoint: str, on_connection: OnConnection) -> Listener:
     return UnixListener(endpoint, on_connection)
 
 
+def _without_timeout(sock: socket.socket) -> socket.socket:
+    """Undo what `socket.setdefaulttimeout` of the user's code does to every new socket."""
+    sock.settimeout(None)
+    return sock
+
+
 def _is_same_user(sock: socket.socket) -> bool:
     if not hasattr(socket, "SO_PEERCRED"):
         return True  # macOS: the private directory is the guard
@@ -188,19 +214,23 @@ def _timeval(seconds: float) -> bytes:
     return struct.pack("ll", int(whole), int(part * 1e6))
 
 
-def _send_all(sock: socket.socket, pieces: list[Piece], descriptors: Sequence[int]) -> None:
+def _send_all(sock: socket.socket, pieces: list[Piece], descriptors: Sequence[int], sent: list[int]) -> None:
+    """sent: gets the bytes of each write, in one step with the write, whatever interrupts this thread."""
     if not descriptors and sum(map(len, pieces)) <= _JOINED_BYTES:
-        sock.sendall(b"".join(pieces))
-        return
+        data = b"".join(pieces)
+        sent.extend(map(sock.send, (data,)))
+        if sent[-1] == len(data):
+            return
+        pieces = [data[sent[-1] :]]
     pieces = [piece for piece in pieces if len(piece)]
     control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))] if descriptors else []
     while pieces:
-        sent = sock.sendmsg(pieces[:_MAX_PIECES], control)
+        sent.extend(map(sock.sendmsg, (pieces[:_MAX_PIECES],), (control,)))
         control = []
-        done = 0
-        while done < len(pieces) and sent >= len(pieces[done]):
-            sent -= len(pieces[done])
+        count, done = sent[-1], 0
+        while done < len(pieces) and count >= len(pieces[done]):
+            count -= len(pieces[done])
             done += 1
         pieces = pieces[done:]
-        if sent:
-            pieces[0] = memoryview(pieces[0])[sent:]
+        if count:
+            pieces[0] = memoryview(pieces[0])[count:]

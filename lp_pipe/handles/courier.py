@@ -21,6 +21,14 @@ class CourierHandle(Handle[CourierClient]):
         self._address = address
         self._client_kwargs = dict(client_kwargs)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_") and name != "node_name":
+            raise AttributeError(
+                f"{self!r} cannot set {name!r}: a handle only stands for the node, whose object would never see it. "
+                "Give its class a method for that, and call it on a client"
+            )
+        super().__setattr__(name, value)
+
     @property
     def addresses(self) -> list[Address]:
         return [self._address]

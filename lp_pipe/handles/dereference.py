@@ -3,12 +3,12 @@
 import copy
 import dataclasses
 import functools
-import inspect
 import types
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
+from lp_pipe.handles.arguments import check_arguments, declared_at
 from lp_pipe.handles.base import Handle
 
 
@@ -17,14 +17,17 @@ class Deferred:
 
     Built once per node, even when it is used twice. Handles and Deferreds among its own arguments are dereferenced
     first. A failure names the file and line where it was declared.
+
+    Raises:
+        TypeError: the constructor does not take the arguments.
     """
 
     def __init__(self, ctor: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
         self._ctor = ctor
         self._args = args
         self._kwargs = kwargs
-        caller = inspect.stack(context=0)[1]
-        self._declared = f"{caller.filename}:{caller.lineno}"
+        check_arguments("Deferred", ctor, args, kwargs)
+        self._declared = declared_at()
 
     def __repr__(self) -> str:
         return f"Deferred({getattr(self._ctor, '__qualname__', self._ctor)}, declared at {self._declared})"
@@ -50,54 +53,77 @@ def dereference(value: Any) -> Any:
 
     Containers keep their types; those of the caller are not changed; what holds no handle is passed on as it is.
     """
-    return _replace(value, {})
+    return _to_end(_replacing(value, {}))
 
 
 def find_handles(value: Any) -> Iterator[Handle[Any]]:
     """The handles that `dereference` would replace, and those that functions capture; each once, in order."""
-    yield from _find(value, set())
+    seen: set[int] = set()
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if id(item) in seen:
+            continue
+        if isinstance(item, Handle):
+            seen.add(id(item))
+            yield item
+        elif parts := _reachable(item):
+            seen.add(id(item))
+            stack.extend(reversed(parts))
 
 
-def _replace(value: Any, memo: dict[int, Any]) -> Any:
+# A step of a replacement: yields the replacement of a part, and is sent the new part. Containers may be nested deeper
+# than Python's stack, so that these do not call each other.
+_Replacing = Generator["_Replacing", Any, Any]
+
+
+def _to_end(replacing: _Replacing) -> Any:
+    stack = [replacing]
+    result: Any = None
+    while stack:
+        try:
+            stack.append(stack[-1].send(result))
+            result = None
+        except StopIteration as done:
+            stack.pop()
+            result = done.value
+    return result
+
+
+def _replacing(value: Any, memo: dict[int, Any]) -> _Replacing:
     if id(value) in memo:
         return memo[id(value)]
     if isinstance(value, Handle):
         result: Any = value.dereference()
     elif isinstance(value, Deferred):
         args, kwargs = value.parts()
-        result = value.build(_replace(args, memo), _replace(kwargs, memo))
+        result = value.build((yield _replacing(args, memo)), (yield _replacing(kwargs, memo)))
     elif _is_container(value) and next(find_handles_or_deferred(value), None) is not None:
-        result = _rebuild(value, memo)
+        result = yield _rebuilding(value, memo)
     else:
         return value
     return memo.setdefault(id(value), result)  # a tuple in a cycle was met, and rebuilt, among its own items
 
 
-def _rebuild(value: Any, memo: dict[int, Any]) -> Any:
-    if isinstance(value, dict):
-        return _rebuild_dict(value, memo)
-    if isinstance(value, list):
-        new = copy.copy(value)
-        memo[id(value)] = new  # before its items: a list may hold itself
-        new[:] = [_replace(item, memo) for item in value]
-        return new
+def _rebuilding(value: Any, memo: dict[int, Any]) -> _Replacing:
     if isinstance(value, tuple):
-        items = [_replace(item, memo) for item in value]
+        items = []
+        for item in value:
+            items.append((yield _replacing(item, memo)))
         # Not type(value)(*items) for namedtuples: a constructor that checks its fields expects handles.
         return getattr(value, "_make", tuple)(items)
-    new = copy.copy(value)  # a dataclass: no constructor runs again, frozen or not
-    memo[id(value)] = new
-    for field in dataclasses.fields(value):
-        if hasattr(value, field.name):
-            object.__setattr__(new, field.name, _replace(getattr(value, field.name), memo))
-    return new
-
-
-def _rebuild_dict(value: dict[Any, Any], memo: dict[int, Any]) -> dict[Any, Any]:
-    new = copy.copy(value)
-    memo[id(value)] = new
-    for key, item in value.items():
-        new[key] = _replace(item, memo)
+    new = copy.copy(value)  # of a dataclass: no constructor runs again, frozen or not
+    memo[id(value)] = new  # before its items: a list may hold itself
+    if isinstance(value, dict):
+        for key, item in value.items():
+            new[key] = yield _replacing(item, memo)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            new[index] = yield _replacing(item, memo)
+    else:
+        for field in dataclasses.fields(value):
+            if hasattr(value, field.name):
+                object.__setattr__(new, field.name, (yield _replacing(getattr(value, field.name), memo)))
     return new
 
 
@@ -127,20 +153,6 @@ def _children(value: Any) -> list[Any]:
     if isinstance(value, (list, tuple)):
         return list(value)
     return [getattr(value, field.name) for field in dataclasses.fields(value) if hasattr(value, field.name)]
-
-
-def _find(value: Any, seen: set[int]) -> Iterator[Handle[Any]]:
-    if id(value) in seen:
-        return
-    if isinstance(value, Handle):
-        seen.add(id(value))
-        yield value
-        return
-    parts = _reachable(value)
-    if parts:
-        seen.add(id(value))
-    for part in parts:
-        yield from _find(part, seen)
 
 
 def _reachable(value: Any) -> list[Any]:

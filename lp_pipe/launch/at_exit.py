@@ -1,14 +1,13 @@
 """The end of the interpreter while programs run: a script waits for its programs, anything else stops them."""
 
 import atexit
-import importlib
 import os
 import sys
-import threading
 from types import ModuleType
 from typing import Protocol
 
 from lp_pipe.errors import NodeError
+from lp_pipe.private_python import call_before_threads_are_joined, run_exit_functions
 
 
 class _Launched(Protocol):
@@ -81,7 +80,7 @@ def _exit_with(status: int) -> None:
     Registered last, it runs first of the exit functions, so it runs the others itself.
     """
     atexit.unregister(_exit_with)
-    atexit._run_exitfuncs()
+    run_exit_functions()
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and not stream.closed:
             stream.flush()
@@ -90,5 +89,4 @@ def _exit_with(status: int) -> None:
 
 # Before the interpreter joins its threads, which atexit comes after: threads of nodes wait for the stop. And after
 # concurrent.futures has registered the same way (last come, first served), for its workers may wait for it too.
-importlib.import_module("concurrent.futures.thread")
-threading._register_atexit(_end_runs)  # type: ignore[attr-defined]
+call_before_threads_are_joined(_end_runs)

@@ -27,11 +27,13 @@ from lp_pipe.launch.hosts.source_tree import SourceTree
 from lp_pipe.launch.hosts.standing import StandingGathering
 from lp_pipe.launch.hosts.tree_store import TreeStore
 from lp_pipe.launch.launcher import RunOptions, check_program, named_engine, start_run
+from lp_pipe.launch.plan import interpreter_state
 from lp_pipe.launch.refusal import check_not_refused
 from lp_pipe.launch.run import Run
 from lp_pipe.launch.run_dir import make_run_dir
 from lp_pipe.launch.signals import Interrupts, Latch
 from lp_pipe.program import Program
+from lp_pipe.rpc.owner import Owner
 from lp_pipe.telemetry.metrics import Sink
 from lp_pipe.telemetry.run_folder import RunFolder
 
@@ -73,6 +75,7 @@ def launch_elastic(
     metrics_sinks: tuple[Sink, ...] = (),
     listed: bool | None = None,
     hang_after: float | None = 60.0,
+    setup: Callable[[], Any] | None = None,
     engine: str | Engine = "local",
     hosts: str | Sequence[str] = "",
     engine_options: Mapping[str, str] | None = None,
@@ -100,7 +103,7 @@ def launch_elastic(
     """
     check_not_refused()
     count = HostCount.parse(num_hosts)
-    options = RunOptions(grace, metrics_sinks, listed, hang_after)
+    options = RunOptions(grace, metrics_sinks, listed, hang_after, setup)
     make_program = _checked(make_program)
     known = named_engine(engine, hosts, engine_options or {})
     folder = make_run_dir(make_program(count.most).name, run_dir)  # also: what it raises, it raises here
@@ -139,6 +142,7 @@ class ElasticRun:
         start: Callable[[Program, Mapping[str, Any], int], Run],
     ) -> None:
         self._make_program = make_program
+        self._owner = Owner()
         self._count = count
         self._standing = standing
         self._start = start
@@ -146,6 +150,7 @@ class ElasticRun:
         self._is_over = Latch()
         self._error: Exception | SystemExit | None = None
         self.has_raised_failure = False
+        self._prepare_thread = interpreter_state.thread_state()
         self._interrupts = Interrupts(lambda: self._run.request_stop(hurry=True), suspend=lambda: None)
         self._begin(is_first=True)
         self._interrupts.install()
@@ -186,7 +191,9 @@ class ElasticRun:
         Raises:
             NodeError, TimeoutError, KeyboardInterrupt: as `Run.wait`.
             LaunchError, ValueError: the program could not go on, with the hosts that are left.
+            Unavailable: as `Run.wait`.
         """
+        self._owner.check("the elastic run", "use it there")
         try:
             is_over = self._is_over.wait(timeout)
         except KeyboardInterrupt:
@@ -199,6 +206,8 @@ class ElasticRun:
 
     def stop(self) -> None:
         """Stop in order, and return when nothing is left. Idempotent, any thread but a node's."""
+        if not self._owner.is_here:
+            return
         with self._interrupts.deferred():
             self._is_stopping.set()
             self._run.request_stop(hurry=self._interrupts.is_impatient)
@@ -212,7 +221,7 @@ class ElasticRun:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
-        if kind is None:
+        if kind is None and self._owner.is_here:
             self._raise_failure()
 
     def _raise_failure(self) -> None:
@@ -236,6 +245,7 @@ class ElasticRun:
         self._num_hosts = num_hosts
 
     def _go_on(self) -> None:
+        self._prepare_thread()  # the nodes of later programs get their settings from this thread
         try:
             while self._must_begin_again() and not self._is_stopping.is_set():
                 _log.warning("the program begins again at the newest checkpoint: %s", self._why)

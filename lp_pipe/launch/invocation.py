@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lp_pipe.launch.plan.surroundings import script_arguments
+
 _GIT_PATIENCE_S = 2.0
 
 
@@ -41,7 +43,7 @@ class Invocation:
 
 def current_invocation() -> Invocation:
     """Return the command that `invoked_by` has set, or else this script's."""
-    return _current or Invocation(tuple(sys.argv), tuple(sys.argv[1:]))
+    return _current or Invocation(script_arguments(), script_arguments()[1:])
 
 
 @contextlib.contextmanager
@@ -88,7 +90,7 @@ def git_state() -> dict[str, Any] | None:
     None outside of a git repository, and where git does not answer soon. Takes milliseconds: call it from a thread.
     Asked once in a process, whose modules are those of its start.
     """
-    script = Path(sys.argv[0] or ".")
+    script = Path(script_arguments()[0] or ".")
     with contextlib.suppress(OSError):
         folder = (script.parent if script.is_file() else Path.cwd()).resolve()
         if any((parent / ".git").exists() for parent in (folder, *folder.parents)):

@@ -34,17 +34,21 @@ class RunOptions:
 
     Raises:
         ValueError: grace or hang_after is no such number of seconds.
+        TypeError: setup cannot be called.
     """
 
     grace: float
     metrics_sinks: tuple[Sink, ...]
     listed: bool | None
     hang_after: float | None
+    setup: Callable[[], Any] | None = None
 
     def __post_init__(self) -> None:
         is_time = isinstance(self.hang_after, int | float) and 0 < self.hang_after < math.inf
         if self.hang_after is not None and not is_time:
             raise ValueError(f"hang_after={self.hang_after!r}: seconds are needed, more than 0; None for no reports")
+        if self.setup is not None and not callable(self.setup):
+            raise TypeError(f"setup={self.setup!r}: a function without parameters is needed")
         # Else the stop would fail half-way.
         if not isinstance(self.grace, int | float) or not 0 <= self.grace < math.inf:
             raise ValueError(f"grace={self.grace!r}: seconds are needed, 0 or more")
@@ -77,6 +81,7 @@ def launch(
     metrics_sinks: tuple[Sink, ...] = (),
     listed: bool | None = None,
     hang_after: float | None = 60.0,
+    setup: Callable[[], Any] | None = None,
     engine: str | Engine = "local",
     hosts: str | Sequence[str] = "",
     engine_options: Mapping[str, str] | None = None,
@@ -103,6 +108,8 @@ def launch(
     hang_after: seconds from which on a node's wait for another one (its server, a reply, a channel) is reported, in
         the log and in the run's hangs.log, with what that one does; deadlocks are named. None: never. The program
         goes on in any case.
+    setup: called without arguments in every process of the program, before anything of its node is loaded, and again
+        where a node is restarted; in thread mode once, here. Its exception is the failure of that node.
     engine, hosts, engine_options (multi_host, like all below): who starts an agent on each host, "local", "ssh",
         "manual", "slurm" (inside an allocation), "ray", "kubernetes" or one that a package adds; which hosts, as
         "h1,h2:gpus=4", a list of such, or a file (local, slurm, ray: or how many); and its own options.
@@ -114,10 +121,10 @@ def launch(
         the launcher and to the other hosts.
 
     Raises:
-        TypeError: not a Program.
+        TypeError: not a Program, setup cannot be called, or a node's constructor does not take its arguments.
         ValueError: unknown mode or engine, empty program, a handle of another program's node, more resources than the
             hosts have, hang_after that is not positive, grace that is negative.
-        SerializationError: a part of a node cannot be sent to its process; nothing was started.
+        SerializationError: setup, or a part of a node, cannot be sent to the processes; nothing was started.
         LaunchError: a host has not joined, or not got the sources, or a process could not be started, or there are no
             more threads or file descriptors to be had, run_dir cannot be made, or a run that has not ended is in it;
             nothing is left running.
@@ -126,7 +133,7 @@ def launch(
     check_program(program, "launch takes a Program")
     if mode not in MODES:
         raise ValueError(f"unknown launch mode {mode!r}; known modes: {', '.join(MODES)}")
-    options = RunOptions(grace, metrics_sinks, listed, hang_after)
+    options = RunOptions(grace, metrics_sinks, listed, hang_after, setup)
     host_options = None
     if mode != "multi_host" and (hosts or engine_options or listen or interface or sync or engine != "local"):
         raise ValueError(f"mode={mode!r} has one host; engine, hosts, listen, interface and sync are for 'multi_host'")
@@ -154,7 +161,7 @@ def start_run(
     is_named: whether the folder was asked for. If not, a run that is not listed keeps no records, and its folder only
         if something is in it at the end.
     """
-    plan = make_plan(program, run_dir, options.grace)
+    plan = make_plan(program, run_dir, options.grace, options.setup)
     killing = next((spec for spec in plan.nodes if spec.on_hang != "report"), None)
     if killing is not None and options.hang_after is None:
         raise ValueError(f"group {killing.label!r} has on_hang={killing.on_hang!r}, which needs hang_after, got None")

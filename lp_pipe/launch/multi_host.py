@@ -45,13 +45,14 @@ def make_host(plan: Plan, metrics: MetricsLog, options: MultiHostOptions) -> tup
     """A host that runs each node of `plan` on one of the engine's hosts; these have joined when it returns.
 
     Raises:
-        SerializationError: a node cannot be sent to its process.
+        SerializationError: a node, or the plan's setup, cannot be sent to its process.
         LaunchError: a host has not joined.
         ValueError: the hosts do not have what a group wants.
     """
     shipped = ship_local_modules(options.tree.root if options.tree else "")
     try:
         payloads = serialize_nodes(plan)
+        surroundings = Surroundings.here(options.tree.root if options.tree else "")
         credentials = options.kept.credentials if options.kept is not None else generate_credentials()
         gathered = gather(plan, options, credentials)
     except BaseException:
@@ -62,7 +63,7 @@ def make_host(plan: Plan, metrics: MetricsLog, options: MultiHostOptions) -> tup
     coordinator = Coordinator(plan, lambda address: spanning.name_of(run, address), metrics, ports.reserve)
     silence_s = gathered.gathering.patience.silence_s
     spanning.join(spanning.Member(run, "the launcher", credentials, coordinator.find, silence_s=silence_s))
-    host = MultiHost(run, plan, coordinator, payloads, gathered, ports, shipped, options.tree)
+    host = MultiHost(run, plan, coordinator, payloads, gathered, ports, shipped, options.tree, surroundings)
     return host, coordinator
 
 
@@ -79,6 +80,7 @@ class MultiHost(Host):
         ports: PortsElsewhere,
         shipped: list[ModuleType],
         tree: SourceTree | None,
+        surroundings: Surroundings,
     ) -> None:
         self._run = run
         self._plan = plan
@@ -91,7 +93,7 @@ class MultiHost(Host):
         self._ports = ports
         self._shipped = shipped
         self._tree = tree
-        self._surroundings = Surroundings.here(tree.root if tree else "")
+        self._surroundings = surroundings
         self._agents = dict(gathered.agents)
         self._views: dict[str, tuple[float, list[View]]] = {}
         self._log_files = LogFiles(plan.folder, [spec.node_id for spec in plan.nodes])

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import logging
 import os
 import shutil
 import signal
@@ -13,6 +14,7 @@ from typing import Any
 
 from lp_pipe import connections
 from lp_pipe.connections import Connection
+from lp_pipe.connections.kernel_calls import new_selector
 from lp_pipe.launch.coordination.coordinator import Coordinator
 from lp_pipe.launch.coordination.record import Failure
 from lp_pipe.launch.coordination.supervisor import Supervisor
@@ -25,7 +27,7 @@ from lp_pipe.launch.plan.spec import NodeSpec
 from lp_pipe.launch.plan.surroundings import Surroundings
 from lp_pipe.launch.processes import os_text, standard_streams
 from lp_pipe.launch.processes.descriptors import check_descriptors
-from lp_pipe.launch.processes.exits import ExitQueue
+from lp_pipe.launch.processes.exits import KILLED, ExitQueue
 from lp_pipe.launch.processes.injected_faults import InjectedFaults
 from lp_pipe.launch.processes.node_stream import NodeStream
 from lp_pipe.launch.processes.proctree import is_dying, state_of
@@ -35,19 +37,23 @@ from lp_pipe.launch.processes.template import MARK, Template
 from lp_pipe.launch.processes.threads import thread_environment
 from lp_pipe.launch.processes.zygote import ORPHAN_S
 from lp_pipe.protos import supervision_pb2 as wire
+from lp_pipe.telemetry import crashes
 from lp_pipe.telemetry.log_files import LogFiles, LogOutput
 from lp_pipe.telemetry.logs import LogPump
 from lp_pipe.telemetry.metrics import MetricsLog
 
+_log = logging.getLogger(__name__)
+
 _STACKS_PATIENCE_S = 3.0
 _SILENT_S = 2.0  # from here on the kernel is asked for the state of a process
+_SHOWN_LINES = 20
 
 
 def make_host(plan: Plan, metrics: MetricsLog) -> tuple[Host, Coordinator]:
     """A host that runs each node of `plan` in a process of its own (of a MultiProcessingColocation each inner node).
 
     Raises:
-        SerializationError: a node cannot be sent to its process.
+        SerializationError: a node, or the plan's setup, cannot be sent to its process.
         ValueError: a group wants more cores, GPUs or memory than this host has, or another host.
     """
     places = place_all(plan.nodes, this_host())
@@ -94,7 +100,7 @@ class ProcessHost(Host):
         self._faults = InjectedFaults()
         standard_streams.open_closed()  # before what is opened here takes their numbers
         self._log_output = log_output or LogFiles(plan.folder, self._specs)
-        self._logs = LogPump(self._log_output)
+        self._logs = LogPump(self._log_output, new_selector())
         self._exits = ExitQueue()
         self._template: Template | None = None
         self._pulse: Pulse | None = None
@@ -124,7 +130,7 @@ class ProcessHost(Host):
     def take_over(self, spec: NodeSpec, payload: bytes, place: Place) -> None:
         """Start a node that was not in the plan, because its host is lost."""
         self._specs[spec.node_id], self._payloads[spec.node_id], self._places[spec.node_id] = spec, payload, place
-        self._attempts[spec.node_id] = 0
+        self._attempts[spec.node_id] = 1
         self._start_node(spec)
 
     def stop_nodes(self, node_ids: Iterable[str]) -> None:
@@ -249,13 +255,13 @@ class ProcessHost(Host):
                 cwd=os_text.pack(self._surroundings.cwd),
                 sys_path=os_text.pack_all(self._search_path_of(spec)),
                 argv=os_text.pack_all(self._surroundings.argv),
-                absl_flags=self._surroundings.absl_flags,
+                main=os_text.pack_map(self._surroundings.main),
                 env=os_text.pack_map(self._environment_of(spec)),
                 threads=spec.resources.threads,
                 cpus=self._places[node_id].cpus,
                 devices=self._places[node_id].devices,
                 grace_s=self._plan.grace_s,
-                log_level=self._surroundings.log_level,
+                state=self._surroundings.state,
                 membership=self._membership,
             ),
             payload=self._payloads[node_id] if spec.may_start_again else self._payloads.pop(node_id),
@@ -290,14 +296,18 @@ class ProcessHost(Host):
     def _report_death(self, node_id: str, how: str, deadline: float, can_restart: bool) -> None:
         """A process is gone; if its code had not ended before, that is the node's failure."""
         if not self._coordinator.is_running(node_id) and can_restart:
+            if how.startswith(KILLED) and not self._coordinator.must_end(node_id):
+                _log.warning("node %s had ended, but not its threads and exit functions, when %s", node_id, how)
             return
         if node_id not in self._told_to_stop:
             self._coordinator.node_ends_unasked(node_id)
         if self._coordinator.must_end(node_id):
             return
-        lines = self._logs.last_lines(node_id, max(0.0, deadline - time.monotonic()))
+        all_lines = self._logs.last_lines(node_id, max(0.0, deadline - time.monotonic()), crashes.MOST_LINES)
+        printed, traceback = crashes.crash_traceback(all_lines, how)
+        lines = printed[-_SHOWN_LINES:]
         output = "its last lines:\n" + "\n".join(f"  {line}" for line in lines) if lines else "it had printed nothing"
-        failure = Failure("ProcessDied", how, f"The process left no traceback; {output}")
+        failure = Failure("ProcessDied", how, f"The process raised no exception; {output}\n{traceback}".rstrip())
         self._coordinator.node_ended(node_id, failure, can_restart)
 
     def _signal_all(self, node_ids: Iterable[str], number: int) -> None:

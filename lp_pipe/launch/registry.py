@@ -6,7 +6,6 @@ and the terminal that asks for it must agree on it, and only some of them have t
 
 import contextlib
 import json
-import os
 import socket
 import threading
 import uuid
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 
 from lp_pipe.connections import unix
 from lp_pipe.launch.processes.proctree import start_time
+from lp_pipe.launch.user_folders import make_private, state_folder
 from lp_pipe.telemetry.run_folder import RunFolder
 from lp_pipe.telemetry.whole_file import write_whole
 
@@ -106,7 +106,8 @@ class Entry:
         self._lock = threading.Lock()
         self._live: Path | None = None
         if record.control:
-            self._live = _private(live_folder()) / f"{record.pid}-{uuid.uuid4().hex[:12]}.json"
+            make_private(live_folder())
+            self._live = live_folder() / f"{record.pid}-{uuid.uuid4().hex[:12]}.json"
             _write(self._live, record)
         try:
             _write(record.folder.record, record)
@@ -131,13 +132,7 @@ class Entry:
 
 def live_folder() -> Path:
     """$XDG_STATE_HOME/lp_pipe/live."""
-    return user_folder() / "live"
-
-
-def user_folder() -> Path:
-    """$XDG_STATE_HOME/lp_pipe: what this user's runs leave for other processes to find."""
-    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    return state / "lp_pipe"
+    return state_folder() / "live"
 
 
 def entries() -> dict[Path, RunRecord]:
@@ -176,14 +171,6 @@ def _readable(folder: Path) -> Iterator[tuple[Path, RunRecord]]:
         record = read_record(path)
         if record is not None and record.is_here:
             yield path, record
-
-
-def _private(folder: Path) -> Path:
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
-        raise PermissionError(f"{folder} belongs to another user")
-    folder.chmod(0o700)
-    return folder
 
 
 def _write(path: Path, record: RunRecord) -> None:

@@ -17,6 +17,7 @@ from lp_pipe.telemetry.tracebacks import fold_traceback, folded_message, notes, 
 MAX_LINES = 13  # two less than a report may have: the run's folder, and how to go on from its checkpoints, come below
 _MAX_MESSAGE_LINES = 3
 _MAX_NOTES = 3
+_MAX_CRASH_OUTPUT = 3
 _KEPT_OUTER_LINES = 2
 _WORTH_NAMING = ("checkpoint*", "metrics.jsonl")
 
@@ -119,11 +120,30 @@ def failure_report(
     if log_path is not None:
         tail.append(f"  all its output: {log_path}")
     body = fold_traceback(error.remote_traceback, folder)
+    if body and error.type_name == "ProcessDied":
+        return "\n".join([*head, *_crash(error, body, MAX_LINES - len(head) - len(tail)), *tail])
     if traceback_path is not None and (body or later_failures):
         tail.append(f"  {'all tracebacks' if later_failures else 'the whole traceback'}: {traceback_path}")
     body = body or _last_output(error, last_lines)
     body = _shortest(body, MAX_LINES - len(head) - len(tail))
     return "\n".join([*head, *(f"  {line}" for line in body), *tail])
+
+
+def _crash(error: NodeError, stack: list[str], room: int) -> list[str]:
+    """Show what the process printed last, and the Python stack of the crash, from its innermost frame outwards."""
+    printed, _, _ = error.remote_traceback.partition("Traceback (most recent call last):")
+    lines = [line.strip() for line in printed.splitlines()[1:] if line.strip()]
+    output = ["  its last lines:", *(f"    {shortened(line)}" for line in lines[-_MAX_CRASH_OUTPUT:])] if lines else []
+    frames = [line.strip() for line in reversed(stack)]
+    is_below = len(frames) > 1 and frames[0].startswith("…")  # in a library that the user's code has called
+    below = f", {frames.pop(0).removeprefix('… ')} further in" if is_below else ""
+    return [*output, f"  where it crashed{below}, innermost call first:", *_first(frames, room - len(output) - 1)]
+
+
+def _first(frames: list[str], room: int) -> list[str]:
+    if len(frames) > room:
+        frames = [*frames[: room - 1], f"… {len(frames) - room + 1} lines left out"]
+    return [f"    {frame}" for frame in frames]
 
 
 def _last_output(error: NodeError, last_lines: Sequence[str]) -> list[str]:

@@ -1,7 +1,9 @@
 """A launched program, as its launcher sees it."""
 
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +15,7 @@ from lp_pipe.handles import Handle
 from lp_pipe.launch.at_exit import active_runs
 from lp_pipe.launch.control import ControlPoint
 from lp_pipe.launch.coordination.coordinator import Coordinator
+from lp_pipe.launch.debuggers import DebuggersHere
 from lp_pipe.launch.hangs.hangs import HangWatch
 from lp_pipe.launch.host import Host, give_up
 from lp_pipe.launch.leftovers import remove_if_empty
@@ -23,17 +26,23 @@ from lp_pipe.launch.services import EndedServices, LauncherServices
 from lp_pipe.launch.signals import Interrupts, Latch
 from lp_pipe.launched import asking, publish, replace_published
 from lp_pipe.program import Program
+from lp_pipe.rpc.owner import Owner
+from lp_pipe.telemetry.console import console
 from lp_pipe.telemetry.metrics import MetricsLog
 from lp_pipe.telemetry.some_names import some
 
 _TERM_TO_KILL_S = 1.0
 _NAMED_AT_MOST = 5
+_LOOK_FOR_DEBUGGERS_S = 0.3
 
 _log = logging.getLogger(__name__)
 
 
 class Run:
     """What `launch` returns. Use it as a context manager to be sure that the nodes are taken down.
+
+    It belongs to the process that has launched it. In a forked child `stop` and the end of the `with` block do nothing,
+    and what would ask the coordinator, of which the child has a dead copy, raises Unavailable; `client` works.
 
     has_raised_failure: whether `wait` or the end of the `with` block has raised the failure.
     has_faulty_connections: whether it was launched inside `lp_pipe.testing.faults.enabled()`.
@@ -50,6 +59,7 @@ class Run:
         keeps_empty_folder: bool = True,
     ) -> None:
         self._program = program
+        self._owner = Owner()
         self._coordinator = coordinator
         self._host = host
         self._metrics = metrics
@@ -60,6 +70,7 @@ class Run:
         self._is_over = Latch()
         self._interrupts = Interrupts(lambda: coordinator.request_stop(hurry=True), host.suspend)
         self._services = LauncherServices(coordinator, host, self._interrupts.deferred)
+        self._debuggers = DebuggersHere(coordinator.plan.run_dir, console.lent)
         self.has_raised_failure = False
         self.has_faulty_connections = faulty.is_enabled()
         publish(coordinator.plan.owners, self._services)
@@ -116,9 +127,11 @@ class Run:
             NodeError: the first failure; again on every later wait.
             TimeoutError: `timeout` seconds passed; the program goes on.
             KeyboardInterrupt: Ctrl+C or SIGTERM; raised once the nodes are down.
+            Unavailable: this is a forked child of the process that has launched the program.
         """
+        self._check_owner()
         try:
-            is_over = self._is_over.wait(timeout)
+            is_over = self._wait_or_debug(timeout)
         except KeyboardInterrupt:
             self.stop()
             raise
@@ -131,8 +144,21 @@ class Run:
             self.has_raised_failure = True
             raise error
 
+    def _wait_or_debug(self, timeout: float | None) -> bool:
+        """Wait for the end, and lend a script's terminal to the debuggers of its nodes meanwhile; False: time is up."""
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        is_main = threading.current_thread() is threading.main_thread()
+        while not self._is_over.wait(min(_LOOK_FOR_DEBUGGERS_S, max(0.0, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline:
+                return False
+            if is_main:
+                self._debuggers.look()
+        return True
+
     def stop(self) -> None:
         """Stop the program in order, and return when nothing of it is left. Idempotent, any thread but a node's."""
+        if not self._owner.is_here:
+            return
         with self._interrupts.deferred():
             self._coordinator.request_stop(hurry=self._interrupts.is_impatient, from_outside=True)
             self._is_over.wait()
@@ -143,6 +169,8 @@ class Run:
 
         hurry: without the grace period.
         """
+        if not self._owner.is_here:
+            return False
         with self._interrupts.deferred():
             return self._coordinator.request_stop(hurry, from_outside=True)
 
@@ -173,6 +201,7 @@ class Run:
         A MultiProcessingColocation is one entry: failed when an inner node has, else running while one runs; the pid is
         that of the first one that runs, the restarts are the sum.
         """
+        self._check_owner()
         return self._coordinator.status()
 
     def client(self, handle_or_label: Handle[Any] | str, index: int = 0) -> Any:
@@ -195,10 +224,12 @@ class Run:
 
     def stacks(self) -> str:
         """Where every thread of every node is right now."""
+        self._check_owner()
         return self._host.stacks()
 
     def last_lines(self, label: str, index: int) -> list[str]:
         """The last lines that a node (of a colocation: its part that failed, or its first) printed (process modes)."""
+        self._check_owner()
         return self._host.last_lines(self._coordinator.main_part(f"{label}/{index}"))
 
     @property
@@ -209,15 +240,18 @@ class Run:
     @property
     def failure(self) -> NodeError | None:
         """The first failure so far, without waiting for the end."""
+        self._check_owner()
         return self._coordinator.failure()
 
     @property
     def later_failures(self) -> int:
         """How many failures came after the first one."""
+        self._check_owner()
         return max(0, len(self._coordinator.failures()) - 1)
 
     def log_path(self, label: str, index: int) -> Path | None:
         """The file with all that a node (of a colocation: as `last_lines`) printed (process modes)."""
+        self._check_owner()
         return self._host.log_path(self._coordinator.main_part(f"{label}/{index}"))
 
     def __enter__(self) -> Self:
@@ -226,6 +260,8 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if not self._owner.is_here:
+            return
         with self._interrupts.deferred():  # or the wait for a failure could keep the lock that the stop needs
             try:
                 self._services.first_failure()  # of a process that has died by now: the stop is not what ended it
@@ -240,6 +276,13 @@ class Run:
         cause = str(failure).splitlines()[0]
         if isinstance(error, Unavailable) and cause not in str(error):
             add_note(error, f"the first failure of the program: {cause}")
+
+    def _check_owner(self) -> None:
+        """
+        Raises:
+            Unavailable: this is a forked child of the process that has launched the program.
+        """
+        self._owner.check(f"the run of program {self._program.name!r}", "use it there")
 
     def _supervise(self) -> None:
         self._has_started.wait()

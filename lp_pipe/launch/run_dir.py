@@ -1,13 +1,18 @@
 """The folder of a run: a new one among its user's, or the one that was asked for, if no other run is there."""
 
+import logging
 import os
 import time
+from functools import cache
 from pathlib import Path
 
 from lp_pipe.errors import LaunchError
 from lp_pipe.launch.leftovers import prune_runs
-from lp_pipe.launch.registry import read_record, user_folder
+from lp_pipe.launch.registry import read_record
+from lp_pipe.launch.user_folders import is_temporary, state_folder
 from lp_pipe.telemetry.run_folder import RunFolder
+
+_log = logging.getLogger(__name__)
 
 _MOST_NAME_BYTES = 150  # of the program's name in its run's folder; file systems take 255 in all
 
@@ -18,7 +23,7 @@ def make_run_dir(name: str, asked: str | os.PathLike[str] | None) -> Path:
     Raises:
         LaunchError: it cannot be made, or a run is there that has not ended.
     """
-    folder = new_run_dir(usual_runs(), name) if asked is None else Path(asked)
+    folder = new_run_dir(_usual_runs_said(), name) if asked is None else Path(asked)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:  # a home folder that is not there or cannot be written, as in some containers
@@ -46,6 +51,26 @@ def new_run_dir(parent: Path, name: str) -> Path:
 
 
 def usual_runs() -> Path:
-    """Where a script's runs have their folders."""
-    usual = user_folder() / "runs"
-    return Path(os.environ.get("LP_PIPE_RUNS") or usual)
+    """Return where a script's runs have their folders.
+
+    Raises:
+        LaunchError: as `state_folder`.
+    """
+    named = os.environ.get("LP_PIPE_RUNS")
+    return Path(named) if named else state_folder() / "runs"
+
+
+def _usual_runs_said() -> Path:
+    folder = usual_runs()
+    if is_temporary(folder):
+        _say_that_runs_are_temporary(folder)
+    return folder
+
+
+@cache
+def _say_that_runs_are_temporary(folder: Path) -> None:
+    _log.warning(
+        "there is no home folder that can be written: runs have their folders in %s, which the system may delete; "
+        "set LP_PIPE_RUNS or XDG_STATE_HOME to have them elsewhere",
+        folder,
+    )

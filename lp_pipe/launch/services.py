@@ -1,6 +1,6 @@
 """What is asked of a program in its coordinator's process: by nodes that are threads there, and by the launcher."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 
@@ -20,11 +20,17 @@ class _OutsideOfNodes:
     def withdraw(self, address: str, is_failing: bool) -> None:
         raise RuntimeError("only a node can serve an address of the program")
 
+    def has_lost_state(self, address: str) -> bool:
+        raise RuntimeError("only a node can serve an address of the program")
+
     def inner_nodes_ended(self, colocation: str) -> "Future[str]":
         raise RuntimeError("only a colocation has inner nodes")
 
     def stop_inner_nodes(self, colocation: str) -> None:
         raise RuntimeError("only a colocation has inner nodes")
+
+
+_COORDINATOR, _IN_THAT_PROCESS = "the coordinator of the program", "ask it there"
 
 
 class _OfCoordinator:
@@ -41,14 +47,23 @@ class _OfCoordinator:
     def resolve(self, address: str) -> "Future[str]":
         return self._coordinator.resolve(address) if self._owner.is_here else nobody_to_ask()
 
+    def watch_state(self, addresses: Sequence[str]) -> "Future[str]":
+        return self._coordinator.watch_state(addresses) if self._owner.is_here else Future()
+
     def reserve_port(self, address: str) -> str:
+        self._owner.check(_COORDINATOR, _IN_THAT_PROCESS)
         return self._coordinator.reserve_port(address)
 
     def request_stop(self) -> None:
+        self._owner.check(_COORDINATOR, _IN_THAT_PROCESS)
         self._coordinator.request_stop()
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None) -> None:
+        self._owner.check(_COORDINATOR, _IN_THAT_PROCESS)
         self._coordinator.log_metrics(self._name, *as_numbers(metrics, step))
+
+    def log_event(self, event: str, step: int) -> None:
+        self._coordinator.log_event(self._name, event, step)
 
 
 class LocalServices(_OfCoordinator):
@@ -59,6 +74,9 @@ class LocalServices(_OfCoordinator):
 
     def withdraw(self, address: str, is_failing: bool) -> None:
         self._coordinator.withdraw(address, is_failing)
+
+    def has_lost_state(self, address: str) -> bool:
+        return bool(self._coordinator.has_lost_state(address).result())
 
     def first_failure(self) -> None:
         """Its launcher says it."""
@@ -88,6 +106,10 @@ class LauncherServices(_OfCoordinator, _OutsideOfNodes):
         with self._deferring():
             return super().resolve(address)
 
+    def watch_state(self, addresses: Sequence[str]) -> "Future[str]":
+        with self._deferring():
+            return super().watch_state(addresses)
+
     def first_failure(self) -> Exception | None:
         with self._deferring():
             return self._coordinator.settled_failure(self._host.dying())
@@ -111,6 +133,9 @@ class EndedServices(_OutsideOfNodes):
         future.set_exception(Unavailable(self._reasons[address]))
         return future
 
+    def watch_state(self, addresses: Sequence[str]) -> "Future[str]":
+        return Future()  # nothing is started again any more
+
     def reserve_port(self, address: str) -> str:
         raise Unavailable(self._reasons[address])
 
@@ -118,4 +143,7 @@ class EndedServices(_OutsideOfNodes):
         """It has stopped."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None) -> None:
+        raise RuntimeError("the program has ended")
+
+    def log_event(self, event: str, step: int) -> None:
         raise RuntimeError("the program has ended")

@@ -12,10 +12,12 @@ from lp_pipe.connections import inproc
 from lp_pipe.context import NodeContext, NodeServices, entered
 from lp_pipe.launch.coordination.call_rate import CallRate
 from lp_pipe.launch.coordination.coordinator import Coordinator
+from lp_pipe.launch.coordination.record import Failure
 from lp_pipe.launch.host import Host, give_up
+from lp_pipe.launch.plan import interpreter_state
 from lp_pipe.launch.plan.plan import Plan
 from lp_pipe.launch.plan.spec import NodeSpec
-from lp_pipe.launch.processes.execute import run_node
+from lp_pipe.launch.processes.execute import run_node, run_setup
 from lp_pipe.launch.processes.threads import unset_threads, use_threads
 from lp_pipe.launch.services import LocalServices
 from lp_pipe.protos import supervision_pb2 as wire
@@ -32,7 +34,8 @@ def make_host(plan: Plan, metrics: MetricsLog) -> tuple[Host, Coordinator]:
         ValueError: groups ask for different numbers of torch threads, of which a process has only one.
     """
     run = uuid.uuid4().hex  # the same program may run twice at a time
-    coordinator = Coordinator(plan, lambda address: inproc.endpoint_here(f"{run}/{address}"), metrics)
+    prefix = inproc.endpoint_here(f"{run}/")  # now: asked in a forked child, it would name that process
+    coordinator = Coordinator(plan, lambda address: prefix + address, metrics)
     return ThreadHost(plan, coordinator), coordinator
 
 
@@ -47,10 +50,15 @@ class ThreadHost(Host):
         self._contexts: dict[str, NodeContext] = {}
         self._thread_count = common_threads(plan.nodes)
         self._uses_threads = False
+        self._setup_failure: Failure | None = None
+        self._prepare_thread: interpreter_state.ThreadState = lambda: None
 
     def start(self) -> None:
         use_threads(self._thread_count)
         self._uses_threads = True
+        if self._plan.setup is not None:
+            self._setup_failure = run_setup(self._plan.setup)
+        self._prepare_thread = interpreter_state.thread_state()
         for spec in self._plan.nodes:
             self._prepare(spec)
         try:
@@ -116,6 +124,7 @@ class ThreadHost(Host):
             run_dir=self._plan.run_dir,
             services=LocalServices(self._coordinator, spec.node_id),
             grace_s=self._plan.grace_s,
+            prepare_thread=self._prepare_thread,
         )
         self._contexts[spec.node_id] = node
         self._threads[spec.node_id] = threading.Thread(
@@ -125,7 +134,8 @@ class ThreadHost(Host):
     def _run(self, spec: NodeSpec, node: NodeContext) -> None:
         self._coordinator.node_started(spec.node_id, os.getpid(), CallRate(lambda: node.calls))
         with entered(node):
-            failure = run_node(spec.node, node)
+            node.prepare_thread()
+            failure = self._setup_failure or run_node(spec.node, node)
         if self._contexts[spec.node_id] is not node:
             return  # it was left behind, and another thread is this node by now
         self._coordinator.node_ended(spec.node_id, failure)

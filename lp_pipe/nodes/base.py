@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Generic, Self, TypeVar
 
 from lp_pipe.address import Address
-from lp_pipe.handles import Handle, dereference, find_handles
+from lp_pipe.handles import Handle, check_arguments, declared_at, dereference, find_handles
 from lp_pipe.nodes import user_code
 
 HandleT = TypeVar("HandleT", bound=Handle[Any])
@@ -31,6 +31,9 @@ class Node(ABC, Generic[HandleT]):
         self._args = args
         self._kwargs = kwargs
         self._run_enabled = True
+        self._declared = declared_at()
+        if args or kwargs:  # without any, `configure` may still give them
+            check_arguments(type(self).__name__, function, args, kwargs)
         self._addresses: list[Address] = []
         self._handles: list[HandleT] = []
 
@@ -52,7 +55,13 @@ class Node(ABC, Generic[HandleT]):
         return handle
 
     def configure(self, /, *args: Any, **kwargs: Any) -> Self:
-        """Replace the arguments, also after add_node: how cyclic graphs are made."""
+        """Replace the arguments, also after add_node: how cyclic graphs are made.
+
+        Raises:
+            TypeError: the constructor does not take them.
+        """
+        if args or kwargs:
+            check_arguments(f"{type(self).__name__}.configure", self._function, args, kwargs)
         self._args = args
         self._kwargs = kwargs
         return self
@@ -83,6 +92,15 @@ class Node(ABC, Generic[HandleT]):
         named = [(f"argument args[{index}]", arg) for index, arg in enumerate(self._args)]
         named += [(f"argument {name}", value) for name, value in self._kwargs.items()]
         return [*named, ("the function" if not isinstance(self._function, type) else "the class", self._function)]
+
+    def check_arguments(self) -> None:
+        """Refuse to start with arguments that the function or constructor does not take.
+
+        Raises:
+            TypeError: names the node, and the line that declared it.
+        """
+        hint = f"\nThe node was declared at {self._declared}; give the arguments there, or with .configure(...)."
+        check_arguments(f"node {self.name}: {type(self).__name__}", self._function, self._args, self._kwargs, hint)
 
     def construct_apart(self) -> Any:
         """The object that it would run or serve, built in this process and outside of any run, for tools to look at.

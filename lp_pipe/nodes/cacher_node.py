@@ -86,7 +86,7 @@ class _Cacher:
         return self._get("__call__", args, kwargs)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name.startswith("_") or name == "run":  # the node would take a `run` for what it is to do
+        if name.startswith("_"):
             raise AttributeError(name)
         return lambda *args, **kwargs: self._get(name, args, kwargs)
 

@@ -52,6 +52,10 @@ class Colocation(Node[NoClientHandle]):
         for child in self._children:
             child.placed(label, index)
 
+    def check_arguments(self) -> None:
+        for child in self._children:
+            child.check_arguments()
+
     def input_handles(self) -> Iterator[Handle[Any]]:
         for child in self._children:
             yield from child.input_handles()

@@ -31,7 +31,7 @@ def run_to_end(node: Node[Any], context: NodeContext) -> BaseException | None:
     try:
         context.exit_stack.close()
     except BaseException as error:
-        failure = failure or error
+        failure = error if failure is None else failure
     if (late := context.stop_signal.finish(context.grace_s)) is not None:
         _log.warning(
             "node %s: its stop handlers did not end within %.1f s and are left behind. They are at:\n%s",

@@ -12,6 +12,7 @@ from lp_pipe.context import NodeContext, StopSignal, context, entered
 from lp_pipe.nodes.base import Node
 from lp_pipe.nodes.colocation import Colocation
 from lp_pipe.nodes.execution import is_echo, run_to_end
+from lp_pipe.telemetry import waits
 from lp_pipe.telemetry.thread_stack import stack_of
 
 _log = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ class _Threads:
         for thread in self._threads:
             thread.start()
         self._outer.stop_signal.add(self._stop)
-        with self._changed:
+        with self._changed, waits.waiting(waits.IDLE, waits.Target(), node=self._outer):
             self._changed.wait_for(self._is_enough)
         is_early = not self._outer.is_stopping
         self._stop()
@@ -72,6 +73,7 @@ class _Threads:
 
     def _run_child(self, child: Node[Any], node: NodeContext) -> None:
         with entered(node):
+            node.prepare_thread()
             error = run_to_end(child, node)
         with self._changed:
             self._ended += 1

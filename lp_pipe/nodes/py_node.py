@@ -19,8 +19,8 @@ class PyClassNode(Node[NoClientHandle]):
     """Calls `ctor(*args, **kwargs)`, then `.run()` of the result if it has one; ends when that returns."""
 
     def execute(self) -> None:
-        run = getattr(self._construct(), "run", None)
-        if callable(run) and self._run_enabled:
+        run = user_code.optional_method(self._construct(), "run")
+        if run is not None and self._run_enabled:
             user_code.call(run)
 
     def _new_handle(self) -> NoClientHandle:

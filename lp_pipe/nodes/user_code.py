@@ -1,5 +1,6 @@
 """A node's calls of the user's own functions: what comes back must be their result, and in the process that called."""
 
+import inspect
 import os
 import sys
 import traceback
@@ -32,6 +33,17 @@ def call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     if type(result) in _NOT_RUN:
         raise _not_run(function, result)
     return result
+
+
+def optional_method(target: object, name: str) -> Callable[..., Any] | None:
+    """Return the method `name` if the target's class or the target itself defines it, else None.
+
+    A `__getattr__` is not asked: a wrapper that answers to every name would seem to have every optional method.
+    """
+    if inspect.getattr_static(target, name, None) is None:
+        return None
+    found = getattr(target, name, None)
+    return found if callable(found) else None
 
 
 def _not_run(function: Callable[..., Any], result: Any) -> TypeError:

@@ -29,10 +29,10 @@ from lp_pipe.pipeline.planned import replica_seconds
 from lp_pipe.pipeline.schedule import Schedule
 from lp_pipe.pipeline.schedule.numbers_given import as_float, as_int, is_count
 from lp_pipe.pipeline.schedule.registry import registered
-from lp_pipe.pipeline.torch_version import refuse_too_old
 from lp_pipe.pipeline.worker_nodes import add_nodes, workers
 from lp_pipe.program import Program
 from lp_pipe.resources import Resources
+from lp_pipe.torch_version import refuse_too_old
 
 
 def add_pipeline(

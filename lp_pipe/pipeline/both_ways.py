@@ -7,7 +7,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from lp_pipe.errors import PipelineError
 from lp_pipe.launch import launch
@@ -21,6 +20,7 @@ from lp_pipe.pipeline.layers.skips import Skip, layer_sources
 from lp_pipe.pipeline.layers.wrapper import Wrapper
 from lp_pipe.pipeline.plain import PlainLoop
 from lp_pipe.pipeline.schedule.numbers_given import as_float
+from lp_pipe.private_torch import pytree
 from lp_pipe.program import Program
 from lp_pipe.resources import Resources
 

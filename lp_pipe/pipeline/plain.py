@@ -1,7 +1,7 @@
 """The loop in one process that every synchronous pipeline equals to the bit."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,7 @@ from lp_pipe.pipeline.layers.rng import backward_place, optimizer_place, step_rn
 from lp_pipe.pipeline.layers.skips import call, layer_sources
 from lp_pipe.pipeline.layers.tied import tie, tied_names
 from lp_pipe.pipeline.worker.module_settings import ModuleSettings, with_loss
+from lp_pipe.private_torch import buffers_of, put_buffer
 
 
 class PlainLoop:
@@ -142,13 +143,13 @@ class PlainLoop:
 
     def _note_modules(self, layer: nn.Module, replicas: int) -> None:
         for module in layer.modules():
-            if module._buffers:
+            if buffers_of(module):
                 self._modules.setdefault(module, replicas)
 
     def _copy_buffers(self) -> None:
         """All replicas begin a step with the same."""
         self._buffers = {
-            (module, replica): {name: b.clone() if b is not None else None for name, b in module._buffers.items()}
+            (module, replica): {name: b.clone() if b is not None else None for name, b in buffers_of(module).items()}
             for module, replicas in self._modules.items()
             for replica in range(1, replicas)
         }
@@ -158,13 +159,13 @@ class PlainLoop:
         """In the body modules have the buffers of the replica that runs the micro-batch."""
         turns = {module: microbatch % replicas for module, replicas in self._modules.items()}
         places = [(module, replica) for module, replica in turns.items() if replica]
-        firsts = [dict(module._buffers) for module, _ in places]
+        firsts = [dict(buffers_of(module)) for module, _ in places]
         for module, replica in places:
-            module._buffers.update(self._buffers[module, replica])
+            _put_buffers(module, self._buffers[module, replica])
         yield
         for (module, replica), first in zip(places, firsts, strict=True):
-            self._buffers[module, replica] = dict(module._buffers)
-            module._buffers.update(first)
+            self._buffers[module, replica] = dict(buffers_of(module))
+            _put_buffers(module, first)
 
     def _set_aside(self, microbatch: int) -> None:
         """Begin the next micro-batch's gradients where its replica's sum is."""
@@ -188,3 +189,8 @@ class PlainLoop:
             with step_rng(self._model.seed, index, self._step, microbatch):
                 value = call(layer, (value,), stashed)
         return value
+
+
+def _put_buffers(module: nn.Module, buffers: Mapping[str, Tensor | None]) -> None:
+    for name, buffer in buffers.items():
+        put_buffer(module, name, buffer)

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1alp_pipe/protos/frame.proto\x12\x07lp_pipe\"\x1d\n\x0cStreamCredit\x12\r\n\x05items\x18\x01 \x01(\r\"\xcf\x02\n\tCallError\x12)\n\x06origin\x18\x01 \x01(\x0e\x32\x19.lp_pipe.CallError.Origin\x12\x11\n\ttype_name\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x11\n\ttraceback\x18\x04 \x01(\t\x12\x16\n\x0e\x65xception_type\x18\x05 \x01(\x0c\x12\x0c\n\x04\x61rgs\x18\x06 \x01(\x0c\x12\x36\n\nattributes\x18\x07 \x03(\x0b\x32\".lp_pipe.CallError.AttributesEntry\x1a\x31\n\x0f\x41ttributesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\"O\n\x06Origin\x12\x0b\n\x07HANDLER\x10\x00\x12\x14\n\x10METHOD_NOT_FOUND\x10\x01\x12\x11\n\rSERIALIZATION\x10\x02\x12\x0f\n\x0bUNAVAILABLE\x10\x03*\xd0\x02\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\r\n\tKIND_CALL\x10\x01\x12\x0f\n\x0bKIND_RESULT\x10\x02\x12\x0e\n\nKIND_ERROR\x10\x03\x12\x0f\n\x0bKIND_CANCEL\x10\x04\x12\x14\n\x10KIND_SUPERVISION\x10\x05\x12\x15\n\x11KIND_CHANNEL_OPEN\x10\x06\x12\x15\n\x11KIND_CHANNEL_DATA\x10\x07\x12\x17\n\x13KIND_CHANNEL_CREDIT\x10\x08\x12\x0e\n\nKIND_CLOSE\x10\t\x12\x14\n\x10KIND_STREAM_OPEN\x10\n\x12\x14\n\x10KIND_STREAM_ITEM\x10\x0b\x12\x13\n\x0fKIND_STREAM_END\x10\x0c\x12\x16\n\x12KIND_STREAM_CREDIT\x10\r\x12\x14\n\x10KIND_LOAN_RETURN\x10\x0e\x12\x15\n\x11KIND_CHANNEL_NOTE\x10\x0f\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1alp_pipe/protos/frame.proto\x12\x07lp_pipe\"\x1d\n\x0cStreamCredit\x12\r\n\x05items\x18\x01 \x01(\r\"\xdf\x02\n\tCallError\x12)\n\x06origin\x18\x01 \x01(\x0e\x32\x19.lp_pipe.CallError.Origin\x12\x11\n\ttype_name\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x11\n\ttraceback\x18\x04 \x01(\t\x12\x16\n\x0e\x65xception_type\x18\x05 \x01(\x0c\x12\x0c\n\x04\x61rgs\x18\x06 \x01(\x0c\x12\x36\n\nattributes\x18\x07 \x03(\x0b\x32\".lp_pipe.CallError.AttributesEntry\x1a\x31\n\x0f\x41ttributesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\"_\n\x06Origin\x12\x0b\n\x07HANDLER\x10\x00\x12\x14\n\x10METHOD_NOT_FOUND\x10\x01\x12\x11\n\rSERIALIZATION\x10\x02\x12\x0f\n\x0bUNAVAILABLE\x10\x03\x12\x0e\n\nSTATE_LOST\x10\x04*\xd0\x02\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\r\n\tKIND_CALL\x10\x01\x12\x0f\n\x0bKIND_RESULT\x10\x02\x12\x0e\n\nKIND_ERROR\x10\x03\x12\x0f\n\x0bKIND_CANCEL\x10\x04\x12\x14\n\x10KIND_SUPERVISION\x10\x05\x12\x15\n\x11KIND_CHANNEL_OPEN\x10\x06\x12\x15\n\x11KIND_CHANNEL_DATA\x10\x07\x12\x17\n\x13KIND_CHANNEL_CREDIT\x10\x08\x12\x0e\n\nKIND_CLOSE\x10\t\x12\x14\n\x10KIND_STREAM_OPEN\x10\n\x12\x14\n\x10KIND_STREAM_ITEM\x10\x0b\x12\x13\n\x0fKIND_STREAM_END\x10\x0c\x12\x16\n\x12KIND_STREAM_CREDIT\x10\r\x12\x14\n\x10KIND_LOAN_RETURN\x10\x0e\x12\x15\n\x11KIND_CHANNEL_NOTE\x10\x0f\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,14 +33,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_CALLERROR_ATTRIBUTESENTRY']._loaded_options = None
   _globals['_CALLERROR_ATTRIBUTESENTRY']._serialized_options = b'8\001'
-  _globals['_KIND']._serialized_start=409
-  _globals['_KIND']._serialized_end=745
+  _globals['_KIND']._serialized_start=425
+  _globals['_KIND']._serialized_end=761
   _globals['_STREAMCREDIT']._serialized_start=39
   _globals['_STREAMCREDIT']._serialized_end=68
   _globals['_CALLERROR']._serialized_start=71
-  _globals['_CALLERROR']._serialized_end=406
+  _globals['_CALLERROR']._serialized_end=422
   _globals['_CALLERROR_ATTRIBUTESENTRY']._serialized_start=276
   _globals['_CALLERROR_ATTRIBUTESENTRY']._serialized_end=325
   _globals['_CALLERROR_ORIGIN']._serialized_start=327
-  _globals['_CALLERROR_ORIGIN']._serialized_end=406
+  _globals['_CALLERROR_ORIGIN']._serialized_end=422
 # @@protoc_insertion_point(module_scope)

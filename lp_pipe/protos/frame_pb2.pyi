@@ -56,10 +56,12 @@ class CallError(_message.Message):
         METHOD_NOT_FOUND: _ClassVar[CallError.Origin]
         SERIALIZATION: _ClassVar[CallError.Origin]
         UNAVAILABLE: _ClassVar[CallError.Origin]
+        STATE_LOST: _ClassVar[CallError.Origin]
     HANDLER: CallError.Origin
     METHOD_NOT_FOUND: CallError.Origin
     SERIALIZATION: CallError.Origin
     UNAVAILABLE: CallError.Origin
+    STATE_LOST: CallError.Origin
     class AttributesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]

@@ -18,8 +18,15 @@ class Hello(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., pid: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Start(_message.Message):
-    __slots__ = ("label", "index", "group_size", "run_dir", "socket_dir", "cwd", "sys_path", "env", "threads", "argv", "cpus", "grace_s", "log_level", "devices", "membership", "absl_flags")
+    __slots__ = ("label", "index", "group_size", "run_dir", "socket_dir", "cwd", "sys_path", "env", "threads", "argv", "cpus", "grace_s", "devices", "membership", "state", "main")
     class EnvEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    class MainEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -38,10 +45,10 @@ class Start(_message.Message):
     ARGV_FIELD_NUMBER: _ClassVar[int]
     CPUS_FIELD_NUMBER: _ClassVar[int]
     GRACE_S_FIELD_NUMBER: _ClassVar[int]
-    LOG_LEVEL_FIELD_NUMBER: _ClassVar[int]
     DEVICES_FIELD_NUMBER: _ClassVar[int]
     MEMBERSHIP_FIELD_NUMBER: _ClassVar[int]
-    ABSL_FLAGS_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    MAIN_FIELD_NUMBER: _ClassVar[int]
     label: str
     index: int
     group_size: int
@@ -54,11 +61,11 @@ class Start(_message.Message):
     argv: _containers.RepeatedScalarFieldContainer[str]
     cpus: _containers.RepeatedScalarFieldContainer[int]
     grace_s: float
-    log_level: int
     devices: _containers.RepeatedScalarFieldContainer[int]
     membership: Membership
-    absl_flags: bytes
-    def __init__(self, label: _Optional[str] = ..., index: _Optional[int] = ..., group_size: _Optional[int] = ..., run_dir: _Optional[str] = ..., socket_dir: _Optional[str] = ..., cwd: _Optional[str] = ..., sys_path: _Optional[_Iterable[str]] = ..., env: _Optional[_Mapping[str, str]] = ..., threads: _Optional[int] = ..., argv: _Optional[_Iterable[str]] = ..., cpus: _Optional[_Iterable[int]] = ..., grace_s: _Optional[float] = ..., log_level: _Optional[int] = ..., devices: _Optional[_Iterable[int]] = ..., membership: _Optional[_Union[Membership, _Mapping]] = ..., absl_flags: _Optional[bytes] = ...) -> None: ...
+    state: bytes
+    main: _containers.ScalarMap[str, str]
+    def __init__(self, label: _Optional[str] = ..., index: _Optional[int] = ..., group_size: _Optional[int] = ..., run_dir: _Optional[str] = ..., socket_dir: _Optional[str] = ..., cwd: _Optional[str] = ..., sys_path: _Optional[_Iterable[str]] = ..., env: _Optional[_Mapping[str, str]] = ..., threads: _Optional[int] = ..., argv: _Optional[_Iterable[str]] = ..., cpus: _Optional[_Iterable[int]] = ..., grace_s: _Optional[float] = ..., devices: _Optional[_Iterable[int]] = ..., membership: _Optional[_Union[Membership, _Mapping]] = ..., state: _Optional[bytes] = ..., main: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class Membership(_message.Message):
     __slots__ = ("run", "host", "reached_at", "credentials", "silence_s")
@@ -107,16 +114,18 @@ class Resolved(_message.Message):
     def __init__(self, id: _Optional[int] = ..., endpoint: _Optional[str] = ..., unavailable: _Optional[str] = ..., not_in_program: _Optional[bool] = ...) -> None: ...
 
 class Metrics(_message.Message):
-    __slots__ = ("names", "values", "step", "has_step")
+    __slots__ = ("names", "values", "step", "has_step", "event")
     NAMES_FIELD_NUMBER: _ClassVar[int]
     VALUES_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     HAS_STEP_FIELD_NUMBER: _ClassVar[int]
+    EVENT_FIELD_NUMBER: _ClassVar[int]
     names: _containers.RepeatedScalarFieldContainer[str]
     values: _containers.RepeatedScalarFieldContainer[float]
     step: int
     has_step: bool
-    def __init__(self, names: _Optional[_Iterable[str]] = ..., values: _Optional[_Iterable[float]] = ..., step: _Optional[int] = ..., has_step: _Optional[bool] = ...) -> None: ...
+    event: str
+    def __init__(self, names: _Optional[_Iterable[str]] = ..., values: _Optional[_Iterable[float]] = ..., step: _Optional[int] = ..., has_step: _Optional[bool] = ..., event: _Optional[str] = ...) -> None: ...
 
 class Ended(_message.Message):
     __slots__ = ("type_name", "message", "traceback", "is_unavailable", "is_plain_echo")
@@ -145,6 +154,16 @@ class Ping(_message.Message):
     CALLS_FIELD_NUMBER: _ClassVar[int]
     calls: int
     def __init__(self, calls: _Optional[int] = ...) -> None: ...
+
+class KeptState(_message.Message):
+    __slots__ = ("id", "addresses", "watch")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    WATCH_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    watch: bool
+    def __init__(self, id: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., watch: _Optional[bool] = ...) -> None: ...
 
 class Stacks(_message.Message):
     __slots__ = ("id", "text")
@@ -280,7 +299,7 @@ class Hear(_message.Message):
     def __init__(self, id: _Optional[int] = ...) -> None: ...
 
 class Supervision(_message.Message):
-    __slots__ = ("hello", "start", "register", "resolve", "resolved", "metrics", "ended", "stop", "stop_request", "ping", "stacks", "reserve_port", "inner_nodes", "waits", "fault", "fault_report", "hear")
+    __slots__ = ("hello", "start", "register", "resolve", "resolved", "metrics", "ended", "stop", "stop_request", "ping", "stacks", "reserve_port", "inner_nodes", "waits", "fault", "fault_report", "hear", "kept_state")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     REGISTER_FIELD_NUMBER: _ClassVar[int]
@@ -298,6 +317,7 @@ class Supervision(_message.Message):
     FAULT_FIELD_NUMBER: _ClassVar[int]
     FAULT_REPORT_FIELD_NUMBER: _ClassVar[int]
     HEAR_FIELD_NUMBER: _ClassVar[int]
+    KEPT_STATE_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     start: Start
     register: Register
@@ -315,4 +335,5 @@ class Supervision(_message.Message):
     fault: Fault
     fault_report: FaultReport
     hear: Hear
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., register: _Optional[_Union[Register, _Mapping]] = ..., resolve: _Optional[_Union[Resolve, _Mapping]] = ..., resolved: _Optional[_Union[Resolved, _Mapping]] = ..., metrics: _Optional[_Union[Metrics, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., stop_request: _Optional[_Union[StopRequest, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., stacks: _Optional[_Union[Stacks, _Mapping]] = ..., reserve_port: _Optional[_Union[ReservePort, _Mapping]] = ..., inner_nodes: _Optional[_Union[InnerNodes, _Mapping]] = ..., waits: _Optional[_Union[Waits, _Mapping]] = ..., fault: _Optional[_Union[Fault, _Mapping]] = ..., fault_report: _Optional[_Union[FaultReport, _Mapping]] = ..., hear: _Optional[_Union[Hear, _Mapping]] = ...) -> None: ...
+    kept_state: KeptState
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., register: _Optional[_Union[Register, _Mapping]] = ..., resolve: _Optional[_Union[Resolve, _Mapping]] = ..., resolved: _Optional[_Union[Resolved, _Mapping]] = ..., metrics: _Optional[_Union[Metrics, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., stop_request: _Optional[_Union[StopRequest, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., stacks: _Optional[_Union[Stacks, _Mapping]] = ..., reserve_port: _Optional[_Union[ReservePort, _Mapping]] = ..., inner_nodes: _Optional[_Union[InnerNodes, _Mapping]] = ..., waits: _Optional[_Union[Waits, _Mapping]] = ..., fault: _Optional[_Union[Fault, _Mapping]] = ..., fault_report: _Optional[_Union[FaultReport, _Mapping]] = ..., hear: _Optional[_Union[Hear, _Mapping]] = ..., kept_state: _Optional[_Union[KeptState, _Mapping]] = ...) -> None: ...

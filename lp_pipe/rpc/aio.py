@@ -13,6 +13,7 @@ from typing import Any, Protocol, Self
 from lp_pipe.connections import Frame
 from lp_pipe.rpc.calls import Cancel, CancellableCall, Reply, Sent
 from lp_pipe.rpc.consuming import RemoteItems, Stream
+from lp_pipe.rpc.remote_method import RemoteMethod
 from lp_pipe.telemetry import waits
 
 Args = tuple[Any, ...]
@@ -43,7 +44,13 @@ class Aio:
     def __getattr__(self, name: str) -> Callable[..., "AioCall"]:
         if name.startswith("_"):
             raise AttributeError(name)
-        return lambda *args, **kwargs: AioCall(_call(self._client, name, args, kwargs))
+        return RemoteMethod(self._start, name)
+
+    def __repr__(self) -> str:
+        return f"{self._client!r}.aio"
+
+    def _start(self, name: str, /, *args: Any, **kwargs: Any) -> "AioCall":
+        return AioCall(_call(self._client, name, args, kwargs))
 
 
 class AioCall(Coroutine[Any, Any, Any]):
@@ -107,6 +114,10 @@ class AioReply:
         self._reply: asyncio.Future[Reply] = self._loop.create_future()
         self.on_cancel: Callable[[], bool] | None = None
         self.sent: Sent | None = None
+
+    @property
+    def has_reply(self) -> bool:
+        return self._reply.done()
 
     def deliver(self, reply: Reply) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits

@@ -14,9 +14,10 @@ class Answer:
     """Sends a result, an error, or a stream; then `on_end` is called. Callers that have gone are not an error.
 
     server: the node, for messages ("server/0").
+    before_result: called before a result is sent; the caller's next call may follow at once.
     """
 
-    __slots__ = ("_on_end", "_server", "connection", "id", "method")
+    __slots__ = ("_on_end", "_server", "before_result", "connection", "id", "method")
 
     def __init__(self, connection: Connection, call: Frame, server: str, on_end: Callable[["Answer"], None]) -> None:
         self.connection = connection
@@ -24,8 +25,11 @@ class Answer:
         self.method = call.name
         self._server = server
         self._on_end = on_end
+        self.before_result: Callable[[], None] | None = None
 
     def result(self, value: Any) -> None:
+        if self.before_result is not None:
+            self.before_result()
         self._last(self._encoded(frames.RESULT, value))
 
     def error(self, error: BaseException) -> None:
@@ -53,7 +57,8 @@ class Answer:
         if frame.kind == frames.ERROR:
             self._last(frame)
             return False
-        on_size(len(frame.body) + sum(memoryview(buffer).nbytes for buffer in frame.buffers))
+        memory = [buffer for buffer in frame.buffers if isinstance(buffer, memoryview)]
+        on_size(len(frame.body) + sum(buffer.nbytes for buffer in memory))
         is_sent = self._send(frame)
         if not is_sent:
             self._on_end(self)
@@ -64,10 +69,13 @@ class Answer:
         self._last(Frame(frames.STREAM_END, self.id))
 
     def _encoded(self, kind: int, value: Any) -> Frame:
+        same_process = self.connection.is_same_process
         try:
-            body, buffers = codec.encode(value)
+            body, buffers = codec.encode(value, same_process=same_process)
         except BaseException as error:  # a __reduce__ that exits: the caller would wait for ever
-            text = str(unpicklable(f"{self.method}() of {self._server}", [("result", value)], error))
+            text = str(
+                unpicklable(f"{self.method}() of {self._server}", [("result", value)], error, same_process=same_process)
+            )
             return self._error_frame(remote_error.own(remote_error.SERIALIZATION, text))
         return Frame(kind, self.id, "", body, buffers)
 

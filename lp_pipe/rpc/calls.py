@@ -13,14 +13,18 @@ from lp_pipe.context import NodeContext, current_context, entered
 from lp_pipe.rpc.consuming import Stream
 from lp_pipe.rpc.owner import Owner
 from lp_pipe.rpc.pool import DaemonPool
+from lp_pipe.rpc.unread_errors import UnreadError
 from lp_pipe.telemetry import waits
 
 Reply = Frame | Stream | Exception
 
 
 class PendingCall(Protocol):
+    @property
+    def has_reply(self) -> bool: ...
+
     def deliver(self, reply: Reply) -> object:
-        """Called once, from the connection's thread."""
+        """Called once, from the connection's thread; again only where that was interrupted."""
 
 
 class CancellableCall(PendingCall, Protocol):
@@ -103,26 +107,36 @@ class CallFuture(Future[Any]):
         self._target = target
         self._method = method
         self._has_callbacks = False
-        self._settling = threading.Lock()
+        self._settling = threading.RLock()
         self.on_cancel: Callable[[], bool] | None = None
         self.sent: Sent | None = None
         self._owner = Owner()
+        self._unread: UnreadError | None = None
+        self._has_taker = reader != "anybody"  # else its exception must not go unnoticed
 
     @property
     def has_reply(self) -> bool:
         return self.done()
 
     def result(self, timeout: float | None = None) -> Any:
-        if not self.done():
-            with self._waiting(timeout):
-                return super().result(self._read(timeout))
-        return super().result()
+        try:
+            if not self.done():
+                with self._waiting(timeout):
+                    return super().result(self._read(timeout))
+            return super().result()
+        finally:
+            if self._unread is not None:
+                self._unread.read()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        if not self.done():
-            with self._waiting(timeout):
-                return super().exception(self._read(timeout))
-        return super().exception()
+        try:
+            if not self.done():
+                with self._waiting(timeout):
+                    return super().exception(self._read(timeout))
+            return super().exception()
+        finally:
+            if self._unread is not None:
+                self._unread.read()
 
     def wait(self, deadline: float | None) -> None:
         """Until the future is settled or cancelled, or the deadline has passed; another thread reads."""
@@ -132,10 +146,17 @@ class CallFuture(Future[Any]):
     def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
         with self._settling:
             self._has_callbacks = True
+        self.has_taker()
         if self.sent is not None:
             self.sent.attend()
         node = current_context()
         super().add_done_callback(fn if node is None else functools.partial(_call_in, node, fn))
+
+    def has_taker(self) -> None:
+        """Code asks for the outcome, or will: a callback."""
+        self._has_taker = True
+        if self._unread is not None:
+            self._unread.read()
 
     def cancel(self) -> bool:
         if not super().cancel():
@@ -169,11 +190,16 @@ class CallFuture(Future[Any]):
         return True
 
     def _settle(self, reply: Reply) -> None:
-        if not self.set_running_or_notify_cancel():
+        if not self.running() and not self.set_running_or_notify_cancel():
             return
         try:
             settle = functools.partial(self.set_result, self._outcome(reply))
         except Exception as error:  # belongs to whoever asks for the result
+            if not self._has_taker:
+                self._unread = UnreadError(self._target.peer or self._target.endpoint, self._method, error)
+            error.__traceback__ = (
+                None  # its frames refer to this future, which would only go when the collector comes by
+            )
             settle = functools.partial(self.set_exception, error)
         with self._settling:
             if not self._has_callbacks:
@@ -191,13 +217,16 @@ def add_quick_callback(future: Future[Any], fn: Callable[[Future[Any]], object])
     That saves a hop between threads. `fn` may not add callbacks to the same future. An exception of it is logged.
     """
     Future.add_done_callback(future, fn)
-    if isinstance(future, CallFuture) and future.sent is not None:
-        future.sent.attend()
+    if isinstance(future, CallFuture):
+        future.has_taker()
+        if future.sent is not None:
+            future.sent.attend()
 
 
 def _call_in(node: NodeContext, fn: Callable[[Future[Any]], object], future: Future[Any]) -> None:
     """Run a callback as code of the node that added it: the pool's threads belong to none."""
     with entered(node):
+        node.prepare_thread()
         fn(future)
 
 

@@ -4,24 +4,26 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from datetime import timedelta
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lp_pipe import connections
 from lp_pipe.connections import frames
 from lp_pipe.connections.shortage import told
 from lp_pipe.errors import DeadlineExceeded, SerializationError, Unavailable
-from lp_pipe.rpc import codec, deadlines, remote_error
+from lp_pipe.rpc import codec, deadlines, nesting, remote_error
 from lp_pipe.rpc.calls import CallFuture, Cancel, CancellableCall, Reader, Reply
 from lp_pipe.rpc.connecting import Connecting
 from lp_pipe.rpc.consuming import RemoteIterator, Stream
 from lp_pipe.rpc.explain import unpicklable
-from lp_pipe.rpc.exposed import LIST_METHODS
+from lp_pipe.rpc.exposed import GO_ON_AS_BUILT, LIST_METHODS
 from lp_pipe.rpc.first_failure import because_of, give_cause
 from lp_pipe.rpc.futures_view import Futures
 from lp_pipe.rpc.link import Link
+from lp_pipe.rpc.remote_method import RemoteMethod
 from lp_pipe.telemetry import waits
 
 if TYPE_CHECKING:
@@ -99,7 +101,15 @@ class CourierClient:
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r} (private names are not remote)")
         # Not kept in __dict__: a client in a reference cycle would hold its connection until the collector comes by.
-        return functools.partial(self._method, name)
+        return RemoteMethod(self._method, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_") and not callable(value):  # a stand-in for a method, as tests set one, is callable
+            raise AttributeError(
+                f"{self!r} cannot set {name!r}: it would change this client, and not the node's object. Give its class "
+                f"a method for that, such as `def set_{name}(self, value)`, and call it"
+            )
+        super().__setattr__(name, value)
 
     def __repr__(self) -> str:
         return f"CourierClient({self._peer})"
@@ -114,12 +124,30 @@ class CourierClient:
     def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         deadline = self._deadline()
         payload = self._encode(method, args, kwargs)
-        link = self._connecting.connected(method, deadline)
-        with self._explained(method), waits.waiting(waits.CALL, self._as_target, method, deadline is not None):
-            reply = link.call(method, payload, deadline)
+        thread = get_ident()
+        depth = nesting.depths.get(thread, 0)
+        try:
+            try:
+                nesting.depths[thread] = depth + 1
+                reply = self._round_trip(method, payload, deadline, depth)
+            finally:
+                nesting.depths[thread] = depth
+        except BaseException:
+            self._recover(depth)
+            raise
         if reply is None:
             raise self._too_late(method)
         return self._outcome(method, reply)
+
+    def _round_trip(self, method: str, payload: codec.Payload, deadline: float | None, depth: int) -> Reply | None:
+        link = self._connecting.at_depth(depth).connected(method, deadline)
+        with self._explained(method), waits.waiting(waits.CALL, self._as_target, method, deadline is not None):
+            return link.call(method, payload, deadline)
+
+    def _recover(self, depth: int) -> None:
+        """After any exception: a signal handler may have raised it in the middle of anything."""
+        nesting.depths[get_ident()] = depth
+        self._connecting.at_depth(depth).recover()
 
     def _start(
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], reader: Reader = "anybody"
@@ -133,22 +161,34 @@ class CourierClient:
     ) -> None:
         """Send a call without waiting for anything; every error but that of an argument goes to `call`."""
         task = _Task(method, self._encode(method, args, kwargs), call, cancel, self._deadline())
-        link = self._connecting.open_link()
+        thread = get_ident()
+        depth = nesting.depths.get(thread, 0)
+        try:
+            try:
+                nesting.depths[thread] = depth + 1
+                self._send_or_connect(self._connecting.at_depth(depth), task)
+            finally:
+                nesting.depths[thread] = depth
+        except BaseException:
+            self._recover(depth)
+            raise
+
+    def _send_or_connect(self, connecting: Connecting, task: "_Task") -> None:
+        link = connecting.open_link()
         if link is not None:
             self._send_task(link, task)
         else:
             # Connecting may take as long as the server takes to come up; the arguments are captured now.
-            payload = codec.Payload(task.payload.body, [bytearray(buffer) for buffer in task.payload.buffers])
-            arguments = (task._replace(payload=payload),)
+            arguments = (connecting, task._replace(payload=task.payload.captured()))
             name = f"connect {self._peer}"
             try:
                 threading.Thread(target=self._connect_and_send, args=arguments, name=name, daemon=True).start()
             except RuntimeError as error:
-                call.deliver(self._no_thread(method, "to connect", error))
+                task.call.deliver(self._no_thread(task.method, "to connect", error))
 
-    def _connect_and_send(self, task: "_Task") -> None:
+    def _connect_and_send(self, connecting: Connecting, task: "_Task") -> None:
         try:
-            link = self._connecting.connected(task.method, task.deadline)
+            link = connecting.connected(task.method, task.deadline)
         except Exception as error:  # belongs to whoever asks for the result
             task.call.deliver(error)
             return
@@ -195,13 +235,16 @@ class CourierClient:
             raise SerializationError(f"{self._peer}.{method}(): the arguments are too large: {error}") from error
 
     def _encode(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> codec.Payload:
+        same_process = connections.is_here(self._address)
         try:
-            return codec.encode((args, kwargs))
+            return codec.encode((args, kwargs), same_process=same_process)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a __reduce__ that exits is no reason for this node to end as if all was well
+            if _works(codec.encode, (args, kwargs)):
+                raise  # it came from a signal handler that ran meanwhile
             parts = [*((f"args[{index}]", arg) for index, arg in enumerate(args)), *kwargs.items()]
-            raise unpicklable(f"{self._peer}.{method}()", parts, error) from error
+            raise unpicklable(f"{self._peer}.{method}()", parts, error, same_process=same_process) from error
 
     def _awaiting(self, method: str) -> waits.awaiting:
         return waits.awaiting(waits.CALL, self._as_target, method, self._call_timeout_s is not None)
@@ -235,6 +278,8 @@ class CourierClient:
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # as in `_encode`
+            if _works(codec.decode, reply.body, reply.buffers):
+                raise
             raise SerializationError(
                 f"{self._peer}.{method}(): the result does not load here: {type(error).__name__}: {error}"
             ) from error
@@ -250,6 +295,25 @@ def list_methods(client: CourierClient) -> list[str]:
     """Sorted names of the server's public methods."""
     names: list[str] = client._call(LIST_METHODS, (), {})
     return names
+
+
+def _works(function: Callable[..., object], *args: Any) -> bool:
+    try:
+        function(*args)
+    except BaseException:
+        return False
+    return True
+
+
+def address_of(client: CourierClient) -> str | None:
+    """Return the id of the program's address that the client calls; None for a client that was made of an endpoint."""
+    return client._address_id
+
+
+def go_on_as_built(client: CourierClient) -> bool:
+    """Let a server that has lost its state serve its initial one; returns whether it had lost its state."""
+    had_lost_state: bool = client._call(GO_ON_AS_BUILT, (), {})
+    return had_lost_state
 
 
 def _make_client(

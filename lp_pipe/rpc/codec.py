@@ -11,35 +11,47 @@ import importlib
 import io
 import pickle
 import sys
+import threading
 import types
+import typing
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import cloudpickle
 
-from lp_pipe.rpc import layout, namesakes, slotted
+from lp_pipe.rpc import classes, layout, namesakes, reducers, torch_values
 
 # Smaller memory stays inside the pickle: a list of 100 000 little arrays must not become 100 000 pieces of a frame.
 _OUT_OF_BAND_BYTES = 1024
 
 _MAX_PLAIN_ITEMS = 8
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by a `class` statement
 _ATOMS = frozenset({int, float, bool, str, bytes, type(None), complex})
 
 
 class Payload(NamedTuple):
-    """A pickled value: the pickle itself, and the buffers that belong beside it, in order."""
+    """A pickled value: the pickle itself, and the buffers that belong beside it, in order.
+
+    Between two ends in one process a buffer may be any object.
+    """
 
     body: bytes
     buffers: Sequence[Any]
+
+    def captured(self) -> "Payload":
+        """Return a payload with its own copy of the memory that the buffers refer to."""
+        return Payload(self.body, [bytearray(one) if isinstance(one, memoryview) else one for one in self.buffers])
 
 
 class _ByValueNeeded(Exception):
     """A function or class came up that the peer cannot import."""
 
 
-def encode(value: Any) -> Payload:
+def encode(value: Any, *, same_process: bool = False) -> Payload:
     """Pickle `value`; memory of arrays and tensors is referred to, not copied, so send it before it changes.
+
+    same_process: the peer is in this process, and gets classes and functions themselves, among the buffers.
 
     Raises:
         Exception: whatever the value's own pickling raises; see `explain` for a message that names the culprit.
@@ -51,15 +63,24 @@ def encode(value: Any) -> Payload:
     try:
         _Pickler(stream, protocol=5, buffer_callback=_collect_in(buffers)).dump(value)
     except _ByValueNeeded:
-        return encode_by_value(value)
+        return _encode_with_references(value) if same_process else encode_by_value(value)
     return Payload(stream.getvalue(), buffers)
 
 
-def encode_by_value(value: Any) -> Payload:
-    """Like `encode`, for values that are full of functions anyway (nodes)."""
+def _encode_with_references(value: Any) -> Payload:
+    stream = io.BytesIO()
+    pickler = _ReferringPickler(stream)
+    pickler.dump(value)
+    return Payload(stream.getvalue(), pickler.buffers)
+
+
+def encode_by_value(value: Any, *, new_locks: bool = False) -> Payload:
+    """Pickle like `encode` a value that is full of functions anyway (a node)."""
     buffers: list[memoryview] = []
     stream = io.BytesIO()
-    _ByValuePickler(stream, protocol=5, buffer_callback=_collect_in(buffers)).dump(value)
+    pickler = _ByValuePickler(stream, _collect_in(buffers))
+    pickler.makes_new_locks = new_locks
+    pickler.dump(value)
     return Payload(stream.getvalue(), buffers)
 
 
@@ -68,9 +89,12 @@ def decode(body: bytes | bytearray | memoryview, buffers: Sequence[Any] = ()) ->
     return pickle.loads(body, buffers=buffers)
 
 
-def dumps(value: Any) -> bytes:
-    """`encode` into one piece of bytes, for files and for values inside other messages."""
-    payload = encode_by_value(value)
+def dumps(value: Any, *, new_locks: bool = False) -> bytes:
+    """`encode` into one piece of bytes, for files and for values inside other messages.
+
+    new_locks: locks, which do not pickle, become new ones.
+    """
+    payload = encode_by_value(value, new_locks=new_locks)
     return pickle.dumps((payload.body, [bytes(buffer) for buffer in payload.buffers]), protocol=5)
 
 
@@ -78,6 +102,25 @@ def loads(data: bytes | bytearray) -> Any:
     """Undo `dumps`."""
     body, buffers = pickle.loads(data)
     return decode(body, [bytearray(buffer) for buffer in buffers])
+
+
+def dumps_in_turn(values: Sequence[Any]) -> bytes:
+    """Pickle values into one piece of bytes, for `loads_in_turn`; what several of them refer to stays one object."""
+    buffers: list[memoryview] = []
+    stream = io.BytesIO()
+    pickler = _ByValuePickler(stream, _collect_in(buffers))
+    for value in values:
+        pickler.dump(value)
+    return pickle.dumps((stream.getvalue(), [bytes(buffer) for buffer in buffers]), protocol=5)
+
+
+def loads_in_turn(data: bytes | bytearray) -> Iterator[Any]:
+    """Undo `dumps_in_turn`; each value is loaded when the iterator is asked for it."""
+    body, buffers = pickle.loads(data)
+    stream = io.BytesIO(body)
+    unpickler = pickle.Unpickler(stream, buffers=map(bytearray, buffers))
+    while stream.tell() < len(body):
+        yield unpickler.load()
 
 
 def fingerprint(value: Any) -> bytes:
@@ -111,51 +154,159 @@ class _TensorReduction:
     def reducer_override(self, obj: Any) -> Any:
         if type(obj).__module__.startswith("torch") or hasattr(type(obj), "__torch_function__"):
             torch = sys.modules.get("torch")
-            if torch is not None and isinstance(obj, torch.Tensor):
-                reduced = _reduce_tensor(obj, torch)
+            if torch is not None:
+                is_tensor = isinstance(obj, torch.Tensor)
+                reduced = _reduce_tensor(obj, torch) if is_tensor else torch_values.reduce_torch_value(obj, torch)
                 if reduced is not None:
                     return reduced
         return NotImplemented
 
 
-_Cached: Any = type(functools.lru_cache(lambda: None))  # what @functools.lru_cache makes of a function
-
-
 class _Pickler(_TensorReduction, pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, (type, types.FunctionType, _Cached)) and not _found_by_name(obj):
+        if isinstance(obj, _BY_NAME) and not _found_by_name(obj):
             raise _ByValueNeeded
         return super().reducer_override(obj)
 
 
+# What pickle names by its module.
+_BY_NAME = (type, types.FunctionType, type(functools.lru_cache(lambda: None)), typing.TypeVar)
+_LOCKS: dict[type, Callable[[], Any]] = {
+    type(threading.Lock()): threading.Lock,
+    type(threading.RLock()): threading.RLock,
+}
+
+
 class _ByValuePickler(_TensorReduction, cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles functions and classes that the peer cannot import; it finds those that it has by their identity."""
+
+    makes_new_locks = False
+
+    def __init__(self, stream: io.BytesIO, buffer_callback: Callable[[pickle.PickleBuffer], bool]) -> None:
+        super().__init__(stream, protocol=5, buffer_callback=buffer_callback)
+        self._main_names = namesakes.MainNames()  # one, so that all functions of the script share their globals there
+
     def reducer_override(self, obj: Any) -> Any:
+        if self.makes_new_locks and type(obj) in _LOCKS:
+            return _LOCKS[type(obj)], ()
         reduced = _TensorReduction.reducer_override(self, obj)
         if reduced is not NotImplemented:
             return reduced
-        if isinstance(obj, (type, types.FunctionType)):
+        is_named_kind = isinstance(obj, _BY_NAME)
+        if is_named_kind and isinstance(obj.__module__, str):
             _is_importable(obj.__module__)  # makes cloudpickle ship the module's contents when it is not
-        elif isinstance(obj, _Cached) and not _found_by_name(obj):
-            return _cached, (obj.__wrapped__, obj.cache_parameters())
+        if not is_named_kind or not _found_by_name(obj):
+            part = reducers.reduce_part(obj) or torch_values.reduce_compiled(obj)
+            if part is not None:
+                return _reduce_named(obj, *part) if is_named_kind else part
         reduced = cloudpickle.Pickler.reducer_override(self, obj)
-        if not isinstance(reduced, tuple) or not isinstance(obj, (type, types.FunctionType)):
-            return reduced
-        if isinstance(obj, type):
-            reduced = slotted.with_slots(obj, reduced)
-        if namesakes.is_known_by_name(obj):
-            make, arguments, *rest = reduced
-            return namesakes.rebuild, (obj.__module__, obj.__qualname__, make, arguments), *rest
+        if isinstance(obj, types.FunctionType) and isinstance(reduced, tuple):
+            return self._reduce_function(obj, *reduced)
+        if classes.is_made_by_value(reduced):
+            return _reduce_class(obj, reduced)
         return reduced
 
+    def _reduce_function(
+        self, function: types.FunctionType, make: Any, arguments: Any, state: Any, *rest: Any
+    ) -> tuple[Any, ...]:
+        own_names = function.__globals__
+        state[1]["__globals__"].update(namesakes.names_in_annotations(function.__annotations__, own_names))
+        if own_names is vars(sys.modules[namesakes.MAIN]):
+            code, _, *others = arguments
+            arguments = code, self._main_names, *others
+        return _reduce_named(function, make, arguments, state, *rest)
 
-def _cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
-    return functools.lru_cache(**parameters)(function)
+
+def _reduce_named(function: Any, make: Any, arguments: Any, state: Any = None, *rest: Any) -> tuple[Any, ...]:
+    """Let the process that a function came from find it again, and others bind it to its name."""
+    if not namesakes.has_origin(function):
+        return make, arguments, state, *rest
+    named = function.__module__, function.__qualname__, namesakes.origin_of(function), make, arguments
+    if state is None:
+        return namesakes.rebuild_function, named
+    return namesakes.rebuild_function, named, (rest[-1], state), None, None, namesakes.fill_function
+
+
+class _ReferringPickler(_ByValuePickler):
+    """Pickles for a peer in this process, which gets classes, named functions and the globals of others by reference.
+
+    buffers: what goes beside the pickle; pickle hands each of them to what takes it, whatever it is.
+    """
+
+    def __init__(self, stream: io.BytesIO) -> None:
+        self.buffers: list[Any] = []
+        self._referents: dict[int, tuple[pickle.PickleBuffer, Any]] = {}  # by the id of what stands for them
+        self._collect = _collect_in(self.buffers)
+        super().__init__(stream, self._take)
+
+    def reducer_override(self, obj: Any) -> Any:
+        is_function = isinstance(obj, types.FunctionType)
+        has_name = namesakes.is_known_by_name(obj) if is_function else isinstance(obj, _BY_NAME)
+        return self._refer_to(obj) if has_name and not _found_by_name(obj) else super().reducer_override(obj)
+
+    def _reduce_function(
+        self, function: types.FunctionType, make: Any, arguments: Any, state: Any, *rest: Any
+    ) -> tuple[Any, ...]:
+        code, _, *others = arguments
+        attributes, slots = state
+        slots = {name: value for name, value in slots.items() if name not in _GLOBALS_OF_CLOUDPICKLE}
+        globals_ = _Globals(self._refer_to(function.__globals__))
+        return make, (code, globals_, *others), (attributes, slots), None, None, _fill_local_function
+
+    def _refer_to(self, obj: Any) -> tuple[Any, ...]:
+        stand_in = pickle.PickleBuffer(bytearray(1))
+        self._referents[id(stand_in)] = stand_in, obj
+        return _itself, (stand_in,)
+
+    def _take(self, buffer: pickle.PickleBuffer) -> bool:
+        if id(buffer) not in self._referents:
+            return self._collect(buffer)
+        self.buffers.append(self._referents[id(buffer)][1])
+        return False
+
+
+_GLOBALS_OF_CLOUDPICKLE = ("__globals__", "_cloudpickle_submodules")
+
+
+class _Globals:
+    """Stands for a function's globals, which pickle would take for a dict of its own."""
+
+    def __init__(self, reduced: tuple[Any, ...]) -> None:
+        self._reduced = reduced
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._reduced
+
+
+def _itself(obj: Any) -> Any:
+    return obj
+
+
+def _fill_local_function(function: Any, state: Any) -> None:
+    attributes, slots = state
+    vars(function).update(attributes)
+    for own, cell in zip(function.__closure__ or (), slots.pop("__closure__") or (), strict=True):
+        with contextlib.suppress(ValueError):  # one that is still empty
+            own.cell_contents = cell.cell_contents
+    for name, value in slots.items():
+        setattr(function, name, value)
+
+
+def _reduce_class(kind: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
+    make, arguments, *rest = classes.reduce_class(kind, reduced, lambda other: not _found_by_name(other))
+    if not namesakes.is_known_by_name(kind):
+        return make, arguments, *rest
+    annotations = vars(kind).get("__annotations__")
+    names = namesakes.names_in_annotations(annotations, vars(sys.modules[kind.__module__]))
+    return namesakes.rebuild_class, (kind.__module__, kind.__qualname__, names, make, arguments), *rest
 
 
 def _found_by_name(obj: Any) -> bool:
-    """Whether the peer gets the same object by importing its module: not for `__main__`, lambdas, local classes."""
+    """Tell whether the peer gets the same object by importing its module: not of `__main__`, lambdas, local classes."""
     module_name, name = getattr(obj, "__module__", None), getattr(obj, "__qualname__", None)
-    if module_name is None or name is None or module_name == "__main__" or "<locals>" in name or "<lambda>" in name:
+    if not isinstance(module_name, str) or name is None or module_name == namesakes.MAIN:
+        return False
+    if "<locals>" in name or "<lambda>" in name:
         return False
     if not _is_importable(module_name):
         return False
@@ -163,7 +314,8 @@ def _found_by_name(obj: Any) -> bool:
     for part in name.split("."):
         found = getattr(found, part, None)
     # A class that goes by another name (`types.NoneType`) is copyreg's or pickle's business.
-    return found is obj or obj in copyreg.dispatch_table or module_name == "builtins"
+    is_builtin = module_name == "builtins" and not getattr(obj, "__flags__", 0) & _HEAP_TYPE  # else made by `exec`
+    return found is obj or is_builtin or obj in copyreg.dispatch_table
 
 
 def ship_by_value(modules: Sequence[types.ModuleType]) -> None:
@@ -208,7 +360,10 @@ def _is_importable(module_name: str) -> bool:
 def _find_spec(name: str, path: Any) -> Any:
     # Not importlib.util.find_spec: that believes sys.modules, and so whatever was put there by hand.
     for finder in sys.meta_path:
-        spec = finder.find_spec(name, path)
+        try:
+            spec = finder.find_spec(name, path)
+        except ValueError:  # an entry of sys.path that can be no path: nothing before it has the module
+            continue
         if spec is not None:
             return spec
     return None
@@ -219,18 +374,25 @@ def _reduce_tensor(tensor: Any, torch: Any) -> tuple[Any, ...] | None:
 
     Attributes come afterwards, as they may lead back to the tensor.
 
-    None leaves tensors of unusual kinds (sparse, quantized, subclasses, other devices) to torch's own pickling.
+    None leaves tensors of unusual kinds (sparse, quantized, nested, subclasses, other devices) to torch's own pickling.
     """
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
         return None
-    if tensor.device.type != "cpu" or tensor.is_quantized:
+    if tensor.is_mkldnn:
+        return _rebuild_mkldnn, (tensor.detach().to_dense(),)
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         return None
-    core = layout.without_repeats(tensor.detach().resolve_conj().resolve_neg())
-    plain = core.contiguous()
-    # PickleBuffer keeps the numpy view, and with it the tensor's memory, alive until it was sent.
-    # Not reshape(-1): one element may have any stride and counts as contiguous, but cannot be viewed as bytes.
-    flat = plain.as_strided((plain.numel(),), (1,))
-    raw = pickle.PickleBuffer(flat.view(torch.uint8).numpy()) if plain.numel() else b""
+    if torch._is_functional_tensor(tensor):  # what it shows as its memory is not
+        return None
+    try:
+        core = layout.without_repeats(tensor.detach().resolve_conj().resolve_neg())
+        plain = core.contiguous()
+        # PickleBuffer keeps the numpy view, and with it the tensor's memory, alive until it was sent.
+        # Not reshape(-1): one element may have any stride and counts as contiguous, but cannot be viewed as bytes.
+        flat = plain.as_strided((plain.numel(),), (1,))
+        raw = pickle.PickleBuffer(flat.view(torch.uint8).numpy()) if plain.numel() else b""
+    except RuntimeError:  # it has no memory of its own: zeros that are only promised, a tensor inside torch.vmap
+        return None
     is_parameter = type(tensor) is torch.nn.Parameter
     dtype = str(plain.dtype).removeprefix("torch.")
     place = (
@@ -242,6 +404,10 @@ def _reduce_tensor(tensor: Any, torch: Any) -> tuple[Any, ...] | None:
     rebuilt = _rebuild_tensor, (raw, dtype, place, tensor.requires_grad, is_parameter)
     attributes = vars(tensor)
     return (*rebuilt, attributes, None, None, _set_attributes) if attributes else rebuilt
+
+
+def _rebuild_mkldnn(dense: Any) -> Any:
+    return dense.to_mkldnn()
 
 
 def _set_attributes(tensor: Any, attributes: dict[str, Any]) -> None:
@@ -256,11 +422,14 @@ def _rebuild_tensor(raw: Any, dtype: str, place: tuple[Any, ...], requires_grad:
 
     kind = getattr(torch, dtype)
     shape, stride, expanded_shape, offset = place
-    tensor = torch.frombuffer(raw, dtype=kind).reshape(shape) if len(raw) else torch.empty(shape, dtype=kind)
+    is_empty = not len(raw)
+    tensor = (
+        torch.empty(shape, dtype=kind, device="cpu") if is_empty else torch.frombuffer(raw, dtype=kind).reshape(shape)
+    )
     if offset:
         tensor = layout.placed(tensor, stride or tensor.stride(), offset)
     elif stride is not None:
-        tensor = torch.empty_strided(shape, stride, dtype=kind).copy_(tensor)
+        tensor = torch.empty_strided(shape, stride, dtype=kind, device="cpu").copy_(tensor)
     if expanded_shape != shape:
         tensor = tensor.expand(expanded_shape)
     if is_parameter:

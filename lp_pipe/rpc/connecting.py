@@ -5,10 +5,12 @@ import threading
 import time
 
 from lp_pipe import connections
-from lp_pipe.connections import Connection, inproc, spanning
+from lp_pipe.connections import Connection, ends, inproc, spanning
+from lp_pipe.connections.thread_locks import release_if_held_here
 from lp_pipe.connections.when_gone import when_gone
 from lp_pipe.errors import Unauthenticated, Unavailable
 from lp_pipe.launched import services_for
+from lp_pipe.rpc import deadlines
 from lp_pipe.rpc.deadlines import too_late
 from lp_pipe.rpc.first_failure import because_of
 from lp_pipe.rpc.link import Link
@@ -23,7 +25,13 @@ class Connecting:
     """Of one client, whose options it has; holds the link, which goes with it."""
 
     def __init__(
-        self, address: str, call_timeout_s: float | None, wait_for_ready: bool, address_id: str | None, peer: str
+        self,
+        address: str,
+        call_timeout_s: float | None,
+        wait_for_ready: bool,
+        address_id: str | None,
+        peer: str,
+        depth: int = 0,
     ) -> None:
         self._address = address
         self._call_timeout_s = call_timeout_s
@@ -32,9 +40,31 @@ class Connecting:
         self._peer = peer
         self.target = waits.Target(address, address_id or "", peer)
         self._link: Link | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # taken once by a thread: it has an own object for each depth of nesting
         self._owner = Owner()  # of the lock
+        self._depth = depth
+        self._inner: dict[int, Connecting] = {}  # by depth
         self.services = services_for(address_id) if address_id is not None else None
+
+    def at_depth(self, depth: int) -> "Connecting":
+        """Return what the operations of this depth (see `nesting`) use instead, each with a connection of its own."""
+        if not depth:
+            return self
+        found = self._inner.get(depth)
+        if found is None:
+            options = (self._address, self._call_timeout_s, self._wait_for_ready, self._address_id, self._peer)
+            found = self._inner.setdefault(depth, Connecting(*options, depth))
+        return found
+
+    def recover(self) -> None:
+        """Undo what an operation that was interrupted by an exception has left half done in the calling thread."""
+        if self._owner.is_here:
+            release_if_held_here(self._lock)
+        if self._link is not None:
+            self._link.recover()
+        if not self._depth:  # else an operation further down on the stack may hold these
+            ends.shared.recover()
+            deadlines.shared.recover()
 
     def open_link(self) -> Link | None:
         """The one that is there."""
@@ -55,13 +85,13 @@ class Connecting:
 
     def _newly_connected(self, method: str, deadline: float | None) -> Link:
         if not self._owner.is_here:  # a thread that was connecting at the fork has the lock in the child for ever
-            self._lock, self._owner = threading.Lock(), Owner()
+            self._lock, self._owner = threading.RLock(), Owner()
         # Somebody may hold the lock for as long as the server takes to come up: that must not outlast our deadline.
         if not self._lock.acquire(timeout=-1 if deadline is None else max(0.0, deadline - time.monotonic())):
             raise too_late(self._peer, method, self._call_timeout_s)
         try:
             if self._link is None or not self._link.is_open():
-                self._link = Link(self._connect(method, deadline))
+                self._link = Link(self._connect(method, deadline), self._depth)
                 # Clients come and go (each that travels through a call is a new one); their connections must not stay.
                 when_gone(self, self._link.drop)
             return self._link

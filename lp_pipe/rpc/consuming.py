@@ -4,9 +4,9 @@ import contextlib
 from collections.abc import Callable, Iterator
 from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
-from lp_pipe.connections import Connection, Frame, frames
+from lp_pipe.connections import Frame, frames
 from lp_pipe.errors import Unavailable
 from lp_pipe.protos import frame_pb2
 from lp_pipe.rpc.owner import Owner
@@ -54,14 +54,26 @@ class Inbox:
         return self._replies.empty()
 
 
+class Source(Protocol):
+    """Where a stream comes from (a Link)."""
+
+    def send(self, frame: Frame) -> None:
+        """Send what belongs to a call that has been sent already."""
+
+    def read_for(self, inbox: Inbox, timeout_s: float | None) -> None:
+        """Read until something is in the inbox, where no other thread can: this one reads, and was interrupted."""
+
+    def end_stream(self, call_id: int) -> None:
+        """Take no more of a stream; its generator is closed, unless it has ended."""
+
+
 class Stream:
     """An inbox and the way back to the producer. Whoever holds it holds the generator open: dropping it closes that."""
 
-    def __init__(self, inbox: Inbox, connection: Connection, call_id: int, end: Callable[[], None]) -> None:
+    def __init__(self, inbox: Inbox, source: Source, call_id: int) -> None:
         self.inbox = inbox
-        self._connection = connection
+        self._source = source
         self._call_id = call_id
-        self._end = end
         self._taken = 0
         self._owner = Owner()
         _closer.ensure_thread()  # not in __del__: that must not take locks
@@ -73,6 +85,12 @@ class Stream:
         """
         self._owner.check("this stream of a handler's items")
 
+    def take(self, timeout_s: float | None) -> Frame | Exception:
+        """As the inbox's, also in a signal handler that has interrupted the thread that reads."""
+        if self.inbox.is_empty:
+            self._source.read_for(self.inbox, timeout_s)
+        return self.inbox.take(timeout_s)
+
     def taken(self) -> None:
         """An item was taken; tell the producer before it runs out of credits, but not for every item."""
         self._taken += 1
@@ -80,15 +98,15 @@ class Stream:
             body = frame_pb2.StreamCredit(items=self._taken).SerializeToString()
             self._taken = 0
             with contextlib.suppress(Unavailable):  # the inbox has the reason
-                self._connection.send(Frame(frames.STREAM_CREDIT, self._call_id, body=body))
+                self._source.send(Frame(frames.STREAM_CREDIT, self._call_id, body=body))
 
     def close(self) -> None:
         """Close the generator; whoever waits for an item sees the end."""
-        self._end()
+        self._source.end_stream(self._call_id)
         self.inbox.close()
 
     def __del__(self) -> None:
-        _closer.submit(self._end)
+        _closer.submit(self._source.end_stream, self._call_id)
 
 
 class RemoteItems:
@@ -131,7 +149,7 @@ class RemoteIterator(RemoteItems, Iterator[Any]):
         self._stream.check_owner()
         try:
             with self._waiting():
-                reply = self._stream.inbox.take(self._timeout_s)
+                reply = self._stream.take(self._timeout_s)
         except Empty:
             self.close()
             raise self._too_late() from None

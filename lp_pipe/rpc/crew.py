@@ -17,7 +17,6 @@ from lp_pipe.rpc.ending_threads import will_end
 
 _log = logging.getLogger(__name__)
 
-IS_SUPPORTED = hasattr(select, "epoll") and hasattr(os, "eventfd")
 
 _Task = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -127,6 +126,8 @@ class Crew:
         return thread
 
     def _run(self, work: Callable[[], None]) -> None:
+        if self._node is not None:
+            self._node.prepare_thread()
         while not self._is_closed:
             work()
         with self._lock:

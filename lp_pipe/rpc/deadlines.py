@@ -9,7 +9,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import NamedTuple
 
+from lp_pipe.connections.thread_locks import release_if_held_here
 from lp_pipe.errors import DeadlineExceeded
+from lp_pipe.rpc import nesting
 
 _FEW = 1024
 _LONGEST_S = (2**31 - 1) // 1000  # 24 days: what poll() takes in milliseconds
@@ -40,6 +42,10 @@ class Deadlines:
         self._order = itertools.count()
         self._thread: threading.Thread | None = None
 
+    def recover(self) -> None:
+        """Give back the lock, where an exception has interrupted the calling thread between two bytecodes."""
+        release_if_held_here(self._changed)
+
     def add(self, when: float, action: Callable[[], object], is_needed: Callable[[], bool] = _always) -> None:
         """Call `action` once time.monotonic() reaches `when`. It must be quick, and harmless if no longer needed.
 
@@ -58,13 +64,16 @@ class Deadlines:
             self._changed.notify()
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not self._heap or self._heap[0].when > time.monotonic():
-                    remaining = self._heap[0].when - time.monotonic() if self._heap else None
-                    self._changed.wait(None if remaining is None else min(remaining, _LONGEST_S))
-                action = heapq.heappop(self._heap).action
-            action()
+        with nesting.in_background():
+            while True:
+                self._next_action()()
+
+    def _next_action(self) -> Callable[[], object]:
+        with self._changed:
+            while not self._heap or self._heap[0].when > time.monotonic():
+                remaining = self._heap[0].when - time.monotonic() if self._heap else None
+                self._changed.wait(None if remaining is None else min(remaining, _LONGEST_S))
+            return heapq.heappop(self._heap).action
 
 
 shared = Deadlines()

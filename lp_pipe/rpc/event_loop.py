@@ -9,6 +9,7 @@ import threading
 from collections.abc import AsyncGenerator, Coroutine
 from typing import Any
 
+from lp_pipe.connections.kernel_calls import has_epoll, new_selector
 from lp_pipe.context import NodeContext
 from lp_pipe.rpc.answer import Answer
 from lp_pipe.rpc.window import Window
@@ -28,7 +29,7 @@ class LoopThread:
     def loop(self) -> asyncio.AbstractEventLoop:
         with self._lock:
             if self._loop is None:
-                loop = asyncio.new_event_loop()
+                loop = asyncio.new_event_loop() if has_epoll() else asyncio.SelectorEventLoop(new_selector())
                 thread = threading.Thread(target=self._run, args=(loop,), name=self._name, daemon=True)
                 # Set even if None: else the thread would belong to the node that happened to bring the first call.
                 thread._lp_pipe_context = self._node  # type: ignore[attr-defined]
@@ -45,6 +46,8 @@ class LoopThread:
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         asyncio.set_event_loop(loop)
+        if self._node is not None:
+            self._node.prepare_thread()
         while not self._is_closing:
             # A task that a handler left behind may raise SystemExit, which asyncio lets through.
             with contextlib.suppress(SystemExit, KeyboardInterrupt):

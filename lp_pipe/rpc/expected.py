@@ -16,6 +16,7 @@ class Expected:
         self.promised: dict[int, CallFuture] = {}  # a thread will
         self.others: dict[int, PendingCall] = {}
         self.inboxes: dict[int, Inbox] = {}
+        self.arrived: tuple[int, PendingCall] | None = None  # whose reply is being delivered
 
     def __bool__(self) -> bool:
         return bool(self.blocked or self.futures or self.promised or self.others or self.inboxes)
@@ -41,6 +42,24 @@ class Expected:
             if call is not None:
                 return call
         return None
+
+    def take_arrived(self, call_id: int) -> PendingCall | None:
+        """Like `take`, for its reply: `fail_arrived` finds the call if the thread is interrupted before it delivers."""
+        for calls in (self.blocked, self.futures, self.promised, self.others):
+            call: PendingCall | None = calls.get(call_id)
+            if call is not None:
+                self.arrived = call_id, call
+                return calls.pop(call_id, None)
+        return None
+
+    def fail_arrived(self, error: Exception) -> None:
+        """Settle the call whose reply was being delivered, when an exception has interrupted that."""
+        if self.arrived is not None:
+            call_id, call = self.arrived
+            self.arrived = None
+            self.take(call_id)
+            if not call.has_reply:
+                call.deliver(error)
 
     def take_inbox(self, frame: Frame, is_last: bool) -> Inbox | None:
         return self.inboxes.pop(frame.id, None) if is_last else self.inboxes.get(frame.id)

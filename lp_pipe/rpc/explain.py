@@ -13,14 +13,31 @@ from lp_pipe.rpc import codec
 from lp_pipe.rpc.remote_error import text_of
 
 _MAX_DEPTH = 12
+_TOO_DEEP = (
+    "RecursionError: its parts are nested too deeply for pickle, which needs some of Python's stack for each level: "
+    "make it flatter, or build it where it is used"
+)
+
+
+_CODE_HINT = (
+    "It is part of a function or class that travels by value, because other processes cannot import it by name: define "
+    "that in a module that the script imports (or start the script with `lp_pipe launch`), and only its name travels. "
+    "On several hosts that module must be in a folder given as sync=, or installed there."
+)
 
 
 class Culprit(NamedTuple):
-    """The innermost part that does not pickle."""
+    """The innermost part that does not pickle; `is_of_code`: a function's globals or a class hold it."""
 
     path: str
     type_name: str
     error: str
+    is_of_code: bool = False
+
+    @property
+    def code_hint(self) -> str:
+        """What to do about it, as lines to add to a message; empty for data."""
+        return f"\n{_CODE_HINT}" if self.is_of_code else ""
 
 
 Encode = Callable[[Any], object]
@@ -34,29 +51,34 @@ def find_culprit(value: Any, path: str, encode: Encode = codec.encode) -> Culpri
     error = _error_of(value, encode)
     if error is None:
         return None
-    return _descend(value, path, error, encode, set(), 0)
+    return _descend(value, Culprit(path, type(value).__name__, error), encode, set(), 0)
 
 
-def unpicklable(call: str, parts: Iterable[tuple[str, Any]], error: BaseException) -> SerializationError:
+def unpicklable(
+    call: str, parts: Iterable[tuple[str, Any]], error: BaseException, *, same_process: bool = False
+) -> SerializationError:
     """The error for a call whose arguments or result (`parts`, with their names) do not pickle."""
+    encode = functools.partial(codec.encode, same_process=same_process)
     for path, value in parts:
-        culprit = find_culprit(value, path)
+        culprit = find_culprit(value, path, encode)
         if culprit is not None:
             where = f"{culprit.path} of type {culprit.type_name}"
-            return SerializationError(f"{call}: cannot pickle {where}: {culprit.error}")
+            return SerializationError(f"{call}: cannot pickle {where}: {culprit.error}{culprit.code_hint}")
     return SerializationError(f"{call}: cannot pickle the whole, though every part does: {text_of(error)}")
 
 
-def _descend(value: Any, path: str, error: str, encode: Encode, seen: set[int], depth: int) -> Culprit:
+def _descend(value: Any, culprit: Culprit, encode: Encode, seen: set[int], depth: int) -> Culprit:
     seen.add(id(value))
-    if depth < _MAX_DEPTH:
-        for part, part_path in _parts(value, path):
+    if depth < _MAX_DEPTH and culprit.error != _TOO_DEEP:
+        for part, path in _parts(value, culprit.path):
             if id(part) in seen:
                 continue
-            part_error = _error_of(part, encode)
-            if part_error is not None:
-                return _descend(part, part_path, part_error, encode, seen, depth + 1)
-    return Culprit(path, type(value).__name__, error)
+            error = _error_of(part, encode)
+            if error is not None:
+                is_of_code = isinstance(value, type) or path.startswith(f"{culprit.path}: global variable")
+                inner = Culprit(path, type(part).__name__, error, is_of_code or culprit.is_of_code)
+                return _descend(part, inner, encode, seen, depth + 1)
+    return culprit
 
 
 def _error_of(value: Any, encode: Encode) -> str | None:
@@ -67,6 +89,8 @@ def _error_of(value: Any, encode: Encode) -> str | None:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # whatever a user's __reduce__ raises is the answer here, even SystemExit
+        if isinstance(error, RecursionError) or isinstance(error.__cause__, RecursionError):
+            return _TOO_DEEP
         return f"{type(error).__name__}: {text_of(error)}"
     return None
 
@@ -131,6 +155,7 @@ def _attributes(value: Any, path: str) -> Iterator[tuple[Any, str]]:
     for name in (name for kind in type(value).__mro__ for name in _slots(kind)):
         if hasattr(value, name):
             yield getattr(value, name), f"{path}.{name}"
+    yield type(value), f"{path}: its class {type(value).__qualname__}"
 
 
 def _slots(kind: type) -> Iterable[str]:

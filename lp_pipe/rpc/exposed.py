@@ -9,6 +9,7 @@ from typing import Any
 from lp_pipe.errors import MethodNotFound
 
 LIST_METHODS = "__list_methods__"
+GO_ON_AS_BUILT = "__go_on_as_built__"  # whether the server had lost its state, and serves the initial one now
 CACHE_INFO = "__cache_info__"  # answered by the object itself, if it is a cache
 
 
@@ -20,6 +21,8 @@ def find(target: object, server: str, name: str) -> Callable[..., Any]:
     """
     if name == LIST_METHODS:
         return lambda: public_methods(target)
+    if name == GO_ON_AS_BUILT:
+        return lambda: False  # a server that has lost its state answers it before it looks here
     if is_exposed(target, name) or (name == CACHE_INFO and hasattr(type(target), CACHE_INFO)):
         found: Callable[..., Any] = getattr(target, name)
         return found

@@ -5,6 +5,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from lp_pipe.rpc.calls import Reader
+from lp_pipe.rpc.remote_method import RemoteMethod
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -29,7 +30,13 @@ class Futures:
     def __getattr__(self, name: str) -> Callable[..., "Future[Any]"]:
         if name.startswith("_"):
             raise AttributeError(name)
-        return lambda *args, **kwargs: self._client._start(name, args, kwargs, self._reader)
+        return RemoteMethod(self._start, name)
+
+    def __repr__(self) -> str:
+        return f"{self._client!r}.futures"
+
+    def _start(self, name: str, /, *args: Any, **kwargs: Any) -> "Future[Any]":
+        return self._client._start(name, args, kwargs, self._reader)
 
 
 def read_by(reader: Reader, client: Any) -> Any:

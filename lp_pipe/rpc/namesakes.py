@@ -1,67 +1,206 @@
-"""What a script defines is found by its name in the nodes too, although it travels there by value.
+"""The module that a script was run as, `__main__`, in the processes of its nodes: what travels there by value is in it.
 
-A node's own code looks for it: `pickle`, `torch.save` and the pools of multiprocessing name classes and functions by
-their module, and the module that a script was run as (`__main__`) is another one in a node's process.
+A node's own code asks for it: `pickle`, `torch.save` and the pools of multiprocessing name classes and functions by
+their module, `inspect` finds their source by the module's file, `typing` and `doctest` look into its namespace.
 """
 
+import contextlib
+import itertools
+import os
 import sys
 import types
-from collections.abc import Callable
+import typing
+import uuid
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle
+from cloudpickle import cloudpickle
 
 if TYPE_CHECKING:
     from multiprocessing.reduction import ForkingPickler
 
 MAIN = "__main__"
+_FACTS = ("__file__", "__package__", "__doc__")  # of a module, where they are text
+
+_here = uuid.uuid4().hex  # of this process, and not of one that it has forked
+_numbers = itertools.count()
+_origins: "weakref.WeakKeyDictionary[Any, tuple[str, int]]" = weakref.WeakKeyDictionary()  # of functions
+_own_functions: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
+
 _ours: set[str] = set()  # modules of this process that hold nothing but what has travelled here
+_bound: dict[tuple[str, str], Any] = {}  # what is known of the object that such a module has under a name
+_is_entering = False
 
 
 def is_known_by_name(obj: Any) -> bool:
-    """Whether its module has it under its own name: not lambdas, local classes, what a decorator has replaced."""
-    names = getattr(sys.modules.get(obj.__module__), "__dict__", {})
+    """Tell whether its module has it under its own name: not lambdas, local classes, what a decorator has replaced."""
+    names = getattr(sys.modules.get(obj.__module__), "__dict__", {}) if isinstance(obj.__module__, str) else {}
     return names.get(obj.__qualname__) is obj
 
 
-def rebuild(module_name: str, name: str, make: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """What cloudpickle makes of a function or class, which from now on is found in this process's modules."""
-    obj = make(*arguments)
-    if module_name not in sys.modules:
-        _make_module(module_name)
+def has_origin(function: Any) -> bool:
+    """Tell whether the process that `function` comes from finds it again: it has a name there, in its module."""
+    return function in _origins or is_known_by_name(function)
+
+
+def origin_of(function: Any) -> tuple[str, int]:
+    """Return the process that `function` came from, and its number there."""
+    if function not in _origins:
+        number = next(_numbers)
+        _origins[function] = _here, number
+        _own_functions[number] = function
+    return _origins[function]
+
+
+def rebuild_function(
+    module_name: str, name: str, origin: tuple[str, int], make: Callable[..., Any], arguments: tuple[Any, ...]
+) -> Any:
+    """Return the function itself where it came from, else a new one, which this process's modules have from now on."""
+    process, number = origin
+    if process == _here and number in _own_functions:
+        return _own_functions[number]
+    made = make(*arguments)
+    _origins[made] = origin
+    _bind(module_name, name, made, origin)
+    return made
+
+
+def fill_function(function: Any, setter_and_state: tuple[Callable[[Any, Any], object], Any]) -> None:
+    """Let `setter` set the state of a function, unless it is this process's own."""
+    setter, state = setter_and_state
+    process, _ = _origins.get(function, ("", 0))
+    if process != _here:
+        setter(function, state)
+
+
+def rebuild_class(
+    module_name: str,
+    name: str,
+    names_in_annotations: Mapping[str, Any],
+    make: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> Any:
+    """Return what `make` makes of a class; this process's modules have it from now on, and what annotations name."""
+    made = make(*arguments)
+    _bind(module_name, name, made, arguments[0])
     if module_name in _ours:
-        sys.modules[module_name].__dict__.setdefault(name, obj)
-    return obj
+        for other, value in names_in_annotations.items():
+            sys.modules[module_name].__dict__.setdefault(other, value)
+    return made
 
 
-def enter_node() -> None:
-    """This process is a node's: its `__main__` is where the script's names go, and its children get them as well."""
+def names_in_annotations(annotations: Any, module_names: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what annotations that are text (`from __future__ import annotations`) name in their module.
+
+    `typing.get_type_hints` looks there for classes, modules, and names of `typing`; nothing else is returned.
+    """
+    texts = [text for text in annotations.values() if isinstance(text, str)] if isinstance(annotations, dict) else []
+    found: dict[str, Any] = {}
+    for text in texts:
+        with contextlib.suppress(SyntaxError, ValueError):
+            for name in compile(text, "<annotation>", "eval").co_names:
+                value = module_names.get(name)
+                is_of_typing = type(value).__module__ == typing.__name__
+                if isinstance(value, type | types.ModuleType | types.GenericAlias | types.UnionType) or is_of_typing:
+                    found[name] = value
+    return found
+
+
+class MainNames:
+    """A stand-in for the globals of the script's functions in a pickle: a node's own functions share its `__main__`."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        own = facts()
+        own.pop("__doc__", None)  # may be long, and functions that use it bring it
+        return _globals_of_main, (own,)
+
+
+def _globals_of_main(facts_there: dict[str, str]) -> dict[str, Any]:
+    # A function that comes with a call has the values that its sender has, and leaves those of this process alone.
+    return sys.modules[MAIN].__dict__ if _is_entering else {"__name__": MAIN, **facts_there}
+
+
+def facts() -> dict[str, str]:
+    """Return what a node's `__main__` must tell of this process's script: its file, package and documentation."""
+    found = vars(sys.modules[MAIN])
+    return {name: value for name in _FACTS if isinstance(value := found.get(name), str)}
+
+
+def enter_node(facts_there: Mapping[str, str]) -> None:
+    """Make this process a node's: its `__main__` is where the script's names go, and its children get them as well."""
     from multiprocessing.reduction import ForkingPickler  # the template of nodes has loaded it
 
-    _make_module(MAIN)
+    _make_module(MAIN).__dict__.update(facts_there)
     ForkingPickler.reducer_override = _reduced_for_child  # type: ignore[method-assign, assignment]
+    _keep_spawned_children_from_the_script()
 
 
-def _make_module(name: str) -> None:
+@contextlib.contextmanager
+def defining_main() -> Iterator[None]:
+    """Make the functions of the script that are loaded in the body those of this process's `__main__`."""
+    global _is_entering
+    _is_entering = True
+    try:
+        yield
+    finally:
+        _is_entering = False
+
+
+def _bind(module_name: str, name: str, obj: Any, identity: Any) -> None:
+    """Let the module have it; what it has stays, unless that is another one of the name (a cell that ran again)."""
+    if module_name not in sys.modules:
+        _make_module(module_name)
+    if module_name in _ours and _bound.get((module_name, name)) != identity:
+        _bound[module_name, name] = identity
+        sys.modules[module_name].__dict__[name] = obj
+
+
+def _make_module(name: str) -> types.ModuleType:
     module = types.ModuleType(name)
     sys.modules[name] = module
     _ours.add(name)
     if name != MAIN:  # that goes by value anyway
         cloudpickle.register_pickle_by_value(module)
+    return module
+
+
+def _keep_spawned_children_from_the_script() -> None:
+    """Children that multiprocessing spawns would run it as their own `__main__`, and launch the program again."""
+    from multiprocessing import spawn
+
+    if hasattr(spawn.get_preparation_data, "_lp_pipe_original"):
+        return
+    original = spawn.get_preparation_data
+
+    def get_preparation_data(name: str) -> dict[str, Any]:
+        data = original(name)
+        return {key: value for key, value in data.items() if not key.startswith("init_main_from_")}
+
+    get_preparation_data._lp_pipe_original = original  # type: ignore[attr-defined]
+    spawn.get_preparation_data = get_preparation_data
 
 
 def _reduced_for_child(pickler: "ForkingPickler", obj: Any) -> Any:
     """For multiprocessing: a child that is not forked has none of these modules."""
-    if isinstance(obj, type | types.FunctionType) and obj.__module__ in _ours and is_known_by_name(obj):
+    if isinstance(obj, type | types.FunctionType) and obj.__module__ in _ours:
         from lp_pipe.rpc import codec  # which needs this module
 
-        return _arrive_in_child, (codec.dumps(obj),)
+        return _arrive_in_child, (facts(), codec.dumps(obj))
     return NotImplemented
 
 
-def _arrive_in_child(data: bytes) -> Any:
+def _arrive_in_child(facts_there: dict[str, str], data: bytes) -> Any:
     from lp_pipe.rpc import codec
 
     if not _ours:
-        enter_node()
+        enter_node(facts_there)
     return codec.loads(data)
+
+
+def _be_another_process() -> None:
+    global _here
+    _here = uuid.uuid4().hex
+
+
+os.register_at_fork(after_in_child=_be_another_process)

@@ -19,15 +19,13 @@ class Owner:
         """Whether this is the process."""
         return self._made_at == Owner._forks
 
-    def check(self, what: str) -> None:
+    def check(self, what: str, advice: str = "call again here") -> None:
         """
         Raises:
             Unavailable: this is a forked child of it.
         """
         if not self.is_here:
-            raise Unavailable(
-                f"{what} belongs to the process that this one ({os.getpid()}) was forked from: call again here"
-            )
+            raise Unavailable(f"{what} belongs to the process that this one ({os.getpid()}) was forked from: {advice}")
 
     @classmethod
     def _forked(cls) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
@@ -12,6 +13,8 @@ from lp_pipe.errors import Unavailable
 from lp_pipe.rpc.ending_threads import will_end
 
 T = TypeVar("T")
+
+_LOOK_AGAIN_S = 0.02  # at the condition, where there is a deadline as well
 
 _Task = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -53,14 +56,7 @@ class DaemonPool:
 
     def discard(self) -> list[_Task]:
         """Take back the tasks that have not begun."""
-        tasks: list[_Task] = []
-        while True:
-            try:
-                task = self._tasks.get_nowait()
-            except Empty:
-                return tasks
-            if task is not None:
-                tasks.append(task)
+        return _taken_from(self._tasks)
 
     def close(self) -> None:
         """Let every thread end after the task it is at; what is submitted from now on is never run."""
@@ -95,10 +91,59 @@ class DaemonPool:
                 self._threads.append(thread)
 
     def _work(self) -> None:
+        if self._node is not None:
+            self._node.prepare_thread()
         while (task := self._tasks.get()) is not None:
             function, args = task
             function(*args)
             del task, function, args  # a waiting thread must not keep the last call's tensors alive
+
+
+class CallerQueue:
+    """A pool without threads: the tasks are run by the one thread that calls `run_while`, in order."""
+
+    def __init__(self) -> None:
+        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+
+    def submit(self, task: Callable[..., Any], *args: Any) -> None:
+        self._tasks.put((task, args))
+
+    def wake(self) -> None:
+        """Let `run_while` look at its condition again; from any thread."""
+        self._tasks.put(None)
+
+    def run_while(self, condition: Callable[[], bool], deadline: float | None = None) -> None:
+        """Run tasks as they come in, as long as the condition holds, or until the deadline (of time.monotonic)."""
+        while condition():
+            remaining = None if deadline is None else deadline - time.monotonic()
+            if remaining is not None and remaining <= 0:
+                return
+            try:
+                task = self._tasks.get(timeout=None if remaining is None else min(remaining, _LOOK_AGAIN_S))
+            except Empty:
+                continue
+            if task is not None:
+                function, args = task
+                function(*args)
+                del task, function, args  # a waiting thread must not keep the last call's tensors alive
+
+    def discard(self) -> list[_Task]:
+        """Take back the tasks that have not begun."""
+        return _taken_from(self._tasks)
+
+    def close(self) -> None:
+        """What is submitted from now on is never run: its thread has left."""
+
+
+def _taken_from(queue: "SimpleQueue[_Task | None]") -> list[_Task]:
+    tasks: list[_Task] = []
+    while True:
+        try:
+            task = queue.get_nowait()
+        except Empty:
+            return tasks
+        if task is not None:
+            tasks.append(task)
 
 
 def settle(future: "Future[Any]", operation: Callable[[], Any]) -> None:

@@ -4,10 +4,13 @@ import contextlib
 import functools
 import threading
 import time
+from collections.abc import Callable
 
 from lp_pipe.connections import PulledConnection, ends
 from lp_pipe.connections.shortage import told
-from lp_pipe.rpc import deadlines
+from lp_pipe.connections.thread_locks import release_if_held_here
+from lp_pipe.errors import Unavailable
+from lp_pipe.rpc import deadlines, nesting
 from lp_pipe.rpc.calls import CallFuture, SyncCall
 from lp_pipe.rpc.expected import Expected
 
@@ -28,9 +31,9 @@ class Reading:
         self._is_needed = threading.Lock()  # held while the thread has nothing to do
         self._is_needed.acquire()
         self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._thread_reads = False
-        self._parked = 0  # threads that wait for a future while another reads
+        self._parked: dict[object, None] = {}  # threads that wait for a future while another reads
         self._is_asked_for = False
         self._turns = 0  # of those who waited and read
         self._is_patient = False  # until the next look at futures that nobody asks for
@@ -64,18 +67,43 @@ class Reading:
 
     def wait_for_future(self, future: CallFuture, deadline: float | None) -> None:
         """Until the future is settled, the deadline has passed, or the wait is so long that a hop does not matter."""
-        with self._lock:
-            self._parked += 1
-            self._is_asked_for = True
+        waiter = object()
+        self._is_asked_for = True
         try:
+            self._parked[waiter] = None
             soon = time.monotonic() + _SOON_S
             if not self._read_for(future, soon if deadline is None else min(soon, deadline)) or not future.done():
                 self.attend()
                 future.wait(deadline)  # unlike a thread that reads, it sees at once when the future is cancelled
         finally:
-            with self._lock:
-                self._parked -= 1
+            self._parked.pop(waiter, None)
             self.pass_on()
+
+    def read_inside(self, is_enough: Callable[[], bool], deadline: float | None) -> bool:
+        """Read until it is enough, or the deadline, where this code has interrupted the reads of this very thread.
+
+        False when it has not, so that there are other ways to wait.
+
+        Raises:
+            Unavailable: nothing can be read before this code returns.
+        """
+        if self._connection.is_stuck_here():
+            raise Unavailable(
+                f"this code has interrupted its thread in the middle of a frame from or to {self._connection.peer}: "
+                "nothing can be read from there before it returns. Ask again later, or make a new call"
+            )
+        if not self._connection.is_read_here():
+            return False
+        while not is_enough() and self._connection.closed_reason is None:
+            remaining = None if deadline is None else deadline - time.monotonic()
+            if remaining is not None and remaining <= 0:
+                break
+            self._connection.read_inside(remaining)
+        return True
+
+    def recover(self) -> None:
+        """Give back the lock, where an exception has interrupted the calling thread between two bytecodes."""
+        release_if_held_here(self._lock)
 
     def pass_on(self) -> None:
         """Let somebody read, if replies are still to come; whoever is reading is left alone."""
@@ -103,6 +131,8 @@ class Reading:
         self._release()
 
     def _start_thread(self) -> None:
+        if self._thread is not None:
+            return
         with self._lock:
             if self._thread is None:
                 name = f"read {self._connection.peer}"
@@ -134,9 +164,10 @@ class Reading:
                 self._be_patient()
 
     def _on_peer_closed(self) -> None:
-        self._has_peer_closed = True  # if somebody reads, who may be about to leave
-        self._look_for_end()
-        self._wake_next()
+        with nesting.in_background():
+            self._has_peer_closed = True  # if somebody reads, who may be about to leave
+            self._look_for_end()
+            self._wake_next()
 
     def _look_for_end(self) -> None:
         if self._connection.try_reading():
@@ -175,15 +206,18 @@ class Reading:
         return bool(self._expected.futures) and not is_asked_for
 
     def _read_unattended(self) -> None:
-        while self._connection.closed_reason is None:
-            self._is_needed.acquire()
-            if not self._connection.try_reading():
-                continue  # the one who reads passes on
-            self._thread_reads = True
-            try:
-                while self._is_unattended():
-                    self._connection.read_next()
-            finally:
-                self._thread_reads = False
-                self._connection.done_reading()
-            self.pass_on()
+        with nesting.in_background():
+            while self._connection.closed_reason is None:
+                self._is_needed.acquire()
+                if self._connection.try_reading():  # else the thread that reads passes on
+                    self._read_while_unattended()
+
+    def _read_while_unattended(self) -> None:
+        self._thread_reads = True
+        try:
+            while self._is_unattended():
+                self._connection.read_next()
+        finally:
+            self._thread_reads = False
+            self._connection.done_reading()
+        self.pass_on()

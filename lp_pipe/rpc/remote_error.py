@@ -1,27 +1,51 @@
 """An exception crosses to the caller: captured where it was raised, rebuilt where it is awaited."""
 
 import contextlib
+import functools
 import inspect
 import traceback
-from typing import Any
+from typing import Any, NoReturn
 
-from lp_pipe.errors import LpPipeError, MethodNotFound, RemoteError, SerializationError, Unavailable
+from lp_pipe.errors import LpPipeError, MethodNotFound, RemoteError, SerializationError, StateLost, Unavailable
 from lp_pipe.protos import frame_pb2
 from lp_pipe.rpc import codec
+from lp_pipe.rpc.classes import ClassReference
 
 HANDLER = frame_pb2.CallError.HANDLER
 METHOD_NOT_FOUND = frame_pb2.CallError.METHOD_NOT_FOUND
 SERIALIZATION = frame_pb2.CallError.SERIALIZATION
 UNAVAILABLE = frame_pb2.CallError.UNAVAILABLE
+STATE_LOST = frame_pb2.CallError.STATE_LOST
 
 # Raised by the caller's own call, not by the handler: the caller gets the plain class.
 _OWN_ERRORS: dict[int, type[LpPipeError]] = {
     METHOD_NOT_FOUND: MethodNotFound,
     SERIALIZATION: SerializationError,
     UNAVAILABLE: Unavailable,
+    STATE_LOST: StateLost,
 }
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by a `class` statement
 _PLAIN_ONLY = (StopIteration, StopAsyncIteration)
+_MAX_TEXT = 10_000
+
+
+class NotSent:
+    """Stands in a remote exception for a value that could not travel: its text is that of the value."""
+
+    def __init__(self, type_name: str, text: str, why: str) -> None:
+        self._type_name = type_name
+        self._text = text
+        self._why = why
+
+    def __repr__(self) -> str:
+        return self._text
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"{name!r} of a {self._type_name} that stayed in the process where the exception was raised: {self._why}"
+        )
 
 
 def capture(error: BaseException) -> bytes:
@@ -34,16 +58,16 @@ def capture(error: BaseException) -> bytes:
     )
     original = getattr(type(error), "_lp_pipe_original_class", type(error))  # asked itself, it may raise
     with contextlib.suppress(Exception):  # a class that does not pickle travels as its name only
-        message.exception_type = codec.dumps(original)
+        message.exception_type = _portable_class(original)
     with contextlib.suppress(Exception):
-        message.args = codec.dumps(error.args)
+        message.args = _portable_args(error.args)
     attributes = _slot_attributes(error)
     with contextlib.suppress(Exception):  # a user's __getattribute__
         attributes |= vars(error)
     for name, value in attributes.items():
         if name == "__notes__" or not name.startswith(("_lp_pipe", "__", "type_name", "remote_traceback")):
             with contextlib.suppress(Exception):
-                message.attributes[name] = codec.dumps(value)
+                message.attributes[name] = _portable(value)
     return message.SerializeToString()
 
 
@@ -58,7 +82,9 @@ def rebuild(data: bytes | bytearray | memoryview, call: str) -> LpPipeError:
     if message.origin != HANDLER:
         return _OWN_ERRORS[message.origin](message.message)
     text = f"{call} raised {message.type_name}: {message.message}\n\n{message.traceback.rstrip()}"
-    error = _combined(message, text) or RemoteError(text)
+    error = _combined(message, text)
+    if error is None:  # not `or`: an exception's class may say that it is false
+        error = RemoteError(text)
     error.type_name = message.type_name
     error.remote_traceback = message.traceback
     return error
@@ -102,6 +128,40 @@ def printable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
+def _portable_class(kind: type) -> bytes:
+    try:
+        return codec.dumps(kind)
+    except Exception:  # its attributes do not pickle; the caller may have it all the same
+        return codec.dumps(ClassReference(kind))
+
+
+def _portable_args(args: tuple[Any, ...]) -> bytes:
+    try:
+        return codec.dumps(args, new_locks=True)
+    except Exception:  # all but those that do not pickle
+        return codec.dumps(tuple(codec.loads(_portable(arg)) for arg in args))
+
+
+def _portable(value: Any) -> bytes:
+    """Return `value` as bytes, or a NotSent in its place; what waited for its locks has stayed, so these are new."""
+    try:
+        return codec.dumps(value, new_locks=True)
+    except Exception as error:
+        try:
+            text = repr(value)[:_MAX_TEXT]
+        except Exception as broken:  # a user's __repr__
+            text = f"<{type(value).__qualname__}, whose repr() raised {type(broken).__name__}>"
+        return codec.dumps(NotSent(type(value).__qualname__, text, f"{type(error).__name__}: {text_of(error)}"))
+
+
+def _loaded(data: bytes) -> Any:
+    try:
+        return codec.loads(data)
+    except Exception as error:  # a class that there is only where it was raised
+        why = f"it does not load here: {type(error).__name__}: {text_of(error)}"
+        return NotSent("value", f"<{why}>", why)
+
+
 def _slot_attributes(error: BaseException) -> dict[str, Any]:
     """What classes keep outside of __dict__: OSError.filename, UnicodeDecodeError.start, and a user's __slots__."""
     found: dict[str, Any] = {}
@@ -127,7 +187,7 @@ def _combined(message: frame_pb2.CallError, text: str) -> RemoteError | None:
         return None
     for name, data in message.attributes.items():
         with contextlib.suppress(Exception):
-            setattr(error, name, codec.loads(data))
+            setattr(error, name, _loaded(data))
     error._lp_pipe_text = text
     rebuilt: RemoteError = error
     return rebuilt
@@ -140,6 +200,8 @@ def _combined_class(original: type[Exception]) -> Any:
         bases = (RemoteError, original)
     namespace = {
         "__str__": lambda self: self._lp_pipe_text,
+        "__repr__": functools.partialmethod(_repr, original),
+        "__bool__": lambda self: True,  # concurrent.futures takes a false exception for none
         "__reduce__": _reduce,
         "__setattr__": object.__setattr__,  # a frozen dataclass's refuses to be filled in
         "__module__": original.__module__,
@@ -147,6 +209,13 @@ def _combined_class(original: type[Exception]) -> Any:
         "_lp_pipe_original_class": original,
     }
     return type(original.__name__, bases, namespace)
+
+
+def _repr(error: RemoteError, original: type[Exception]) -> str:
+    try:
+        return original.__repr__(error)
+    except Exception:  # it needs what could not travel
+        return f"{original.__name__}({', '.join(map(repr, error.args))})"
 
 
 def _bare_instance(combined: Any, args: tuple[Any, ...]) -> Any:

@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from lp_pipe import connections
 from lp_pipe.connections import Connection, Frame, PulledConnection, frames
+from lp_pipe.connections.kernel_calls import has_epoll
 from lp_pipe.context import current_context, entered
 from lp_pipe.errors import MethodNotFound, Unavailable
 from lp_pipe.protos import frame_pb2
-from lp_pipe.rpc import codec, crew, exposed, remote_error
+from lp_pipe.rpc import codec, exposed, remote_error
 from lp_pipe.rpc.answer import Answer
 from lp_pipe.rpc.batching import BatchedHandler
 from lp_pipe.rpc.consuming import RemoteIterator
 from lp_pipe.rpc.crew import Crew
-from lp_pipe.rpc.pool import DaemonPool
+from lp_pipe.rpc.pool import CallerQueue, DaemonPool
 from lp_pipe.rpc.producing import InProgress, ThreadStream
 from lp_pipe.telemetry import waits
 
@@ -30,6 +31,7 @@ _STREAM_THREADS = 16  # for the generators of an inline server, started as neede
 _CANCEL_SHARE, _CANCEL_AT_MOST_S = 0.2, 0.5  # of the grace, for what is cancelled at its end
 _STREAMS = (types.GeneratorType, RemoteIterator)
 _ASYNC = (types.CoroutineType, types.AsyncGeneratorType)
+_RESTORING = ("load_state_dict", exposed.GO_ON_AS_BUILT)  # what a server that has lost its state answers
 
 
 class Server:
@@ -38,19 +40,36 @@ class Server:
     thread_pool_size: handlers run in exactly so many threads; 0: inline, in the connection's thread (the fastest,
     for handlers that return at once).
     name: the node, for messages ("server/0").
+    caller_queue: runs the handlers instead of threads of the server's own; `close` runs what is left of them.
+    has_lost_state: the target takes part in checkpoints, and the process that had its state has died: until
+        `load_state_dict` has returned (or the caller says that this is the beginning) every other call is a StateLost.
 
     `async def` handlers run in one event loop, in a thread of its own, and need no thread of the pool. Generators run
     in the pool, item by item as their consumers ask for more; those of an inline server in a pool beside it, because
     they may take their time. A handler may also return a concurrent.futures.Future: its result is the reply.
     """
 
-    def __init__(self, target: object, endpoint: str, *, thread_pool_size: int = 16, name: str = "") -> None:
+    def __init__(
+        self,
+        target: object,
+        endpoint: str,
+        *,
+        thread_pool_size: int = 16,
+        name: str = "",
+        caller_queue: CallerQueue | None = None,
+        has_lost_state: bool = False,
+    ) -> None:
         self._target = target
+        self._has_lost_state = has_lost_state
         self._name = name or type(target).__name__
         self._node = current_context()
         self._thread_pool_size = thread_pool_size
-        self._crew = Crew(thread_pool_size, f"call {self._name}") if thread_pool_size and crew.IS_SUPPORTED else None
-        self._pool = self._crew or DaemonPool(thread_pool_size or _STREAM_THREADS, f"call {self._name}")
+        self._caller_queue = caller_queue
+        has_crew = thread_pool_size and has_epoll() and caller_queue is None
+        self._crew = Crew(thread_pool_size, f"call {self._name}") if has_crew else None
+        self._pool: Crew | DaemonPool | CallerQueue = (
+            self._crew or caller_queue or DaemonPool(thread_pool_size or _STREAM_THREADS, f"call {self._name}")
+        )
         self._loop: LoopThread | None = None
         self._is_quick: dict[str, bool] = {}
         # Of every connection: what its client can still cancel or give credits to, by the call's id.
@@ -105,6 +124,9 @@ class Server:
         return waits.Pool(self.endpoint, self._thread_pool_size, self._active, quick)
 
     def _wait_until_idle(self, deadline: float) -> None:
+        if self._caller_queue is not None:
+            self._caller_queue.run_while(lambda: self._active > 0, deadline)
+            return
         with self._idle:
             self._idle.wait_for(lambda: self._active == 0, max(0.0, deadline - time.monotonic()))
 
@@ -130,6 +152,8 @@ class Server:
             self._on_control(connection, frame)
         elif self._is_closing:
             self._refuse(connection, frame)
+        elif self._has_lost_state and frame.name not in _RESTORING:
+            self._refuse_without_state(connection, frame)
         elif self._thread_pool_size and not self._needs_no_thread(frame.name):
             self._pool.submit(self._answer, connection, frame)
             if self._is_closing:  # since: `close` may have looked before
@@ -165,6 +189,10 @@ class Server:
             self._active += 1
             self.calls += 1
         answer = Answer(connection, frame, self._name, self._on_end)
+        if self._has_lost_state:  # the call is one of _RESTORING
+            answer.before_result = self._regain_state
+            if frame.name == exposed.GO_ON_AS_BUILT:
+                return answer.result(True)
         try:
             handler: Any = exposed.find(self._target, self._name, frame.name)
         except MethodNotFound as error:
@@ -234,7 +262,20 @@ class Server:
             if self._is_closing:
                 self._idle.notify_all()
 
+    def _regain_state(self) -> None:
+        self._has_lost_state = False
+
     def _refuse(self, connection: Connection, frame: Frame) -> None:
         text = f"{frame.name}(): {self._name} is stopping and takes no more calls"
-        with contextlib.suppress(Unavailable):
-            connection.send(Frame(frames.ERROR, frame.id, body=remote_error.own(remote_error.UNAVAILABLE, text)))
+        self._send_own_error(connection, frame, remote_error.UNAVAILABLE, text)
+
+    def _refuse_without_state(self, connection: Connection, frame: Frame) -> None:
+        text = (
+            f"{frame.name}(): {self._name} was started again and has lost its state: it answers no call before "
+            "load_state_dict(), which Checkpoints calls when it goes back to a checkpoint"
+        )
+        self._send_own_error(connection, frame, remote_error.STATE_LOST, text)
+
+    def _send_own_error(self, connection: Connection, frame: Frame, origin: Any, text: str) -> None:
+        with contextlib.suppress(Unavailable):  # the caller has gone
+            connection.send(Frame(frames.ERROR, frame.id, body=remote_error.own(origin, text)))

@@ -1,4 +1,4 @@
-"""Where the lines that nodes print go: to a file per node, and prefixed to the launcher's own streams."""
+"""The destinations of the lines that nodes print: a file per node, and the launcher's streams, with labels."""
 
 import contextlib
 import errno
@@ -8,11 +8,13 @@ import os
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import Protocol, runtime_checkable
 
 from lp_pipe.telemetry.appended_file import AppendedFile
+from lp_pipe.telemetry.console import console
 from lp_pipe.telemetry.file_names import log_names, node_of_log
 from lp_pipe.telemetry.run_folder import RunFolder
+from lp_pipe.telemetry.terminal_lines import Unfinished
 from lp_pipe.telemetry.whole_file import write_whole
 
 _log = logging.getLogger(__name__)
@@ -23,9 +25,21 @@ class LogOutput(Protocol):
 
     def write(self, node_id: str, is_stderr: bool, lines: list[bytes]) -> None: ...
 
+    def show(self, node_id: str, is_stderr: bool, unfinished: Unfinished) -> None:
+        """Take what has no end yet, whole each time, until `write` brings its end."""
+
     def flush(self) -> None: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class NodeStream(Protocol):
+    """A stand-in for sys.stdout or sys.stderr that wants to know which node printed a line."""
+
+    def node_lines(self, node_id: str, lines: list[str]) -> None: ...
+
+    def node_unfinished(self, node_id: str, unfinished: Unfinished) -> None: ...
 
 
 class LogFiles:
@@ -39,6 +53,7 @@ class LogFiles:
         self._folder = run_folder.logs
         self._names = log_names(node_ids)
         self._files: dict[str, AppendedFile] = {}
+        self._begun: dict[str, tuple[bool, bytes]] = {}  # by node: stream and text of a line without its end
         self._is_whole = True
         self._folder.mkdir(parents=True, exist_ok=True)
         _write_index(run_folder, self._names)
@@ -48,21 +63,40 @@ class LogFiles:
         return self._folder / self._names[node_id]
 
     def write(self, node_id: str, is_stderr: bool, lines: list[bytes]) -> None:
+        self._keep(node_id, is_stderr, b"".join(line + b"\n" for line in lines))
+        self._begun.pop(node_id, None)
+        texts = [line.decode(errors="replace") for line in lines]
+        target = sys.stderr if is_stderr else sys.stdout
+        if isinstance(target, NodeStream):
+            target.node_lines(node_id, texts)
+        else:
+            console.write(node_id, is_stderr, texts)
+
+    def show(self, node_id: str, is_stderr: bool, unfinished: Unfinished) -> None:
+        if unfinished.is_settled:
+            self._keep(node_id, is_stderr, unfinished.text)
+            self._begun[node_id] = is_stderr, unfinished.text
+        target = sys.stderr if is_stderr else sys.stdout
+        if isinstance(target, NodeStream):
+            target.node_unfinished(node_id, unfinished)
+        else:
+            console.show(node_id, is_stderr, unfinished.text.decode(errors="replace"), unfinished.is_settled)
+
+    def _keep(self, node_id: str, is_stderr: bool, text: bytes) -> None:
+        """Append to the node's file, behind what it has of the same line."""
+        was_stderr, begun = self._begun.get(node_id, (is_stderr, b""))
+        if begun:
+            is_same = was_stderr == is_stderr and text.startswith(begun)
+            text = text.removeprefix(begun) if is_same else b"\n" + text
         try:
-            self._keep(node_id, b"".join(line + b"\n" for line in lines))
+            self._append(node_id, text)
         except OSError as error:  # the disk is full, the folder was removed
             # An end here would block every node.
             if self._is_whole:
                 _log.warning("not all that the nodes print is in %s any more: %s", self._folder, error)
             self._is_whole = False
-        target = sys.stderr if is_stderr else sys.stdout
-        if target is None:  # the launcher was started without; the file has everything
-            return
-        texts = [line.decode(errors="replace") for line in lines]
-        with contextlib.suppress(ValueError, OSError):  # the launcher has closed it; likewise
-            _print("".join(f"[{node_id}] {text}\n" for text in texts), target)
 
-    def _keep(self, node_id: str, data: bytes) -> None:
+    def _append(self, node_id: str, data: bytes) -> None:
         file = self._files.get(node_id)
         if file is None:
             file = self._files[node_id] = AppendedFile(self.path(node_id))
@@ -70,22 +104,11 @@ class LogFiles:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path(node_id)))
 
     def flush(self) -> None:
-        for target in (sys.stdout, sys.stderr):
-            with contextlib.suppress(ValueError, OSError):  # the launcher has closed it
-                if target is not None:
-                    target.flush()
+        console.flush()
 
     def close(self) -> None:
         for file in self._files.values():
             file.close()
-
-
-def _print(text: str, target: TextIO) -> None:
-    """What the target's encoding does not have is escaped: the other lines must not be lost for it."""
-    try:
-        target.write(text)
-    except UnicodeEncodeError as error:
-        target.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
 
 
 def _write_index(folder: RunFolder, names: Mapping[str, str]) -> None:

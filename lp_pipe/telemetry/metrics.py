@@ -40,27 +40,33 @@ class MetricsLog:
         self._path = path
         self._sinks = sinks
         self._file = AppendedFile(path)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # code that interrupts a thread in `record` may record as well
         self._warned_of: set[int] = set()
 
     def record(self, node: str, values: Mapping[str, float], step: int | None) -> None:
         """Append one record. It is in the file when this returns, so that a killed run keeps its history."""
         record = MetricsRecord(time.time(), node, step, dict(values))
-        line = f"{_to_json(record)}\n".encode()
-        with self._lock:
-            try:
-                self._append(line)
-            except OSError as error:  # the disk is full, the folder was removed
-                self._warn(self._path, "metrics cannot be written to %s, and are left out: %s", self._path, error)
+        self._write(_to_json(record))
         for sink in self._sinks:
             try:
                 sink(record)
             except Exception as error:  # the user's own; this thread serves a node
                 self._warn(sink, "the metrics sink %r has failed: %r", sink, error)
 
+    def record_event(self, node: str, event: str, step: int) -> None:
+        """Append what has happened at a step; the sinks, which take numbers, are not told."""
+        self._write(json.dumps({"time": round(time.time(), 3), "node": node, "event": event, "step": step}))
+
     def close(self) -> None:
         with self._lock:
             self._file.close()
+
+    def _write(self, line: str) -> None:
+        with self._lock:
+            try:
+                self._append(f"{line}\n".encode())
+            except OSError as error:  # the disk is full, the folder was removed
+                self._warn(self._path, "metrics cannot be written to %s, and are left out: %s", self._path, error)
 
     def _append(self, line: bytes) -> None:
         """All of it or nothing: half a line would spoil the file for its readers."""

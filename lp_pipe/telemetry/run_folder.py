@@ -7,6 +7,7 @@
     failure.txt         every failure with its whole traceback
     hangs.log           reports of waits that took long
     logs/               what each node printed; logs.json: the nodes of files whose names do not say it
+    debuggers/          which nodes stand in a debugger (launch/processes/node_stdin.py)
     agents/             what the agents of a multi-host run printed
     checkpoints/        what Checkpoints saved
 
@@ -21,7 +22,8 @@ from lp_pipe.telemetry.file_names import node_of_log
 
 # What the launcher writes for people to look at: a run is not kept for these alone.
 _OF_THE_LAUNCHER = {
-    *("run.json", "graph.json", "graph.svg", "events.jsonl", "failure.txt", "hangs.log", "logs", "logs.json", "agents")
+    *("run.json", "graph.json", "graph.svg", "events.jsonl", "failure.txt", "hangs.log", "logs", "logs.json", "agents"),
+    "debuggers",
 }
 
 
@@ -54,6 +56,10 @@ class RunFolder:
     @property
     def failures(self) -> Path:
         return self.path / "failure.txt"
+
+    @property
+    def debuggers(self) -> Path:
+        return self.path / "debuggers"
 
     @property
     def hangs(self) -> Path:

@@ -2,7 +2,7 @@
 
 import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -86,6 +86,11 @@ def shortened(line: str, letters: int = _MAX_LETTERS) -> str:
 def is_of_user(file: str) -> bool:
     """Whether it is the user's own code: not lp_pipe's, the standard library's or an installed package's."""
     return owner_of(file) is None
+
+
+def owners_of_frames(lines: Iterable[str]) -> set[str | None]:
+    """Return the owners (see `owner_of`) of the frames in a printed stack."""
+    return {owner_of(frame["file"]) for line in lines if (frame := _FRAME.match(line))}
 
 
 def _blocks(text: str) -> list[_Block]:

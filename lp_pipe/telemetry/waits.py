@@ -26,6 +26,8 @@ from lp_pipe.telemetry.tracebacks import is_of_user
 
 # Kinds of activities: what keeps a node's own code (run, a constructor) or a handler going, and what it waits for.
 MAIN, HANDLER, CALL, RESOLVE, RECEIVE, SEND = "main", "handler", "call", "resolve", "receive", "send"
+IDLE = "idle"  # the node's own code has nothing to do until the stop: it serves
+DEBUGGER = "debugger"  # the node's code stands at a prompt, and `what` says where
 RANKS = "ranks"  # of torch.distributed: nobody tells of this wait, it is seen
 WAITS = (CALL, RESOLVE, RECEIVE, SEND, RANKS)
 

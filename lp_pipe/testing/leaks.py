@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lp_pipe.launch.processes.proctree import start_time, tree_of
+from lp_pipe.private_python import is_foreign, target_of
 from lp_pipe.testing import open_files, temp_dir
 
 PATIENCE_S = 10.0
@@ -92,8 +93,7 @@ class Snapshot:
         return [_describe_thread(thread) for thread in new if not self._may_stay(thread)]
 
     def _may_stay(self, thread: threading.Thread) -> bool:
-        is_foreign = isinstance(thread, threading._DummyThread)  # a library's own, which has only called Python
-        return is_foreign or thread.name.startswith(self._ignored)
+        return is_foreign(thread) or thread.name.startswith(self._ignored)
 
     def _new_processes(self) -> list[str]:
         return [f"process {pid}: {_command_of(pid)}" for pid, _ in sorted(_processes() - self._processes)]
@@ -129,7 +129,7 @@ def _command_of(pid: int) -> str:
 
 
 def _describe_thread(thread: threading.Thread) -> str:
-    function = getattr(getattr(thread, "_target", None), "__qualname__", "")
+    function = getattr(target_of(thread), "__qualname__", "")
     runs = f", runs {function}" if function else ""
     frame = sys._current_frames().get(thread.ident or 0)
     at = traceback.format_stack(frame)[-1].strip() if frame is not None else "(it has just ended)"

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from lp_pipe.channels import attendant
-from lp_pipe.connections import Frame, PulledConnection, frames
+from lp_pipe.connections import Frame, PulledConnection, frames, kernel_calls
 from tests.connections.carriers import WITHIN_S, End, OpenCarrier
 from tests.connections.conftest import open_carrier as open_carrier
 
-pytestmark = pytest.mark.skipif(not attendant.IS_SUPPORTED, reason="no epoll on this system")
+pytestmark = pytest.mark.skipif(not kernel_calls.has_epoll(), reason="no epoll on this system")
 
 
 class Counted(dict[int, Any]):

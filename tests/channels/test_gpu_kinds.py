@@ -19,7 +19,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
-@pytest.mark.skipif(not kinds.is_shm_supported, reason="no memfd_create")
+@pytest.mark.skipif(not kinds.is_shm_supported(), reason="no memfd_create")
 @pytest.mark.parametrize("kind", ["auto", "shm"])
 def test_shared_memory_leaves_tensors_on_gpus_where_they_are(kind: str) -> None:
     assert kinds.choose(kind, "unix:/tmp/s", is_on_gpu=True) == "cuda_ipc"

@@ -28,7 +28,7 @@ def float64_is_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["stream", "ring"])
 def host(request: pytest.FixtureRequest) -> str:
-    if request.param == "ring" and not kinds.is_shm_supported:
+    if request.param == "ring" and not kinds.is_shm_supported():
         pytest.skip("no memfd_create")
     return str(request.param)
 
@@ -120,7 +120,7 @@ def test_closing_does_not_wait_for_a_receiver_that_is_gone(ends: tuple[Sender, R
     in_thread(sender.close).result(1.5)
 
 
-@pytest.mark.skipif(not kinds.is_shm_supported, reason="no memfd_create")
+@pytest.mark.skipif(not kinds.is_shm_supported(), reason="no memfd_create")
 def test_a_receiver_that_cannot_read_the_senders_gpu_gets_all_through_the_host(directory: str) -> None:
     """CUDA IPC, to a stage on the CPU: the way that there is without a GPU."""
     hub = ChannelHub(f"unix:{directory}/s", "stages/1")

@@ -23,7 +23,7 @@ from lp_pipe.errors import ChannelClosed, LpPipeError
 from tests.forking import holds_in_a_fork
 from tests.waiting import until
 
-pytestmark = pytest.mark.skipif(not kinds.is_shm_supported, reason="no memfd_create")
+pytestmark = pytest.mark.skipif(not kinds.is_shm_supported(), reason="no memfd_create")
 
 PATIENCE_S = 10.0
 MEBI = 1 << 20

@@ -56,7 +56,7 @@ def descriptors_left(count: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@pytest.mark.skipif(not kinds.is_shm_supported, reason="no memfd_create")
+@pytest.mark.skipif(not kinds.is_shm_supported(), reason="no memfd_create")
 @pytest.mark.parametrize("kind", ["shm"], indirect=True)
 @pytest.mark.parametrize("first", ["sender", "receiver"])
 def test_a_receiver_without_descriptors_tells_the_sender_that_waits_for_it(

@@ -74,7 +74,12 @@ def test_a_run_that_died_is_resumed_in_its_folder_and_ends_with_the_same_bits(
     resumed = command("launch", "train.py", "--mode=process", "--resume=mine")
     assert resumed.returncode == 0, resumed.stderr
     assert "restored 4" in resumed.stdout
+    assert "no checkpoint" not in resumed.stdout + resumed.stderr
     assert sha in resumed.stdout
+    (mark,) = [json.loads(line) for line in (folder / "runs/mine/metrics.jsonl").read_text().splitlines()]
+    assert (mark["node"], mark["event"], mark["step"]) == ("trainer/0", "resumed", 4)
+    events = [json.loads(line) for line in (folder / "runs/mine/events.jsonl").read_text().splitlines()]
+    assert [(one["node"], one["step"]) for one in events if one["event"] == "resumed"] == [("trainer/0", 4)]
 
     assert main(["checkpoint", "verify", "runs/mine"]) == 0
     assert capsys.readouterr().out.count("as they were written") == 3
@@ -100,6 +105,22 @@ def test_a_run_whose_folder_was_moved_is_resumed_where_it_is(folder: Path, capsy
     assert "restored 4" in capsys.readouterr().out
     assert (folder / "kept/checkpoints/step-00000006").is_dir()
     assert not (folder / "runs/mine").exists()
+
+
+def test_a_resumed_run_without_a_checkpoint_says_that_it_begins_anew(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "train.py").write_text(TRAIN.replace("result.step == 4 and", "result.step == 0 and"))
+    assert main(["launch", "train.py", "--mode=thread", "--run-dir=runs/mine"]) == 1
+    said = capsys.readouterr()
+    assert "no checkpoint" not in said.out + said.err
+    main(["launch", "train.py", "--mode=thread", "--resume=mine"])
+    said = capsys.readouterr()
+    assert "no checkpoint: begins at step 0" in said.out + said.err
+
+    main(["launch", "train.py", "--mode=thread", "--resume=mine", "--json"])
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert next(event["text"] for event in events if event["event"] == "note").startswith("no checkpoint")
 
 
 def test_what_a_pipeline_has_saved_by_itself_is_listed_verified_and_exported(

@@ -2,14 +2,16 @@
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from lp_pipe.torch_version import NEWEST, WANTED
 from tests.cli.commands import COMMAND, PATIENCE_S, Command
 
 NAMES = ["python", "lp_pipe", "numpy", "protobuf", "torch", "open files", "processes", "/dev/shm", "hostname"]
-NAMES += ["loopback", "unix socket", "run folder", "death signals", "fork", "gpu"]
+NAMES += ["loopback", "unix socket", "run folder", "death signals", "fork", "gpu", "pipeline"]
 
 
 def by_name(output: str) -> dict[str, dict[str, str]]:
@@ -22,7 +24,7 @@ def test_a_machine_that_runs_these_tests_is_healthy(command: Command) -> None:
     assert (done.returncode, done.stderr, list(checks)) == (0, "", NAMES)
     assert {check["level"] for check in checks.values()} <= {"ok", "warn"}
     assert all(check["fix"] for check in checks.values() if check["level"] == "warn")
-    assert checks["fork"]["level"] == checks["unix socket"]["level"] == "ok"
+    assert {checks[name]["level"] for name in ("fork", "unix socket", "torch", "pipeline")} == {"ok"}
 
 
 def test_what_fails_has_a_line_with_the_command_that_fixes_it(folder: Path) -> None:
@@ -55,4 +57,40 @@ def test_a_temporary_folder_with_a_long_path_is_named(
     checks = by_name(command("doctor", "--json").stdout)
     assert checks["unix socket"]["level"] == "warn"
     assert checks["unix socket"]["text"] == f"the path of {long} is too long for sockets; /tmp is used instead"
-    assert list(long.iterdir()) == []
+    assert [path for path in long.iterdir() if not path.name.startswith("torchinductor_")] == []  # torch leaves that
+
+
+def run_doctor(prelude: str) -> tuple[int, dict[str, dict[str, str]]]:
+    """Run `lp_pipe doctor` in an interpreter that has first run the prelude."""
+    code = f"{prelude}\nfrom lp_pipe.cli.main import main; raise SystemExit(main(['doctor', '--json']))"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    return done.returncode, by_name(done.stdout)
+
+
+def test_a_torch_that_pipelines_were_not_tested_with_is_a_warning() -> None:
+    newer = f"{NEWEST[0]}.{NEWEST[1] + 1}.0"
+    status, checks = run_doctor(
+        "import importlib.metadata as m; version = m.version; "
+        f"m.version = lambda name: '{newer}' if name == 'torch' else version(name)"
+    )
+    assert (status, checks["torch"]["level"], checks["pipeline"]["level"]) == (0, "warn", "ok")
+    assert newer in checks["torch"]["text"] and WANTED in checks["torch"]["fix"]
+
+
+def test_a_torch_with_which_no_pipeline_trains_is_a_failure() -> None:
+    status, checks = run_doctor("import torch; del torch.optim.SGD")
+    assert (status, checks["pipeline"]["level"]) == (1, "fail")
+    assert "AttributeError" in checks["pipeline"]["text"] and WANTED in checks["pipeline"]["fix"]
+
+
+def test_without_torch_pipelines_are_not_tried() -> None:
+    status, checks = run_doctor(
+        "import importlib.metadata as m, sys; sys.modules['torch'] = None; version = m.version\n"
+        "def look(name):\n"
+        "    if name == 'torch': raise m.PackageNotFoundError(name)\n"
+        "    return version(name)\n"
+        "m.version = look"
+    )
+    assert (status, checks["torch"]["level"], checks["pipeline"]["level"]) == (0, "warn", "warn")
+    assert "not installed" in checks["torch"]["text"] and WANTED in checks["pipeline"]["fix"]

@@ -3,6 +3,7 @@
 import os
 import pty
 import re
+import signal
 import subprocess
 from pathlib import Path
 
@@ -56,3 +57,29 @@ def _read_to_the_end(descriptor: int) -> str:
             os.close(descriptor)
             return b"".join(chunks).decode()
         chunks.append(chunk)
+
+
+def test_an_unfinished_line_stands_in_the_table_until_its_node_ends(folder: Path) -> None:
+    """A bar was not to be seen before its newline."""
+    (folder / "bar.py").write_text(
+        "import lp_pipe as lp\n"
+        "def work():\n"
+        "    print('\\rstep 1', '\\rstep 2', end='', flush=True)\n"
+        "    lp.wait_for_stop()\n"
+        "program = lp.Program('bar')\n"
+        "program.add_node(lp.PyNode(work), label='worker')\n"
+    )
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100"}
+    command = [*COMMAND, "launch", "bar.py", "--run-dir=out"]
+    process = subprocess.Popen(command, cwd=folder, stdout=theirs, stderr=theirs, env=environment)
+    os.close(theirs)
+    seen = b""
+    while not re.search(rb"\xe2\x94\x82\x1b\[0m \[worker/0\] step 2 +", seen):
+        seen += os.read(ours, 65536)  # until the test's time is up
+    process.send_signal(signal.SIGINT)
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", _read_to_the_end(ours))
+    assert process.wait(PATIENCE_S) == 130
+    assert re.search(r"[\r\n]\[worker/0\] step 2 *[\r\n]", text)  # a line by itself
+    assert "step 2" not in text[text.rindex("╭─ bar") :]
+    assert (folder / "out/logs/worker-0.log").read_text() == "step 2\n"

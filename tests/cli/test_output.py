@@ -4,11 +4,15 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from lp_pipe.cli.output import labelled, redirected
+from lp_pipe.telemetry.log_files import LogFiles
+from lp_pipe.telemetry.run_folder import RunFolder
+from lp_pipe.telemetry.terminal_lines import SHOW_AFTER_S, Unfinished
 from tests.cli.commands import COMMAND, PATIENCE_S, Command
 
 PRINTS_MUCH = """
@@ -25,16 +29,30 @@ def make_program():
 """
 
 
-def test_lines_of_node_processes_are_taken_apart() -> None:
+def test_lines_of_node_processes_have_their_node_and_others_none(tmp_path: Path) -> None:
     seen: list[tuple[str, str | None, str]] = []
+    files = LogFiles(RunFolder(tmp_path), ["stages/1"])
     with redirected(lambda stream, node, line: seen.append((stream, node, line))):
-        print("[stages/1] loss 2.5\n[stages/1] loss 2.4")
-        print("not from a node", file=sys.stderr)
+        files.write("stages/1", False, [b"loss 2.5", b"loss 2.4"])
+        print("[stages/1] not from a node", file=sys.stderr)
+    files.close()
     assert seen == [
         ("stdout", "stages/1", "loss 2.5"),
         ("stdout", "stages/1", "loss 2.4"),
-        ("stderr", None, "not from a node"),
+        ("stderr", None, "[stages/1] not from a node"),
     ]
+
+
+def test_what_a_thread_has_not_finished_is_shown_at_the_next_look_and_ends_with_the_output() -> None:
+    seen: list[object] = []
+    with redirected(
+        lambda stream, node, line: seen.append(line), lambda stream, node, unfinished: seen.append(unfinished)
+    ) as output:
+        print("downloading ... ", end="")
+        time.sleep(SHOW_AFTER_S)
+        output.look()
+        print("ok\n\rstep 1\rstep 2", end="")
+    assert seen == [Unfinished(b"downloading ... ", False), "downloading ... ok", "step 2"]
 
 
 def test_threads_do_not_mix_their_lines() -> None:

@@ -243,6 +243,25 @@ def test_stacks_show_where_every_node_is(launched: Started, brief_command: Comma
     assert done.returncode == 0
     assert "node nodes/0" in done.stdout
     assert done.stdout.count("lp.wait_for_stop()") == 2
+    assert "File" not in done.stdout and len(done.stdout.splitlines()) <= 2 * 5
+    every = brief_command("stacks", "--all")
+    assert every.stdout.count("lp.wait_for_stop()") == 2 and "lp_pipe/context.py" in every.stdout
+
+
+def test_logs_of_one_node_of_the_only_live_run(in_processes: Started, brief_command: Command) -> None:
+    both = brief_command("logs").stdout.splitlines()
+    assert brief_command("logs", "nodes").stdout.splitlines() == both
+    assert brief_command("logs", "nodes/1").stdout == both[1].removeprefix("[nodes/1] ") + "\n"
+    wrong = brief_command("logs", "node")
+    assert wrong.returncode == 2 and "no run 'node'" in wrong.stderr
+
+
+def test_logs_have_labels_though_one_node_only_has_printed(start: Start, brief_command: Command, folder: Path) -> None:
+    (folder / "waiting.py").write_text(WAITING.replace('print("pid"', 'lp.context().index or print("pid"'))
+    start("launch", "waiting.py", "--run-dir=out").pids(1)
+    (only,) = brief_command("logs", "out").stdout.splitlines()
+    assert only.startswith("[nodes/0] pid ")
+    assert brief_command("logs", "nodes/1").stderr.startswith("lp_pipe: node 'nodes/1' of run out has printed nothing")
 
 
 def test_logs_of_a_live_run_and_of_one_that_has_ended(in_processes: Started, brief_command: Command) -> None:

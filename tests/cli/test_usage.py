@@ -32,11 +32,10 @@ async def waits(): return make_program()
 """
 
 WRONG = {
-    "": "the following arguments are required: COMMAND; see `lp_pipe --help`",
     "lanch demo.py": (
         "no command 'lanch'; did you mean 'launch'? "
-        "(commands: launch, graph, schedule, profile, partition, checkpoint, status, logs, stacks, stop, ps, runs, "
-        "clean, doctor, agent)"
+        "(commands: launch, graph, schedule, profile, partition, checkpoint, status, logs, stacks, stop, attach, ps, "
+        "runs, clean, doctor, agent)"
     ),
     "launch": "TARGET is needed: the file or module of a program; see `lp_pipe launch --help`",
     "launch dem.py": "no file 'dem.py'; did you mean 'demo.py'?",
@@ -148,6 +147,22 @@ def test_flags_that_a_program_does_not_take_are_refused(command: Command, folder
     done = command("launch", "later.py", "--mode=thread", "--", "--stages=3")
     assert (done.returncode, done.stderr) == (0, "lp_pipe: later.py has not looked at its flags: --stages=3\n")
     assert "[n/0] ['--stages=3']" in done.stdout
+
+
+def test_without_arguments_the_help_is_printed(brief_command: Command) -> None:
+    bare = brief_command()
+    assert (bare.returncode, bare.stderr) == (0, "")
+    assert bare.stdout == brief_command("--help").stdout != ""
+
+
+def test_the_graph_command_writes_several_files_with_the_mode_of_the_umask(
+    brief_command: Command, folder: Path
+) -> None:
+    (folder / "demo.py").write_text(TARGET)
+    done = brief_command("graph", "demo.py", "-o", "a.svg", "-o", "a.dot", "-o", "a.json")
+    assert (done.returncode, done.stdout) == (0, "wrote a.svg\nwrote a.dot\nwrote a.json\n")
+    modes = {(folder / f"a.{ending}").stat().st_mode for ending in ("svg", "dot", "json")}
+    assert modes == {(folder / "demo.py").stat().st_mode}
 
 
 def test_the_graph_command_prints_text_or_writes_a_file(brief_command: Command, folder: Path) -> None:

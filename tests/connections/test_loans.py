@@ -20,7 +20,7 @@ from lp_pipe.connections.unix import UnixConnection
 from tests.forking import holds_in_a_fork
 from tests.waiting import until
 
-pytestmark = pytest.mark.skipif(not loans.is_supported, reason="no memfd on this system")
+pytestmark = pytest.mark.skipif(not loans.is_supported(), reason="no memfd on this system")
 
 WITHIN_S = 10.0
 LARGE = 1 << 20

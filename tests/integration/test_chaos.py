@@ -56,7 +56,10 @@ def test_a_parameter_server_that_is_struck_anywhere_ends_with_the_same_parameter
 
 
 # As `make chaos` has them, and shorter: the last of two equal flags counts.
-SHORTER = {"char_gpt": "--steps=20", "char_gpt_restarted": "--steps=20", "sync": "--steps=500", "async": "--steps=250"}
+SHORTER = {
+    **{"char_gpt": "--steps=20", "char_gpt_restarted": "--steps=20"},
+    **{"sync": "--steps=500", "stateful": "--steps=30", "async": "--steps=250"},
+}
 SHORT = {name: Program(one.target, (*one.flags, SHORTER[name])) for name, one in PROGRAMS.items()}
 
 

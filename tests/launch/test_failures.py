@@ -1,6 +1,7 @@
 """Break nodes in every way: who notices, how soon, what wait() says, and that nothing is left."""
 
 import contextlib
+import ctypes
 import os
 import re
 import signal
@@ -482,6 +483,31 @@ def test_a_process_that_a_signal_without_a_name_kills_is_a_failure_with_its_numb
 def test_a_crash_in_c_code_is_reported_with_its_signal(no_leaks: None) -> None:
     error = failure_of(one_node(lp.PyNode(os.abort)), "process")
     assert "SIGABRT" in error.message
+
+
+def read_null() -> None:
+    ctypes.string_at(0)
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_crash_in_c_code_is_reported_with_its_python_stack(fresh: bool, no_leaks: None) -> None:
+    program = lp.Program("crash")
+    with program.group("node", resources=lp.Resources(fresh_interpreter=fresh)):
+        program.add_node(lp.PyNode(read_null))
+    error = failure_of(program, "process")
+    assert "SIGSEGV" in error.message
+    lines = error.report.splitlines()
+    first = next(index for index, line in enumerate(lines) if "innermost call first" in line)
+    assert "test_failures.py" in lines[first + 1]
+    assert "in read_null:  ctypes.string_at(0)" in lines[first + 1]
+    assert len(lines) <= 15
+
+
+def test_the_fault_handler_can_be_switched_off(no_leaks: None) -> None:
+    program = lp.Program("crash")
+    with program.group("node", resources=lp.Resources(env={"PYTHONFAULTHANDLER": "0"})):
+        program.add_node(lp.PyNode(read_null))
+    assert "read_null" not in failure_of(program, "process").report
 
 
 def test_a_call_to_a_process_that_dies_is_unavailable_and_later_calls_too(no_leaks: None) -> None:

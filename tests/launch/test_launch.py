@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import pickle
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -22,7 +23,9 @@ import psutil
 import pytest
 
 import lp_pipe as lp
+from tests.conftest import Script
 from tests.forking import holds_in_a_fork
+from tests.waiting import until
 
 WITHIN_S = 20.0
 
@@ -806,3 +809,67 @@ def test_children_that_the_script_forks_end_by_themselves(mode: str, no_leaks: N
         child.join()
         assert child.exitcode == 0
         assert run.status()["node"][0]["state"] in ("starting", "running")
+
+
+def unusable(ask: Callable[[], object]) -> bool:
+    with pytest.raises(lp.Unavailable, match="was forked from"):
+        ask()
+    return True
+
+
+def asked_in_a_fork() -> bool:
+    """What a node's functions do in a child of the node's process."""
+    with pytest.raises(RuntimeError, match="forked by the node"):
+        lp.wait_for_stop()
+    return unusable(lp.stop) and unusable(lambda: lp.log_metrics({"loss": 0.0}))
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_a_forked_child_leaves_the_run_to_its_parent(mode: str, no_leaks: None, tmp_path: Path) -> None:
+    def fork() -> None:
+        assert holds_in_a_fork(asked_in_a_fork)
+        (tmp_path / "asked").touch()
+        lp.wait_for_stop()
+
+    def leave_with_block(run: lp.Run) -> bool:
+        signal.alarm(int(WITHIN_S))  # else it would hang
+        with run:
+            pass
+        with pytest.raises(ValueError, match="of the child"), run:
+            raise ValueError("of the child")
+        run.stop()
+        return not run.request_stop()
+
+    def ask(run: lp.Run) -> bool:
+        signal.alarm(int(WITHIN_S))  # else it would hang
+        return all(
+            map(unusable, [run.wait, run.status, run.stacks, lambda: run.failure, lambda: run.last_lines("node", 0)])
+        )
+
+    program = lp.Program("forks")
+    program.add_node(lp.PyNode(fork), label="node")
+    with lp.launch(program, mode) as run:
+        until((tmp_path / "asked").exists)
+        assert holds_in_a_fork(lambda: leave_with_block(run))
+        assert holds_in_a_fork(lambda: ask(run))
+        subprocess.run(["true"], preexec_fn=run.stop, check=True, timeout=WITHIN_S)
+        assert run.status()["node"][0]["state"] == "running"
+
+
+def test_a_child_that_a_script_forks_ends_by_itself(script: Script) -> None:
+    process = script(
+        """
+        import os, sys
+        import lp_pipe as lp
+
+        program = lp.Program("forks")
+        program.add_node(lp.PyNode(lp.wait_for_stop), label="node")
+        with lp.launch(program, "process") as run:
+            if os.fork() == 0:
+                sys.exit(7)
+            status = os.waitstatus_to_exitcode(os.wait()[1])
+            print(status, run.status()["node"][0]["state"] in ("starting", "running"))
+        """
+    )
+    out, _ = process.communicate(timeout=60)
+    assert (out, process.returncode) == ("7 True\n", 0)

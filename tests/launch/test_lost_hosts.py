@@ -2,12 +2,14 @@
 
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
 import lp_pipe as lp
+from lp_pipe.checkpoint import Checkpoints
 from lp_pipe.launch.coordination.record import Failure
 from lp_pipe.launch.engines import LocalEngine
 from lp_pipe.launch.host import Host
@@ -62,6 +64,40 @@ def test_the_nodes_of_a_killed_host_start_again_on_the_spare_one_and_healthy_one
         assert after[0] == before[0] and after[1] != before[1]
         assert agent_of("local2").pid == psutil.Process(after[1]).parent().ppid()
         assert "HostLost: host 'local1' is lost" in run.status()["probe"][1]["error"]
+
+
+class Total:
+    def __init__(self) -> None:
+        self._total = 0
+
+    def add(self, number: int) -> int:
+        self._total += number
+        return self._total
+
+    def state_dict(self) -> int:
+        return self._total
+
+    def load_state_dict(self, state: int) -> None:
+        self._total = state
+
+
+@pytest.mark.slow
+def test_a_part_of_checkpoints_that_starts_on_another_host_has_lost_its_state(tmp_path: Path) -> None:
+    made = lp.Program("lost hosts")
+    with made.group("total", on_failure="restart"):
+        handle = made.add_node(lp.CourierNode(Total))
+    with launched(made, "2") as run:
+        total = run.client(handle)
+        checkpoints = Checkpoints({"total": total}, tmp_path)
+        total.add(3)
+        checkpoints.save(1)
+        total.add(4)
+        agent_of(host_of(run, "total/0")).kill()
+        until(lambda: run.status()["total"][0]["restarts"] == 1)
+        with pytest.raises(lp.StateLost):
+            total.add(1)
+        checkpoints.restore()
+        assert total.add(1) == 4
 
 
 @pytest.mark.slow

@@ -1,9 +1,11 @@
 """What only holds where nodes are processes: their environment, their output, their isolation."""
 
+import io
 import os
 import platform
 import resource
 import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -85,6 +87,30 @@ def test_nodes_get_environment_folder_and_path_as_they_are_at_launch(
         assert probe.ask(os.getcwd) == str(tmp_path)
         assert probe.ask(lambda: __import__("a_module_of_the_user").value) == 42
         assert probe.ask(lambda: sys.argv) == sys.argv
+
+
+def test_nodes_start_whatever_a_script_has_put_into_its_path_and_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    odd_entries = [
+        tmp_path,
+        b"bytes",
+        None,
+        "lone \ud800 surrogate",
+        "embedded \0 null",
+        os.fsdecode(b"/not \xff utf-8"),
+    ]
+    monkeypatch.setattr(sys, "path", [*sys.path, *odd_entries])
+    monkeypatch.setattr(sys, "argv", ["script", 5, tmp_path, b"bytes", "lone \ud800 surrogate"])
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with lp.launch(probes(), "process") as run:
+        probe = run.client("probe")
+        assert probe.ask(lambda: sys.path[-1]) == os.fsdecode(b"/not \xff utf-8")
+        assert probe.ask(lambda: sys.argv) == ["script", "5", str(tmp_path), "bytes", "lone \ud800 surrogate"]
+    monkeypatch.delattr(sys, "argv")
+    with lp.launch(probes(), "process") as run:
+        assert run.client("probe").ask(lambda: sys.argv) == [""]
 
 
 def test_a_module_of_the_current_folder_does_not_stand_for_one_of_pythons(
@@ -328,11 +354,20 @@ def test_long_names_of_the_temporary_folder_are_no_problem(tmp_path: Path, monke
         assert run.client("probe").ask(os.getppid)
 
 
-def test_sigint_at_a_node_does_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+def test_signals_are_as_in_a_fresh_interpreter_in_a_node_and_in_what_it_starts() -> None:
+    # SIGINT was ignored there, and so in every program that a node starts: none could be ended by it.
     with lp.launch(probes(), "process") as run:
         probe = run.client("probe")
-        os.kill(probe.ask(os.getpid), signal.SIGINT)
-        assert probe.ask(os.getpid) == run.status()["probe"][0]["pid"]
+        assert probe.ask(signal.getsignal, signal.SIGINT) is signal.default_int_handler
+        assert probe.ask(signal.getsignal, signal.SIGTERM) == signal.SIG_DFL
+        assert probe.ask(end_by_sigint) == -signal.SIGINT
+        assert probe.ask(os.getpid) == probe.ask(os.getsid, 0)  # Ctrl+C at a terminal does not reach it
+
+
+def end_by_sigint() -> int:
+    with subprocess.Popen(["sleep", "60"]) as child:
+        child.send_signal(signal.SIGINT)
+        return child.wait(WITHIN_S)
 
 
 def test_a_node_may_launch_a_program_of_its_own() -> None:

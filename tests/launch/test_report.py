@@ -47,6 +47,25 @@ def test_a_killed_process_shows_how_it_died_and_its_last_lines() -> None:
     ]
 
 
+def test_a_crash_shows_its_python_stack_from_the_innermost_call_outwards() -> None:
+    frames = "".join(f'  File "/home/me/train.py", line {line}, in f{line}\n' for line in range(9, 0, -1))
+    text = (
+        "The process raised no exception; its last lines:\n  epoch 1\n  epoch 2\nTraceback (most recent call last):\n"
+        f'{frames}  File "/x/site-packages/torch/ops.py", line 5, in call\nFatal Python error: Segmentation fault'
+    )
+    error = NodeError("n", 0, "ProcessDied", "the process was killed by SIGSEGV", text)
+    assert failure_report(error, log_path=Path("n-0.log"), folder=Path("/home/me")).splitlines() == [
+        "node n/0 failed: ProcessDied: the process was killed by SIGSEGV",
+        "  its last lines:",
+        "    epoch 1",
+        "    epoch 2",
+        "  where it crashed, 1 frame of torch further in, innermost call first:",
+        *(f"    train.py:{line} in f{line}" for line in range(1, MAX_LINES - 6)),
+        f"    … {16 - MAX_LINES} lines left out",
+        "  all its output: n-0.log",
+    ]
+
+
 def test_deep_recursion_and_long_messages_stay_short() -> None:
     frame = '  File "/home/me/train.py", line 3, in run\n    go()\n'
     deep = f"Traceback (most recent call last):\n{frame * 500}RecursionError: too deep\n"

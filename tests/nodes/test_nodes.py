@@ -132,6 +132,47 @@ def test_an_attribute_run_that_is_no_function_is_data(mode: str) -> None:
         assert launched.client(logs).lines() == 1
 
 
+class AnswersEveryName:
+    """A wrapper whose `__getattr__` seems to have a `run` too."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return lambda *args: f"{name}{args}"
+
+
+def test_a_server_that_answers_every_name_has_no_run(mode: str) -> None:
+    program = lp.Program("wrapper")
+    served = program.add_node(lp.CourierNode(AnswersEveryName), label="served")
+    program.add_node(lp.PyClassNode(AnswersEveryName), label="ends")
+    with lp.launch(program, mode) as run:
+        assert run.client(served).step(1) == "step(1,)"
+        assert run.status()["served"][0]["state"] == "running"
+
+
+class FalseError(Exception):
+    def __bool__(self) -> bool:
+        return False
+
+
+def test_an_exception_that_is_false_is_a_failure(mode: str) -> None:
+    def fail() -> None:
+        raise FalseError
+
+    with pytest.raises(lp.NodeError, match="FalseError"):
+        run(mode, lp.PyNode(fail))
+
+
+def test_a_run_that_the_instance_has_got_counts(mode: str, tmp_path: Path) -> None:
+    def make() -> Any:
+        made = AnswersEveryName()
+        made.run = (tmp_path / "ran").touch
+        return made
+
+    run(mode, lp.PyClassNode(make))
+    assert (tmp_path / "ran").exists()
+
+
 def test_the_number_of_handler_threads_is_an_option_of_the_node(mode: str) -> None:
     class Where:
         def thread(self) -> str:

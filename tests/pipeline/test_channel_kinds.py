@@ -39,7 +39,7 @@ def test_every_kind_of_channel_trains_to_the_same_bits(kind: str) -> None:
         assert_trains_like_the_plain_loop(pipeline)
 
 
-@pytest.mark.skipif(not kinds.is_shm_supported, reason="no memfd_create")
+@pytest.mark.skipif(not kinds.is_shm_supported(), reason="no memfd_create")
 def test_stages_that_join_their_neighbours_again_give_the_old_channels_memory_back(tmp_path: Path) -> None:
     """It went when Python's collector came by, which counts objects: gigabytes are three of them."""
     with launched("thread", model_with_everything(), BATCHES, channel="shm", **OPTIONS) as pipeline:

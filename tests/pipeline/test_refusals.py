@@ -12,7 +12,7 @@ from torch import nn
 
 import lp_pipe as lp
 import lp_pipe.pipeline as pp
-from lp_pipe.pipeline import torch_version
+from lp_pipe import torch_version
 from tests.pipeline.plain_loop import (
     D,
     PlainLoop,
@@ -43,7 +43,10 @@ def refuses(kind: type[Exception], match: str, **options: Any) -> None:
 def test_a_torch_that_is_too_old_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was an AttributeError in the first step, from inside of a stage."""
     monkeypatch.setattr(torch, "__version__", "2.8.0+cu128")
-    refuses(pp.PipelineError, r"need torch>=2\.\d+, and this is torch 2\.8\.0\+cu128: pip install --upgrade 'torch>=2")
+    refuses(
+        pp.PipelineError,
+        r"need torch>=2\.\d+,<2\.\d+, and this is torch 2\.8\.0\+cu128: pip install --upgrade 'torch>=2",
+    )
 
 
 def test_the_torch_that_pipelines_need_is_what_the_package_asks_for() -> None:

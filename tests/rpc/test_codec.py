@@ -218,3 +218,14 @@ def test_what_cannot_be_imported_elsewhere_goes_by_value() -> None:
     finally:
         del sys.modules["made_by_hand"]
     assert codec.decode(body, buffers).get() == 2
+
+
+def test_tensors_of_the_cpu_stay_there_where_torch_has_another_default_device() -> None:
+    torch = pytest.importorskip("torch")
+    numbers = torch.arange(12.0).reshape(3, 4)
+    for tensor in (numbers, numbers.t(), numbers[:, ::2], numbers[:0], torch.zeros(()), numbers.expand(2, 3, 4)):
+        payload = codec.encode(tensor)
+        with torch.device("meta"):
+            found = codec.decode(payload.body, [bytearray(buffer) for buffer in payload.buffers])
+        assert found.device.type == "cpu" and found.stride() == tensor.stride()
+        assert torch.equal(found, tensor)

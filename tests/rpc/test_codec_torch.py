@@ -131,6 +131,39 @@ def test_sparse_tensors_are_left_to_torch() -> None:
     assert torch.equal(through(sparse).to_dense(), sparse.to_dense())
 
 
+NESTED = [torch.ones(2), torch.ones(3)]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_left_to_torch(layout: torch.layout) -> None:
+    copy = through(torch.nested.nested_tensor(NESTED, layout=layout))
+    assert copy.is_nested and copy.layout is layout
+    assert all(torch.equal(one, other) for one, other in zip(copy.unbind(), NESTED, strict=True))
+
+
+def test_tensors_of_mkldnn_travel_dense() -> None:
+    copy = through(torch.ones(3, 3).to_mkldnn())
+    assert copy.is_mkldnn and torch.equal(copy.to_dense(), torch.ones(3, 3))
+
+
+@pytest.mark.parametrize(
+    "wrap", [torch._efficientzerotensor, lambda shape: torch._to_functional_tensor(torch.ones(shape))]
+)
+def test_tensors_without_memory_of_their_own_are_refused(wrap: Any) -> None:
+    with pytest.raises(RuntimeError):
+        codec.encode(wrap((3,)))
+
+
+def test_tensors_inside_vmap_are_refused() -> None:
+    def encoded(tensor: torch.Tensor) -> torch.Tensor:
+        with pytest.raises(RuntimeError):
+            codec.encode(tensor)
+        return tensor
+
+    torch.vmap(encoded)(torch.ones(2, 3))
+
+
 def test_other_torch_values() -> None:
     for value in (torch.float32, torch.device("cpu"), torch.Size([1, 2])):
         assert through(value) == value

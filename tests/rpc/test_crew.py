@@ -6,12 +6,11 @@ import threading
 
 import pytest
 
-from lp_pipe.connections import Frame, frames
+from lp_pipe.connections import Frame, frames, kernel_calls
 from lp_pipe.connections.unix import UnixConnection
-from lp_pipe.rpc import crew
 from lp_pipe.rpc.crew import Crew
 
-pytestmark = pytest.mark.skipif(not crew.IS_SUPPORTED, reason="no epoll on this system")
+pytestmark = pytest.mark.skipif(not kernel_calls.has_epoll(), reason="no epoll on this system")
 _WITHIN_S = 20.0
 
 

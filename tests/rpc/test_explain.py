@@ -106,3 +106,29 @@ def test_what_cannot_be_looked_at_is_the_culprit_itself() -> None:
     culprit = find_culprit([Closed(lock=LOCK)], "x")
     assert culprit is not None
     assert culprit.path == "x[0]"
+
+
+def test_a_culprit_of_code_is_told_from_one_of_data() -> None:
+    class Locked:
+        lock = LOCK
+
+    def uses_global() -> Any:
+        return LOCK
+
+    uses_global.__module__ = "__main__"  # or the function would go by name
+    for value in [Locked, Locked(), [uses_global]]:
+        culprit = find_culprit(value, "x")
+        assert culprit is not None and culprit.type_name == "lock" and culprit.is_of_code
+        assert "module" in culprit.code_hint
+    for value in [LOCK, Thing(), capturing()]:
+        culprit = find_culprit(value, "x")
+        assert culprit is not None and not culprit.is_of_code and culprit.code_hint == ""
+
+
+def test_a_value_that_is_nested_too_deeply_is_named_as_a_whole() -> None:
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    culprit = find_culprit({"tree": deep}, "x")
+    assert culprit is not None
+    assert culprit.path == "x" and "RecursionError" in culprit.error

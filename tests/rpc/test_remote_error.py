@@ -3,11 +3,13 @@
 import builtins
 import dataclasses
 import pickle
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 import lp_pipe as lp
@@ -194,7 +196,7 @@ def test_args_and_attributes_are_copied_as_far_as_they_pickle(client: lp.Courier
     assert error.code == 3
     error = caught(client, LockedError)
     assert error.code == 7
-    assert not hasattr(error, "lock")
+    assert error.lock.acquire(blocking=False)  # a new one
 
 
 @pytest.mark.parametrize("kind", [FrozenError, SealedError])
@@ -280,3 +282,57 @@ def test_futures_carry_it_too(client: lp.CourierClient) -> None:
     assert isinstance(error, KeyError)
     assert isinstance(error, lp.RemoteError)
     assert error.args == ("x",)
+
+
+class WithSocketError(ValueError):
+    """Needs a socket, which does not travel."""
+
+    def __init__(self) -> None:
+        self.socket = socket.socket()
+        super().__init__("no route", self.socket)
+
+    def __repr__(self) -> str:
+        return f"WithSocketError({self.socket.fileno()})"
+
+
+def test_a_value_that_does_not_travel_leaves_its_text_behind(client: lp.CourierClient) -> None:
+    error: Any = caught(client, WithSocketError)
+    assert isinstance(error, ValueError)
+    assert repr(error.socket).startswith("<socket.socket") and error.args == ("no route", error.args[1])
+    assert str(error.args[1]).startswith("<socket.socket")
+    assert "WithSocketError" in repr(error)
+    with pytest.raises(AttributeError, match=r"'fileno' of a socket.*cannot pickle"):
+        error.socket.fileno()
+    assert repr(pickle.loads(pickle.dumps(error)).socket) == repr(error.socket)
+
+
+def test_an_error_of_grpc_tells_its_status_and_details(client: lp.CourierClient) -> None:
+    def fails() -> BaseException:
+        with grpc.insecure_channel("127.0.0.1:1") as channel:
+            try:
+                channel.unary_unary("/service/method")(b"", timeout=0.2)
+            except grpc.RpcError as error:
+                return error
+        raise AssertionError("no server listens at port 1")
+
+    error: Any = caught(client, fails)
+    assert isinstance(error, grpc.RpcError)
+    assert error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+    assert error.details() and "terminated" in repr(error)
+
+
+class FalseError(Exception):
+    """An exception whose truth value and comparison are unusual."""
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __eq__(self, other: object) -> bool:
+        raise ValueError("not comparable")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_an_exception_that_is_false_is_raised_all_the_same(client: lp.CourierClient) -> None:
+    assert isinstance(caught(client, FalseError), FalseError)
+    assert isinstance(client.futures.fail(FalseError).exception(), FalseError)

@@ -9,6 +9,7 @@ import pytest
 
 from lp_pipe.telemetry.log_files import LogFiles
 from lp_pipe.telemetry.run_folder import RunFolder
+from lp_pipe.telemetry.terminal_lines import Unfinished
 
 NODES = ["trainer/0"]
 
@@ -23,6 +24,19 @@ def test_every_node_has_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
     files.close()
     assert log_of(tmp_path).read_text() == "one\ntwo\n"
     assert capsys.readouterr().out == "[trainer/0] one\n[trainer/0] two\n"
+
+
+def test_a_settled_prompt_is_in_the_file_and_its_line_goes_on_behind_it(tmp_path: Path) -> None:
+    files = LogFiles(RunFolder(tmp_path), NODES)
+    files.show("trainer/0", False, Unfinished(b"Password", False))
+    files.show("trainer/0", False, Unfinished(b"Password: ", True))
+    assert log_of(tmp_path).read_text() == "Password: "
+    files.write("trainer/0", False, [b"Password: ok"])
+    files.show("trainer/0", False, Unfinished(b"half", True))
+    files.write("trainer/0", True, [b"other stream"])
+    files.write("trainer/0", False, [b"half and half"])
+    files.close()
+    assert log_of(tmp_path).read_text() == "Password: ok\nhalf\nother stream\nhalf and half\n"
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a disk that is always full")

@@ -114,3 +114,15 @@ def test_a_program_ends_whatever_its_metrics_file_says_at_the_end(
     program.add_node(lp.PyNode(lambda: None), label="node")
     lp.launch(program, mode, run_dir=tmp_path).wait(30)
     assert "at the end of the program" in caplog.text
+
+
+def test_what_has_happened_at_a_step_is_between_the_numbers_and_no_sink_is_told(tmp_path: Path) -> None:
+    seen: list[MetricsRecord] = []
+    log = MetricsLog(tmp_path / "metrics.jsonl", (seen.append,))
+    log.record("a/0", {"x": 1.0}, 7)
+    log.record_event("a/0", "resumed", 5)
+    log.record("a/0", {"x": 1.0}, 6)
+    log.close()
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(record.get("event"), record["step"]) for record in records] == [(None, 7), ("resumed", 5), (None, 6)]
+    assert [record.step for record in seen] == [7, 6]

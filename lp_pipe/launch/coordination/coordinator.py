@@ -120,6 +120,21 @@ class Coordinator:
             outcomes = [(address, self._resolved(address)) for address in addresses]
         return [outcome or Unavailable(f"nobody listens yet at {address}") for address, outcome in outcomes]
 
+    def watch_state(self, addresses: Sequence[str]) -> "Future[str]":
+        """Note that servers of these addresses hold state of a checkpoint; done once the node of one is to restart."""
+        loss: Future[str] = Future()
+        with self._lock:
+            self._directory.watch_state(addresses, loss)
+        return loss
+
+    def has_lost_state(self, address: str) -> "Future[str]":
+        """Answer "yes" if the server that is about to listen there was started again without such state, else ""."""
+        answer: Future[str] = Future()
+        with self._lock:
+            has_lost_state = self._directory.has_lost_state(address)
+        answer.set_result("yes" if has_lost_state else "")
+        return answer
+
     def inner_nodes_ended(self, colocation: str) -> "Future[str]":
         """Done once all inner nodes of a MultiProcessingColocation are down."""
         future: Future[str] = Future()
@@ -150,8 +165,11 @@ class Coordinator:
 
     def log_metrics(self, node_id: str, values: Mapping[str, float], step: int | None) -> None:
         """Under the name of the node of the program, whichever part of it says so."""
-        record = self._lives.nodes.get(node_id)
-        self._metrics.record(record.spec.name if record is not None else node_id, values, step)
+        self._metrics.record(self._name_of(node_id), values, step)
+
+    def log_event(self, node_id: str, event: str, step: int) -> None:
+        """Record what has happened at a step, under the node's name."""
+        self._metrics.record_event(self._name_of(node_id), event, step)
 
     # What the hosts report.
 
@@ -309,6 +327,10 @@ class Coordinator:
         with self._lock:
             return self._lives.verdict.errors()
 
+    def _name_of(self, node_id: str) -> str:
+        record = self._lives.nodes.get(node_id)
+        return record.spec.name if record is not None else node_id
+
     def _not_in_program(self) -> RuntimeError:
         return RuntimeError(f"this handle's node is not in program {self.plan.program!r}, so it cannot be reached")
 
@@ -346,5 +368,7 @@ class Coordinator:
             self._told_ends.add(node_id)
             self.tell("end", node_id, state=record.state)
         self._directory.withdraw(record.spec.addresses)
+        if record.state == "restarting":
+            self._settling.settle(self._directory.lose_state(record.spec.addresses, record.spec.node_id))
         if not record.may_register:
             self._settling.settle(self._directory.give_up(record.spec.addresses, self._lives.why_gone(record)))

@@ -13,9 +13,13 @@ class Directory:
     def __init__(self) -> None:
         self._endpoints: dict[str, str] = {}
         self._waiting: dict[str, list[Future[str]]] = {}
+        self._have_served: set[str] = set()
+        self._watched: set[str] = set()  # addresses whose servers hold state of a checkpoint
+        self._watchers: list[tuple[frozenset[str], Future[str]]] = []
 
     def register(self, address: str, endpoint: str) -> list[Settlement]:
         self._endpoints[address] = endpoint
+        self._have_served.add(address)
         return [Settlement(future, endpoint) for future in self._waiting.pop(address, [])]
 
     def withdraw(self, addresses: Iterable[str]) -> None:
@@ -37,3 +41,20 @@ class Directory:
 
     def give_all_up(self, reason: str) -> list[Settlement]:
         return self.give_up(list(self._waiting), reason)
+
+    def watch_state(self, addresses: Iterable[str], loss: "Future[str]") -> None:
+        """Note that servers at these addresses hold state of a checkpoint; `lose_state` settles `loss`."""
+        watched = frozenset(addresses)
+        self._watched |= watched
+        self._watchers.append((watched, loss))
+
+    def lose_state(self, addresses: Iterable[str], node: str) -> list[Settlement]:
+        """Settle what waits for the death of this node, which listened at the addresses and is to be started again."""
+        lost = set(addresses)
+        told = [loss for watched, loss in self._watchers if watched & lost]
+        self._watchers = [pair for pair in self._watchers if not pair[0] & lost]
+        return [Settlement(loss, node) for loss in told]
+
+    def has_lost_state(self, address: str) -> bool:
+        """Return whether a server that is about to listen there follows one that held state of a checkpoint."""
+        return address in self._watched and address in self._have_served

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from lp_pipe.launch.coordination.view import View
 from lp_pipe.launch.hangs.situation import Situation, Thread, Wait, threads_of
-from lp_pipe.telemetry.waits import CALL, HANDLER, RANKS, RECEIVE, RESOLVE, SEND, Activity
+from lp_pipe.telemetry.some_names import some
+from lp_pipe.telemetry.waits import CALL, DEBUGGER, HANDLER, RANKS, RECEIVE, RESOLVE, SEND, Activity
 
-_ENDED = ("finished", "failed", "stopped")
+ENDED = ("finished", "failed", "stopped")
 _SHOWN_RANKS = 4
 
 
@@ -53,6 +54,17 @@ def cycle_text(situation: Situation, cycle: Sequence[Wait], is_sure: bool, run: 
     return "\n".join(lines)
 
 
+def idle_text(situation: Situation) -> str:
+    """Say that only servers are left, and until when."""
+    ended = [node for node, state in situation.states.items() if state == "finished"]
+    up = [node for node, state in situation.states.items() if state not in ENDED]
+    has = "has" if len(ended) == 1 else "have"
+    return (
+        f"{some(ended)} {has} ended; only servers are left ({some(up)}): they serve until lp.stop(), which a node "
+        "calls when its work is done, or until `lp_pipe stop`"
+    )
+
+
 def positions_text(situation: Situation) -> str:
     """One line for each stage worker."""
     return "\n".join(["where the stages are in their schedules:", *(f"  {text}" for text in situation.positions)])
@@ -77,7 +89,7 @@ def _absence_text(situation: Situation, node: str) -> str:
     if view is not None:
         return f"'s {silence_text(view)}"
     state = situation.states[node]
-    return f" is {state}" if state == "restarting" or state in _ENDED else ""
+    return f" is {state}" if state == "restarting" or state in ENDED else ""
 
 
 _STATES_OF_SILENT = {
@@ -192,6 +204,8 @@ def _thread_text(situation: Situation, thread: Thread, otherwise: str) -> str:
     """`runs its handler step() since 60 s (at train.py:41 in step)`."""
     handler, last = _handler_of(thread), thread.last
     what = f"runs its handler {handler.what}() since {seconds(handler.age_s)}" if handler else f"runs {otherwise}"
+    if last.kind == DEBUGGER:
+        return f"stands in a debugger at {last.what} (lp_pipe attach)"
     if last.is_wait:
         what += f", which itself waits for {_object(situation, last)} since {seconds(last.age_s)}"
     return f"{what}{_at(last)}"

@@ -5,6 +5,8 @@ import logging
 import math
 import threading
 import time
+from collections.abc import Iterable
+from typing import Any
 
 from lp_pipe.launch.coordination.coordinator import Coordinator
 from lp_pipe.launch.coordination.record import Failure
@@ -46,6 +48,7 @@ class HangWatch:
         self._told_cycles: set[frozenset[Key]] = set()
         self._told_silent: set[str] = set()
         self._may_kill = {spec.node_id for spec in coordinator.plan.nodes if spec.on_hang != "report"}
+        self._idle_since: float | None = math.inf  # None: told
         self._awake_since = -math.inf
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch for hangs", daemon=True)
@@ -66,7 +69,8 @@ class HangWatch:
             if time.monotonic() > looked + self._pause_s + _DEAF_AFTER_S:
                 self._awake_since = time.monotonic()
             situation = self._look()
-            self._coordinator.note_waits({**_oldest_by_node(situation), **_silent_by_node(situation)})
+            waiting = {**_oldest_by_node(situation), **_silent_by_node(situation), **_debugged_by_node(situation)}
+            self._coordinator.note_waits(waiting)
             told = len(self._told)
             self._tell_waits(situation, self._tell_cycles(situation))
             if len(self._told) > told:
@@ -74,6 +78,7 @@ class HangWatch:
             self._tell_ends(situation)
             self._tell_silences(situation)
             self._end_hung(situation)
+            self._tell_idle(situation)
             looked = time.monotonic()
 
     def _look(self) -> Situation:
@@ -175,6 +180,21 @@ class HangWatch:
                 )
                 self._host.kill([node])
 
+    def _tell_idle(self, situation: Situation) -> None:
+        """Say once, after the limit, that nothing is left but servers: the program may have forgotten its stop."""
+        if self._idle_since is None:
+            return
+        if not _is_idle(situation) or any(row["calls_per_s"] for rows in self._rows() for row in rows):
+            self._idle_since = math.inf
+            return
+        self._idle_since = min(self._idle_since, time.monotonic())
+        if time.monotonic() >= max(self._idle_since, self._awake_since) + self._limit_s:
+            self._idle_since = None
+            self._tell(f"note: {hang_text.idle_text(situation)}")
+
+    def _rows(self) -> Iterable[list[dict[str, Any]]]:
+        return self._coordinator.status().values()
+
     def _has_just_slept(self) -> bool:
         """Return whether all was stopped (Ctrl+Z, Slurm's suspend) within the limit: no node waited meanwhile."""
         return time.monotonic() - self._awake_since < self._limit_s
@@ -194,6 +214,18 @@ class HangWatch:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
 
+def _is_idle(situation: Situation) -> bool:
+    """Return whether nodes have finished, and all others only serve, with no handler at work."""
+    up = [node for node, state in situation.states.items() if state not in hang_text.ENDED]
+    mains = [situation.mains(node) for node in up]
+    return (
+        bool(up)
+        and "finished" in situation.states.values()
+        and all(threads and all(thread.last.kind == waits.IDLE for thread in threads) for threads in mains)
+        and not any(one.kind == waits.HANDLER for thread in situation.threads for one in thread.activities)
+    )
+
+
 def _group(situation: Situation, wait: Wait) -> tuple[str, ...]:
     """Waits of one group of nodes for the same thing."""
     activity = wait.activity
@@ -203,6 +235,11 @@ def _group(situation: Situation, wait: Wait) -> tuple[str, ...]:
 
 def _silent_by_node(situation: Situation) -> dict[str, str]:
     return {view.node: f"not answering for {hang_text.seconds(view.silence_s)}" for view in situation.silent}
+
+
+def _debugged_by_node(situation: Situation) -> dict[str, str]:
+    last = [thread.last for thread in situation.threads if thread.last.kind == waits.DEBUGGER]
+    return {one.node: f"in a debugger at {one.what}: lp_pipe attach" for one in last}
 
 
 def _oldest_by_node(situation: Situation) -> dict[str, str]:

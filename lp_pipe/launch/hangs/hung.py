@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator
 from lp_pipe.launch.hangs.deadlocks import find_deadlocks
 from lp_pipe.launch.hangs.hang_text import silence_text, wait_text
 from lp_pipe.launch.hangs.situation import Situation, Thread, Wait
-from lp_pipe.telemetry.waits import RANKS
+from lp_pipe.telemetry.waits import DEBUGGER, RANKS
 
 # A handler begins a moment after the wait of its caller; one that is much younger has only just taken the call.
 _SHARE_OF_WAIT = 0.75
@@ -16,7 +16,8 @@ def find_hung(situation: Situation, candidates: Collection[str]) -> dict[str, st
 
     A node hangs if its process does not answer, if another node waits for it while it waits for no other node itself,
     or if it is part of a certain deadlock (of which one candidate is enough: its end lets the others go on). A call
-    whose handler holds no thread (async, batched, a Future) never counts: what the handler waits for is not known.
+    whose handler holds no thread (async, batched, a Future) never counts: what the handler waits for is not known. A
+    node that stands in a debugger never counts either.
     """
     hung = {view.node: f"its {silence_text(view)}" for view in situation.silent if view.node in candidates}
     for cycle in find_deadlocks(situation):
@@ -43,4 +44,6 @@ def _waited_for(situation: Situation, wait: Wait) -> Iterator[tuple[str, list[Th
 
 def _is_stuck(situation: Situation, threads: list[Thread]) -> bool:
     since_s = _SHARE_OF_WAIT * situation.limit_s
-    return bool(threads) and all(not thread.last.is_wait and thread.last.age_s >= since_s for thread in threads)
+    return bool(threads) and all(
+        not thread.last.is_wait and thread.last.kind != DEBUGGER and thread.last.age_s >= since_s for thread in threads
+    )

@@ -8,11 +8,13 @@ from lp_pipe.launch.hosts.agent_link import AgentLink
 from lp_pipe.launch.hosts.gathering import RemoteAgent
 from lp_pipe.launch.hosts.shipped_logs import ReceivedLogs
 from lp_pipe.launch.plan.plan import Plan
+from lp_pipe.telemetry.terminal_lines import Unfinished
 
 _PORT_PATIENCE_S = 10.0
 _PASSED_ON = (
     *("node_started", "node_ended", "node_ends_unasked", "node_down", "register", "withdraw", "hear", "find_all"),
-    *("resolve", "inner_nodes_ended", "stop_inner_nodes", "request_stop", "log_metrics"),
+    *("resolve", "inner_nodes_ended", "stop_inner_nodes", "request_stop", "log_metrics", "log_event"),
+    *("watch_state", "has_lost_state"),
 )
 
 
@@ -46,3 +48,6 @@ class FromAgent:
 
     def log(self, node_id: str, is_stderr: bool, text: bytes) -> None:
         self._logs.put(self._link, node_id, is_stderr, text)
+
+    def unfinished(self, node_id: str, is_stderr: bool, text: bytes, is_settled: bool) -> None:
+        self._logs.put(self._link, node_id, is_stderr, Unfinished(text, is_settled))

@@ -1,7 +1,7 @@
 """The coordinator, as the agent of another host sees it: everything goes on to the launcher."""
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 
 from lp_pipe.errors import Unavailable
@@ -115,6 +115,12 @@ class RemoteCoordinator:
     def resolve(self, address: str) -> "Future[str]":
         return self._link.ask("resolve", address)
 
+    def watch_state(self, addresses: Sequence[str]) -> "Future[str]":
+        return self._link.ask("watch_state", list(addresses))
+
+    def has_lost_state(self, address: str) -> "Future[str]":
+        return self._link.ask("has_lost_state", address)
+
     def reserve_port(self, address: str) -> str:
         """A round trip, in the thread of one node's stream."""
         try:
@@ -134,3 +140,6 @@ class RemoteCoordinator:
 
     def log_metrics(self, node_id: str, values: Mapping[str, float], step: int | None) -> None:
         self._link.tell("log_metrics", node_id, dict(values), step)
+
+    def log_event(self, node_id: str, event: str, step: int) -> None:
+        self._link.tell("log_event", node_id, event, step)

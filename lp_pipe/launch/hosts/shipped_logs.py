@@ -16,6 +16,7 @@ from typing import NamedTuple
 from lp_pipe.launch.hosts.agent_link import AgentLink
 from lp_pipe.telemetry.log_files import LogOutput
 from lp_pipe.telemetry.logs import join_or_leave
+from lp_pipe.telemetry.terminal_lines import Unfinished
 
 _WINDOW_BYTES = 1 << 19
 _KEPT_LINES = 20
@@ -40,6 +41,14 @@ class ShippedLogs:
             self._on_their_way += size
         self._link.tell("log", node_id, is_stderr, b"\n".join(lines))
 
+    def show(self, node_id: str, is_stderr: bool, unfinished: Unfinished) -> None:
+        """Send it if there is credit; else it is left out and comes with its line, or in a later state."""
+        with self._has_room:
+            if self._is_closed or self._on_their_way >= _WINDOW_BYTES:
+                return
+            self._on_their_way += len(unfinished.text)
+        self._link.tell("unfinished", node_id, is_stderr, *unfinished)
+
     def logged(self, size: int) -> None:
         """The launcher has written so many bytes."""
         with self._has_room:
@@ -57,10 +66,12 @@ class ShippedLogs:
 
 
 class _Piece(NamedTuple):
+    """Lines, or what has no end yet."""
+
     link: AgentLink
     node_id: str
     is_stderr: bool
-    text: bytes
+    content: bytes | Unfinished
 
 
 class ReceivedLogs:
@@ -73,9 +84,9 @@ class ReceivedLogs:
         self._thread = threading.Thread(target=self._run, name="node logs", daemon=True)
         self._thread.start()
 
-    def put(self, link: AgentLink, node_id: str, is_stderr: bool, text: bytes) -> None:
-        """Returns at once; what may wait here is bounded by the agents' windows."""
-        self._pieces.put(_Piece(link, node_id, is_stderr, text))
+    def put(self, link: AgentLink, node_id: str, is_stderr: bool, content: bytes | Unfinished) -> None:
+        """Return at once; what may wait here is bounded by the agents' windows."""
+        self._pieces.put(_Piece(link, node_id, is_stderr, content))
 
     def last_lines(self, node_id: str) -> list[str]:
         return list(self._last.get(node_id, ()))
@@ -93,14 +104,22 @@ class ReceivedLogs:
 
     def _write_all(self) -> None:
         while (piece := self._pieces.get()) is not None:
-            lines = piece.text.split(b"\n")
-            kept = self._last.setdefault(piece.node_id, deque(maxlen=_KEPT_LINES))
-            kept.extend(line.decode(errors="replace") for line in lines[-_KEPT_LINES:])
-            self._output.write(piece.node_id, piece.is_stderr, lines)
+            size = self._write(piece)
             if self._pieces.empty():
                 self._output.flush()
-            piece.link.tell("logged", _size(lines))
+            piece.link.tell("logged", size)
         self._output.flush()
+
+    def _write(self, piece: _Piece) -> int:
+        """Return for how many bytes the agent gets its credit back."""
+        if isinstance(piece.content, Unfinished):
+            self._output.show(piece.node_id, piece.is_stderr, piece.content)
+            return len(piece.content.text)
+        lines = piece.content.split(b"\n")
+        kept = self._last.setdefault(piece.node_id, deque(maxlen=_KEPT_LINES))
+        kept.extend(line.decode(errors="replace") for line in lines[-_KEPT_LINES:])
+        self._output.write(piece.node_id, piece.is_stderr, lines)
+        return _size(lines)
 
 
 def _size(lines: list[bytes]) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 
 from lp_pipe.errors import LaunchError
 from lp_pipe.launch.hosts.source_tree import SourceTree, TreeFile, batches, digest_of
+from lp_pipe.launch.user_folders import cache_folder
 
 _KEPT_S = 90 * 24 * 3600.0  # after the last start of a program there
 
@@ -22,8 +23,7 @@ class TreeStore:
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        self._folder = folder or cache / "lp_pipe" / "sync"
+        self._folder = folder or cache_folder() / "sync"
 
     def lacking(self, tree: SourceTree) -> list[str]:
         """Digests of the contents that are not here."""

@@ -6,6 +6,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from lp_pipe.connections.kernel_calls import usable_cores
+
 LABELS = "LP_PIPE_HOST_LABELS"
 
 
@@ -27,13 +29,7 @@ def this_host() -> Hardware:
     """What this process may use itself."""
     name = socket.gethostname()
     names = frozenset({"localhost", name, name.partition(".")[0]})
-    return Hardware(names, _cpus(), _memory_bytes(), _gpus(), _labels())
-
-
-def _cpus() -> tuple[int, ...]:
-    if hasattr(os, "sched_getaffinity"):
-        return tuple(sorted(os.sched_getaffinity(0)))
-    return tuple(range(os.cpu_count() or 1))
+    return Hardware(names, usable_cores(), _memory_bytes(), _gpus(), _labels())
 
 
 def _memory_bytes() -> int:

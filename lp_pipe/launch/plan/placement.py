@@ -1,7 +1,8 @@
 """Which cores and GPUs of a host each node gets; refuses what the host does not have, before anything starts."""
 
 import dataclasses
-from collections import Counter
+import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -45,7 +46,9 @@ def place_all(nodes: Sequence[NodeSpec], host: Hardware, taken: Sequence[Place] 
     in_use = {gpu for place in taken for gpu in place.gpus}
     free = dataclasses.replace(host, gpus=tuple(gpu for gpu in host.gpus if gpu not in in_use))
     gpus = _hand_out_gpus(first_parts.values(), free)
-    used = Counter(core for place in taken for core in place.cpus)
+    used: defaultdict[int, float] = defaultdict(float)
+    for core in (core for place in taken for core in place.cpus):
+        used[core] += 1
     places = {name: Place(_take_cpus(spec, host, used), _take_gpus(spec, gpus)) for name, spec in first_parts.items()}
     return {spec.node_id: places[spec.name] for spec in nodes}
 
@@ -89,7 +92,8 @@ def _take_gpus(spec: NodeSpec, gpus: Iterator[str]) -> tuple[str, ...]:
     return tuple(next(gpus) for _ in range(spec.resources.gpus))
 
 
-def _take_cpus(spec: NodeSpec, host: Hardware, used: "Counter[int]") -> tuple[int, ...]:
+def _take_cpus(spec: NodeSpec, host: Hardware, used: dict[int, float]) -> tuple[int, ...]:
+    """Take the least used cores, of the last one only the fraction that the node asks for."""
     wanted = spec.resources.cpus
     if wanted is None:
         return ()
@@ -98,8 +102,9 @@ def _take_cpus(spec: NodeSpec, host: Hardware, used: "Counter[int]") -> tuple[in
             f"group {spec.label!r} wants {wanted} cores for each of its nodes: of cores that the launcher may use this "
             f"host has {len(host.cpus)}"
         )
-    cores = sorted(host.cpus, key=lambda core: (used[core], core))[:wanted]
-    used.update(cores)
+    cores = sorted(host.cpus, key=lambda core: (used[core], core))[: math.ceil(wanted)]
+    for number, core in enumerate(cores):
+        used[core] += min(1.0, wanted - number)
     return tuple(sorted(cores))
 
 

@@ -1,6 +1,6 @@
 """What a launch will start: every node with its place, resources and addresses. Nothing runs here."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,18 @@ from lp_pipe.rpc import codec
 from lp_pipe.rpc.explain import find_culprit
 from lp_pipe.telemetry.run_folder import RunFolder
 
+_DATA_HINT = (
+    "\nMake it inside the node instead: in its constructor, with lp_pipe.Deferred(ctor, ...), or, if it is a layer of "
+    "a pipeline, with pp.Layer(ctor, ...)."
+)
+
 
 @dataclass(frozen=True)
 class Plan:
-    """A whole program, ready to be started under `run_dir`."""
+    """A whole program, ready to be started under `run_dir`.
+
+    setup: runs first in every process of the program.
+    """
 
     program: str
     nodes: tuple[NodeSpec, ...]
@@ -26,6 +34,7 @@ class Plan:
     owners: Mapping[str, str]  # address id -> node_id
     run_dir: Path
     grace_s: float
+    setup: Callable[[], Any] | None = None
 
     @property
     def folder(self) -> RunFolder:
@@ -42,15 +51,18 @@ class Plan:
         return self.owners[address]
 
 
-def make_plan(program: Program, run_dir: Path, grace_s: float) -> Plan:
+def make_plan(program: Program, run_dir: Path, grace_s: float, setup: Callable[[], Any] | None = None) -> Plan:
     """Validate the graph and lay out its nodes.
 
     Raises:
         ValueError: no nodes, an empty MultiProcessingColocation, a handle of a node that is not in the program, or
             groups that are to be on each other's hosts.
+        TypeError: a node's constructor does not take the node's arguments.
     """
     if not program.get_all_nodes():
         raise ValueError(f"program {program.name!r} has no nodes: there is nothing to launch")
+    for node in program.get_all_nodes():
+        node.check_arguments()
     _check_colocations({label: program.options(label).resources.colocate_with for label in program.groups})
     edges = tuple(program.edges())
     specs = tuple(
@@ -60,7 +72,7 @@ def make_plan(program: Program, run_dir: Path, grace_s: float) -> Plan:
         for spec in expand(_spec_of(node, program.options(label), group_size=len(nodes)))
     )
     owners = {address: spec.node_id for spec in specs for address in spec.addresses}
-    return Plan(program.name, specs, edges, owners, run_dir, grace_s)
+    return Plan(program.name, specs, edges, owners, run_dir, grace_s, setup)
 
 
 def _check_colocations(bases: Mapping[str, str | None]) -> None:
@@ -95,17 +107,29 @@ def serialize_nodes(plan: Plan) -> dict[str, bytes]:
     """Every process as bytes, by node_id; checks that all can travel before any is started.
 
     Raises:
-        SerializationError: a part of a node does not pickle; names the node, the path to the part, and its type.
+        SerializationError: a part of a node does not pickle; names the node, the path to the part, and its type. Or
+            the plan's setup does not.
         ValueError: a node has captured a handle of a node that is not in the program.
     """
     absl_flags.name_in_pickles()
+    _check_setup(plan.setup)
     return {spec.node_id: _serialize(spec, plan) for spec in plan.nodes}
+
+
+def _check_setup(setup: Callable[[], Any] | None) -> None:
+    try:
+        codec.dumps(setup)
+    except Exception as error:
+        raise SerializationError(
+            f"setup={setup!r} cannot be sent to the nodes: {type(error).__name__}: {error}\n"
+            "Make what does not pickle inside the function."
+        ) from error
 
 
 def _serialize(spec: NodeSpec, plan: Plan) -> bytes:
     with codec.collecting_handles() as handles:
         try:
-            data = codec.dumps((spec.node, spec.resources))
+            data = codec.dumps_in_turn([plan.setup, (spec.node, spec.resources)])
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # whatever a user's pickling code raises: a __getstate__ may exit
@@ -125,8 +149,7 @@ def _unpicklable(spec: NodeSpec, error: BaseException) -> LpPipeError:
         culprit = find_culprit(part, f"{spec.path}{name}", codec.encode_by_value)
         if culprit is not None:
             return SerializationError(
-                f"{spec.name}: {culprit.path} of type {culprit.type_name} does not pickle: {culprit.error}\n"
-                "Make it inside the node instead: in its constructor, with lp_pipe.Deferred(ctor, ...), or, if it is a "
-                "layer of a pipeline, with pp.Layer(ctor, ...)."
+                f"{spec.name}: {culprit.path} of type {culprit.type_name} does not pickle: {culprit.error}"
+                f"{culprit.code_hint or _DATA_HINT}"
             )
     return SerializationError(f"{spec.name}: {spec.path}the node cannot be pickled: {type(error).__name__}: {error}")

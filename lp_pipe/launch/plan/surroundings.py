@@ -1,14 +1,14 @@
-"""What nodes find around them: environment, folder, import path, arguments, flags; as they are at launch()."""
+"""What nodes find around them: environment, folder, import path, arguments, settings; as they are at launch()."""
 
-import logging
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 from lp_pipe.errors import LaunchError
-from lp_pipe.launch.plan import absl_flags
+from lp_pipe.launch.plan import interpreter_state
+from lp_pipe.rpc import namesakes
 
 # What describes a host or a login there, not the program.
 _OF_A_HOST = frozenset(
@@ -25,24 +25,27 @@ _PREFIXES_OF_A_HOST = ("SSH_", "XDG_", "DBUS_", "SLURM", "KUBERNETES_", "RAY_", 
 class Surroundings:
     """Picklable: travels to the agents of other hosts.
 
+    state: what the script has set for its process, see interpreter_state.py.
     synced: the launcher's folder (an absolute path, no links) of which the hosts have a copy of their own; "": none.
+    main: what the launcher's `__main__` tells of its script, by attribute.
     """
 
     environment: Mapping[str, str]
     cwd: str
     sys_path: tuple[str, ...]
     argv: tuple[str, ...]
-    log_level: int
-    absl_flags: bytes = b""
+    state: bytes
     synced: str = ""
+    main: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def here(cls, synced: str = "") -> Self:
-        """Of this process, now."""
-        level = logging.getLogger().getEffectiveLevel()
-        return cls(
-            dict(os.environ), _current_folder(), tuple(sys.path), tuple(sys.argv), level, absl_flags.here(), synced
-        )
+        """Return those of this process, now."""
+        # A variable without a name may come from exec, and can be set by nothing else.
+        environment = {name: value for name, value in os.environ.items() if name}
+        state = interpreter_state.here()
+        paths = import_path(), script_arguments()
+        return cls(environment, _current_folder(), *paths, state, synced, namesakes.facts())
 
     def on_this_host(self, tree: str = "") -> "Surroundings":
         """Those of a launcher elsewhere, as far as they make sense here; the rest is this process's own.
@@ -59,8 +62,15 @@ class Surroundings:
             cwd = next(filter(_may_be_entered, [self.cwd, os.getcwd(), os.path.expanduser("~")]), "/")
         synced = {path: found for path in self.sys_path if (found := self._synced(path, tree)) is not None}
         shared = (path for path in self.sys_path if path not in synced and os.path.isdir(path))
-        paths = dict.fromkeys([*synced.values(), *sys.path, *shared])
-        return Surroundings({**theirs, **ours}, cwd, tuple(paths), self.argv, self.log_level, self.absl_flags)
+        paths = dict.fromkeys([*synced.values(), *import_path(), *shared])
+        surroundings = {**theirs, **ours}, cwd, tuple(paths), self.argv, self.state
+        return Surroundings(*surroundings, main=self._main_here(tree))
+
+    def _main_here(self, tree: str) -> dict[str, str]:
+        """The script's file is its copy, where the folder that it is in was synced."""
+        folder, name = os.path.split(self.main.get("__file__", ""))
+        copy = self._synced(folder, tree)
+        return {**self.main} if copy is None else {**self.main, "__file__": os.path.join(copy, name)}
 
     def _synced(self, folder: str, tree: str) -> str | None:
         """The copy of a folder of the launcher's, if it is one of those that were synced."""
@@ -69,6 +79,24 @@ class Surroundings:
         below = os.path.relpath(os.path.realpath(folder), self.synced)
         found = os.path.normpath(os.path.join(tree, below))
         return None if below.startswith("..") or not os.path.isdir(found) else found
+
+
+def import_path() -> tuple[str, ...]:
+    """Return this process's import path, without entries that Python passes over (a Path, bytes) or fails at."""
+    return tuple(entry for entry in sys.path if isinstance(entry, str) and _can_be_path(entry))
+
+
+def _can_be_path(entry: str) -> bool:
+    try:
+        return b"\0" not in os.fsencode(entry)
+    except UnicodeEncodeError:
+        return False
+
+
+def script_arguments() -> tuple[str, ...]:
+    """Return the arguments of this process as text; a script may have put anything there, or have deleted them."""
+    arguments = getattr(sys, "argv", None) or [""]
+    return tuple(os.fsdecode(one) if isinstance(one, bytes | os.PathLike) else str(one) for one in arguments)
 
 
 def _may_be_entered(folder: str) -> bool:

@@ -1,5 +1,7 @@
 """Run one node's code to its end, the same way in every launch mode."""
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from lp_pipe.context import NodeContext
@@ -18,6 +20,16 @@ def run_node(node: Node[Any], context: NodeContext) -> Failure | None:
         return None if error is None else failure_from(error)
     except BaseException as broken:  # a user's exception may raise where it is looked at, and is a failure even so
         return failure_from(broken)
+
+
+def run_setup(setup: Callable[[], Any]) -> Failure | None:
+    """Call the program's setup function; returns how it failed, as the failure of a node."""
+    try:
+        setup()
+    except BaseException as error:
+        failure = failure_from(error)
+        return dataclasses.replace(failure, message=f"setup() failed: {failure.message}")
+    return None
 
 
 def failure_from(error: BaseException) -> Failure:

@@ -12,6 +12,8 @@ from lp_pipe.telemetry.signal_names import signal_name
 # processes that die at once, with pipes that grandchildren keep open, all are reported after this time.
 LAST_WORDS_PATIENCE_S = 0.5
 
+KILLED = "the process was killed by"  # how the words for a signal begin
+
 _Report = Callable[[float], None]
 
 
@@ -46,5 +48,6 @@ def how_it_died(status: int) -> str:
     if os.WIFSIGNALED(status):
         name = signal_name(os.WTERMSIG(status))
         hint = " (kill -9, or the kernel when memory ran out: see dmesg)" if name == "SIGKILL" else ""
-        return f"the process was killed by {name}{hint}"
-    return f"the process ended with exit code {os.waitstatus_to_exitcode(status)} without reporting why (os._exit?)"
+        return f"{KILLED} {name}{hint}"
+    code = os.waitstatus_to_exitcode(status)
+    return f"the process ended with exit code {code} without reporting why: os._exit({code}), or exit({code}) in C code"

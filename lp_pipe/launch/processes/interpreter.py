@@ -1,6 +1,6 @@
 """How a new interpreter is started, so that it is as this one."""
 
-import subprocess
+from lp_pipe import private_python
 
 
 def interpreter_flags() -> list[str]:
@@ -10,5 +10,4 @@ def interpreter_flags() -> list[str]:
     where that folder has been removed, Python 3.13.0 to 3.13.2 look there at each missing attribute of a module, and
     raise a SystemError (https://github.com/python/cpython/issues/130932).
     """
-    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    return [*flags, "-P"]
+    return [*private_python.interpreter_flags(), "-P"]

@@ -1,7 +1,7 @@
 """The life of a node's process: report in, become the node, run it, report its end."""
 
-import atexit
 import contextlib
+import faulthandler
 import importlib
 import io
 import itertools
@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from pathlib import Path
@@ -19,13 +19,16 @@ from typing import Any
 from lp_pipe import connections
 from lp_pipe.connections import Frame, faulty, frames, spanning
 from lp_pipe.connections.credentials import Credentials
+from lp_pipe.connections.shortage import told
 from lp_pipe.context import NodeContext, StopSignal, enter_process
 from lp_pipe.errors import Unavailable
 from lp_pipe.launch.coordination.record import Failure
 from lp_pipe.launch.coordination.view import to_wire
-from lp_pipe.launch.plan import absl_flags
+from lp_pipe.launch.plan import interpreter_state, logging_state
 from lp_pipe.launch.processes import os_text
-from lp_pipe.launch.processes.execute import failure_from, run_node
+from lp_pipe.launch.processes.execute import failure_from, run_node, run_setup
+from lp_pipe.launch.processes.last_work import finish_work
+from lp_pipe.launch.processes.node_stdin import NodeStdin
 from lp_pipe.launch.processes.threads import set_process_threads
 from lp_pipe.launch.processes.zygote import LAUNCHER_PATIENCE_S
 from lp_pipe.protos import supervision_pb2 as wire
@@ -36,13 +39,20 @@ from lp_pipe.telemetry import waits
 from lp_pipe.telemetry.numbers import as_numbers
 from lp_pipe.telemetry.positions import positions
 
+_log = logging.getLogger(__name__)
+
+_STREAM, _IN_THAT_PROCESS = "the node's connection to its launcher", "do it there"
 _HEARD_WITHIN_S = 2.0  # over a network that is down, nothing is
 
 
 class Supervision:
-    """The node's end of its stream to the coordinator; as NodeServices, what the node's code may ask of it."""
+    """The node's end of its stream to the coordinator; as NodeServices, what the node's code may ask of it.
 
-    def __init__(self, endpoint: str) -> None:
+    attempt: 0 in the node's first process.
+    """
+
+    def __init__(self, endpoint: str, attempt: int) -> None:
+        self._is_first = attempt == 0
         self.stop_signal = StopSignal()
         self.count_calls: Callable[[], int | None] = lambda: None
         self.started: Future[tuple[wire.Start, Frame]] = Future()
@@ -122,6 +132,17 @@ class Supervision:
         """As `resolve`, but Unavailable at once when nobody has registered it."""
         return self._ask(lambda number: {"resolve": wire.Resolve(id=number, address=address, now=True)})
 
+    def watch_state(self, addresses: Sequence[str]) -> "Future[str]":
+        loss = self._ask(lambda number: {"kept_state": wire.KeptState(id=number, addresses=addresses, watch=True)})
+        self._be_heard()
+        return loss
+
+    def has_lost_state(self, address: str) -> bool:
+        if self._is_first:
+            return False
+        answer = self._ask(lambda number: {"kept_state": wire.KeptState(id=number, addresses=[address])})
+        return bool(answer.result())
+
     def reserve_port(self, address: str) -> str:
         return self._ask(lambda number: {"reserve_port": wire.ReservePort(id=number, address=address)}).result()
 
@@ -129,6 +150,7 @@ class Supervision:
         """Its launcher says it."""
 
     def request_stop(self) -> None:
+        self._owner.check(_STREAM, _IN_THAT_PROCESS)
         with contextlib.suppress(Unavailable):  # then the stop is under way already
             self.send(stop_request=wire.StopRequest())
         self._be_heard()
@@ -141,13 +163,17 @@ class Supervision:
             self.send(inner_nodes=wire.InnerNodes(colocation=colocation, stop=True))
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None) -> None:
+        self._owner.check(_STREAM, _IN_THAT_PROCESS)
         numbers, step = as_numbers(metrics, step)
         names, values = list(numbers), list(numbers.values())
         self.send(metrics=wire.Metrics(names=names, values=values, step=step or 0, has_step=step is not None))
 
+    def log_event(self, event: str, step: int) -> None:
+        self.send(metrics=wire.Metrics(event=event, step=step, has_step=True))
+
     def _be_heard(self) -> None:
         """The launcher must know what was said before others notice what the node does next, and tell it of that."""
-        if not self.stop_signal.event.is_set():
+        if not self.stop_signal.event.is_set() and not self._connection.is_sending_here():
             futures.wait([self._ask(lambda number: {"hear": wire.Hear(id=number)})], _HEARD_WITHIN_S)
 
     def _ask(self, question: Callable[[int], dict[str, Any]]) -> "Future[str]":
@@ -157,6 +183,11 @@ class Supervision:
         try:
             if not self._owner.is_here:
                 raise Unavailable(f"the launcher answers the node, not process {os.getpid()}, which it has forked")
+            if self._connection.is_sending_here():
+                raise Unavailable(
+                    "this code (a signal handler, a __del__) has interrupted its thread as that was sending to the "
+                    "launcher, which cannot answer before this code returns: call again later"
+                )
             self.send(**question(number))
         except Unavailable as error:
             if self._pending.pop(number, None) is not None:
@@ -213,22 +244,21 @@ class Supervision:
         self.stop_signal.set()
 
 
-def main(node_id: str, endpoint: str, attempt: int) -> int:
+def main(node_id: str, endpoint: str, attempt: int, is_forked: bool = False) -> int:
     """Run one node in this process; returns the exit status. attempt: how often the node was restarted before."""
-    supervision = Supervision(endpoint)
+    kept = frozenset(sys.modules) - {namesakes.MAIN} if is_forked else None
+    faulthandler.enable(2, all_threads=False)  # a crash in C code leaves the Python stack in the node's output
+    supervision = Supervision(endpoint, attempt)
     supervision.send(hello=wire.Hello(node_id=node_id, pid=os.getpid(), attempt=attempt))
     start, frame = supervision.started.result()
     try:
         failure = _run(start, frame.buffers[0], supervision)
     except BaseException as error:  # the node's modules or arguments did not load
         failure = failure_from(error)
-    supervision.end(failure)  # before exit functions, which may take long: the others must hear of a failure now
+    supervision.end(failure)  # before the last work, which may take long: the others must hear of a failure now
     if failure is not None:
-        _exit_within(start.grace_s)
-    with contextlib.suppress(Exception):
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        supervision.stop_signal.event.set()  # the programs that this node has launched are to stop
+    finish_work(node_id, supervision.stop_signal.event, None if failure is None else start.grace_s, kept)
     supervision.close()
     return 0 if failure is None else 1
 
@@ -236,15 +266,11 @@ def main(node_id: str, endpoint: str, attempt: int) -> int:
 def _pin_to(cpus: Iterable[int]) -> None:
     """Every thread: the call is for one, and the stream's is there already."""
     if hasattr(os, "sched_setaffinity"):
-        for thread in os.listdir("/proc/self/task"):
-            os.sched_setaffinity(int(thread), cpus)
-
-
-def _exit_within(seconds: float) -> None:
-    """A failed node must not hang in its exit functions: nobody else would end it, and its restart waits for it."""
-    timer = threading.Timer(seconds, os._exit, (1,))
-    timer.daemon = True
-    timer.start()
+        try:
+            for thread in os.listdir("/proc/self/task"):
+                os.sched_setaffinity(int(thread), cpus)
+        except OSError as error:  # no /proc, or a container's profile refuses the call
+            _log.warning("this node cannot be bound to its cores %s: %s", sorted(cpus), told(error))
 
 
 def all_stacks() -> str:
@@ -259,10 +285,22 @@ def all_stacks() -> str:
 
 def _run(start: wire.Start, payload: bytearray, supervision: Supervision) -> Failure | None:
     _set_up_process(start)
-    namesakes.enter_node()
-    absl_flags.arrive(start.absl_flags)
+    namesakes.enter_node(os_text.unpack_map(start.main))
+    interpreter_state.arrive(start.state)
+    if os.environ.get("PYTHONFAULTHANDLER") == "0":
+        faulthandler.disable()
+    loaded = codec.loads_in_turn(payload)
+
+    def load_next() -> Any:
+        with namesakes.defining_main():
+            return next(loaded)
+
+    failure = run_setup(lambda: (load_next() or _nothing)())
+    if failure is not None:
+        return failure
     supervision.use_places_of(start)
-    node, resources = codec.loads(payload)
+    node, resources = load_next()
+    logging_state.hold_level()
     context = NodeContext(
         label=start.label,
         index=start.index,
@@ -273,13 +311,20 @@ def _run(start: wire.Start, payload: bytearray, supervision: Supervision) -> Fai
         devices=tuple(start.devices),
         grace_s=start.grace_s,
         stop_signal=supervision.stop_signal,
+        prepare_thread=interpreter_state.thread_state(),  # after setup(), which may have changed it
     )
     supervision.count_calls = lambda: context.calls
     enter_process(context)
+    host = start.membership.host.rpartition("/")[0]
+    sys.stdin = NodeStdin(context, os_text.unpack(start.socket_dir), host)
     set_process_threads(start.threads)
     if context.is_stopping:
         return None
     return run_node(node, context)
+
+
+def _nothing() -> None:
+    """The setup function of a program without one."""
 
 
 def _set_up_process(start: wire.Start) -> None:
@@ -298,4 +343,3 @@ def _set_up_process(start: wire.Start) -> None:
         os.chdir(os_text.unpack(start.cwd))
     if start.cpus:
         _pin_to(start.cpus)
-    logging.basicConfig(level=start.log_level or logging.WARNING, format="%(levelname)s %(name)s: %(message)s")

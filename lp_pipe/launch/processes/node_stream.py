@@ -37,6 +37,7 @@ class NodeStream:
             "hello": self._on_hello,
             "register": self._on_register,
             "resolve": self._on_resolve,
+            "kept_state": self._on_kept_state,
             "reserve_port": self._on_reserve_port,
             "inner_nodes": self._on_inner_nodes,
             "ping": lambda message: self._coordinator.node_calls(self._node_id, message.calls),
@@ -118,6 +119,12 @@ class NodeStream:
         ask = self._coordinator.find if message.now else self._coordinator.resolve
         self._answer(message.id, ask(message.address))
 
+    def _on_kept_state(self, message: wire.KeptState) -> None:
+        if message.watch:
+            self._answer(message.id, self._coordinator.watch_state(list(message.addresses)))
+        else:
+            self._answer(message.id, self._coordinator.has_lost_state(message.addresses[0]))
+
     def _on_reserve_port(self, message: wire.ReservePort) -> None:
         try:
             answer = wire.Resolved(id=message.id, endpoint=self._coordinator.reserve_port(message.address))
@@ -135,6 +142,9 @@ class NodeStream:
         outcome.add_done_callback(lambda done: self.send(resolved=_resolved(number, done)))
 
     def _on_metrics(self, message: wire.Metrics) -> None:
+        if message.event:
+            self._coordinator.log_event(self._node_id, message.event, message.step)
+            return
         step = message.step if message.has_step else None
         values = dict(zip(message.names, message.values, strict=True))
         self._coordinator.log_metrics(self._node_id, values, step)

@@ -1,20 +1,20 @@
 """Strings of the operating system (variables, paths, arguments) inside messages that only carry UTF-8.
 
-They may hold bytes that are no UTF-8, which Python shows as lone surrogates: each byte travels as a character.
+They may hold bytes that are no UTF-8, which Python shows as lone surrogates, and a script may put others into sys.path
+or sys.argv: each byte of an encoding that takes them travels as a character.
 """
 
-import os
 from collections.abc import Iterable, Mapping
 
 
 def pack(text: str) -> str:
-    """Any string that os.fsencode takes, as valid UTF-8."""
-    return os.fsencode(text).decode("latin-1")
+    """Return any string as valid UTF-8."""
+    return text.encode("utf-8", "surrogatepass").decode("latin-1")
 
 
 def unpack(text: str) -> str:
     """Undo `pack`."""
-    return os.fsdecode(text.encode("latin-1"))
+    return text.encode("latin-1").decode("utf-8", "surrogatepass")
 
 
 def pack_all(texts: Iterable[str]) -> list[str]:

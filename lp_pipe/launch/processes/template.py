@@ -15,6 +15,7 @@ from typing import Any
 from lp_pipe.connections.shortage import NO_MORE_PROCESSES, told
 from lp_pipe.errors import LaunchError
 from lp_pipe.launch.plan.hardware import this_host
+from lp_pipe.launch.plan.surroundings import import_path
 from lp_pipe.launch.processes import standard_streams
 from lp_pipe.launch.processes.control_messages import receive_message, send_message
 from lp_pipe.launch.processes.exits import how_it_died
@@ -65,8 +66,9 @@ class Template:
         self._send_lock = threading.Lock()
         self._is_closing = False
         self._control, theirs = socket.socketpair()
+        self._control.settimeout(None)  # the user's code may have called socket.setdefaulttimeout
         arguments = [
-            json.dumps(sys.path),
+            json.dumps(import_path()),
             str(theirs.fileno()),
             str(os.getpid()),
             json.dumps(_with_optimizers(loaded_here() if preload is None else preload)),

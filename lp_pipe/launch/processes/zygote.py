@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from lp_pipe.connections.kernel_calls import has_pidfd
 from lp_pipe.connections.shortage import NO_MORE_PROCESSES
 from lp_pipe.connections.silence import TICKS
 from lp_pipe.launch.processes.control_messages import receive_message, send_message
@@ -131,7 +132,8 @@ class Zygote:
             os.setsid()
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C is the launcher's to handle
+            # As in a fresh interpreter, also for what the node starts. A session of its own: Ctrl+C never comes here.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             os.dup2(fds[0], 1)
             os.dup2(fds[1], 2)
             for fd in (*fds, self._wake.detach(), self._wake_write.detach(), self._control.detach(), self._launcher):
@@ -143,14 +145,14 @@ class Zygote:
             _reseed()
             from lp_pipe.launch.processes.node_main import main
 
-            status = main(message["node"], message["endpoint"], message["attempt"])
+            status = main(message["node"], message["endpoint"], message["attempt"], is_forked=True)
         except BaseException:  # nothing may escape into the template's own loop
             sys.excepthook(*sys.exc_info())
             status = 1
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
-        os._exit(status)
+        os._exit(status)  # no finalization: it would copy the pages that nodes share, and abort in threads of torch
 
     def _signal_node(self, message: dict[str, Any], fds: list[int]) -> None:
         for pid, node in self._nodes.items():
@@ -223,9 +225,8 @@ def _why_no_fork(error: OSError) -> str:
 
 
 def _pidfd(pid: int) -> int | None:
-    if not hasattr(os, "pidfd_open"):
-        return None
-    return os.pidfd_open(pid)
+    """None where there is no such thing: then the socket's end tells, or the launcher's silence."""
+    return os.pidfd_open(pid) if has_pidfd() else None
 
 
 def _die_with(parent: int) -> None:

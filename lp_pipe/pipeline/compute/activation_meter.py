@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from lp_pipe.private_torch import sparse_indices, sparse_values
+
 _thread = threading.local()
 
 
@@ -122,7 +124,7 @@ def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
     if tensor.layout is torch.strided:
         return (tensor,)
     if tensor.layout is torch.sparse_coo:
-        return tensor._values(), tensor._indices()
+        return sparse_values(tensor), sparse_indices(tensor)
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return tensor.values(), tensor.crow_indices(), tensor.col_indices()
     return tensor.values(), tensor.ccol_indices(), tensor.row_indices()

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+
+from lp_pipe.private_torch import buffers_of, is_batch_norm, put_buffer, version_of
 
 Place = tuple[nn.Module, str]
 
@@ -21,7 +22,7 @@ class _Before:
     def was_written_in_place(self) -> bool:
         if self.buffer is None:
             return False
-        if self.buffer._version != self.version:
+        if version_of(self.buffer) != self.version:
             return True
         # Kernels of batch norm write to the running statistics without counting that as a version.
         return self.copy is not None and not torch.equal(self.copy, self.buffer)
@@ -45,14 +46,14 @@ class BufferSnapshot:
     def __init__(self, modules: Iterable[nn.Module], copied: frozenset[Place] | None = None) -> None:
         self._before: dict[Place, _Before] = {}
         for module in modules:
-            for name, buffer in module._buffers.items():
+            for name, buffer in buffers_of(module).items():
                 if buffer is None:
                     self._before[module, name] = _Before(None, 0, None)
                     continue
-                is_copied = copied is None or (module, name) in copied or isinstance(module, _NormBase)
+                is_copied = copied is None or (module, name) in copied or is_batch_norm(module)
                 # Sparse ones (a graph's adjacency) cannot be compared, nor written to without a new version.
                 copy = buffer.detach().clone() if is_copied and buffer.layout is torch.strided else None
-                self._before[module, name] = _Before(buffer, buffer._version, copy)
+                self._before[module, name] = _Before(buffer, version_of(buffer), copy)
 
     def written(self) -> frozenset[Place]:
         """Where something has changed since, in place or by another tensor."""
@@ -71,7 +72,7 @@ class BufferSnapshot:
         for (module, name), before in self._before.items():
             if before.buffer is not None and before.copy is not None and before.was_written_in_place:
                 _put_back(before.buffer, before.copy)
-            module._buffers[name] = before.buffer
+            put_buffer(module, name, before.buffer)
 
     def only(self, places: frozenset[Place]) -> "BufferSnapshot":
         """This, without what has not changed and needs no memory therefore."""
@@ -84,27 +85,27 @@ class BufferSnapshot:
         """In the body the modules have the old values, in other tensors; afterwards theirs again, untouched."""
         present = {place: buffer_at(place) for place in self._before}
         for (module, name), before in self._before.items():
-            module._buffers[name] = before.value
+            put_buffer(module, name, before.value)
         try:
             yield
         finally:
             for (module, name), buffer in present.items():
-                module._buffers[name] = buffer
+                put_buffer(module, name, buffer)
 
 
 def with_buffers(layers: Iterable[nn.Module]) -> list[nn.Module]:
     """The modules in some layers that have any, without BatchNorms, whose own no backward needs in train mode."""
     modules = (module for layer in layers for module in layer.modules())
-    return [module for module in modules if module._buffers and not isinstance(module, _NormBase)]
+    return [module for module in modules if buffers_of(module) and not is_batch_norm(module)]
 
 
 def set_buffer(module: nn.Module, name: str, value: Tensor) -> None:
     """Copy the value into a module's buffer, where it fits."""
-    present = module._buffers[name]
+    present = buffers_of(module)[name]
     if present is not None and (present.shape, present.dtype) == (value.shape, value.dtype):
         present.copy_(value)
     else:  # a mask that is made anew for longer sequences
-        module._buffers[name] = value
+        put_buffer(module, name, value)
 
 
 def _put_back(buffer: Tensor, value: Tensor) -> None:
@@ -117,4 +118,5 @@ def _put_back(buffer: Tensor, value: Tensor) -> None:
 def buffer_at(place: Place) -> Tensor | None:
     """None where there is none (any more)."""
     module, name = place
-    return module._buffers[name] if name in module._buffers else None  # noqa: SIM401, TorchScript's has no get()
+    buffers = buffers_of(module)
+    return buffers[name] if name in buffers else None  # noqa: SIM401, TorchScript's has no get()

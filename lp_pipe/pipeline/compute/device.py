@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from lp_pipe.channels.packing import copied
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.layers.model import Loss
+from lp_pipe.private_torch import pytree
 
 CPU = torch.device("cpu")
 

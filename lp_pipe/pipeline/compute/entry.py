@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from lp_pipe.pipeline.layers.message import Message, with_repeats
+from lp_pipe.private_torch import pytree
 
 
 def entered(phony: Tensor, gradients: list[Tensor | None], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -46,7 +46,7 @@ def enter(phony: Tensor, message: Message, gradients: list[Tensor | None]) -> An
 def phony() -> Tensor:
     """A leaf to enter by."""
     with torch.inference_mode(False):
-        return torch.empty(0, requires_grad=True)
+        return torch.empty(0, device="cpu", requires_grad=True)
 
 
 def _attached(phony: Tensor, tensors: Sequence[Tensor], gradients: list[Tensor | None]) -> tuple[Tensor, ...]:

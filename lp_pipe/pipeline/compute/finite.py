@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from lp_pipe.pipeline.layers.message import tensors_of
+from lp_pipe.private_torch import sparse_values
 
 
 def is_finite(value: Any) -> bool:
@@ -14,7 +15,7 @@ def is_finite(value: Any) -> bool:
 
 def dense(tensor: Tensor) -> Tensor:
     """All numbers of a tensor that may be sparse, as the gradient of an nn.Embedding(sparse=True) is."""
-    return tensor._values() if tensor.is_sparse else tensor
+    return sparse_values(tensor) if tensor.is_sparse else tensor
 
 
 def _is_finite(tensor: Tensor) -> bool:

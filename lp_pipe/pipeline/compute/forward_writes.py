@@ -16,6 +16,7 @@ from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.compute.buffers import BufferSnapshot
 from lp_pipe.pipeline.compute.device import CPU
 from lp_pipe.pipeline.compute.shortened_rows import ShortenedRows, has_short_rows
+from lp_pipe.private_torch import version_of
 
 
 def are_users(modules: Iterable[nn.Module]) -> set[int]:
@@ -123,7 +124,7 @@ class ForwardWrites:
         self._lost = None
 
     def _now(self) -> list[int]:
-        return [parameter._version for _, parameter in self._named]
+        return [version_of(parameter) for _, parameter in self._named]
 
     def _changed(self) -> set[int]:
         """Where something has changed since `begin`; what is written to .data shows in a copy alone."""

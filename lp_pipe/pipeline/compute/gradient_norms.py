@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
+
+from lp_pipe.private_torch import grouped_by_dtype, norms_of_each
 
 
 class GradientNorm(NamedTuple):
@@ -18,8 +19,8 @@ class GradientNorm(NamedTuple):
 def norms_of(gradients: Iterable[Tensor]) -> list[GradientNorm]:
     """In their order."""
     gradients = list(gradients)
-    norms = torch._foreach_norm(gradients) if gradients else ()
-    return [GradientNorm(norm.cpu(), gradient.dtype) for norm, gradient in zip(norms, gradients, strict=True)]
+    found = norms_of_each(gradients) if gradients else ()
+    return [GradientNorm(norm.cpu(), gradient.dtype) for norm, gradient in zip(found, gradients, strict=True)]
 
 
 def total_norm(norms: Sequence[GradientNorm], device: torch.device) -> Tensor | None:
@@ -35,5 +36,4 @@ def _as_torch_adds(norms: Sequence[GradientNorm], device: torch.device) -> list[
     if len({dtype for _, dtype in norms}) == 1:
         return [norm for norm, _ in norms]
     stand_ins = [torch.empty(0, dtype=dtype, device=device) for _, dtype in norms]
-    groups = _group_tensors_by_device_and_dtype([stand_ins], with_indices=True).values()  # type: ignore[list-item]
-    return [norms[index].norm for _, indices in groups for index in indices]
+    return [norms[index].norm for positions in grouped_by_dtype(stand_ins) for index in positions]

@@ -6,6 +6,7 @@ from torch import nn
 
 from lp_pipe.pipeline.compute.buffers import with_buffers
 from lp_pipe.pipeline.layers.overlaps import Unwritten, address_of
+from lp_pipe.private_torch import buffers_of
 
 
 class Kept:
@@ -20,7 +21,7 @@ class Kept:
         """As they are now: forwards may have given others in the place of buffers."""
         found = {parameter.data_ptr() for parameter in self._parameters}  # all of their memory, but for views
         for module in self._with_buffers:
-            found |= {address_of(buffer) for buffer in module._buffers.values() if buffer is not None}
+            found |= {address_of(buffer) for buffer in buffers_of(module).values() if buffer is not None}
         for received in self.elsewhere:
             found |= received.addresses
         found.discard(0)  # of those without any

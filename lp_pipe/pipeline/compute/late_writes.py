@@ -10,23 +10,21 @@ that are done.
 """
 
 from collections.abc import Collection, Sequence
-from operator import attrgetter
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.compute.buffers import Place
+from lp_pipe.private_torch import buffers_of, is_batch_norm, version_of
 
 _State = dict[Place, tuple[Tensor | None, int]]  # with their versions
-_version_of = attrgetter("_version")
 
 
 class LateWrites:
     """Told of every forward and backward of a stage."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self.modules = [module for module in modules if module._buffers]
+        self.modules = [module for module in modules if buffers_of(module)]
         self._parameters = {
             parameter: f"parameter {name!r} of {type(module).__name__}"
             for module in modules
@@ -69,8 +67,8 @@ class LateWrites:
         written = [place for place, state in now.items() if not _same(state, self._before.get(place))]
         self._before = now
         for module, name in written if are_later_forwards_done else ():
-            if isinstance(module, _NormBase) or ((module, name) in counted and _is_no_counter(module._buffers[name])):
-                what = "statistics" if isinstance(module, _NormBase) else f"buffer {name!r}"
+            if is_batch_norm(module) or ((module, name) in counted and _is_no_counter(buffers_of(module)[name])):
+                what = "statistics" if is_batch_norm(module) else f"buffer {name!r}"
                 raise PipelineError(
                     f"a backward changes {what} of {type(module).__name__}, as forwards do, but comes after those of "
                     "later micro-batches, unlike in one process: where torch.utils.checkpoint runs a layer again, take "
@@ -90,15 +88,15 @@ class LateWrites:
         )
 
     def _versions_now(self) -> list[int]:
-        return list(map(_version_of, self._parameters))
+        return list(map(version_of, self._parameters))
 
 
 def _state_of(modules: Sequence[nn.Module]) -> _State:
     # Kernels of batch norm do not count what they write, but num_batches_tracked is beside it.
     return {
-        (module, name): (buffer, buffer._version if buffer is not None else 0)
+        (module, name): (buffer, version_of(buffer) if buffer is not None else 0)
         for module in modules
-        for name, buffer in module._buffers.items()
+        for name, buffer in buffers_of(module).items()
     }
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lp_pipe.pipeline.compute.finite import dense
+from lp_pipe.private_torch import unscale_in_place
 
 _GROWTH = 2.0
 _BACKOFF = 0.5
@@ -44,15 +45,15 @@ def unscale(gradients: Sequence[Tensor], factor: float) -> bool:
     """Divide in place; whether one of them is infinite or NaN."""
     overflowed = False
     # As GradScaler: the reciprocal in double precision, one call for each kind of tensors.
-    inverse = torch.tensor(factor, dtype=torch.float32).double().reciprocal().float()
+    inverse = torch.tensor(factor, dtype=torch.float32, device="cpu").double().reciprocal().float()
     values = [dense(gradient) for gradient in gradients]
     for kind in {(value.device, value.dtype) for value in values}:
         same = [value for value in values if (value.device, value.dtype) == kind]
         found = torch.zeros((), dtype=torch.float32, device=kind[0])
-        torch._amp_foreach_non_finite_check_and_unscale_(same, found, inverse.to(kind[0]))
+        unscale_in_place(same, found, inverse.to(kind[0]))
         overflowed = overflowed or bool(found.item())
     return overflowed
 
 
 def _float32(value: float) -> float:
-    return float(torch.tensor(value, dtype=torch.float32))
+    return float(torch.tensor(value, dtype=torch.float32, device="cpu"))

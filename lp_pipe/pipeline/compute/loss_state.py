@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lp_pipe.pipeline.compute.buffers import BufferSnapshot, Place, set_buffer
 from lp_pipe.pipeline.compute.device import own_loss
 from lp_pipe.pipeline.layers.model import Loss
+from lp_pipe.private_torch import buffers_of, non_persistent_buffers
 
 
 class OwnLoss:
@@ -27,7 +28,7 @@ class OwnLoss:
         """The buffers that it has written to; the others are as the program gives them, also after a restart."""
         written = self._first.written()
         found = {
-            name: module._buffers[own] for name, (module, own) in self._places().items() if (module, own) in written
+            name: buffers_of(module)[own] for name, (module, own) in self._places().items() if (module, own) in written
         }
         return {name: buffer for name, buffer in found.items() if buffer is not None}
 
@@ -43,5 +44,5 @@ class OwnLoss:
         return {
             f"{prefix}.{name}".removeprefix("."): (module, name)
             for prefix, module in (self.call.named_modules() if isinstance(self.call, nn.Module) else ())
-            for name in module._buffers.keys() - module._non_persistent_buffers_set
+            for name in buffers_of(module).keys() - non_persistent_buffers(module)
         }

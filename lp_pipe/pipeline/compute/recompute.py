@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import _pytree as pytree
 
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.compute.activation_meter import Held, current_meter
 from lp_pipe.pipeline.compute.buffers import BufferSnapshot, Place
 from lp_pipe.pipeline.compute.entry import entered, phony
 from lp_pipe.pipeline.layers.skips import popped_by
+from lp_pipe.private_torch import buffers_of, is_view, negative_view, pytree, version_of
 
 Run = Callable[[Any, dict[str, Any]], Any]  # (value, popped) -> value; afterwards the dict has what was stashed
 
@@ -46,7 +46,7 @@ class Segment:
         self.name = name
         self._pops = popped_by(layers)
         modules = list(nn.ModuleList(layers).modules())
-        self._modules = [m for m in modules if m._buffers]
+        self._modules = [m for m in modules if buffers_of(m)]
         self._constants = [parameter for module in modules for parameter in module.parameters(recurse=False)]
         # What the layers write to must be copied before. The first run tells; until then it may be anything.
         self._written: frozenset[Place] | None = None
@@ -262,16 +262,16 @@ def _again() -> Iterator[None]:
 
 def _is_new(tensor: Tensor) -> bool:
     """Whether it may be memory that an operation has made to write to."""
-    return not (tensor.requires_grad or tensor._is_view() or isinstance(tensor, nn.Parameter))
+    return not (tensor.requires_grad or is_view(tensor) or isinstance(tensor, nn.Parameter))
 
 
 def _versions(leaves: Sequence[Any]) -> list[int]:
-    return [leaf._version for leaf in leaves if isinstance(leaf, Tensor)]
+    return [version_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def _states(parameters: Iterable[nn.Parameter]) -> list[tuple[int, int]]:
     """Others when somebody has written to one, or given it other memory (`p.data = …`, as MoCo's key encoder gets)."""
-    return [(parameter._version, parameter.data_ptr()) for parameter in parameters]
+    return [(version_of(parameter), parameter.data_ptr()) for parameter in parameters]
 
 
 def _copied(tensor: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor:
@@ -284,4 +284,4 @@ def _copied(tensor: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor
     copy.set_(storages[address], tensor.storage_offset(), tensor.shape, tensor.stride())
     # What lies in memory may be conjugated or negated on reading only.
     copy = copy.conj() if tensor.is_conj() else copy
-    return torch._neg_view(copy) if tensor.is_neg() else copy
+    return negative_view(copy) if tensor.is_neg() else copy

@@ -30,13 +30,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node, _engine_run_backward, get_gradient_edge
-from torch.autograd.variable import Variable
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from lp_pipe.errors import PipelineError, add_note
 from lp_pipe.pipeline.compute.activation_meter import Held, held_for_later
 from lp_pipe.pipeline.layers.message import tensors_of
+from lp_pipe.private_torch import run_backward, sequence_number_of, version_of
 
 Root = Tensor | GradientEdge  # a tensor, or its place in the graph
 Roots = Sequence[tuple[Root, Tensor | None]]  # with their gradients (None for a loss)
@@ -102,7 +103,7 @@ class SplitBackward:
         handles = [_keep(joint, self._kept) for group in self._groups for joint in group.joints]
         try:
             gradients = [_gradient_of(root, gradient) for root, gradient in roots]
-            _run_engine(starts, gradients, retain_graph=True, inputs=(entry, *at_once))
+            run_backward(starts, gradients, retain_graph=True, inputs=(entry, *at_once))
         finally:
             for handle in handles:
                 # Else a node and what its hook holds would keep each other alive, unseen by Python's collector.
@@ -120,7 +121,7 @@ class SplitBackward:
         if to_parameters:
             # In a run of autograd's engine: a joint that is called there computes what leads to these edges only.
             calling = _calling(self._entry, partial(self._accumulate_groups, more))
-            _run_engine([calling], [self._entry.detach()], inputs=(self._entry, *to_parameters))
+            run_backward([calling], [self._entry.detach()], inputs=(self._entry, *to_parameters))
         else:
             self._accumulate_groups(more)
         all_leaves = [leaf for group in self._groups for leaf in group.leaves]
@@ -139,7 +140,7 @@ class SplitBackward:
                 starts += [(edge, gradient) for i, edge in edges.items() if (gradient := results[i]) is not None]
         if starts:  # else the loss does not depend on these parameters
             edges_, gradients = zip(*starts, strict=True)
-            _run_engine(edges_, gradients, retain_graph=True, inputs=tuple(group.leaves))
+            run_backward(edges_, gradients, retain_graph=True, inputs=tuple(group.leaves))
 
 
 def backward(roots: Roots) -> None:
@@ -150,23 +151,7 @@ def backward(roots: Roots) -> None:
         tensors, gradients = zip(*roots, strict=True)
         torch.autograd.backward(tensors, gradients)
         return
-    _run_engine([root for root, _ in roots], [_gradient_of(*root) for root in roots])
-
-
-def _run_engine(
-    edges: Sequence[Root], gradients: Sequence[Tensor], *, retain_graph: bool = False, inputs: tuple[Root, ...] = ()
-) -> None:
-    """torch.autograd.backward without a look at the arguments, which takes longer than a small stage's backward."""
-    run = _engine_of(gradients)
-    # By position: edges, gradients, whether the graph is kept, whether gradients have one, inputs.
-    run(tuple(edges), tuple(gradients), retain_graph, False, inputs, allow_unreachable=True, accumulate_grad=True)
-
-
-def _engine_of(gradients: Sequence[Tensor]) -> Callable[..., Any]:
-    """torch's engine: for GPUs with the context that autograd's threads read; on the CPU there are none of these."""
-    if any([gradient.is_cuda for gradient in gradients]):
-        return _engine_run_backward
-    return Variable._execution_engine.run_backward
+    run_backward([root for root, _ in roots], [_gradient_of(*root) for root in roots])
 
 
 def backward_later(roots: Roots, held: Sequence[Held], more: Roots) -> None:
@@ -180,7 +165,7 @@ def edge_of(root: Root) -> GradientEdge:
         return root
     node = root.grad_fn
     # Of leaves, and of functions written in Python, torch has to.
-    if node is None or isinstance(node, torch._C._FunctionBase):
+    if node is None or isinstance(node, BackwardCFunction):
         return get_gradient_edge(root)
     return GradientEdge(node, root.output_nr)
 
@@ -210,7 +195,7 @@ def _gradient_of(root: Root, gradient: Tensor | None) -> Tensor:
 
 def _is_users(node: Node) -> bool:
     """Whether it is a torch.autograd.Function, of Python or of an extension."""
-    return isinstance(node, torch._C._FunctionBase) or node.name().startswith(_OF_EXTENSIONS)
+    return isinstance(node, BackwardCFunction) or node.name().startswith(_OF_EXTENSIONS)
 
 
 def _keep(joint: Node, kept: dict[Node, _Kept]) -> RemovableHandle:
@@ -239,7 +224,7 @@ def _results_of(joint: Node, kept: _Kept) -> _Gradients:
 
 
 def _versions(gradients: _Gradients) -> list[int]:
-    return [gradient._version for gradient in gradients if gradient is not None]
+    return [version_of(gradient) for gradient in gradients if gradient is not None]
 
 
 class _Calling(torch.autograd.Function):
@@ -288,7 +273,7 @@ def _find_groups(roots: Sequence[Node], entry: Node) -> list[_Group]:
     for node in leaves:
         groups.setdefault(labels.of(node), _Group()).leaves.append(node.variable)  # type: ignore[attr-defined]
     # The engine runs first what the forward has made last.
-    for node in sorted(joints, key=_sequence_number, reverse=True):
+    for node in sorted(reversed(joints), key=sequence_number_of, reverse=True):
         group = groups[labels.of(node)]
         edges = enumerate(node.next_functions)
         group.joints[node] = {i: GradientEdge(child, nr) for i, (child, nr) in edges if child in weight_side}
@@ -300,10 +285,6 @@ def _find_groups(roots: Sequence[Node], entry: Node) -> list[_Group]:
         if root in weight_side:
             groups[labels.of(root)].roots.append(index)
     return list(groups.values())
-
-
-def _sequence_number(node: Node) -> int:
-    return node._sequence_nr()
 
 
 def _graph_below(roots: Sequence[Node]) -> dict[Node, list[Node]]:

@@ -29,6 +29,7 @@ from lp_pipe.pipeline.layers.overlaps import Unwritten
 from lp_pipe.pipeline.layers.rng import backward_place, step_rng
 from lp_pipe.pipeline.layers.skips import call
 from lp_pipe.pipeline.layers.tied import layer_of
+from lp_pipe.private_torch import has_node_hooks
 
 EVALUATION = -1  # in place of a step
 _NO_HOOKS = (
@@ -288,6 +289,6 @@ def _with_node_hooks(layers: Sequence[nn.Module], first_layer: int) -> str | Non
     """The module, in words, whose backward hook torch keeps at a node of the graph; None where there is none."""
     for index, layer in enumerate(layers, start=first_layer):
         for name, module in layer.named_modules():
-            if module._backward_hooks and not module._is_full_backward_hook:
+            if has_node_hooks(module):
                 return f"layer {index}" + (f" ({name})" if name else "") + f", {type(module).__name__},"
     return None

@@ -8,6 +8,7 @@ optimizer.
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lp_pipe.errors import PipelineError
@@ -59,6 +60,11 @@ def refuse_detached(loss: Tensor, output: Any) -> None:
     """
     if loss.requires_grad:
         return
+    if not torch.is_grad_enabled():
+        raise PipelineError(
+            "the loss has no gradient, because the script has called torch.set_grad_enabled(False), which holds in its "
+            "nodes: call torch.set_grad_enabled(True) before launch(), or in the function of launch(setup=...)"
+        )
     if any(tensor.requires_grad for tensor in tensors_of(output)):
         raise PipelineError(
             "the loss has no gradient, so that nothing would be trained, although the last layer's output has one: the "

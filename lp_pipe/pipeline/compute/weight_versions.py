@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from lp_pipe.private_torch import hooks_of, parameter_like, parameters_of, put_parameter
+
 
 class WeightVersions:
     """Numbered by the updates that made them.
@@ -21,7 +23,7 @@ class WeightVersions:
         self._places = [
             (module, name, index[id(parameter)])
             for module in modules
-            for name, parameter in module._parameters.items()
+            for name, parameter in parameters_of(module).items()
             if id(parameter) in index
         ]
         self._kept: dict[int, list[nn.Parameter]] = {}
@@ -97,7 +99,7 @@ class WeightVersions:
     def _put(self, parameters: Sequence[nn.Parameter]) -> None:
         for module, name, index in self._places:
             if type(module).__setattr__ is nn.Module.__setattr__:
-                module._parameters[name] = parameters[index]
+                put_parameter(module, name, parameters[index])
             else:  # nn.LSTM keeps a list of its own
                 setattr(module, name, parameters[index])
 
@@ -106,11 +108,11 @@ def _stand_in(parameter: nn.Parameter, weights: Tensor) -> nn.Parameter:
     """With other weights; its class, attributes and hooks are what a layer has made of the parameter."""
     result = nn.Parameter(weights)
     if type(result) is not type(parameter):
-        result = Tensor._make_subclass(type(parameter), weights, require_grad=True)
+        result = parameter_like(parameter, weights)
     vars(result).update(vars(parameter))
-    for hook in (parameter._backward_hooks or {}).values():
+    for hook in hooks_of(parameter, "backward"):
         result.register_hook(hook)
-    for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+    for hook in hooks_of(parameter, "post_accumulate_grad"):
         result.register_post_accumulate_grad_hook(hook)
     return result
 

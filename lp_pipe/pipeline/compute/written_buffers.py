@@ -22,6 +22,7 @@ from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.compute.buffers import BufferSnapshot, Place, buffer_at, with_buffers
 from lp_pipe.pipeline.compute.late_writes import LateWrites
 from lp_pipe.pipeline.layers.wrapper import unwrapped
+from lp_pipe.private_torch import buffers_of, put_buffer, version_of
 
 _NO_PLACE: frozenset[Place] = frozenset()
 _NOTHING_TO_WATCH = nullcontext()  # nearly always: made once, because each action asks for it
@@ -89,8 +90,8 @@ class WrittenBuffers:
         for module, name in self._written:
             buffer = buffer_at((module, name))
             if _has_memory(buffer) and buffer.untyped_storage().data_ptr() in whole:
-                module._buffers[name] = copies.setdefault(id(buffer), buffer.clone())
-                self._replaced.append((weakref.ref(buffer), buffer._version, f"{type(module).__name__}.{name}"))
+                put_buffer(module, name, copies.setdefault(id(buffer), buffer.clone()))
+                self._replaced.append((weakref.ref(buffer), version_of(buffer), f"{type(module).__name__}.{name}"))
 
     def after_forward(self) -> None:
         """One of training has run, and its backward is to come."""
@@ -116,7 +117,7 @@ class WrittenBuffers:
         self._replaced = [replaced for replaced in self._replaced if replaced[0]() is not None]
         for reference, version, name in self._replaced:
             buffer = reference()
-            if buffer is not None and buffer._version != version:
+            if buffer is not None and version_of(buffer) != version:
                 self._replaced.clear()
                 raise PipelineError(
                     f"a backward writes to buffer {name} by the tensor that its forward had, but later micro-batches' "
@@ -125,7 +126,7 @@ class WrittenBuffers:
 
     def _apart(self) -> set[int]:
         """The memory of buffers of which no other one is a view."""
-        buffers = {id(b): b for module in self._modules for b in module._buffers.values() if _has_memory(b)}
+        buffers = {id(b): b for module in self._modules for b in buffers_of(module).values() if _has_memory(b)}
         found = Counter(buffer.untyped_storage().data_ptr() for buffer in buffers.values())
         return {address for address, count in found.items() if count == 1}
 

@@ -104,7 +104,7 @@ class Workers:
         def abort(reason: str) -> None:
             self.own.abort(tag, reason)
             for peer in self._peers:
-                peer.futures.abort(tag, reason)
+                read_by("thread", peer).abort(tag, reason)
 
         return Attempt(abort, futures, self._watchers)
 

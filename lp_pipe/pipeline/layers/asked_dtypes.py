@@ -11,8 +11,8 @@ from torch.overrides import TorchFunctionMode
 
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.layers.lost_in_export import is_branch
+from lp_pipe.private_torch import dtype_notes, note_dtype
 
-_ASSERT = torch.ops.aten._assert_tensor_metadata.default
 _DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
 _AS_ANOTHER = (Tensor.to, Tensor.type_as)
 
@@ -23,7 +23,7 @@ class AskedDtypes(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         asked = args[0] if function == _DTYPE else _other(args) if function in _AS_ANOTHER else None
         if asked is not None and asked.is_floating_point() and is_branch(_file_of_caller()):
-            _ASSERT(asked, dtype=asked.dtype)
+            note_dtype(asked)
         return function(*args, **(kwargs or {}))
 
 
@@ -34,7 +34,7 @@ def check_as_asked(root: fx.GraphModule) -> None:
     """
     for module in (module for module in root.modules() if isinstance(module, fx.GraphModule)):
         known = ("get_attr", "placeholder") if module is root else ("get_attr",)  # parameters, and inputs of the batch
-        for note in module.graph.find_nodes(op="call_function", target=_ASSERT):
+        for note in dtype_notes(module.graph):
             asked, dtype = note.args[0], _noted(note)
             if dtype is not None and asked.op not in known:
                 with module.graph.inserting_before(note):

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from lp_pipe.errors import PipelineError
+from lp_pipe.private_torch import pytree
 
 Dims = Any  # an int, None for what is whole, or a dict, tuple or list of these in the structure of the value
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.layers.batch_dims import Cut, Whole, is_leaf
 from lp_pipe.pipeline.layers.message import Message, tensors_of
+from lp_pipe.private_torch import pytree
 
 _WITHOUT_GRAPH = (
     "stages run in other threads or processes, where autograd does not follow. To train what made the input, take the "

@@ -10,12 +10,12 @@ from typing import Any, TextIO
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.layers.asked_dtypes import AskedDtypes
 from lp_pipe.pipeline.layers.lost_in_export import not_exported, own_gradients_refused
 from lp_pipe.pipeline.layers.once_in_export import once_refused
+from lp_pipe.private_torch import pytree
 
 _TALKATIVE = (
     "torch._export.non_strict_utils",

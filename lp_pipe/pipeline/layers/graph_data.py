@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx.node import map_aggregate
+
+_OVERLOAD = type(torch.ops.aten.add.Tensor)
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def graph_of(data: GraphData) -> fx.GraphModule:
 
 
 def _named(target: Any) -> Any:
-    if isinstance(target, OpOverload):
-        namespace, name = target._schema.name.split("::")
-        return _Operation((namespace, name, target._overloadname))
-    return _Operation(("higher_order", target.name())) if isinstance(target, HigherOrderOperator) else target
+    if isinstance(target, _OVERLOAD):
+        return _Operation(tuple(str(target).split(".")))
+    is_of_blocks = getattr(target, "namespace", None) == "higher_order"
+    return _Operation(("higher_order", target.name())) if is_of_blocks else target

@@ -8,6 +8,7 @@ from torch import fx, nn
 
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.layers.piece import tensor_at
+from lp_pipe.private_torch import schema_arguments
 
 _CHANGED_BUFFERS = ("running_mean", "running_var")  # arguments that batch_norm writes to; its schema does not say so
 
@@ -78,8 +79,7 @@ def _written(root: nn.Module, node: fx.Node) -> list[fx.Node]:
 
 def _arguments(node: fx.Node) -> list[tuple[Any, Any]]:
     """The arguments of an operation, as its schema describes them, and what they are given."""
-    schema = getattr(node.target, "_schema", None)
-    arguments = schema.arguments if schema is not None else ()
+    arguments = schema_arguments(node.target)
     named = [(argument, node.kwargs[argument.name]) for argument in arguments if argument.name in node.kwargs]
     return [*zip(arguments, node.args, strict=False), *named]
 

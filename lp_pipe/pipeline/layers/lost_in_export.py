@@ -1,27 +1,28 @@
 """What torch.export leaves out of the graph that it writes, without a word: gradients of one's own, and branches."""
 
+import functools
+import inspect
 import linecache
 import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from lp_pipe.errors import PipelineError
+from lp_pipe.private_torch import function_behind, grad_mode_set_by, hooks_of, pytree, saved_tensors_pack_hook
 
 _TORCH = Path(torch.__file__).parent
 # Besides those in torch._library, for custom_op, and the like, which are operations of the graph: one of
 # torch.utils.checkpoint, whose gradient is what the graph's is.
 _HARMLESS = ("_NoopSaveInputs",)
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 _OF_VALUES = (
     "A graph has no branches that depend on values, and no sizes that do (.item(), .tolist(), nonzero(), a mask as an "
@@ -98,7 +99,7 @@ def own_gradients_refused(module: nn.Module) -> Iterator[None]:
         PipelineError: the module has a backward of its own somewhere.
     """
     for name, part in module.named_modules():
-        if part._backward_hooks or part._backward_pre_hooks:
+        if hooks_of(part, "backward", "backward_pre"):
             raise _refusal(module, f"a backward hook of {name or 'the module'!r}")
     seen = _OwnGradients()
 
@@ -134,24 +135,52 @@ class _OwnGradients(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.hooks += function is Tensor.register_hook
-        for_saved = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        for_saved = saved_tensors_pack_hook()
         if for_saved is not None:  # a builtin has no module, or None
-            self.hooks_of_saved |= not str(getattr(for_saved[0], "__module__", None)).startswith("torch.")
-        if function is torch._C._set_grad_enabled:
-            self._is_recorded = args[0]
+            self.hooks_of_saved |= not str(getattr(for_saved, "__module__", None)).startswith("torch.")
+        grad_mode = grad_mode_set_by(function, args)
+        if grad_mode is not None:
+            self._is_recorded = grad_mode
         elif self._is_recorded:
             self.functions |= dict.fromkeys(_functions_around(sys._getframe(1)))
         return function(*args, **(kwargs or {}))
 
 
 def _functions_around(frame: FrameType | None) -> Iterator[str]:
+    """Yield the names of the functions whose forward is running in the frame, or in one that has called it."""
+    own = _own_forwards(len(torch.autograd.Function.__subclasses__()))
     while frame is not None:
-        if frame.f_code is _APPLY:
-            function, given = frame.f_locals["cls"], frame.f_locals["args"]
-            is_trained = any(isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) for x in given)
-            if is_trained and _is_own(function):
-                yield function.__qualname__
+        if frame.f_code in own and any(map(_may_be_trained, _arguments_of(frame))):
+            yield own[frame.f_code]
         frame = frame.f_back
+
+
+@functools.lru_cache(maxsize=1)
+def _own_forwards(_number: int) -> dict[CodeType, str]:
+    """Return the names of all functions but torch's, by the code of their forwards. _number: changes with them."""
+    found: dict[CodeType, str] = {}
+    waiting = torch.autograd.Function.__subclasses__()
+    while waiting:
+        function = waiting.pop()
+        waiting.extend(function.__subclasses__())
+        code = getattr(inspect.unwrap(function.forward), "__code__", None)
+        if code is not None and _is_own(function):
+            found[code] = function.__qualname__
+    return found
+
+
+def _arguments_of(frame: FrameType) -> Iterator[Any]:
+    """Yield what the frame's function was called with, with each of `*args`."""
+    code = frame.f_code
+    count = code.co_argcount + code.co_kwonlyargcount
+    for name in code.co_varnames[:count]:
+        yield frame.f_locals.get(name)
+    if code.co_flags & inspect.CO_VARARGS:
+        yield from frame.f_locals.get(code.co_varnames[count], ())
+
+
+def _may_be_trained(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def _functions_behind(output: Any) -> Iterator[str]:
@@ -164,8 +193,8 @@ def _functions_behind(output: Any) -> Iterator[str]:
         met.add(node)
         waiting.extend(before for before, _ in node.next_functions)
         if isinstance(node, BackwardCFunction):
-            function = node._forward_cls
-            if _is_own(function):
+            function = function_behind(node)
+            if function is not None and _is_own(function):
                 yield function.__qualname__
 
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.layers.hidden import hidden_tensors
 from lp_pipe.pipeline.layers.overlaps import lies_in, overlapping
+from lp_pipe.private_torch import hooks_of, is_view, pytree
 
 
 class Message(NamedTuple):
@@ -56,7 +56,7 @@ def to_message(value: Any, kept: Collection[int] = ()) -> Message:
     """
     if type(value) is Tensor:  # nearly always, and pytree takes its time
         is_unwritten = lies_in(value, kept) or _is_hooked_view(value)
-        views = (True,) if value._is_view() else ()
+        views = (True,) if is_view(value) else ()
         return Message(value.detach(), (value.requires_grad,), views, (0,) if is_unwritten else ())
     leaves, spec = pytree.tree_flatten(value)
     tensors = tensors_of(value)
@@ -72,7 +72,7 @@ def to_message(value: Any, kept: Collection[int] = ()) -> Message:
         else:
             positions[id(leaf)] = position
             sent.append(leaf.detach())
-    are_views = tuple(tensor._is_view() for tensor in tensors)
+    are_views = tuple(is_view(tensor) for tensor in tensors)
     unwritten = {place for place, tensor in enumerate(tensors) if lies_in(tensor, kept) or _is_hooked_view(tensor)}
     unwritten.update(overlapping(tensors))
     value = pytree.tree_unflatten(sent, spec)
@@ -93,7 +93,7 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 def _is_hooked_view(tensor: Tensor) -> bool:
     """Behind a cut the hook would be called, whatever is written there."""
-    return bool(tensor._backward_hooks) and tensor._is_view()
+    return bool(hooks_of(tensor, "backward")) and is_view(tensor)
 
 
 def _refuse_hidden_tensors(leaf: Any) -> None:

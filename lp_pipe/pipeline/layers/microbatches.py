@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils import _pytree as pytree
 
 from lp_pipe.channels.packing import copied
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.layers.batch_dims import Cut, is_leaf, length_of, pieces_of, unmarked
 from lp_pipe.pipeline.layers.hidden import hidden_tensors
 from lp_pipe.pipeline.layers.model import LossWeight
+from lp_pipe.private_torch import pytree
 from lp_pipe.rpc import layout as layout_of_memory
 
 

@@ -148,13 +148,14 @@ def check_in_order(layers: Any) -> None:
     """
     from torch import nn
 
+    from lp_pipe.private_torch import buffers_of, hooks_of, parameters_of
+
     if isinstance(layers, nn.Sequential):
         kind = type(layers)
-        hooks = (layers._forward_pre_hooks, layers._forward_hooks, layers._backward_pre_hooks, layers._backward_hooks)
         own = {
             "a forward of its own": kind.forward is not nn.Sequential.forward and not hasattr(kind, "calls_in_order"),
-            "hooks": any(hooks),
-            "parameters or buffers of its own": bool(layers._parameters or layers._buffers),
+            "hooks": bool(hooks_of(layers, "forward_pre", "forward", "backward_pre", "backward")),
+            "parameters or buffers of its own": bool(parameters_of(layers) or buffers_of(layers)),
         }
         for what, has_it in own.items():
             if has_it:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lp_pipe.pipeline.layers.formats import formats_of, noted, with_formats
 from lp_pipe.pipeline.layers.names import name_prefix
+from lp_pipe.private_torch import buffers_of, put_buffer, state_version_of
 from lp_pipe.rpc.layout import overlaps
 
 
@@ -63,7 +64,7 @@ class NamedLayers:
         """Of what is in the state."""
         named = [(prefix.removesuffix("."), layer) for prefix, layer in self.named_layers()]
         modules = [m for prefix, layer in named for m in layer.named_modules(prefix=prefix, remove_duplicate=False)]
-        return noted((name, module._version) for name, module in modules)
+        return noted((name, state_version_of(module)) for name, module in modules)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Copy these layers' part of a whole model's state in.
@@ -83,9 +84,9 @@ class NamedLayers:
 def _make_writable(layer: nn.Module) -> None:
     """Expanded buffers, whose elements share memory: torch cannot copy into these."""
     for module in layer.modules():
-        for name, buffer in module._buffers.items():
+        for name, buffer in buffers_of(module).items():
             if buffer is not None and buffer.layout is torch.strided and overlaps(buffer):
-                module._buffers[name] = buffer.clone(memory_format=torch.contiguous_format)
+                put_buffer(module, name, buffer.clone(memory_format=torch.contiguous_format))
 
 
 def _given_away(value: Tensor) -> Tensor:

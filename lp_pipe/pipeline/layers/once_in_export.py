@@ -9,8 +9,9 @@ import numpy as np
 from torch import Tensor, nn
 
 from lp_pipe.errors import PipelineError
+from lp_pipe.private_torch import buffers_of
 
-_OF_MODULES = {*vars(nn.Module()), "forward", "_orig_forward"}
+_OF_MODULES = {*vars(nn.Module()), "forward"}
 
 
 @contextmanager
@@ -77,7 +78,7 @@ def _draws() -> dict[str, Any]:
 def _buffers(module: nn.Module) -> dict[str, Tensor | None]:
     """By their names, also those that are still None."""
     named = module.named_modules(remove_duplicate=False)
-    return {f"{prefix}.{name}".lstrip("."): b for prefix, part in named for name, b in part._buffers.items()}
+    return {f"{prefix}.{name}".lstrip("."): b for prefix, part in named for name, b in buffers_of(part).items()}
 
 
 def _numbers(module: nn.Module) -> dict[str, Any]:

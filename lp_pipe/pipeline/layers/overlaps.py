@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lp_pipe.channels.carried import is_copied
 from lp_pipe.errors import PipelineError
+from lp_pipe.private_torch import version_of
 
 _WITH_MEMORY = (Tensor, nn.Parameter, nn.Buffer)  # a subclass may have none of its own
 
@@ -46,7 +47,7 @@ class Unwritten:
     """Received tensors that a stage must not write to. tensors: each of the value once, in pytree order."""
 
     def __init__(self, tensors: Sequence[Tensor], positions: Iterable[int]) -> None:
-        self._before = [(tensors[position], tensors[position]._version) for position in positions]
+        self._before = [(tensors[position], version_of(tensors[position])) for position in positions]
 
     @property
     def addresses(self) -> set[int]:
@@ -58,7 +59,7 @@ class Unwritten:
         Raises:
             PipelineError: a layer has written to one since.
         """
-        if any(tensor._version != version for tensor, version in self._before):
+        if any(version_of(tensor) != version for tensor, version in self._before):
             raise PipelineError(
                 "a layer writes in place to a tensor that came from another stage, where its memory is also that of "
                 "another tensor that was sent, or of a parameter or buffer: in one process that would change both. (Or "

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
-from torch.utils import _pytree as pytree
 
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.layers.graph_data import GraphData, data_of, graph_of
 from lp_pipe.pipeline.layers.lost_in_export import Branch
 from lp_pipe.pipeline.layers.wrapper import Wrapper
+from lp_pipe.private_torch import pytree, set_state_version, state_version_of
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ def holder(tensors: Mapping[str, tuple[Tensor, bool]], whole: nn.Module) -> nn.M
         *path, attribute = name.split(".")
         module = root
         for child in path:
-            if child not in module._modules:
+            if not hasattr(module, child):
                 module.add_module(child, nn.Module())
             module = module.get_submodule(child)
         if isinstance(tensor, nn.Parameter):
@@ -220,7 +220,7 @@ def holder(tensors: Mapping[str, tuple[Tensor, bool]], whole: nn.Module) -> nn.M
         else:
             module.register_buffer(attribute, tensor, persistent=persistent)
     for name, module in root.named_modules():
-        module._version = whole.get_submodule(name)._version
+        set_state_version(module, state_version_of(whole.get_submodule(name)))
     return root
 
 

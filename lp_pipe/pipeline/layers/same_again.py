@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.layers.build import copied
 from lp_pipe.pipeline.layers.rng import step_rng
+from lp_pipe.private_torch import buffers_of, put_buffer, pytree
 
 _SAMPLES = 2  # of the example, which may be large
 _Example = tuple[tuple[Any, ...], dict[str, Any]]
@@ -35,11 +35,12 @@ def is_same_again(module: nn.Module, example: _Example) -> bool:
     # An example may be of the right sizes only, with words that there are not; and a module may have no copies.
     with contextlib.suppress(Exception):
         (twin,) = copied([module])
-        buffers = [(inner, dict(inner._buffers)) for inner in twin.modules()]
+        buffers = [(inner, dict(buffers_of(inner))) for inner in twin.modules()]
         values = [(buffer, buffer.clone()) for buffer in twin.buffers()]
         first = _results(twin, example)
         for inner, present in buffers:
-            inner._buffers.update(present)
+            for name, buffer in present.items():
+                put_buffer(inner, name, buffer)
         for tensor, value in [*values, *zip(twin.parameters(), module.parameters(), strict=True)]:
             tensor.data.copy_(value)
         again = _results(twin, example)

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.layers.cuts import stage_of
@@ -17,6 +16,7 @@ from lp_pipe.pipeline.layers.message import tensors_of
 from lp_pipe.pipeline.layers.model import FromFunction, Layer, Model, sources_of
 from lp_pipe.pipeline.layers.wrapper import Wrapper
 from lp_pipe.pipeline.schedule.channels import Edge
+from lp_pipe.private_torch import pytree
 
 
 class Skip(Wrapper):

@@ -1,17 +1,15 @@
 """Any nn.Module as a list of layers: torch.export writes its forward down, split points cut what it wrote."""
 
 import difflib
+import functools
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
-from torch._library.custom_ops import OPDEFS
-from torch.distributed.pipelining import SplitPoint
-from torch.distributed.pipelining._IR import annotate_split_points
-from torch.utils import _pytree as pytree
+from torch.distributed.pipelining import SplitPoint, pipe_split
 
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.layers.graph_memory import changed_state, refuse_shared_memory
@@ -19,6 +17,7 @@ from lp_pipe.pipeline.layers.piece import Definitions, Part, Piece, holder, tens
 from lp_pipe.pipeline.layers.repeated_blocks import repeated_blocks
 from lp_pipe.pipeline.layers.same_again import is_same_again, refusal
 from lp_pipe.pipeline.layers.tracing import Traced, trace
+from lp_pipe.private_torch import defining_module, pytree
 
 _POINTS: dict[str | SplitPoint, SplitPoint] = {
     "beginning": SplitPoint.BEGINNING,
@@ -119,18 +118,33 @@ def _each_once(example_inputs: Any) -> Any:
 
 @contextmanager
 def _marked(module: nn.Module, spec: dict[str, SplitPoint]) -> Iterator[None]:
-    """torch's frontend marks a submodule by replacing its forward; afterwards each has its own again."""
+    """Have the forwards of the named submodules call `pipe_split` in the body; afterwards each has its own again."""
     marked = [module.get_submodule(name) for name in spec]
     before = [submodule.__dict__.get("forward") for submodule in marked]
     try:
-        annotate_split_points(module, spec)
+        for submodule, where in zip(marked, spec.values(), strict=True):
+            submodule.forward = _marking(submodule.forward, where)
         yield
     finally:
         for submodule, forward in zip(marked, before, strict=True):
             submodule.__dict__.pop("forward", None)
-            submodule.__dict__.pop("_orig_forward", None)
             if forward is not None:
                 submodule.forward = forward
+
+
+def _marking(forward: Callable[..., Any], where: SplitPoint) -> Callable[..., Any]:
+    """Return the forward with a mark before or behind it, as torch.distributed.pipelining sets them."""
+
+    @functools.wraps(forward)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        if where == SplitPoint.BEGINNING:
+            pipe_split()
+        result = forward(*args, **kwargs)
+        if where == SplitPoint.END:
+            pipe_split()
+        return result
+
+    return marked
 
 
 @contextmanager
@@ -248,9 +262,7 @@ def _block(value: Any) -> fx.GraphModule:
 
 
 def _definitions(nodes: list[fx.Node]) -> Definitions:
-    targets = [node.target for node in nodes if isinstance(node.target, torch._ops.OpOverload)]
-    custom = [OPDEFS[target._schema.name] for target in targets if target._schema.name in OPDEFS]
-    return Definitions(sorted({operation._init_fn.__module__ for operation in custom}))
+    return Definitions(sorted({name for node in nodes if (name := defining_module(node.target)) is not None}))
 
 
 def _bare(graph: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lp_pipe.errors import PipelineError
+from lp_pipe.private_torch import errors_of_reading, reads_own_state
 
 
 def check_names(given: Collection[str], known: Collection[str], what: str, advice: str = "") -> None:
@@ -64,9 +65,7 @@ def taken_by(named_layers: Iterable[tuple[str, nn.Module]], state: Mapping[str, 
     for prefix, layer in named_layers:
         for path, module in layer.named_modules(prefix=prefix.removesuffix(".")):
             own = {name: value for name, value in state.items() if name.rpartition(".")[0] == path}
-            if own and type(module)._load_from_state_dict is not nn.Module._load_from_state_dict:
-                errors: list[str] = []
-                before = path + "." if path else ""
-                copy.deepcopy(module)._load_from_state_dict(own, before, {}, False, [], [], errors)
+            if own and reads_own_state(module):
+                errors = errors_of_reading(copy.deepcopy(module), own, path + "." if path else "")
                 taken |= own.keys() if not errors else set()
     return taken

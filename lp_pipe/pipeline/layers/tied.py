@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.layers.build import build_layers, outlined
@@ -19,6 +18,7 @@ from lp_pipe.pipeline.layers.model import FromFunction
 from lp_pipe.pipeline.layers.piece import Piece
 from lp_pipe.pipeline.layers.wrapper import unwrapped
 from lp_pipe.pipeline.schedule.channels import Edge, EdgeKind
+from lp_pipe.private_torch import buffers_of, is_batch_norm
 
 Names = tuple[str, ...]  # of one parameter, in the order of the layers; the first one is what the optimizer sees
 
@@ -102,7 +102,7 @@ def shared_buffers(sources: Sequence[Any], cuts: Sequence[int]) -> dict[str, str
     for index, source in enumerate(sources):
         is_piece = any(isinstance(module, Piece) for module in _ready(source).modules())  # it has copies of constants
         for place, module in _ready(source).named_modules(prefix=str(index)):
-            for attribute, buffer in module._buffers.items():
+            for attribute, buffer in buffers_of(module).items():
                 name = f"{place}.{attribute}"
                 first, other = firsts.setdefault(id(buffer), (index, name)) if buffer is not None else (index, name)
                 if any(first < cut <= index for cut in cuts):
@@ -111,7 +111,7 @@ def shared_buffers(sources: Sequence[Any], cuts: Sequence[int]) -> dict[str, str
                         f"different stages (cuts {list(cuts)}): choose cut points that leave layers {first} to {index} "
                         "in one stage, or give each a buffer of its own"
                     )
-                    if is_piece or isinstance(module, _NormBase):
+                    if is_piece or is_batch_norm(module):
                         raise PipelineError(why)
                     found[name] = why
                     found.setdefault(other, why)

@@ -2,7 +2,6 @@
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import fx, nn
 
 from lp_pipe.errors import PipelineError
@@ -10,6 +9,7 @@ from lp_pipe.pipeline.layers.asked_dtypes import check_as_asked
 from lp_pipe.pipeline.layers.exported import exported_in
 from lp_pipe.pipeline.layers.lost_in_export import branches_of
 from lp_pipe.pipeline.layers.piece import Inputs, inputs_of, template_of
+from lp_pipe.private_torch import is_pipe_split
 
 
 class Traced(NamedTuple):
@@ -58,7 +58,7 @@ def _cut(graph: fx.Graph) -> tuple[list[fx.Node], list[list[fx.Node]], fx.Node]:
     for node in graph.nodes:
         if node.op == "placeholder":
             placeholders.append(node)
-        elif node.target is torch.ops.pippy._pipe_split.default:
+        elif is_pipe_split(node.target):
             pieces.append([])
         elif node.op == "call_function":
             pieces[-1].append(node)

@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.layers.overlaps import address_of, overlapping
+from lp_pipe.private_torch import buffers_of, hooks_of, is_batch_norm, parameters_of
 
 
 def refuse_unfit(loss: Any, sources: Sequence[Any]) -> None:
@@ -76,8 +76,7 @@ def refuse_inference(module: nn.Module, what: str) -> None:
 
 def _refuse_hooks(module: nn.Module, index: int) -> None:
     for name, parameter in module.named_parameters():
-        kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
-        if any(getattr(parameter, kind, None) for kind in kinds):
+        if hooks_of(parameter, "backward", "post_accumulate_grad"):
             raise PipelineError(
                 f"parameter {name!r} of layer {index} has a hook, which the stage's copy would not have: let a "
                 "pp.Layer make the layer and register the hook there, so that it runs where the layer is trained"
@@ -106,10 +105,10 @@ def views(sources: Sequence[Any]) -> dict[str, str]:
     written: set[int] = set()  # memory
     for index, source in enumerate(sources):
         for place, module in source.named_modules(prefix=str(index)) if isinstance(source, nn.Module) else ():
-            for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            for name, tensor in [*parameters_of(module).items(), *buffers_of(module).items()]:
                 if tensor is not None and (address := address_of(tensor)):
                     named.setdefault(id(tensor), (f"{place}.{name}", tensor))
-                    if isinstance(tensor, nn.Parameter) or isinstance(module, _NormBase):
+                    if isinstance(tensor, nn.Parameter) or is_batch_norm(module):
                         written.add(address)
     tensors = list(named.values())
     found: dict[str, str] = {}

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lp_pipe.pipeline.layers.message import tensors_of
+from lp_pipe.private_torch import DispatchMode, address_of_storage
 
 
-class PeakMeter(TorchDispatchMode):
+class PeakMeter(DispatchMode):  # type: ignore[misc]
     """peak_bytes: the most at a time of what was made in the body, which may be entered again.
 
     Tensors that share memory count once; those from before not at all. What a kernel needs only while it runs is not
@@ -19,7 +19,7 @@ class PeakMeter(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.bytes = 0
         self.peak_bytes = 0
         self._alive: dict[int, Any] = {}  # weak references by the storage's address, of what has been seen
@@ -40,7 +40,7 @@ class PeakMeter(TorchDispatchMode):
         return made
 
     def _see(self, storage: UntypedStorage, size: int) -> None:
-        address = storage._cdata
+        address = address_of_storage(storage)
         if address in self._alive:
             return
         self._alive[address] = weakref.ref(storage, lambda _: self._forget(address, size))

@@ -46,12 +46,12 @@ def too_short(plan: Plan, timings: Sequence[Timing], action_seconds: float) -> s
     index = left.index(min(left))
     if left[index] >= 0:
         return ""
-    layers = plan.stages[index].layers
+    layers, cost = plan.stages[index].layers, engine + messages[index]
     names = layers[0] if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"
     return (
         f"stage {index} ({names}) is too short to be worth a cut: it computes {seconds(compute[index])} for a "
-        f"micro-batch, while the engine and the messages of the cut take {seconds(engine + messages[index])}: use fewer "
-        "stages (fewer devices in the topology), or fewer micro-batches, which are larger then"
+        f"micro-batch, while the engine and the messages of the cut take {seconds(cost)}: use fewer stages "
+        "(fewer devices in the topology), or fewer micro-batches, which are larger then"
     )
 
 

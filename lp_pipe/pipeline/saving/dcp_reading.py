@@ -98,7 +98,7 @@ class SavedFolder:
         described = self._metadata.state_dict_metadata[name]
         if not isinstance(described, TensorStorageMetadata):
             return None
-        return torch.empty(described.size, dtype=described.properties.dtype)
+        return torch.empty(described.size, dtype=described.properties.dtype, device="cpu")
 
     def _by_file(self, plan: LoadPlan) -> dict[str, list[ReadItem]]:
         found: dict[str, list[ReadItem]] = {}
@@ -172,6 +172,7 @@ class _DataOnly(pickle.Unpickler):
             ("pathlib", "PosixPath"),
             ("pathlib._local", "PosixPath"),  # of Python 3.13
             ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+            ("lp_pipe.private_torch", "_Place"),
             *(
                 ("torch.distributed.checkpoint.metadata", name)
                 for name in (

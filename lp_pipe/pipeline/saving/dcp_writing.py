@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -32,6 +32,7 @@ from lp_pipe.checkpoint.folder import sync
 from lp_pipe.pipeline.saving import METADATA
 from lp_pipe.pipeline.saving.saved import Key
 from lp_pipe.pipeline.saving.share_file import Described, Description, Written, is_share
+from lp_pipe.private_torch import storage_info
 
 
 class WholePlan:
@@ -74,7 +75,7 @@ def _metadata(described: Described, places: Mapping[Key, tuple[str, int, int]]) 
     """What torch's reader needs; by planner_data it makes nested dicts of the flat names."""
     names = {key: ".".join(key) for key in described}
     entries = {names[key]: _entry(what) for key, what in described.items()}
-    storage = {_index(names[key], what): _StorageInfo(*places[key]) for key, what in described.items()}
+    storage = {_index(names[key], what): storage_info(*places[key]) for key, what in described.items()}
     return Metadata(entries, {name: key for key, name in names.items()}, storage, version=CURRENT_DCP_VERSION)
 
 

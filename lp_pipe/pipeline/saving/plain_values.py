@@ -21,8 +21,8 @@ _LEAVES = frozenset((*_OF_PYTHON, torch.Tensor, nn.Parameter, torch.Size, torch.
 _MAPPINGS = frozenset((dict, OrderedDict, Counter))
 _SEQUENCES = frozenset((list, tuple, set))
 _NUMPY: tuple[Any, ...] = (
-    np._core.multiarray.scalar,  # type: ignore[attr-defined]  # how numpy pickles its numbers
-    np._core.multiarray._reconstruct,  # type: ignore[attr-defined]  # and arrays
+    np.float64().__reduce__()[0],  # how numpy pickles its numbers
+    np.empty(0).__reduce__()[0],  # and arrays
     np.ndarray,
     np.dtype,
     *{type(np.dtype(code)) for code in np.typecodes["AllInteger"] + np.typecodes["AllFloat"] + "?SU"},

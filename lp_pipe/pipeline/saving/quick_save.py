@@ -64,7 +64,7 @@ def elements_of(dense: Tensor) -> memoryview:
 @functools.lru_cache(maxsize=1024)
 def _archive(dtype: torch.dtype, shape: torch.Size) -> _Archive | None:
     """None where it is not as expected: torch can be told to write other checksums."""
-    example = torch.empty(shape, dtype=dtype)
+    example = torch.empty(shape, dtype=dtype, device="cpu")
     elements = elements_of(example)
     elements[:] = bytes([1]) * len(elements)
     written = io.BytesIO()

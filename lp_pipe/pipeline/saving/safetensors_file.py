@@ -43,7 +43,10 @@ def write(path: Path, state: Mapping[str, Any], step: int) -> None:
         memory.add(address)
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
+        aside.touch()
+        mode = aside.stat().st_mode  # by the umask; safetensors gives its files to their owner only
         save_file(tensors, aside, metadata={"format": "pt", "step": str(step)})
+        aside.chmod(mode)
         sync(aside)
         aside.replace(path)
     except (OSError, SafetensorError) as error:

@@ -4,11 +4,12 @@ from typing import Any
 
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.saving.same_optimizer import WEIGHTS_ALONE
+from lp_pipe.private_torch import schedulers_in
 
 
 def kind_of(scheduler: Any) -> str:
     """Its class, and those of the schedulers that it consists of: "SequentialLR of LinearLR and ExponentialLR"."""
-    inner = getattr(scheduler, "_schedulers", ())
+    inner = schedulers_in(scheduler)
     return type(scheduler).__name__ + (f" of {' and '.join(map(_inner_kind, inner))}" if inner else "")
 
 

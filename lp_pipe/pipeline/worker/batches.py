@@ -23,8 +23,11 @@ class BatchSource:
         """
         if self._feeder is None:
             raise PipelineError("step() without a batch needs a feeder: add_pipeline(..., inputs=feeder_handle)")
-        future = self._ahead[1] if self._ahead and self._ahead[0] == step else self._feeder.futures.batch(step)
-        self._ahead = None
+        if self._ahead and self._ahead[0] == step:
+            (_, future), self._ahead = self._ahead, None
+        else:
+            self.forget_ahead()
+            future = self._feeder.futures.batch(step)
         with noting(f"in the feeder's batch({step})"):
             batch = future.result()
         if batch is None:
@@ -51,5 +54,11 @@ class BatchSource:
             )
 
     def forget_ahead(self) -> None:
-        """The pipeline goes on from somewhere else, perhaps because the feeder has died, and the next batch with it."""
-        self._ahead = None
+        """Forget the next batch: the pipeline goes on from somewhere else, perhaps because the feeder has died.
+
+        A call that still waits for the feeder to be up is never sent. A feeder with a state has gone back by then, and
+        would draw a batch that nothing uses.
+        """
+        if self._ahead is not None:
+            self._ahead[1].cancel()
+            self._ahead = None

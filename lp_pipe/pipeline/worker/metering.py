@@ -4,13 +4,13 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from lp_pipe.pipeline.compute.activation_meter import ActivationMeter, bytes_of
 from lp_pipe.pipeline.results import StageMemory
 from lp_pipe.pipeline.schedule import Action
 from lp_pipe.pipeline.worker.execution import Operation, Run
 from lp_pipe.pipeline.worker.training import Training
+from lp_pipe.private_torch import buffers_of, parameters_of, pytree
 
 
 class Metering:
@@ -36,7 +36,9 @@ class Metering:
         meter, self._meter = self._meter, None
         assert meter is not None, "stop comes after start"
         parameters, _, state = self._training.bytes()
-        buffers = sum(bytes_of(buffer) for m in self._modules for buffer in m._buffers.values() if buffer is not None)
+        buffers = sum(
+            bytes_of(buffer) for m in self._modules for buffer in buffers_of(m).values() if buffer is not None
+        )
         worker, replica = self._place
         return StageMemory(
             worker=worker,
@@ -80,7 +82,7 @@ class Metering:
 
     def _own_tensors(self) -> Iterator[Tensor]:
         for module in self._modules:
-            for tensor in (*module._parameters.values(), *module._buffers.values()):
+            for tensor in (*parameters_of(module).values(), *buffers_of(module).values()):
                 if tensor is not None:
                     yield tensor
 

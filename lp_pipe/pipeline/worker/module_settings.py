@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from lp_pipe.errors import PipelineError
+from lp_pipe.private_torch import parameters_of
 
 Modules = dict[str, nn.Module]
 Change = Callable[[Modules], Any]
@@ -86,7 +87,7 @@ class ModuleSettings:
             module = self._modules[name]
             for key, value in values.items():
                 if key.endswith(_REQUIRES_GRAD):
-                    parameter = module._parameters.get(key.removesuffix(_REQUIRES_GRAD))
+                    parameter = parameters_of(module).get(key.removesuffix(_REQUIRES_GRAD))
                     if parameter is not None:
                         parameter.requires_grad_(value)
                 else:
@@ -111,7 +112,7 @@ def _settings_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for key, value in vars(module).items():
         if isinstance(value, _PLAIN):
             yield key, value
-    for name, parameter in module._parameters.items():
+    for name, parameter in parameters_of(module).items():
         if parameter is not None:
             yield name + _REQUIRES_GRAD, parameter.requires_grad
 

@@ -14,6 +14,7 @@ from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.compute.buffers import BufferSnapshot, set_buffer
 from lp_pipe.pipeline.worker.channel_ends import ChannelEnds
 from lp_pipe.pipeline.worker.neighbours import Neighbours
+from lp_pipe.private_torch import buffers_of
 
 _CREDITS = 2  # shards, and sums
 
@@ -93,7 +94,7 @@ def _changed(modules: Sequence[nn.Module], before: BufferSnapshot) -> dict[tuple
     return {
         (index, name): buffer
         for index, module in enumerate(modules)
-        for name, buffer in module._buffers.items()
+        for name, buffer in buffers_of(module).items()
         if buffer is not None and (module, name) in written
     }
 

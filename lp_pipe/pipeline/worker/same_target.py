@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from lp_pipe.pipeline.saving.quick_save import elements_of
+from lp_pipe.private_torch import pytree
 
 _NUMBERS = 64  # of each tensor: a step has time for that, whatever a target's size
 

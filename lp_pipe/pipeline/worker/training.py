@@ -26,6 +26,7 @@ from lp_pipe.pipeline.saving.same_scheduler import kind_of, refuse_other_schedul
 from lp_pipe.pipeline.saving.saved import Saved
 from lp_pipe.pipeline.saving.state_of_optimizer import OfParameter, restore, state_of
 from lp_pipe.pipeline.worker.execution import Report
+from lp_pipe.private_torch import version_of
 
 
 class Update(enum.Enum):
@@ -221,7 +222,7 @@ class Training:
                 self._optimizer.step()
 
     def _versions(self) -> list[int]:
-        return [parameter._version for _, parameter in self._parameters]
+        return [version_of(parameter) for _, parameter in self._parameters]
 
     def _optimizer_state(self) -> dict[str, dict[str, Any]]:
         """For each parameter its optimizer state, and the options of its group (the scheduler changes them)."""

@@ -51,6 +51,7 @@ from lp_pipe.pipeline.worker.side_channels import SideChannels
 from lp_pipe.pipeline.worker.tasks import Task
 from lp_pipe.pipeline.worker.training import Training, Update
 from lp_pipe.pipeline.worker.whereabouts import Whereabouts
+from lp_pipe.private_torch import buffers_of, parameters_of, version_of
 
 
 class StageWorker:
@@ -217,8 +218,8 @@ class StageWorker:
         return self._settings.changed()
 
     def _tensor_versions(self) -> list[int]:
-        states = [(*module._parameters.values(), *module._buffers.values()) for module in self._modules]
-        return [tensor._version for state in states for tensor in state if tensor is not None]
+        states = [(*parameters_of(module).values(), *buffers_of(module).values()) for module in self._modules]
+        return [version_of(tensor) for state in states for tensor in state if tensor is not None]
 
     def last_update(self) -> tuple[str, Update]:
         """Return this worker's name, and what it has done of the last `apply`, which may have failed."""

@@ -10,6 +10,7 @@ from lp_pipe.pipeline.compute.device import CPU
 from lp_pipe.pipeline.compute.forward_writes import are_users
 from lp_pipe.pipeline.compute.stage import Stage
 from lp_pipe.pipeline.config import PipelineConfig
+from lp_pipe.private_torch import parameters_of, version_of
 
 _Named = Iterable[tuple[str, nn.Parameter]]
 
@@ -33,7 +34,7 @@ class CopiedParameters:
                 copied[name] = parameter
                 self._why.setdefault(name, why)
         modules = [module for stage in stages.values() for module in stage.modules()]
-        places = {id(p): (module, own) for module in modules for own, p in module._parameters.items()}
+        places = {id(p): (module, own) for module in modules for own, p in parameters_of(module).items()}
         self._places = {name: places[id(p)] for name, p in copied.items()}  # where older weights may stand in for it
         users = are_users(modules)
         self._suspects = {name for name, p in copied.items() if id(p) in users}  # none after the first check
@@ -44,7 +45,7 @@ class CopiedParameters:
         if trains:  # the first time with copies, which show what is written to .data, as by an ActNorm
             self._held = {name: self._now(name).detach().to(CPU, copy=True) for name in self._suspects}
         present = {name: self._now(name) for name in self._places}
-        return {name: (parameter._version, parameter.data) for name, parameter in present.items()}
+        return {name: (version_of(parameter), parameter.data) for name, parameter in present.items()}
 
     def check(self, before: Mapping[str, tuple[int, Tensor]]) -> None:
         """
@@ -53,7 +54,7 @@ class CopiedParameters:
         """
         for name, (version, memory) in before.items():
             parameter = self._now(name)
-            is_other = parameter._version != version or parameter.data_ptr() != memory.data_ptr()
+            is_other = version_of(parameter) != version or parameter.data_ptr() != memory.data_ptr()
             if is_other or self._holds_something_else(name):
                 raise PipelineError(
                     f"a forward writes to parameter {name!r}, as an Embedding with max_norm does, but {self._why[name]}"
@@ -67,7 +68,7 @@ class CopiedParameters:
 
     def _now(self, name: str) -> nn.Parameter:
         module, own = self._places[name]
-        parameter = module._parameters[own]
+        parameter = parameters_of(module)[own]
         assert parameter is not None, "only those that there are have a place"
         return parameter
 

@@ -107,6 +107,32 @@ def test_a_handler_that_never_returns_is_reported_with_its_place(
         assert call.result(PATIENCE_S) == "done"
 
 
+def test_servers_that_are_left_alone_are_noted_once(mode: str, tmp_path: Path) -> None:
+    program = lp.Program("forgot")
+    server = program.add_node(lp.CourierNode(Peer), label="server")
+    program.add_node(lp.PyNode(lambda server: server.release(), server), label="client")
+    with launched(program, mode, tmp_path) as run:
+        text = reported(run, "note: client/0 has ended; only servers are left (server/0)")
+        time.sleep(5 * LIMIT_S)
+        assert reports(run) == text and text.count("only servers") == 1
+
+
+def test_servers_that_work_or_that_were_never_alone_are_not_noted(tmp_path: Path) -> None:
+    program = lp.Program("busy")
+    with program.group("server"):
+        servers = [program.add_node(lp.CourierNode(Peer)) for _ in range(2)]
+    with launched(program, "thread", tmp_path / "never") as run:
+        time.sleep(5 * LIMIT_S)
+        assert reports(run) == ""
+    program.add_node(lp.PyNode(lambda server: server.release(), servers[1]), label="client")
+    with launched(program, "thread", tmp_path / "works") as run:
+        call = run.client("server").futures.block()
+        time.sleep(5 * LIMIT_S)
+        assert "only servers" not in reports(run)
+        run.client("server").release()
+        assert call.result(PATIENCE_S) == "done"
+
+
 def test_status_says_what_a_node_waits_for_until_it_does_not(
     mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -13,6 +13,7 @@ from lp_pipe import connections
 from lp_pipe.connections import Connection
 from lp_pipe.launch.hosts.agent_link import AgentLink
 from lp_pipe.launch.hosts.shipped_logs import ReceivedLogs, ShippedLogs
+from lp_pipe.telemetry.terminal_lines import Unfinished
 from tests.waiting import until
 
 WITHIN_S = 10.0
@@ -104,6 +105,9 @@ class Output:
         self.may_write.wait(WITHIN_S)
         self.lines += lines
 
+    def show(self, node_id: str, is_stderr: bool, unfinished: Unfinished) -> None:
+        self.lines.append(unfinished.text)
+
     def flush(self) -> None: ...
 
     def close(self) -> None:
@@ -118,6 +122,9 @@ class _Receiving:
     def log(self, node_id: str, is_stderr: bool, text: bytes) -> None:
         self.received_bytes += len(text)
         self._logs.put(self._link, node_id, is_stderr, text)
+
+    def unfinished(self, node_id: str, is_stderr: bool, text: bytes, is_settled: bool) -> None:
+        self._logs.put(self._link, node_id, is_stderr, Unfinished(text, is_settled))
 
 
 class _Shipping:
@@ -149,6 +156,24 @@ def test_lines_wait_at_the_agent_while_the_launcher_writes_nothing(pair: Pair) -
     received.close()
     assert output.is_closed and set(output.lines) == {line}
     assert received.last_lines("node/0") == [line.decode()] * 20
+
+
+def test_an_unfinished_line_is_shown_at_the_launcher_and_left_out_without_credit(pair: Pair) -> None:
+    launcher, agent = pair
+    output = Output()
+    output.may_write.set()
+    received, shipped = ReceivedLogs(output), ShippedLogs(agent)
+    launcher.serve(_Receiving(received, launcher))
+    agent.serve(_Shipping(shipped))
+    for _ in range(10_000):  # of which credit would run out if it never came back
+        shipped.show("node/0", False, Unfinished(b"x" * 100, False))
+    until(lambda: output.lines != [])
+    shipped.write("node/0", False, [b"last"])
+    until(lambda: output.lines[-1] == b"last")
+    received.close()
+    output.may_write.clear()
+    shipped.show("node/0", False, Unfinished(b"y" * 600_000, False))
+    shipped.show("node/0", False, Unfinished(b"without credit, returns", False))
 
 
 def test_the_launcher_says_that_nobody_reads_what_it_writes_and_writes_the_rest_when_somebody_does(

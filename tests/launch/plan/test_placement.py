@@ -52,6 +52,21 @@ def test_cores_and_gpus_are_handed_out_in_order(tmp_path: Any) -> None:
     }
 
 
+def test_a_fraction_of_a_core_leaves_its_rest_to_others(tmp_path: Any) -> None:
+    assert places(
+        tmp_path,
+        large=(2, lp.Resources(cpus=1.5)),
+        small=(2, lp.Resources(cpus=0.5)),
+    ) == {
+        "large/0": Place((0, 2)),
+        "large/1": Place((4, 6)),
+        "small/0": Place((2,)),  # of which a half is left, as of 6
+        "small/1": Place((6,)),
+    }
+    with pytest.raises(ValueError, match=r"4\.5 cores"):
+        places(tmp_path, greedy=(1, lp.Resources(cpus=4.5)))
+
+
 def test_the_processes_of_a_colocation_share_its_place(tmp_path: Any) -> None:
     program = lp.Program("probes")
     with program.group("both", lp.Resources(cpus=2, gpus=2, memory=5 * GIB)):

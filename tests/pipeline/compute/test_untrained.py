@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import lp_pipe.pipeline as pp
+from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline.compute.untrained import refuse_detached
 from tests.pipeline.plain_loop import D, launched, random_batches, sgd, squared_error
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -136,3 +138,9 @@ def test_asynchronous_schedules_want_a_layers_own_parameters_by_their_names() ->
         ),
     ):
         pipeline.step()
+
+
+def test_a_loss_without_gradient_names_the_grad_mode_that_the_script_has_set() -> None:
+    output = torch.ones(2)
+    with torch.no_grad(), pytest.raises(PipelineError, match="set_grad_enabled"):
+        refuse_detached(output.sum(), output)

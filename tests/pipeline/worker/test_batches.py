@@ -8,6 +8,9 @@ from torch import Tensor, nn
 
 import lp_pipe as lp
 import lp_pipe.pipeline as pp
+from lp_pipe.pipeline.worker.batches import BatchSource
+from lp_pipe.rpc import Server
+from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -46,3 +49,31 @@ def test_after_going_back_every_stage_asks_the_feeder_again(how: str, tmp_path: 
         else:
             pipeline.go_back(3)
         assert [pipeline.step().step for _ in range(2)] == [3, 4]
+
+
+class Counting:
+    """Knows which batches it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def batch(self, step: int) -> tuple[int, int]:
+        self.asked.append(step)
+        return step, step
+
+
+def test_a_batch_that_was_asked_for_while_the_feeder_was_down_is_not_drawn_after_going_back(socket_home: Path) -> None:
+    endpoint = f"unix:{socket_home}/feeder"
+    server = Server(first := Counting(), endpoint)
+    source = BatchSource(lp.CourierClient(endpoint))
+    assert source.get(0) == (0, 0)
+    until(lambda: first.asked == [0, 1])
+    server.close(5.0)
+    assert source.get(1) == (1, 1)  # which asks for the one behind it
+    source.forget_ahead()
+
+    server = Server(restored := Counting(), endpoint)
+    assert source.get(5) == (5, 5)
+    until(lambda: 6 in restored.asked)
+    server.close(5.0)
+    assert restored.asked == [5, 6]

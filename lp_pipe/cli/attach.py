@@ -1,0 +1,101 @@
+"""`lp_pipe attach`: talk to the debugger in which a node waits."""
+
+import argparse
+import contextlib
+import shlex
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lp_pipe.cli.errors import DONE, NotAnswered, UsageError, nearest
+from lp_pipe.cli.find_run import find_run
+from lp_pipe.launch.debuggers import Session
+from lp_pipe.launch.processes.node_stdin import waiting_nodes
+from lp_pipe.launch.report import shown
+from lp_pipe.telemetry.run_folder import RunFolder
+
+_DESCRIPTION = """\
+Talk to the debugger in which a node waits: breakpoint(), pdb.set_trace() or pdb.post_mortem() in a node that is a
+process. The commands are pdb's. Ctrl+D leaves the node at the prompt; Ctrl+C does so at any time.
+"""
+
+
+def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Describe the command and its options."""
+    parser = commands.add_parser(
+        "attach",
+        help="talk to the debugger in which a node waits",
+        description=_DESCRIPTION,
+        usage="lp_pipe attach [RUN] [NODE]",
+        allow_abbrev=False,
+    )
+    parser.add_argument("words", metavar="[RUN] [NODE]", nargs="*", help="may be left out where there is only one")
+    parser.set_defaults(run=run_command)
+
+
+def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
+    """Attach until the node's code has ended, or the user leaves.
+
+    Raises:
+        UsageError: no such run, or no such node of it waits in a debugger here.
+        NotAnswered: it has just gone on.
+    """
+    run_dir, node = _run_and_node(arguments.words)
+    try:
+        session = Session(run_dir, node)
+    except OSError as error:
+        raise NotAnswered(f"node {node} does not wait in a debugger any more ({error.strerror})") from error
+    with contextlib.closing(session):
+        try:
+            end = session.talk(sys.stdin, sys.stdout, stay=True)
+        except KeyboardInterrupt:
+            end = "detached"
+    print(f"\nlp_pipe attach: {end}")
+    return DONE
+
+
+def _run_and_node(words: Sequence[str]) -> tuple[Path, str]:
+    if len(words) > 2:
+        raise UsageError("attach takes a run and a node: lp_pipe attach RUN NODE")
+    if len(words) == 2:
+        return _checked(_folder(words[0]), words[1])
+    if not words:
+        return _checked(_folder(None), "")
+    try:
+        return _checked(_folder(words[0]), "")
+    except UsageError:
+        with contextlib.suppress(UsageError):  # it is no run, so maybe a node of the only one
+            return _checked(_folder(None), words[0])
+        raise
+
+
+def _folder(run: str | None) -> Path:
+    if run is not None and RunFolder(Path(run)).debuggers.is_dir():  # on another host than the launcher's
+        return Path(run)
+    return Path(find_run(run).run_dir)
+
+
+def _checked(run_dir: Path, node: str) -> tuple[Path, str]:
+    """The node that is meant: of several that wait, the one that is named.
+
+    Raises:
+        UsageError: it does not wait in a debugger, or on another host.
+    """
+    waiting = waiting_nodes(run_dir)
+    places = "; ".join(f"{name} at {facts['place']}" for name, facts in waiting.items())
+    if not node and len(waiting) == 1:
+        node = next(iter(waiting))
+    if not node:
+        what = f"say which node: {places}" if waiting else "no node waits in a debugger"
+        raise UsageError(f"run {run_dir.name}: {what}")
+    if node not in waiting:
+        raise UsageError(
+            f"node {node} of run {run_dir.name} does not wait in a debugger{nearest(node, waiting)}"
+            + (f" (waiting: {places})" if waiting else "")
+        )
+    host = waiting[node]["host"]
+    if host != socket.gethostname():
+        command = f"lp_pipe attach {shlex.quote(str(shown(str(run_dir))))} {node}"
+        raise UsageError(f"node {node} is on host {host}: run `{command}` there")
+    return run_dir, node

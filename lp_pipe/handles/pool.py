@@ -1,0 +1,317 @@
+"""Calls that are spread over a group of interchangeable servers."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+from lp_pipe.errors import DeadlineExceeded, RemoteError, Unavailable
+from lp_pipe.handles.base import Handle
+from lp_pipe.rpc import CourierClient
+from lp_pipe.rpc.calls import CallFuture, add_quick_callback
+from lp_pipe.rpc.futures_view import Futures
+from lp_pipe.rpc.remote_method import RemoteMethod
+from lp_pipe.telemetry import waits
+
+_WINDOW = 2  # calls of `map` for each member: one runs, one is on its way
+_TRY_AGAIN_S = 1.0  # to reach a member that has failed, while others are there
+_REACH_S = 0.5
+_LOOK_AGAIN_S = 0.1
+_FIRST_LOOK_S = 0.2
+_LEAST_TRIES = 3
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+@dataclass(init=False, repr=False, eq=False)  # as a dataclass its handles are found and dereferenced, as in any other
+class Pool:
+    """One client for several servers of the same kind: `pool.method(*args)` calls the one with the fewest calls open.
+
+    members: handles, where it is an argument of a node; inside of a node, and in the launcher, clients.
+    safe: methods that may run twice. Such a call goes to another member when its own dies during it (then do not change
+        its arguments before it has returned); the call of another method raises Unavailable.
+    max_pending: calls that each member has open at most; further ones wait.
+
+    A member that cannot be reached gets no calls until it can be; when there is no other, calls wait for the first one
+    that comes back, as a client does, unless its wait_for_ready is False. `pool.futures.method(...)` returns a Future;
+    both wait while no member may take a call. Any number of threads may share a pool.
+
+    Raises (every call): what a client's call raises.
+    """
+
+    _members: tuple[Any, ...]
+    _safe: frozenset[str]
+    _max_pending: int | None
+
+    def __init__(
+        self,
+        members: Iterable[Handle[Any] | CourierClient],
+        *,
+        safe: Iterable[str] = (),
+        max_pending: int | None = None,
+    ) -> None:
+        if isinstance(safe, str):
+            raise TypeError(f"Pool(safe={safe!r}): write a list of methods, [{safe!r}]")
+        found = tuple(members)
+        for member in found:
+            if not isinstance(member, Handle | CourierClient):
+                raise TypeError(f"Pool: {member!r} is neither a handle nor a client of a CourierNode")
+        if not found:
+            raise ValueError("Pool: it needs at least one member")
+        if max_pending is not None and max_pending < 1:
+            raise ValueError(f"Pool(max_pending={max_pending}): must be at least 1, or None")
+        self.__setstate__({"_members": found, "_safe": frozenset(safe), "_max_pending": max_pending})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_members": self._members, "_safe": self._safe, "_max_pending": self._max_pending}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._changed = threading.Condition()
+        self._seats: list[_Seat] = []  # made with the first call: until then members may be handles
+        self._turn = 0
+
+    @property
+    def clients(self) -> tuple[CourierClient, ...]:
+        """The members' clients, in the order of the members.
+
+        Raises:
+            RuntimeError: they are handles as yet.
+        """
+        for member in self._members:
+            if not isinstance(member, CourierClient):
+                raise RuntimeError(
+                    f"{self!r} has handles, which are not yet clients: pass it to a node's arguments, or make it of "
+                    "clients (run.client(handle))"
+                )
+        return self._members
+
+    @property
+    def futures(self) -> Futures:
+        """The same methods, each returning a concurrent.futures.Future."""
+        return Futures(self)
+
+    def map(self, method: Any, items: Iterable[Any], *, ordered: bool = False) -> Iterator[Any]:
+        """Call the method with each item; yield the results as they arrive, or in the order of the items.
+
+        method: its name, or `pool.method`. Items are taken, and calls made, as results are: a few for each member are
+        open at a time. An exception of a call is raised in its turn; leaving the loop gives the open calls up.
+        """
+        name: str = method if isinstance(method, str) else method.__name__
+        window = len(self) * (min(self._max_pending, _WINDOW) if self._max_pending else _WINDOW)
+        arrived: SimpleQueue[Future[Any]] = SimpleQueue()
+        pending: deque[Future[Any]] = deque()
+        try:
+            for item in items:
+                if len(pending) >= window:
+                    yield _next_of(pending, arrived, ordered)
+                future = self._start(name, (item,), {}, "thread")
+                pending.append(future)
+                add_quick_callback(future, arrived.put)
+            while pending:
+                yield _next_of(pending, arrived, ordered)
+        finally:
+            for future in pending:
+                future.cancel()
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        return self._call("__call__", *args, **kwargs)
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __getattr__(self, name: str) -> RemoteMethod:
+        if name.startswith("_"):
+            raise AttributeError(f"Pool has no attribute {name!r} (private names are not remote)")
+        return RemoteMethod(self._call, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_") and not callable(value):
+            raise AttributeError(f"{self!r} cannot set {name!r}: it would change the pool, and no node's object")
+        super().__setattr__(name, value)
+
+    def __repr__(self) -> str:
+        return f"Pool({', '.join(map(repr, self._members))})"
+
+    def _call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        for tries in range(1, self._most_tries(name) + 1):
+            seat = self._take(name)
+            try:
+                return seat.client._call(name, args, kwargs)
+            except Unavailable as error:
+                if isinstance(error, RemoteError):  # of a client of the handler's
+                    raise
+                self._lose(seat)
+                if tries == self._most_tries(name):
+                    raise
+            finally:
+                self._give_back(seat)
+
+    def _start(self, method: str, args: Args, kwargs: Kwargs, reader: Any = "anybody") -> "Future[Any]":
+        target = waits.Target(peer=repr(self))
+        outer = CallFuture(_outcome, target, method, reader)
+        self._begin(outer, method, args, kwargs, 1)
+        return outer
+
+    def _begin(self, outer: CallFuture, method: str, args: Args, kwargs: Kwargs, tries: int) -> None:
+        """Send the call; its outcome, or that of the last try, settles `outer`."""
+
+        def end(inner: "Future[Any]") -> None:
+            self._give_back(seat)
+            if inner.cancelled():
+                return
+            error = inner.exception()
+            is_lost = isinstance(error, Unavailable) and not isinstance(error, RemoteError)
+            if is_lost:
+                self._lose(seat)
+            if is_lost and tries < self._most_tries(method) and not outer.cancelled():
+                # Not here, where replies are read: it may wait for a member.
+                again = (outer, method, args, kwargs, tries + 1)
+                threading.Thread(target=self._begin_again, args=again, name=f"again {method}", daemon=True).start()
+            else:
+                outer.deliver(error if isinstance(error, Exception) else _Result(inner.result()))  # type: ignore[arg-type]
+
+        seat = self._take(method)
+        try:
+            inner = seat.client._start(method, args, kwargs, "thread")
+        except BaseException:
+            self._give_back(seat)
+            raise
+        outer.on_cancel = inner.cancel
+        if outer.cancelled():  # between two tries
+            inner.cancel()
+        add_quick_callback(inner, end)
+
+    def _begin_again(self, outer: CallFuture, method: str, args: Args, kwargs: Kwargs, tries: int) -> None:
+        try:
+            if outer.cancelled():
+                outer.deliver(CancelledError())
+            else:
+                self._begin(outer, method, args, kwargs, tries)
+        except Exception as error:  # belongs to the code that asks for the result
+            outer.deliver(error)
+
+    def _most_tries(self, method: str) -> int:
+        return max(_LEAST_TRIES, len(self) + 1) if method in self._safe else 1
+
+    def _take(self, method: str) -> "_Seat":
+        """Count one more call of the member that is to take it; waits for one.
+
+        Raises:
+            Unavailable, DeadlineExceeded: none can be reached.
+        """
+        timeout_s = self.clients[0]._call_timeout_s
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._changed:
+            if not self._seats:
+                self._seats = [_Seat(client) for client in self.clients]
+                self._free_seat()  # which begins to reach them; those that are up take part from the first call on
+                self._changed.wait_for(lambda: not any(seat.is_connecting for seat in self._seats), _FIRST_LOOK_S)
+            while True:
+                seat = self._free_seat()
+                if seat is not None:
+                    seat.pending += 1
+                    self._turn = self._seats.index(seat) + 1
+                    return seat
+                self._wait_for_one(method, deadline)
+
+    def _free_seat(self) -> "_Seat | None":
+        """Find the member with the fewest calls, in turn among equals; look after those that cannot be reached."""
+        for seat in self._seats:
+            if seat.is_up and not seat.is_connected():
+                seat.is_up = False
+            if not seat.is_up and not seat.is_connecting and time.monotonic() >= seat.try_again_at:
+                self._connect(seat)
+        count = len(self._seats)
+        free = [
+            (seat.pending, (number - self._turn) % count, seat)
+            for number, seat in enumerate(self._seats)
+            if seat.is_up and (self._max_pending is None or seat.pending < self._max_pending)
+        ]
+        return min(free, key=lambda one: one[:2])[2] if free else None
+
+    def _wait_for_one(self, method: str, deadline: float | None) -> None:
+        errors = [seat.error for seat in self._seats if seat.error and not (seat.is_up or seat.is_connecting)]
+        if len(errors) == len(self._seats):
+            for seat in self._seats:  # the next call tries again
+                seat.try_again_at = 0.0
+            raise errors[0]
+        remaining = None if deadline is None else deadline - time.monotonic()
+        if remaining is not None and remaining <= 0:
+            raise DeadlineExceeded(f"{self!r}.{method}(): no member could take the call within its call_timeout")
+        with waits.waiting(waits.RESOLVE, self.clients[0]._as_target, method, deadline is not None):
+            self._changed.wait(_LOOK_AGAIN_S if remaining is None else min(remaining, _LOOK_AGAIN_S))
+
+    def _connect(self, seat: "_Seat") -> None:
+        """Reach the member in a thread; that ends after a while, because the pool may be of no more use."""
+
+        def reach() -> None:
+            error, is_up = None, True
+            try:
+                seat.client._connecting.connected("reach", time.monotonic() + _REACH_S)
+            except DeadlineExceeded:  # it is not up yet
+                is_up = False
+            except Exception as found:
+                error, is_up = found, False
+            with self._changed:
+                seat.is_connecting, seat.is_up, seat.error = False, is_up, error
+                seat.try_again_at = time.monotonic() + _TRY_AGAIN_S if error is not None else 0.0
+                self._changed.notify_all()
+
+        if seat.is_connected():
+            seat.is_up = True
+            return
+        seat.is_connecting = True
+        threading.Thread(target=reach, name=f"reach {seat.client!r}", daemon=True).start()
+
+    def _lose(self, seat: "_Seat") -> None:
+        with self._changed:
+            seat.is_up = False
+            seat.try_again_at = 0.0
+            self._changed.notify_all()
+
+    def _give_back(self, seat: "_Seat") -> None:
+        with self._changed:
+            seat.pending -= 1
+            self._changed.notify_all()
+
+
+class _Seat:
+    """A member, and what the pool knows of it; with the pool's lock held."""
+
+    def __init__(self, client: CourierClient) -> None:
+        self.client = client
+        self.pending = 0
+        self.is_up = False
+        self.is_connecting = False
+        self.try_again_at = 0.0
+        self.error: Exception | None = None
+
+    def is_connected(self) -> bool:
+        return self.client._connecting.open_link() is not None
+
+
+class _Result:
+    """What a member has returned, which may be an exception."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _outcome(reply: Any) -> Any:
+    if isinstance(reply, _Result):
+        return reply.value
+    raise reply
+
+
+def _next_of(pending: "deque[Future[Any]]", arrived: "SimpleQueue[Future[Any]]", ordered: bool) -> Any:
+    if ordered:
+        return pending.popleft().result()
+    future = arrived.get()
+    pending.remove(future)
+    return future.result()

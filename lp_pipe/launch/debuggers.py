@@ -1,0 +1,113 @@
+"""Debuggers of nodes, as the user's terminal sees them (the node's end: processes/node_stdin.py)."""
+
+import contextlib
+import os
+import select
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TextIO
+
+from lp_pipe.launch.processes.node_stdin import READY, RESUMED, uid_of_peer, waiting_nodes
+
+GOES_ON = "the node goes on"
+_NEXT_PROMPT_S = 0.5  # a debugger that steps has it within milliseconds
+
+
+class DebuggersHere:
+    """Lends the launcher's own terminal to the debuggers of its nodes, one at a time.
+
+    lend: gives what the debugger's text is written to, and keeps others from the terminal; None: there is none.
+    """
+
+    def __init__(self, run_dir: Path, lend: Callable[[], AbstractContextManager[TextIO] | None]) -> None:
+        self._run_dir = run_dir
+        self._lend = lend
+        self._left: set[str] = set()  # nodes whose debugger is left to `lp_pipe attach`
+
+    def look(self) -> None:
+        """Lend the terminal to a node that waits in a debugger, until its code goes on."""
+        for node, facts in waiting_nodes(self._run_dir).items():
+            terminal = self._lend() if node not in self._left and _is_in_foreground() else None
+            if terminal is None or facts["host"] != socket.gethostname():
+                continue
+            try:
+                session = Session(self._run_dir, node)
+            except OSError:  # it has just gone on
+                continue
+            with contextlib.closing(session), terminal as stdout:
+                stdout.write(f"node {node} waits in a debugger at {facts['place']} (Ctrl+D leaves it waiting)\n")
+                end = session.talk(sys.stdin, stdout, stay=False)
+                stdout.write(f"{end}\n")
+            if end != GOES_ON:
+                self._left.add(node)
+            return
+
+
+def _is_in_foreground() -> bool:
+    """Return whether this process may read the terminal; the system stops one in the background that does."""
+    try:
+        return sys.stdin.isatty() and os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
+    except (OSError, ValueError, AttributeError):  # closed
+        return False
+
+
+class Session:
+    """A connection to the debugger of one node.
+
+    Raises:
+        OSError: the debugger does not listen any more, or is another user's.
+    """
+
+    def __init__(self, run_dir: Path, node: str) -> None:
+        self._connection = socket.socket(socket.AF_UNIX)
+        try:
+            self._connection.connect(waiting_nodes(run_dir).get(node, {}).get("socket", ""))
+            if uid_of_peer(self._connection) not in (None, os.getuid()):
+                raise PermissionError(None, "it is another user's")
+        except OSError:
+            self._connection.close()
+            raise
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def talk(self, stdin: TextIO, stdout: TextIO, *, stay: bool) -> str:
+        """Pass text and lines on; returns why it ended. stay: also while the node's code goes on."""
+        is_ready, is_at_end, typed = False, False, b""
+        timeout_s = None
+        while True:
+            if is_ready and b"\n" in typed:
+                line, _, typed = typed.partition(b"\n")
+                is_ready = False
+                with contextlib.suppress(OSError):  # the end of the process comes next
+                    self._connection.sendall(line + b"\n")
+            if is_ready and is_at_end:
+                return "detached; the node still waits in its debugger"
+            sources: list[socket.socket | TextIO] = [self._connection]
+            sources += [] if is_at_end else [stdin]
+            ready, _, _ = select.select(sources, [], [], timeout_s)
+            timeout_s = None
+            if not ready:
+                return GOES_ON
+            if self._connection in ready:
+                data = self._receive()
+                if not data:
+                    return "the node's process has ended"
+                is_ready = data.endswith(READY)
+                if data.endswith(RESUMED) and not stay:
+                    timeout_s = _NEXT_PROMPT_S
+                stdout.write(data.replace(READY, b"").replace(RESUMED, b"").decode(errors="replace"))
+                stdout.flush()
+            else:
+                new = os.read(stdin.fileno(), 4096)  # and no more than select knows of
+                is_at_end = not new
+                typed += new
+
+    def _receive(self) -> bytes:
+        try:
+            return self._connection.recv(1 << 16)
+        except OSError:
+            return b""

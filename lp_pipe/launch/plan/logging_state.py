@@ -1,0 +1,303 @@
+"""The logging of a script holds in its nodes: levels, handlers, formats and filters of all loggers.
+
+Handlers travel as their class and attributes. A stream that is this process's stdout or stderr becomes the node's own;
+a log file is opened again, to append. In place of a handler that cannot travel (its stream is in memory, it holds a
+connection or a lock) the nodes get one that writes to stderr.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import sys
+import sysconfig
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+from lp_pipe.rpc import codec
+
+_log = logging.getLogger(__name__)
+
+_STREAMS = {"stdout": 1, "stderr": 2}
+_NOT_SENT = ("lock", "_closed")  # the attributes that each process's own handler has anew
+_ABSL = "absl.logging"
+_held_level: int | None = None
+
+
+@dataclass(frozen=True)
+class _StandardStream:
+    name: str
+
+
+@dataclass(frozen=True)
+class _HandlerState:
+    kind: type[logging.Handler]
+    attributes: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _AbslHandler:
+    """absl's one handler, which every process makes for itself; formatter: another one than absl's own."""
+
+    formatter: logging.Formatter | None
+
+
+@dataclass(frozen=True)
+class _LoggerState:
+    """handlers: their places in the list of all handlers, since loggers may share one. filters: pickled.
+
+    is_plain: whether the logger is of the class that `logging.getLogger` makes.
+    """
+
+    is_plain: bool
+    level: int
+    propagate: bool
+    disabled: bool
+    handlers: tuple[int, ...]
+    filters: bytes
+
+
+@dataclass(frozen=True)
+class LoggingState:
+    """loggers: by name, "" for the root; only those that are not as they were made.
+
+    handlers: pickled, each by itself. logger_class: of `logging.setLoggerClass`, pickled.
+    held_level: of `set_level`, if it was called.
+    last_resort: the level and the formatter of `logging.lastResort`.
+    """
+
+    loggers: dict[str, _LoggerState]
+    handlers: tuple[bytes, ...]
+    logger_class: bytes
+    held_level: int | None
+    disabled: int
+    level_names: dict[int, str]
+    takes_warnings: bool
+    last_resort: tuple[int, logging.Formatter | None] | None
+
+
+def here() -> LoggingState:
+    """The logging of this process, for `arrive`."""
+    packing = _Packing()
+    loggers = {"": logging.root, **{name: one for name, one in _loggers().items() if _is_configured(one)}}
+    states = {name: packing.state_of(name, logger) for name, logger in loggers.items()}
+    last = logging.lastResort
+    return LoggingState(
+        states,
+        tuple(packing.handlers),
+        codec.dumps(logging.getLoggerClass()),
+        _held_level,
+        logging.root.manager.disable,
+        dict(logging._levelToName),
+        warnings.showwarning is getattr(logging, "_showwarning", None),
+        None if last is None else (last.level, last.formatter),
+    )
+
+
+def arrive(state: LoggingState) -> None:
+    """In a node's process: set up logging as in the script."""
+    global _held_level
+    _held_level = state.held_level
+    for level, name in state.level_names.items():
+        logging.addLevelName(level, name)
+    with contextlib.suppress(Exception):  # of a module that is not at this host
+        logging.setLoggerClass(codec.loads(state.logger_class))
+    handlers = [_load_handler(packed) for packed in state.handlers]
+    for name, one in state.loggers.items():
+        if not one.is_plain and name not in logging.root.manager.loggerDict:
+            continue  # a library makes this one, of a class of its own, when it is imported
+        logger = logging.getLogger(name)
+        for handler in (handlers[place] for place in one.handlers):
+            _add_handler(logger, handler)
+        logger.setLevel(one.level)  # after the handlers: adding absl's changes the root's level
+        logger.propagate, logger.disabled = one.propagate, one.disabled
+        with contextlib.suppress(Exception):  # of a class that is not at this host
+            logger.filters[:] = codec.loads(one.filters)
+    logging.disable(state.disabled)
+    if state.takes_warnings:
+        logging.captureWarnings(True)
+    if state.last_resort is None:
+        logging.lastResort = None
+    elif logging.lastResort is not None:
+        logging.lastResort.setLevel(state.last_resort[0])
+        logging.lastResort.setFormatter(state.last_resort[1])
+
+
+def set_level(level: int) -> None:
+    """Let messages from `level` on be seen: of all loggers without a level of their own, and of absl.
+
+    No handler is made for that, so that the program's own set-up still finds none.
+    """
+    global _held_level
+    _held_level = level
+    logging.root.setLevel(level)
+    if logging.lastResort is not None:
+        logging.lastResort.setLevel(level)
+        logging.lastResort.setFormatter(logging.Formatter(logging.BASIC_FORMAT))
+    with contextlib.suppress(ImportError):
+        from absl import logging as absl_logging
+
+        absl_logging.set_verbosity(logging.getLevelName(level))
+
+
+def hold_level() -> None:
+    """In a node's process: set the level of `set_level` again, after modules were imported that have set their own."""
+    if _held_level is not None:
+        set_level(_held_level)
+
+
+class _Packing:
+    """Turns the handlers of loggers into pickled states, each handler once."""
+
+    def __init__(self) -> None:
+        self.handlers: list[bytes] = []
+        self._places: dict[logging.Handler, int] = {}
+
+    def state_of(self, name: str, logger: logging.Logger) -> _LoggerState:
+        try:
+            filters = codec.dumps(list(logger.filters))
+        except Exception as error:
+            _log.warning("the nodes have no filters of logger %r: they do not pickle: %s", name, error)
+            filters = codec.dumps([])
+        handlers = [one for one in logger.handlers if not _does_nothing(one) and not _is_of_library(name, one)]
+        places = tuple(dict.fromkeys(self._place_of(handler) for handler in handlers))
+        is_plain = name == "" or type(logger) is logging.getLoggerClass()
+        return _LoggerState(is_plain, logger.level, logger.propagate, logger.disabled, places, filters)
+
+    def _place_of(self, handler: logging.Handler) -> int:
+        if handler not in self._places:
+            packed = _packed(handler)
+            if packed not in self.handlers:  # several that cannot travel have one in their place
+                self.handlers.append(packed)
+            self._places[handler] = self.handlers.index(packed)
+        return self._places[handler]
+
+
+def _packed(handler: logging.Handler) -> bytes:
+    try:
+        return codec.dumps(_state_of(handler))
+    except Exception as error:
+        _log.info("nodes write to stderr what %r would take: it cannot be sent to them: %s", handler, error)
+    stand_in = logging.StreamHandler(sys.stderr)
+    stand_in.setFormatter(logging.Formatter(logging.BASIC_FORMAT))
+    return codec.dumps(_state_of(stand_in))
+
+
+def _state_of(handler: logging.Handler) -> _HandlerState | _AbslHandler:
+    if type(handler).__module__ == _ABSL:
+        formatter = getattr(handler, "python_handler", handler).formatter
+        return _AbslHandler(formatter if type(formatter).__module__ != _ABSL else None)
+    attributes = {name: value for name, value in vars(handler).items() if name not in _NOT_SENT}
+    attributes["filters"] = [one for one in handler.filters if not isinstance(one, _UnlessRepeated)]
+    if isinstance(handler, logging.FileHandler):
+        if handler.stream is not None:  # the nodes append: what this process writes must not overwrite their lines
+            flags = fcntl.fcntl(handler.stream.fileno(), fcntl.F_GETFL)
+            fcntl.fcntl(handler.stream.fileno(), fcntl.F_SETFL, flags | os.O_APPEND)
+        attributes |= {"stream": None, "mode": "a"}
+    elif isinstance(handler, logging.StreamHandler):
+        attributes["stream"] = _standard_stream(handler.stream)
+    nested = {name: _state_of(value) for name, value in attributes.items() if isinstance(value, logging.Handler)}
+    return _HandlerState(type(handler), attributes | nested)
+
+
+def _standard_stream(stream: Any) -> _StandardStream:
+    """
+    Raises:
+        ValueError: the stream is another one.
+    """
+    for name, number in _STREAMS.items():
+        if stream in (getattr(sys, name), getattr(sys, f"__{name}__")):
+            return _StandardStream(name)
+        with contextlib.suppress(Exception):
+            if stream.fileno() == number:
+                return _StandardStream(name)
+    raise ValueError(f"its stream {stream!r} is neither stdout nor stderr")
+
+
+def _load_handler(packed: bytes) -> logging.Handler:
+    try:
+        return _made(codec.loads(packed))
+    except Exception as error:
+        _log.warning("log lines of this node go to stderr: a handler of the script cannot be made here: %s", error)
+        return logging.StreamHandler()
+
+
+def _made(state: _HandlerState | _AbslHandler) -> logging.Handler:
+    if isinstance(state, _AbslHandler):
+        from absl import logging as absl_logging
+
+        absl: logging.Handler = absl_logging.get_absl_handler()
+        if state.formatter is not None:
+            absl.setFormatter(state.formatter)
+        return absl
+    handler = state.kind.__new__(state.kind)
+    logging.Handler.__init__(handler)
+    for name, value in state.attributes.items():
+        if isinstance(value, _StandardStream):
+            value = getattr(sys, value.name)
+        vars(handler)[name] = _made(value) if isinstance(value, _HandlerState | _AbslHandler) else value
+    handler.name = state.attributes.get("_name")  # which makes it known by its name
+    if isinstance(handler, logging.FileHandler) and not handler.delay:
+        handler.stream = handler._open()
+    return handler
+
+
+def _add_handler(logger: logging.Logger, handler: logging.Handler) -> None:
+    if type(handler).__module__ == _ABSL:
+        from absl import logging as absl_logging
+
+        absl_logging.use_absl_handler()
+        return
+    repeated = _UnlessRepeated(logger, handler)
+    if repeated.allows():  # else a library that was imported before has seen to it
+        handler.addFilter(repeated)
+        logger.addHandler(handler)
+
+
+class _UnlessRepeated:
+    """A filter of a handler from the script: silent while the node's own code has added one that writes to the same.
+
+    A module that the node imports may set up its logger once more, as it did in the script: its lines come once.
+    """
+
+    def __init__(self, logger: logging.Logger, handler: logging.Handler) -> None:
+        self._logger = logger
+        self._handler = handler
+
+    def allows(self) -> bool:
+        return not any(self._is_repeated_by(one) for one in self._logger.handlers)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return self.allows()
+
+    def _is_repeated_by(self, other: logging.Handler) -> bool:
+        is_from_script = any(isinstance(one, _UnlessRepeated) for one in other.filters)
+        is_alike = type(other).__qualname__ == type(self._handler).__qualname__
+        return is_alike and not is_from_script and _place(other) == _place(self._handler)
+
+
+def _place(handler: logging.Handler) -> Any:
+    return getattr(handler, "baseFilename", None) or getattr(handler, "stream", None)
+
+
+def _loggers() -> dict[str, logging.Logger]:
+    known = list(logging.root.manager.loggerDict.items())
+    return {name: one for name, one in known if isinstance(one, logging.Logger)}
+
+
+def _is_configured(logger: logging.Logger) -> bool:
+    return bool(logger.level or logger.handlers or logger.filters or logger.disabled or not logger.propagate)
+
+
+def _does_nothing(handler: logging.Handler) -> bool:
+    return isinstance(handler, logging.NullHandler) or getattr(handler, "baseFilename", "") == os.devnull
+
+
+def _is_of_library(name: str, handler: logging.Handler) -> bool:
+    """Whether an installed library has made the handler for its own logger, as it does again where it is imported."""
+    if not name or isinstance(handler, logging.FileHandler):
+        return False
+    file = getattr(sys.modules.get(name.partition(".")[0]), "__file__", None)
+    paths = sysconfig.get_paths()
+    return bool(file) and str(file).startswith((paths["purelib"], paths["platlib"], paths["stdlib"]))

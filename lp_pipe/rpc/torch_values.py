@@ -1,0 +1,131 @@
+"""Pickling of compiled and scripted functions and of custom operators, which torch does not pickle itself."""
+
+import functools
+import inspect
+import io
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+# By class in torch.ops: the names under which torch.ops has it.
+_NAMES_OF_OPS: dict[str, Callable[[Any], list[str]]] = {
+    "_OpNamespace": lambda namespace: [namespace.name],
+    "OpOverloadPacket": lambda packet: packet._qualified_op_name.split("::"),
+    "OpOverload": lambda overload: [*overload._overloadpacket._qualified_op_name.split("::"), overload._overloadname],
+}
+
+
+def reduce_torch_value(obj: Any, torch: Any) -> tuple[Any, ...] | None:
+    """Return how pickle makes `obj` again; None: torch's own pickling does."""
+    kind = type(obj)
+    if isinstance(obj, torch.jit.ScriptFunction | torch.jit.ScriptModule | torch.ScriptMethod):
+        return _reduce_scripted(obj, torch)
+    if kind.__name__ == "CustomOpDef" and kind.__module__ == "torch._library.custom_ops":
+        made_of = obj._namespace, obj._name, obj._schema, obj._tags, obj._init_fn
+        return _make_custom_op, made_of, _custom_op_state(obj), None, None, _fill_custom_op
+    if kind.__name__ == "OptimizeContext" and kind.__module__ == "torch._dynamo.eval_frame":
+        return _make_compiler, _compiler_options(obj)
+    if kind.__module__ == "torch._ops" and kind.__name__ in _NAMES_OF_OPS:
+        return _find_op, (_NAMES_OF_OPS[kind.__name__](obj),)
+    return None
+
+
+def reduce_compiled(obj: Any) -> tuple[Any, ...] | None:
+    """Return how pickle makes a function that torch.compile or torch.compiler.disable has returned, or None."""
+    original = vars(obj).get("_torchdynamo_orig_callable") if isinstance(obj, types.FunctionType) else None
+    if original is None:
+        return None
+    compiler = inspect.getclosurevars(obj).nonlocals.get("self")
+    if type(compiler).__name__ == "OptimizeContext":
+        return _compile, (compiler, original)
+    return _disable, (original,)
+
+
+def _reduce_scripted(obj: Any, torch: Any) -> tuple[Any, ...]:
+    if isinstance(obj, torch.ScriptMethod):
+        return getattr, (obj.owner if hasattr(obj, "owner") else obj.__self__, obj.name)
+    is_function = isinstance(obj, torch.jit.ScriptFunction)
+    original = getattr(obj, "_torchdynamo_inline", None) if is_function else None
+    if original is not None and any(argument.has_default_value() for argument in obj.schema.arguments):
+        return _script, (original,)  # torch.jit.save forgets the defaults
+    stream = io.BytesIO()
+    torch.jit.save(obj, stream)
+    return _load_scripted, (stream.getvalue(), obj.name if is_function else None)
+
+
+def _script(function: Callable[..., Any]) -> Any:
+    import torch
+
+    return torch.jit.script(function)
+
+
+def _load_scripted(data: bytes, function_name: str | None) -> Any:
+    import torch
+
+    module = torch.jit.load(io.BytesIO(data))
+    if function_name is None:
+        return module
+    graph = module.forward.graph.copy()  # of the function, behind the module that torch has put around it
+    graph.eraseInput(0)
+    return torch._C._create_function_from_graph(function_name, graph)
+
+
+def _compiler_options(compiler: Any) -> tuple[Any, ...]:
+    backend = compiler.callback
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    is_full_graph = bool(getattr(compiler, "fullgraph", False) or getattr(compiler, "error_on_graph_break", False))
+    return backend, is_full_graph, compiler._dynamic
+
+
+def _make_compiler(backend: Any, is_full_graph: bool, is_dynamic: bool | None) -> Any:
+    import torch._dynamo
+
+    return torch._dynamo.optimize(backend, nopython=is_full_graph, dynamic=is_dynamic)
+
+
+def _compile(compiler: Any, function: Callable[..., Any]) -> Any:
+    return compiler(function)
+
+
+def _disable(function: Callable[..., Any]) -> Any:
+    import torch
+
+    return torch.compiler.disable(function)
+
+
+def _find_op(names: list[str]) -> Any:
+    import torch
+
+    return functools.reduce(getattr, names, torch.ops)
+
+
+def _custom_op_state(op: Any) -> dict[str, Any]:
+    return {
+        "kernels": {device: inspect.getclosurevars(inspect.unwrap(kernel)).nonlocals["fn"]
+                    for device, kernel in op._backend_fns.items()},
+        "fake": op._abstract_fn,
+        "vmap": op._vmap_fn,
+        "autograd": (op._backward_fn, op._setup_context_fn),
+    }  # fmt: skip
+
+
+def _make_custom_op(namespace: str, name: str, schema: str, tags: Any, function: Callable[..., Any]) -> Any:
+    from torch._library import custom_ops
+
+    known = custom_ops.OPDEFS.get(f"{namespace}::{name}")
+    return custom_ops.CustomOpDef(namespace, name, schema, function, tags) if known is None else known
+
+
+def _fill_custom_op(op: Any, state: Mapping[str, Any]) -> None:
+    if op._backend_fns:  # this process had it already
+        return
+    for device, kernel in state["kernels"].items():
+        op.register_kernel(device)(kernel)
+    if state["fake"] is not None:
+        op.register_fake(state["fake"])
+    if state["vmap"] is not None:
+        op.register_vmap(state["vmap"])
+    backward, setup_context = state["autograd"]
+    if backward is not None:
+        op.register_autograd(backward, setup_context=setup_context)
