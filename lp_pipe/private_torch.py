@@ -240,10 +240,23 @@ def run_backward(
     """
     run = _engine_for(gradients) if _IS_TESTED else None  # another version may take other arguments
     if run is None:
-        torch.autograd.backward(tuple(roots), tuple(gradients), retain_graph=retain_graph, inputs=inputs or None)
+        summed = tuple(map(_summed, roots, gradients))
+        torch.autograd.backward(tuple(roots), summed, retain_graph=retain_graph, inputs=inputs or None)
     else:
         # By position: edges, gradients, whether the graph is kept, whether gradients have one, inputs.
         run(tuple(roots), tuple(gradients), retain_graph, False, inputs, allow_unreachable=True, accumulate_grad=True)
+
+
+def _summed(root: Any, gradient: Tensor) -> Tensor:
+    """Return the gradient in the shape of the root, which it may be larger than where that was broadcast.
+
+    torch's engine does so itself, and torch.autograd.backward refuses it, by what it reads here of a GradientEdge.
+    """
+    try:
+        shape = root.node._input_metadata[root.output_nr].shape
+    except AttributeError:  # a tensor, or a torch that describes edges in another way
+        return gradient
+    return gradient.sum_to_size(shape)
 
 
 def sequence_number_of(node: Any) -> int:
