@@ -102,6 +102,11 @@ def hooks_of(owner: nn.Module | Tensor, *kinds: str) -> list[Callable[..., Any]]
     return [hook for kind in kinds for hook in (getattr(owner, _HOOKS[kind], None) or {}).values()]
 
 
+def has_node_hooks(module: nn.Module) -> bool:
+    """Return whether the module has hooks of `register_backward_hook`, which torch keeps at a node. Lost: no."""
+    return bool(hooks_of(module, "backward")) and not getattr(module, "_is_full_backward_hook", True)
+
+
 def state_version_of(module: nn.Module) -> int:
     """Return the version of the module's format of state_dict. Lost: 1, torch's default."""
     version: int = getattr(module, "_version", 1)
@@ -231,19 +236,38 @@ def run_backward(
     gradients: Sequence[Tensor],
     *,
     retain_graph: bool = False,
-    inputs: tuple[Tensor, ...] = (),
+    inputs: tuple[Any, ...] = (),
 ) -> None:
     """torch.autograd.backward without a look at the arguments, which takes longer than a small stage's backward.
 
-    roots: tensors, and their places in the graph (GradientEdge). inputs: the only leaves that get gradients; all where
-    it is empty.
+    roots: tensors, and their places in the graph (GradientEdge). inputs: the only leaves that get gradients, or their
+    places; all where it is empty.
     """
     run = _engine_for(gradients) if _IS_TESTED else None  # another version may take other arguments
     if run is None:
-        torch.autograd.backward(tuple(roots), tuple(gradients), retain_graph=retain_graph, inputs=inputs or None)
+        summed = tuple(map(_summed, roots, gradients))
+        torch.autograd.backward(tuple(roots), summed, retain_graph=retain_graph, inputs=inputs or None)
     else:
         # By position: edges, gradients, whether the graph is kept, whether gradients have one, inputs.
         run(tuple(roots), tuple(gradients), retain_graph, False, inputs, allow_unreachable=True, accumulate_grad=True)
+
+
+def _summed(root: Any, gradient: Tensor) -> Tensor:
+    """Return the gradient in the shape of the root, which it may be larger than where that was broadcast.
+
+    torch's engine does so itself, and torch.autograd.backward refuses it, by what it reads here of a GradientEdge.
+    """
+    try:
+        shape = root.node._input_metadata[root.output_nr].shape
+    except AttributeError:  # a tensor, or a torch that describes edges in another way
+        return gradient
+    return gradient.sum_to_size(shape)
+
+
+def sequence_number_of(node: Any) -> int:
+    """Return when the forward made this node of its graph; autograd runs later ones first. Lost: 0 for all."""
+    number: int = getattr(node, "_sequence_nr", int)()
+    return number
 
 
 def _engine_for(gradients: Sequence[Tensor]) -> Callable[..., Any] | None:

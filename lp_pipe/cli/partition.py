@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -58,7 +59,17 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     )
     add("--recompute", default="none", metavar="WHAT", help="none (default), full, or auto: the stages that have to")
     add(
-        "--microbatches", type=int, default=8, metavar="M", help="of a step, which the schedule depends on (default: 8)"
+        "--microbatches",
+        type=int,
+        metavar="M",
+        help="of a step, which the schedule depends on (default: those of the profiled program, or 8)",
+    )
+    add(
+        "--action-seconds",
+        type=float,
+        default=1e-4,
+        metavar="S",
+        help="what the engine takes for an action, to warn of stages that are too short (default: 1e-4)",
     )
     add(
         "--optimizer-bytes",
@@ -82,18 +93,20 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
 
     read = Profile.from_pipedream if arguments.profile.endswith(".txt") else Profile.load
     try:
-        plan = partition(
-            read(arguments.profile),
-            Topology.load(arguments.topology),
-            max_replicas=arguments.max_replicas,
-            straight=arguments.straight,
-            cost_model=arguments.cost_model,
-            schedule=arguments.schedule,
-            recompute=arguments.recompute,
-            optimizer_bytes_per_parameter_byte=arguments.optimizer_bytes,
-            microbatches=arguments.microbatches,
-            device_order=arguments.device_order,
-        )
+        with warnings.catch_warnings(action="ignore"):  # it is printed below
+            plan = partition(
+                read(arguments.profile),
+                Topology.load(arguments.topology),
+                max_replicas=arguments.max_replicas,
+                straight=arguments.straight,
+                cost_model=arguments.cost_model,
+                schedule=arguments.schedule,
+                recompute=arguments.recompute,
+                optimizer_bytes_per_parameter_byte=arguments.optimizer_bytes,
+                microbatches=arguments.microbatches,
+                action_seconds=arguments.action_seconds,
+                device_order=arguments.device_order,
+            )
         if arguments.output:
             plan.save(Path(arguments.output))
     except PartitionError as error:
@@ -103,6 +116,8 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
         return 0
     print(_as_table(plan))
     print(f"\n{plan.reason}")
+    if plan.warning:
+        print(f"warning: {plan.warning}")
     if arguments.output:
         print(f"wrote {arguments.output}")
     return 0

@@ -33,6 +33,13 @@ def test_a_plan_is_printed_with_its_reason_and_written(files: list[str], capsys:
     assert [stage.layers for stage in pp.Plan.load("plan.toml").stages] == [("a",), ("b", "c")]
 
 
+def test_a_stage_that_is_too_short_is_a_line_of_its_own(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["partition", *files, "--straight", "--action-seconds=2"]) == 0
+    captured = capsys.readouterr()
+    assert [line for line in captured.out.splitlines() if line.startswith("warning: stage 0 (a)")]
+    assert captured.err == ""
+
+
 def test_the_hosts_of_a_nested_plan_are_printed(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     pp.Topology([pp.Level("device", 1, bandwidth=1e9), pp.Level("host", 2, bandwidth=1e9)]).save("topology.toml")
     assert main(["partition", *files, "--straight", "-o", "plan.toml"]) == 0

@@ -5,8 +5,8 @@ A layer that torch.utils.checkpoint runs again in the backward counts its statis
     one process   forward 0   again 0   forward 1   again 1
     a pipeline    forward 0   forward 1   again 0   again 1      forward 1 has not seen what again 0 writes
 
-And where a backward is split, autograd runs the hooks of some activations in both parts. A hook of a parameter that
-updates it there and then (an optimizer in the backward) does so too late for the forwards that are done.
+A hook of a parameter that updates it there and then (an optimizer in the backward) does so too late for the forwards
+that are done.
 """
 
 from collections.abc import Collection, Sequence
@@ -33,12 +33,10 @@ class LateWrites:
         self._before: _State = {}
         self._versions: list[int] = []
         self._outstanding = {"backward": 0, "weights": 0}  # of how many forwards
-        self._by_first_part: dict[int, list[Place]] = {}
 
     def forget(self) -> None:
         """No forward waits for its backward."""
         self._outstanding = dict.fromkeys(self._outstanding, 0)
-        self._by_first_part.clear()
 
     def after_forward(self) -> None:
         """One more waits for its backward; what buffers hold now is what it has left."""
@@ -47,35 +45,24 @@ class LateWrites:
         self._before = _state_of(self.modules)
         self._versions = self._versions_now()
 
-    def after_backward(self, microbatch: int, counted: Collection[Place], *, is_split: bool) -> None:
+    def after_backward(self, counted: Collection[Place]) -> None:
         """counted: what forwards write to, beside the statistics of BatchNorms.
 
         Raises:
             PipelineError: it has written to what later forwards have used already.
         """
-        written = self._written_since("backward", counted)
-        if is_split and written:
-            self._by_first_part[microbatch] = written
+        self._check("backward", counted)
 
-    def after_weights(self, microbatch: int, counted: Collection[Place]) -> None:
-        """As `after_backward`, for the second part of one.
+    def after_weights(self, counted: Collection[Place]) -> None:
+        """As `after_backward`, for the second part of one."""
+        self._check("weights", counted)
 
-        Raises:
-            PipelineError: also where the first part has written to the same buffer.
-        """
-        written = self._written_since("weights", counted)
-        for module, name in set(written).intersection(self._by_first_part.pop(microbatch, ())):
-            raise PipelineError(
-                f"both parts of a split backward change buffer {name!r} of {type(module).__name__}, because autograd "
-                "runs the hooks of some activations in each: use a schedule that does not split them, such as '1f1b'"
-            )
-
-    def _written_since(self, part: str, counted: Collection[Place]) -> list[Place]:
+    def _check(self, part: str, counted: Collection[Place]) -> None:
         are_later_forwards_done = self._outstanding[part] > 1
         self._outstanding[part] -= 1
         self._check_parameters(are_later_forwards_done)
         if not self.modules:
-            return []
+            return
         now = _state_of(self.modules)
         written = [place for place, state in now.items() if not _same(state, self._before.get(place))]
         self._before = now
@@ -87,7 +74,6 @@ class LateWrites:
                     "later micro-batches, unlike in one process: where torch.utils.checkpoint runs a layer again, take "
                     "that out and choose the layer by add_pipeline(recompute=...), which counts each micro-batch once"
                 )
-        return written
 
     def _check_parameters(self, are_later_forwards_done: bool) -> None:
         before, self._versions = self._versions, self._versions_now()

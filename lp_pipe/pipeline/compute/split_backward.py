@@ -13,16 +13,20 @@ A stage's graph, its output on top. What leads to the inputs is part 1. Where th
           |
         entry
 
-In both parts autograd runs a node as it does in one backward, in the same order and with the same gradients, but asks
-for some of its results only. Source: torch.distributed.pipelining's _backward.py (2.13), where joints are called
-intermediates. Unlike there, autograd itself adds to a parameter's gradient, so that its layout and hooks are those of a
-plain backward; users' hooks on activations do not change a gradient twice; parameters that lead to an output past the
-inputs are found; and outputs may be views. Nodes that cannot be run in parts leave nothing to part 2.
+In both parts a node of torch's own runs as in one backward, with the same gradients, but is asked for some of its
+results only. A function written in Python or in an extension (torch.autograd.Function) cannot be asked for some: it
+runs once, in part 1, and part 2 starts from what it has returned for parameters. So hooks of activations, and backwards
+that change or free something, act once. Part 2 calls a joint directly, because autograd would run its hooks again.
+
+Source: torch.distributed.pipelining's _backward.py (2.13), where joints are called intermediates. Unlike there,
+autograd itself adds to a parameter's gradient, so that its layout and hooks are those of a plain backward; parameters
+that lead to an output past the inputs are found; and outputs may be views.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,25 +34,53 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from lp_pipe.errors import PipelineError, add_note
 from lp_pipe.pipeline.compute.activation_meter import Held, held_for_later
 from lp_pipe.pipeline.layers.message import tensors_of
-from lp_pipe.private_torch import run_backward
+from lp_pipe.private_torch import run_backward, sequence_number_of, version_of
 
 Root = Tensor | GradientEdge  # a tensor, or its place in the graph
 Roots = Sequence[tuple[Root, Tensor | None]]  # with their gradients (None for a loss)
 _PLAIN = (Tensor, GradientEdge)
 # In torch 2.13, on channels_last activations, it crashes where it is not asked for the input's gradient as well.
 _NEVER_IN_PARTS = {"NativeGroupNormBackward0"}
-_Arrived = tuple[Tensor | None, ...]  # a gradient for each output of a node; None where none has arrived
+_OF_EXTENSIONS = "torch::autograd::CppNode"  # what a torch::autograd::Function is called in the graph
+_TOO_LATE = (
+    "in the second part of a split backward, which comes after the backwards of all earlier layers: if one of them "
+    "changes or frees a tensor that this layer has saved, use a schedule that does not split backwards, such as '1f1b'"
+)
+_Gradients = tuple[Tensor | None, ...]  # one for each output of a node, or for each input; None where there is none
+
+
+class _Kept(NamedTuple):
+    """What part 1 keeps of a joint.
+
+    gradients: those that arrived, for each output; of an own function those that it has returned, for each input.
+    versions: how often each had been written to by then.
+    """
+
+    gradients: _Gradients
+    versions: list[int]
 
 
 @dataclass
 class _Group:
-    """Parameters and where their gradients start. Those that share a joint, or a node on the way, are in one group."""
+    """Parameters and where their gradients start. Those that share a joint, or a node on the way, are in one group.
+
+    joints: in the order in which a backward runs them, with what leads from them to the parameters, by its index among
+        the joint's inputs.
+    roots: outputs that lead here, and not to the inputs. runs_whole: the parameters get their gradients in part 1.
+    """
 
     leaves: list[Tensor] = field(default_factory=list)
-    joints: list[Node] = field(default_factory=list)
-    roots: list[int] = field(default_factory=list)  # outputs that lead here, and not to the inputs
+    joints: dict[Node, dict[int, GradientEdge]] = field(default_factory=dict)
+    roots: list[int] = field(default_factory=list)
+    runs_whole: bool = False
+
+    def edges_of_own(self) -> list[GradientEdge]:
+        """What leads to the parameters from joints that are torch's own."""
+        own = (edges for joint, edges in self.joints.items() if not _is_users(joint))
+        return [edge for edges in own for edge in edges.values()]
 
 
 class SplitBackward:
@@ -59,46 +91,56 @@ class SplitBackward:
     """
 
     def __init__(self, roots: Roots, entry: Tensor) -> None:
+        self._entry = entry
         starts = [edge_of(root) for root, _ in roots]
         groups = _find_groups([start.node for start in starts], get_gradient_edge(entry).node)
-        self._groups = [group for group in groups if not _runs_whole(group)]
-        at_once = [leaf for group in groups if _runs_whole(group) for leaf in group.leaves]
+        self._groups = [group for group in groups if not group.runs_whole]
+        at_once = [leaf for group in groups if group.runs_whole for leaf in group.leaves]
         self._roots = {
             index: (starts[index], _gradient_of(*roots[index])) for group in self._groups for index in group.roots
         }
-        self._arrived: dict[Node, _Arrived] = {}
-        handles = [_keep(joint, self._arrived) for group in self._groups for joint in group.joints]
+        self._kept: dict[Node, _Kept] = {}
+        handles = [_keep(joint, self._kept) for group in self._groups for joint in group.joints]
         try:
             gradients = [_gradient_of(root, gradient) for root, gradient in roots]
             run_backward(starts, gradients, retain_graph=True, inputs=(entry, *at_once))
         finally:
-            _remove(handles)
-        waiting = [gradient for gradients in self._arrived.values() for gradient in gradients]
+            for handle in handles:
+                # Else a node and what its hook holds would keep each other alive, unseen by Python's collector.
+                handle.remove()
+        waiting = [gradient for kept in self._kept.values() for gradient in kept.gradients]
         self._held = held_for_later([*waiting, *(gradient for _, gradient in self._roots.values())])
 
     def accumulate(self, more: Roots = ()) -> None:
-        """Add to the parameters' gradients, once. more: parameters, and what other stages have found for theirs."""
-        for group in self._groups:
-            self._accumulate(group, [(leaf, grad) for leaf, grad in more if _is_among(leaf, group.leaves)])
+        """Add to the parameters' gradients, once. more: parameters, and what other stages have found for theirs.
+
+        Raises:
+            PipelineError: the backward of an earlier layer has written to a gradient that this part needs.
+        """
+        to_parameters = [edge for group in self._groups for edge in group.edges_of_own()]
+        if to_parameters:
+            # In a run of autograd's engine: a joint that is called there computes what leads to these edges only.
+            calling = _calling(self._entry, partial(self._accumulate_groups, more))
+            run_backward([calling], [self._entry.detach()], inputs=(self._entry, *to_parameters))
+        else:
+            self._accumulate_groups(more)
         all_leaves = [leaf for group in self._groups for leaf in group.leaves]
         backward([(leaf, grad) for leaf, grad in more if not _is_among(leaf, all_leaves)])
+
+    def _accumulate_groups(self, more: Roots) -> None:
+        for group in self._groups:
+            self._accumulate(group, [(leaf, grad) for leaf, grad in more if _is_among(leaf, group.leaves)])
 
     def _accumulate(self, group: _Group, more: Roots) -> None:
         starts = [self._roots[index] for index in group.roots]
         starts += [(edge_of(leaf), grad) for leaf, grad in more if grad is not None]
-        for joint in group.joints:
-            arrived = enumerate(self._arrived[joint])
-            starts += [(GradientEdge(joint, index), gradient) for index, gradient in arrived if gradient is not None]
-        if not starts:
-            return  # the loss does not depend on these parameters
-        # Part 1 has counted all that comes to a joint: from other joints, and what users' hooks make of it.
-        handles = [joint.register_prehook(_giving(self._arrived[joint])) for joint in group.joints]
-        edges, gradients = zip(*starts, strict=True)
-        try:
-            # Retained, because the way from one joint of a group to another may pass through other groups' joints.
-            run_backward(edges, gradients, retain_graph=True, inputs=tuple(group.leaves))
-        finally:
-            _remove(handles)
+        for joint, edges in group.joints.items():
+            if joint in self._kept:
+                results = _results_of(joint, self._kept[joint])
+                starts += [(edge, gradient) for i, edge in edges.items() if (gradient := results[i]) is not None]
+        if starts:  # else the loss does not depend on these parameters
+            edges_, gradients = zip(*starts, strict=True)
+            run_backward(edges_, gradients, retain_graph=True, inputs=tuple(group.leaves))
 
 
 def backward(roots: Roots) -> None:
@@ -140,11 +182,6 @@ def leaves_behind(nodes: Sequence[Node]) -> Iterator[Tensor]:
             yield node.variable  # type: ignore[attr-defined]
 
 
-def _runs_whole(group: _Group) -> bool:
-    """Whether its parameters get their gradients in part 1."""
-    return any(joint.name() in _NEVER_IN_PARTS for joint in group.joints)
-
-
 def _is_among(leaf: Root, leaves: Sequence[Tensor]) -> bool:
     return any(leaf is other for other in leaves)
 
@@ -156,27 +193,64 @@ def _gradient_of(root: Root, gradient: Tensor | None) -> Tensor:
     return torch.ones_like(root)
 
 
-def _keep(joint: Node, arrived: dict[Node, _Arrived]) -> RemovableHandle:
-    def keep(gradients: _Arrived) -> None:
-        arrived[joint] = gradients
-
-    return joint.register_prehook(keep)
+def _is_users(node: Node) -> bool:
+    """Whether it is a torch.autograd.Function, of Python or of an extension."""
+    return isinstance(node, BackwardCFunction) or node.name().startswith(_OF_EXTENSIONS)
 
 
-def _giving(gradients: _Arrived) -> Callable[[_Arrived], _Arrived]:
-    return lambda _: gradients
+def _keep(joint: Node, kept: dict[Node, _Kept]) -> RemovableHandle:
+    def keep(gradients: _Gradients, *_: Any) -> None:
+        kept[joint] = _Kept(gradients, _versions(gradients))
+
+    return joint.register_hook(keep) if _is_users(joint) else joint.register_prehook(keep)
 
 
-def _remove(handles: Sequence[RemovableHandle]) -> None:
-    """Else a node and what its hook holds would keep each other alive, unseen by Python's collector."""
-    for handle in handles:
-        handle.remove()
+def _results_of(joint: Node, kept: _Kept) -> _Gradients:
+    """The gradients of the joint's inputs, as far as the engine that runs is asked for them."""
+    if _versions(kept.gradients) != kept.versions:
+        raise PipelineError(
+            f"a backward has changed in place a gradient that {joint.name()} needs for its parameters: the gradient is "
+            "shared with an earlier layer, whose hook or torch.autograd.Function has written to it (g.mul_(), "
+            "g.add_()). Let it return a new tensor (g * 0.5), or use a schedule that does not split backwards, such as "
+            "'1f1b'"
+        )
+    if _is_users(joint):
+        return kept.gradients
+    try:
+        return joint(*kept.gradients)  # type: ignore[operator,no-any-return]
+    except RuntimeError as error:
+        add_note(error, _TOO_LATE)
+        raise
+
+
+def _versions(gradients: _Gradients) -> list[int]:
+    return [version_of(gradient) for gradient in gradients if gradient is not None]
+
+
+class _Calling(torch.autograd.Function):
+    """Calls a function in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, function: Callable[[], None]) -> Tensor:
+        ctx.function = function
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[None, None]:
+        ctx.function()
+        return None, None
+
+
+# Function.apply first looks for functorch's transforms, in which no stage runs.
+_calling: Callable[[Tensor, Callable[[], None]], Tensor] = super(torch.autograd.Function, _Calling).apply
 
 
 def _find_groups(roots: Sequence[Node], entry: Node) -> list[_Group]:
     graph = _graph_below(roots)
     above_entry: set[Node] = set()
     weight_side: set[Node] = set()
+    below_joints: set[Node] = set()
+    below_weights: set[Node] = set()
     labels = _Labels()
     leaves: list[Node] = []
     joints: list[Node] = []
@@ -186,8 +260,10 @@ def _find_groups(roots: Sequence[Node], entry: Node) -> list[_Group]:
             above_entry.add(node)
             if below:
                 joints.append(node)
+                below_joints.update(below)
         elif below:
             weight_side.add(node)
+            below_weights.update(below)
         elif _is_leaf(node):
             weight_side.add(node)
             leaves.append(node)
@@ -196,8 +272,15 @@ def _find_groups(roots: Sequence[Node], entry: Node) -> list[_Group]:
     groups: dict[Node, _Group] = {}
     for node in leaves:
         groups.setdefault(labels.of(node), _Group()).leaves.append(node.variable)  # type: ignore[attr-defined]
-    for node in joints:
-        groups[labels.of(node)].joints.append(node)
+    # The engine runs first what the forward has made last.
+    for node in sorted(reversed(joints), key=sequence_number_of, reverse=True):
+        group = groups[labels.of(node)]
+        edges = enumerate(node.next_functions)
+        group.joints[node] = {i: GradientEdge(child, nr) for i, (child, nr) in edges if child in weight_side}
+        group.runs_whole |= node.name() in _NEVER_IN_PARTS
+    for node in below_joints & below_weights:
+        # Part 2 would add what comes from the joints first, and only the order of one backward has its bits.
+        groups[labels.of(node)].runs_whole |= sum(children.count(node) for children in graph.values()) > 2
     for index, root in enumerate(roots):
         if root in weight_side:
             groups[labels.of(root)].roots.append(index)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from lp_pipe.errors import add_note
+from lp_pipe.errors import PipelineError, add_note
 from lp_pipe.pipeline.compute.activation_meter import held_for_later
 from lp_pipe.pipeline.compute.device import CPU
 from lp_pipe.pipeline.compute.entry import enter, phony
@@ -29,6 +29,7 @@ from lp_pipe.pipeline.layers.overlaps import Unwritten
 from lp_pipe.pipeline.layers.rng import backward_place, step_rng
 from lp_pipe.pipeline.layers.skips import call
 from lp_pipe.pipeline.layers.tied import layer_of
+from lp_pipe.private_torch import has_node_hooks
 
 EVALUATION = -1  # in place of a step
 _NO_HOOKS = (
@@ -112,6 +113,7 @@ class Stage(NamedLayers):
         self._phony = phony()
         self.activation_stash: dict[int, Stash] = {}
         self._weight_stash: dict[int, _Later] = {}
+        self._node_hooks = _with_node_hooks(layers, first_layer)
         self._popped_gradients: dict[tuple[int, str], list[Tensor | None]] = {}
         # Calls a layer in a forward of training, in the place of `call`, while somebody wants to see what it makes.
         self.watch: Callable[[Place, nn.Module, Any, dict[str, Any]], Any] | None = None
@@ -177,7 +179,7 @@ class Stage(NamedLayers):
         later = self._weight_stash.pop(microbatch)
         with self._drawing(later.draws):
             later.accumulate([root for root in more if root[1] is not None])
-        self._buffers.after_weights(microbatch)  # the graph is in `later`
+        self._buffers.after_weights()  # the graph is in `later`
 
     def tied_parameters(self, names: Sequence[str]) -> list[nn.Parameter]:
         """This stage's own or borrowed ones, by the first of each one's names in the model."""
@@ -255,13 +257,19 @@ class Stage(NamedLayers):
             with self._drawing(stash.draws):
                 backward(roots)
         elif roots and stash.is_awaited:
+            if self._node_hooks is not None:
+                raise PipelineError(
+                    f"{self._node_hooks} has a hook of register_backward_hook, which would see one part of a split "
+                    "backward only: use register_full_backward_hook, or a schedule that does not split backwards, such "
+                    "as '1f1b'"
+                )
             with self._drawing(stash.draws):
                 split = SplitBackward(roots, self._phony)
             self._weight_stash[microbatch] = _Later(stash.draws, split.accumulate)
         else:  # no input wants a gradient, as on the first stage: nobody waits for any of this
             later = partial(backward_later, roots, held_for_later(grad for _, grad in roots))
             self._weight_stash[microbatch] = _Later(stash.draws, later)
-        self._buffers.after_backward(microbatch, is_split=defer_weights)
+        self._buffers.after_backward()
         for name, gradients in stash.popped_gradients.items():
             self._popped_gradients[microbatch, name] = gradients
         return stash.input_gradients
@@ -275,3 +283,12 @@ class Stage(NamedLayers):
             return _UNSEEDED
         step, microbatch = draws
         return step_rng(self._seed, self.first_layer, step, backward_place(microbatch))
+
+
+def _with_node_hooks(layers: Sequence[nn.Module], first_layer: int) -> str | None:
+    """The module, in words, whose backward hook torch keeps at a node of the graph; None where there is none."""
+    for index, layer in enumerate(layers, start=first_layer):
+        for name, module in layer.named_modules():
+            if has_node_hooks(module):
+                return f"layer {index}" + (f" ({name})" if name else "") + f", {type(module).__name__},"
+    return None

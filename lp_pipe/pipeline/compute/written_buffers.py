@@ -97,19 +97,19 @@ class WrittenBuffers:
         """One of training has run, and its backward is to come."""
         self._late.after_forward()
 
-    def after_backward(self, microbatch: int, *, is_split: bool) -> None:
-        """While its graph is there, unless that is split.
+    def after_backward(self) -> None:
+        """One backward has run, or the first part of one that is split.
 
         Raises:
             PipelineError: it has written to a buffer that another one has replaced, or that later forwards have used.
         """
         self._check_replaced()
-        self._late.after_backward(microbatch, self._written or _NO_PLACE, is_split=is_split)
+        self._late.after_backward(self._written or _NO_PLACE)
 
-    def after_weights(self, microbatch: int) -> None:
+    def after_weights(self) -> None:
         """As `after_backward`, for the second part of one that is split."""
         self._check_replaced()
-        self._late.after_weights(microbatch, self._written or _NO_PLACE)
+        self._late.after_weights(self._written or _NO_PLACE)
 
     def _check_replaced(self) -> None:
         if not self._replaced:

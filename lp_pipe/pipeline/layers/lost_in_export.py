@@ -24,18 +24,28 @@ _TORCH = Path(torch.__file__).parent
 # torch.utils.checkpoint, whose gradient is what the graph's is.
 _HARMLESS = ("_NoopSaveInputs",)
 
-_USUAL = (
-    "Usual reasons: branches that depend on values; a number of samples that forward has written down, for "
-    "micro-batches differ in it (and an example of fewer than 2). Else write the layers by hand"
+_OF_VALUES = (
+    "A graph has no branches that depend on values, and no sizes that do (.item(), .tolist(), nonzero(), a mask as an "
+    "index): compute with tensors (torch.where), switch it off in the configuration, or write the layers by hand"
 )
-_CONTROL_FLOW = (
-    "torch.cond and the like are not taken: a torch.autograd.Function in a branch would lose its backward unseen. "
-    "Write the layers by hand"
+_OF_SAMPLES = (
+    "Micro-batches have any number of samples. Usual reasons: a number of samples that forward has written down "
+    "(x.view(4, -1)); an example with fewer than 2 samples in a tensor. Else write the layers by hand"
 )
-_UNKNOWN_OUTPUT = (
-    "Have forward return tensors and plain containers only: without a cache, for a model of transformers "
-    "(config.use_cache=False). Or register the class, by torch.utils._pytree.register_pytree_node"
-)
+# What torch's error says, with what to do then. Of other errors torch's own text is all that we know.
+_ADVICE = {
+    "UncapturedHigherOrderOpError": (
+        "torch.cond and the like are not taken: a torch.autograd.Function in a branch would lose its backward unseen. "
+        "Write the layers by hand"
+    ),
+    "in output, which is not a known type": (
+        "Have forward return tensors and plain containers only: without a cache, for a model of transformers "
+        "(config.use_cache=False). Or register the class, by torch.utils._pytree.register_pytree_node"
+    ),
+    "data-dependent": _OF_VALUES,
+    "Constraints violated": _OF_SAMPLES,
+    "user-specified dim hint": _OF_SAMPLES,
+}
 
 
 class Branch(NamedTuple):
@@ -201,13 +211,13 @@ def _refusal(module: nn.Module, what: str) -> PipelineError:
 
 def not_exported(module: nn.Module, mode: str, error: Exception) -> PipelineError:
     """What to say of an error of torch.export, or of forward in it, and at which of forward's lines."""
-    first_line = next(iter(str(error).strip().splitlines()), "")
-    if "in output, which is not a known type" in first_line:
-        first_line, advice = first_line.split(". ")[0], _UNKNOWN_OUTPUT
-    else:
-        advice = _CONTROL_FLOW if type(error).__name__ == "UncapturedHigherOrderOpError" else _USUAL
-    what = f"{type(error).__name__}: {first_line.rstrip('. ')}{_line_of_forward(error)}"
-    return PipelineError(f"torch.export cannot take {type(module).__name__} in {mode} mode: {what}. {advice}")
+    text = f"{type(error).__name__}: {str(error).strip()}"
+    advice = next((advice for sign, advice in _ADVICE.items() if sign in text), "")
+    if advice:  # which says more than torch's own, of a hundred lines
+        lines = text.splitlines()
+        text = " ".join(lines[: 2 if lines[0].endswith(":") else 1]).split(". ")[0]
+    what = f"{text.rstrip('.: ')}{_line_of_forward(error)}" + (f". {advice}" if advice else "")
+    return PipelineError(f"torch.export cannot take {type(module).__name__} in {mode} mode: {what}")
 
 
 def _line_of_forward(error: Exception) -> str:

@@ -5,7 +5,7 @@ import functools
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
@@ -14,6 +14,7 @@ from torch.distributed.pipelining import SplitPoint, pipe_split
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.layers.graph_memory import changed_state, refuse_shared_memory
 from lp_pipe.pipeline.layers.piece import Definitions, Part, Piece, holder, tensor_at
+from lp_pipe.pipeline.layers.repeated_blocks import repeated_blocks
 from lp_pipe.pipeline.layers.same_again import is_same_again, refusal
 from lp_pipe.pipeline.layers.tracing import Traced, trace
 from lp_pipe.private_torch import defining_module, pytree
@@ -24,7 +25,7 @@ _POINTS: dict[str | SplitPoint, SplitPoint] = {
     **{point: point for point in SplitPoint},
 }
 
-SplitPoints = Sequence[str] | Mapping[str, str] | Mapping[str, SplitPoint]
+SplitPoints = Literal["auto"] | Sequence[str] | Mapping[str, str] | Mapping[str, SplitPoint]
 
 
 def split(
@@ -40,7 +41,8 @@ def split(
         batches are given likewise. They may have any number of samples, and other sizes where the module leaves them
         open.
     split_points: names of submodules before which to cut; or {name: "beginning" | "end"}, also as torch's SplitPoint.
-        Without any the module calls torch.distributed.pipelining.pipe_split() where it is to be cut.
+        "auto": before each of the blocks that the module repeats in an nn.ModuleList or nn.Sequential. Without any
+        the module calls torch.distributed.pipelining.pipe_split() where it is to be cut.
     fixed_sizes: all other sizes are the example's in every batch. For a module that pads or makes windows (a Swin
         transformer) torch.export then takes seconds, and minutes where it has to leave them open.
 
@@ -51,16 +53,18 @@ def split(
     """
     if not isinstance(module, nn.Module):
         raise PipelineError(f"split() takes an nn.Module, not {type(module).__name__}")
-    spec = _checked(module, split_points)
+    is_auto = isinstance(split_points, str) and split_points == "auto"
+    spec = _checked(module, _repeated(module) if is_auto else split_points)
     example_inputs = _each_once(example_inputs)
     example: tuple[tuple[Any, ...], dict[str, Any]] = ((), example_inputs)
     if not isinstance(example_inputs, dict):
         example = (tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)), {}
     is_same = is_same_again(module, example)  # before: it may keep what is traced
     with _marked(module, spec):
-        traced = {True: trace(module, example, list(spec), "train", fixed_sizes)}
+        points = list(spec)
+        traced = {True: trace(module, example, points, "train", fixed_sizes, where_possible=is_auto)}
         with _all_in_eval_mode(module):
-            traced[False] = trace(module, example, list(spec), "eval", fixed_sizes)
+            traced[False] = trace(module, example, points, "eval", fixed_sizes, where_possible=is_auto)
     if len(traced[True].cuts) != len(traced[False].cuts):
         raise PipelineError("the module has other pieces in eval mode than in train mode: use the same split points")
     pieces = _pieces(module, traced)
@@ -69,9 +73,19 @@ def split(
     return pieces
 
 
+def _repeated(module: nn.Module) -> list[str]:
+    names = repeated_blocks(module)
+    if not names:
+        raise PipelineError(
+            f"split_points='auto': {type(module).__name__} has no nn.ModuleList or nn.Sequential with two modules of "
+            "one class: give the names of the submodules before which to cut"
+        )
+    return names
+
+
 def _checked(module: nn.Module, split_points: SplitPoints) -> dict[str, SplitPoint]:
     if isinstance(split_points, str) or not isinstance(split_points, (Sequence, Mapping)):
-        raise PipelineError(f"split_points={split_points!r}: give a list of names")
+        raise PipelineError(f"split_points={split_points!r}: give a list of names, or 'auto'")
     given = split_points if isinstance(split_points, Mapping) else dict.fromkeys(split_points, "beginning")
     names = [name for name, _ in module.named_modules(remove_duplicate=False) if name]
     for name, where in given.items():

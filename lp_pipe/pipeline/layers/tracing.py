@@ -24,11 +24,18 @@ class Traced(NamedTuple):
 
 
 def trace(
-    module: nn.Module, example: tuple[tuple[Any, ...], dict[str, Any]], points: list[str], mode: str, fixed_sizes: bool
+    module: nn.Module,
+    example: tuple[tuple[Any, ...], dict[str, Any]],
+    points: list[str],
+    mode: str,
+    fixed_sizes: bool,
+    *,
+    where_possible: bool = False,
 ) -> Traced:
     """The module as it is now, which is `mode` for whoever reads of it.
 
     points: the submodules that are marked, for messages. fixed_sizes: but for the first, the number of samples.
+    where_possible: leave out marks that forward does not reach, and those that would make an empty piece.
 
     Raises:
         PipelineError: torch.export cannot take it, or the marks do not cut it into that many pieces.
@@ -36,7 +43,9 @@ def trace(
     exported, root = exported_in(mode, module, example, fixed_sizes=fixed_sizes)
     check_as_asked(root)
     placeholders, cuts, results = _cut(root.graph)
-    _check_cuts(module, points, cuts)
+    if where_possible:
+        cuts = [nodes for nodes in cuts if nodes]
+    _check_cuts(module, points, cuts, where_possible=where_possible)
     out_spec = exported.call_spec.out_spec
     assert out_spec is not None, "an exported program knows what it returns"
     inputs = inputs_of(example, placeholders, branches_of(placeholders))
@@ -56,14 +65,14 @@ def _cut(graph: fx.Graph) -> tuple[list[fx.Node], list[list[fx.Node]], fx.Node]:
     return placeholders, pieces, graph.output_node()
 
 
-def _check_cuts(module: nn.Module, points: list[str], cuts: list[list[fx.Node]]) -> None:
+def _check_cuts(module: nn.Module, points: list[str], cuts: list[list[fx.Node]], *, where_possible: bool) -> None:
     if len(cuts) < 2:
         raise PipelineError(
             f"{type(module).__name__} has no split points: name submodules, or call pipe_split() in its forward"
             if not points
             else f"split points {points}: forward calls none of them outside of no_grad() and autocast()"
         )
-    if len(cuts) <= len(points):
+    if len(cuts) <= len(points) and not where_possible:
         raise PipelineError(f"split points {points} make {len(cuts)} pieces only: forward does not call all of them")
     for index, nodes in enumerate(cuts):
         if not nodes:

@@ -1,5 +1,6 @@
 """Profile the pipeline of a program, on the first micro-batch of its own feeder, without running the program."""
 
+from dataclasses import replace
 from typing import Any
 
 from lp_pipe.errors import PipelineError
@@ -33,7 +34,8 @@ def profile_program(program: Program, *, group: str | None = None, device: str =
     first = split(marked(inputs, input_dims), config.microbatches)[0]
     sample = unmarked(first), unmarked(split(marked(targets, target_dims), config.microbatches)[0])
     sources = [layers[index] for index in sorted(layers)]
-    return profile_layers(Work(sources, config.tied, config.loss, config.seed, sample, device), busy)
+    profile = profile_layers(Work(sources, config.tied, config.loss, config.seed, sample, device), busy)
+    return replace(profile, microbatches=config.microbatches)
 
 
 def _workers(program: Program, group: str | None) -> list[Node[Any]]:

@@ -15,6 +15,7 @@ import numpy as np
 from lp_pipe.errors import PartitionError
 from lp_pipe.pipeline.partitioning.topology import Level
 
+ACTION_SECONDS = 1e-4  # of the engine, for one action of a schedule; measured between processes of one host
 COST_MODELS = ("pipedream", "overlap")
 SCHEDULES = ("1f1b", "gpipe")  # of equal ones "auto" takes the first
 ASYNCHRONOUS = ("pipedream", "pipedream_2bw")

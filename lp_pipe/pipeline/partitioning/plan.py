@@ -18,7 +18,8 @@ from lp_pipe.pipeline.partitioning.fields import (
 
 _SECONDS = ("predicted_seconds", "boundary_seconds")
 _OF_A_STAGE = (*_SECONDS, "recompute", "devices", "hosts")
-_OPTIONAL = ("slowest_seconds", "proven_gap", "reason", "runners_up", "schedule", "microbatches", "step_seconds")
+_TEXTS = ("reason", "warning", "schedule")
+_OPTIONAL = ("slowest_seconds", "proven_gap", *_TEXTS, "runners_up", "microbatches", "step_seconds")
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Plan:
     proven_gap: by what share the best plan may be faster at most; 0 where this is the best.
     reason: why this plan, in words. runners_up: what else was considered, the fastest first.
     schedule: which one its stages fit in memory with; None: the plan does not say. step_seconds: what a step of so many
-    micro-batches takes with it, the bubble included.
+    micro-batches takes with it, the bubble included. warning: which stage is too short to be worth its cut, if any.
     """
 
     stages: tuple[PlannedStage, ...]
@@ -57,6 +58,7 @@ class Plan:
     schedule: str | None = None
     microbatches: int | None = None
     step_seconds: float | None = None
+    warning: str = ""
 
     @property
     def devices(self) -> int:
@@ -110,7 +112,7 @@ class Plan:
         twice = next((name for place, name in enumerate(names) if name in names[:place]), None)
         if twice is not None:
             raise PartitionError(f"{where}: stages: layer {twice!r} is there twice")
-        for key in ("reason", "schedule"):
+        for key in _TEXTS:
             if not isinstance(table.get(key, ""), str):
                 raise PartitionError(f"{where}: {key}: {table[key]!r} is no text")
         slowest = max(max(stage.predicted_seconds, stage.boundary_seconds) for stage in stages)
@@ -126,6 +128,7 @@ class Plan:
             table.get("schedule"),
             checked_count(table["microbatches"], f"{where}: microbatches") if "microbatches" in table else None,
             checked_number(table["step_seconds"], f"{where}: step_seconds") if "step_seconds" in table else None,
+            table.get("warning", ""),
         )
 
 
@@ -133,6 +136,8 @@ def _lines(plan: Plan, prefix: str) -> Iterator[str]:
     yield f"slowest_seconds = {plan.slowest_seconds!r}  # of a stage or a boundary, per micro-batch"
     yield f"proven_gap = {plan.proven_gap!r}  # the best plan is faster by this share at most"
     yield f"reason = {toml_string(plan.reason)}"
+    if plan.warning:
+        yield f"warning = {toml_string(plan.warning)}"
     if plan.schedule is not None:
         yield f"schedule = {toml_string(plan.schedule)}"
     if plan.microbatches is not None:

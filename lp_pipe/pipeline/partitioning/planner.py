@@ -1,12 +1,14 @@
 """Decide how to cut and replicate a model: from its profile and a topology to a plan."""
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 
 from lp_pipe.errors import PartitionError
 from lp_pipe.pipeline.partitioning.bounds import evenly, near
 from lp_pipe.pipeline.partitioning.cost import (
+    ACTION_SECONDS,
     ASYNCHRONOUS,
     RECOMPUTES,
     SCHEDULES,
@@ -19,7 +21,7 @@ from lp_pipe.pipeline.partitioning.fields import checked_count, checked_number
 from lp_pipe.pipeline.partitioning.plan import Plan
 from lp_pipe.pipeline.partitioning.pricing import Priced, as_plan, fits, slowest, with_runners_up
 from lp_pipe.pipeline.partitioning.profile import Profile
-from lp_pipe.pipeline.partitioning.reasons import reason, with_schedule_chosen
+from lp_pipe.pipeline.partitioning.reasons import reason, too_short, with_schedule_chosen
 from lp_pipe.pipeline.partitioning.states import States, states_of
 from lp_pipe.pipeline.partitioning.step_time import step_seconds
 from lp_pipe.pipeline.partitioning.thrift import least_bytes, thriftiest
@@ -41,7 +43,8 @@ def partition(
     schedule: str = "1f1b",
     recompute: str = "none",
     optimizer_bytes_per_parameter_byte: float = 2.0,
-    microbatches: int = 8,
+    microbatches: int | None = None,
+    action_seconds: float = ACTION_SECONDS,
     device_order: str = "any",
 ) -> Plan:
     """The plan whose slowest stage, or side of a boundary, is as fast as can be; devices may stay idle.
@@ -53,6 +56,9 @@ def partition(
     or "auto": "1f1b" or "gpipe", whichever has the shorter step, its bubble included.
     recompute: "full" keeps the stages' inputs only, for one more forward (which counts as compute); "none"; "auto":
     "full" for those stages that would not fit otherwise.
+    microbatches: of a step; default: as many as the profiled program has, or 8.
+    action_seconds: what the engine takes for a forward or backward of one micro-batch on one stage, beside the compute.
+    A UserWarning, which the plan keeps as `warning`, names a stage that is too short to be worth its cut.
     device_order: of devices with different speeds along the pipeline: "any", or as "given" in the topology.
     Exact where the plan's proven_gap is 0; where a model has too many places to cut, the reason says so.
 
@@ -71,7 +77,8 @@ def partition(
     if recompute not in RECOMPUTES:
         raise PartitionError(f"recompute={recompute!r}: plans are made for {', '.join(map(repr, RECOMPUTES))}")
     checked_number(optimizer_bytes_per_parameter_byte, "optimizer_bytes_per_parameter_byte")
-    checked_count(microbatches, "microbatches")
+    checked_number(action_seconds, "action_seconds")
+    microbatches = checked_count(profile.microbatches or 8 if microbatches is None else microbatches, "microbatches")
     most = 1 if straight else topology.devices
     if max_replicas is not None:
         most = min(most, checked_count(max_replicas, "max_replicas"))
@@ -81,7 +88,7 @@ def partition(
         limit, bytes_ = topology.memory, optimizer_bytes_per_parameter_byte
         memories = [Memory(limit, bytes_, name, recompute, microbatches) for name in wanted]
     devices = _devices(topology, checked_model(cost_model), recompute, device_order)
-    planner = _Planner(profile, topology, devices, most, recompute)
+    planner = _Planner(profile, topology, devices, most, recompute, action_seconds)
     found: list[Plan] = []
     problem: PartitionError | None = None
     for memory in memories:
@@ -91,7 +98,10 @@ def partition(
             problem = problem or error
     if problem is not None and not found:
         raise problem
-    return with_schedule_chosen(found)
+    plan = with_schedule_chosen(found)
+    if plan.warning:
+        warnings.warn(plan.warning, stacklevel=2)
+    return plan
 
 
 def _devices(topology: Topology, model: CostModel, recompute: str, order: str) -> EqualDevices | UnequalDevices:
@@ -118,12 +128,14 @@ class _Planner:
         devices: EqualDevices | UnequalDevices,
         max_replicas: int,
         recompute: str,
+        action_seconds: float,
     ) -> None:
         self._profile = profile
         self._topology = topology
         self._devices = devices
         self._max_replicas = max_replicas
         self._recompute = recompute
+        self._action_seconds = action_seconds
         self._states = states_of(profile, recompute, _MOST_STATES)
         self._bounds: dict[tuple[int, Memory | None], float] = {}
         self._prefixes = self._states if self._states.is_chain else states_of(profile, recompute, 0)
@@ -137,8 +149,9 @@ class _Planner:
         plan = with_runners_up(replace(plan, proven_gap=gap), self._others(memory))
         inexact = "" if states.is_complete else _MANY_CUTS
         text = reason(plan, self._profile, self._topology.devices, self._recompute, inexact or self._devices.inexact)
-        plan = replace(plan, reason=text, microbatches=microbatches)
         timings = [stage.timing for stage in stages]
+        warning = too_short(plan, timings, self._action_seconds)
+        plan = replace(plan, reason=text, microbatches=microbatches, warning=warning)
         full_s = microbatches * plan.slowest_seconds  # of schedules that keep the pipeline full between steps
         return [
             replace(

@@ -10,7 +10,14 @@ from typing import Any, Self
 
 from lp_pipe.errors import PartitionError
 from lp_pipe.pipeline.partitioning import pipedream_file
-from lp_pipe.pipeline.partitioning.fields import check_keys, checked_number, in_file, read_json, write_json
+from lp_pipe.pipeline.partitioning.fields import (
+    check_keys,
+    checked_count,
+    checked_number,
+    in_file,
+    read_json,
+    write_json,
+)
 from lp_pipe.telemetry.some_names import some
 
 _TIMES = ("forward_s", "backward_s")
@@ -56,6 +63,8 @@ class LayerProfile:
 class Profile:
     """All layers of a model. edges: (name, name of a layer that reads its output); without: a chain in this order.
 
+    microbatches: of a step of the program that was profiled, where the profile is of a program.
+
     Raises:
         PartitionError: a time or size is missing, negative or no number; names repeat; edges name unknown layers or go
             in a circle.
@@ -63,11 +72,14 @@ class Profile:
 
     layers: tuple[LayerProfile, ...]
     edges: tuple[tuple[str, str], ...] | None = None
+    microbatches: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
         if self.edges is not None:
             object.__setattr__(self, "edges", tuple((str(source), str(reader)) for source, reader in self.edges))
+        if self.microbatches is not None:
+            checked_count(self.microbatches, "profile: microbatches")
         _check_layers(self.layers, "profile")
         _check_edges(self.edges or (), [layer.name for layer in self.layers], "profile")
         self.order()
@@ -109,6 +121,8 @@ class Profile:
         text: dict[str, Any] = {"layers": layers}
         if self.edges is not None:
             text["edges"] = [list(edge) for edge in self.edges]
+        if self.microbatches is not None:
+            text["microbatches"] = self.microbatches
         write_json(path, text)
 
     @classmethod
@@ -119,13 +133,13 @@ class Profile:
             PartitionError: it is not such a file; names the file and the field.
         """
         text = read_json(path)
-        check_keys(text, required=("layers",), optional=("edges",), where=str(path))
+        check_keys(text, required=("layers",), optional=("edges", "microbatches"), where=str(path))
         if not isinstance(text["layers"], list):
             raise PartitionError(f"{path}: layers: a list of layers is needed, not {text['layers']!r}")
         layers = [_layer(layer, f"{path}: layers[{place}]") for place, layer in enumerate(text["layers"])]
         edges = None if text.get("edges") is None else _pairs(text["edges"], str(path))
         with in_file(path, "profile"):
-            return cls(tuple(layers), edges)
+            return cls(tuple(layers), edges, text.get("microbatches"))
 
     @classmethod
     def from_pipedream(cls, path: str | Path) -> Self:

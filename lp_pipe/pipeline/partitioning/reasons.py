@@ -5,6 +5,9 @@ from dataclasses import replace
 
 from lp_pipe.pipeline.partitioning.plan import Plan
 from lp_pipe.pipeline.partitioning.profile import Profile, total_seconds
+from lp_pipe.pipeline.partitioning.step_time import Timing
+
+_WORTH = 2  # beside its messages a stage computes at least so many times what the engine takes
 
 
 def reason(plan: Plan, profile: Profile, devices: int, recompute: str, inexact: str) -> str:
@@ -26,6 +29,30 @@ def reason(plan: Plan, profile: Profile, devices: int, recompute: str, inexact: 
             f"{seconds(plan.slowest_seconds / (1 + plan.proven_gap))} ({plan.proven_gap:.1%} gap)"
         )
     return ". ".join(part[:1].upper() + part[1:] for part in parts) + "."
+
+
+def too_short(plan: Plan, timings: Sequence[Timing], action_seconds: float) -> str:
+    """What to say of the shortest stage where it computes little beside what its cut costs; empty where it does not.
+
+    For each micro-batch a cut costs two actions of the engine, and a message each way, which travel at the same time.
+    """
+    if len(timings) == 1:
+        return ""
+    engine = 2 * action_seconds
+    links = [timing.link_s for timing in timings]  # the first stage has none before it
+    messages = [max(before, behind) for before, behind in zip(links, [*links[1:], 0.0], strict=True)]
+    compute = [timing.forward_s + timing.backward_s for timing in timings]
+    left = [own - link - _WORTH * engine for own, link in zip(compute, messages, strict=True)]
+    index = left.index(min(left))
+    if left[index] >= 0:
+        return ""
+    layers, cost = plan.stages[index].layers, engine + messages[index]
+    names = layers[0] if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"
+    return (
+        f"stage {index} ({names}) is too short to be worth a cut: it computes {seconds(compute[index])} for a "
+        f"micro-batch, while the engine and the messages of the cut take {seconds(cost)}: use fewer stages "
+        "(fewer devices in the topology), or fewer micro-batches, which are larger then"
+    )
 
 
 def with_schedule_chosen(plans: Sequence[Plan]) -> Plan:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.compute.split_backward import SplitBackward
 from lp_pipe.pipeline.compute.stage import Stage
 from lp_pipe.pipeline.layers.message import Message
@@ -328,6 +329,187 @@ def test_the_second_part_does_not_repeat_the_first() -> None:
     assert Costly.calls == 3
     stage.backward_weights(0)
     assert Costly.calls == 3
+
+
+class ScalesWhatItKept(torch.autograd.Function):
+    """A second backward would find other values, and nothing in `freed`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, main_grad: Tensor) -> Tensor:
+        ctx.kept = x.detach().clone(), weight.detach().clone()
+        ctx.freed = [main_grad]
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.kept
+        ctx.freed.pop().add_((gradients[0] * x).sum((0, 1)))
+        x.mul_(0.5)
+        return gradients[0] * weight, (gradients[0] * x).sum((0, 1)), None
+
+
+class KeepsAMainGrad(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(D))
+        self.register_buffer("main_grad", torch.zeros(D))
+
+    def forward(self, x: Tensor) -> Any:
+        return ScalesWhatItKept.apply(x, self.weight, self.main_grad)  # type: ignore[no-untyped-call]
+
+
+class HalvesGradients(nn.Module):
+    """In place, and counts; between uses of one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(D, D)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = torch.tanh(self.inner(x))
+            x.register_hook(self._halve)
+        return x
+
+    def _halve(self, gradient: Tensor) -> None:
+        self.count += 1
+        gradient.mul_(0.5)
+
+
+class FullHooks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(D, D)
+        self.inner.register_full_backward_pre_hook(lambda _, gradients: tuple(g.mul_(0.5) for g in gradients))
+        self.inner.register_full_backward_hook(lambda _, gradients, __: tuple(3 * g for g in gradients))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x)
+
+
+class Reversible(torch.autograd.Function):
+    """Keeps its output only, computes its input from it, and gives weights their gradients by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, f: nn.Module, g: nn.Module, *weights: Tensor) -> Tensor:
+        a, b = x.chunk(2, -1)
+        y1 = a + f(b)
+        y2 = b + g(y1)
+        ctx.output, ctx.f, ctx.g, ctx.weights = torch.cat([y1, y2], -1).detach(), f, g, len(weights)
+        return torch.cat([y1, y2], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        y1, y2 = ctx.output.chunk(2, -1)
+        del ctx.output
+        d1, d2 = gradients[0].chunk(2, -1)
+        y1 = y1.detach().requires_grad_()
+        with torch.enable_grad():
+            again = ctx.g(y1)
+        again.backward(d2)
+        d1 = d1 + y1.grad
+        x2 = (y2 - again).detach().requires_grad_()
+        with torch.enable_grad():
+            again = ctx.f(x2)
+        again.backward(d1)
+        return torch.cat([d1, d2 + x2.grad], -1), None, None, *[None] * ctx.weights
+
+
+class ReversibleBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.f, self.g = nn.Linear(D // 2, D // 2), nn.Linear(D // 2, D // 2)
+
+    def forward(self, x: Tensor) -> Any:
+        return Reversible.apply(x, self.f, self.g, *self.parameters())  # type: ignore[no-untyped-call]
+
+
+class UsedInTwoWays(nn.Module):
+    """A weight as it is and transformed, so often that the order in which gradients are added matters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(D, D) / D**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(x @ self.weight)
+        for _ in range(2):
+            x = torch.tanh(functional.linear(x, self.weight.exp())) @ self.weight
+        return x
+
+
+WITH_EFFECTS: dict[str, Callable[[], list[nn.Module]]] = {
+    "a function that scales what it kept": lambda: [_linear(), KeepsAMainGrad(), _linear(), KeepsAMainGrad()],
+    "hooks in place": lambda: [_linear(), HalvesGradients(), HalvesGradients()],
+    "hooks of modules": lambda: [FullHooks(), nn.Tanh(), FullHooks()],
+    "reversible": lambda: [ReversibleBlock(), _linear(), ReversibleBlock()],
+    "a weight in two ways": lambda: [UsedInTwoWays(), _linear()],
+    "a shared function": lambda: [shared := KeepsAMainGrad(), _linear(), shared, shared],
+}
+
+
+@pytest.mark.parametrize("name", WITH_EFFECTS)
+def test_a_backward_with_effects_beside_its_results_has_them_once(name: str) -> None:
+    found = []
+    for is_split in (True, False):
+        torch.manual_seed(1)
+        stage = Stage(1, 1, WITH_EFFECTS[name](), seed=0)
+        inputs = []
+        for microbatch in range(3):  # each after the other, for the effects have the order of the backwards
+            value = stage.forward(Message(torch.randn(B, T, D), (True,)), 0, microbatch)
+            inputs.append(stage.backward(microbatch, [torch.randn(value.shape)], defer_weights=is_split))
+            if is_split:
+                stage.backward_weights(microbatch)
+        state = [(name, p.grad) for name, p in stage.named_parameters()]
+        found.append((inputs, state, [b for layer in stage.layers for b in layer.buffers()]))
+    assert_same(*found)
+
+
+class HalvesBefore(nn.Module):
+    """Its hook writes to the gradient that the bias behind it gets, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 1
+        y.register_hook(lambda gradient: gradient.mul_(0.5))
+        return y + self.bias
+
+
+class ChangesWhatOthersSaved(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1
+        y = x * 1
+        y.register_hook(lambda _: x.detach().mul_(0.5))
+        return y + self.inner(x)
+
+
+@pytest.mark.parametrize("layer", [HalvesBefore, ChangesWhatOthersSaved])
+def test_a_backward_that_changes_what_the_second_part_needs_is_refused(layer: type[nn.Module]) -> None:
+    stage = Stage(1, 1, [layer()], seed=0)
+    value = stage.forward(Message(torch.ones(2, D), (True,)), 0, 0)
+    stage.backward(0, [torch.ones(2, D)], defer_weights=True)
+    with pytest.raises((PipelineError, RuntimeError)) as raised:
+        stage.backward_weights(0)
+    assert "1f1b" in "".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
+    del value
+
+
+@pytest.mark.filterwarnings("ignore:Using a non-full backward hook")
+def test_a_hook_that_torch_keeps_at_a_node_is_refused() -> None:
+    linear = nn.Linear(D, D)
+    linear.register_backward_hook(lambda *_: None)
+    stage = Stage(1, 1, [nn.Sequential(linear)], seed=0)
+    stage.forward(Message(torch.ones(2, D), (True,)), 0, 0)
+    with pytest.raises(PipelineError, match=r"layer 1 \(0\), Linear"):
+        stage.backward(0, [torch.ones(2, D)], defer_weights=True)
 
 
 @contextmanager

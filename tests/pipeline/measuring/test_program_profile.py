@@ -32,4 +32,6 @@ def test_other_nodes_in_the_group_of_the_stages_are_left_out(monkeypatch: pytest
     pp.add_pipeline(program, model, stages=2, microbatches=2, inputs=feeder)
     if order == "behind":
         program.add_node(lp.CourierNode(Bystander), label="stages")
-    assert [layer.name for layer in profile_program(program).layers] == ["0.Linear", "1.Linear"]
+    profile = profile_program(program)
+    assert [layer.name for layer in profile.layers] == ["0.Linear", "1.Linear"]
+    assert profile.microbatches == 2

@@ -2,6 +2,8 @@ import random
 import subprocess
 import sys
 import time
+import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -366,3 +368,48 @@ def test_with_an_upper_bound_the_search_finds_the_same(monkeypatch: pytest.Monke
 def test_plans_are_made_without_torch() -> None:
     code = "import sys, lp_pipe.pipeline as pp; pp.partition, pp.Profile, pp.Plan; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("times_ms", "crossing_bytes", "stage"),
+    [
+        ([9, 9], 0, None),
+        ([9, 0.3], 0, "stage 1 (b) is too short"),  # two actions of 0.1 ms are more than half of it
+        ([9, 9], 1e9 * 0.005, "stage 0 (a) is too short"),  # 10 ms each way
+        ([9, 9], 1e9 * 0.004, None),  # 8 ms, while the stages compute
+        ([9, 0.5, 9], 0, None),
+    ],
+)
+def test_a_stage_that_is_too_short_for_the_engine_is_warned_of(
+    times_ms: list[float], crossing_bytes: float, stage: str | None, tmp_path: Path
+) -> None:
+    profile = chain([time / 1e3 for time in times_ms], activations=crossing_bytes)
+    topology = pp.Topology([pp.Level("device", len(times_ms), bandwidth=1e9)])
+    if stage is None:
+        with warnings.catch_warnings(action="error"):
+            assert pp.partition(profile, topology, straight=True).warning == ""
+        return
+    with pytest.warns(UserWarning, match="too short to be worth a cut") as warned:
+        plan = pp.partition(profile, topology, straight=True)
+    assert warned[0].filename == __file__
+    assert plan.warning.startswith(stage) and "fewer stages" in plan.warning
+    plan.save(tmp_path / "plan.toml")
+    assert pp.Plan.load(tmp_path / "plan.toml") == plan
+
+
+def test_the_engines_cost_of_an_action_may_be_given() -> None:
+    profile, topology = chain([0.009, 0.009]), pp.Topology([pp.Level("device", 2, bandwidth=1e9)])
+    with pytest.warns(UserWarning, match="computes 9 ms for a micro-batch, while .* take 10 ms"):
+        pp.partition(profile, topology, straight=True, action_seconds=0.005)
+    with pytest.raises(pp.PartitionError, match="action_seconds"):
+        pp.partition(profile, topology, action_seconds=-1)
+
+
+def test_a_plan_is_for_the_micro_batches_of_the_profiled_program(tmp_path: Path) -> None:
+    profile, topology = replace(chain([3, 3]), microbatches=5), pp.Topology(ONE_LEVEL)
+    profile.save(tmp_path / "profile.json")
+    assert pp.Profile.load(tmp_path / "profile.json") == profile
+    assert pp.partition(profile, topology).microbatches == 5
+    assert pp.partition(profile, topology, microbatches=2).microbatches == 2
+    with pytest.raises(pp.PartitionError, match="microbatches"):
+        replace(profile, microbatches=0)
