@@ -1,4 +1,4 @@
-"""Every private part of Python's standard library that lp_pipe uses, each with what replaces it where it is gone.
+"""Every private part of Python's standard library and of cloudpickle that lp_pipe uses, each with its replacement.
 
 As in `private_torch`: no other module asks for a name with a leading underscore, and each function looks the name up
 when it is called.
@@ -6,12 +6,19 @@ when it is called.
 
 import argparse
 import atexit
+import enum
 import importlib
+import logging
 import subprocess
 import sys
 import threading
+import uuid
+import warnings
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
+
+from cloudpickle import cloudpickle
 
 
 def call_before_threads_are_joined(function: Callable[[], None]) -> None:
@@ -49,6 +56,102 @@ def target_of(thread: threading.Thread) -> Any:
     return getattr(thread, "_target", None)
 
 
+def is_held_here(lock: Any) -> bool:
+    """Return whether the calling thread holds this RLock (or the lock of this Condition)."""
+    is_owned = getattr(lock, "_is_owned", None)
+    if is_owned is not None:
+        held: bool = is_owned()
+        return held
+    try:
+        (lock if isinstance(lock, threading.Condition) else threading.Condition(lock)).notify(0)
+    except RuntimeError:
+        return False
+    return True
+
+
+def open_log_file(handler: logging.FileHandler) -> None:
+    """Open the handler's file. Lost: the handler does so with its first line."""
+    handler.stream = getattr(handler, "_open", lambda: None)()
+
+
+def takes_warnings() -> bool:
+    """Return whether `logging.captureWarnings` is on. Lost: no."""
+    return warnings.showwarning is getattr(logging, "_showwarning", None)
+
+
+def event_loop_policy(asyncio: Any) -> Any:
+    """Return the policy that the script has set, if any: `asyncio.get_event_loop_policy` would make one. Lost: none."""
+    return getattr(asyncio.events, "_event_loop_policy", None)
+
+
+def boundary_of(kind: type[enum.Enum]) -> Any:
+    """Return what a Flag's class does with numbers that have no member. Lost, or of another Enum: None, the default."""
+    return getattr(kind, "_boundary_", None)
+
+
+def data_type_of(kind: type[enum.Enum]) -> Any:
+    """Return the class whose values an Enum's members are, as int; `object` where they are none."""
+    found = getattr(kind, "_member_type_", None)
+    if found is not None:
+        return found
+    return next(base for base in kind.__mro__ if not issubclass(base, enum.Enum) and "__new__" in vars(base))
+
+
 def options_of(parser: argparse.ArgumentParser) -> list[str]:
     """Return the names of all options of a parser. Lost: none, so that a misspelt one is not corrected."""
     return [option for action in getattr(parser, "_actions", ()) for option in action.option_strings]
+
+
+# ---- cloudpickle
+
+
+class ClassTracker(NamedTuple):
+    """The classes of other processes, by an id that a class has in each of them.
+
+    find: the class with an id. id_of: the class's id, which it gets if it has none. add: the class that has the id from
+    now on, which is another thread's if that came first.
+    """
+
+    find: Callable[[str], type | None]
+    id_of: Callable[[type], str]
+    add: Callable[[str, type], type]
+
+
+def class_tracker() -> ClassTracker:
+    """Return cloudpickle's, so that its users and lp_pipe have the same classes. Lost: lp_pipe's own."""
+    names = "_DYNAMIC_CLASS_TRACKER_BY_ID", "_get_or_create_tracker_id", "_lookup_class_or_track"
+    by_id, id_of, add = (getattr(cloudpickle, name, None) for name in names)
+    if by_id is None or id_of is None or add is None:
+        return _OWN_TRACKER
+    return ClassTracker(by_id.get, id_of, add)
+
+
+def is_made_by_value(reduced: Any) -> bool:
+    """Return whether cloudpickle has reduced a class to its parts, and not to its name.
+
+    Lost: no, so that cloudpickle makes classes in its own way.
+    """
+    makers = [getattr(cloudpickle, name, None) for name in ("_make_skeleton_class", "_make_skeleton_enum")]
+    return isinstance(reduced, tuple) and None not in makers and reduced[0] in makers
+
+
+_own_lock = threading.RLock()
+_own_ids: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
+_own_classes: weakref.WeakValueDictionary[str, type] = weakref.WeakValueDictionary()
+
+
+def _own_id_of(kind: type) -> str:
+    with _own_lock:
+        if kind not in _own_ids:
+            _add_own(uuid.uuid4().hex, kind)
+        return _own_ids[kind]
+
+
+def _add_own(tracked_as: str, kind: type) -> type:
+    with _own_lock:
+        found = _own_classes.setdefault(tracked_as, kind)
+        _own_ids[found] = tracked_as
+        return found
+
+
+_OWN_TRACKER = ClassTracker(_own_classes.get, _own_id_of, _add_own)

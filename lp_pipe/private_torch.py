@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, UntypedStorage, fx, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.autograd.variable import Variable
 
 from lp_pipe.torch_version import is_tested
@@ -32,6 +32,8 @@ pytree = _pytree
 _IS_TESTED = is_tested(torch.__version__)
 _PUBLIC_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _PUBLIC_NORMS += (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)  # type: ignore[assignment]
+
+_LOST = object()
 
 _HOOKS = {
     "forward_pre": "_forward_pre_hooks",
@@ -293,7 +295,7 @@ def note_dtype(tensor: Tensor) -> None:
         note(tensor, dtype=tensor.dtype)
 
 
-def dtype_notes(graph: fx.Graph) -> Sequence[Any]:
+def dtype_notes(graph: Any) -> Sequence[Any]:
     """Return the notes in the graph: those of `note_dtype`, and torch.export's own."""
     note = _dtype_note()
     return graph.find_nodes(op="call_function", target=note) if note is not None else ()
@@ -342,6 +344,95 @@ def defining_module(operation: Any) -> str | None:
     known = getattr(getattr(getattr(torch, "_library", None), "custom_ops", None), "OPDEFS", {})
     function = getattr(known.get(operation.name().partition(".")[0]), "_init_fn", None)
     return function.__module__ if function is not None else None
+
+
+# ---- values that travel ----
+
+
+def is_functional(tensor: Tensor) -> bool:
+    """Return whether the tensor stands for another one in a functionalized program. Lost: no."""
+    found: bool = getattr(torch, "_is_functional_tensor", lambda _: False)(tensor)
+    return found
+
+
+def custom_op_parts(operation: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return what a torch.library.custom_op is made of, and what was registered with it.
+
+    Lost: None, so that it does not travel.
+    """
+    made_of = ("_namespace", "_name", "_schema", "_tags", "_init_fn")
+    registered = ("_backend_fns", "_abstract_fn", "_vmap_fn", "_backward_fn", "_setup_context_fn")
+    found = [getattr(operation, name, _LOST) for name in (*made_of, *registered)]
+    if _LOST in found:
+        return None
+    kernels, fake, vmap, *autograd = found[len(made_of) :]
+    return tuple(found[: len(made_of)]), {"kernels": kernels, "fake": fake, "vmap": vmap, "autograd": tuple(autograd)}
+
+
+def custom_op_made_of(namespace: str, name: str, schema: str, tags: Any, function: Callable[..., Any]) -> Any:
+    """Return the torch.library.custom_op of this process that has the name, made anew if there is none."""
+    custom_ops = importlib.import_module("torch._library.custom_ops")
+    known = custom_ops.OPDEFS.get(f"{namespace}::{name}")
+    return custom_ops.CustomOpDef(namespace, name, schema, function, tags) if known is None else known
+
+
+def compiler_options(compiler: Any) -> tuple[Any, bool, bool | None]:
+    """Return the backend of torch.compile, whether it compiles whole functions, and whether shapes may vary.
+
+    Lost: the backend is torch's own, and torch finds out whether shapes vary.
+    """
+    backend: Any = getattr(compiler, "callback", "inductor")
+    while (wrapped := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
+        backend = wrapped
+    is_full_graph = bool(getattr(compiler, "fullgraph", False) or getattr(compiler, "error_on_graph_break", False))
+    return backend, is_full_graph, getattr(compiler, "_dynamic", None)
+
+
+def compiler_with(backend: Any, is_full_graph: bool, is_dynamic: bool | None) -> Any:
+    """Return what compiles a function with these options. Lost: torch.compile, which wraps the backend once more."""
+    optimize = getattr(getattr(torch, "_dynamo", None), "optimize", None)
+    if optimize is None:
+        return torch.compile(backend=backend, fullgraph=is_full_graph, dynamic=is_dynamic)
+    return optimize(backend, nopython=is_full_graph, dynamic=is_dynamic)
+
+
+def python_function_of(scripted: Any) -> Callable[..., Any] | None:
+    """Return the function that torch.jit.script has read. Lost, or if it was traced: None."""
+    return getattr(scripted, "_torchdynamo_inline", None)
+
+
+def scripted_function(name: str, module: Any) -> Any:
+    """Return the function in the module that torch.jit.save has put around it. Lost: the module, called alike."""
+    make = getattr(torch._C, "_create_function_from_graph", None)
+    if make is None:
+        return module
+    graph = module.forward.graph.copy()
+    graph.eraseInput(0)
+    return make(name, graph)
+
+
+# ---- settings ----
+
+
+def default_device() -> str | None:
+    """Return the device as the script has named it: torch.get_default_device would begin to use "cuda".
+
+    Lost: None, so that nodes have torch's default.
+    """
+    context = getattr(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None), "device_context", None)
+    return None if context is None else str(context.device)
+
+
+def print_options() -> dict[str, Any]:
+    """Return the options of torch.set_printoptions. Lost: none."""
+    options = getattr(getattr(torch, "_tensor_str", None), "PRINT_OPTS", None)
+    return dict(vars(options)) if options is not None else {}
+
+
+def validates_distributions() -> bool:
+    """Return the default of `validate_args` of torch.distributions. Lost: torch's own."""
+    found: bool = getattr(torch.distributions.Distribution, "_validate_args", __debug__)
+    return found
 
 
 # ---- torch.distributed ----

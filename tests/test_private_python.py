@@ -1,54 +1,106 @@
-"""Programs run in a Python that has lost the private parts which lp_pipe uses."""
+"""What lp_pipe does where Python's standard library or cloudpickle has lost its private parts."""
 
-import subprocess
-import sys
-from pathlib import Path
+import enum
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+from cloudpickle import cloudpickle
 
 from lp_pipe import private_python
-
-# Run before anything else of lp_pipe: none of the names that `private_python` looks up is there.
-LOST = """
-from lp_pipe import private_python
-private_python.getattr = lambda owner, name, default: default
-import atexit, lp_pipe as lp
-"""
+from lp_pipe.connections.thread_locks import release_if_held_here
+from lp_pipe.rpc import codec
+from lp_pipe.rpc.classes import ClassReference
+from tests.test_private_torch import names_asked_for_in, without
 
 
-@pytest.mark.parametrize("mode", ["thread", "process"])
-def test_a_program_runs_and_ends_without_any_private_part_of_python(mode: str, tmp_path: Path) -> None:
-    code = f"""{LOST}
-program = lp.Program("lost")
-program.add_node(lp.PyNode(print, "node ran"), label="node")
-lp.launch(program, {mode!r}, run_dir={str(tmp_path)!r}).wait()
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "node ran" in done.stdout
+@pytest.fixture
+def lost(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Take private names away from lp_pipe: those that are given, or all."""
+
+    def lose(*names: str) -> None:
+        look_up = without(*(names or names_asked_for_in(private_python)))
+        monkeypatch.setattr(private_python, "getattr", look_up, raising=False)
+
+    return lose
 
 
-def test_the_flags_for_a_new_interpreter_are_those_of_this_one() -> None:
-    flags = "from lp_pipe import private_python; print(*private_python.interpreter_flags())"
-    lost = f"{LOST}\nprint(*private_python.interpreter_flags())"
-    for code in (flags, lost):
-        command = [sys.executable, "-O", "-W", "ignore:x", "-c", code]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-        of_environment = "-B"  # PYTHONDONTWRITEBYTECODE, which the new interpreter has as well
-        assert [flag for flag in done.stdout.split() if flag != of_environment] == ["-O", "-Wignore:x"]
+@pytest.mark.parametrize("make", [threading.RLock, threading.Condition])
+def test_a_thread_knows_which_locks_it_holds(lost: Callable[..., None], make: Callable[[], Any]) -> None:
+    lost()
+    lock = make()
+    assert not private_python.is_held_here(lock)
+    with lock:
+        assert private_python.is_held_here(lock)
+        elsewhere: list[bool] = []
+        thread = threading.Thread(target=lambda: elsewhere.append(private_python.is_held_here(lock)))
+        thread.start()
+        thread.join()
+        assert elsewhere == [False]
+        lock.acquire()
+        release_if_held_here(lock)
+        assert not private_python.is_held_here(lock)
+        lock.acquire()
 
 
-def test_exit_functions_run_once() -> None:
-    code = "import atexit, os; from lp_pipe import private_python; atexit.register(print, 'called')\n"
-    code += "private_python.run_exit_functions(); import sys; sys.stdout.flush(); os._exit(0)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == "called\n"
+@pytest.mark.parametrize("names", [(), ("_DYNAMIC_CLASS_TRACKER_BY_ID",), ("_make_skeleton_class",)])
+def test_classes_travel_by_value_and_stay_themselves(lost: Callable[..., None], names: tuple[str, ...]) -> None:
+    lost(*names)
+
+    class Color(enum.IntEnum):
+        RED = 1
+
+    class Plain:
+        def __init__(self, color: Color) -> None:
+            self.color = color
+
+    back = codec.loads(codec.dumps(Plain(Color.RED)))
+    assert type(back) is Plain
+    assert back.color is Color.RED
+    assert codec.loads(codec.dumps(ClassReference(Plain))) is Plain
 
 
-def test_options_of_a_parser_are_all_its_names() -> None:
-    import argparse
+def test_classes_of_another_process_are_made_once_in_a_tracker_of_lp_pipe_s_own(lost: Callable[..., None]) -> None:
+    lost("_DYNAMIC_CLASS_TRACKER_BY_ID")
 
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("-n", "--number")
-    parser.add_argument("place")
-    assert private_python.options_of(parser) == ["-n", "--number"]
+    class Color(enum.IntEnum):
+        RED = 1
+
+    class Kept: ...
+
+    data = codec.dumps([Color.RED, Kept()])
+    for kind in (Color, Kept):  # as in a process that has never had them
+        del private_python._own_classes[private_python._own_ids.pop(kind)]
+    (first, kept), (second, kept_again) = codec.loads(data), codec.loads(data)
+    assert (int(first), first.name, type(first) is Color) == (1, "RED", False)
+    assert second is first
+    assert type(kept) is type(kept_again) is not Kept
+
+
+@pytest.mark.parametrize("kind", [enum.Enum, enum.IntEnum, enum.StrEnum, enum.Flag, enum.IntFlag])
+def test_the_data_type_of_an_enum_is_found(lost: Callable[..., None], kind: Any) -> None:
+    made = kind("Made", ["A", "B"])
+    expected = private_python.data_type_of(made)
+    lost()
+    assert private_python.data_type_of(made) is expected
+
+
+def test_a_log_file_is_opened_with_its_first_line(lost: Callable[..., None], tmp_path: Any) -> None:
+    lost()
+    handler = logging.FileHandler(tmp_path / "log", delay=True)
+    private_python.open_log_file(handler)
+    handler.emit(logging.makeLogRecord({"msg": "first"}))
+    handler.close()
+    assert (tmp_path / "log").read_text() == "first\n"
+
+
+def test_cloudpickle_still_has_what_is_asked_for() -> None:
+    of_cloudpickle = [
+        name
+        for name in names_asked_for_in(private_python)
+        if name.startswith(("_DYNAMIC", "_make", "_get_or", "_lookup"))
+    ]
+    assert len(of_cloudpickle) == 5
+    assert all(hasattr(cloudpickle, name) for name in of_cloudpickle)

@@ -18,7 +18,8 @@ from tests.pipeline.plain_loop import launched_many
 
 PACKAGE = Path(lp_pipe.__file__).parent
 PRIVATE = re.compile(r"_(?!lp_pipe_)[A-Za-z]\w*")  # lp_pipe marks objects of others by names that begin with its own
-DOCUMENTED = {"_exit", "_current_frames", "_getframe", "_replace", "_fields", "_asdict", "_make"}  # os, sys, namedtuple
+# Of os, sys, namedtuple and Enum.
+DOCUMENTED = {"_exit", "_current_frames", "_getframe", "_replace", "_fields", "_asdict", "_make", "_name_", "_value_"}
 # Everything that a user may have hooked into torch is looked up in these.
 OF_TORCH = [nn.Module(), torch.ones(1), torch.ones(1).sum().requires_grad_() * 2, torch.ops.aten.add.Tensor, torch]
 

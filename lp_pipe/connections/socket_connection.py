@@ -16,8 +16,9 @@ from lp_pipe.connections.frames import Frame, FrameError, Piece
 from lp_pipe.connections.not_inherited import not_inherited
 from lp_pipe.connections.silence import TICKS
 from lp_pipe.connections.socket_reader import SocketReader
-from lp_pipe.connections.thread_locks import is_held_here, release_if_held_here
+from lp_pipe.connections.thread_locks import release_if_held_here
 from lp_pipe.errors import Unavailable
+from lp_pipe.private_python import is_held_here
 
 _CLOSE_PATIENCE_S = 0.2
 _ENDED = "the peer's process closed the connection without a word (it ended or was killed)"
@@ -168,7 +169,7 @@ class SocketConnection(PulledConnection):
         self._send(frames.encode(frame))
 
     def _send(self, pieces: list[Piece], descriptors: Sequence[int] = (), *, may_wait: bool = True) -> None:
-        if self._send_lock._is_owned():  # type: ignore[attr-defined]  # by the code that this code has interrupted
+        if is_held_here(self._send_lock):  # by the code that this code has interrupted
             self._postponed.append(b"".join(pieces))
             return
         with self._send_lock:

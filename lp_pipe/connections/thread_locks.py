@@ -6,11 +6,7 @@ the interrupted code below it on the same stack can release.
 
 from typing import Any
 
-
-def is_held_here(lock: Any) -> bool:
-    """Return whether the calling thread holds this RLock (or the lock of this Condition)."""
-    held: bool = lock._is_owned()
-    return held
+from lp_pipe.private_python import is_held_here
 
 
 def release_if_held_here(lock: Any) -> None:

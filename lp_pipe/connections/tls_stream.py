@@ -14,7 +14,8 @@ from collections.abc import Iterator, Sequence
 from lp_pipe.connections.credentials import Credentials
 from lp_pipe.connections.frames import Piece
 from lp_pipe.connections.kernel_calls import has_memfd
-from lp_pipe.connections.thread_locks import is_held_here, release_if_held_here
+from lp_pipe.connections.thread_locks import release_if_held_here
+from lp_pipe.private_python import is_held_here
 
 _RECORD_BYTES = 1 << 14  # TLS encrypts so much at a time
 _SLICE_BYTES = 1 << 18  # reading waits while so much is being encrypted

@@ -21,8 +21,9 @@ from lp_pipe.connections.shortage import not_taken_in
 from lp_pipe.connections.silence import TICKS
 from lp_pipe.connections.socket_connection import SocketConnection
 from lp_pipe.connections.socket_reader import SocketReader
-from lp_pipe.connections.thread_locks import is_held_here, release_if_held_here
+from lp_pipe.connections.thread_locks import release_if_held_here
 from lp_pipe.errors import Unavailable
+from lp_pipe.private_python import is_held_here
 
 SCHEME = "unix:"
 

@@ -14,7 +14,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from cloudpickle import cloudpickle
+from lp_pipe.private_python import boundary_of, class_tracker, data_type_of
 
 # What `__slots__` may name beside slots; a class has these in its own namespace only then, or when it has no __slots__.
 _SPECIAL_SLOTS = ("__dict__", "__weakref__")
@@ -40,10 +40,10 @@ def reduce_class(kind: Any, reduced: tuple[Any, ...], by_value: Callable[[type],
     reduced: what cloudpickle would do. by_value: tells which classes travel by value.
     """
     maker = next(metaclass for metaclass in type(kind).__mro__ if not by_value(metaclass))
-    make, arguments, (attributes, _), *_ = reduced
-    if make is cloudpickle._make_skeleton_enum:
+    _, arguments, (attributes, _), *_ = reduced
+    if issubclass(kind, enum.Enum):
         bases, name, *_ = arguments
-        made_of = tracker_id(kind), type(kind), maker, name, bases, _members(kind), getattr(kind, "_boundary_", None)
+        made_of = tracker_id(kind), type(kind), maker, name, bases, _members(kind), boundary_of(kind)
         return _make_enum, made_of, (maker, *_enum_attributes(kind, attributes)), None, None, _fill
     metaclass, name, bases, namespace, *_ = arguments
     namespace = {"__module__": kind.__module__, **namespace}
@@ -53,12 +53,6 @@ def reduce_class(kind: Any, reduced: tuple[Any, ...], by_value: Callable[[type],
     is_quiet = maker is not metaclass or (hook is not None and by_value(hook))
     made_of = tracker_id(kind), metaclass, maker, name, bases, namespace, is_quiet
     return _make_class, made_of, (maker, attributes, {}, ()), None, None, _fill
-
-
-def is_made_by_value(reduced: Any) -> bool:
-    """Tell whether cloudpickle has reduced a class to its parts, and not to its name."""
-    makers = (cloudpickle._make_skeleton_class, cloudpickle._make_skeleton_enum)
-    return isinstance(reduced, tuple) and reduced[0] in makers
 
 
 class ClassReference:
@@ -79,14 +73,12 @@ def _known_class(tracked_as: str, name: str) -> type:
 
 
 def _known(tracked_as: str) -> type | None:
-    found: type | None = cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID.get(tracked_as)
-    return found
+    return class_tracker().find(tracked_as)
 
 
 def tracker_id(kind: type) -> str:
     """Return the id of the class, which is the same in every process that has it."""
-    found: str = cloudpickle._get_or_create_tracker_id(kind)
-    return found
+    return class_tracker().id_of(kind)
 
 
 def _make_class(
@@ -112,7 +104,7 @@ def _make_class(
 
 def _track(tracked_as: str, made: type) -> type:
     _unfilled.add(id(made))
-    tracked: type = cloudpickle._lookup_class_or_track(tracked_as, made)
+    tracked = class_tracker().add(tracked_as, made)
     if tracked is not made:  # another thread has made it in the meantime
         _unfilled.discard(id(made))
     return tracked
@@ -196,7 +188,7 @@ def _with_slots(
 
 def _members(kind: Any) -> dict[str, tuple[tuple[Any, ...], Any]]:
     """Return by name, also of aliases, what makes the member as its data type (int, str), and its value."""
-    return {name: (_data_of(member, kind._member_type_), member._value_) for name, member in kind.__members__.items()}
+    return {name: (_data_of(member, data_type_of(kind)), member._value_) for name, member in kind.__members__.items()}
 
 
 def _data_of(member: Any, data_type: Any) -> tuple[Any, ...]:
@@ -243,7 +235,7 @@ def _make_enum(
 
 def _new_member(kind: Any, *given: Any) -> Any:
     data, value = given if len(given) == 2 else given[0]  # as one where the members are tuples
-    member = kind._member_type_.__new__(kind, *data)
+    member = data_type_of(kind).__new__(kind, *data)
     member._value_ = value
     return member
 

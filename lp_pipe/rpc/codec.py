@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 
+from lp_pipe.private_python import is_made_by_value
 from lp_pipe.rpc import classes, layout, namesakes, reducers, torch_values
 
 # Smaller memory stays inside the pickle: a list of 100 000 little arrays must not become 100 000 pieces of a frame.
@@ -228,7 +229,7 @@ class _ByValuePickler(_TensorReduction, cloudpickle.Pickler):  # type: ignore[mi
         reduced = cloudpickle.Pickler.reducer_override(self, obj)
         if isinstance(obj, types.FunctionType) and isinstance(reduced, tuple):
             return self._reduce_function(obj, *reduced)
-        if classes.is_made_by_value(reduced):
+        if is_made_by_value(reduced):
             return _reduce_class(obj, reduced)
         return reduced
 
@@ -408,7 +409,7 @@ def _reduce_tensor(tensor: Any, torch: Any) -> tuple[Any, ...] | None:
         return _rebuild_mkldnn, (tensor.detach().to_dense(),)
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         return None
-    if torch._is_functional_tensor(tensor):  # what it shows as its memory is not
+    if torch_values.is_functional(tensor):  # what it shows as its memory is not
         return None
     try:
         core = layout.without_repeats(tensor.detach().resolve_conj().resolve_neg())

@@ -10,9 +10,22 @@ from typing import Any
 # By class in torch.ops: the names under which torch.ops has it.
 _NAMES_OF_OPS: dict[str, Callable[[Any], list[str]]] = {
     "_OpNamespace": lambda namespace: [namespace.name],
-    "OpOverloadPacket": lambda packet: packet._qualified_op_name.split("::"),
-    "OpOverload": lambda overload: [*overload._overloadpacket._qualified_op_name.split("::"), overload._overloadname],
+    "OpOverloadPacket": lambda packet: str(packet).split("."),
+    "OpOverload": lambda overload: [*str(overload.overloadpacket).split("."), str(overload).rpartition(".")[2]],
 }
+
+
+def _private_torch() -> Any:
+    """Return the module, which imports torch: here torch is in use already, or a value that needs it has come."""
+    from lp_pipe import private_torch
+
+    return private_torch
+
+
+def is_functional(tensor: Any) -> bool:
+    """Return whether torch.func has wrapped the tensor, so that its memory is another one's."""
+    found: bool = _private_torch().is_functional(tensor)
+    return found
 
 
 def reduce_torch_value(obj: Any, torch: Any) -> tuple[Any, ...] | None:
@@ -21,10 +34,14 @@ def reduce_torch_value(obj: Any, torch: Any) -> tuple[Any, ...] | None:
     if isinstance(obj, torch.jit.ScriptFunction | torch.jit.ScriptModule | torch.ScriptMethod):
         return _reduce_scripted(obj, torch)
     if kind.__name__ == "CustomOpDef" and kind.__module__ == "torch._library.custom_ops":
-        made_of = obj._namespace, obj._name, obj._schema, obj._tags, obj._init_fn
-        return _make_custom_op, made_of, _custom_op_state(obj), None, None, _fill_custom_op
+        parts = _private_torch().custom_op_parts(obj)
+        return (
+            None
+            if parts is None
+            else (_make_custom_op, parts[0], _custom_op_state(parts[1]), None, None, _fill_custom_op)
+        )
     if kind.__name__ == "OptimizeContext" and kind.__module__ == "torch._dynamo.eval_frame":
-        return _make_compiler, _compiler_options(obj)
+        return _make_compiler, _private_torch().compiler_options(obj)
     if kind.__module__ == "torch._ops" and kind.__name__ in _NAMES_OF_OPS:
         return _find_op, (_NAMES_OF_OPS[kind.__name__](obj),)
     return None
@@ -45,7 +62,7 @@ def _reduce_scripted(obj: Any, torch: Any) -> tuple[Any, ...]:
     if isinstance(obj, torch.ScriptMethod):
         return getattr, (obj.owner if hasattr(obj, "owner") else obj.__self__, obj.name)
     is_function = isinstance(obj, torch.jit.ScriptFunction)
-    original = getattr(obj, "_torchdynamo_inline", None) if is_function else None
+    original = _private_torch().python_function_of(obj) if is_function else None
     if original is not None and any(argument.has_default_value() for argument in obj.schema.arguments):
         return _script, (original,)  # torch.jit.save forgets the defaults
     stream = io.BytesIO()
@@ -65,23 +82,11 @@ def _load_scripted(data: bytes, function_name: str | None) -> Any:
     module = torch.jit.load(io.BytesIO(data))
     if function_name is None:
         return module
-    graph = module.forward.graph.copy()  # of the function, behind the module that torch has put around it
-    graph.eraseInput(0)
-    return torch._C._create_function_from_graph(function_name, graph)
-
-
-def _compiler_options(compiler: Any) -> tuple[Any, ...]:
-    backend = compiler.callback
-    while hasattr(backend, "_torchdynamo_orig_backend"):
-        backend = backend._torchdynamo_orig_backend
-    is_full_graph = bool(getattr(compiler, "fullgraph", False) or getattr(compiler, "error_on_graph_break", False))
-    return backend, is_full_graph, compiler._dynamic
+    return _private_torch().scripted_function(function_name, module)
 
 
 def _make_compiler(backend: Any, is_full_graph: bool, is_dynamic: bool | None) -> Any:
-    import torch._dynamo
-
-    return torch._dynamo.optimize(backend, nopython=is_full_graph, dynamic=is_dynamic)
+    return _private_torch().compiler_with(backend, is_full_graph, is_dynamic)
 
 
 def _compile(compiler: Any, function: Callable[..., Any]) -> Any:
@@ -100,25 +105,19 @@ def _find_op(names: list[str]) -> Any:
     return functools.reduce(getattr, names, torch.ops)
 
 
-def _custom_op_state(op: Any) -> dict[str, Any]:
-    return {
-        "kernels": {device: inspect.getclosurevars(inspect.unwrap(kernel)).nonlocals["fn"]
-                    for device, kernel in op._backend_fns.items()},
-        "fake": op._abstract_fn,
-        "vmap": op._vmap_fn,
-        "autograd": (op._backward_fn, op._setup_context_fn),
-    }  # fmt: skip
+def _custom_op_state(registered: Mapping[str, Any]) -> dict[str, Any]:
+    kernels = {device: inspect.getclosurevars(inspect.unwrap(kernel)).nonlocals["fn"]
+               for device, kernel in registered["kernels"].items()}  # fmt: skip
+    return {**registered, "kernels": kernels}
 
 
 def _make_custom_op(namespace: str, name: str, schema: str, tags: Any, function: Callable[..., Any]) -> Any:
-    from torch._library import custom_ops
-
-    known = custom_ops.OPDEFS.get(f"{namespace}::{name}")
-    return custom_ops.CustomOpDef(namespace, name, schema, function, tags) if known is None else known
+    return _private_torch().custom_op_made_of(namespace, name, schema, tags, function)
 
 
 def _fill_custom_op(op: Any, state: Mapping[str, Any]) -> None:
-    if op._backend_fns:  # this process had it already
+    parts = _private_torch().custom_op_parts(op)
+    if parts is not None and parts[1]["kernels"]:  # this process had it already
         return
     for device, kernel in state["kernels"].items():
         op.register_kernel(device)(kernel)

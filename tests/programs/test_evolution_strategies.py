@@ -92,8 +92,8 @@ def test_seeds_and_returns_travel_and_no_parameters(delivered: Delivered, monkey
     num_parameters, sizes = 100_000, []
     encode = codec.encode
 
-    def count(value: Any) -> codec.Payload:
-        payload = encode(value)
+    def count(value: Any, **options: Any) -> codec.Payload:
+        payload = encode(value, **options)
         sizes.append(len(payload.body) + sum(memoryview(buffer).nbytes for buffer in payload.buffers))
         return payload
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+from lp_pipe import private_python
 from lp_pipe.launch.plan import absl_flags, logging_state
 from lp_pipe.rpc import codec
 
@@ -101,8 +102,8 @@ def _enable_faulthandler(faulthandler: Any, is_enabled: bool) -> None:
 
 
 def _event_loop_policy(asyncio: Any) -> Any:
-    """The class of the policy that the script has set: `asyncio.get_event_loop_policy` would make a default one."""
-    policy = getattr(asyncio.events, "_event_loop_policy", None)
+    """The class of the policy that the script has set."""
+    policy = private_python.event_loop_policy(asyncio)
     is_default = policy is None or type(policy).__module__.startswith("asyncio.")
     return None if is_default else type(policy)
 
@@ -170,10 +171,11 @@ def _set_fp32_precision(torch: Any, values: dict[str, str]) -> None:
         attrgetter(path)(torch).fp32_precision = value
 
 
-def _default_device(torch: Any) -> str | None:
-    """The device as the script has named it; `torch.get_default_device` would begin to use a "cuda" without number."""
-    context = getattr(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None), "device_context", None)
-    return None if context is None else str(context.device)
+def _private_torch() -> Any:
+    """Return the module, which imports torch: these settings are read where torch is loaded already."""
+    from lp_pipe import private_torch
+
+    return private_torch
 
 
 def _deterministic(torch: Any) -> tuple[bool, bool]:
@@ -263,7 +265,7 @@ SETTINGS = (
     Setting(
         "torch.set_default_device",
         "torch",
-        _default_device,
+        lambda _: _private_torch().default_device(),
         lambda torch, value: torch.set_default_device(value),
         None,
         is_of_thread=True,
@@ -301,12 +303,18 @@ SETTINGS = (
     Setting(
         "torch.set_printoptions",
         "torch",
-        lambda torch: _changed(vars(torch._tensor_str.PRINT_OPTS), _TORCH_PRINTING),
+        lambda torch: _changed(_private_torch().print_options(), _TORCH_PRINTING),
         lambda torch, value: torch.set_printoptions(**value),
         {},
     ),
     _functions("torch.multiprocessing", "get_sharing_strategy", "set_sharing_strategy", "file_descriptor"),
-    _attribute("torch.distributions", "Distribution._validate_args", __debug__),
+    Setting(
+        "torch.distributions.Distribution.set_default_validate_args",
+        "torch.distributions",
+        lambda _: _private_torch().validates_distributions(),
+        lambda distributions, value: distributions.Distribution.set_default_validate_args(value),
+        __debug__,
+    ),
 )
 _BY_NAME = {setting.name: setting for setting in SETTINGS}
 

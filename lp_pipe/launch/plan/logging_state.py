@@ -11,10 +11,10 @@ import logging
 import os
 import sys
 import sysconfig
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
+from lp_pipe.private_python import open_log_file, takes_warnings
 from lp_pipe.rpc import codec
 
 _log = logging.getLogger(__name__)
@@ -89,8 +89,8 @@ def here() -> LoggingState:
         codec.dumps(logging.getLoggerClass()),
         _held_level,
         logging.root.manager.disable,
-        dict(logging._levelToName),
-        warnings.showwarning is getattr(logging, "_showwarning", None),
+        {level: logging.getLevelName(level) for level in logging.getLevelNamesMapping().values()},
+        takes_warnings(),
         None if last is None else (last.level, last.formatter),
     )
 
@@ -239,7 +239,7 @@ def _made(state: _HandlerState | _AbslHandler) -> logging.Handler:
         vars(handler)[name] = _made(value) if isinstance(value, _HandlerState | _AbslHandler) else value
     handler.name = state.attributes.get("_name")  # which makes it known by its name
     if isinstance(handler, logging.FileHandler) and not handler.delay:
-        handler.stream = handler._open()
+        open_log_file(handler)
     return handler
 
 
