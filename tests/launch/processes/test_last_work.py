@@ -48,7 +48,8 @@ def _leave_work(folder: Path) -> None:
     packed.write("packed")
     archive = zipfile.ZipFile(folder / "archive.zip", "w")
     archive.writestr("member", "text")
-    KEPT.extend([log, packed, archive, pool, WritesWhenCollected(folder / "object")])
+    dead = weakref.proxy(WritesWhenCollected(folder / "proxied"))
+    KEPT.extend([dead, log, packed, archive, pool, WritesWhenCollected(folder / "object")])
     weakref.finalize(pool, (folder / "finalized").write_text, "finalizer")
 
 
