@@ -298,9 +298,11 @@ def _reduce_class(kind: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
     make, arguments, *rest = classes.reduce_class(kind, reduced, lambda other: not _found_by_name(other))
     if not namesakes.is_known_by_name(kind):
         return make, arguments, *rest
+    state, *_, fill = rest
     annotations = vars(kind).get("__annotations__")
-    names = namesakes.names_in_annotations(annotations, vars(sys.modules[kind.__module__]))
-    return namesakes.rebuild_class, (kind.__module__, kind.__qualname__, names, make, arguments), *rest
+    names = namesakes.names_in_annotations(annotations, vars(sys.modules[kind.__module__]))  # may name `kind` itself
+    made_of = kind.__module__, kind.__qualname__, make, arguments
+    return namesakes.rebuild_class, made_of, (fill, state, names), None, None, namesakes.fill_class
 
 
 def _found_by_name(obj: Any) -> bool:
