@@ -11,7 +11,7 @@ from lp_pipe.private_python import call_before_threads_are_joined, run_exit_func
 
 
 class _Launched(Protocol):
-    """A run that has not ended."""
+    """A run."""
 
     def wait(self) -> None: ...
 
@@ -21,8 +21,16 @@ class _Launched(Protocol):
 
 
 active_runs: set[_Launched] = set()  # no WeakSet: a run that ends while one is looked through would break that off
-# The launcher's children, such as a DataLoader's workers, have none: they would wait for what is not theirs to stop.
-os.register_at_fork(after_in_child=active_runs.clear)
+failed_runs: set[_Launched] = set()  # have ended, and the script has not been told: no wait(), no stop()
+
+
+def _forget_runs() -> None:
+    """Let a forked child, such as a DataLoader's worker, neither wait for the launcher's runs nor stop them."""
+    active_runs.clear()
+    failed_runs.clear()
+
+
+os.register_at_fork(after_in_child=_forget_runs)
 
 _TEST_RUNNERS = {"unittest", "nose2", "trial"}
 
@@ -34,9 +42,12 @@ def stop_active_runs() -> None:
 
 
 def _end_runs() -> None:
-    """Wait for the runs of a script that has ended normally, as Launchpad does; stop those of any other interpreter."""
+    """Wait for the runs of a script that has ended normally, as Launchpad does; stop those of any other interpreter.
+
+    A run that had failed before the script's end is reported like one that fails afterwards.
+    """
     if _is_at_end_of_script():
-        status = max([_wait_for(run) for run in list(active_runs)], default=0)
+        status = max([_wait_for(run) for run in {*failed_runs, *active_runs}], default=0)
         if status:
             atexit.register(_exit_with, status)
         return

@@ -12,7 +12,7 @@ from typing import Any, Self
 from lp_pipe.connections import faulty
 from lp_pipe.errors import NodeError, Unavailable, add_note
 from lp_pipe.handles import Handle
-from lp_pipe.launch.at_exit import active_runs
+from lp_pipe.launch.at_exit import active_runs, failed_runs
 from lp_pipe.launch.control import ControlPoint
 from lp_pipe.launch.coordination.coordinator import Coordinator
 from lp_pipe.launch.debuggers import DebuggersHere
@@ -142,6 +142,7 @@ class Run:
         error = described_failure(self._coordinator, self._host)
         if error is not None:
             self.has_raised_failure = True
+            failed_runs.discard(self)
             raise error
 
     def _wait_or_debug(self, timeout: float | None) -> bool:
@@ -163,6 +164,7 @@ class Run:
             self._coordinator.request_stop(hurry=self._interrupts.is_impatient, from_outside=True)
             self._is_over.wait()
             self._interrupts.uninstall()
+        failed_runs.discard(self)
 
     def request_stop(self, hurry: bool = False) -> bool:
         """Begin an ordered stop and return at once; True when nobody had before, and nodes were up.
@@ -317,6 +319,8 @@ class Run:
                 part()
             except Exception:
                 _log.exception("at the end of the program")
+        if self in active_runs and self.failure is not None:  # else launch() raises
+            failed_runs.add(self)
         self._is_over.open()
         active_runs.discard(self)
 

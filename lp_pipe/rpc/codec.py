@@ -226,6 +226,8 @@ class _ByValuePickler(_TensorReduction, cloudpickle.Pickler):  # type: ignore[mi
             part = reducers.reduce_part(obj) or torch_values.reduce_compiled(obj)
             if part is not None:
                 return _reduce_named(obj, *part) if is_named_kind else part
+        if isinstance(obj, types.MethodType) and _is_inherited_class_method(obj):
+            return getattr, (obj.__self__, obj.__name__)
         reduced = cloudpickle.Pickler.reducer_override(self, obj)
         if isinstance(obj, types.FunctionType) and isinstance(reduced, tuple):
             return self._reduce_function(obj, *reduced)
@@ -323,9 +325,11 @@ def _reduce_class(kind: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
     make, arguments, *rest = classes.reduce_class(kind, reduced, lambda other: not _found_by_name(other))
     if not namesakes.is_known_by_name(kind):
         return make, arguments, *rest
+    state, *_, fill = rest
     annotations = vars(kind).get("__annotations__")
-    names = namesakes.names_in_annotations(annotations, vars(sys.modules[kind.__module__]))
-    return namesakes.rebuild_class, (kind.__module__, kind.__qualname__, names, make, arguments), *rest
+    names = namesakes.names_in_annotations(annotations, vars(sys.modules[kind.__module__]))  # may name `kind` itself
+    made_of = kind.__module__, kind.__qualname__, make, arguments
+    return namesakes.rebuild_class, made_of, (fill, state, names), None, None, namesakes.fill_class
 
 
 def _found_by_name(obj: Any) -> bool:
@@ -341,8 +345,20 @@ def _found_by_name(obj: Any) -> bool:
     for part in name.split("."):
         found = getattr(found, part, None)
     # A class that goes by another name (`types.NoneType`) is copyreg's or pickle's business.
-    is_builtin = module_name == "builtins" and not getattr(obj, "__flags__", 0) & _HEAP_TYPE  # else made by `exec`
+    # A class of `builtins` without this flag is Python's own; with it, code run by `exec` has made it.
+    is_builtin = module_name == "builtins" and isinstance(obj, type) and not obj.__flags__ & _HEAP_TYPE
     return found is obj or is_builtin or obj in copyreg.dispatch_table
+
+
+def _is_inherited_class_method(method: types.MethodType) -> bool:
+    """Tell whether a class has this class method from an ancestor that the peer has: `apply` of an autograd Function.
+
+    The function behind it may have no name of its own, and globals that do not pickle.
+    """
+    kind, name = method.__self__, method.__name__
+    if not isinstance(kind, type) or getattr(kind, name, None) != method:
+        return False
+    return _found_by_name(next((ancestor for ancestor in kind.__mro__ if name in vars(ancestor)), None))
 
 
 def ship_by_value(modules: Sequence[types.ModuleType]) -> None:
@@ -387,6 +403,8 @@ def _is_importable(module_name: str) -> bool:
 def _find_spec(name: str, path: Any) -> Any:
     # Not importlib.util.find_spec: that believes sys.modules, and so whatever was put there by hand.
     for finder in sys.meta_path:
+        if not hasattr(finder, "find_spec"):  # one of Python 2's kind, which Python's own import skips as well
+            continue
         try:
             spec = finder.find_spec(name, path)
         except ValueError:  # an entry of sys.path that can be no path: nothing before it has the module

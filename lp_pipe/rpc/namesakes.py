@@ -74,20 +74,20 @@ def fill_function(function: Any, setter_and_state: tuple[Callable[[Any, Any], ob
         setter(function, state)
 
 
-def rebuild_class(
-    module_name: str,
-    name: str,
-    names_in_annotations: Mapping[str, Any],
-    make: Callable[..., Any],
-    arguments: tuple[Any, ...],
-) -> Any:
-    """Return what `make` makes of a class; this process's modules have it from now on, and what annotations name."""
+def rebuild_class(module_name: str, name: str, make: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """Return what `make` makes of a class; this process's modules have it from now on."""
     made = make(*arguments)
     _bind(module_name, name, made, arguments[0])
-    if module_name in _ours:
-        for other, value in names_in_annotations.items():
-            sys.modules[module_name].__dict__.setdefault(other, value)
     return made
+
+
+def fill_class(kind: type, state: tuple[Callable[[type, Any], object], Any, Mapping[str, Any]]) -> None:
+    """Let the setter in `state` set the class's attributes, and its module have what annotations of the class name."""
+    set_attributes, attributes, names_in_annotations = state
+    set_attributes(kind, attributes)
+    if kind.__module__ in _ours:
+        for name, value in names_in_annotations.items():
+            sys.modules[kind.__module__].__dict__.setdefault(name, value)
 
 
 def names_in_annotations(annotations: Any, module_names: Mapping[str, Any]) -> dict[str, Any]:

@@ -73,8 +73,10 @@ count = 0
 class Record:
     number: typing.Optional[int]
     other: Other | None = None
+    parent: Record | None = None
 
-class Other: ...
+class Other:
+    record: Record  # and so back
 
 def doubled(value: typing.Optional[int]) -> Record:
     """
@@ -99,7 +101,9 @@ class Server:
         assert pathlib.Path(main.__file__) == pathlib.Path(sys.argv[0]).resolve()
         assert main.__doc__.startswith("What the script is for")
         assert doctest.testmod() == (0, 2)
-        assert typing.get_type_hints(Record) == {"number": typing.Optional[int], "other": typing.Optional[Other]}
+        hints = typing.get_type_hints(Record)
+        assert hints["parent"] == typing.Optional[Record] and hints["other"] == typing.Optional[Other]
+        assert hints["number"] == typing.Optional[int]
         assert typing.get_type_hints(doubled)["return"] is Record
         assert (counted(), main.counted(), main.count, count) == (1, 2, 2, 2)
         for method in ("spawn", "forkserver"):

@@ -264,6 +264,24 @@ def test_a_script_that_falls_off_its_end_waits_for_its_program(
     assert ("ZeroDivisionError" in err) == (status == 1)
 
 
+@pytest.mark.parametrize(("last", "status"), [("", 1), ("run.stop()", 0)], ids=["untold", "stopped"])
+@pytest.mark.parametrize("launch_mode", ["thread", "process"])
+def test_a_failure_before_the_end_of_the_script_is_reported_there(
+    script: Any, last: str, status: int, launch_mode: str
+) -> None:
+    # The run was over when the script ended, so there was nothing to wait for: status 0, and not a word.
+    body = f"""
+    run = lp.launch(program, {launch_mode!r})
+    while not run.is_over:
+        time.sleep(0.01)
+    {last}
+    """
+    launcher = script(SCRIPT.format(node="lambda: 1 / 0", body=body))
+    out, err = launcher.communicate(timeout=WITHIN_S)
+    assert launcher.returncode == status, (out, err)
+    assert ("ZeroDivisionError" in err) == (status == 1)
+
+
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_script_that_waits_at_its_end_is_interrupted_in_order(script: Any, number: int, status: int) -> None:
     launcher = script(SCRIPT.format(node="obedient", body=FALLS_OFF_ITS_END.format(mode="process", last="")))

@@ -2,6 +2,8 @@
 
 import dataclasses
 import enum
+import functools
+import json
 import sys
 import types
 import typing
@@ -218,6 +220,23 @@ def test_what_cannot_be_imported_elsewhere_goes_by_value() -> None:
     finally:
         del sys.modules["made_by_hand"]
     assert codec.decode(body, buffers).get() == 2
+
+
+def test_function_that_bears_the_name_of_a_builtin_goes_by_value() -> None:
+    @functools.wraps(len)
+    def counted(value: Any) -> int:
+        return len(value) + 1
+
+    assert through(counted)("ab") == 3
+
+
+def test_finders_of_the_old_kind_are_skipped_as_by_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OldFinder:
+        def find_module(self, name: str, path: Any = None) -> None: ...
+
+    monkeypatch.setattr(sys, "meta_path", [OldFinder(), *sys.meta_path])
+    codec._is_importable.cache_clear()
+    assert through(lambda: json.dumps([1]))() == "[1]"
 
 
 def test_tensors_of_the_cpu_stay_there_where_torch_has_another_default_device() -> None:

@@ -167,3 +167,19 @@ def test_tensors_inside_vmap_are_refused() -> None:
 def test_other_torch_values() -> None:
     for value in (torch.float32, torch.device("cpu"), torch.Size([1, 2])):
         assert through(value) == value
+
+
+def test_apply_of_an_autograd_function_travels_by_value() -> None:
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient * 3
+
+    x = torch.ones(2, requires_grad=True)
+    y = through(Double.apply)(x)
+    y.sum().backward()
+    assert y.tolist() == [2, 2] and x.grad is not None and x.grad.tolist() == [3, 3]

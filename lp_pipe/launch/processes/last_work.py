@@ -117,7 +117,7 @@ def _flush_files() -> None:
     found = gc.get_objects()  # all but what the template had made before its fork
     for text in (one for one in found if type(one) is io.TextIOWrapper):
         _flush(text)
-    for packed in (one for one in found if _is_compressed(type(one))):
+    for packed in (one for one in found if _is_compressed_file(type(one))):
         with contextlib.suppress(Exception):
             packed.close()
     for binary in (one for one in found if type(one) in (io.BufferedWriter, io.BufferedRandom)):
@@ -125,8 +125,8 @@ def _flush_files() -> None:
     ctypes.CDLL(None).fflush(None)  # what extensions have printed
 
 
-def _is_compressed(kind: type) -> bool:
-    """Tell it by the type: `isinstance` asks an object of the user's for its `__class__`, which may run code."""
+def _is_compressed_file(kind: type) -> bool:
+    """Judge by the type alone: `isinstance` asks the object, and a proxy passes the question on."""
     return kind.__module__ in _COMPRESSED and issubclass(kind, io.BufferedIOBase)
 
 

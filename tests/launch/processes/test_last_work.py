@@ -56,7 +56,9 @@ def _leave_work(folder: Path) -> None:
     packed.write("packed")
     archive = zipfile.ZipFile(folder / "archive.zip", "w")
     archive.writestr("member", "text")
-    KEPT.extend([log, packed, archive, pool, WritesWhenCollected(folder / "object"), WarnsWhenAskedForItsClass()])
+    dead = weakref.proxy(WritesWhenCollected(folder / "proxied"))
+    KEPT.extend([dead, log, packed, archive, pool])
+    KEPT.extend([WritesWhenCollected(folder / "object"), WarnsWhenAskedForItsClass()])
     weakref.finalize(pool, (folder / "finalized").write_text, "finalizer")
 
 
