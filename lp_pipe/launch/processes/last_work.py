@@ -117,12 +117,17 @@ def _flush_files() -> None:
     found = gc.get_objects()  # all but what the template had made before its fork
     for text in (one for one in found if type(one) is io.TextIOWrapper):
         _flush(text)
-    for packed in (one for one in found if isinstance(one, io.BufferedIOBase) and type(one).__module__ in _COMPRESSED):
+    for packed in (one for one in found if _is_compressed(type(one))):
         with contextlib.suppress(Exception):
             packed.close()
     for binary in (one for one in found if type(one) in (io.BufferedWriter, io.BufferedRandom)):
         _flush(binary)
     ctypes.CDLL(None).fflush(None)  # what extensions have printed
+
+
+def _is_compressed(kind: type) -> bool:
+    """Tell it by the type: `isinstance` asks an object of the user's for its `__class__`, which may run code."""
+    return kind.__module__ in _COMPRESSED and issubclass(kind, io.BufferedIOBase)
 
 
 def _flush(file: io.IOBase) -> None:

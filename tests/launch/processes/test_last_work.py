@@ -30,6 +30,14 @@ class WritesWhenCollected:
         self._file.close()
 
 
+class WarnsWhenAskedForItsClass:
+    """As `torch.distributed.reduce_op` does."""
+
+    def __getattribute__(self, name: str) -> Any:
+        print(f"asked for {name}")
+        return super().__getattribute__(name)
+
+
 def _write_later(path: Path) -> None:
     time.sleep(0.2)
     path.write_text("late")
@@ -48,7 +56,7 @@ def _leave_work(folder: Path) -> None:
     packed.write("packed")
     archive = zipfile.ZipFile(folder / "archive.zip", "w")
     archive.writestr("member", "text")
-    KEPT.extend([log, packed, archive, pool, WritesWhenCollected(folder / "object")])
+    KEPT.extend([log, packed, archive, pool, WritesWhenCollected(folder / "object"), WarnsWhenAskedForItsClass()])
     weakref.finalize(pool, (folder / "finalized").write_text, "finalizer")
 
 
@@ -84,6 +92,7 @@ def test_node_ends_as_every_python_process_does(tmp_path: Path) -> None:
             "finalizer",
         ]
     assert (tmp_path / "daemon").read_text() == "kept by a frame"
+    assert "asked for __class__" not in "".join(log.read_text() for log in (tmp_path / "run" / "logs").glob("*.log"))
 
 
 def _run_for_ever() -> None:
