@@ -77,15 +77,16 @@ def _folder(run: str | None) -> Path:
 
 
 def _checked(run_dir: Path, node: str) -> tuple[Path, str]:
-    """The node that is meant: of several that wait, the one that is named.
+    """The node that is meant: of several that wait, the one that is named, or the only one of the named group.
 
     Raises:
         UsageError: it does not wait in a debugger, or on another host.
     """
     waiting = waiting_nodes(run_dir)
     places = "; ".join(f"{name} at {facts['place']}" for name, facts in waiting.items())
-    if not node and len(waiting) == 1:
-        node = next(iter(waiting))
+    meant = [name for name in waiting if not node or name.rpartition("/")[0] == node]
+    if len(meant) == 1:
+        node = meant[0]
     if not node:
         what = f"say which node: {places}" if waiting else "no node waits in a debugger"
         raise UsageError(f"run {run_dir.name}: {what}")

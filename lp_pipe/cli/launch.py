@@ -99,6 +99,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser.add_argument("--setup", metavar="MODULE:FUNCTION", help="a function that runs first in every node")
     parser.add_argument(
         "--log-level",
+        type=str.upper,
         choices=["DEBUG", "INFO", "WARNING", "ERROR"],
         help="of the root logger and of absl, here and in the nodes (default: as the target sets it)",
     )

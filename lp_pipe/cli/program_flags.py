@@ -2,7 +2,8 @@
 
 They are in sys.argv, and of a function that makes a program each parameter is one. Such a flag has the type of its
 parameter's annotation, else of its default: int, float, str, bool, Path, an Enum (by the names of its members), a
-Literal, None or one of these, or a list, tuple or set of these, separated by commas.
+Literal, None or one of these, or a list, tuple or set of these, separated by commas. Where there is neither type nor
+default, or None is the default, a number or None is read as such, and all else is text.
 """
 
 import argparse
@@ -68,14 +69,17 @@ class Flags:
 
 
 class MakerFlags:
-    """The flags of a function; its first `num_given` parameters and those in `others` are given otherwise."""
+    """The flags of a function, without its first `num_given` parameters and those for which absl has a flag."""
 
     def __init__(
-        self, target: str, function: Callable[..., Any], num_given: int = 0, others: Collection[str] = ()
+        self, target: str, function: Callable[..., Any], num_given: int = 0, absl_names: Collection[str] = ()
     ) -> None:
         self._target = target
         self._function = function
-        self._parameters = [one for one in _parameters(function)[num_given:] if one.name not in others]
+        parameters = _parameters(function)[num_given:]
+        self._parameters = [one for one in parameters if one.name not in absl_names]
+        self._of_absl = [one for one in parameters if one.name in absl_names]
+        self._absl_names = sorted(absl_names)
         self._kinds = _annotations(function)
 
     @property
@@ -96,14 +100,20 @@ class MakerFlags:
                 raise UsageError(f"{self._target} needs -- --{one.name}=VALUE; {self._see()}")
         return Flags({name: self._collected(name, value) for name, value in values.items()}, unknown)
 
+    def given_to_absl(self) -> dict[str, Any]:
+        """Return the values of the parameters for which absl has a flag: those that are given or have no default."""
+        found = {one: sys.modules["absl.flags"].FLAGS[one.name] for one in self._of_absl}
+        return {one.name: flag.value for one, flag in found.items() if flag.present or one.default is one.empty}
+
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
         """Say which flags the program does not take.
 
         Raises:
             UsageError: always.
         """
-        meant = nearest(unknown[0].partition("=")[0], [f"--{name}" for name in self.names])
-        takes = ", ".join(f"--{name}" for name in self.names)
+        names = [f"--{name}" for name in [*self.names, *self._absl_names]]
+        meant = nearest(unknown[0].partition("=")[0], names)
+        takes = ", ".join(names)
         known = f"; it takes {takes}" if takes else "; it takes none"
         raise UsageError(f"{self._target} does not take {' '.join(unknown)}{meant or known}")
 
@@ -170,7 +180,7 @@ def _annotations(function: Callable[..., Any]) -> dict[str, Any]:
 
 def _kind_of_default(default: Any) -> Any:
     if default is None or default is inspect.Parameter.empty:
-        return str
+        return Any
     if isinstance(default, list | tuple | set) and default:
         return list[type(next(iter(default)))]  # type: ignore[misc]
     return type(default)
@@ -215,7 +225,7 @@ def _reader(kind: Any) -> _Read:
     if kind in (int, float, str) or (isinstance(kind, type) and issubclass(kind, pathlib.PurePath)):
         return _named_as(kind, kind)
     if kind in (Any, object):
-        return _named_as(str, str)
+        return _named_as(_first_of([int, float, str], has_none=True), Any)
     return _named_as(_literal, kind)
 
 
@@ -281,7 +291,7 @@ def _named(kind: Any) -> str:
         return "|".join(map(str, typing.get_args(kind)))
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return "|".join(kind.__members__)
-    return getattr(kind, "__name__", None) or str(kind)
+    return "value" if kind in (Any, object) else getattr(kind, "__name__", None) or str(kind)
 
 
 def _shown(default: Any) -> str:

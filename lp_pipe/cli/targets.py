@@ -162,8 +162,9 @@ def _load(text: str, program_flags: Sequence[str], num_given: int = 0) -> _Loade
         raise SystemExit(0)
     flags = Flags({}, list(program_flags)) if is_program else maker.parse(program_flags)
     unknown = _without_absl(text, flags.unknown, maker)
+    values = None if is_program else {**flags.values, **maker.given_to_absl()}
     place = f"{target.place}:{name}"
-    return _Loaded(text, place, module, found, maker, None if is_program else flags.values, unknown)
+    return _Loaded(text, place, module, found, maker, values, unknown)
 
 
 def _find_file(target: Target) -> Path:
@@ -270,7 +271,11 @@ def _may_read_later(module: ModuleType) -> bool:
 
 def _find_name(target: Target, module: ModuleType) -> tuple[str, Any]:
     """The program, or the function that makes it, with the name under which it was found."""
-    names = [target.name] if target.name else [name for name in DEFAULT_NAMES if hasattr(module, name)]
+    names = (
+        [target.name]
+        if target.name
+        else [name for name in DEFAULT_NAMES if not isinstance(getattr(module, name, module), ModuleType)]
+    )
     if not names or not hasattr(module, names[0]):
         raise UsageError(_no_such_name(target, module))
     found = getattr(module, names[0])

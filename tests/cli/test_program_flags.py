@@ -109,7 +109,10 @@ def test_only_what_is_given_is_passed_on() -> None:
         (["--folder=a/b"], "folder", Path("a/b")),
         (["--noted=4"], "noted", 4),
         (["--options={'a': 1}"], "options", {"a": 1}),
-        (["--untyped=1"], "untyped", "1"),
+        (["--untyped=1"], "untyped", 1),
+        (["--untyped=0.1"], "untyped", 0.1),
+        (["--untyped=none"], "untyped", None),
+        (["--untyped=a,b"], "untyped", "a,b"),
     ],
 )
 def test_a_flag_has_the_type_of_its_parameter(flags: list[str], name: str, value: Any) -> None:
@@ -188,3 +191,38 @@ def test_flags_of_absl_and_parameters_go_together(brief_command: Command, folder
     listed = brief_command("graph", "demo.py", "--", "--help").stdout
     assert "--num_producers" in listed and "--extra: More." in listed
     assert "did you mean '--num_producers'" in brief_command("graph", "demo.py", "--", "--num_produces=3").stderr
+
+
+LAUNCHPADS = """
+from absl import app, flags
+import lp_pipe as lp
+from lp_pipe import *
+
+FLAGS = flags.FLAGS
+flags.DEFINE_integer("num_producers", 2, "The number of concurrent producers.")
+
+def make_program(num_producers: int, delay=0.0) -> lp.Program:
+    program = lp.Program("producers")
+    with program.group("producer"):
+        for _ in range(num_producers):
+            program.add_node(lp.CourierNode(dict))
+    return program
+
+def main(_):
+    lp.launch(make_program(FLAGS.num_producers))
+
+if __name__ == "__main__":
+    app.run(main)
+"""
+
+
+def test_a_parameter_that_is_a_flag_of_absl_has_its_value(brief_command: Command, folder: Path) -> None:
+    """As in Launchpad's examples; a module that is named `program` is no program."""
+    (folder / "demo.py").write_text(LAUNCHPADS)
+    assert "producers: 2 nodes" in brief_command("graph", "demo.py").stdout
+    assert "producers: 5 nodes" in brief_command("graph", "demo.py", "--", "--num_producers=5", "--delay=1").stdout
+    wrong = brief_command("graph", "demo.py", "--", "--producers=5")
+    assert wrong.returncode == 2 and "--num_producers" in wrong.stderr
+    (folder / "demo.py").write_text(LAUNCHPADS.replace("num_producers: int", "num_producers=7"))
+    assert "producers: 7 nodes" in brief_command("graph", "demo.py").stdout
+    assert "producers: 5 nodes" in brief_command("graph", "demo.py", "--", "--num_producers=5").stdout

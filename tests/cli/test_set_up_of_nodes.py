@@ -68,7 +68,7 @@ def test_log_level_is_that_of_all_modes(
     mode: str, set_up: str, level: str, expected: str, command: Command, folder: Path
 ) -> None:
     (folder / "demo.py").write_text(PROGRAM.format(set_up=set_up))
-    done = command("launch", "demo.py", f"--mode={mode}", f"--log-level={level}")
+    done = command("launch", "demo.py", f"--mode={mode}", f"--log-level={level.lower()}")
     assert done.returncode == 0
     found = [text for text in ("1 info", "2 absl", "3 warning") if text in done.stderr]
     assert " ".join(found) == expected, done.stderr
