@@ -93,7 +93,7 @@ def test_the_graph_shows_who_talks_to_whom() -> None:
     program = lp.Program("graph")
     feeder = program.add_node(lp.CourierNode(Feeder, BATCHES), label="feeder")
     pipeline = pp.add_pipeline(program, model_with_everything(), stages=3, inputs=feeder)
-    program.add_node(lp.PyNode(train, pipeline), label="trainer")
+    program.add_node(lp.PyNode(train, pipeline, []), label="trainer")
     assert set(program.edges()) == {
         # The first stage and the last one ask the feeder, and the first one conducts.
         *(Edge(user, "feeder/0") for user in ("stages/0", "stages/2")),
