@@ -14,6 +14,8 @@ SVG = "{http://www.w3.org/2000/svg}"
 class Server:
     """Serves."""
 
+    def __init__(self, *peers: object) -> None: ...
+
 
 def use(*handles: object) -> None:
     """Calls."""
