@@ -14,6 +14,8 @@ class Feeder:
 class Stage:
     """Knows the feeder and its neighbours."""
 
+    def __init__(self, *known: object) -> None: ...
+
 
 def train(*handles: object) -> None:
     """The user of everything."""
