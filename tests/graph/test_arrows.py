@@ -8,6 +8,8 @@ from lp_pipe.graph.arrows import End, arrows_of
 class Server:
     """Serves."""
 
+    def __init__(self, *peers: object) -> None: ...
+
 
 def use(*handles: object) -> None:
     """Calls."""
