@@ -1,9 +1,12 @@
 """What lp_pipe does where Python's standard library or cloudpickle has lost its private parts."""
 
+import ast
 import enum
 import logging
+import re
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +16,24 @@ from lp_pipe import private_python
 from lp_pipe.connections.thread_locks import release_if_held_here
 from lp_pipe.rpc import codec
 from lp_pipe.rpc.classes import ClassReference
-from tests.test_private_torch import names_asked_for_in, without
+
+PRIVATE = re.compile(r"_(?!lp_pipe_)[A-Za-z]\w*")  # lp_pipe marks objects of others by names that begin with its own
+
+
+def names_asked_for_in(module: Any) -> list[str]:
+    """Return the private names that the module looks up: its string constants."""
+    tree = ast.parse(Path(module.__file__).read_text())
+    constants = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    return sorted({value for value in constants if isinstance(value, str) and PRIVATE.fullmatch(value)})
+
+
+def without(*lost: str) -> Callable[..., Any]:
+    """Return a getattr for which objects lack these names. torch itself still has them, and uses them."""
+
+    def look_up(owner: Any, name: str, *default: Any) -> Any:
+        return getattr(owner, "lost" if name in lost else name, *default)
+
+    return look_up
 
 
 @pytest.fixture

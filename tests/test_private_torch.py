@@ -2,8 +2,7 @@
 
 import ast
 import functools
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,9 @@ import lp_pipe
 import lp_pipe.pipeline as pp
 from lp_pipe import private_torch
 from tests.pipeline.plain_loop import launched_many
+from tests.test_private_python import PRIVATE, names_asked_for_in, without
 
 PACKAGE = Path(lp_pipe.__file__).parent
-PRIVATE = re.compile(r"_(?!lp_pipe_)[A-Za-z]\w*")  # lp_pipe marks objects of others by names that begin with its own
 # Of os, sys, namedtuple and Enum.
 DOCUMENTED = {"_exit", "_current_frames", "_getframe", "_replace", "_fields", "_asdict", "_make", "_name_", "_value_"}
 # Everything that a user may have hooked into torch is looked up in these.
@@ -69,22 +68,6 @@ def test_no_other_module_asks_for_a_private_part_of_torch_or_python() -> None:
     own = own_names()
     found = {name: set(private_names_in(tree, own)) for name, tree in modules().items()}
     assert {name: names for name, names in found.items() if names} == {}
-
-
-def names_asked_for_in(module: Any) -> list[str]:
-    """Return the private names that the module looks up: its string constants."""
-    tree = ast.parse(Path(module.__file__).read_text())
-    constants = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
-    return sorted({value for value in constants if isinstance(value, str) and PRIVATE.fullmatch(value)})
-
-
-def without(*lost: str) -> Callable[..., Any]:
-    """Return a getattr for which objects lack these names. torch itself still has them, and uses them."""
-
-    def look_up(owner: Any, name: str, *default: Any) -> Any:
-        return getattr(owner, "lost" if name in lost else name, *default)
-
-    return look_up
 
 
 class Scaled(nn.Parameter):

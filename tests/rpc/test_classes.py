@@ -146,7 +146,7 @@ class Day(datetime.date, enum.Enum):
 
 
 class Operation(enum.Enum):
-    ADD = functools.partial(lambda one, other: one + other)
+    ADD = enum.member(functools.partial(lambda one, other: one + other))  # Python 3.13 takes a bare one for a method
 
 
 class ContainsAll(enum.EnumMeta):
