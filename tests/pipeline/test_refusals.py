@@ -194,9 +194,7 @@ def test_a_target_that_is_cut_at_other_samples_is_refused(source: str, target_si
     model = pp.Model([LINEAR, LINEAR], lambda output, target: output.mean(), sgd)
     with launched("thread", model, [batch] if source == "feeder" else None, stages=2, microbatches=5) as pipeline:
         call = pipeline.step if source == "feeder" else lambda: pipeline.step(batch)
-        with pytest.raises(
-            pp.PipelineError, match=rf"differ in their first dimension: \[\(12, .*\({target_size}, "
-        ) as got:
+        with pytest.raises(pp.PipelineError, match=rf"12 and {target_size} samples") as got:
             call()
         assert f"in the {'feeder' if source == 'feeder' else 'batch of step 0'}" in str(got.value)
         assert pipeline.current_step() == 0

@@ -91,8 +91,8 @@ def is_of(key: Key, state: Collection[str], parameters: Collection[str]) -> bool
 
 def joined(found: Mapping[Key, Any]) -> Saved:
     """Entries of any number of workers, put together."""
+    saved = Saved({}, {}, found.get(("lr_scheduler",)), [], {}, {}, found.get(("lr_scheduler_kind",)))
     settings: dict[str, dict[str, Any]] = {}
-    saved = Saved({}, {}, found.get(("lr_scheduler",)), [], {}, {}, found.get(("lr_scheduler_kind",)), settings)
     versions: dict[str, dict[str, Any]] = {}
     for key, value in found.items():
         match key:
@@ -115,7 +115,7 @@ def joined(found: Mapping[Key, Any]) -> Saved:
                 older = versions.setdefault(worker, {"older": {}})["older"]
                 older.setdefault(int(version), {})[name] = value
     saved.versions.extend(versions.values())
-    return saved
+    return saved._replace(settings=settings or None)
 
 
 def _of_parameter(saved: Saved, name: str) -> dict[str, Any]:

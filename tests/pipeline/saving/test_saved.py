@@ -24,7 +24,8 @@ def test_a_share_comes_back_from_its_entries() -> None:
     whole = share("0.weight", 5)
     unscheduled = whole._replace(lr_scheduler=None, scheduler_kind=None)
     synchronous = whole._replace(versions=[])
-    for original in (whole, unscheduled, synchronous):
+    changed = whole._replace(settings={"0": {"training": False}})
+    for original in (whole, unscheduled, synchronous, changed):
         assert joined(entries(original, 0)) == original
 
 
