@@ -1,7 +1,9 @@
 """Arguments that do not fit what a node or a Deferred will call: refused in the process that declares it."""
 
+import functools
 import inspect
 import sys
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +13,10 @@ _PREFIXES: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Para
 def check_arguments(
     what: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], hint: str = ""
 ) -> None:
-    """Refuse arguments with which `function` cannot be called; pass where it does not tell its parameters.
+    """Refuse arguments with which `function` cannot be called.
+
+    Only what Python code says of its parameters counts: those of builtins, and of classes without an `__init__` or
+    `__new__` in Python, are left to the call.
 
     Raises:
         TypeError: says `what` will call the function, its parameters, and which of them do not fit; ends with `hint`.
@@ -37,6 +42,8 @@ def declared_at() -> str:
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
+    if not _has_python_parameters(function):
+        return None
     try:
         # One that was set by hand may lie: pydantic's models ignore arguments that theirs does not have.
         if inspect.getattr_static(function, "__signature__", None) is not None:
@@ -45,6 +52,15 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
         return inspect.signature(function, follow_wrapped=False)
     except Exception:  # builtins have none, and metaclasses may raise anything
         return None
+
+
+def _has_python_parameters(function: Any) -> bool:
+    while isinstance(function, functools.partial):
+        function = function.func
+    if not isinstance(function, type):
+        return not inspect.isbuiltin(function)
+    makers = (type(function).__call__, function.__new__, function.__init__)  # type: ignore[misc]
+    return any(isinstance(maker, types.FunctionType) for maker in makers)
 
 
 def _described(parameter: inspect.Parameter) -> str:
