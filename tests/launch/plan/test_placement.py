@@ -178,7 +178,9 @@ def test_torch_that_is_first_imported_inside_the_node_computes_with_the_nodes_th
     def is_loaded() -> bool:
         return "torch" in sys.modules
 
-    program = program_of(one=(1, lp.Resources(threads=1)), three=(1, lp.Resources(threads=3)))
+    # Fresh interpreters: a forked node has torch from the start where this process has imported it.
+    options = {"fresh_interpreter": True}
+    program = program_of(one=(1, lp.Resources(threads=1, **options)), three=(1, lp.Resources(threads=3, **options)))
     with lp.launch(program, "process") as run:
         assert not run.client("three").ask(is_loaded)
         assert run.client("three").ask(torch_threads) == 3
