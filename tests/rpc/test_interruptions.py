@@ -72,7 +72,27 @@ class Interrupter:
 
 
 def at_many_places(operation: Operation, action: Operation, check: Callable[[object], None], step: int) -> None:
-    """Interrupt the operation once at each place, `step` bytecodes apart; `check` gets what came of it."""
+    """Interrupt the operation once at each place, `step` bytecodes apart; `check` gets what came of it.
+
+    In a thread of its own: raising as an `except` clause begins leaves CPython with that exception as the context of all
+    later ones in the thread, which other tests would see.
+    """
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            _at_many_places(operation, action, check, step)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if failures:
+        raise failures[0]
+
+
+def _at_many_places(operation: Operation, action: Operation, check: Callable[[object], None], step: int) -> None:
     at = 0
     while True:
         one = Interrupter(at, action)

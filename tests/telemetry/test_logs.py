@@ -56,7 +56,7 @@ def test_lines_of_both_streams_are_passed_on_up_to_the_end() -> None:
 def test_a_line_without_its_end_is_shown_then_settles_and_a_bar_is_passed_on_in_its_last_state() -> None:
     output = Output()
     output.is_read.set()
-    pump = LogPump(output)
+    pump = LogPump(output, selectors.DefaultSelector())
     pump.start()
     stdout, stderr = pump.add_node("node/0")
     os.write(stdout, b"downloading ... ")
