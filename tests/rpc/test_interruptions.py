@@ -74,8 +74,8 @@ class Interrupter:
 def at_many_places(operation: Operation, action: Operation, check: Callable[[object], None], step: int) -> None:
     """Interrupt the operation once at each place, `step` bytecodes apart; `check` gets what came of it.
 
-    In a thread of its own: raising as an `except` clause begins leaves CPython with that exception as the context of all
-    later ones in the thread, which other tests would see.
+    In a thread of its own: raising as an `except` clause begins leaves CPython with that exception as the context of
+    all later ones in the thread, which other tests would see.
     """
     failures: list[BaseException] = []
 
