@@ -10,6 +10,7 @@ os.environ["PYTHON_COLORS"] = "0"
 
 import gc
 import importlib.util
+import logging
 import shutil
 import signal
 import subprocess
@@ -75,6 +76,24 @@ def _state_folders(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
     os.environ["LP_PIPE_RUNS"] = str(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(autouse=True)
+def _own_logging() -> Iterator[None]:
+    """Restore the level of logging: nodes of later tests take it over, and would not say what these wait for."""
+    root = logging.getLogger()
+    level, disabled, loggers = (
+        root.level,
+        root.manager.disable,
+        [logging.getLogger(name) for name in ("lp_pipe", "absl")],
+    )
+    levels = [(logger, logger.level, logger.disabled) for logger in loggers]
+    yield
+    root.setLevel(level)
+    logging.disable(disabled)
+    for logger, own_level, is_disabled in levels:
+        logger.setLevel(own_level)
+        logger.disabled = is_disabled
 
 
 @pytest.fixture
