@@ -83,7 +83,7 @@ def test_whichever_thread_cannot_be_started_launch_says_so_and_takes_down_what_w
             else:
                 run.stop()
                 launched_even_so += 1
-    assert launched_even_so <= 1, "only the thread that asks git for the commit may be missing"
+    assert launched_even_so <= 2, "only threads that a run can do without, as that which asks git, may be missing"
 
 
 def test_a_run_that_finds_no_thread_to_be_asked_in_goes_on_and_says_so(
