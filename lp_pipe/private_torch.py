@@ -430,7 +430,12 @@ def print_options() -> dict[str, Any]:
 
 
 def validates_distributions() -> bool:
-    """Return the default of `validate_args` of torch.distributions. Lost: torch's own."""
+    """Return the default of `validate_args` of torch.distributions. Lost: torch's own.
+
+    torch's compiler turns it off, and patches the tracer too: where it has, the value is not the script's.
+    """
+    if hasattr(torch.fx.Tracer.trace, "_torchdynamo_disable"):
+        return __debug__
     found: bool = getattr(torch.distributions.Distribution, "_validate_args", __debug__)
     return found
 

@@ -145,6 +145,7 @@ with program.group("fresh", resources=lp.Resources(fresh_interpreter=True)):
 if __name__ == "__main__":
     if "with torch" in sys.argv:
         import torch
+        torch.compile(abs, backend="eager")  # changes settings of torch by itself
     lp.launch(program).wait()
     print("loaded in the script:", sorted({"torch", "absl"} & sys.modules.keys()))
 """
