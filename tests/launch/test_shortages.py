@@ -37,7 +37,7 @@ class Threads:
     """Counts those that the main thread starts, and fails the start of one, as CPython does."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count = 0
+        self.names: list[str] = []
         self.failing = 0
         self._start = threading.Thread.start
         monkeypatch.setattr(threading.Thread, "start", lambda thread: self._started(thread))
@@ -45,8 +45,8 @@ class Threads:
     def _started(self, thread: threading.Thread) -> None:
         # A run goes on without the thread that completes its record.
         if threading.current_thread() is threading.main_thread() and thread.name != "record of the run":
-            self.count += 1
-            if self.count == self.failing:
+            self.names.append(thread.name)
+            if len(self.names) == self.failing:
                 raise RuntimeError("can't start new thread")
         self._start(thread)
 
@@ -65,16 +65,19 @@ def most_descriptors(more: int) -> Iterator[None]:
 def test_whichever_thread_cannot_be_started_launch_says_so_and_takes_down_what_was(
     mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    lp.launch(asking_program(), mode, listed=False).stop()  # also starts what a process starts once
     threads = Threads(monkeypatch)
     run = lp.launch(asking_program(), mode, listed=False)
-    needed = threads.count  # before the stop, which may start some as well
+    needed = list(threads.names)  # before the stop, which may start some as well
     run.stop()
-    assert needed >= 3
+    assert len(needed) >= 3
 
-    for failing in range(1, needed + 1):
-        threads.count, threads.failing = 0, failing
+    for number, name in enumerate(needed, 1):
+        threads.names.clear()
+        threads.failing = number
         with assert_no_leaks(), pytest.raises(lp.LaunchError, match=r"'asking' could not be launched.*ulimit -u"):
-            lp.launch(asking_program(), mode, listed=False)
+            lp.launch(asking_program(), mode, listed=False).stop()
+            pytest.fail(f"launched without {name}: needed {needed}, started {threads.names}")
 
 
 def test_a_run_that_finds_no_thread_to_be_asked_in_goes_on_and_says_so(
@@ -82,7 +85,8 @@ def test_a_run_that_finds_no_thread_to_be_asked_in_goes_on_and_says_so(
 ) -> None:
     threads = Threads(monkeypatch)
     lp.launch(asking_program(), mode, listed=False, hang_after=None).stop()
-    threads.count, threads.failing = 0, threads.count + 1  # the one that accepts the control's callers
+    threads.failing = len(threads.names) + 1  # the one that accepts the control's callers
+    threads.names.clear()
 
     with lp.launch(asking_program(), mode, listed=True, hang_after=None) as run:
         assert run.client("server").ping() == "pong"
