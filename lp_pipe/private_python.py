@@ -69,6 +69,17 @@ def is_held_here(lock: Any) -> bool:
     return True
 
 
+def release_if_held_here(lock: Any) -> None:
+    """Release an RLock that the calling thread holds.
+
+    For locks that a signal handler's exception has left locked between two bytecodes. Code that runs on top of an
+    interrupted critical section (a signal handler, `__del__`, a trace function) must not wait for the section's lock:
+    only the interrupted code below it on the same stack can release that.
+    """
+    while is_held_here(lock):
+        lock.release()
+
+
 def open_log_file(handler: logging.FileHandler) -> None:
     """Open the handler's file. Lost: the handler does so with its first line."""
     handler.stream = getattr(handler, "_open", lambda: None)()

@@ -13,7 +13,7 @@ import pytest
 from cloudpickle import cloudpickle
 
 from lp_pipe import private_python
-from lp_pipe.connections.thread_locks import release_if_held_here
+from lp_pipe.private_python import release_if_held_here
 from lp_pipe.rpc import codec
 from lp_pipe.rpc.classes import ClassReference
 

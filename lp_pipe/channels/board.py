@@ -18,7 +18,7 @@ import time
 
 from lp_pipe.channels import kinds
 from lp_pipe.channels.segments import announcement, opened
-from lp_pipe.connections.when_gone import when_gone
+from lp_pipe.connections.finalizer import add_finalizer
 
 # Others may see stores in another order than they were made in; Python has no means to forbid it.
 is_board_supported = kinds.is_shm_supported() and platform.machine() in ("x86_64", "AMD64")
@@ -50,7 +50,7 @@ class Board:
         size = 8 * (_ENTRIES + _ENTRY * credits)
         os.ftruncate(descriptor, size)
         board = Board(mmap.mmap(descriptor, size), credits)
-        when_gone(board, os.close, descriptor)
+        add_finalizer(board, os.close, descriptor)
         return board, announcement(descriptor, [credits])
 
     @staticmethod

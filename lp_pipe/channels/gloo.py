@@ -25,7 +25,7 @@ from lp_pipe.channels.packing import Layout, TensorSpec, separate_tensors
 from lp_pipe.channels.ranks import RECEIVER, TAGS, Backend
 from lp_pipe.channels.recycler import Recycler
 from lp_pipe.channels.transport import TransferError
-from lp_pipe.connections.shortage import check_descriptors
+from lp_pipe.connections.resource_limits import check_descriptors
 from lp_pipe.private_torch import gloo_group
 
 _ABORT_TAG, _WORD_TAG = TAGS, TAGS + 1

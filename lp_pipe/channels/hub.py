@@ -10,7 +10,7 @@ from lp_pipe.channels.messages import Opening
 from lp_pipe.channels.packing import CPU
 from lp_pipe.channels.receiver import Receiver
 from lp_pipe.connections import Connection, Frame, PulledConnection, frames
-from lp_pipe.connections.shortage import not_taken_in
+from lp_pipe.connections.resource_limits import describe_rejection
 from lp_pipe.errors import ChannelClosed
 
 
@@ -138,7 +138,7 @@ class _Incoming:
         try:
             receiver._attach(self.connection, inlet, peer, has_board=self.opening.has_board)
         except Exception as error:  # out of descriptors, memory or threads
-            self._refuse(receiver, f"{self._hub.name}: {not_taken_in(error)}")
+            self._refuse(receiver, f"{self._hub.name}: {describe_rejection(error)}")
             return
         if self.connection.closed_reason is not None:
             receiver._on_close(self.connection.closed_reason)  # it closed while nobody was attached

@@ -3,7 +3,7 @@
 import os
 import secrets
 
-from lp_pipe.connections import Connection, PulledConnection, local, spanning
+from lp_pipe.connections import Connection, PulledConnection, run_endpoints, same_host
 from lp_pipe.connections.kernel_calls import has_epoll, has_memfd
 
 KINDS = ("auto", "inproc", "shm", "grpc", "gloo", "nccl")
@@ -50,23 +50,27 @@ def choose(kind: str, endpoint: str, *, is_on_gpu: bool = False) -> str:
 
 
 def _fitting(endpoint: str) -> tuple[str, ...]:
-    if endpoint.startswith(spanning.WAYS):
-        return (*_FITTING["unix"], "grpc") if spanning.is_near(endpoint) else _FITTING["tls"]
-    scheme = "inproc" if local.is_inside(endpoint) else endpoint.partition(":")[0]
+    if endpoint.startswith(run_endpoints.HOSTS):
+        return (*_FITTING["unix"], "grpc") if run_endpoints.is_same_host(endpoint) else _FITTING["tls"]
+    scheme = "inproc" if same_host.is_same_process(endpoint) else endpoint.partition(":")[0]
     return _FITTING.get(scheme, ("stream",))
 
 
 def _shown(endpoint: str) -> str:
     """For messages: of a node of a run on several hosts that is what decides, and not the ways to it."""
-    if not endpoint.startswith(spanning.WAYS):
+    if not endpoint.startswith(run_endpoints.HOSTS):
         return endpoint.partition("#")[0]  # without the token
-    place = "this host" if spanning.is_near(endpoint) else "another host"
-    return f"a node on {place} ({spanning.host_name(endpoint)})"
+    place = "this host" if run_endpoints.is_same_host(endpoint) else "another host"
+    return f"a node on {place} ({run_endpoints.host_name(endpoint)})"
 
 
 def way(kind: str, endpoint: str) -> str:
     """How a sender of the chosen kind reaches the hub: over the network if it asked for that, also on one host."""
-    return spanning.far_way(endpoint) if kind == "grpc" and endpoint.startswith(spanning.WAYS) else endpoint
+    return (
+        run_endpoints.network_endpoint(endpoint)
+        if kind == "grpc" and endpoint.startswith(run_endpoints.HOSTS)
+        else endpoint
+    )
 
 
 def choice(kind: str, *, same_process: bool) -> str:
@@ -79,7 +83,7 @@ def hub_endpoint(kind: str, usual: str) -> str:
 
     A hub over gRPC makes a token of its own, which only those learn who are told its endpoint.
     """
-    if kind != "grpc" or usual.startswith(spanning.NAME):  # that listens over gRPC in any case
+    if kind != "grpc" or usual.startswith(run_endpoints.NAME):  # that listens over gRPC in any case
         return usual
     return f"grpc:127.0.0.1:0#{secrets.token_hex(32)}"
 

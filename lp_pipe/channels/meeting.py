@@ -4,7 +4,7 @@ That is the loopback between processes of one host. Between hosts it is the addr
 reached in its run (`--interface`), and outside of a run the one from which the other end is reached.
 """
 
-from lp_pipe.connections import spanning, tcp_endpoint
+from lp_pipe.connections import run_endpoints, tcp_endpoint
 from lp_pipe.connections.routes import LOOPBACK, is_loopback, local_address_towards
 
 
@@ -15,14 +15,14 @@ def senders_address(endpoint: str) -> str:
         OSError: there is no way to the hub's host.
     """
     run = ""
-    if endpoint.startswith(spanning.WAYS):
-        ways = spanning.Ways.of(endpoint)
-        if ways.is_near:
+    if endpoint.startswith(run_endpoints.HOSTS):
+        ways = run_endpoints.HostEndpoint.of(endpoint)
+        if ways.is_same_host:
             return LOOPBACK
-        run, endpoint = ways.run, ways.far
+        run, endpoint = ways.run, ways.tls_endpoint
     if not endpoint.startswith((tcp_endpoint.SECURE, tcp_endpoint.TLS)):
         return LOOPBACK
-    return spanning.own_address(run) or local_address_towards(tcp_endpoint.parse(endpoint).host)
+    return run_endpoints.listen_address(run) or local_address_towards(tcp_endpoint.parse(endpoint).host)
 
 
 def receivers_address(endpoint: str, sender: str) -> str:
@@ -33,5 +33,5 @@ def receivers_address(endpoint: str, sender: str) -> str:
     """
     if not sender or is_loopback(sender):
         return sender or LOOPBACK
-    run = spanning.run_and_address(endpoint)[0] if endpoint.startswith(spanning.NAME) else ""
-    return spanning.own_address(run) or local_address_towards(sender)
+    run = run_endpoints.split_name(endpoint)[0] if endpoint.startswith(run_endpoints.NAME) else ""
+    return run_endpoints.listen_address(run) or local_address_towards(sender)

@@ -21,8 +21,8 @@ from torch import Tensor
 from lp_pipe.channels.note_store import CONNECT_PATIENCE_S, NoteStore
 from lp_pipe.channels.packing import CPU, Layout
 from lp_pipe.channels.transport import Half, Notify, TransferError
+from lp_pipe.connections.resource_limits import describe_error
 from lp_pipe.connections.routes import is_loopback
-from lp_pipe.connections.shortage import told
 from lp_pipe.errors import Unavailable
 
 SENDER, RECEIVER = 0, 1
@@ -121,7 +121,7 @@ class Pair(Half):
         except TransferError as error:
             failure = error
         except (RuntimeError, OSError) as error:  # Unavailable is one, too
-            failure = TransferError(self._explained(told(error)))
+            failure = TransferError(self._explained(describe_error(error)))
         else:
             try:
                 making.set_result(group)

@@ -10,7 +10,7 @@ from torch import Tensor
 from lp_pipe.channels.packing import TensorSpec, empty_tensor, tensor_over
 from lp_pipe.channels.transport import NoRoomError
 from lp_pipe.connections.memory import fresh_memory
-from lp_pipe.connections.shortage import told
+from lp_pipe.connections.resource_limits import describe_error
 
 _LARGE_BYTES = 1 << 20  # below, malloc itself recycles
 _IDLE_REFERENCES = 3  # the list of blocks, the loop's variable, and getrefcount's argument
@@ -50,5 +50,7 @@ class Recycler:
         try:
             self._blocks.append(fresh_memory(size))
         except OSError as error:
-            raise NoRoomError(error.errno, f"there is no more room for {size} bytes: {told(error)}") from error
+            raise NoRoomError(
+                error.errno, f"there is no more room for {size} bytes: {describe_error(error)}"
+            ) from error
         return self._blocks[-1]

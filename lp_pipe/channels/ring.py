@@ -20,7 +20,7 @@ from torch import Tensor
 from lp_pipe.channels.packing import Layout, separate_tensors
 from lp_pipe.channels.segments import OpenSegments, Segment, Slot
 from lp_pipe.channels.transport import Inlet, NoRoomError, Outlet, TransferError
-from lp_pipe.connections.shortage import told
+from lp_pipe.connections.resource_limits import describe_error
 
 LEAST_LENT_BYTES = 1 << 18  # below, copying costs less than keeping count
 
@@ -65,7 +65,7 @@ class RingOutlet(Outlet):
             segment = Segment(self._next_token, count, slot_bytes, is_lent=is_large)
         except OSError as error:
             what = f"{count * slot_bytes} bytes of shared memory for messages of {size} bytes"
-            raise NoRoomError(error.errno, f"there is no more room for {what}: {told(error)}") from error
+            raise NoRoomError(error.errno, f"there is no more room for {what}: {describe_error(error)}") from error
         self._next_token += count
         segments.append(segment)
         token = segment.take()
@@ -83,7 +83,7 @@ class RingInlet(Inlet):
             try:
                 self._segments.open(buffers[0])
             except OSError as error:
-                self._failure = TransferError(f"the receiver cannot open the sender's memory: {told(error)}")
+                self._failure = TransferError(f"the receiver cannot open the sender's memory: {describe_error(error)}")
         if self._failure is not None:
             return self._failure
         slot, is_lent = self._segments.slot(token)

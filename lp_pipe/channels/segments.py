@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from lp_pipe.channels.packing import Layout, tensor_over
-from lp_pipe.connections.forked import private_when_forked
-from lp_pipe.connections.when_gone import when_gone
+from lp_pipe.connections.finalizer import add_finalizer
+from lp_pipe.connections.fork_isolation import make_private_in_children
 
 _FREE, _USED = b"\0", b"\1"
 
@@ -50,7 +50,7 @@ class Slot:
     def lent(self) -> Any:
         """A buffer over the slot, which is free again once neither the buffer nor a view of it is used."""
         loan = (ctypes.c_char * self._size).from_buffer(self._mapping, self._offset)
-        when_gone(loan, self._give_back, os.getpid())
+        add_finalizer(loan, self._give_back, os.getpid())
         return loan
 
     def _give_back(self, borrower: int) -> None:
@@ -71,7 +71,7 @@ class Segment:
         self.is_announced = False
         self._count = count
         self._fd = os.memfd_create("lp_pipe-channel", os.MFD_CLOEXEC)
-        when_gone(self, os.close, self._fd)
+        add_finalizer(self, os.close, self._fd)
         os.ftruncate(self._fd, _flags_bytes(count) + count * slot_bytes)
         self._mapping, self._slots = _mapped(self._fd, count, slot_bytes)
 
@@ -111,7 +111,7 @@ class OpenSegments:
         try:
             mapping, slots = _mapped(descriptor, count, slot_bytes)
             if is_lent:
-                private_when_forked(mapping, descriptor)
+                make_private_in_children(mapping, descriptor)
         finally:
             os.close(descriptor)
         self._slots[first] = slots, is_lent

@@ -16,7 +16,7 @@ from lp_pipe.channels.posting import Posting
 from lp_pipe.channels.pulling import Pulling
 from lp_pipe.channels.transport import NoRoomError, Outlet, TransferError
 from lp_pipe.connections import Connection, Frame, PulledConnection, frames
-from lp_pipe.connections.shortage import told
+from lp_pipe.connections.resource_limits import describe_error
 from lp_pipe.errors import ChannelClosed, Unavailable
 from lp_pipe.telemetry import waits
 
@@ -170,7 +170,7 @@ class Sender:
         try:
             self._board = Board.open(announced)
         except OSError as error:
-            self._connection.close(f"the sender cannot open the receiver's memory: {told(error)}")
+            self._connection.close(f"the sender cannot open the receiver's memory: {describe_error(error)}")
             return False
         self._pulling.bell = self._board.sender_bell
         return True
@@ -207,13 +207,13 @@ def open_sender(
         target = waits.Target(where, peer=peer)
         sender = Sender(connection, outlet, label, target, carries_gpu=kinds.carries_gpu(kind))
     except OSError as error:  # Unavailable is one, too
-        raise Unavailable(f"{label}: {told(error)}") from error
+        raise Unavailable(f"{label}: {describe_error(error)}") from error
     has_board = is_board_supported and kind == "shm" and isinstance(carrier, PulledConnection)
     try:
         sender._begin(kind)
         connection.send(Opening(channel, kind, name, has_board, address).frame())
     except BaseException as error:  # also out of descriptors or threads
-        why = sender._broken(str(error)) if isinstance(error, Unavailable) else told(error)
+        why = sender._broken(str(error)) if isinstance(error, Unavailable) else describe_error(error)
         sender.close(why)
         if isinstance(error, OSError):
             raise Unavailable(f"{label}: {why}") from error

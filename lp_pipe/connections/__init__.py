@@ -1,9 +1,9 @@
-"""Framed duplex connections: one interface, a carrier for each way between two nodes."""
+"""Framed duplex connections: one interface, and one carrier for each kind of endpoint."""
 
 from collections.abc import Callable
 from types import ModuleType
 
-from lp_pipe.connections import inproc, local, spanning, tcp_endpoint, unix
+from lp_pipe.connections import inproc, run_endpoints, same_host, tcp_endpoint, unix
 from lp_pipe.connections.base import Connection as Connection
 from lp_pipe.connections.base import Listener as Listener
 from lp_pipe.connections.base import OnConnection
@@ -15,9 +15,9 @@ Connector = Callable[[str, float | None], Connection]
 
 _CARRIERS: dict[str, ModuleType] = {
     inproc.SCHEME: inproc,
-    local.SCHEME: local,
+    same_host.SCHEME: same_host,
     unix.SCHEME: unix,
-    **dict.fromkeys(spanning.SCHEMES, spanning),
+    **dict.fromkeys(run_endpoints.SCHEMES, run_endpoints),
 }
 
 
@@ -25,57 +25,63 @@ def connect(endpoint: str, idle_timeout_s: float | None = None) -> Connection:
     """Connect to a listener; the endpoint's scheme chooses the carrier.
 
     Raises:
-        Unavailable: nobody listens there.
+        Unavailable: nothing listens there.
     """
     return _connector(endpoint, idle_timeout_s)
 
 
 def use_connector(connector: Connector | None) -> None:
-    """Let `connect` ask `connector` from now on, which may call `connect_directly`; None: the usual one."""
+    """Make `connect` call `connector` from now on; None restores the default.
+
+    The connector may itself call `connect_directly`.
+    """
     global _connector
     _connector = connector or connect_directly
 
 
 def current_connector() -> Connector:
-    """Who makes connections now."""
+    """Return the function that `connect` calls."""
     return _connector
 
 
 def connect_directly(endpoint: str, idle_timeout_s: float | None = None) -> Connection:
-    """What `connect` does when nothing was put in between."""
+    """Connect without the function that was given to `use_connector`."""
     found: Connection = _carrier(endpoint).connect(endpoint, idle_timeout_s)
     return found
 
 
 def listen(endpoint: str, on_connection: OnConnection) -> Listener:
-    """Accept connections; `on_connection` is called with each and must start it."""
+    """Listen at the endpoint; `on_connection` is called with each accepted connection and must start it."""
     found: Listener = _carrier(endpoint).listen(endpoint, on_connection)
     return found
 
 
 def is_endpoint(text: object) -> bool:
-    """Whether a carrier goes there; whoever waits until somebody listens would wait for ever otherwise."""
+    """Return whether the text has the scheme of a carrier.
+
+    Waiting for a listener at any other text would never end.
+    """
     return isinstance(text, str) and _scheme(text) in [*_CARRIERS, *tcp_endpoint.SCHEMES]
 
 
 def is_here(endpoint: str) -> bool:
-    """Tell whether clients of this process reach the endpoint's listener without leaving it."""
-    return endpoint.startswith(inproc.SCHEME) or local.is_inside(endpoint)
+    """Return whether clients of this process reach the endpoint's listener without leaving the process."""
+    return endpoint.startswith(inproc.SCHEME) or same_host.is_same_process(endpoint)
 
 
 def _carrier(endpoint: str) -> ModuleType:
     scheme = _scheme(endpoint)
     if scheme == tcp_endpoint.TLS:
-        from lp_pipe.connections import tls  # of no use to most processes
+        from lp_pipe.connections import tls  # most processes do not need it
 
         return tls
     if scheme in tcp_endpoint.GRPC_SCHEMES:
-        from lp_pipe.connections import grpc_stream  # grpc is slow to import, and must not be there before a fork
+        from lp_pipe.connections import grpc_stream  # grpc is slow to import, and must not be imported before a fork
 
         return grpc_stream
     if scheme not in _CARRIERS:
         known = ", ".join([*_CARRIERS, *tcp_endpoint.SCHEMES])
-        raise Unavailable(f"endpoint {endpoint!r} has no known carrier; known are {known}")
+        raise Unavailable(f"cannot connect to {endpoint!r}: its scheme must be one of {known}")
     return _CARRIERS[scheme]
 
 

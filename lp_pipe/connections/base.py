@@ -6,7 +6,7 @@ from collections.abc import Callable
 from threading import get_ident
 
 from lp_pipe.connections.frames import Frame
-from lp_pipe.connections.thread_locks import release_if_held_here
+from lp_pipe.private_python import release_if_held_here
 
 OnFrame = Callable[[Frame], None]
 OnClose = Callable[[str], None]
@@ -14,10 +14,10 @@ OnConnection = Callable[["Connection"], None]
 
 
 class Connection(ABC):
-    """Frames in order, both ways.
+    """A connection that carries frames in order, both ways.
 
-    `start` must be called once, before which arriving frames wait. Then `on_frame` is called for every frame, one
-    after another, in the carrier's thread (in one process: in the sender's thread), and must not block;
+    `start` must be called once; frames that arrive earlier wait for it. From then on `on_frame` is called for every
+    frame, one after another, in the carrier's thread (within one process: in the sender's thread). It must not block.
     `on_close(reason)` is called exactly once, after the last frame.
     """
 
@@ -33,9 +33,9 @@ class Connection(ABC):
 
     @abstractmethod
     def send(self, frame: Frame) -> None:
-        """Send a frame; any thread. Blocks while the peer does not read (back-pressure).
+        """Send a frame, from any thread. Blocks while the peer does not read (back-pressure).
 
-        The buffers are free again when this returns.
+        The caller may reuse the buffers when this returns.
 
         Raises:
             Unavailable: the connection is closed; the message holds the reason.
@@ -45,22 +45,23 @@ class Connection(ABC):
 
     @property
     def sent_bytes(self) -> int:
-        """Where a carrier counts them, so that who waits sees that it goes on."""
+        """The number of bytes sent, for carriers that count them: a waiting thread sees that sending proceeds."""
         return 0
 
     def has_room_for(self, size: int) -> bool:
-        """Whether a frame of so many bytes would go without waiting if sent now; False where that is not known."""
+        """Return whether a frame of `size` bytes would be sent now without waiting; False where that is unknown."""
         return False
 
     def begin_sending(self, frame: Frame) -> bool:
-        """Send as much as goes without waiting, if `can_begin_sending`; else False: `finish_sending` must follow.
+        """Send as much as goes without waiting; if False is returned, `finish_sending` must follow.
 
-        Until then the buffers must not change. Raises as `send`.
+        Only for connections with `can_begin_sending`. The buffers must not change before `finish_sending` returns.
+        Raises as `send`.
         """
         raise NotImplementedError
 
     def finish_sending(self) -> None:
-        """Send the rest; blocks like `send`, and raises as it does."""
+        """Send the rest; blocks and raises as `send`."""
         raise NotImplementedError
 
     def is_same_process(self) -> bool:
@@ -69,29 +70,29 @@ class Connection(ABC):
 
     @abstractmethod
     def close(self, reason: str = "closed") -> None:
-        """Close both directions; the peer's `on_close` gets `reason`. Idempotent, never blocks for long."""
+        """Close both directions; the peer's `on_close` gets `reason`. Idempotent; never blocks for long."""
 
     def is_sending_here(self) -> bool:
-        """Return whether the calling thread was interrupted in the middle of sending.
+        """Return whether the calling code has interrupted its own thread in the middle of sending.
 
-        What it sends now goes out when the interrupted code goes on, so it must not wait for an answer.
+        What it sends goes out only when the interrupted code resumes, so it must not wait for an answer.
         """
         return False
 
     def recover(self) -> None:
-        """Give back what the calling thread has kept because an exception interrupted it, between any two bytecodes.
+        """Release what the calling thread still holds after an exception interrupted it between two bytecodes.
 
-        For the code that has begun the interrupted operation, and no code inside it.
+        Called by the code that began the interrupted operation, never by code inside it.
         """
         release_if_held_here(self._state_lock)
 
     @property
     def closed_reason(self) -> str | None:
-        """Why this connection is closed, or None while it is open."""
+        """The reason for which this connection is closed, or None while it is open."""
         return self._closed_reason
 
     def _mark_closed(self, reason: str) -> bool:
-        """Remember the first reason, True; call `on_close` once it is both closed and started."""
+        """Store the first reason and return True; call `on_close` once the connection is both closed and started."""
         with self._state_lock:
             if self._closed_reason is not None:
                 return False
@@ -111,32 +112,33 @@ class Connection(ABC):
 
 
 class PulledConnection(Connection):
-    """A connection that can also be read by the very thread that waits for what arrives: that saves a thread's hop.
+    """A connection that can be read by the very thread that waits for a reply, which saves a switch between threads.
 
-    Instead of `start`: `attach` once, then whoever gets `try_reading` may `wait` and `read` until `done_reading`.
+    In place of `start`: call `attach` once. A thread for which `try_reading` returns True may then `wait` and `read`,
+        until it calls `done_reading`.
     """
 
     def __init__(self, peer: str) -> None:
         super().__init__(peer)
-        # The number of the thread that reads. Taking it and saying who has it is one step of C code, so that no
-        # interruption leaves it without an owner; 0 once nothing will ever be read again.
+        # The ident of the reading thread. Claiming the role and recording the owner is one step of C code, so that no
+        # interruption leaves the role without an owner. It is 0 once nothing will be read again.
         self._reader_of: dict[str, tuple[int]] = {}
 
     @abstractmethod
     def attach(self, on_frame: OnFrame, on_close: OnClose) -> None:
-        """Like `start`, but frames are delivered only inside `read`."""
+        """Set the callbacks, like `start`, but deliver frames only inside `read`."""
 
     def try_reading(self) -> bool:
-        """Become the one thread that reads; False when there is one, or nothing will ever be read again."""
+        """Make the calling thread the only reader; False when there is a reader, or nothing will be read again."""
         reader = (get_ident(),)
         return self._reader_of.setdefault("reader", reader) is reader
 
     def is_read_here(self) -> bool:
-        """Whether the calling thread is the one that reads, and so was interrupted there."""
+        """Return whether the calling thread is the reader, which means that it was interrupted while it read."""
         return self._reader_of.get("reader") == (get_ident(),)
 
     def read_alone(self, timeout_s: float | None) -> bool:
-        """`wait` and `read` once, as the one thread that reads; False when that is another."""
+        """Call `wait` and `read` once as the only reader; False when another thread is the reader."""
         if not self.try_reading():
             return False
         try:
@@ -152,48 +154,48 @@ class PulledConnection(Connection):
 
     @abstractmethod
     def fileno(self) -> int:
-        """The descriptor that becomes readable; -1 after the end."""
+        """Return the descriptor that becomes readable; -1 after the connection's end."""
 
     @abstractmethod
     def wait(self, timeout_s: float | None) -> bool:
-        """Wait until there is something to read (or the end); False when `timeout_s` has passed, or on `interrupt`."""
+        """Wait until there is something to read, or the end; False after `timeout_s`, or on `interrupt`."""
 
     @abstractmethod
     def is_ready(self) -> bool:
-        """Whether a `wait` would return at once."""
+        """Return whether `wait` would return at once."""
 
     @property
     @abstractmethod
     def is_inside_frame(self) -> bool:
-        """Whether a frame has come in part."""
+        """Whether a frame has arrived in part."""
 
     @abstractmethod
     def be_ready_at(self, size: int) -> None:
-        """From now on it is ready, and ends a `wait`, when so many bytes are there, or no more fit, or at the end."""
+        """Make `wait` return only when `size` bytes have arrived, when no more fit in, or at the end."""
 
     @abstractmethod
     def is_stuck_here(self) -> bool:
-        """Whether the calling thread was interrupted where nothing can be read before it goes on."""
+        """Return whether the calling code interrupted its thread where nothing can be read until that resumes."""
 
     @abstractmethod
     def read_inside(self, timeout_s: float | None) -> None:
-        """`wait` and `read` in code that has interrupted this thread, which is the one that reads, and is not stuck."""
+        """Call `wait` and `read` in code that has interrupted the reading thread, which must not be stuck."""
 
     @abstractmethod
     def has_peer_closed(self) -> bool:
-        """Whether the peer has closed its side, be it read or not; any thread."""
+        """Return whether the peer has closed its side, read up to there or not; any thread."""
 
     @abstractmethod
     def make_interruptible(self) -> None:
-        """Before the first `wait`: `interrupt` will work."""
+        """Enable `interrupt`; call this before the first `wait`."""
 
     @abstractmethod
     def interrupt(self) -> None:
-        """End a `wait`, or the next one; any thread."""
+        """End the current or the next `wait`; any thread."""
 
     @abstractmethod
     def read_next(self) -> None:
-        """`wait` and `read` in one, for threads that no signal interrupts."""
+        """Call `wait` and `read` in one step, in threads that no signal interrupts."""
 
     @abstractmethod
     def read(self) -> None:
@@ -201,7 +203,7 @@ class PulledConnection(Connection):
 
 
 class Listener(ABC):
-    """Accepts connections at `endpoint` until it is closed."""
+    """An object that accepts connections at `endpoint` until it is closed."""
 
     endpoint: str
 
@@ -209,5 +211,5 @@ class Listener(ABC):
     def close(self, reason: str = "closed") -> None:
         """Stop accepting; connections that were accepted stay open.
 
-        reason: for those who have connected, and wait to be accepted, where they can be told.
+        reason: sent, where the carrier can, to clients that have connected and were not accepted yet.
         """

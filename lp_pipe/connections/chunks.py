@@ -13,7 +13,7 @@ _MAX_WAITING_BYTES = 2 * CHUNK_BYTES
 
 
 def cut(pieces: Sequence[Piece]) -> Iterable[bytes]:
-    """The pieces' bytes, one after another, in chunks that are copies."""
+    """Return the bytes of the pieces, one after another, in chunks that are copies."""
     return [b"".join(pieces)] if sum(map(len, pieces)) <= CHUNK_BYTES else _cut(pieces)
 
 
@@ -34,24 +34,24 @@ def _cut(pieces: Sequence[Piece]) -> Iterator[bytes]:
 
 
 class Outbox:
-    """Chunks that wait to be sent: senders put, the one thread that sends them iterates.
+    """A queue of chunks: senders put them, and the one thread that sends them iterates.
 
-    Small chunks that wait at the same time go as one. Putting blocks while there is more than the sending thread will
-    take soon, which is how a peer that does not read reaches the senders.
+    Small chunks that wait at the same time are joined into one. `put` blocks while the queue holds more than the
+    sending thread will take soon: this is how a peer that does not read slows down the senders.
     """
 
     def __init__(self) -> None:
-        # None: the end. A SimpleQueue wakes its reader without Python code, and nobody holds a lock meanwhile: the
-        # woken thread would only stop again for it, which costs more than all the rest.
+        # None marks the end. A SimpleQueue wakes its reader without Python code and without a lock held: the woken
+        # thread would only wait again for the lock, which costs more than all the rest.
         self._chunks: SimpleQueue[bytes | None] = SimpleQueue()
         self._next: bytes | None = None
-        self._put_bytes = self._taken_bytes = 0  # each written by one thread at a time
+        self._put_bytes = self._taken_bytes = 0  # each is written by one thread at a time
         self._is_awaited = False
         self._has_room = threading.Condition()
         self._is_ended = False
 
     def put(self, chunk: bytes) -> bool:
-        """Block while there is no room; False when the outbox has ended. One thread at a time."""
+        """Add a chunk, waiting for room; False when the outbox has ended. One thread at a time."""
         if self._is_full():
             self._wait_for_room()
         if self._is_ended:
@@ -61,7 +61,7 @@ class Outbox:
         return True
 
     def finish(self, last: bytes = b"") -> None:
-        """Take nothing after `last`; frees who waits in `put`. Never blocks."""
+        """Accept nothing after `last`, and wake the thread that waits in `put`. Never blocks."""
         with self._has_room:
             if self._is_ended:
                 return
@@ -71,7 +71,7 @@ class Outbox:
             self._has_room.notify_all()
 
     def end(self) -> None:
-        """Take nothing more, and stop the iteration after what waits."""
+        """Accept nothing more, and end the iteration after the chunks that are queued."""
         self.finish()
         self._chunks.put(None)
 
@@ -80,7 +80,7 @@ class Outbox:
 
     def _wait_for_room(self) -> None:
         with self._has_room:
-            self._is_awaited = True  # before the look: whoever takes after it will notify
+            self._is_awaited = True  # set before the check: a thread that takes after the check will notify
             self._has_room.wait_for(lambda: self._is_ended or not self._is_full())
             self._is_awaited = False
 
@@ -91,7 +91,7 @@ class Outbox:
         chunk = self._next if self._next is not None else self._chunks.get()
         self._next = None
         if chunk is None:
-            self._chunks.put(None)  # whoever asks again is told again
+            self._chunks.put(None)  # every later call ends as well
             raise StopIteration
         chunk = self._with_more(chunk)
         self._taken_bytes += len(chunk)
@@ -101,7 +101,7 @@ class Outbox:
         return chunk
 
     def _with_more(self, chunk: bytes) -> bytes:
-        """Append the chunks that wait already, as far as they fit."""
+        """Append the chunks that are queued already, as far as they fit."""
         parts, size = [chunk], len(chunk)
         while size < CHUNK_BYTES:
             try:
@@ -120,17 +120,17 @@ class Outbox:
 
 
 class ChunkReader:
-    """Cuts the bytes of chunks into frames; a large piece is put together in its own memory."""
+    """A reader that cuts the bytes of chunks into frames; a large piece is assembled in its own memory."""
 
     def __init__(self, chunks: Iterable[bytes]) -> None:
         self._chunks = iter(chunks)
         self._rest = memoryview(b"")
 
     def read_frame(self) -> Frame | None:
-        """The next frame, or None at a clean end.
+        """Return the next frame, or None at a clean end.
 
         Raises:
-            FrameError: these are no frames, or one is over the limits.
+            FrameError: the bytes are no frame, or the frame is over the limits.
             ConnectionError: the end came inside a frame.
         """
         if not self._refill():
@@ -142,7 +142,7 @@ class ChunkReader:
         return Frame(header.kind, header.id, header.name, body, buffers)
 
     def _refill(self) -> bool:
-        """See to it that there is a byte; False at the end."""
+        """Make sure that a byte is available; False at the end."""
         while not len(self._rest):
             chunk = next(self._chunks, None)
             if chunk is None:
@@ -151,11 +151,11 @@ class ChunkReader:
         return True
 
     def _view(self, size: int) -> memoryview:
-        """Exactly `size` bytes, to look at before the next ones are read."""
+        """Return exactly `size` bytes, valid until the next read."""
         return self._take(size) if size <= len(self._rest) else memoryview(self._read(size))
 
     def _read(self, size: int) -> bytearray | memoryview:
-        """Exactly `size` bytes, in memory of their own (what is built on them stays writable)."""
+        """Return exactly `size` bytes in memory of their own, so that arrays built on it stay writable."""
         if size <= len(self._rest):
             return bytearray(self._take(size))
         data = memory_for(size)

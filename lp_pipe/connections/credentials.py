@@ -1,4 +1,4 @@
-"""What the processes of a run show each other before anything that one sends is read by the other."""
+"""The credentials that processes of a run check before either reads anything that the other sends."""
 
 import base64
 import dataclasses
@@ -15,21 +15,22 @@ if TYPE_CHECKING:
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric import ec
 
-# The one name in every certificate. Who may talk is decided by who holds one that the run's authority has signed,
-# not by host names: hosts of a run have several, and addresses come and go.
+# The one name in every certificate. What counts is whether the run's authority has signed the certificate, not the
+# host's name: hosts of a run have several names, and addresses change.
 RUN_NAME = "lp-pipe.run"
 
 ADVICE = "every process of a run must be given the same credentials, with use_credentials()"
 
-_VALID = datetime.timedelta(days=3650)  # longer than any run: the authority's key is thrown away, nothing is renewed
+_VALID = datetime.timedelta(days=3650)  # longer than any run; the authority's key is thrown away and nothing is renewed
 _CLOCK_SKEW = datetime.timedelta(days=1)
 
 
 @dataclass(frozen=True)
 class Credentials:
-    """One for all processes of a run: a token, and a certificate that only this run's authority has signed (PEM).
+    """The credentials of all processes of a run: a token, and a certificate that only this run's authority has signed
+    (PEM).
 
-    Whoever has these bytes may run code in every process of the run: pass them on by stdin or a file of mode 0600.
+    A program with these bytes can run code in every process of the run: pass them on by stdin or a file of mode 0600.
     """
 
     token: str = field(repr=False)
@@ -42,7 +43,9 @@ class Credentials:
         return hmac.compare_digest(shown, self.token.encode())
 
     def proof(self, whose: str, nonce: str) -> str:
-        """What only those can say who know the token, and from which nobody learns it; of each end its own."""
+        """Return a text that proves knowledge of the token without revealing it; `whose` makes it different for each
+        end.
+        """
         return hmac.digest(self.token.encode(), f"{whose} {nonce}".encode(), "sha256").hex()
 
     def is_proof(self, shown: str, whose: str, nonce: str) -> bool:
@@ -50,7 +53,7 @@ class Credentials:
         return hmac.compare_digest(shown.encode(), self.proof(whose, nonce).encode())
 
     def to_bytes(self) -> bytes:
-        """For another process of the run (see the class on how to pass it on)."""
+        """Serialize for another process of the run (the class says how to pass it on)."""
         fields = {
             name: base64.b64encode(value).decode() if isinstance(value, bytes) else value
             for name, value in dataclasses.asdict(self).items()
@@ -59,10 +62,10 @@ class Credentials:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Credentials":
-        """What `to_bytes` gave.
+        """Undo `to_bytes`.
 
         Raises:
-            ValueError: these are no credentials.
+            ValueError: the bytes are not credentials.
         """
         try:
             fields = json.loads(data)
@@ -70,12 +73,12 @@ class Credentials:
             return cls(token=fields["token"], **pems)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"these {len(data)} bytes are no secret of a run: take the file that its launcher has written"
+                f"these {len(data)} bytes are not the credentials of a run: pass the file that its launcher has written"
             ) from error
 
 
 def generate_credentials() -> Credentials:
-    """A new authority, one certificate that it has signed, and a random token; takes about a millisecond."""
+    """Make a new authority, one certificate that it has signed, and a random token; takes about a millisecond."""
     from cryptography.hazmat.primitives import serialization  # slow to import; only launchers generate
     from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -89,22 +92,22 @@ def generate_credentials() -> Credentials:
     )
 
 
-def only_token(token: str) -> Credentials:
-    """For a plain listener that has a token of its own, and its clients."""
+def token_credentials(token: str) -> Credentials:
+    """Return credentials for a plain listener that has a token of its own, and for its clients."""
     return Credentials(token, b"", b"", b"")
 
 
 def use_credentials(credentials: Credentials | None) -> None:
-    """From now on this process listens and connects with these; None: it can do neither over TCP."""
+    """Make this process listen and connect with these credentials; with None it can do neither over TCP."""
     global _current
     _current = credentials
 
 
 def current_credentials() -> Credentials:
-    """What `use_credentials` was given.
+    """Return what was given to `use_credentials`.
 
     Raises:
-        Unauthenticated: it was not called.
+        Unauthenticated: `use_credentials` was not called.
     """
     if _current is None:
         raise Unauthenticated(

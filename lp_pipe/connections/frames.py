@@ -1,4 +1,4 @@
-"""One message of a connection: a small header, a body, and raw buffers that are never copied into it."""
+"""The message of a connection: a small header, a body, and raw buffers that are never copied into it."""
 
 import struct
 from collections.abc import Sequence
@@ -25,8 +25,8 @@ STREAM_CREDIT = frame_pb2.KIND_STREAM_CREDIT
 MAX_HEADER_BYTES = 1 << 20
 MAX_MESSAGE_BYTES = 1 << 36
 
-# Bytes of the header that follow, then: version of this format, kind, length of the name, id, length of the body.
-# A protobuf header was four times as slow, and cost a tenth of a call between two processes.
+# The number of header bytes that follow, then: version of this format, kind, length of the name, id, length of the
+# body. A protobuf header took four times as long, which was a tenth of a call between two processes.
 _HEAD = struct.Struct("<I B B H Q Q")
 _VERSION = 1
 PREFIX_BYTES = 4
@@ -36,12 +36,15 @@ _MAX_NAME_BYTES = (1 << 16) - 1
 _KINDS = frozenset(frame_pb2.Kind.values())
 
 
-_LOAN = 1 << 63  # marks the size of a buffer in whose place a ticket travels
-LOAN_RETURN = frame_pb2.KIND_LOAN_RETURN
+_REFERENCE_BIT = 1 << 63  # in a buffer's size: a reference to shared memory travels in its place
+BUFFER_RETURN = frame_pb2.KIND_BUFFER_RETURN
 
 
-class Ticket(bytes):
-    """Stands for a buffer in shared memory (see loans.py); `segment`, if the peer does not have it yet, goes along."""
+class BufferReference(bytes):
+    """A reference to a buffer in shared memory (see shm_buffers.py).
+
+    segment: the memory itself, sent along if the peer does not have it yet.
+    """
 
     segment: Any = None
 
@@ -50,11 +53,11 @@ Piece = bytes | bytearray | memoryview
 
 
 class FrameError(LpPipeError, ValueError):
-    """Bytes that are not a frame, or a frame over the limits: the connection cannot be used any more."""
+    """The bytes are not a frame, or the frame is over the limits: the connection cannot be used any more."""
 
 
 class Frame(NamedTuple):
-    """`buffers` holds bytes-like objects; between two ends in one process it may hold any object, by reference."""
+    """A message. `buffers` holds bytes-like objects; within one process it may hold any object, by reference."""
 
     kind: int
     id: int = 0
@@ -64,18 +67,18 @@ class Frame(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a header says; lengths in bytes. `loans` are the indices of the buffers in whose place tickets come."""
+    """A parsed header, with lengths in bytes. `references`: the indices of the buffers that arrive as references."""
 
     kind: int
     id: int
     name: str
     body_bytes: int
     buffer_bytes: Sequence[int]
-    loans: Sequence[int] = ()
+    references: Sequence[int] = ()
 
 
 def encode(frame: Frame) -> list[Piece]:
-    """The pieces of a frame in the order in which they go over the wire.
+    """Return the pieces of a frame in the order in which they are sent.
 
     Raises:
         FrameError: it has too many buffers, or too long a name.
@@ -86,23 +89,23 @@ def encode(frame: Frame) -> list[Piece]:
     count = len(frame.buffers)
     length = _FIXED.size + len(name) + 8 * count
     if length > MAX_HEADER_BYTES:
-        raise FrameError(f"a frame with {count} buffers has a header of {length} bytes; pack them together")
+        raise FrameError(f"a frame with {count} buffers needs a header of {length} bytes; pack them together")
     head = _HEAD.pack(length, _VERSION, frame.kind, len(name), frame.id, len(frame.body)) + name
     if not count:
         return [head, frame.body]
     views = [memoryview(buffer).cast("B") for buffer in frame.buffers]
     sizes = [
-        len(buffer) | _LOAN if type(buffer) is Ticket else view.nbytes
+        len(buffer) | _REFERENCE_BIT if type(buffer) is BufferReference else view.nbytes
         for buffer, view in zip(frame.buffers, views, strict=True)
     ]
     return [head + struct.pack(f"<{count}Q", *sizes), frame.body, *views]
 
 
 def header_length(prefix: bytes | memoryview) -> int:
-    """Length of the header that follows these 4 bytes.
+    """Return the length of the header that follows these 4 bytes.
 
     Raises:
-        FrameError: it is over the limit, so this is no peer of ours.
+        FrameError: the length is over the limit, so the peer does not speak this protocol.
     """
     (length,) = _PREFIX.unpack(prefix)
     if length > MAX_HEADER_BYTES:
@@ -111,7 +114,7 @@ def header_length(prefix: bytes | memoryview) -> int:
 
 
 def decode_header(data: Piece) -> Header:
-    """Parse and bound a header.
+    """Parse a header and check its limits.
 
     Raises:
         FrameError: it does not parse, or announces more bytes than allowed.
@@ -122,19 +125,21 @@ def decode_header(data: Piece) -> Header:
     version, kind, name_bytes, frame_id, body_bytes = _FIXED.unpack_from(data)
     sizes_bytes -= name_bytes
     if version != _VERSION or kind not in _KINDS or sizes_bytes < 0 or sizes_bytes % 8:
-        raise FrameError(f"a frame header does not parse (version {version}, kind {kind}): no lp_pipe of this version")
+        raise FrameError(
+            f"a frame header does not parse (version {version}, kind {kind}): the peer is not this lp_pipe"
+        )
     end = _FIXED.size + name_bytes
     try:
         name = str(data[_FIXED.size : end], "utf-8") if name_bytes else ""
     except UnicodeDecodeError as error:
         raise FrameError(f"a frame header does not parse: {error}") from error
     sizes: Sequence[int] = ()
-    loans: Sequence[int] = ()
+    references: Sequence[int] = ()
     if sizes_bytes:
         sizes = struct.unpack_from(f"<{sizes_bytes // 8}Q", data, end)
-        loans = [index for index, size in enumerate(sizes) if size & _LOAN]
-        sizes = [size & ~_LOAN for size in sizes] if loans else sizes
+        references = [index for index, size in enumerate(sizes) if size & _REFERENCE_BIT]
+        sizes = [size & ~_REFERENCE_BIT for size in sizes] if references else sizes
     total = body_bytes + sum(sizes)
     if total > MAX_MESSAGE_BYTES:
         raise FrameError(f"a frame of {total} bytes is over the limit of {MAX_MESSAGE_BYTES}")
-    return Header(kind, frame_id, name, body_bytes, sizes, loans)
+    return Header(kind, frame_id, name, body_bytes, sizes, references)

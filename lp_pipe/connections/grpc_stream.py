@@ -1,14 +1,14 @@
-"""Two processes anywhere: frames over a gRPC bidirectional stream (protos/connection.proto), plain or with mTLS.
+"""Connections between any two processes over a gRPC bidirectional stream (protos/connection.proto), plain or with mTLS.
 
     endpoint                who may connect
-    grpc:HOST:PORT          whoever knows the run's token; on this host only
-    grpc:HOST:PORT#TOKEN    whoever knows this token; on this host only
-    grpcs:HOST:PORT         whoever has a certificate of the run, and knows its token
+    grpc:HOST:PORT          processes of this host that know the run's token
+    grpc:HOST:PORT#TOKEN    processes of this host that know this token
+    grpcs:HOST:PORT         processes that have a certificate of the run, and know its token
 
-A listener shows that it knows the token as well, and before that nothing of it is read.
+A listener proves that it knows the token as well; before that, nothing from it is read.
 
-A connection has a channel, and so a TCP connection, of its own: gRPC's flow control is per TCP connection too, and a
-peer that does not read one connection must not stop the others.
+Each connection has a channel, and so a TCP connection, of its own: gRPC's flow control is also per TCP connection, and
+a peer that does not read one connection must not stop the others.
 """
 
 import threading
@@ -22,23 +22,31 @@ from lp_pipe.connections.base import Connection, Listener, OnClose, OnConnection
 from lp_pipe.connections.chunks import ChunkReader, Outbox, cut
 from lp_pipe.connections.credentials import ADVICE, Credentials
 from lp_pipe.connections.frames import Frame, FrameError
-from lp_pipe.connections.grpc_channels import METHOD, NONCE, SERVICE, SHOWN, SILENCE_S, WELCOME, credentials_for
+from lp_pipe.connections.grpc_channels import (
+    METHOD,
+    NONCE,
+    SERVICE,
+    SHOWN,
+    SILENCE_S,
+    WELCOME,
+    ThreadPerCall,
+    credentials_for,
+)
 from lp_pipe.connections.refusals import Refusals
-from lp_pipe.connections.shortage import not_taken_in
+from lp_pipe.connections.resource_limits import describe_rejection
 from lp_pipe.connections.silence import SilenceWatch
 from lp_pipe.connections.tcp_endpoint import GONE, TcpEndpoint, parse_to_connect
-from lp_pipe.connections.thread_per_call import ThreadPerCall
 from lp_pipe.errors import Unauthenticated, Unavailable
 
 _CONNECT_PATIENCE_S = 5.0
 _CLOSE_PATIENCE_S = 0.2
-_LINGER_S = 5.0  # for a peer that takes its time over what was sent before the close
+_LINGER_S = 5.0  # for a peer that is slow to read what was sent before the close
 
 
 class GrpcConnection(Connection):
-    """One end of a stream: `incoming` is read by a thread of its own, `outbox` by gRPC's.
+    """An end of a stream: a thread of its own reads `incoming`, and gRPC's thread reads `outbox`.
 
-    call: ends the stream early when it is cancelled. release: called once nothing more will come.
+    call: ends the stream early when cancelled. release: called once nothing more will arrive.
     """
 
     def __init__(
@@ -61,7 +69,7 @@ class GrpcConnection(Connection):
         self._farewell: str | None = None
         self._reader: threading.Thread | None = None
         self._reader_lock = threading.Lock()
-        self._is_read = threading.Event()  # to the end, which the peer makes when it has read ours
+        self._is_read = threading.Event()  # set at the peer's end of stream, which it sends once it has read ours
         self._is_over = threading.Event()
         if not call.add_callback(self._on_over):
             self._on_over()
@@ -80,20 +88,21 @@ class GrpcConnection(Connection):
     def close(self, reason: str = "closed") -> None:
         if self._closed_reason is not None:
             return
-        self._farewell = reason  # the peer may answer it by closing before this method is through
+        self._farewell = reason  # the peer may answer by closing before this method is done
         # A sender that is stuck because the peer does not read must not keep us from closing.
         if self._send_lock.acquire(timeout=_CLOSE_PATIENCE_S):
             self._outbox.finish(b"".join(frames.encode(Frame(frames.CLOSE, name=reason[:1000]))))
             self._send_lock.release()
         self._mark_closed(reason)
-        self._read(lambda frame: None)  # gRPC ends a stream only once it is read to its end
+        self._read(lambda frame: None)  # gRPC ends a stream only when it was read to its end
         if self._reader is not threading.current_thread():
-            self._is_read.wait(_CLOSE_PATIENCE_S)  # the peer knows: what it sends next goes over a new connection
+            # then the peer knows, and sends what comes next over a new connection
+            self._is_read.wait(_CLOSE_PATIENCE_S)
         self._outbox.end()
         self._linger()
 
     def _linger(self) -> None:
-        """Let the peer read what was sent before the close, but not for ever."""
+        """Give the peer time to read what was sent before the close, then cancel the stream."""
         if self._reader is threading.current_thread() or not self._is_over.wait(_CLOSE_PATIENCE_S):
             timer = threading.Timer(_LINGER_S, self._call.cancel)
             timer.name, timer.daemon = f"linger {self.peer}", True
@@ -101,7 +110,7 @@ class GrpcConnection(Connection):
                 timer.start()
 
     def _on_over(self) -> None:
-        """The stream has ended on both sides; frees gRPC's thread, which reads the outbox, and who waits in `send`."""
+        """Wake gRPC's thread, which reads the outbox, and a blocked `send`: the stream has ended on both sides."""
         self._outbox.end()
         self._is_over.set()
 
@@ -120,7 +129,7 @@ class GrpcConnection(Connection):
         self._call.cancel()
 
     def _chunks(self) -> Iterator[bytes]:
-        """What comes in, while the watch knows whether somebody listens."""
+        """Yield the incoming chunks, and tell the silence watch when a read begins and ends."""
         watch = self._watch
         if watch is None:
             yield from self._incoming
@@ -175,21 +184,21 @@ def connect(
 ) -> Connection:
     """Connect to a listener of a process of this run, on any host.
 
-    credentials: of the run; None: this process's (use_credentials). silence_s: the connection has ended when the peer's
-    process has answered no ping for a fifth more than that, or at most for a third more.
+    credentials: of the run; None: those of this process (use_credentials).
+    silence_s: the connection ends when the peer's process has answered no ping for a fifth to a third more than this.
 
     Raises:
-        Unavailable: nobody listens there, or nobody answers within 5 s.
-        Unauthenticated: whoever listens is not of this run, or does not take this process for one of it.
+        Unavailable: nothing listens there, or there is no answer within 5 s.
+        Unauthenticated: the listener is not of this run, or does not accept this process as one of it.
     """
     where = parse_to_connect(endpoint)
-    endpoint = str(where)  # messages do not show the token
+    endpoint = str(where)  # so that messages do not show the token
     credentials = credentials or credentials_for(where)
     channel = grpc_channels.open_channel(where, credentials, silence_s)
     outbox = Outbox()
     said = grpc_channels.greeting(credentials, where.port)
     call = channel.stream_stream(f"/{SERVICE}/{METHOD}")(outbox, metadata=list(said.items()))
-    patience = threading.Timer(_CONNECT_PATIENCE_S, call.cancel)  # it may be anybody who has accepted
+    patience = threading.Timer(_CONNECT_PATIENCE_S, call.cancel)  # the process that accepted may be any
     patience.name, patience.daemon = f"connect {endpoint}", True
     try:
         patience.start()
@@ -213,12 +222,13 @@ def listen(
     credentials: Credentials | None = None,
     silence_s: float = SILENCE_S,
 ) -> Listener:
-    """Accept connections from processes of this run; with port 0 the listener's `endpoint` says which it got.
+    """Accept connections from processes of this run; with port 0 the listener's `endpoint` has the port that was
+    chosen.
 
     credentials, silence_s: as for `connect`.
 
     Raises:
-        ValueError: a plain listener that other hosts can reach, or no endpoint at all.
+        ValueError: it is no endpoint, or a plain one that other hosts could reach.
         Unauthenticated: this process has no credentials.
         OSError: the address cannot be bound.
     """
@@ -243,14 +253,14 @@ class GrpcListener(Listener):
         self._server.start()
 
     def close(self, reason: str = "closed") -> None:
-        # gRPC's stop() leaves a thread that waits for the streams that are open. Started from a daemon, it is one too,
-        # and does not keep the interpreter from exiting.
+        # gRPC's stop() starts a thread that waits for the open streams. Started from a daemon, it is a daemon too, and
+        # does not keep the interpreter from exiting.
         stop = threading.Thread(target=self._server.stop, args=(threading.TIMEOUT_MAX,), daemon=True)
         stop.start()
         stop.join()
 
     def _accept(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        """Called by gRPC in a thread of its own for every stream, which sends what the returned outbox gives."""
+        """Start a connection for a new stream; gRPC calls this in a thread per stream and sends the outbox."""
         said = dict(context.invocation_metadata())
         nonce, shown = said.get(NONCE, ""), said.get(SHOWN, "")
         if not self._credentials.is_proof(shown, grpc_channels.client_of(self._port), nonce):
@@ -265,11 +275,11 @@ class GrpcListener(Listener):
         return outbox
 
     def _not_taken_in(self, error: Exception) -> None:
-        self.refusals.note("a process", not_taken_in(error))
+        self.refusals.note("a process", describe_rejection(error))
 
 
 def _refusal(endpoint: str, call: Any) -> Unavailable:
-    """Why the stream did not begin."""
+    """Return the error that says why the stream did not begin."""
     code, details = call.code(), call.details()
     if code == grpc.StatusCode.CANCELLED:
         return Unavailable(f"{endpoint} did not answer within {_CONNECT_PATIENCE_S:g} s")
@@ -278,9 +288,9 @@ def _refusal(endpoint: str, call: Any) -> Unavailable:
     if "handshake failed" in details:
         return Unauthenticated(f"{endpoint} is not of this run, or does not speak TLS: {details}; {ADVICE}")
     if "Socket closed" in details:
-        why = f"it ended this very moment, or does not take this process for one of its run ({ADVICE})"
+        why = f"it has just ended, or does not accept this process as one of its run ({ADVICE})"
         return Unavailable(f"{endpoint} closed the connection before it began: {why}")
-    return Unavailable(f"nobody listens at {endpoint}: {details}")
+    return Unavailable(f"nothing listens at {endpoint}: {details}")
 
 
 def _lost(error: grpc.RpcError) -> str:

@@ -1,4 +1,4 @@
-"""Both ends in one process: a frame is delivered by a call, without bytes on a wire."""
+"""Connections within one process: a frame is delivered by a call, and no bytes are sent."""
 
 import os
 import threading
@@ -15,10 +15,10 @@ _listeners_lock = threading.Lock()
 
 
 class InprocConnection(Connection):
-    """Calls the peer's `on_frame` in the sender's thread.
+    """A connection that calls the peer's `on_frame` in the sender's thread.
 
-    Buffers that are bytes-like are copied, so that the peer never sees the sender's later writes;
-    other objects (tensors of a channel, classes) pass by reference.
+    Bytes-like buffers are copied, so that the peer never sees later writes of the sender; other objects (tensors of a
+    channel, classes) pass by reference.
     """
 
     def __init__(self, peer: str) -> None:
@@ -75,36 +75,36 @@ class InprocListener(Listener):
 
 
 def connect(endpoint: str, idle_timeout_s: float | None = None) -> Connection:
-    """Connect to a listener of this process; threads of one process need no idle timeout.
+    """Connect to a listener of this process; there is no idle timeout within a process.
 
     Raises:
-        Unavailable: nobody listens there.
+        Unavailable: nothing listens there.
     """
     listener = _listeners.get(endpoint)
-    if listener is None and is_elsewhere(endpoint):
+    if listener is None and is_of_other_process(endpoint):
         raise Unavailable(
-            f"its server is a thread of process {_process_of(endpoint)}, and cannot be reached from this process "
+            f"the server is a thread of process {_process_of(endpoint)}, which cannot be reached from this process "
             f"({os.getpid()}): launch the program with mode='process' to call its nodes from processes of your own"
         )
     if listener is None:
-        raise Unavailable(f"nobody listens at {endpoint}")
+        raise Unavailable(f"nothing listens at {endpoint}")
     near, far = pair(endpoint)
     listener.on_connection(far)
     return near
 
 
-def endpoint_here(name: str) -> str:
-    """One by which other processes see that it is none of theirs."""
+def own_endpoint(name: str) -> str:
+    """Return an endpoint that names this process, so that other processes see that it is not theirs."""
     return f"{SCHEME}{os.getpid()}/{name}"
 
 
-def is_elsewhere(endpoint: str) -> bool:
-    """Whether it is another process's, so that nobody will ever listen there in this one."""
+def is_of_other_process(endpoint: str) -> bool:
+    """Return whether the endpoint names another process, so that nothing will ever listen there in this one."""
     return endpoint.startswith(SCHEME) and _process_of(endpoint) not in ("", str(os.getpid()))
 
 
 def _process_of(endpoint: str) -> str:
-    """Of one that `endpoint_here` made; else empty."""
+    """Return the process that an endpoint of `own_endpoint` names; "" for other endpoints."""
     process, slash, _ = endpoint.removeprefix(SCHEME).partition("/")
     return process if slash and process.isdecimal() else ""
 
@@ -118,7 +118,7 @@ def is_listening(endpoint: str) -> bool:
 
 
 def pair(name: str = "inproc:pair") -> tuple[Connection, Connection]:
-    """Two connected ends."""
+    """Return two connected ends."""
     near, far = InprocConnection(name), InprocConnection(f"client of {name}")
     near._other, far._other = far, near
     return near, far
@@ -129,7 +129,7 @@ def _own(buffer: object) -> object:
 
 
 def _leave_listeners_to_the_parent() -> None:
-    """What a forked process has of them are copies: who called one would be answered by a copy of the server."""
+    """Drop the listeners in a forked process: a client would be answered by a copy of the parent's server."""
     global _listeners_lock
     _listeners_lock = threading.Lock()
     _listeners.clear()

@@ -1,7 +1,7 @@
-"""System calls that this Python has, and that the running kernel may refuse.
+"""System calls that Python offers, and that the running kernel may refuse.
 
-An old kernel does not know them (ENOSYS), a container's profile may forbid them (EPERM). Each is tried once, when a
-process first needs to know; what is refused is done in a slower way.
+An old kernel does not know them (ENOSYS); a container's profile may forbid them (EPERM). Each is tried once per
+process, when it is first needed; a slower way replaces a call that is refused.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from functools import cache
 
-# These say nothing about the call: later there may be descriptors and memory again.
+# These errors say nothing about the call: later there may be descriptors and memory again.
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 

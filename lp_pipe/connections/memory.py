@@ -1,19 +1,19 @@
-"""Memory for what a peer has announced, and may never send."""
+"""Memory for data that a peer has announced and may never send."""
 
 import mmap
 
-# From here on malloc maps memory anew for each piece, and the kernel fills it page by page while the bytes come: in
-# small pages that takes eight times as long as to copy the bytes.
+# From this size on, malloc maps new memory for each piece, and the kernel fills it page by page as bytes arrive: with
+# small pages that takes eight times as long as copying the bytes.
 _LARGE_BYTES = 1 << 24
 
 
 def memory_for(size: int) -> bytearray | memoryview:
-    """To be filled as the bytes come; of its own, so that what is built on it stays writable.
+    """Return new, writable memory of `size` bytes, to be filled as they arrive.
 
-    Large memory is taken as it is filled, whatever was announced.
+    Large memory is taken from the system only as it is filled, whatever size was announced.
 
     Raises:
-        MemoryError: there is not so much on this machine.
+        MemoryError: this machine does not have so much.
     """
     if size < _LARGE_BYTES:
         return bytearray(size)
@@ -24,10 +24,10 @@ def memory_for(size: int) -> bytearray | memoryview:
 
 
 def fresh_memory(size: int) -> mmap.mmap:
-    """This process's own, in large pages where the system has them.
+    """Map private memory of this process, in large pages where the system has them.
 
     Raises:
-        OSError: there is not so much on this machine.
+        OSError: this machine does not have so much.
     """
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):

@@ -1,19 +1,19 @@
-"""Strangers who came to a listener, counted and logged."""
+"""Counts and logs the connections that a listener refuses."""
 
 import logging
 import threading
 
-from lp_pipe.connections.shortage import told
+from lp_pipe.connections.resource_limits import describe_error
 
 _log = logging.getLogger(__name__)
 _MOST_REASONS = 100
 
 
 class Refusals:
-    """Of one listener, whose name is `label`.
+    """The refused connections of one listener, whose name is `label`.
 
-    The log has the 1st, the 2nd, the 4th, the 8th, … for each reason: whoever is not let in must not fill the disk, and
-    those who only knock must not hide one who knows more.
+    The log has the 1st, 2nd, 4th, 8th, … for each reason: refused peers must not fill the disk, and port scans must not
+    hide a peer that knows more.
     """
 
     def __init__(self, label: str) -> None:
@@ -24,7 +24,7 @@ class Refusals:
         self._is_waiting = False
 
     def note(self, stranger: str, why: str) -> None:
-        """Called once for each; any thread."""
+        """Count a refused peer, and perhaps log it; any thread."""
         with self._lock:
             self.count += 1
             total = self.count
@@ -35,11 +35,11 @@ class Refusals:
             _log.warning("%s has refused %s: %s (%s)", self._label, stranger, why, so_far)
 
     def keep_waiting(self, error: OSError) -> None:
-        """Nobody can be let in just now, friends neither; said once until `go_on`."""
+        """Log that no connection can be accepted at the moment; once, until `go_on`."""
         if not self._is_waiting:
-            _log.warning("%s keeps all callers waiting: %s", self._label, told(error))
+            _log.warning("%s keeps all callers waiting: %s", self._label, describe_error(error))
         self._is_waiting = True
 
     def go_on(self) -> None:
-        """Somebody came in."""
+        """Note that a connection was accepted."""
         self._is_waiting = False

@@ -1,4 +1,4 @@
-"""By which address of its own a host reaches another: asked of the routing table, without sending anything."""
+"""The local address from which this host reaches another, by the routing table and without sending anything."""
 
 import ipaddress
 import socket
@@ -7,10 +7,10 @@ LOOPBACK = "127.0.0.1"
 
 
 def local_address_towards(host: str) -> str:
-    """The address of this host from which `host` is reached.
+    """Return the address of this host from which `host` is reached.
 
     Raises:
-        OSError: there is no way to it.
+        OSError: there is no route to it.
     """
     family, kind, proto, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, proto) as probe:
@@ -19,7 +19,7 @@ def local_address_towards(host: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Of an address in numbers; a name is none."""
+    """Return whether the address, in numbers, is a loopback one; a host name is not."""
     try:
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     except ValueError:

@@ -1,7 +1,8 @@
-"""Notice that a peer has gone silent, in time that counts only while this process is awake to hear it.
+"""Detection of a silent peer, in time that counts only while this process is awake to hear it.
 
-A silence is so many ticks, each of which this process must live through. One that was frozen or starved for long finds
-the peer's pings waiting; if the peer was frozen with it (Slurm's suspend, a paused container), it gets time to speak.
+A silence is a number of ticks, each of which this process must live through. A process that was frozen or starved for
+long finds the peer's pings waiting. If the peer was frozen too (Slurm's suspend, a paused container), it gets time to
+speak.
 """
 
 import threading
@@ -11,7 +12,7 @@ TICKS = 4
 
 
 class SilenceWatch:
-    """Calls `on_silence` once when nothing was heard for `timeout_s` while somebody listened.
+    """Calls `on_silence` once when nothing arrived for `timeout_s` while a thread was waiting to read.
 
     For carriers whose reads have no time limit of their own.
     """
@@ -25,11 +26,11 @@ class SilenceWatch:
         threading.Thread(target=self._watch, name=f"silence {name}", daemon=True).start()
 
     def listening(self) -> None:
-        """From here on silence counts."""
+        """Count silence from now on."""
         self._is_listening = True
 
     def heard(self) -> None:
-        """Something came; until `listening` nobody listens."""
+        """Note that something arrived, and stop counting until `listening`."""
         self._is_listening = False
         self._heard += 1
 

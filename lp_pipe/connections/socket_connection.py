@@ -1,4 +1,4 @@
-"""A connection over a stream socket, which is read by the very thread that waits for what arrives."""
+"""A connection over a stream socket, which is read by the very thread that waits for a reply."""
 
 import contextlib
 import errno
@@ -12,56 +12,57 @@ from collections.abc import Sequence
 
 from lp_pipe.connections import frames
 from lp_pipe.connections.base import OnClose, OnFrame, PulledConnection
+from lp_pipe.connections.fork_isolation import close_in_children
 from lp_pipe.connections.frames import Frame, FrameError, Piece
-from lp_pipe.connections.not_inherited import not_inherited
 from lp_pipe.connections.silence import TICKS
 from lp_pipe.connections.socket_reader import SocketReader
-from lp_pipe.connections.thread_locks import release_if_held_here
 from lp_pipe.errors import Unavailable
-from lp_pipe.private_python import is_held_here
+from lp_pipe.private_python import is_held_here, release_if_held_here
 
 _CLOSE_PATIENCE_S = 0.2
-_ENDED = "the peer's process closed the connection without a word (it ended or was killed)"
+_ENDED = "the peer's process closed the connection without a reason (it ended or was killed)"
 _ENDED_INSIDE = "the peer ended inside a frame"
-_RDHUP = getattr(select, "POLLRDHUP", 0)  # elsewhere than on Linux an end of both directions shows even so
+_RDHUP = getattr(select, "POLLRDHUP", 0)  # without it (not on Linux), POLLHUP still shows an end of both directions
 
 
 class SocketConnection(PulledConnection):
-    """What is the same for all stream sockets; a subclass says how bytes get into them.
+    """The base of connections over a stream socket; a subclass says how bytes get into the socket.
 
-    idle_timeout_s: the peer counts as dead when nothing arrived for so long (it must send pings then), of time in which
-        this process was awake; a subclass lets `receive` wait for a tick of it, and no longer (silence.py).
+    idle_timeout_s: the peer counts as dead when nothing arrived for this long of time in which this process was awake;
+        it must send pings then. A subclass must let `receive` wait for at most one tick of it (silence.py).
     """
 
     def __init__(self, sock: socket.socket, reader: SocketReader, peer: str, idle_timeout_s: float | None) -> None:
         super().__init__(peer)
         self._socket = sock
-        not_inherited(sock)
+        close_in_children(sock)
         self._reader = reader
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self._interruption = -1
-        self._interruption_lock = threading.RLock()  # not for sending: whoever interrupts must not wait for a slow peer
+        # not the lock for sending: `interrupt` must not wait for a slow peer
+        self._interruption_lock = threading.RLock()
         self._on_frame: OnFrame | None = None
         self._send_lock = threading.RLock()
-        self._sent: list[int] = []  # bytes of the frame that is being sent, with the lock held
-        # What goes first when the lock is free again: the rest of an interrupted frame, and frames of the interrupter.
+        self._sent: list[int] = []  # bytes of the current frame; changed with the lock held
+        # What is sent first when the lock is free again: the rest of an interrupted frame, and frames of the code that
+        # interrupted it.
         self._postponed: deque[bytes] = deque()
-        self._is_torn = False  # a frame was sent in part, and its rest is lost
+        self._is_torn = False  # a frame was sent in part, and the rest is lost
         self._is_inside_read = False
         self._idle_timeout_s = idle_timeout_s
         self._silent_ticks = 0
         self._farewell: str | None = None
         self._is_over = False
-        self._silent_end = _ENDED  # the reason when it ends without one
+        self._silent_end = _ENDED  # the reason when the peer gives none
 
     @abstractmethod
     def _send_pieces(self, pieces: list[Piece], descriptors: Sequence[int] = (), *, may_wait: bool = True) -> None:
-        """Block until all of them are on their way, the descriptors with the first byte; with the lock held.
+        """Block until all pieces are on their way, the descriptors with the first byte; called with the lock held.
 
-        Keeps `_sent` up to date, if `can_resume_sending` at any bytecode, else at the end.
+        Updates `_sent`: at any bytecode if `can_resume_sending`, else at the end.
 
-        may_wait: else it is `begin_sending`, and does not block.
+        may_wait: False for `begin_sending`, which does not block.
 
         Raises:
             OSError: the socket is of no more use.
@@ -71,11 +72,11 @@ class SocketConnection(PulledConnection):
 
     @abstractmethod
     def _limit_sending(self, seconds: float) -> None:
-        """From now on `_send_pieces` blocks no longer than that; not a limit for those who read."""
+        """Let `_send_pieces` block for at most this long from now on; reads are not limited."""
 
     def start(self, on_frame: OnFrame, on_close: OnClose) -> None:
         self.attach(on_frame, on_close)
-        if self.try_reading():  # else it is closed already
+        if self.try_reading():  # otherwise it is closed already
             threading.Thread(target=self._read_to_end, name=f"read {self.peer}", daemon=True).start()
 
     def attach(self, on_frame: OnFrame, on_close: OnClose) -> None:
@@ -102,14 +103,14 @@ class SocketConnection(PulledConnection):
         return self._reader.is_inside_frame
 
     def be_ready_at(self, size: int) -> None:
-        with contextlib.suppress(OSError):  # it is closed
+        with contextlib.suppress(OSError):  # the socket is closed
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
 
     def has_peer_closed(self) -> bool:
         descriptor = self._socket.fileno()
         if descriptor < 0:
             return True
-        poll = select.poll()  # one object is for one thread at a time
+        poll = select.poll()  # a poll object is for one thread at a time
         poll.register(descriptor, _RDHUP)
         return bool(poll.poll(0))
 
@@ -118,7 +119,7 @@ class SocketConnection(PulledConnection):
         self._poll.register(self._interruption, select.POLLIN)
 
     def interrupt(self) -> None:
-        with self._interruption_lock:  # held when the descriptor is closed
+        with self._interruption_lock:  # the descriptor is closed with the lock held
             if self._interruption >= 0:
                 os.eventfd_write(self._interruption, 1)
 
@@ -148,7 +149,8 @@ class SocketConnection(PulledConnection):
         if self.is_read_here():
             self._is_inside_read = False
             self.done_reading()
-        if self._is_torn and self._closed_reason is None:  # now, or the next call would be sent before a reader sees it
+        # end it now: else the next call would be sent before a reader notices
+        if self._is_torn and self._closed_reason is None:
             self._end("an exception interrupted a send in the middle of a frame")
             self._dispose()
 
@@ -156,20 +158,20 @@ class SocketConnection(PulledConnection):
         return self._is_inside_read and self.is_read_here()
 
     def read_inside(self, timeout_s: float | None) -> None:
-        poll = select.poll()  # `wait` may have been interrupted inside of its own
+        poll = select.poll()  # a new one, since `wait` may have been interrupted inside of its own
         poll.register(self._socket.fileno(), select.POLLIN)
         if self._has_decrypted() or poll.poll(None if timeout_s is None else timeout_s * 1000):
             self.read()
 
     def _has_decrypted(self) -> bool:
-        """Whether there is something to read that the kernel does not know of."""
+        """Return whether there is something to read that the kernel does not know of."""
         return False
 
     def send(self, frame: Frame) -> None:
         self._send(frames.encode(frame))
 
     def _send(self, pieces: list[Piece], descriptors: Sequence[int] = (), *, may_wait: bool = True) -> None:
-        if is_held_here(self._send_lock):  # by the code that this code has interrupted
+        if is_held_here(self._send_lock):  # the code below this one on the stack holds it
             self._postponed.append(b"".join(pieces))
             return
         with self._send_lock:
@@ -178,7 +180,7 @@ class SocketConnection(PulledConnection):
             if self._postponed:
                 self._send_postponed()
             self._send_whole(pieces, descriptors, may_wait=may_wait)
-        if self._postponed and may_wait:  # what a signal handler has sent meanwhile
+        if self._postponed and may_wait:  # frames that a signal handler has sent meanwhile
             with self._send_lock:
                 self._send_postponed()
 
@@ -187,23 +189,23 @@ class SocketConnection(PulledConnection):
             self._send_whole([self._postponed.popleft()])
 
     def _send_whole(self, pieces: list[Piece], descriptors: Sequence[int] = (), *, may_wait: bool = True) -> None:
-        """Send a frame; one whose sending is interrupted by an exception is sent to its end with the next frame."""
+        """Send a frame. If an exception interrupts it, the rest is sent with the next frame."""
         self._sent.clear()
         try:
             self._send_pieces(pieces, descriptors, may_wait=may_wait)
         except OSError as error:
-            # Mid-frame the stream is of no more use; the reader sees the end and reports it once.
+            # In the middle of a frame the stream is of no more use; the reader sees the end and reports it once.
             self._shutdown()
             why = self._farewell or str(error)
             raise Unavailable(f"connection to {self.peer} broke while sending: {why}") from error
-        except BaseException:  # Ctrl+C: what came next would be taken for the rest of this frame
+        except BaseException:  # such as Ctrl+C: the peer would take what comes next for the rest of this frame
             self._keep_rest(pieces, has_descriptors=bool(descriptors))
             raise
 
     def _keep_rest(self, pieces: list[Piece], *, has_descriptors: bool) -> None:
         sent = sum(self._sent)
         if self.can_resume_sending:
-            self._is_torn = has_descriptors and not sent  # the peer would never get them
+            self._is_torn = has_descriptors and not sent  # the peer would never get the descriptors
         else:
             self._is_torn = not self._sent or sent < sum(map(len, pieces))
         if self._is_torn:
@@ -214,35 +216,35 @@ class SocketConnection(PulledConnection):
     def close(self, reason: str = "closed") -> None:
         if self._closed_reason is not None:
             return
-        self._farewell = reason  # the peer may answer it by closing before this method is through
+        self._farewell = reason  # the peer may answer by closing before this method is done
         self._tell(reason)
         self._leave(reason)
 
     def _tell(self, reason: str) -> None:
-        """The last frame: why there will be no more."""
-        # A sender that is stuck because the peer does not read must not keep us from closing.
+        """Send the last frame, which says why there will be no more."""
+        # A sender that is stuck because the peer does not read must not prevent the close.
         if not is_held_here(self._send_lock) and self._send_lock.acquire(timeout=_CLOSE_PATIENCE_S):
             try:
                 self._limit_sending(_CLOSE_PATIENCE_S)
                 self._send_pieces(frames.encode(Frame(frames.CLOSE, name=reason[:1000])))
             except OSError:
-                pass  # the peer is gone already; it needs no reason
+                pass  # the peer is gone already and needs no reason
             finally:
                 self._send_lock.release()
 
     def _leave(self, reason: str) -> None:
-        """The last frame was sent, and must still be there for the peer to read."""
+        """Close after the last frame was sent; the peer must still be able to read it."""
         self._end(reason)
         self._dispose()
 
     def _read_to_end(self) -> None:
-        self._reader_of["reader"] = (threading.get_ident(),)  # until now the thread that has started this one
+        self._reader_of["reader"] = (threading.get_ident(),)  # until now it was the thread that started this one
         while self._read_once():
             pass
         self.done_reading()
 
     def _read_once(self, flags: int = 0) -> bool:
-        """Deliver the frames that one read completes; False when the connection is at its end."""
+        """Deliver the frames that one read completes; False at the connection's end."""
         assert self._on_frame is not None
         try:
             if not self._reader.receive(flags):
@@ -253,27 +255,29 @@ class SocketConnection(PulledConnection):
                     return self._end(frame.name)
                 self._deliver(frame, self._on_frame)
         except (BlockingIOError, TimeoutError) as error:
-            if error.errno == errno.ETIMEDOUT:  # the kernel's own
+            if error.errno == errno.ETIMEDOUT:  # the kernel's timeout
                 return self._end(f"connection lost: {error}")
             if flags & socket.MSG_DONTWAIT:
-                return True  # all there was is read
+                return True  # all that was there is read
             self._silent_ticks += 1
             if self._silent_ticks < TICKS:
                 return True
-            return self._end(f"nothing heard for {self._idle_timeout_s} s")
+            return self._end(f"nothing arrived for {self._idle_timeout_s} s")
         except OSError as error:
             return self._end(f"connection lost: {error}")
         except FrameError as error:
             return self._give_up(str(error))
         except MemoryError:
             return self._give_up("a frame arrived that does not fit into memory")
-        except BaseException as error:  # also Ctrl+C in a thread that reads: what it has read is lost
+        except BaseException as error:  # also Ctrl+C in the reading thread, which loses what it has read
             self._give_up(f"a frame could not be handled: {type(error).__name__}: {error}")
             raise
         return True
 
     def _give_up(self, reason: str) -> bool:
-        """An end for which the peer has done nothing: without a word it would take this process for dead."""
+        """End the connection for a reason of this process; without the reason the peer would take this process for
+        dead.
+        """
         if self._closed_reason is None:
             self._tell(reason)
         return self._end(reason)
@@ -284,17 +288,17 @@ class SocketConnection(PulledConnection):
     def _end(self, reason: str) -> bool:
         self._shutdown()
         if self._mark_closed(self._farewell or reason):
-            self._is_over = True  # not before `on_close` has returned: until then the descriptor is ours
+            self._is_over = True  # set after `on_close` has returned: until then the descriptor is in use
         return False
 
     def _shutdown(self) -> None:
-        """Frees a reader, and a sender that waits for a frozen peer."""
+        """Wake a thread that reads, and one that sends to a frozen peer."""
         with contextlib.suppress(OSError):
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def _dispose(self) -> None:
-        """Give the descriptor back, once nobody can be using it: the last one to read does it, or who closes."""
-        if self.try_reading():  # and kept: nobody reads from now on
+        """Close the descriptor once no thread can be using it; called by the last reader or the closing thread."""
+        if self.try_reading():  # and never released: nothing is read from now on
             self._reader_of["reader"] = (0,)
             with self._send_lock:
                 self._socket.close()
@@ -305,5 +309,5 @@ class SocketConnection(PulledConnection):
             self._free()
 
     def _free(self) -> None:
-        """What is not needed without the socket."""
+        """Free what is not needed without the socket."""
         self._reader.close()

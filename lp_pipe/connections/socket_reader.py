@@ -1,40 +1,40 @@
-"""Frames out of a stream socket, as far as they have arrived: reading may stop anywhere and go on later."""
+"""Frames out of a stream socket, as far as they have arrived: reading may stop anywhere and resume later."""
 
 import socket
 from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
-from lp_pipe.connections import frames, loans
+from lp_pipe.connections import frames, shm_buffers
 from lp_pipe.connections.frames import Frame, FrameError
-from lp_pipe.connections.loans import Borrower
 from lp_pipe.connections.memory import memory_for
+from lp_pipe.connections.shm_buffers import BufferImporter
 
 _READ_AHEAD_BYTES = 1 << 16
-_CONTROL_BYTES = socket.CMSG_SPACE(4 * loans.MOST_DESCRIPTORS)
+_CONTROL_BYTES = socket.CMSG_SPACE(4 * shm_buffers.MAX_DESCRIPTORS)
 
 
 class Readable(Protocol):
-    """A socket, or what reads like one."""
+    """A socket, or an object that reads like one."""
 
     def recv_into(self, buffer: memoryview, nbytes: int = 0, flags: int = 0, /) -> int: ...
 
 
 class SocketReader:
-    """Cuts a byte stream into frames; reads ahead a little, and large pieces straight into their own memory.
+    """Cuts a byte stream into frames; reads ahead a little, and reads large pieces straight into their own memory.
 
-    borrower: None where no memory can be lent.
+    importer: None where no memory can be shared.
     """
 
-    def __init__(self, sock: Readable, borrower: Borrower | None = None) -> None:
+    def __init__(self, sock: Readable, importer: BufferImporter | None = None) -> None:
         self._socket = sock
-        self._borrower = borrower
+        self._importer = importer
         self._ahead = memoryview(bytearray(_READ_AHEAD_BYTES))
         self._start = self._end = 0
-        self._frame: Frame | None = None  # begun, and not complete
-        self._loans: Sequence[int] = ()  # those of its buffers that are tickets as yet
-        self._missing: deque[memoryview] = deque()  # its memory that is still to be filled
-        self._may_borrow = False
+        self._frame: Frame | None = None  # begun and not complete
+        self._references: Sequence[int] = ()  # the indices of its buffers that are still references
+        self._missing: deque[memoryview] = deque()  # its memory that is not filled yet
+        self._is_importing = False
         self.is_drained = False
 
     @property
@@ -43,20 +43,16 @@ class SocketReader:
 
     def close(self) -> None:
         """Keep no memory of the peer's; what was handed out stays as long as it is used."""
-        if self._borrower is not None:
-            self._borrower.close()
+        if self._importer is not None:
+            self._importer.close()
 
     def receive(self, flags: int) -> int:
-        """One read of the socket; 0 at the end of the stream.
-
-        Raises:
-            BlockingIOError: nothing is there (with MSG_DONTWAIT), or the socket's timeout has passed.
-        """
+        """Read the socket once; 0 at the end of the stream."""
         target = self._missing[0] if self._missing else self._space()
         self.is_drained = True
-        count = self._socket.recv_into(target, 0, flags) if not self._may_borrow else self._receive(target, flags)
+        count = self._socket.recv_into(target, 0, flags) if not self._is_importing else self._receive(target, flags)
         # A read ends where descriptors came, though more may be there; then only an empty read tells.
-        self.is_drained = count < len(target) and not self._may_borrow
+        self.is_drained = count < len(target) and not self._is_importing
         if not self._missing:
             self._end += count
         elif count == len(target):
@@ -66,14 +62,14 @@ class SocketReader:
         return count
 
     def _receive(self, target: memoryview, flags: int) -> int:
-        assert self._borrower is not None and isinstance(self._socket, socket.socket)
+        assert self._importer is not None and isinstance(self._socket, socket.socket)
         count, control, _, _ = self._socket.recvmsg_into([target], _CONTROL_BYTES, flags | socket.MSG_CMSG_CLOEXEC)
         if control:
-            self._borrower.take(control)
+            self._importer.take(control)
         return count
 
     def next_frame(self) -> Frame | None:
-        """The next frame that has arrived as a whole."""
+        """Return the next frame that has arrived as a whole."""
         if self._frame is None and not self._begin():
             return None
         while self._missing and self._end > self._start:
@@ -86,17 +82,17 @@ class SocketReader:
         if self._missing:
             return None
         frame, self._frame = self._frame, None
-        if self._loans and frame is not None:
-            if self._borrower is None:
-                raise FrameError("a frame lends memory, which cannot be lent between hosts")
+        if self._references and frame is not None:
+            if self._importer is None:
+                raise FrameError("a frame refers to shared memory, which another host cannot map")
             buffers = list(frame.buffers)
-            for index in self._loans:
-                buffers[index] = self._borrower.open(buffers[index])
+            for index in self._references:
+                buffers[index] = self._importer.open(buffers[index])
             frame = frame._replace(buffers=buffers)
         return frame
 
     def _begin(self) -> bool:
-        """Take the next header, if it is there, and make room for what it announces."""
+        """Take the next header, if it has arrived, and allocate what it announces."""
         ready = self._end - self._start
         if ready < frames.PREFIX_BYTES:
             return False
@@ -106,20 +102,20 @@ class SocketReader:
             return False
         self._start = body_start
         header = frames.decode_header(self._take(length))
-        # Memory of their own: what is built on them stays writable.
+        # Each gets memory of its own, so that arrays built on it stay writable.
         body = self._piece(header.body_bytes)
         sizes = header.buffer_bytes
         buffers = [self._piece(size) for size in sizes] if sizes else ()
-        self._loans = header.loans
-        is_large = bool(sizes) and max(sizes) >= loans.LEAST_BYTES
-        if is_large and self._borrower is not None and not self._may_borrow and loans.is_supported():
-            self._may_borrow = True
-            self._borrower.welcome()
+        self._references = header.references
+        is_large = bool(sizes) and max(sizes) >= shm_buffers.MIN_BYTES
+        if is_large and self._importer is not None and not self._is_importing and shm_buffers.is_supported():
+            self._is_importing = True
+            self._importer.announce()
         self._frame = Frame(header.kind, header.id, header.name, body, buffers)
         return True
 
     def _piece(self, size: int) -> bytearray | memoryview:
-        """Memory that is filled as the bytes come."""
+        """Return memory that is filled as the bytes arrive."""
         if not self._missing and size <= self._end - self._start:
             return bytearray(self._take(size))
         piece = memory_for(size)
@@ -132,7 +128,9 @@ class SocketReader:
         return self._ahead[self._start - size : self._start]
 
     def _space(self) -> memoryview:
-        """Where to read ahead: what has been used is freed; a header is at most MAX_HEADER_BYTES, so it fits in."""
+        """Return where to read ahead. What was used is freed first; a header has at most MAX_HEADER_BYTES, so it fits
+        in.
+        """
         rest = self._end - self._start
         if self._start:
             self._ahead[:rest] = bytes(self._ahead[self._start : self._end])

@@ -1,6 +1,7 @@
-"""Endpoints over TCP: `tls:HOST:PORT`; `grpc:HOST:PORT`, plain and on this host only, or `grpcs:HOST:PORT`, mTLS.
+"""Endpoints over TCP: `tls:HOST:PORT`; `grpc:HOST:PORT`, plain and on this host only; `grpcs:HOST:PORT`, with mTLS.
 
-`grpc:HOST:PORT#TOKEN` is a listener with a token of its own, in place of the run's: whoever is told it may connect.
+`grpc:HOST:PORT#TOKEN` is a listener with a token of its own in place of the run's: any process that is told the token
+may connect.
 """
 
 import ipaddress
@@ -12,14 +13,14 @@ PLAIN, SECURE, TLS = "grpc:", "grpcs:", "tls:"
 GRPC_SCHEMES = (PLAIN, SECURE)
 SCHEMES = (*GRPC_SCHEMES, TLS)
 
-# What is said of a connection over TCP that has no reason of its own for its end.
-GONE = "the connection ended without a word (the peer's process ended or was killed, or its host is out of reach)"
+# The reason of a TCP connection that ended without one.
+GONE = "the connection ended without a reason (the peer's process ended or was killed, or its host is unreachable)"
 
 
 class TcpEndpoint(NamedTuple):
-    """scheme: PLAIN or SECURE. bind: where a listener binds, when that is not the host by which others reach it.
+    """A parsed endpoint. `str` leaves the token out, for messages and logs.
 
-    `str` leaves the token out, for messages and logs.
+    scheme: PLAIN, SECURE or TLS. bind: where a listener binds, if that differs from the host by which others reach it.
     """
 
     scheme: str
@@ -34,17 +35,17 @@ class TcpEndpoint(NamedTuple):
 
     @property
     def target(self) -> str:
-        """What a client connects to."""
+        """The "host:port" that a client connects to."""
         return f"{bracketed(self.host)}:{self.port}"
 
     @property
     def bind_target(self) -> str:
-        """What a listener binds."""
+        """The "host:port" that a listener binds."""
         return f"{bracketed(self.bind or self.host)}:{self.port}"
 
     @property
     def with_token(self) -> str:
-        """What a client is given."""
+        """The endpoint that a client is given."""
         return f"{self}#{self.token}" if self.token else str(self)
 
     def __str__(self) -> str:
@@ -52,7 +53,7 @@ class TcpEndpoint(NamedTuple):
 
 
 def parse(endpoint: str) -> TcpEndpoint:
-    """Read `SCHEME:HOST:PORT`, or `SCHEME:HOST@BIND:PORT`, for a listener that others reach as HOST.
+    """Parse `SCHEME:HOST:PORT`, or `SCHEME:HOST@BIND:PORT` for a listener that others reach as HOST.
 
     Only a plain endpoint may have a token: with mTLS the run's credentials decide.
 
@@ -64,19 +65,19 @@ def parse(endpoint: str) -> TcpEndpoint:
     hosts, _, port = endpoint.removeprefix(scheme).rpartition(":")
     host, _, bind = hosts.partition("@")
     if scheme not in SCHEMES or not host or not port.isdigit() or int(port) > 65535:
-        raise ValueError(f"{endpoint!r} is not tls:HOST:PORT, grpc:HOST:PORT or grpcs:HOST:PORT")
+        raise ValueError(f"{endpoint!r} must be tls:HOST:PORT, grpc:HOST:PORT or grpcs:HOST:PORT")
     found = TcpEndpoint(scheme, host.strip("[]"), int(port), bind.strip("[]"), token)
     if found.is_secure and token:
         raise ValueError(f"{endpoint}: an endpoint with mTLS has no token of its own")
     if not found.is_secure and not (_is_loopback(found.host) and _is_loopback(found.bind or found.host)):
-        raise ValueError(f"{endpoint}: without encryption only on this host (127.0.0.1); use {TLS}{hosts}:{port}")
+        raise ValueError(f"{endpoint}: grpc: is not encrypted and only for 127.0.0.1; use {TLS}{hosts}:{port}")
     if _is_wildcard(found.host):
         raise ValueError(f"{endpoint} does not say how others reach this host; use {scheme}NAME@{hosts}:{port}")
     return found
 
 
 def parse_to_connect(endpoint: str) -> TcpEndpoint:
-    """As `parse`, for a client.
+    """Parse like `parse`, for a client.
 
     Raises:
         Unavailable: it is no such endpoint, or a plain one of another host.
@@ -88,7 +89,7 @@ def parse_to_connect(endpoint: str) -> TcpEndpoint:
 
 
 def bracketed(host: str) -> str:
-    """As it is written before a port: IPv6 addresses have colons of their own."""
+    """Return the host as it is written before a port: an IPv6 address, which has colons of its own, in brackets."""
     return f"[{host}]" if ":" in host else host
 
 
@@ -103,7 +104,7 @@ def _is_wildcard(host: str) -> bool:
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """None for a name."""
+    """Return the parsed address; None for a name."""
     try:
         return ipaddress.ip_address(host)
     except ValueError:

@@ -1,6 +1,6 @@
-"""Two hosts: frames over TLS 1.3, each end with a certificate of the run.
+"""Connections between two hosts over TLS 1.3, each end with a certificate of the run.
 
-    tls:HOST:PORT         whoever has a certificate of the run, and shows its token
+    tls:HOST:PORT         processes that have a certificate of the run, and show its token
     tls:HOST@BIND:PORT    to listen at BIND, where others reach it as HOST
 
 A call takes a third of grpcio's time with the same certificates: the thread that waits for the reply reads it itself.
@@ -13,29 +13,33 @@ import threading
 import time
 from collections.abc import Sequence
 
-from lp_pipe.connections import frames, reach, tcp_endpoint
+from lp_pipe.connections import frames, tcp_endpoint, tcp_liveness
 from lp_pipe.connections.base import Connection, Listener, OnConnection, OnFrame
 from lp_pipe.connections.credentials import ADVICE, RUN_NAME, Credentials, current_credentials
-from lp_pipe.connections.doorman import GREETING, MAGIC, Doorman
 from lp_pipe.connections.frames import Frame, Piece
 from lp_pipe.connections.refusals import Refusals
-from lp_pipe.connections.shortage import not_taken_in
+from lp_pipe.connections.resource_limits import describe_rejection
 from lp_pipe.connections.silence import TICKS
 from lp_pipe.connections.socket_connection import SocketConnection
 from lp_pipe.connections.socket_reader import SocketReader
 from lp_pipe.connections.tcp_endpoint import GONE, TcpEndpoint
+from lp_pipe.connections.tls_acceptor import GREETING, MAGIC, TlsAcceptor
 from lp_pipe.connections.tls_stream import TlsStream, client_context
 from lp_pipe.errors import Unauthenticated, Unavailable
 
 _CONNECT_PATIENCE_S = 5.0
-_LINGER_S = 5.0  # for a peer that takes its time over what was sent before the close
-_LOOK_AGAIN_S = 0.01  # whether another thread still reads
+_LINGER_S = 5.0  # for a peer that is slow to read what was sent before the close
+_LOOK_AGAIN_S = 0.01  # how often to check whether another thread still reads
 _SILENCE_S = 10.0
 _DISCARDED_BYTES = 1 << 16
 
 
 class TlsConnection(SocketConnection):
-    """sock: after handshake and greeting. silence_s: it ends when its host answers nothing for a third more."""
+    """A connection over TLS.
+
+    sock: after handshake and greeting. silence_s: the connection ends when the peer's host has answered nothing for a
+        third more than this.
+    """
 
     can_begin_sending = True
 
@@ -44,7 +48,7 @@ class TlsConnection(SocketConnection):
         super().__init__(sock, SocketReader(self._stream), peer, idle_timeout_s)
         self._silence_s = silence_s
         self._silent_end = GONE
-        reach.shared.watch(sock, silence_s, self._on_silence)
+        tcp_liveness.shared.watch(sock, silence_s, self._on_silence)
 
     def wait(self, timeout_s: float | None) -> bool:
         return self._has_decrypted() or super().wait(timeout_s)
@@ -75,24 +79,24 @@ class TlsConnection(SocketConnection):
 
     def _send_pieces(self, pieces: list[Piece], descriptors: Sequence[int] = (), *, may_wait: bool = True) -> None:
         self._stream.send(pieces, may_wait=may_wait)
-        self._sent.append(sum(map(len, pieces)))  # what it has not sent yet, it has copied
+        self._sent.append(sum(map(len, pieces)))  # the stream has copied what it has not sent yet
 
     def _limit_sending(self, seconds: float) -> None:
         self._stream.send_timeout_s = seconds
 
     def _deliver(self, frame: Frame, on_frame: OnFrame) -> None:
-        if self._closed_reason is None:  # else it is read only for the peer to come to the end
+        if self._closed_reason is None:  # after the close, reading only lets the peer reach the end
             on_frame(frame)
 
     def _leave(self, reason: str) -> None:
-        # To close a TCP socket with something unread in it would take back what was sent.
+        # Closing a TCP socket with unread data would discard what was sent.
         with contextlib.suppress(OSError):
             socket.socket.shutdown(self._socket, socket.SHUT_WR)
         if self._mark_closed(reason):
             threading.Thread(target=self._linger, name=f"linger {self.peer}", daemon=True).start()
 
     def _linger(self) -> None:
-        """Until the peer has read all that was sent before the close, and has closed as well, but not for ever."""
+        """Wait, for a limited time, until the peer has read all that was sent and has closed as well."""
         deadline = time.monotonic() + _LINGER_S
         while not (is_reader := self.try_reading()) and time.monotonic() < deadline:
             time.sleep(_LOOK_AGAIN_S)
@@ -104,22 +108,22 @@ class TlsConnection(SocketConnection):
             self.done_reading()
         else:
             self._is_over = True
-            self._shutdown()  # whoever reads comes to the end, and does the rest
+            self._shutdown()  # the reading thread reaches the end, and does the rest
 
     def _discard(self, deadline: float) -> None:
         scrap = memoryview(bytearray(_DISCARDED_BYTES))
-        while (left_s := deadline - time.monotonic()) > 0:  # a wait may end for nothing, by `interrupt`
+        while (left_s := deadline - time.monotonic()) > 0:  # `interrupt` may end a wait early
             with contextlib.suppress(BlockingIOError):
                 if self.wait(left_s) and not self._stream.recv_into(scrap, 0, socket.MSG_DONTWAIT):
                     return
 
     def _on_silence(self) -> None:
-        # Also where it ends inside a frame, and for those who send.
-        self._farewell = f"its host has answered nothing for {self._silence_s:g} s: it is out of reach"
+        # The reason is set before the shutdown, for reads that end inside a frame and for blocked senders.
+        self._farewell = f"its host has answered nothing for {self._silence_s:g} s: it is unreachable"
         self._shutdown()
 
     def _dispose(self) -> None:
-        reach.shared.forget(self._socket)
+        tcp_liveness.shared.forget(self._socket)
         super()._dispose()
 
 
@@ -132,29 +136,30 @@ class TlsListener(Listener):
         listening = _bound(where)
         self.endpoint = str(where._replace(port=listening.getsockname()[1], bind=""))
         self.refusals = Refusals(self.endpoint)
-        self._doorman = Doorman(listening, credentials, self.refusals, self._let_in)
+        self._acceptor = TlsAcceptor(listening, credentials, self.refusals, self._let_in)
 
     def close(self, reason: str = "closed") -> None:
-        self._doorman.close()
+        self._acceptor.close()
 
     def _let_in(self, sock: ssl.SSLSocket, address: str) -> None:
         connection = TlsConnection(sock, f"client of {self.endpoint} ({address})", self._silence_s)
         try:
             self._on_connection(connection)
         except BaseException as error:
-            connection.close(not_taken_in(error))
+            connection.close(describe_rejection(error))
             raise
 
 
 def listen(
     endpoint: str, on_connection: OnConnection, credentials: Credentials | None = None, silence_s: float = _SILENCE_S
 ) -> Listener:
-    """Accept connections from processes of this run; with port 0 the listener's `endpoint` says which it got.
+    """Accept connections from processes of this run; with port 0 the listener's `endpoint` has the port that was
+    chosen.
 
     credentials, silence_s: as for `connect`.
 
     Raises:
-        ValueError: no such endpoint.
+        ValueError: it is no endpoint.
         Unauthenticated: this process has no credentials.
         OSError: the address cannot be bound.
     """
@@ -169,12 +174,12 @@ def connect(
 ) -> Connection:
     """Connect to a listener of a process of this run, on any host.
 
-    credentials: of the run; None: this process's (use_credentials). silence_s: the connection has ended when the peer's
-    host has acknowledged nothing for a fifth more than that, or at most for a third more.
+    credentials: of the run; None: those of this process (use_credentials).
+    silence_s: the connection ends when the peer's host has acknowledged nothing for a fifth to a third more than this.
 
     Raises:
-        Unavailable: nobody listens there, or nobody answers within 5 s.
-        Unauthenticated: whoever listens is not of this run, or does not take this process for one of it.
+        Unavailable: nothing listens there, or there is no answer within 5 s.
+        Unauthenticated: the listener is not of this run, or does not accept this process as one of it.
     """
     where = tcp_endpoint.parse_to_connect(endpoint)
     credentials = credentials or current_credentials()
@@ -182,15 +187,15 @@ def connect(
     try:
         sock = socket.create_connection((where.host, where.port), timeout=_CONNECT_PATIENCE_S)
     except OSError as error:
-        what = "out of reach is" if reach.is_out_of_reach(error) else "nobody listens at"
+        what = "cannot reach" if tcp_liveness.is_unreachable(error) else "nothing listens at"
         raise Unavailable(f"{what} {endpoint}: {error.strerror or error}") from error
     return TlsConnection(_greeted(sock, endpoint, credentials, deadline), endpoint, silence_s, idle_timeout_s)
 
 
 def _greeted(sock: socket.socket, endpoint: str, credentials: Credentials, deadline: float) -> ssl.SSLSocket:
-    """Show who this is, and see who they are."""
+    """Complete the handshake, show this process's token, and check that the listener accepts it."""
     with contextlib.ExitStack() as unless_welcome:
-        unless_welcome.callback(sock.close)  # one that was reset already cannot be wrapped
+        unless_welcome.callback(sock.close)  # a socket that was reset already cannot be wrapped
         try:
             found = client_context(credentials).wrap_socket(
                 sock, server_hostname=RUN_NAME, do_handshake_on_connect=False
@@ -206,7 +211,7 @@ def _greeted(sock: socket.socket, endpoint: str, credentials: Credentials, deadl
 
 
 def _greet(sock: ssl.SSLSocket, credentials: Credentials, deadline: float) -> str:
-    """Returns why they do not let this process in."""
+    """Return why the listener does not accept this process; "" if it does."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     _set_timeout(sock, deadline)
     sock.do_handshake()
@@ -240,7 +245,7 @@ def _no_greeting(endpoint: str, error: OSError) -> Unavailable:
         )
     if isinstance(error, TimeoutError):
         return Unavailable(f"{endpoint} did not answer within {_CONNECT_PATIENCE_S:g} s")
-    why = f"it ended this very moment, or does not take this process for one of its run ({ADVICE})"
+    why = f"it has just ended, or does not accept this process as one of its run ({ADVICE})"
     return Unavailable(f"{endpoint} closed the connection before it began: {why}: {error}")
 
 

@@ -14,20 +14,19 @@ from collections.abc import Iterator, Sequence
 from lp_pipe.connections.credentials import Credentials
 from lp_pipe.connections.frames import Piece
 from lp_pipe.connections.kernel_calls import has_memfd
-from lp_pipe.connections.thread_locks import release_if_held_here
-from lp_pipe.private_python import is_held_here
+from lp_pipe.private_python import is_held_here, release_if_held_here
 
-_RECORD_BYTES = 1 << 14  # TLS encrypts so much at a time
-_SLICE_BYTES = 1 << 18  # reading waits while so much is being encrypted
+_RECORD_BYTES = 1 << 14  # the most that TLS encrypts at a time
+_SLICE_BYTES = 1 << 18  # reading waits while this much is encrypted
 _HANG_UP = select.POLLHUP | select.POLLERR
 
 
 class TlsStream:
-    """Reads and sends like a blocking socket.
+    """A TLS socket that reads and sends like a blocking one.
 
-    OpenSSL lets one thread at a time into a connection, so none waits inside.
+    OpenSSL lets one thread at a time into a connection, so no thread waits inside OpenSSL.
 
-    sock: connected, after the handshake. idle_timeout_s: a read that waits for longer is a TimeoutError.
+    sock: connected, after the handshake. idle_timeout_s: a read that waits for longer raises TimeoutError.
     """
 
     def __init__(self, sock: ssl.SSLSocket, idle_timeout_s: float | None = None) -> None:
@@ -40,23 +39,23 @@ class TlsStream:
         self._rest: deque[memoryview] = deque()
 
     def is_inside_here(self) -> bool:
-        """Whether the calling thread was interrupted inside of OpenSSL's part of a read or a write."""
+        """Return whether the calling thread was interrupted inside OpenSSL, in a read or a write."""
         return is_held_here(self._inside)
 
     def recover(self) -> None:
-        """Give back the lock, where an exception has interrupted the calling thread between two bytecodes."""
+        """Release the lock if an exception interrupted the calling thread while it held it."""
         release_if_held_here(self._inside)
 
     def has_decrypted(self) -> bool:
-        """Whether there is something to read that the kernel does not know of."""
+        """Return whether there is something to read that the kernel does not know of."""
         return self._socket.pending() > 0
 
     def recv_into(self, target: memoryview, size: int = 0, flags: int = 0, /) -> int:
-        """As a socket's, but what is there is read as far as it fits; 0 at the end.
+        """Read like a socket's recv_into, but as much as is there and fits; 0 at the end.
 
         Raises:
             BlockingIOError: nothing is there (with MSG_DONTWAIT).
-            TimeoutError: nothing came for `idle_timeout_s`.
+            TimeoutError: nothing arrived for `idle_timeout_s`.
             OSError: the connection is broken.
         """
         count = self._read(target)
@@ -64,18 +63,21 @@ class TlsStream:
             count = self._read_later(target)
         if count is None:
             raise BlockingIOError
-        with contextlib.suppress(OSError):  # the next read says so
+        with contextlib.suppress(OSError):  # the next read raises it again
             while 0 < count < len(target) and (more := self._read(target[count:])):
                 count += more
         return count
 
     @property
     def has_rest(self) -> bool:
-        """Whether `send` has left something, because it was not to wait."""
+        """Whether `send` with may_wait=False has left a rest."""
         return bool(self._rest)
 
     def send(self, pieces: Sequence[Piece], *, may_wait: bool) -> None:
-        """Block until the kernel has the rest and all of these, or nothing for `send_timeout_s`; or never block.
+        """Send the rest and all of these pieces. May block until the kernel has them, or took nothing for
+        `send_timeout_s`.
+
+        may_wait: if False, never block, and keep the rest.
 
         Raises:
             OSError: the connection is broken, or has taken nothing for too long.
@@ -93,7 +95,7 @@ class TlsStream:
     def _read_later(self, target: memoryview) -> int | None:
         while True:
             is_there = _wait(self._socket, select.POLLIN, self._idle_timeout_s)
-            # A process that was frozen finds that time is over, and perhaps data as well.
+            # A process that was frozen finds that the time is over, and perhaps data as well.
             count = self._read(target)
             if count is not None:
                 return count
@@ -101,7 +103,7 @@ class TlsStream:
                 raise TimeoutError
 
     def _read(self, target: memoryview) -> int | None:
-        """At most one record; None when nothing is there."""
+        """Read at most one record; None when nothing is there."""
         try:
             with self._inside:
                 return self._socket.read(len(target), target)  # type: ignore[return-value]  # with a buffer: how many
@@ -109,7 +111,10 @@ class TlsStream:
             return None
 
     def _write(self, data: memoryview, *, may_wait: bool) -> int | None:
-        """None when there is no room: then the next call must be with the same data, with which OpenSSL has begun."""
+        """Return the bytes written, or None when there is no room.
+
+        After None, the next call must be with the same data, which OpenSSL has begun to write.
+        """
         while True:
             try:
                 with self._inside:
@@ -122,12 +127,12 @@ class TlsStream:
 
 
 def server_context(credentials: Credentials) -> ssl.SSLContext:
-    """For listeners: clients must have a certificate of the run."""
+    """Return the context for listeners: clients must have a certificate of the run."""
     return _contexts(credentials)[0]
 
 
 def client_context(credentials: Credentials) -> ssl.SSLContext:
-    """For those who connect, with server_hostname=RUN_NAME."""
+    """Return the context for clients, to use with server_hostname=RUN_NAME."""
     return _contexts(credentials)[1]
 
 
@@ -139,12 +144,12 @@ def _contexts(credentials: Credentials) -> tuple[ssl.SSLContext, ssl.SSLContext]
         context.verify_mode = ssl.CERT_REQUIRED
         context.load_verify_locations(cadata=credentials.authority.decode())
         _load_certificate(context, credentials)
-    server.num_tickets = 0  # nobody comes again with one
+    server.num_tickets = 0  # no client resumes a session
     return server, client
 
 
 def _load_certificate(context: ssl.SSLContext, credentials: Credentials) -> None:
-    """The ssl module takes a file only: this one is in memory, and nobody else's."""
+    """Load the certificate through a file, which the ssl module needs: in memory, and readable by this user only."""
     if has_memfd() and os.path.isdir("/proc/self/fd"):
         with open(os.memfd_create("lp_pipe-certificate", os.MFD_CLOEXEC), "wb") as file:
             file.write(credentials.certificate + credentials.key)
@@ -164,7 +169,9 @@ def _wait(sock: socket.socket, event: int, timeout_s: float | None) -> bool:
 
 
 def _joined(pieces: Sequence[Piece]) -> Iterator[Piece]:
-    """Small neighbours as one, up to a record: what belongs together arrives together, and wakes its reader once."""
+    """Yield small neighbours as one piece of up to a record: what belongs together arrives together and wakes its
+    reader once.
+    """
     small: list[Piece] = []
     room = _RECORD_BYTES
     for piece in pieces:

@@ -9,7 +9,7 @@ import threading
 import time
 from typing import Any
 
-from lp_pipe.connections.shortage import told
+from lp_pipe.connections.resource_limits import describe_error
 from lp_pipe.graph import GraphView
 from lp_pipe.launch.coordination.coordinator import Coordinator
 from lp_pipe.launch.host import Host
@@ -101,7 +101,7 @@ class ControlPoint:
             self._sources.start()
         except (OSError, RuntimeError) as error:  # no folder, descriptors or threads
             if self._is_listed:
-                _log.warning("this run cannot be found by `lp_pipe status`, `stop` and `ps`: %s", told(error))
+                _log.warning("this run cannot be found by `lp_pipe status`, `stop` and `ps`: %s", describe_error(error))
 
     def close(self, outcome: Outcome) -> None:
         """Record the end, once nothing of the run is left, and answer the commands that wait for it."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lp_pipe.connections.shortage import is_shortage, told
+from lp_pipe.connections.resource_limits import describe_error, is_limit_reached
 from lp_pipe.errors import LaunchError
 from lp_pipe.launch import mixed, process
 from lp_pipe.launch.control import ControlPoint
@@ -182,9 +182,11 @@ def _naming_shortage(program: Program) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
-        if not is_shortage(error):
+        if not is_limit_reached(error):
             raise
-        raise LaunchError(f"program {program.name!r} could not be launched, and is down: {told(error)}") from error
+        raise LaunchError(
+            f"program {program.name!r} could not be launched, and is down: {describe_error(error)}"
+        ) from error
 
 
 def check_program(found: Any, wanted: str) -> Program:

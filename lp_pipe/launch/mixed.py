@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 
-from lp_pipe.connections import local, unix
+from lp_pipe.connections import same_host, unix
 from lp_pipe.context import NodeServices
 from lp_pipe.launch import thread
 from lp_pipe.launch.coordination.coordinator import Coordinator
@@ -36,7 +36,7 @@ def make_host(plan: Plan, metrics: MetricsLog) -> tuple[Host, Coordinator]:
     payloads = serialize_nodes(processes)
 
     def endpoint_of(address: str) -> str:
-        scheme = unix.SCHEME if plan.owners[address] in inner else local.SCHEME
+        scheme = unix.SCHEME if plan.owners[address] in inner else same_host.SCHEME
         return f"{scheme}{process_host.socket_dir}/{address}"
 
     coordinator = Coordinator(plan, endpoint_of, metrics)

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lp_pipe.connections import spanning
+from lp_pipe.connections import run_endpoints
 from lp_pipe.connections.credentials import generate_credentials
 from lp_pipe.errors import LaunchError, Unavailable
 from lp_pipe.launch.coordination.coordinator import Coordinator
@@ -60,9 +60,9 @@ def make_host(plan: Plan, metrics: MetricsLog, options: MultiHostOptions) -> tup
         raise
     run = uuid.uuid4().hex
     ports = PortsElsewhere(plan, gathered.agents, lambda node_id: host.where(node_id))
-    coordinator = Coordinator(plan, lambda address: spanning.name_of(run, address), metrics, ports.reserve)
+    coordinator = Coordinator(plan, lambda address: run_endpoints.name_of(run, address), metrics, ports.reserve)
     silence_s = gathered.gathering.patience.silence_s
-    spanning.join(spanning.Member(run, "the launcher", credentials, coordinator.find, silence_s=silence_s))
+    run_endpoints.join(run_endpoints.RunMember(run, "the launcher", credentials, coordinator.find, silence_s=silence_s))
     host = MultiHost(run, plan, coordinator, payloads, gathered, ports, shipped, options.tree, surroundings)
     return host, coordinator
 
@@ -150,7 +150,7 @@ class MultiHost(Host):
                 self._past_hits.update(answer.result())
         self._gathered.gathering.release(patience_s=_CLOSE_PATIENCE_S / 2)
         self._logs.close()
-        spanning.leave(self._run)
+        run_endpoints.leave(self._run)
         stop_shipping(self._shipped)
 
     def stacks(self) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from lp_pipe.connections import faulty
+from lp_pipe.connections import fault_injection
 from lp_pipe.errors import NodeError, Unavailable, add_note
 from lp_pipe.handles import Handle
 from lp_pipe.launch.at_exit import active_runs, failed_runs
@@ -72,7 +72,7 @@ class Run:
         self._services = LauncherServices(coordinator, host, self._interrupts.deferred)
         self._debuggers = DebuggersHere(coordinator.plan.run_dir, console.lent)
         self.has_raised_failure = False
-        self.has_faulty_connections = faulty.is_enabled()
+        self.has_faulty_connections = fault_injection.is_enabled()
         publish(coordinator.plan.owners, self._services)
 
     @property

@@ -34,7 +34,7 @@ def make_host(plan: Plan, metrics: MetricsLog) -> tuple[Host, Coordinator]:
         ValueError: groups ask for different numbers of torch threads, of which a process has only one.
     """
     run = uuid.uuid4().hex  # the same program may run twice at a time
-    prefix = inproc.endpoint_here(f"{run}/")  # now: asked in a forked child, it would name that process
+    prefix = inproc.own_endpoint(f"{run}/")  # now: asked in a forked child, it would name that process
     coordinator = Coordinator(plan, lambda address: prefix + address, metrics)
     return ThreadHost(plan, coordinator), coordinator
 

@@ -23,7 +23,7 @@ class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     KIND_STREAM_ITEM: _ClassVar[Kind]
     KIND_STREAM_END: _ClassVar[Kind]
     KIND_STREAM_CREDIT: _ClassVar[Kind]
-    KIND_LOAN_RETURN: _ClassVar[Kind]
+    KIND_BUFFER_RETURN: _ClassVar[Kind]
     KIND_CHANNEL_NOTE: _ClassVar[Kind]
 KIND_UNSPECIFIED: Kind
 KIND_CALL: Kind
@@ -39,7 +39,7 @@ KIND_STREAM_OPEN: Kind
 KIND_STREAM_ITEM: Kind
 KIND_STREAM_END: Kind
 KIND_STREAM_CREDIT: Kind
-KIND_LOAN_RETURN: Kind
+KIND_BUFFER_RETURN: Kind
 KIND_CHANNEL_NOTE: Kind
 
 class StreamCredit(_message.Message):

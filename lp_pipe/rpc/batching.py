@@ -10,7 +10,7 @@ from datetime import timedelta
 from functools import update_wrapper
 from typing import Any, NamedTuple
 
-from lp_pipe.connections.when_gone import when_gone
+from lp_pipe.connections.finalizer import add_finalizer
 from lp_pipe.context import current_context
 from lp_pipe.rpc import stacking
 from lp_pipe.rpc.deadlines import shared as deadlines
@@ -95,7 +95,7 @@ class BatchedHandler:
         self._slots = max_parallelism
         self._name = getattr(function, "__name__", "the handler")
         self._pool = DaemonPool(max_parallelism, f"batches of {self._name}")
-        when_gone(self, self._pool.close)
+        add_finalizer(self, self._pool.close)
         node = current_context()
         if node is not None:  # a bound method of the object that has this as an attribute: a cycle, freed late
             node.exit_stack.callback(self._pool.close)

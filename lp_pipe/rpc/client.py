@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lp_pipe import connections
 from lp_pipe.connections import frames
-from lp_pipe.connections.shortage import told
+from lp_pipe.connections.resource_limits import describe_error
 from lp_pipe.errors import DeadlineExceeded, SerializationError, Unavailable
 from lp_pipe.rpc import codec, deadlines, nesting, remote_error
 from lp_pipe.rpc.calls import CallFuture, Cancel, CancellableCall, Reader, Reply
@@ -224,7 +224,7 @@ class CourierClient:
                 link.expire(call_id, self._no_thread(method, "to watch its call_timeout", error))
 
     def _no_thread(self, method: str, what_for: str, error: RuntimeError) -> Unavailable:
-        return Unavailable(f"{self._peer}.{method}(): no thread {what_for}: {told(error)}")
+        return Unavailable(f"{self._peer}.{method}(): no thread {what_for}: {describe_error(error)}")
 
     def _expire(self, link: Link, call_id: int, method: str) -> None:
         link.expire(call_id, self._too_late(method))

@@ -5,11 +5,11 @@ import threading
 import time
 
 from lp_pipe import connections
-from lp_pipe.connections import Connection, ends, inproc, spanning
-from lp_pipe.connections.thread_locks import release_if_held_here
-from lp_pipe.connections.when_gone import when_gone
+from lp_pipe.connections import Connection, hangup_watcher, inproc, run_endpoints
+from lp_pipe.connections.finalizer import add_finalizer
 from lp_pipe.errors import Unauthenticated, Unavailable
 from lp_pipe.launched import services_for
+from lp_pipe.private_python import release_if_held_here
 from lp_pipe.rpc import deadlines
 from lp_pipe.rpc.deadlines import too_late
 from lp_pipe.rpc.first_failure import because_of
@@ -63,7 +63,7 @@ class Connecting:
         if self._link is not None:
             self._link.recover()
         if not self._depth:  # else an operation further down on the stack may hold these
-            ends.shared.recover()
+            hangup_watcher.shared.recover()
             deadlines.shared.recover()
 
     def open_link(self) -> Link | None:
@@ -93,7 +93,7 @@ class Connecting:
             if self._link is None or not self._link.is_open():
                 self._link = Link(self._connect(method, deadline), self._depth)
                 # Clients come and go (each that travels through a call is a new one); their connections must not stay.
-                when_gone(self, self._link.drop)
+                add_finalizer(self, self._link.drop)
             return self._link
         finally:
             self._lock.release()
@@ -104,13 +104,13 @@ class Connecting:
             try:
                 return connections.connect(self._address)
             except Unavailable as error:
-                is_in_vain = isinstance(error, Unauthenticated) or inproc.is_elsewhere(self._address)
+                is_in_vain = isinstance(error, Unauthenticated) or inproc.is_of_other_process(self._address)
                 if is_in_vain or not self._wait_for_ready:
                     raise type(error)(f"{self._peer}.{method}(): {error}") from error
                 why = str(error)
             endpoint = self._wait_until_up(method, deadline)
             since = tried_since.setdefault(endpoint, time.monotonic())
-            if spanning.is_far(endpoint) and time.monotonic() - since > _OUT_OF_REACH_S:
+            if run_endpoints.is_other_host(endpoint) and time.monotonic() - since > _OUT_OF_REACH_S:
                 # Its host and ours are alive, and know each other's launcher: only the way between the two is missing.
                 raise Unavailable(
                     f"{self._peer}.{method}(): it is up, but was out of reach from host {socket.gethostname()} for "

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import NamedTuple
 
-from lp_pipe.connections.thread_locks import release_if_held_here
 from lp_pipe.errors import DeadlineExceeded
+from lp_pipe.private_python import release_if_held_here
 from lp_pipe.rpc import nesting
 
 _FEW = 1024

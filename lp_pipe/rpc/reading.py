@@ -6,10 +6,10 @@ import threading
 import time
 from collections.abc import Callable
 
-from lp_pipe.connections import PulledConnection, ends
-from lp_pipe.connections.shortage import told
-from lp_pipe.connections.thread_locks import release_if_held_here
+from lp_pipe.connections import PulledConnection, hangup_watcher
+from lp_pipe.connections.resource_limits import describe_error
 from lp_pipe.errors import Unavailable
+from lp_pipe.private_python import release_if_held_here
 from lp_pipe.rpc import deadlines, nesting
 from lp_pipe.rpc.calls import CallFuture, SyncCall
 from lp_pipe.rpc.expected import Expected
@@ -44,7 +44,7 @@ class Reading:
         """Notice the peer's end from now on, also while nobody reads."""
         if self._connection.try_reading():  # else it has ended already
             try:
-                ends.shared.watch(self._descriptor, self._on_peer_closed)
+                hangup_watcher.shared.watch(self._descriptor, self._on_peer_closed)
             finally:
                 self._connection.done_reading()
             self.pass_on()  # the end may have come meanwhile
@@ -128,7 +128,7 @@ class Reading:
         try:
             self._start_thread()
         except RuntimeError as error:  # nobody would read the replies, ever
-            self._connection.close(f"no thread for reading the replies: {told(error)}")
+            self._connection.close(f"no thread for reading the replies: {describe_error(error)}")
         self._release()
 
     def _start_thread(self) -> None:
@@ -143,7 +143,7 @@ class Reading:
 
     def end(self) -> None:
         """The connection has ended."""
-        ends.shared.forget(self._descriptor)
+        hangup_watcher.shared.forget(self._descriptor)
         self._release()
 
     def _be_patient(self) -> None:
@@ -177,7 +177,7 @@ class Reading:
                     self._connection.read()
                 if self._connection.closed_reason is None:  # it was meant for who had this descriptor before
                     self._has_peer_closed = False
-                    ends.shared.watch_again(self._descriptor)
+                    hangup_watcher.shared.watch_again(self._descriptor)
             finally:
                 self._connection.done_reading()
 

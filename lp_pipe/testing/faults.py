@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from lp_pipe.connections import faulty
+from lp_pipe.connections import fault_injection
 from lp_pipe.launch import Run
 from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.testing.nodes import EVERYONE as EVERYONE
@@ -39,16 +39,16 @@ _active: list["Fault"] = []
 @contextlib.contextmanager
 def enabled() -> Iterator[None]:
     """Programs launched in the body can be given faults there; their calls are a little slower for it."""
-    before = os.environ.get(faulty.VARIABLE)
-    os.environ[faulty.VARIABLE] = "1"  # nodes read it when their process starts
-    faulty.enable()
+    before = os.environ.get(fault_injection.VARIABLE)
+    os.environ[fault_injection.VARIABLE] = "1"  # nodes read it when their process starts
+    fault_injection.enable()
     try:
         yield
     finally:
         heal_all()
         if before is None:
-            del os.environ[faulty.VARIABLE]
-            faulty.disable()
+            del os.environ[fault_injection.VARIABLE]
+            fault_injection.disable()
 
 
 class Fault:
@@ -180,7 +180,9 @@ def _fault(run: Run, source: Nodes, target: Nodes, **options: Any) -> wire.Fault
             "this program was launched with connections that do not fail: use the fixture `faults` in the test, "
             "or launch it inside `with faults.enabled():`"
         )
-    if not faulty.is_enabled():  # what this process connects from now on, in thread mode all there is, is left alone
+    if (
+        not fault_injection.is_enabled()
+    ):  # what this process connects from now on, in thread mode all there is, is left alone
         raise RuntimeError("`with faults.enabled():` has ended: the faults belong inside of it, as the launch does")
     return wire.Fault(rule=str(next(_numbers)), ways=ways_between(run, source, target), **options)
 
@@ -188,7 +190,7 @@ def _fault(run: Run, source: Nodes, target: Nodes, **options: Any) -> wire.Fault
 def _tell(run: Run, fault: wire.Fault) -> int:
     """Every process of the program, this one too; returns once all have done it, with how often it has struck."""
     asked = run._host.inject(fault)  # first: they work at it while this process does
-    hits = faulty.apply(fault)
+    hits = fault_injection.apply(fault)
     for node_id, answer in asked.items():
         try:
             hits += answer.result(_PATIENCE_S)

@@ -19,8 +19,8 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
 # One of each per process, started by the first program that needs it.
 _LIVE_AS_LONG_AS_THE_PROCESS = (
     "deadlines",
-    "connection ends",
-    "return loans",
+    "connection hangups",
+    "return buffers",
     "call callbacks",
     "close dropped streams",
     "close dropped clients",

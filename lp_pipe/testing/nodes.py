@@ -4,7 +4,7 @@ import contextlib
 import time
 from typing import Any
 
-from lp_pipe.connections import faulty
+from lp_pipe.connections import fault_injection
 from lp_pipe.errors import Unavailable
 from lp_pipe.handles import Handle
 from lp_pipe.launch import Run
@@ -28,9 +28,9 @@ def node_ids(run: Run, nodes: Nodes) -> list[str]:
     if isinstance(nodes, Handle):
         return [_by_handle(run, nodes)]
     if nodes == LAUNCHER:
-        return [faulty.LAUNCHER]
+        return [fault_injection.LAUNCHER]
     if nodes == EVERYONE:
-        return [faulty.LAUNCHER, *_all(run)]
+        return [fault_injection.LAUNCHER, *_all(run)]
     label, index = nodes if isinstance(nodes, tuple) else (nodes, None)
     group = run.status().get(label)
     if group is None:
@@ -82,7 +82,7 @@ def _by_handle(run: Run, handle: Handle[Any]) -> str:
 
 
 def _endpoints(run: Run, node_id: str) -> list[str]:
-    if node_id == faulty.LAUNCHER:
+    if node_id == fault_injection.LAUNCHER:
         return []
     return [run._coordinator.endpoint_for(address.id) for address in _node(run, node_id).addresses]
 

@@ -60,7 +60,7 @@ def test_a_closed_hub_tells_a_sender_that_waits_for_its_receiver(edge: Edge) -> 
         blocked.result(PATIENCE_S)
     with pytest.raises(ChannelClosed, match="shut down"):
         edge.receiver()
-    with pytest.raises(Unavailable, match=r"channel 'activations' to stages/1: nobody listens"):
+    with pytest.raises(Unavailable, match=r"channel 'activations' to stages/1: "):
         edge.sender()
 
 

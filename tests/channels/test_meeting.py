@@ -5,28 +5,30 @@ from concurrent.futures import Future
 import pytest
 
 from lp_pipe.channels.meeting import receivers_address, senders_address
-from lp_pipe.connections import spanning
+from lp_pipe.connections import run_endpoints
 from lp_pipe.connections.credentials import generate_credentials
 
 FAR = "hosts:run|other host|unix:/nowhere|grpcs:127.0.0.1:7000"
 
 
 @pytest.fixture
-def member(monkeypatch: pytest.MonkeyPatch) -> spanning.Member:
+def member(monkeypatch: pytest.MonkeyPatch) -> run_endpoints.RunMember:
     """This process, on a host that others reach as `::2`."""
-    found = spanning.Member("run", "this host", generate_credentials(), lambda address: Future(), "/nowhere", "[::2]")
-    monkeypatch.setitem(spanning._members, "run", found)
+    found = run_endpoints.RunMember(
+        "run", "this host", generate_credentials(), lambda address: Future(), "/nowhere", "[::2]"
+    )
+    monkeypatch.setitem(run_endpoints._members, "run", found)
     return found
 
 
-def test_processes_of_one_host_meet_at_the_loopback(member: spanning.Member) -> None:
+def test_processes_of_one_host_meet_at_the_loopback(member: run_endpoints.RunMember) -> None:
     near = FAR.replace("other host", member.host)
     for endpoint in ("inproc:x", "unix:/tmp/x", "grpc:127.0.0.1:7000", near):
         assert senders_address(endpoint) == "127.0.0.1"
     assert receivers_address("name:run/x", "127.0.0.1") == "127.0.0.1"
 
 
-def test_between_hosts_of_a_run_each_listens_where_its_servers_do(member: spanning.Member) -> None:
+def test_between_hosts_of_a_run_each_listens_where_its_servers_do(member: run_endpoints.RunMember) -> None:
     assert senders_address(FAR) == "::2"
     assert receivers_address("name:run/x", "192.0.2.1") == "::2"
 

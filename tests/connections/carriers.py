@@ -12,7 +12,7 @@ import grpc
 
 from lp_pipe import connections
 from lp_pipe.connections import Connection, Frame, frames, grpc_channels, tcp_endpoint, tls
-from lp_pipe.connections.credentials import current_credentials, only_token
+from lp_pipe.connections.credentials import current_credentials, token_credentials
 
 WITHIN_S = 20.0
 
@@ -124,5 +124,5 @@ def raw_stream(endpoint: str, messages: Iterable[bytes], token: str | None) -> t
     where = tcp_endpoint.parse(endpoint)
     channel = grpc_channels.open_channel(where, current_credentials())
     stub = channel.stream_stream(f"/{grpc_channels.SERVICE}/{grpc_channels.METHOD}")
-    said = grpc_channels.greeting(only_token(token), where.port) if token is not None else {}
+    said = grpc_channels.greeting(token_credentials(token), where.port) if token is not None else {}
     return channel, stub(iter(messages), metadata=list(said.items()))

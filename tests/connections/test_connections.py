@@ -159,11 +159,11 @@ def test_closing_inside_on_frame_is_allowed(carrier: Carrier) -> None:
 
 
 def test_nobody_there_is_unavailable(carrier: Carrier) -> None:
-    with pytest.raises(Unavailable, match="nobody listens"):
+    with pytest.raises(Unavailable, match="listens at"):
         connections.connect(carrier.nowhere)
     client, server = carrier.pair()
     carrier.listener.close()
-    with pytest.raises(Unavailable, match="nobody listens"):
+    with pytest.raises(Unavailable, match="listens at"):
         connections.connect(carrier.endpoint)
     client.start()
     server.start()
@@ -330,7 +330,7 @@ def header(body_bytes: int = 0, buffer_bytes: Sequence[int] = ()) -> bytes:
         (header(body_bytes=(1 << 36) + 1), "limit"),
         (header(buffer_bytes=[1 << 35] * 3), "limit"),
         (header(body_bytes=100) + b"too short", "ended inside a frame"),
-        (header(body_bytes=100)[:3], "without a word|inside a frame"),
+        (header(body_bytes=100)[:3], "without a reason|inside a frame"),
     ],
 )
 def test_garbage_closes_the_connection_and_is_never_delivered(wire: Carrier, data: bytes, reason: str) -> None:
@@ -409,7 +409,7 @@ def test_a_caller_that_cannot_be_taken_in_is_told_so_and_later_ones_are_taken(
     with monkeypatch.context() as patched:
         patched.setattr(carrier.listener, "_on_connection", no_more_threads)
         refused = carrier.connect().start()
-        assert refused.reason().startswith("it could not be taken in: RuntimeError: can't start new thread: this user")
+        assert "RuntimeError: can't start new thread: this user" in refused.reason()
     client, server = carrier.pair()
     client.start()
     server.start()

@@ -228,6 +228,6 @@ def test_a_peer_that_answers_no_more_is_noticed(no_leaks: None, run_credentials:
             server.reasons.get(timeout=1.5)  # idle, and alive
         peer.send_signal(signal.SIGSTOP)
         try:
-            assert "out of reach" in server.reason()
+            assert "unreachable" in server.reason()
         finally:
             peer.kill()

@@ -40,7 +40,7 @@ def test_a_listener_must_say_how_others_reach_it(endpoint: str) -> None:
 
 @pytest.mark.parametrize("endpoint", ["grpc:", "grpc:host", "grpc::80", "grpc:127.0.0.1:x", "grpc:[::1]:70000", "x"])
 def test_anything_else_is_refused(endpoint: str) -> None:
-    with pytest.raises(ValueError, match="is not tls:HOST:PORT"):
+    with pytest.raises(ValueError, match="tls:HOST:PORT, grpc:HOST:PORT or grpcs:HOST:PORT"):
         parse(endpoint)
 
 

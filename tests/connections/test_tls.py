@@ -21,15 +21,15 @@ from typing import Any, cast
 import pytest
 
 from lp_pipe import connections
-from lp_pipe.connections import Connection, Frame, PulledConnection, doorman, frames, reach, tls
+from lp_pipe.connections import Connection, Frame, PulledConnection, frames, tcp_liveness, tls, tls_acceptor
 from lp_pipe.connections.credentials import (
     RUN_NAME,
     Credentials,
     generate_credentials,
     use_credentials,
 )
-from lp_pipe.connections.doorman import GREETING, MAGIC
 from lp_pipe.connections.socket_connection import SocketConnection
+from lp_pipe.connections.tls_acceptor import GREETING, MAGIC
 from lp_pipe.connections.tls_stream import client_context
 from lp_pipe.errors import Unauthenticated, Unavailable
 from lp_pipe.rpc import Server
@@ -165,7 +165,7 @@ def test_who_does_not_answer_is_unavailable(
 def test_strangers_who_say_nothing_hold_up_nobody_and_are_counted(
     carrier: Carrier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doorman, "_PATIENCE_S", 0.3)
+    monkeypatch.setattr(tls_acceptor, "_HANDSHAKE_LIMIT_S", 0.3)
     host, port = carrier.endpoint.split(":")[1:]
     strangers = [socket.create_connection((host, int(port)), timeout=WITHIN_S) for _ in range(50)]
     assert_works(carrier)
@@ -176,7 +176,7 @@ def test_strangers_who_say_nothing_hold_up_nobody_and_are_counted(
 
 
 def test_strangers_leave_most_of_the_descriptors_to_others(carrier: Carrier, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doorman, "most_descriptors", lambda: 8)
+    monkeypatch.setattr(tls_acceptor, "most_descriptors", lambda: 8)
     host, port = carrier.endpoint.split(":")[1:]
     with contextlib.ExitStack() as stack:
         first, *_ = [
@@ -187,7 +187,7 @@ def test_strangers_leave_most_of_the_descriptors_to_others(carrier: Carrier, mon
 
 
 def test_of_too_many_strangers_the_first_must_go(carrier: Carrier, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doorman, "_MOST_VISITORS", 3)
+    monkeypatch.setattr(tls_acceptor, "_MAX_HANDSHAKES", 3)
     host, port = carrier.endpoint.split(":")[1:]
     with contextlib.ExitStack() as stack:
         strangers = [
@@ -245,10 +245,10 @@ def test_who_is_refused_and_never_stops_sending_has_to_let_the_others_pass(run_c
     with near, far:
         for end in (near, far):
             end.setblocking(False)
-        far.send(b"x" * 3 * doorman._DISCARDED_BYTES)
-        visitor = doorman._Visitor(cast(ssl.SSLSocket, near), "somewhere", run_credentials)
-        visitor.refuse()
-        assert next(visitor.steps) == selectors.EVENT_READ
+        far.send(b"x" * 3 * tls_acceptor._DISCARDED_BYTES)
+        handshake = tls_acceptor._Handshake(cast(ssl.SSLSocket, near), "somewhere", run_credentials)
+        handshake.refuse()
+        assert next(handshake.steps) == selectors.EVENT_READ
         assert near.recv(1)  # it was not read to the end at once
 
 
@@ -298,7 +298,7 @@ def test_a_wait_can_be_interrupted_while_a_peer_that_does_not_read_keeps_a_sende
     sending.join(WITHIN_S)
 
 
-@pytest.mark.skipif(not reach.IS_SUPPORTED, reason="this system does not say when something was acknowledged")
+@pytest.mark.skipif(not tcp_liveness.IS_SUPPORTED, reason="this system does not say when something was acknowledged")
 def test_a_host_that_acknowledges_nothing_is_out_of_reach(carrier: Carrier) -> None:
     # Nothing on one host drops what passes through the loopback (tests/launch/engines cuts real links): here silence is
     # so short that no probe has been sent yet, and what is looked at is the time since the handshake.
@@ -308,7 +308,7 @@ def test_a_host_that_acknowledges_nothing_is_out_of_reach(carrier: Carrier) -> N
     assert server.reason()
 
 
-@pytest.mark.skipif(not reach.IS_SUPPORTED, reason="this system does not say when something was acknowledged")
+@pytest.mark.skipif(not tcp_liveness.IS_SUPPORTED, reason="this system does not say when something was acknowledged")
 def test_out_of_reach_is_the_reason_also_inside_a_frame(carrier: Carrier) -> None:
     client, server = End(tls.connect(carrier.endpoint, silence_s=0.2)).start(), carrier.accept().start()
     assert isinstance(server.connection, tls.TlsConnection)
@@ -341,7 +341,7 @@ def test_who_forgets_a_connection_without_closing_it_ends_it(carrier: Carrier) -
         warnings.simplefilter("ignore", ResourceWarning)
         del connection
         gc.collect()
-    assert "without a word" in server.reason()
+    assert "without a reason" in server.reason()
 
 
 def test_a_connection_that_was_reset_before_the_greeting_is_unavailable(run_credentials: Credentials) -> None:

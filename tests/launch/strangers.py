@@ -14,7 +14,7 @@ import psutil
 
 from lp_pipe.connections import Frame, frames
 from lp_pipe.connections.credentials import Credentials
-from lp_pipe.connections.doorman import GREETING, MAGIC
+from lp_pipe.connections.tls_acceptor import GREETING, MAGIC
 
 WITHIN_S = 20.0
 AT_A_TIME = 100

@@ -18,7 +18,7 @@ import pytest
 import lp_pipe as lp
 from lp_pipe.connections import Frame, frames
 from lp_pipe.connections.credentials import generate_credentials
-from lp_pipe.connections.doorman import GREETING, MAGIC
+from lp_pipe.connections.tls_acceptor import GREETING, MAGIC
 from lp_pipe.launch.processes import template
 from lp_pipe.testing import assert_no_leaks
 from tests.launch import strangers

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from lp_pipe import connections
-from lp_pipe.connections import Frame, faulty, frames, spanning
+from lp_pipe.connections import Frame, fault_injection, frames, run_endpoints
 from lp_pipe.connections.credentials import Credentials
-from lp_pipe.connections.shortage import told
+from lp_pipe.connections.resource_limits import describe_error
 from lp_pipe.context import NodeContext, StopSignal, enter_process
 from lp_pipe.errors import Unavailable
 from lp_pipe.launch.coordination.record import Failure
@@ -87,10 +87,10 @@ class Supervision:
             self._endpoint_prefix = f"unix:{folder}/"
             return
         run = start.membership.run
-        self._endpoint_prefix = spanning.name_of(run, "")
+        self._endpoint_prefix = run_endpoints.name_of(run, "")
         credentials = Credentials.from_bytes(start.membership.credentials)
         host, reached_at, silence_s = start.membership.host, start.membership.reached_at, start.membership.silence_s
-        spanning.join(spanning.Member(run, host, credentials, self.find, folder, reached_at, silence_s))
+        run_endpoints.join(run_endpoints.RunMember(run, host, credentials, self.find, folder, reached_at, silence_s))
 
     def end(self, failure: Failure | None) -> None:
         """Report how the node's code ended."""
@@ -105,7 +105,7 @@ class Supervision:
     def close(self) -> None:
         """The last that this process says to its launcher."""
         with contextlib.suppress(Unavailable):
-            for rule, hits in faulty.hits().items():
+            for rule, hits in fault_injection.hits().items():
                 self.send(fault_report=wire.FaultReport(rule=rule, hits=hits))
         self._connection.close("the node has ended")
 
@@ -115,7 +115,7 @@ class Supervision:
         return self._endpoint_prefix + address
 
     def register(self, address: str, endpoint: str) -> None:
-        self.send(register=wire.Register(address=address, endpoint=spanning.registered(endpoint)))
+        self.send(register=wire.Register(address=address, endpoint=run_endpoints.endpoint_to_register(endpoint)))
 
     def withdraw(self, address: str, is_failing: bool) -> None:
         with contextlib.suppress(Unavailable):
@@ -231,7 +231,7 @@ class Supervision:
             self.send(waits=to_wire(own, waits.pools(), places))
 
     def _on_fault(self, message: wire.Fault) -> None:
-        hits = faulty.apply(message)
+        hits = fault_injection.apply(message)
         with contextlib.suppress(Unavailable):
             self.send(fault_report=wire.FaultReport(id=message.id, hits=hits))
 
@@ -270,7 +270,7 @@ def _pin_to(cpus: Iterable[int]) -> None:
             for thread in os.listdir("/proc/self/task"):
                 os.sched_setaffinity(int(thread), cpus)
         except OSError as error:  # no /proc, or a container's profile refuses the call
-            _log.warning("this node cannot be bound to its cores %s: %s", sorted(cpus), told(error))
+            _log.warning("this node cannot be bound to its cores %s: %s", sorted(cpus), describe_error(error))
 
 
 def all_stacks() -> str:
@@ -335,8 +335,8 @@ def _set_up_process(start: wire.Start) -> None:
     sys.path[:] = os_text.unpack_all(start.sys_path)
     sys.argv[:] = os_text.unpack_all(start.argv)
     importlib.invalidate_caches()
-    if os.environ.get(faulty.VARIABLE):
-        faulty.enable()
+    if os.environ.get(fault_injection.VARIABLE):
+        fault_injection.enable()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)  # they are pipes, but people watch them

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lp_pipe.connections.shortage import NO_MORE_PROCESSES, told
+from lp_pipe.connections.resource_limits import PROCESS_LIMIT_ADVICE, describe_error
 from lp_pipe.errors import LaunchError
 from lp_pipe.launch.plan.hardware import this_host
 from lp_pipe.launch.plan.surroundings import import_path
@@ -90,7 +90,7 @@ class Template:
             )
         except OSError as error:
             self._control.close()
-            why = NO_MORE_PROCESSES if error.errno == errno.EAGAIN else told(error)
+            why = PROCESS_LIMIT_ADVICE if error.errno == errno.EAGAIN else describe_error(error)
             raise LaunchError(f"cannot start {sys.executable} for the nodes: {why}") from error
         finally:
             theirs.close()

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from lp_pipe.connections.kernel_calls import has_pidfd
-from lp_pipe.connections.shortage import NO_MORE_PROCESSES
+from lp_pipe.connections.resource_limits import PROCESS_LIMIT_ADVICE
 from lp_pipe.connections.silence import TICKS
 from lp_pipe.launch.processes.control_messages import receive_message, send_message
 from lp_pipe.launch.processes.heap import heap_environment
@@ -220,7 +220,7 @@ def _poll(*descriptors: int | None) -> select.poll:
 def _why_no_fork(error: OSError) -> str:
     what = error.strerror or str(error)
     if error.errno == errno.EAGAIN:
-        what = NO_MORE_PROCESSES
+        what = PROCESS_LIMIT_ADVICE
     return f"the process could not be started: {what}"
 
 

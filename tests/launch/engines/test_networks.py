@@ -131,7 +131,7 @@ def test_a_pipeline_whose_link_is_cut_between_hosts_ends_its_step_with_a_reason(
     step(client)
     doomed_hosts.part()
     cut = time.monotonic()
-    with pytest.raises(lp.Unavailable, match=r"stages/[01].*out of reach"):
+    with pytest.raises(lp.Unavailable, match=r"stages/[01].*unreachable"):
         step(client)
     assert time.monotonic() - cut < SILENT_LOSS_S + 3 * OUT_OF_REACH_S  # it takes a little less than 2 when quiet
     run.stop()
@@ -225,7 +225,7 @@ def test_a_cut_link_ends_whoever_waits_at_a_gloo_channel_with_a_reason(doomed_ho
         assert sending.line() == "closed"
         assert sending.exit_status() == 0
     for line in said:
-        pattern = r"(idle|full|midway): after (\d+) s: channel '\1' (to|from) stages/[01]: .*(out of reach|lost).*"
+        pattern = r"(idle|full|midway): after (\d+) s: channel '\1' (to|from) stages/[01]: .*(unreachable|lost).*"
         found = re.fullmatch(pattern, line)
         assert found, line
         assert int(found[2]) < 4 / 3 * 10.0 + LAST_BYTES_S + 5

@@ -1,4 +1,4 @@
-"""One way of a connection that misbehaves: which of its messages a fault strikes, and those that come late."""
+"""The rules by which faults strike the messages of one direction of a connection, and late delivery."""
 
 import contextlib
 import functools
@@ -14,7 +14,7 @@ from lp_pipe.connections.frames import Frame
 from lp_pipe.errors import Unavailable
 from lp_pipe.protos import supervision_pb2 as wire
 
-# What users say to each other. Credits and cancelled calls are only delayed: a connection never loses them.
+# The messages of users. Credits and cancellations are only delayed: a real connection never loses them alone.
 _MESSAGES = frozenset(
     (
         *(frames.CALL, frames.RESULT, frames.ERROR),
@@ -24,20 +24,20 @@ _MESSAGES = frozenset(
 _LOWEST_TAG = (-(1 << 63)).to_bytes(8, "little", signed=True)
 
 
-class Way(NamedTuple):
-    """One direction of the connections that a node ("" is the launcher) makes to an endpoint."""
+class Direction(NamedTuple):
+    """A direction of the connections that a node ("" is the launcher) makes to an endpoint."""
 
     node: str
     endpoint: str
     is_outgoing: bool
 
 
-class Rule:
-    """A fault, and how many messages (of a cut or partition: connections) it has struck."""
+class FaultRule:
+    """A fault, and the number of messages (for a cut or partition: connections) that it has struck."""
 
     def __init__(self, fault: wire.Fault) -> None:
         self.fault = fault
-        self.ways = frozenset(Way(way.node, way.endpoint, way.is_outgoing) for way in fault.ways)
+        self.ways = frozenset(Direction(way.node, way.endpoint, way.is_outgoing) for way in fault.ways)
         self.hits = 0
         self._seen = dict.fromkeys(self.ways, 0)
         self._lock = threading.Lock()
@@ -50,8 +50,8 @@ class Rule:
         with self._lock:
             self.hits += 1
 
-    def drops(self, way: Way, frame: Frame) -> bool:
-        """Whether this message must vanish; counts it."""
+    def drops(self, way: Direction, frame: Frame) -> bool:
+        """Return whether this message must vanish; counts it."""
         if self.fault.action != wire.Fault.DROP or frame.kind not in _MESSAGES:
             return False
         with self._lock:
@@ -69,26 +69,29 @@ class Rule:
         return self.fault.delay_s
 
 
-class _Late(NamedTuple):
+class _DelayedAction(NamedTuple):
     due: float
     act: Callable[[], object]
 
 
-class Line:
-    """Frames of one way, in order: passed on at once by the thread that brings them, or late by one of its own."""
+class FaultyDirection:
+    """The frames of one direction, in order: passed on at once by the thread that brings them, or late by a thread of
+    its own.
+    """
 
-    def __init__(self, way: Way, deliver: OnFrame, end: Callable[[str], object]) -> None:
+    def __init__(self, way: Direction, deliver: OnFrame, end: Callable[[str], object]) -> None:
         self.way = way
-        self._rules: tuple[Rule, ...] = ()
+        self._rules: tuple[FaultRule, ...] = ()
         self._is_slow = False
         self._deliver = deliver
         self._end = end
-        self._late: deque[_Late] = deque()  # what is being delivered stays in it: nothing may overtake
+        # an item stays in it while it is delivered, so that nothing overtakes it
+        self._late: deque[_DelayedAction] = deque()
         self._changed = threading.Condition()
         self._has_thread = False
 
-    def follow(self, rules: tuple[Rule, ...]) -> None:
-        """From now on; what is late because of a rule that has gone is delivered now."""
+    def follow(self, rules: tuple[FaultRule, ...]) -> None:
+        """Apply these rules from now on; frames delayed by a rule that has gone are delivered now."""
         with self._changed:
             self._rules = rules
             self._is_slow = any(rule.fault.action == wire.Fault.DELAY for rule in rules)
@@ -108,7 +111,7 @@ class Line:
             self._deliver(frame)
 
     def end(self, reason: str) -> None:
-        """After the last frame."""
+        """End the direction after the last frame."""
         if self._late:
             self._after(0.0, functools.partial(self._end, reason))
         else:
@@ -123,19 +126,19 @@ class Line:
         with self._changed:
             if not self._has_thread:
                 threading.Thread(target=self._run, name="late frames", daemon=True).start()
-                self._has_thread = True  # not before: the system may have no more threads
+                self._has_thread = True  # set after the start: the system may be out of threads
             due = time.monotonic() + delay_s
-            self._late.append(_Late(max(due, self._late[-1].due) if self._late else due, act))
+            self._late.append(_DelayedAction(max(due, self._late[-1].due) if self._late else due, act))
 
     def _run(self) -> None:
         while (late := self._next()) is not None:
-            with contextlib.suppress(Unavailable):  # the connection has ended meanwhile: its on_close tells
+            with contextlib.suppress(Unavailable):  # the connection has ended meanwhile, which its on_close reports
                 late.act()
             with self._changed:
                 if self._late and self._late[0] is late:
                     self._late.popleft()
 
-    def _next(self) -> _Late | None:
+    def _next(self) -> _DelayedAction | None:
         with self._changed:
             while self._late:
                 remaining = self._late[0].due - time.monotonic()
@@ -147,15 +150,17 @@ class Line:
 
 
 def _without_value(frame: Frame) -> Frame:
-    """What a channel's receiver throws away unseen, as it does with left-overs of an aborted operation.
+    """Return the frame with a tag for which a channel's receiver discards the value, like left-overs of an aborted
+    operation.
 
-    The message itself must arrive: the layout of those after it, the announcement of shared memory and the credit
-    are in it. Its body begins with the tag (channels/messages.py).
+    The message itself must arrive: it holds the layout of later messages, the announcement of shared memory and the
+        credit.
+    Its body begins with the tag (channels/messages.py).
     """
     return frame._replace(body=_LOWEST_TAG + bytes(frame.body[len(_LOWEST_TAG) :]))
 
 
 def _owned(frame: Frame) -> Frame:
-    """Who sends may use his buffers again at once."""
+    """Return the frame with copies of its buffers, which the sender may reuse at once."""
     buffers = [bytearray(buffer) if isinstance(buffer, memoryview | bytearray) else buffer for buffer in frame.buffers]
     return frame._replace(body=bytes(frame.body), buffers=buffers)

@@ -12,7 +12,7 @@ import pytest
 import lp_pipe as lp
 from lp_pipe import connections
 from lp_pipe.channels import kinds
-from lp_pipe.connections import Connection, spanning
+from lp_pipe.connections import Connection, run_endpoints
 from lp_pipe.connections.credentials import generate_credentials
 from lp_pipe.connections.unix import UnixConnection
 from lp_pipe.errors import Unauthenticated
@@ -41,23 +41,25 @@ def directory() -> Directory:
 
 
 @pytest.fixture
-def member(directory: Directory, socket_home: Path) -> Iterator[spanning.Member]:
+def member(directory: Directory, socket_home: Path) -> Iterator[run_endpoints.RunMember]:
     """This process serves in the run, on host a."""
-    made = spanning.Member("some-run", "a", generate_credentials(), directory.find, str(socket_home), "127.0.0.1")
-    spanning.join(made)
+    made = run_endpoints.RunMember(
+        "some-run", "a", generate_credentials(), directory.find, str(socket_home), "127.0.0.1"
+    )
+    run_endpoints.join(made)
     yield made
-    spanning.leave("some-run")
-    spanning._left.discard("some-run")
+    run_endpoints.leave("some-run")
+    run_endpoints._left.discard("some-run")
 
 
 def listening(accepted: list[Connection], directory: Directory) -> connections.Listener:
     listener = connections.listen(NAME, accepted.append)
-    directory.endpoints["server"] = spanning.registered(listener.endpoint)
+    directory.endpoints["server"] = run_endpoints.endpoint_to_register(listener.endpoint)
     return listener
 
 
 def test_a_server_is_found_by_its_name_and_reached_as_fits_the_host(
-    member: spanning.Member, directory: Directory
+    member: run_endpoints.RunMember, directory: Directory
 ) -> None:
     with pytest.raises(lp.Unavailable, match="nobody listens yet at server"):
         connections.connect(NAME)
@@ -65,7 +67,7 @@ def test_a_server_is_found_by_its_name_and_reached_as_fits_the_host(
     listener = listening(accepted, directory)
     assert listener.endpoint == NAME
     near = connections.connect(NAME)
-    spanning.join(dataclasses.replace(member, host="b"))  # as on another host
+    run_endpoints.join(dataclasses.replace(member, host="b"))  # as on another host
     far = connections.connect(NAME)
     assert isinstance(near, UnixConnection) and not isinstance(far, UnixConnection)
     for connection in (near, far):
@@ -73,7 +75,9 @@ def test_a_server_is_found_by_its_name_and_reached_as_fits_the_host(
     listener.close()
 
 
-def test_one_that_has_started_again_is_found_at_its_new_port(member: spanning.Member, directory: Directory) -> None:
+def test_one_that_has_started_again_is_found_at_its_new_port(
+    member: run_endpoints.RunMember, directory: Directory
+) -> None:
     accepted: list[Connection] = []
     listening(accepted, directory).close()
     first = directory.endpoints["server"]
@@ -85,7 +89,7 @@ def test_one_that_has_started_again_is_found_at_its_new_port(member: spanning.Me
     again.close()
 
 
-def test_channels_take_the_way_that_fits_both_hosts(member: spanning.Member, directory: Directory) -> None:
+def test_channels_take_the_way_that_fits_both_hosts(member: run_endpoints.RunMember, directory: Directory) -> None:
     listener = listening([], directory)
     endpoint = directory.endpoints["server"]
     assert kinds.choose("auto", endpoint) == "shm"
@@ -94,7 +98,7 @@ def test_channels_take_the_way_that_fits_both_hosts(member: spanning.Member, dir
     over_the_network = connections.connect(kinds.way("grpc", endpoint))  # asked for, so also on one host
     assert not isinstance(over_the_network, UnixConnection)
     over_the_network.close()
-    spanning.join(dataclasses.replace(member, host="b"))
+    run_endpoints.join(dataclasses.replace(member, host="b"))
     assert kinds.choose("auto", endpoint) == kinds.choose("grpc", endpoint) == "grpc"
     # It showed the run, socket and port of the endpoint, behind which what could be used was cut off.
     with pytest.raises(ValueError, match=r"'shm' does not fit a node on another host \(a\): use one of 'auto'"):
@@ -104,28 +108,28 @@ def test_channels_take_the_way_that_fits_both_hosts(member: spanning.Member, dir
 
 @pytest.mark.parametrize("error", [TimeoutError("timed out"), OSError(errno.EHOSTUNREACH, "No route to host")], ids=str)
 def test_a_host_that_another_one_does_not_reach_is_named_with_what_to_do(
-    member: spanning.Member, directory: Directory, monkeypatch: pytest.MonkeyPatch, error: OSError
+    member: run_endpoints.RunMember, directory: Directory, monkeypatch: pytest.MonkeyPatch, error: OSError
 ) -> None:
     # A firewall between two hosts was "nobody listens at tls:…: timed out" of a stage that was well.
     def connect(*_: object, **__: object) -> socket.socket:
         raise error
 
     listener = listening([], directory)
-    spanning.join(dataclasses.replace(member, host="h2/4711"))
+    run_endpoints.join(dataclasses.replace(member, host="h2/4711"))
     monkeypatch.setattr(socket, "create_connection", connect)
     with pytest.raises(lp.Unavailable, match=r"^host h2 does not reach a at \S+:\d+ \(.*\): a firewall\? --interface"):
         connections.connect(NAME)
     listener.close()
 
 
-def test_a_process_of_another_run_is_told_so_and_does_not_wait(member: spanning.Member) -> None:
+def test_a_process_of_another_run_is_told_so_and_does_not_wait(member: run_endpoints.RunMember) -> None:
     with pytest.raises(Unauthenticated, match="does not belong to run other"):
         lp.CourierClient("name:other/server").anything()
 
 
-def test_after_the_end_nobody_is_reached(member: spanning.Member, directory: Directory) -> None:
+def test_after_the_end_nobody_is_reached(member: run_endpoints.RunMember, directory: Directory) -> None:
     listener = listening([], directory)
-    spanning.leave("some-run")
+    run_endpoints.leave("some-run")
     with pytest.raises(lp.Unavailable, match="run some-run has ended"):
         connections.connect(NAME)
     listener.close()

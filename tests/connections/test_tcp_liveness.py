@@ -6,9 +6,9 @@ from typing import NoReturn
 
 import pytest
 
-from lp_pipe.connections.reach import Reach
+from lp_pipe.connections.tcp_liveness import TcpLiveness
 
-NAME = "reach of other hosts"
+NAME = "tcp liveness"
 
 
 class Owner:
@@ -25,7 +25,7 @@ def test_once_there_are_threads_again_somebody_looks(monkeypatch: pytest.MonkeyP
     def full(thread: threading.Thread) -> NoReturn:
         raise RuntimeError("can't start new thread")
 
-    before, owner, some = threads(), Owner(), Reach()
+    before, owner, some = threads(), Owner(), TcpLiveness()
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         socket.create_connection(listener.getsockname()) as first,

@@ -1,4 +1,4 @@
-"""A server for its own process and for others of its host: by calls for the former, over a unix socket for the rest."""
+"""A server for its own process, by calls, and for others of its host, over a unix socket."""
 
 from lp_pipe.connections import inproc, unix
 from lp_pipe.connections.base import Connection, Listener, OnConnection
@@ -22,12 +22,12 @@ class LocalListener(Listener):
 
 
 def connect(endpoint: str, idle_timeout_s: float | None = None) -> Connection:
-    """Connect to a listener of this process or another one of this host.
+    """Connect to a listener of this process or of another one of this host.
 
     Raises:
-        Unavailable: nobody listens there, or it is another user's.
+        Unavailable: nothing listens there, or the listener belongs to another user.
     """
-    if is_inside(endpoint):
+    if is_same_process(endpoint):
         return inproc.connect(_inside(endpoint), idle_timeout_s)
     return unix.connect(_outside(endpoint), idle_timeout_s)
 
@@ -36,8 +36,8 @@ def listen(endpoint: str, on_connection: OnConnection) -> Listener:
     return LocalListener(endpoint, on_connection)
 
 
-def is_inside(endpoint: str) -> bool:
-    """Whether it is this process that listens there."""
+def is_same_process(endpoint: str) -> bool:
+    """Return whether this process is the one that listens there."""
     return endpoint.startswith(SCHEME) and inproc.is_listening(_inside(endpoint))
 
 

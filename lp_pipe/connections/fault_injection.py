@@ -1,37 +1,37 @@
-"""Connections that misbehave as a test asks (lp_pipe.testing.faults); nothing is in the way before `enable`.
+"""Connections that misbehave as a test asks (lp_pipe.testing.faults). Nothing is wrapped before `enable`.
 
     node a:  client ──► FaultyConnection ──► the carrier's ═══════► node b: server
-                          its ways' rules
+                          the rules of its directions
 
-Only the side that connects is wrapped: it knows who both are, itself and (by the endpoint) the listener, and everything
-that either says passes through it. So one wrapper serves calls and channels, over every carrier.
+Only the connecting side is wrapped: it knows both nodes (its own, and the listener by the endpoint), and all that
+    either sends passes through it. So one wrapper serves calls and channels, over every carrier.
 """
 
 import threading
 import weakref
 
 from lp_pipe import connections
-from lp_pipe.connections import spanning
+from lp_pipe.connections import run_endpoints
 from lp_pipe.connections.base import Connection, OnClose, OnFrame
-from lp_pipe.connections.faulty_line import Line, Rule, Way
+from lp_pipe.connections.fault_rules import Direction, FaultRule, FaultyDirection
 from lp_pipe.connections.frames import Frame
 from lp_pipe.context import current_context
 from lp_pipe.errors import Unavailable
 from lp_pipe.protos import supervision_pb2 as wire
 
-VARIABLE = "LP_PIPE_FAULTS"  # set in the environment of nodes whose connections may be asked to misbehave
+VARIABLE = "LP_PIPE_FAULTS"  # set in the environment of nodes whose connections can be made to misbehave
 LAUNCHER = ""
 
 
 class FaultyConnection(Connection):
-    """Another connection, whose frames pass the rules of their way."""
+    """A wrapper around a connection that applies the rules of each direction to its frames."""
 
     def __init__(self, inner: Connection, node: str, endpoint: str) -> None:
         super().__init__(inner.peer)
         self._inner = inner
         self._on_frame: OnFrame | None = None
-        self.outgoing = Line(Way(node, endpoint, True), inner.send, inner.close)
-        self.incoming = Line(Way(node, endpoint, False), self._deliver, self._mark_closed)
+        self.outgoing = FaultyDirection(Direction(node, endpoint, True), inner.send, inner.close)
+        self.incoming = FaultyDirection(Direction(node, endpoint, False), self._deliver, self._mark_closed)
 
     def start(self, on_frame: OnFrame, on_close: OnClose) -> None:
         self._on_frame = on_frame
@@ -48,7 +48,7 @@ class FaultyConnection(Connection):
         self.outgoing.end(reason)
 
     def cut(self, reason: str) -> None:
-        """Close at once; what is on its way is lost."""
+        """Close at once; frames in transit are lost."""
         self.outgoing.clear()
         self.incoming.clear()
         self._inner.close(reason)
@@ -63,32 +63,32 @@ class FaultyConnection(Connection):
             raise
 
 
-class _Table:
-    """This process's rules, and the connections that they apply to."""
+class _FaultTable:
+    """The rules of this process, and the connections that they apply to."""
 
     def __init__(self) -> None:
-        self._rules: dict[str, Rule] = {}
+        self._rules: dict[str, FaultRule] = {}
         self._connections: weakref.WeakSet[FaultyConnection] = weakref.WeakSet()
         self._lock = threading.Lock()
 
     def connect(self, endpoint: str, idle_timeout_s: float | None = None) -> Connection:
         node = current_context()
         name = LAUNCHER if node is None else node.name
-        listener = spanning.known_as(endpoint)
-        self._refuse(listener, name)  # first, so that the listener sees nothing of it
+        listener = run_endpoints.server_name(endpoint)
+        self._refuse(listener, name)  # before connecting, so that the listener sees nothing of it
         connection = FaultyConnection(connections.connect_directly(endpoint, idle_timeout_s), name, listener)
         with self._lock:
             self._connections.add(connection)
             self._apply_to(connection)
         try:
-            self._refuse(listener, name)  # a partition may have come in between
+            self._refuse(listener, name)  # a partition may have been added in between
         except Unavailable as error:
             connection.cut(str(error))
             raise
         return connection
 
     def add(self, fault: wire.Fault) -> int:
-        rule = Rule(fault)
+        rule = FaultRule(fault)
         with self._lock:
             if fault.action != wire.Fault.CUT:
                 self._rules[fault.rule] = rule
@@ -116,7 +116,7 @@ class _Table:
         return rule.hits if rule is not None else 0
 
     def _refuse(self, endpoint: str, node: str) -> None:
-        ways = {Way(node, endpoint, is_outgoing) for is_outgoing in (True, False)}
+        ways = {Direction(node, endpoint, is_outgoing) for is_outgoing in (True, False)}
         for rule in list(self._rules.values()):
             if rule.closes and rule.ways & ways:
                 rule.hit()
@@ -128,12 +128,12 @@ class _Table:
 
 
 def enable() -> None:
-    """From now on the connections that this process makes can be asked to misbehave."""
+    """Make the connections that this process makes from now on able to misbehave."""
     connections.use_connector(_table.connect)
 
 
 def disable() -> None:
-    """The connections that were made stay as they are; new ones are left alone."""
+    """Leave new connections alone; existing ones stay as they are."""
     connections.use_connector(None)
 
 
@@ -142,18 +142,18 @@ def is_enabled() -> bool:
 
 
 def apply(fault: wire.Fault) -> int:
-    """Install, report on or heal a fault in this process; returns how often it has struck so far."""
+    """Install, report on or heal a fault in this process; return how often it has struck so far."""
     actions = {wire.Fault.REPORT: _table.report, wire.Fault.HEAL: _table.heal}
     return actions.get(fault.action, _table.add)(fault)
 
 
 def hits() -> dict[str, int]:
-    """How often each fault that lasts has struck in this process."""
+    """Return how often each lasting fault has struck in this process."""
     return _table.hits()
 
 
-def _concerns(rule: Rule, connection: FaultyConnection) -> bool:
+def _concerns(rule: FaultRule, connection: FaultyConnection) -> bool:
     return not rule.ways.isdisjoint((connection.outgoing.way, connection.incoming.way))
 
 
-_table = _Table()
+_table = _FaultTable()

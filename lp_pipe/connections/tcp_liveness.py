@@ -1,6 +1,7 @@
-"""Whether the hosts of TCP peers are within reach: their kernels acknowledge what is sent, and probes in between.
+"""Liveness of the hosts of TCP peers: their kernels acknowledge data, and keep-alive probes in between.
 
-It is not about processes: one that a debugger holds, or that has no time to read, still acknowledges.
+This says nothing about processes: the kernel also acknowledges for one that a debugger holds, or that has no time to
+    read.
 """
 
 import contextlib
@@ -16,21 +17,24 @@ from typing import NamedTuple
 IS_SUPPORTED = hasattr(socket, "TCP_INFO") and hasattr(socket, "TCP_KEEPIDLE")
 
 _PROBES_SHARE, _LIMIT_SHARE = 0.125, 1.2
-_MANY_PROBES = 127  # it is not they that decide
+_MANY_PROBES = 127  # so that the number of probes does not decide
 _TCP_RTO_MAX_MS = 44  # since Linux 6.15
 _NUMBER = struct.Struct("I")
-_SINCE_ACK_MS, _WINDOW = 56, 228  # where they are in tcp_info
+_SINCE_ACK_MS, _WINDOW = 56, 228  # their offsets in tcp_info
 _INFO_BYTES = 232
 
 
-def is_out_of_reach(error: BaseException | None) -> bool:
-    """Whether a connection failed on its way to a host; else the host itself has refused it."""
+def is_unreachable(error: BaseException | None) -> bool:
+    """Return whether a connection failed on its way to a host; else the host itself has refused it."""
     unreachable = isinstance(error, OSError) and error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH)
     return unreachable or isinstance(error, TimeoutError)
 
 
-class _Watched(NamedTuple):
-    """is_probed: also while the peer's window is full; without TCP_RTO_MAX_MS that gets ever rarer."""
+class _WatchedSocket(NamedTuple):
+    """A socket, and when it counts as lost.
+
+    is_probed: whether probes are also sent while the peer's window is full; without TCP_RTO_MAX_MS they get ever rarer.
+    """
 
     sock: "weakref.ref[socket.socket]"
     limit_ms: float
@@ -38,8 +42,8 @@ class _Watched(NamedTuple):
     on_silence: "weakref.WeakMethod[Callable[[], object]]"
 
 
-class Reach:
-    """One thread per process looks at all connections."""
+class TcpLiveness:
+    """A thread, one per process, that checks all connections."""
 
     def __init__(self) -> None:
         self._reset()
@@ -48,14 +52,14 @@ class Reach:
     def _reset(self) -> None:
         self._lock = threading.Lock()
         self._has_changed = threading.Condition(self._lock)
-        self._watched: dict[int, _Watched] = {}
+        self._watched: dict[int, _WatchedSocket] = {}
         self._pause_s = 1.0
         self._is_running = False
 
     def watch(self, sock: socket.socket, silence_s: float, on_silence: Callable[[], object]) -> None:
-        """Call `on_silence` once when nothing was acknowledged for a fifth more than `silence_s`, or at most a third.
+        """Call `on_silence` once when nothing was acknowledged for a fifth to a third more than `silence_s`.
 
-        sock; on_silence, a bound method: they are not kept alive. `forget` before the socket is closed.
+        sock; on_silence, a bound method: they are not kept alive. Call `forget` before the socket is closed.
         """
         if not IS_SUPPORTED:
             return
@@ -64,14 +68,16 @@ class Reach:
         with self._lock:
             self._pause_s = min(self._pause_s, pause_s) if self._watched else pause_s
             limit_ms = 1000 * silence_s * _LIMIT_SHARE
-            self._watched[id(sock)] = _Watched(weakref.ref(sock), limit_ms, is_probed, weakref.WeakMethod(on_silence))
-            self._has_changed.notify()  # it may be about to sleep for longer
+            self._watched[id(sock)] = _WatchedSocket(
+                weakref.ref(sock), limit_ms, is_probed, weakref.WeakMethod(on_silence)
+            )
+            self._has_changed.notify()  # the thread may be about to sleep for longer
             if not self._is_running:
-                threading.Thread(target=self._run, name="reach of other hosts", daemon=True).start()
-                self._is_running = True  # not before: the system may have no more threads
+                threading.Thread(target=self._run, name="tcp liveness", daemon=True).start()
+                self._is_running = True  # set after the start: the system may be out of threads
 
     def forget(self, sock: socket.socket) -> None:
-        """Watch no more."""
+        """Stop watching."""
         with self._lock:
             self._watched.pop(id(sock), None)
             if not self._watched:
@@ -89,13 +95,13 @@ class Reach:
                 if self._is_lost(key, one) and (on_silence := one.on_silence()) is not None:
                     on_silence()
 
-    def _is_lost(self, key: int, one: _Watched) -> bool:
-        """Asked once for each that is."""
-        with self._lock:  # while it is held nobody closes the socket
+    def _is_lost(self, key: int, one: _WatchedSocket) -> bool:
+        """Return whether the peer's host was silent for too long, and stop watching it then."""
+        with self._lock:  # the socket is not closed while the lock is held
             if self._watched.get(key) is not one:
                 return False
             sock = one.sock()
-            if sock is None:  # nobody has closed it, and nobody has it any more
+            if sock is None:  # freed without being closed
                 del self._watched[key]
                 return False
             with contextlib.suppress(OSError):
@@ -108,7 +114,7 @@ class Reach:
 
 
 def _probe(sock: socket.socket, pause_s: float) -> bool:
-    """Let the kernel ask for acknowledgements once in so many seconds; False if less often of a peer that is full."""
+    """Make the kernel send probes this often; return False if a peer with a full window is probed less often."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     seconds = max(1, round(pause_s))
     for option, value in (
@@ -124,4 +130,4 @@ def _probe(sock: socket.socket, pause_s: float) -> bool:
     return True
 
 
-shared = Reach()
+shared = TcpLiveness()

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from lp_pipe.connections import Frame, forked, frames, loans
+from lp_pipe.connections import Frame, forked, frames, shm_buffers
 from lp_pipe.connections.unix import UnixConnection
 from tests.forking import holds_in_a_fork
 from tests.waiting import until
 
-pytestmark = pytest.mark.skipif(not loans.is_supported(), reason="no memfd on this system")
+pytestmark = pytest.mark.skipif(not shm_buffers.is_supported(), reason="no memfd on this system")
 
 WITHIN_S = 10.0
 LARGE = 1 << 20
@@ -38,7 +38,7 @@ class Ends:
         self.far.start(self.frames.put, self.reasons.put)
         self.send(bytes(LARGE))  # this one goes through the socket, and makes the peer ask for loans
         self.receive()
-        until(lambda: self.near._lender is not None and self.near._lender.is_welcome)
+        until(lambda: self.near._exporter is not None and self.near._exporter.is_peer_ready)
 
     def send(self, data: bytes) -> None:
         self.near.send(Frame(frames.CALL, buffers=[data]))
@@ -49,9 +49,9 @@ class Ends:
 
     def wait_for_returns(self) -> None:
         """Until what was given back has arrived."""
-        lender = self.near._lender
-        assert lender is not None
-        until(lambda: not lender._lent)
+        exporter = self.near._exporter
+        assert exporter is not None
+        until(lambda: not exporter._exported)
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def segments() -> set[int]:
     found = set()
     for path in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # closed in between, by another thread
-            if "lp_pipe-loan" in os.readlink(path):
+            if "lp_pipe-buffer" in os.readlink(path):
                 found.add(path.stat().st_ino)
     return found
 
@@ -166,7 +166,7 @@ def test_the_memory_goes_with_the_connection(no_leaks: None) -> None:
 
 
 def test_when_too_much_is_lent_the_socket_takes_over(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loans, "_MOST_LENT_BYTES", 2 * LARGE)
+    monkeypatch.setattr(shm_buffers, "_MAX_EXPORTED_BYTES", 2 * LARGE)
     held = []
     for index in range(4):
         ends.send(bytes([index]) * LARGE)
@@ -176,13 +176,13 @@ def test_when_too_much_is_lent_the_socket_takes_over(ends: Ends, monkeypatch: py
 
 
 def test_idle_memory_is_bounded_and_forgotten_on_both_sides(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loans, "_MOST_IDLE_BYTES", LARGE)
+    monkeypatch.setattr(shm_buffers, "_MAX_IDLE_BYTES", LARGE)
     for size in (LARGE, 8 * LARGE, 64 * LARGE):
         ends.send(bytes(size))
         assert ends.receive().nbytes == size
         gc.collect()
         ends.wait_for_returns()
-    ends.send(bytes(LARGE))  # tells the borrower which segments are no more
+    ends.send(bytes(LARGE))  # tells the importer which segments are no more
     ends.receive()
     assert len(segments()) == 2
 
@@ -191,18 +191,18 @@ def test_what_was_sent_can_be_read_after_the_lender_has_gone(no_leaks: None) -> 
     near, far = socket.socketpair()
     reading = UnixConnection(far, "near")
     received: queue.Queue[Frame] = queue.Queue()
-    lender = UnixConnection(near, "far")
-    lender.attach(lambda frame: None, lambda reason: None)
+    exporter = UnixConnection(near, "far")
+    exporter.attach(lambda frame: None, lambda reason: None)
     reading.attach(received.put, lambda reason: None)
-    first = threading.Thread(target=lender.send, args=(Frame(frames.CALL, buffers=[bytes(LARGE)]),))
+    first = threading.Thread(target=exporter.send, args=(Frame(frames.CALL, buffers=[bytes(LARGE)]),))
     first.start()
     while received.empty():
         reading.read_next()
     first.join(WITHIN_S)
-    assert lender.wait(WITHIN_S)
-    lender.read()
-    lender.send(Frame(frames.CALL, buffers=[b"1" * LARGE]))  # nobody reads: it does not go through the socket
-    lender.close("the end")
+    assert exporter.wait(WITHIN_S)
+    exporter.read()
+    exporter.send(Frame(frames.CALL, buffers=[b"1" * LARGE]))  # nobody reads: it does not go through the socket
+    exporter.close("the end")
     assert not segments()
     reading.read()
     received.get_nowait()
@@ -234,11 +234,11 @@ def test_a_read_takes_all_that_is_there_also_behind_descriptors(no_leaks: None) 
 def test_a_segment_that_did_not_arrive_ends_the_connection_with_a_reason(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lose(borrower: loans.Borrower, control: list[tuple[int, int, bytes]]) -> None:
+    def lose(importer: shm_buffers.BufferImporter, control: list[tuple[int, int, bytes]]) -> None:
         for descriptor in (number for _, _, data in control for number in struct.unpack(f"{len(data) // 4}i", data)):
             os.close(descriptor)
 
-    monkeypatch.setattr(loans.Borrower, "take", lose)
+    monkeypatch.setattr(shm_buffers.BufferImporter, "take", lose)
     ends.send(bytes(LARGE))
     assert "shared memory" in ends.reasons.get(timeout=WITHIN_S)
 
@@ -246,17 +246,17 @@ def test_a_segment_that_did_not_arrive_ends_the_connection_with_a_reason(
 def test_a_frame_that_cannot_be_sent_lends_nothing(ends: Ends) -> None:
     with pytest.raises(frames.FrameError):
         ends.near.send(Frame(frames.CALL, buffers=[bytes(LARGE), *[b"x"] * 200_000]))
-    assert ends.near._lender is not None and not ends.near._lender._lent
+    assert ends.near._exporter is not None and not ends.near._exporter._exported
 
 
-class Lender:
+class Exporter:
     """Takes segments back once it reads."""
 
     def __init__(self) -> None:
         self.reads = threading.Event()
         self.taken: queue.Queue[bytes] = queue.Queue()
 
-    def give_back(self, body: bytes) -> bool:
+    def send_return(self, body: bytes) -> bool:
         if self.reads.is_set():
             self.taken.put(body)
         return self.reads.is_set()
@@ -264,13 +264,13 @@ class Lender:
 
 def test_a_lender_that_does_not_read_holds_up_no_other() -> None:
     """The one thread that gives back stood still in a full socket, and all other lenders lent ever more."""
-    idle, busy = Lender(), Lender()
+    idle, busy = Exporter(), Exporter()
     busy.reads.set()
-    returns = loans._Returns()
+    returns = shm_buffers._ReturnThread()
     returns.start()
     for body in (b"1", b"2"):
-        for lender in (idle, busy):
-            returns.put(weakref.WeakMethod(lender.give_back), body)
+        for exporter in (idle, busy):
+            returns.put(weakref.WeakMethod(exporter.send_return), body)
     assert [busy.taken.get(timeout=WITHIN_S) for _ in range(2)] == [b"1", b"2"]
     assert idle.taken.empty()
     idle.reads.set()
@@ -281,10 +281,10 @@ def test_giving_back_does_not_wait_for_a_peer_that_does_not_read() -> None:
     near, far = socket.socketpair()
     connection = UnixConnection(near, "far")
     deadline = time.monotonic() + WITHIN_S
-    while connection._give_back(bytes(8)):
+    while connection._send_return(bytes(8)):
         assert time.monotonic() < deadline
     far.recv(1 << 20)
-    assert connection._give_back(bytes(8))
+    assert connection._send_return(bytes(8))
     connection.close()
-    assert connection._give_back(bytes(8)), "nobody wants it any more"
+    assert connection._send_return(bytes(8)), "nobody wants it any more"
     far.close()

@@ -2,7 +2,7 @@
 
 import gc
 
-from lp_pipe.connections.when_gone import when_gone
+from lp_pipe.connections.finalizer import add_finalizer
 from tests.conftest import Script
 
 
@@ -15,7 +15,7 @@ class Thing:
 def test_it_is_done_once_when_the_last_reference_goes() -> None:
     done: list[str] = []
     thing = Thing()
-    when_gone(thing, done.append, "gone")
+    add_finalizer(thing, done.append, "gone")
     assert not done
     del thing
     gc.collect()
@@ -27,7 +27,7 @@ def test_what_others_clean_up_at_the_exit_is_cleaned_up_while_loans_come_and_go(
     # said "dictionary changed size during iteration", and left temporary folders.
     ended = script("""
         import os, sys, threading, weakref
-        from lp_pipe.connections import loans
+        from lp_pipe.connections import shm_buffers
 
         sys.setswitchinterval(1e-5)  # threads take turns within that loop, too
 
@@ -42,16 +42,16 @@ def test_what_others_clean_up_at_the_exit_is_cleaned_up_while_loans_come_and_go(
         inode = os.fstat(descriptor).st_ino
 
         class Connection:
-            def give_back(self, body): pass
+            def send_return(self, body): pass
 
         connection = Connection()
-        borrower = loans.Borrower(connection.give_back)
-        borrower._arrived[inode] = descriptor
+        importer = shm_buffers.BufferImporter(connection.send_return)
+        importer._arrived[inode] = descriptor
         started = threading.Event()
 
         def receive():
             while True:
-                borrower.open(loans._TICKET.pack(inode, 4096, 4096))
+                importer.open(shm_buffers._REFERENCE.pack(inode, 4096, 4096))
                 started.set()
 
         threading.Thread(target=receive, daemon=True).start()
