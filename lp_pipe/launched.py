@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from lp_pipe.context import NodeContext, NodeServices, current_context
+from lp_pipe.errors import Unavailable
 
 # By address id: the services of a program that this process has launched, and the node (if any) whose code did.
 _launched: dict[str, tuple[NodeServices, NodeContext | None]] = {}
@@ -55,3 +56,23 @@ def services_for(address_id: str) -> NodeServices | None:
         return _asked.get() or _launched[address_id][0]
     node = current_context()
     return node.services if node is not None else None
+
+
+def caused_by_first_failure(services: NodeServices | None, error: Unavailable, text: str) -> Unavailable:
+    """Return the Unavailable with this text to raise from `error`; if the program has failed, it names the failure.
+
+    For callers in the launcher, which else would have to ask `wait` for the failure.
+    """
+    failure = set_first_failure_as_cause(services, error)
+    if failure is not None:
+        cause = str(failure).partition("\n")[0]
+        text = text if cause in text else f"{text}; the first failure of the program: {cause}"
+    return Unavailable(text)
+
+
+def set_first_failure_as_cause(services: NodeServices | None, error: Unavailable) -> Exception | None:
+    """Return the failure that has ended the program, if any, and make it the error's cause."""
+    failure = services.first_failure() if services is not None else None
+    if failure is not None:
+        error.__cause__ = failure
+    return failure

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lp_pipe.channels import packing
 from lp_pipe.channels.packing import CONSTANTS, Layout
-from lp_pipe.rpc.layout import offset_in_line
+from lp_pipe.rpc.tensor_memory import offset_in_line
 
 
 class Packer:

@@ -16,7 +16,7 @@ from lp_pipe.channels.assembling import assembler
 from lp_pipe.channels.carried import check_carried
 from lp_pipe.private_torch import negative_view, pytree
 from lp_pipe.rpc import codec
-from lp_pipe.rpc import layout as layout_of_memory
+from lp_pipe.rpc import tensor_memory as layout_of_memory
 
 CPU = torch.device("cpu")
 _ALIGNMENT_BYTES = layout_of_memory.LINE_BYTES
@@ -229,7 +229,7 @@ def _restored(tensor: Tensor, geometry: Geometry | None) -> Tensor:
     if geometry is None:
         return tensor
     if geometry.stride is not None or geometry.offset:
-        tensor = layout_of_memory.placed(tensor, geometry.stride or tensor.stride(), geometry.offset)
+        tensor = layout_of_memory.copy_with_layout(tensor, geometry.stride or tensor.stride(), geometry.offset)
     tensor = _read_otherwise(tensor.expand(geometry.shape), is_conj=geometry.is_conj, is_neg=geometry.is_neg)
     return tensor.detach()  # layers may write in place, which a view does not allow
 

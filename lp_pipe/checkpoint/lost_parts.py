@@ -8,7 +8,7 @@ from typing import Any
 from lp_pipe.context import NodeServices
 from lp_pipe.errors import StateLost
 from lp_pipe.launched import services_for
-from lp_pipe.rpc.client import CourierClient, address_of, go_on_as_built
+from lp_pipe.rpc.client import CourierClient, address_of, start_without_state
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class LostParts:
     def begin_as_built(self) -> None:
         """Take the initial state of lost parts for the beginning: nothing was trained, and there is no checkpoint."""
         for name, client in self._clients.items():
-            if go_on_as_built(client):
+            if start_without_state(client):
                 _log.warning(
                     "part %r was started again before there was a checkpoint: it begins with its initial state", name
                 )

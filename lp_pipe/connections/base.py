@@ -115,7 +115,7 @@ class PulledConnection(Connection):
     """A connection that can be read by the very thread that waits for a reply, which saves a switch between threads.
 
     In place of `start`: call `attach` once. A thread for which `try_reading` returns True may then `wait` and `read`,
-        until it calls `done_reading`.
+    until it calls `done_reading`.
     """
 
     def __init__(self, peer: str) -> None:

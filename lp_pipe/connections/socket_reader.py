@@ -42,16 +42,21 @@ class SocketReader:
         return self._frame is not None
 
     def close(self) -> None:
-        """Keep no memory of the peer's; what was handed out stays as long as it is used."""
+        """Release the peer's memory; buffers that were handed out stay valid as long as they are used."""
         if self._importer is not None:
             self._importer.close()
 
     def receive(self, flags: int) -> int:
-        """Read the socket once; 0 at the end of the stream."""
+        """Read the socket once; 0 at the end of the stream.
+
+        Raises:
+            BlockingIOError: nothing is there (with MSG_DONTWAIT), or the socket's timeout has passed.
+        """
         target = self._missing[0] if self._missing else self._space()
         self.is_drained = True
         count = self._socket.recv_into(target, 0, flags) if not self._is_importing else self._receive(target, flags)
-        # A read ends where descriptors came, though more may be there; then only an empty read tells.
+        # A read ends where descriptors arrived, though more may be there; then only an empty read shows that nothing is
+        # left.
         self.is_drained = count < len(target) and not self._is_importing
         if not self._missing:
             self._end += count

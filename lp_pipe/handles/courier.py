@@ -7,9 +7,8 @@ from typing import Any
 from lp_pipe.address import Address
 from lp_pipe.errors import Unavailable
 from lp_pipe.handles.base import Handle
-from lp_pipe.launched import is_launcher_of, services_for
+from lp_pipe.launched import caused_by_first_failure, is_launcher_of, services_for
 from lp_pipe.rpc import CourierClient
-from lp_pipe.rpc.first_failure import because_of
 from lp_pipe.telemetry import waits
 
 
@@ -46,7 +45,7 @@ class CourierHandle(Handle[CourierClient]):
                 try:
                     services.resolve(self._address.id).result()
                 except Unavailable as error:
-                    raise because_of(services, error, str(error)) from error
+                    raise caused_by_first_failure(services, error, str(error)) from error
         return self._client(services.endpoint_for(self._address.id))
 
     def _client(self, endpoint: str) -> CourierClient:

@@ -13,7 +13,7 @@ from lp_pipe.errors import DeadlineExceeded, RemoteError, Unavailable
 from lp_pipe.handles.base import Handle
 from lp_pipe.rpc import CourierClient
 from lp_pipe.rpc.calls import CallFuture, add_quick_callback
-from lp_pipe.rpc.futures_view import Futures
+from lp_pipe.rpc.futures import Futures
 from lp_pipe.rpc.remote_method import RemoteMethod
 from lp_pipe.telemetry import waits
 
@@ -244,7 +244,7 @@ class Pool:
         remaining = None if deadline is None else deadline - time.monotonic()
         if remaining is not None and remaining <= 0:
             raise DeadlineExceeded(f"{self!r}.{method}(): no member could take the call within its call_timeout")
-        with waits.waiting(waits.RESOLVE, self.clients[0]._as_target, method, deadline is not None):
+        with waits.waiting(waits.RESOLVE, self.clients[0]._wait_target, method, deadline is not None):
             self._changed.wait(_LOOK_AGAIN_S if remaining is None else min(remaining, _LOOK_AGAIN_S))
 
     def _connect(self, seat: "_Seat") -> None:
@@ -253,7 +253,7 @@ class Pool:
         def reach() -> None:
             error, is_up = None, True
             try:
-                seat.client._connecting.connected("reach", time.monotonic() + _REACH_S)
+                seat.client._reconnector.connected("reach", time.monotonic() + _REACH_S)
             except DeadlineExceeded:  # it is not up yet
                 is_up = False
             except Exception as found:
@@ -293,7 +293,7 @@ class _Seat:
         self.error: Exception | None = None
 
     def is_connected(self) -> bool:
-        return self.client._connecting.open_link() is not None
+        return self.client._reconnector.open_connection() is not None
 
 
 class _Result:

@@ -33,7 +33,7 @@ from lp_pipe.launch.run import Run
 from lp_pipe.launch.run_dir import make_run_dir
 from lp_pipe.launch.signals import Interrupts, Latch
 from lp_pipe.program import Program
-from lp_pipe.rpc.owner import Owner
+from lp_pipe.rpc.fork_guard import ForkGuard
 from lp_pipe.telemetry.metrics import Sink
 from lp_pipe.telemetry.run_folder import RunFolder
 
@@ -142,7 +142,7 @@ class ElasticRun:
         start: Callable[[Program, Mapping[str, Any], int], Run],
     ) -> None:
         self._make_program = make_program
-        self._owner = Owner()
+        self._owner = ForkGuard()
         self._count = count
         self._standing = standing
         self._start = start

@@ -26,7 +26,7 @@ from lp_pipe.launch.services import EndedServices, LauncherServices
 from lp_pipe.launch.signals import Interrupts, Latch
 from lp_pipe.launched import asking, publish, replace_published
 from lp_pipe.program import Program
-from lp_pipe.rpc.owner import Owner
+from lp_pipe.rpc.fork_guard import ForkGuard
 from lp_pipe.telemetry.console import console
 from lp_pipe.telemetry.metrics import MetricsLog
 from lp_pipe.telemetry.some_names import some
@@ -59,7 +59,7 @@ class Run:
         keeps_empty_folder: bool = True,
     ) -> None:
         self._program = program
-        self._owner = Owner()
+        self._owner = ForkGuard()
         self._coordinator = coordinator
         self._host = host
         self._metrics = metrics

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from lp_pipe.errors import Unavailable
 from lp_pipe.launch.coordination.coordinator import Coordinator
 from lp_pipe.launch.host import Host
-from lp_pipe.rpc.owner import Owner, nobody_to_ask
+from lp_pipe.rpc.fork_guard import ForkGuard, no_endpoint
 from lp_pipe.telemetry.numbers import as_numbers
 
 
@@ -39,13 +39,13 @@ class _OfCoordinator:
     def __init__(self, coordinator: Coordinator, name: str) -> None:
         self._coordinator = coordinator
         self._name = name
-        self._owner = Owner()  # of the coordinator: a forked child has a copy, which hears of nothing any more
+        self._owner = ForkGuard()  # of the coordinator: a forked child has a copy, which hears of nothing any more
 
     def endpoint_for(self, address: str) -> str:
         return self._coordinator.endpoint_for(address)
 
     def resolve(self, address: str) -> "Future[str]":
-        return self._coordinator.resolve(address) if self._owner.is_here else nobody_to_ask()
+        return self._coordinator.resolve(address) if self._owner.is_here else no_endpoint()
 
     def watch_state(self, addresses: Sequence[str]) -> "Future[str]":
         return self._coordinator.watch_state(addresses) if self._owner.is_here else Future()

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from lp_pipe.handles import Handle
 from lp_pipe.nodes.courier_node import CourierNode
 from lp_pipe.rpc import CourierClient, codec, list_methods
-from lp_pipe.rpc.consuming import RemoteIterator
-from lp_pipe.rpc.exposed import CACHE_INFO
-from lp_pipe.rpc.pool import settle
+from lp_pipe.rpc.daemon_pool import settle
+from lp_pipe.rpc.served_methods import CACHE_INFO
+from lp_pipe.rpc.stream_consumer import RemoteIterator
 
 
 class CacherNode(CourierNode):

@@ -10,9 +10,9 @@ from lp_pipe.context import NodeContext, context
 from lp_pipe.handles import CourierHandle
 from lp_pipe.nodes import user_code
 from lp_pipe.nodes.base import Node
-from lp_pipe.rpc import Server, exposed
+from lp_pipe.rpc import Server, served_methods
 from lp_pipe.rpc.batching import BatchedHandler
-from lp_pipe.rpc.pool import CallerQueue
+from lp_pipe.rpc.daemon_pool import CallerQueue
 from lp_pipe.telemetry import waits
 
 
@@ -133,7 +133,7 @@ def _is_main(handlers: Any) -> bool:
 
 
 def _refuse_other_threads(served: Any) -> None:
-    for name in exposed.public_methods(served):
+    for name in served_methods.public_methods(served):
         found = inspect.getattr_static(served, name, None)
         function = getattr(found, "__func__", found)
         kind = ""

@@ -1,6 +1,6 @@
 """`client.aio.method()`: calls and streams for event loops.
 
-Only imported by who uses it: asyncio takes longer to load than all of lp_pipe's calls.
+Imported on first use only: asyncio takes longer to load than all of lp_pipe's calls.
 """
 
 import asyncio
@@ -12,8 +12,8 @@ from typing import Any, Protocol, Self
 
 from lp_pipe.connections import Frame
 from lp_pipe.rpc.calls import Cancel, CancellableCall, Reply, Sent
-from lp_pipe.rpc.consuming import RemoteItems, Stream
 from lp_pipe.rpc.remote_method import RemoteMethod
+from lp_pipe.rpc.stream_consumer import RemoteItems, Stream
 from lp_pipe.telemetry import waits
 
 Args = tuple[Any, ...]
@@ -21,7 +21,7 @@ Kwargs = dict[str, Any]
 
 
 class AioClient(Protocol):
-    """What is needed of a client."""
+    """The part of a client that this module needs."""
 
     def _begin(self, method: str, args: Args, kwargs: Kwargs, call: CancellableCall, cancel: Cancel) -> None: ...
 
@@ -33,7 +33,7 @@ class AioClient(Protocol):
 
 
 class Aio:
-    """`client.aio.method(...)`, `client.aio(...)`."""
+    """The view behind `client.aio.method(...)` and `client.aio(...)`."""
 
     def __init__(self, client: AioClient) -> None:
         self._client = client
@@ -56,8 +56,8 @@ class Aio:
 class AioCall(Coroutine[Any, Any, Any]):
     """A call as a coroutine: `await` it for the result, or `async for` over it when the handler is a generator.
 
-    As with every coroutine nothing happens (and no argument is captured) before it is awaited, and it may be handed
-    to `asyncio.create_task` or a TaskGroup. Awaiting the call of a generator handler gives its async iterator.
+    As with every coroutine, nothing happens (and no argument is captured) before it is awaited, and it may be given to
+    `asyncio.create_task` or a TaskGroup. Awaiting the call of a generator handler returns its async iterator.
     """
 
     def __init__(self, call: Coroutine[Any, Any, Any]) -> None:
@@ -71,7 +71,7 @@ class AioCall(Coroutine[Any, Any, Any]):
         return self._items
 
     async def aclose(self) -> None:
-        """Close the generator on the server, as `contextlib.aclosing` does after its body."""
+        """Close the generator on the server; `contextlib.aclosing` calls this after its body."""
         await self._items.aclose()
 
     def send(self, value: Any) -> Any:
@@ -85,7 +85,7 @@ class AioCall(Coroutine[Any, Any, Any]):
 
 
 class _Opening(AsyncIterator[Any]):
-    """An iterator whose call is made with the first item that is asked for."""
+    """An iterator that makes its call when the first item is requested."""
 
     def __init__(self, call: Coroutine[Any, Any, Any]) -> None:
         self._call = call
@@ -120,14 +120,14 @@ class AioReply:
         return self._reply.done()
 
     def deliver(self, reply: Reply) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so no task waits
             self._loop.call_soon_threadsafe(self._settle, reply)
 
     def cancelled(self) -> bool:
         return self._reply.cancelled()
 
     def cancel(self) -> None:
-        """Give the call up, if it has been sent; else it will not be."""
+        """Give the call up. If it has not been sent yet, it never is."""
         self._reply.cancel()
         if self.on_cancel is not None:
             self.on_cancel()
@@ -145,7 +145,7 @@ class AioReply:
 
 
 class RemoteAsyncIterator(RemoteItems, AsyncIterator[Any]):
-    """RemoteIterator for event loops; belongs to the loop that made the call."""
+    """The async iterator over a stream; it belongs to the event loop that made the call."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -178,7 +178,7 @@ class RemoteAsyncIterator(RemoteItems, AsyncIterator[Any]):
 
     async def _next_reply(self) -> Frame | Exception:
         while True:
-            self._arrival.clear()  # before the look, so that what arrives after it is not missed
+            self._arrival.clear()  # cleared before the check, so that a later arrival is not missed
             with contextlib.suppress(Empty):
                 return self._stream.inbox.take(0)
             await self._arrival.wait()
@@ -186,7 +186,7 @@ class RemoteAsyncIterator(RemoteItems, AsyncIterator[Any]):
 
 async def _call(client: AioClient, method: str, args: Args, kwargs: Kwargs) -> Any:
     call = AioReply()
-    client._begin(method, args, kwargs, call, lambda link, call_id: link.cancel(call_id))
+    client._begin(method, args, kwargs, call, lambda connection, call_id: connection.cancel(call_id))
     with client._awaiting(method):
         reply = await call.wait()
     if isinstance(reply, Stream):
@@ -195,5 +195,5 @@ async def _call(client: AioClient, method: str, args: Args, kwargs: Kwargs) -> A
 
 
 def _wake(loop: asyncio.AbstractEventLoop, arrival: asyncio.Event) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+    with contextlib.suppress(RuntimeError):  # the loop is closed, so no task waits
         loop.call_soon_threadsafe(arrival.set)

@@ -1,4 +1,4 @@
-"""What waits for a reply: a blocked thread, or a Future."""
+"""The objects that wait for a reply: a blocked thread's call, and futures."""
 
 import contextlib
 import functools
@@ -10,9 +10,9 @@ from typing import Any, Literal, Protocol
 
 from lp_pipe.connections import Frame
 from lp_pipe.context import NodeContext, current_context, entered
-from lp_pipe.rpc.consuming import Stream
-from lp_pipe.rpc.owner import Owner
-from lp_pipe.rpc.pool import DaemonPool
+from lp_pipe.rpc.daemon_pool import DaemonPool
+from lp_pipe.rpc.fork_guard import ForkGuard
+from lp_pipe.rpc.stream_consumer import Stream
 from lp_pipe.rpc.unread_errors import UnreadError
 from lp_pipe.telemetry import waits
 
@@ -24,11 +24,11 @@ class PendingCall(Protocol):
     def has_reply(self) -> bool: ...
 
     def deliver(self, reply: Reply) -> object:
-        """Called once, from the connection's thread; again only where that was interrupted."""
+        """Settle the call; called once, from the connection's thread, and again only if that was interrupted."""
 
 
 class CancellableCall(PendingCall, Protocol):
-    """A call that nobody blocks for. `on_cancel` is set once it is sent, and gives it up."""
+    """A call for which no thread blocks. `on_cancel` is set once it is sent, and gives it up."""
 
     on_cancel: Callable[[], bool] | None
     sent: "Sent | None"
@@ -39,27 +39,27 @@ class CancellableCall(PendingCall, Protocol):
 
 
 class Sent(Protocol):
-    """Where a call was sent (a Link)."""
+    """The connection on which a call was sent (a ClientConnection)."""
 
     def forget(self, call_id: int) -> bool:
-        """Give the call up; False when its reply has come."""
+        """Give the call up; False when its reply has arrived."""
 
     def cancel(self, call_id: int) -> bool:
-        """Like `forget`, and let the server know."""
+        """Give the call up and tell the server."""
 
     def wait_for(self, future: "CallFuture", deadline: float | None) -> None:
-        """A thread waits for this future now, and may read."""
+        """Let the calling thread wait for this future; it may read the connection."""
 
     def attend(self) -> None:
-        """Nobody may wait for what was started; it must be settled all the same."""
+        """Make sure that replies are read even if no thread waits for them."""
 
 
 Cancel = Callable[[Sent, int], bool]
-Reader = Literal["anybody", "asker", "thread"]  # who will read a reply
+Reader = Literal["anybody", "asker", "thread"]  # the thread that will read a reply
 
 
 class SyncCall:
-    """One thread that waits; a bare lock is an event at a tenth of the cost."""
+    """A call for which one thread waits; it uses a bare lock, at a tenth of the cost of an event."""
 
     __slots__ = ("_event", "_reply")
 
@@ -77,27 +77,28 @@ class SyncCall:
         self.wake()
 
     def wake(self) -> None:
-        """End `wait`, or the next one."""
+        """End the current or the next `wait`."""
         try:  # not contextlib.suppress, which takes longer than the rest
             self._event.release()
         except RuntimeError:  # it was woken already
             return
 
     def wait(self, deadline: float | None) -> bool:
-        """Until the reply is there, or somebody wakes this call to look around; False at the deadline."""
+        """Wait for the reply, or until `wake`; False at the deadline."""
         return self._event.acquire(timeout=-1 if deadline is None else max(0.0, deadline - time.monotonic()))
 
     def reply(self) -> Reply:
-        """The reply; waits for one that is being delivered this very moment."""
+        """Return the reply; waits if it is being delivered at this moment."""
         while self._reply is None:
             self._event.acquire()
         return self._reply
 
 
 class CallFuture(Future[Any]):
-    """A call in flight. `cancel()` forgets it, also while its handler runs (which is not interrupted).
+    """A call in flight. `cancel()` forgets it, also while its handler runs, which is not interrupted.
 
-    target, method: what is called. reader: of the reply; "anybody": whoever asks for it, or else a thread.
+    target, method: what is called.
+    reader: the thread that reads the reply; "anybody": the thread that asks for it, or else a background thread.
     """
 
     def __init__(
@@ -112,9 +113,9 @@ class CallFuture(Future[Any]):
         self._settling = threading.RLock()
         self.on_cancel: Callable[[], bool] | None = None
         self.sent: Sent | None = None
-        self._owner = Owner()
+        self._fork_guard = ForkGuard()
         self._unread: UnreadError | None = None
-        self._has_taker = reader != "anybody"  # else its exception must not go unnoticed
+        self._has_taker = reader != "anybody"  # otherwise its exception must not go unnoticed
 
     @property
     def has_reply(self) -> bool:
@@ -141,7 +142,7 @@ class CallFuture(Future[Any]):
                 self._unread.read()
 
     def wait(self, deadline: float | None) -> None:
-        """Until the future is settled or cancelled, or the deadline has passed; another thread reads."""
+        """Wait until the future is settled or cancelled, or the deadline has passed, while another thread reads."""
         with contextlib.suppress(TimeoutError, CancelledError):
             super().exception(None if deadline is None else deadline - time.monotonic())
 
@@ -155,7 +156,7 @@ class CallFuture(Future[Any]):
         super().add_done_callback(fn if node is None else functools.partial(_call_in, node, fn))
 
     def has_taker(self) -> None:
-        """Code asks for the outcome, or will: a callback."""
+        """Note that code asks for the outcome, or will: a callback."""
         self._has_taker = True
         if self._unread is not None:
             self._unread.read()
@@ -171,12 +172,12 @@ class CallFuture(Future[Any]):
         return waits.waiting(waits.CALL, self._target, self._method, timeout is not None)
 
     def _read(self, timeout: float | None) -> float | None:
-        """Wait in the way that costs no hop between threads; what is left of the time.
+        """Wait in the way that needs no switch between threads; return what is left of the time.
 
         Raises:
             Unavailable: a forked child has inherited the call, and would take the reply from its parent.
         """
-        self._owner.check(f"the pending call of {self._method}()")
+        self._fork_guard.check(f"the pending call of {self._method}()")
         if self.sent is None or self.done():
             return timeout
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -184,7 +185,7 @@ class CallFuture(Future[Any]):
         return None if deadline is None else deadline - time.monotonic()
 
     def deliver(self, reply: Reply) -> bool:
-        """Settle the future; callbacks run outside the connection's thread, so that they may call."""
+        """Settle the future; callbacks run outside the connection's thread, so that they may make calls."""
         if self._has_callbacks:
             _callbacks.submit(self._settle, reply)
         else:
@@ -192,16 +193,17 @@ class CallFuture(Future[Any]):
         return True
 
     def _settle(self, reply: Reply) -> None:
-        is_again, self._has_begun_to_settle = self._has_begun_to_settle, True  # once more where it was interrupted
+        # a second delivery follows one that was interrupted
+        is_again, self._has_begun_to_settle = self._has_begun_to_settle, True
         if not (is_again and self.running()) and not self.set_running_or_notify_cancel():
             return
         try:
             settle = functools.partial(self.set_result, self._outcome(reply))
-        except Exception as error:  # belongs to whoever asks for the result
+        except Exception as error:  # belongs to the code that asks for the result
             if not self._has_taker:
                 self._unread = UnreadError(self._target.peer or self._target.endpoint, self._method, error)
             error.__traceback__ = (
-                None  # its frames refer to this future, which would only go when the collector comes by
+                None  # its frames refer to this future, which only the garbage collector would free then
             )
             settle = functools.partial(self.set_exception, error)
         with self._settling:
@@ -210,14 +212,14 @@ class CallFuture(Future[Any]):
                 return
         if _callbacks.is_running_this():
             settle()
-        else:  # a callback was added while the result was decoded; in the connection's thread it could not call
+        else:  # a callback was added while the result was decoded; in the connection's thread it could not make calls
             _callbacks.submit(settle)
 
 
 def add_quick_callback(future: Future[Any], fn: Callable[[Future[Any]], object]) -> None:
-    """As `add_done_callback`, but of a call where its reply is read: `fn` returns at once, and calls nobody.
+    """Add a callback that runs where the reply is read: `fn` must return at once and make no calls.
 
-    That saves a hop between threads. `fn` may not add callbacks to the same future. An exception of it is logged.
+    That saves a switch between threads. `fn` may not add callbacks to the same future. Its exceptions are logged.
     """
     Future.add_done_callback(future, fn)
     if isinstance(future, CallFuture):
@@ -227,7 +229,7 @@ def add_quick_callback(future: Future[Any], fn: Callable[[Future[Any]], object])
 
 
 def _call_in(node: NodeContext, fn: Callable[[Future[Any]], object], future: Future[Any]) -> None:
-    """Run a callback as code of the node that added it: the pool's threads belong to none."""
+    """Run a callback as code of the node that added it: the pool's threads belong to no node."""
     with entered(node):
         node.prepare_thread()
         fn(future)

@@ -1,4 +1,4 @@
-"""Classes by value: made anew in the receiving process without running the code that has made them before.
+"""Classes that travel by value: the receiving process makes them without running the code that made them before.
 
 cloudpickle makes an empty class first and sets its attributes afterwards. That runs the user's `__init_subclass__` and
 metaclass on an empty class, loses what a member of an enum keeps beside its value, and gives instances of a class with
@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 from lp_pipe.private_python import boundary_of, class_tracker, data_type_of
 
-# What `__slots__` may name beside slots; a class has these in its own namespace only then, or when it has no __slots__.
+# What `__slots__` may name beside slots. A class has these in its own namespace only then, or when it has no __slots__.
 _SPECIAL_SLOTS = ("__dict__", "__weakref__")
 
-# What EnumType computes of the members that it is given.
+# What EnumType computes from the members that it is given.
 _OF_ENUM_TYPE = frozenset(
     f"_{name}_"
     for name in (
@@ -30,12 +30,12 @@ _OF_ENUM_TYPE = frozenset(
 _OF_ENUM_MEMBER = frozenset({"_value_", "_name_", "__objclass__", "_sort_order_"})
 _MAKES_MEMBERS = ("__new__", "__init__", "__new_member__", "_new_member_", "_use_args_")
 
-_unfilled: set[int] = set()  # ids of classes that were made here, and whose attributes are still to come
+_unfilled: set[int] = set()  # ids of classes that were made here and whose attributes are still to come
 _quiet_lock = threading.RLock()
 
 
 def reduce_class(kind: Any, reduced: tuple[Any, ...], by_value: Callable[[type], bool]) -> tuple[Any, ...]:
-    """Return how pickle makes `kind` in another process; a process that has it already keeps its own as it is.
+    """Return how pickle makes `kind` in another process; a process that has the class already keeps its own unchanged.
 
     reduced: what cloudpickle would do. by_value: tells which classes travel by value.
     """
@@ -56,7 +56,9 @@ def reduce_class(kind: Any, reduced: tuple[Any, ...], by_value: Callable[[type],
 
 
 class ClassReference:
-    """A class that does not travel, in a pickle for a process that has it (the one that it came from, above all)."""
+    """A reference, in a pickle, to a class that does not travel, for a process that has it (above all the one it came
+    from).
+    """
 
     def __init__(self, kind: type) -> None:
         self._kind = kind
@@ -97,7 +99,7 @@ def _make_class(
         return _track(tracked_as, _make_quietly(metaclass, maker, name, bases, namespace))
     try:
         made = types.new_class(name, bases, {"metaclass": metaclass}, lambda body: body.update(namespace))
-    except TypeError:  # a library's __init_subclass__ or metaclass wants the keywords of the class statement
+    except TypeError:  # a library's __init_subclass__ or metaclass needs the keywords of the class statement
         made = _make_quietly(metaclass, maker, name, bases, namespace)
     return _track(tracked_as, made)
 
@@ -105,7 +107,7 @@ def _make_class(
 def _track(tracked_as: str, made: type) -> type:
     _unfilled.add(id(made))
     tracked = class_tracker().add(tracked_as, made)
-    if tracked is not made:  # another thread has made it in the meantime
+    if tracked is not made:  # another thread has made it meanwhile
         _unfilled.discard(id(made))
     return tracked
 
@@ -117,14 +119,14 @@ def _make_quietly(metaclass: type, maker: Any, name: str, bases: tuple[Any, ...]
     with _without_init_subclass(resolved):
         try:
             made: type = maker.__new__(metaclass, name, resolved, dict(namespace))
-        except TypeError:  # it wants keywords of the class statement, which are not known any more
+        except TypeError:  # it needs keywords of the class statement, which are not known any more
             made = type.__new__(metaclass, name, resolved, namespace)
     return made
 
 
 @contextlib.contextmanager
 def _without_init_subclass(bases: Sequence[type]) -> Iterator[None]:
-    """Keep this thread's new subclasses of `bases` from their `__init_subclass__`; those of other threads get it."""
+    """Skip `__init_subclass__` for this thread's new subclasses of `bases`; those of other threads still get it."""
     owner = _init_subclass_owner([kind for base in bases for kind in base.__mro__])
     if owner is None:
         yield
@@ -154,7 +156,7 @@ def _init_subclass_owner(kinds: Sequence[type]) -> type | None:
 
 
 def _fill(kind: Any, state: tuple[Any, dict[str, Any], dict[str, Any], Sequence[str]]) -> None:
-    """Set the attributes of a class that was made here; its own are not touched in a process that had it before."""
+    """Set the attributes of a class that was made here; a class that the process had before is left alone."""
     if id(kind) not in _unfilled:
         return
     maker, attributes, members, superfluous = state
@@ -166,7 +168,7 @@ def _fill(kind: Any, state: tuple[Any, dict[str, Any], dict[str, Any], Sequence[
     for name in superfluous:
         if name in vars(kind):
             type.__delattr__(kind, name)
-    if first_line is not None:  # Python deletes it when another attribute of the class statement is set
+    if first_line is not None:  # set last: Python deletes it when another attribute of the class statement is set
         set_attribute(kind, "__firstlineno__", first_line)
     for subclass in registered:
         abc.ABCMeta.register(kind, subclass)
@@ -182,12 +184,14 @@ def _with_slots(
     own = vars(kind)
     slots = [name for name, value in own.items() if isinstance(value, types.MemberDescriptorType)]
     namespace = {**namespace, "__slots__": (*slots, *(name for name in _SPECIAL_SLOTS if name in own))}
-    # The slots' descriptors are made anew; private ones (`__x`) cloudpickle has left in, and they do not pickle.
+    # The slots' descriptors are made anew. cloudpickle leaves private ones (`__x`) in, and they do not pickle.
     return namespace, {name: value for name, value in attributes.items() if name not in slots}
 
 
 def _members(kind: Any) -> dict[str, tuple[tuple[Any, ...], Any]]:
-    """Return by name, also of aliases, what makes the member as its data type (int, str), and its value."""
+    """Return for each name, also of aliases, the arguments that make the member as its data type (int, str), and its
+    value.
+    """
     return {name: (_data_of(member, data_type_of(kind)), member._value_) for name, member in kind.__members__.items()}
 
 
@@ -200,7 +204,7 @@ def _data_of(member: Any, data_type: Any) -> tuple[Any, ...]:
 
 
 def _enum_attributes(kind: Any, attributes: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """Return the attributes of the class, those of each member, and names that its making leaves behind."""
+    """Return the attributes of the class, those of each member, and names that making the class leaves behind."""
     names = kind.__members__
     made_by = {name: value for name, value in vars(kind).items() if name in _MAKES_MEMBERS}
     own = {**attributes, **made_by, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
@@ -234,11 +238,11 @@ def _make_enum(
 
 
 def _new_member(kind: Any, *given: Any) -> Any:
-    data, value = given if len(given) == 2 else given[0]  # as one where the members are tuples
+    data, value = given if len(given) == 2 else given[0]  # one argument where the members are tuples
     member = data_type_of(kind).__new__(kind, *data)
     member._value_ = value
     return member
 
 
 def _take_anything(member: Any, *given: Any) -> None:
-    """Stand in for a user's `__init__`, which has run where the members come from."""
+    """Stand in for a user's `__init__`, which has run in the process that the members come from."""

@@ -1,4 +1,4 @@
-"""Call the methods of a server in another node as if it were here (Launchpad's Courier client)."""
+"""A client that calls the methods of a server in another node as if it were local (Launchpad's Courier client)."""
 
 import functools
 import threading
@@ -13,24 +13,24 @@ from lp_pipe import connections
 from lp_pipe.connections import frames
 from lp_pipe.connections.resource_limits import describe_error
 from lp_pipe.errors import DeadlineExceeded, SerializationError, Unavailable
+from lp_pipe.launched import caused_by_first_failure, set_first_failure_as_cause
 from lp_pipe.rpc import codec, deadlines, nesting, remote_error
 from lp_pipe.rpc.calls import CallFuture, Cancel, CancellableCall, Reader, Reply
-from lp_pipe.rpc.connecting import Connecting
-from lp_pipe.rpc.consuming import RemoteIterator, Stream
-from lp_pipe.rpc.explain import unpicklable
-from lp_pipe.rpc.exposed import GO_ON_AS_BUILT, LIST_METHODS
-from lp_pipe.rpc.first_failure import because_of, give_cause
-from lp_pipe.rpc.futures_view import Futures
-from lp_pipe.rpc.link import Link
+from lp_pipe.rpc.client_connection import ClientConnection
+from lp_pipe.rpc.futures import Futures
+from lp_pipe.rpc.pickle_errors import pickle_error
+from lp_pipe.rpc.reconnector import Reconnector
 from lp_pipe.rpc.remote_method import RemoteMethod
+from lp_pipe.rpc.served_methods import LIST_METHODS, START_WITHOUT_STATE
+from lp_pipe.rpc.stream_consumer import RemoteIterator, Stream
 from lp_pipe.telemetry import waits
 
 if TYPE_CHECKING:
     from lp_pipe.rpc.aio import Aio
 
 
-class _Task(NamedTuple):
-    """A call that nobody blocks for: what to send, and who gets the reply."""
+class _AsyncCall(NamedTuple):
+    """A call for which no thread blocks: what to send, and the object that gets the reply."""
 
     method: str
     payload: codec.Payload
@@ -40,14 +40,14 @@ class _Task(NamedTuple):
 
 
 class CourierClient:
-    """`client.method(*args, **kwargs)` calls the server and waits; `client.futures.method(...)` returns a Future.
+    """A client of a server: `client.method(*args, **kwargs)` waits, `client.futures.method(...)` returns a Future.
 
     `await client.aio.method(...)` is for event loops. A handler that is a generator is iterated as it produces:
     `for item in client.method()`, `async for item in client.aio.method()`.
 
     address: what another client's `.address` gave; ValueError for anything else.
     call_timeout: seconds (or a timedelta) per call; None or 0: no limit.
-    wait_for_ready: wait while nobody is there; False: Unavailable at once.
+    wait_for_ready: wait while the server is not up; False: Unavailable at once.
 
     Values go by value. A handler's exception arrives as RemoteError that is also an instance of its own class.
     Calls are never sent twice: when the server dies during a call, that call raises Unavailable.
@@ -66,24 +66,24 @@ class CourierClient:
         peer: str = "",
     ) -> None:
         if not connections.is_endpoint(address):
-            raise ValueError(f"CourierClient({address!r}): not a server's address: take .address of another client")
+            raise ValueError(f"CourierClient({address!r}): this is no server's address: use .address of another client")
         self._address = address
         self._call_timeout_s = deadlines.seconds(call_timeout)
         self._wait_for_ready = wait_for_ready
         self._address_id = address_id
         self._peer = peer or address
-        self._connecting = Connecting(address, self._call_timeout_s, wait_for_ready, address_id, self._peer)
-        self._as_target = self._connecting.target
+        self._reconnector = Reconnector(address, self._call_timeout_s, wait_for_ready, address_id, self._peer)
+        self._wait_target = self._reconnector.target
 
     @property
     def futures(self) -> Futures:
-        """The same methods, each returning a concurrent.futures.Future at once."""
+        """A view of the same methods, each returning a concurrent.futures.Future at once."""
         return Futures(self)
 
     @property
     def aio(self) -> "Aio":
-        """The same methods as coroutines, for any event loop; cancelling one cancels an async handler too."""
-        from lp_pipe.rpc.aio import Aio  # asyncio is slow to import, and most programs do without
+        """A view of the same methods as coroutines, for any event loop; cancelling one cancels an async handler too."""
+        from lp_pipe.rpc.aio import Aio  # asyncio is slow to import, and most programs do not need it
 
         return Aio(self)
 
@@ -99,11 +99,12 @@ class CourierClient:
         # Probing (hasattr of dunders, copy, pickle) stays local: names with an underscore are never remote.
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r} (private names are not remote)")
-        # Not kept in __dict__: a client in a reference cycle would hold its connection until the collector comes by.
+        # Not kept in __dict__: a client in a reference cycle would hold its connection until the garbage collector
+        # runs.
         return RemoteMethod(self._method, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if not name.startswith("_") and not callable(value):  # a stand-in for a method, as tests set one, is callable
+        if not name.startswith("_") and not callable(value):  # a callable is a stand-in for a method, as tests set one
             raise AttributeError(
                 f"{self!r} cannot set {name!r}: it would change this client, and not the node's object. Give its class "
                 f"a method for that, such as `def set_{name}(self, value)`, and call it"
@@ -128,9 +129,9 @@ class CourierClient:
         try:
             try:
                 depths[thread] = depth + 1
-                connecting = self._connecting.at_depth(depth) if depth else self._connecting
-                link = connecting.open_link() or connecting.connected(method, deadline)
-                reply = self._round_trip(link, method, payload, deadline)
+                reconnector = self._reconnector.at_depth(depth) if depth else self._reconnector
+                connection = reconnector.open_connection() or reconnector.connected(method, deadline)
+                reply = self._round_trip(connection, method, payload, deadline)
             finally:
                 depths[thread] = depth
         except BaseException:
@@ -140,99 +141,101 @@ class CourierClient:
             raise self._too_late(method)
         return self._outcome(method, reply)
 
-    def _round_trip(self, link: Link, method: str, payload: codec.Payload, deadline: float | None) -> Reply | None:
+    def _round_trip(
+        self, connection: ClientConnection, method: str, payload: codec.Payload, deadline: float | None
+    ) -> Reply | None:
         try:
-            with waits.waiting(waits.CALL, self._as_target, method, deadline is not None):
-                return link.call(method, payload, deadline)
+            with waits.waiting(waits.CALL, self._wait_target, method, deadline is not None):
+                return connection.call(method, payload, deadline)
         except (Unavailable, frames.FrameError) as error:
             raise self._error_of_sending(method, error) from error
 
     def _recover(self, depth: int) -> None:
-        """After any exception: a signal handler may have raised it in the middle of anything."""
+        """Clean up after any exception: a signal handler may have raised it at any point of a call."""
         nesting.depths[get_ident()] = depth
-        self._connecting.at_depth(depth).recover()
+        self._reconnector.at_depth(depth).recover()
 
     def _start(
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], reader: Reader = "anybody"
     ) -> "Future[Any]":
-        future = CallFuture(functools.partial(self._outcome, method), self._as_target, method, reader)
-        self._begin(method, args, kwargs, future, lambda link, call_id: link.forget(call_id))
+        future = CallFuture(functools.partial(self._outcome, method), self._wait_target, method, reader)
+        self._begin(method, args, kwargs, future, lambda connection, call_id: connection.forget(call_id))
         return future
 
     def _begin(
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], call: CancellableCall, cancel: Cancel
     ) -> None:
-        """Send a call without waiting for anything; every error but that of an argument goes to `call`."""
-        task = _Task(method, self._encode(method, args, kwargs), call, cancel, self._deadline())
+        """Send a call without waiting for anything; every error except those of arguments goes to `call`."""
+        task = _AsyncCall(method, self._encode(method, args, kwargs), call, cancel, self._deadline())
         depths, thread = nesting.depths, get_ident()
         depth = depths.get(thread, 0)
         try:
             try:
                 depths[thread] = depth + 1
-                connecting = self._connecting.at_depth(depth) if depth else self._connecting
-                link = connecting.open_link()
-                if link is not None:
-                    self._send_task(link, task)
+                reconnector = self._reconnector.at_depth(depth) if depth else self._reconnector
+                connection = reconnector.open_connection()
+                if connection is not None:
+                    self._send_task(connection, task)
                 else:
-                    self._connect_in_thread(connecting, task)
+                    self._connect_in_thread(reconnector, task)
             finally:
                 depths[thread] = depth
         except BaseException:
             self._recover(depth)
             raise
 
-    def _connect_in_thread(self, connecting: Connecting, task: "_Task") -> None:
-        # Connecting may take as long as the server takes to come up; the arguments are captured now.
-        arguments = (connecting, task._replace(payload=task.payload.captured()))
+    def _connect_in_thread(self, reconnector: Reconnector, task: "_AsyncCall") -> None:
+        # Connecting may take as long as the server takes to come up, so the arguments are captured now.
+        arguments = (reconnector, task._replace(payload=task.payload.captured()))
         name = f"connect {self._peer}"
         try:
             threading.Thread(target=self._connect_and_send, args=arguments, name=name, daemon=True).start()
         except RuntimeError as error:
             task.call.deliver(self._no_thread(task.method, "to connect", error))
 
-    def _connect_and_send(self, connecting: Connecting, task: "_Task") -> None:
+    def _connect_and_send(self, reconnector: Reconnector, task: "_AsyncCall") -> None:
         try:
-            link = connecting.connected(task.method, task.deadline)
-        except Exception as error:  # belongs to whoever asks for the result
+            connection = reconnector.connected(task.method, task.deadline)
+        except Exception as error:  # belongs to the code that asks for the result
             task.call.deliver(error)
             return
         if task.call.cancelled():
             task.call.deliver(CancelledError())
             return
-        if isinstance(task.call, CallFuture):  # somebody may wait for it already, who did not know where to read
+        if isinstance(task.call, CallFuture):  # a thread may wait for it already, without knowing where to read
             task.call.reader = "thread"
-        self._send_task(link, task)
+        self._send_task(connection, task)
 
-    def _send_task(self, link: Link, task: "_Task") -> None:
+    def _send_task(self, connection: ClientConnection, task: "_AsyncCall") -> None:
         method, call = task.method, task.call
         try:
-            call_id = link.start(method, task.payload, call)
+            call_id = connection.start(method, task.payload, call)
         except (Unavailable, frames.FrameError) as error:
             explanation = self._error_of_sending(method, error)
             explanation.__cause__ = error
             call.deliver(explanation)
             return
-        call.sent = link
-        call.on_cancel = functools.partial(task.cancel, link, call_id)
-        if call.cancelled():  # between the last look and the line above
+        call.sent = connection
+        call.on_cancel = functools.partial(task.cancel, connection, call_id)
+        if call.cancelled():  # cancelled between the last check and the line above
             call.cancel()
-        if task.deadline is not None:  # must not refer to the call: its result would live until the deadline
-            expire = functools.partial(self._expire, link, call_id, method)
+        if task.deadline is not None:  # must not refer to the call, whose result would live until the deadline
+            expire = functools.partial(self._expire, connection, call_id, method)
             try:
-                deadlines.shared.add(task.deadline, expire, functools.partial(link.waits_for, call_id))
+                deadlines.shared.add(task.deadline, expire, functools.partial(connection.waits_for, call_id))
             except RuntimeError as error:
-                link.expire(call_id, self._no_thread(method, "to watch its call_timeout", error))
+                connection.expire(call_id, self._no_thread(method, "to watch its call_timeout", error))
 
     def _no_thread(self, method: str, what_for: str, error: RuntimeError) -> Unavailable:
         return Unavailable(f"{self._peer}.{method}(): no thread {what_for}: {describe_error(error)}")
 
-    def _expire(self, link: Link, call_id: int, method: str) -> None:
-        link.expire(call_id, self._too_late(method))
+    def _expire(self, connection: ClientConnection, call_id: int, method: str) -> None:
+        connection.expire(call_id, self._too_late(method))
 
     def _error_of_sending(self, method: str, error: Unavailable | frames.FrameError) -> Exception:
         """Return the error that says which call could not be sent, and why."""
         if isinstance(error, Unavailable):
-            return because_of(self._connecting.services, error, f"{self._peer}.{method}(): {error}")
+            return caused_by_first_failure(self._reconnector.services, error, f"{self._peer}.{method}(): {error}")
         return SerializationError(f"{self._peer}.{method}(): the arguments are too large: {error}")
 
     def _encode(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> codec.Payload:
@@ -240,23 +243,23 @@ class CourierClient:
             return codec.encode((args, kwargs), is_same_process=self._is_same_process)
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # a __reduce__ that exits is no reason for this node to end as if all was well
+        except BaseException as error:  # even a __reduce__ that exits, which must not end this node with success
             if _works(codec.encode, (args, kwargs)):
                 raise  # it came from a signal handler that ran meanwhile
             parts = [*((f"args[{index}]", arg) for index, arg in enumerate(args)), *kwargs.items()]
-            why = unpicklable(f"{self._peer}.{method}()", parts, error, is_same_process=self._is_same_process)
+            why = pickle_error(f"{self._peer}.{method}()", parts, error, is_same_process=self._is_same_process)
             raise why from error
 
     def _is_same_process(self) -> bool:
         return connections.is_here(self._address)
 
     def _awaiting(self, method: str) -> waits.awaiting:
-        return waits.awaiting(waits.CALL, self._as_target, method, self._call_timeout_s is not None)
+        return waits.awaiting(waits.CALL, self._wait_target, method, self._call_timeout_s is not None)
 
     def _stream_options(self, method: str, waiting: type[waits.waiting] = waits.waiting) -> tuple[Any, ...]:
-        """What an iterator needs beside its stream; it keeps the client, and so the connection."""
+        """Return what an iterator needs beside its stream; it keeps the client alive, and so the connection."""
         too_late = functools.partial(self._too_late, method)
-        wait = functools.partial(waiting, waits.CALL, self._as_target, method, self._call_timeout_s is not None)
+        wait = functools.partial(waiting, waits.CALL, self._wait_target, method, self._call_timeout_s is not None)
         return functools.partial(self._outcome, method), self._call_timeout_s, too_late, wait
 
     def _outcome(self, method: str, reply: Reply) -> Any:
@@ -264,19 +267,20 @@ class CourierClient:
             return RemoteIterator(reply, *self._stream_options(method))
         if isinstance(reply, Exception):
             call = f"{self._peer}.{method}(): "
-            if isinstance(reply, Unavailable) and not str(reply).startswith(call):  # where it never connected
-                raise because_of(self._connecting.services, reply, f"{call}{reply}") from reply
+            # already explained where connecting failed
+            if isinstance(reply, Unavailable) and not str(reply).startswith(call):
+                raise caused_by_first_failure(self._reconnector.services, reply, f"{call}{reply}") from reply
             raise reply
         if reply.kind == frames.ERROR:
             error = remote_error.rebuild(reply.body, f"{self._peer}.{method}()")
-            if type(error) is Unavailable:  # the node's own, which takes no more calls
-                raise because_of(self._connecting.services, error, str(error)) from error
-            if isinstance(error, Unavailable):  # of a client of the handler's
-                give_cause(self._connecting.services, error)
+            if type(error) is Unavailable:  # the node's own error: it takes no more calls
+                raise caused_by_first_failure(self._reconnector.services, error, str(error)) from error
+            if isinstance(error, Unavailable):  # the error of a client that the handler used
+                set_first_failure_as_cause(self._reconnector.services, error)
             try:
                 raise error
             finally:
-                error.__context__ = None  # between threads the handler's own, whose text it has
+                error.__context__ = None  # within one process it is the handler's own context, whose text the error has
         try:
             return codec.decode(reply.body, reply.buffers)
         except KeyboardInterrupt:
@@ -296,7 +300,7 @@ class CourierClient:
 
 
 def list_methods(client: CourierClient) -> list[str]:
-    """Sorted names of the server's public methods."""
+    """Return the sorted names of the server's public methods."""
     names: list[str] = client._call(LIST_METHODS, (), {})
     return names
 
@@ -310,13 +314,13 @@ def _works(function: Callable[..., object], *args: Any) -> bool:
 
 
 def address_of(client: CourierClient) -> str | None:
-    """Return the id of the program's address that the client calls; None for a client that was made of an endpoint."""
+    """Return the id of the program's address that the client calls; None for a client made from an endpoint."""
     return client._address_id
 
 
-def go_on_as_built(client: CourierClient) -> bool:
-    """Let a server that has lost its state serve its initial one; returns whether it had lost its state."""
-    had_lost_state: bool = client._call(GO_ON_AS_BUILT, (), {})
+def start_without_state(client: CourierClient) -> bool:
+    """Let a server that has lost its state serve its initial one; return whether it had lost its state."""
+    had_lost_state: bool = client._call(START_WITHOUT_STATE, (), {})
     return had_lost_state
 
 

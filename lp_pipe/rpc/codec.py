@@ -1,7 +1,7 @@
-"""Values to bytes and back: by value in every launch mode, large memory out of band.
+"""Values to bytes and back, by value in every launch mode, with large memory out of band.
 
-Plain pickle (protocol 5) does the work; numpy arrays and torch tensors travel as raw buffers beside it. cloudpickle
-steps in only for functions and classes that the peer could not find by name: it costs ten times as much.
+Plain pickle (protocol 5) does the work; numpy arrays and torch tensors travel as raw buffers beside it. cloudpickle is
+used only for functions and classes that the peer could not find by name: it costs ten times as much.
 """
 
 import contextlib
@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import cloudpickle
 
 from lp_pipe.private_python import is_made_by_value
-from lp_pipe.rpc import classes, layout, namesakes, reducers, torch_values
+from lp_pipe.rpc import classes, main_module, reducers, tensor_memory, torch_values
 
-# Smaller memory stays inside the pickle: a list of 100 000 little arrays must not become 100 000 pieces of a frame.
+# Smaller memory stays inside the pickle: a list of 100 000 small arrays must not become 100 000 pieces of a frame.
 _OUT_OF_BAND_BYTES = 1024
 
 _MAX_PLAIN_ITEMS = 8
@@ -32,9 +32,9 @@ _ATOMS = frozenset({int, float, bool, str, bytes, type(None), complex})
 
 
 class Payload(NamedTuple):
-    """A pickled value: the pickle itself, and the buffers that belong beside it, in order.
+    """A pickled value: the pickle itself, and the buffers that travel beside it, in order.
 
-    Between two ends in one process a buffer may be any object.
+    Within one process a buffer may be any object.
     """
 
     body: bytes
@@ -46,7 +46,7 @@ class Payload(NamedTuple):
 
 
 class _ByValueNeeded(Exception):
-    """A function or class came up that the peer cannot import."""
+    """The value holds a function or class that the peer cannot import."""
 
 
 def never() -> bool:
@@ -54,13 +54,13 @@ def never() -> bool:
 
 
 def encode(value: Any, *, is_same_process: Callable[[], bool] = never) -> Payload:
-    """Pickle `value`; memory of arrays and tensors is referred to, not copied, so send it before it changes.
+    """Pickle `value`. Memory of arrays and tensors is referred to, not copied: send it before it changes.
 
-    is_same_process: asked only for classes and functions that the peer cannot import: whether the peer is in this
-        process, and gets them themselves, among the buffers.
+    is_same_process: called only for classes and functions that the peer cannot import. True means that the peer is in
+        this process, and gets them by reference among the buffers.
 
     Raises:
-        Exception: whatever the value's own pickling raises; see `explain` for a message that names the culprit.
+        Exception: whatever the value's own pickling raises; `pickle_errors` makes a message that names the part.
     """
     if _is_plain(value):
         return Payload(pickle.dumps(value, protocol=5), ())
@@ -91,12 +91,12 @@ def encode_by_value(value: Any, *, new_locks: bool = False) -> Payload:
 
 
 def decode(body: bytes | bytearray | memoryview, buffers: Sequence[Any] = ()) -> Any:
-    """The value again; arrays and tensors use `buffers` as their memory."""
+    """Return the value; arrays and tensors use `buffers` as their memory."""
     return pickle.loads(body, buffers=buffers)
 
 
 def dumps(value: Any, *, new_locks: bool = False) -> bytes:
-    """`encode` into one piece of bytes, for files and for values inside other messages.
+    """Encode into one piece of bytes, for files and for values inside other messages.
 
     new_locks: locks, which do not pickle, become new ones.
     """
@@ -123,8 +123,9 @@ def dumps_in_turn(values: Sequence[Any]) -> bytes:
 def loads_in_turn(data: bytes | bytearray) -> Generator[Any, None, None]:
     """Undo `dumps_in_turn`; each value is loaded when the iterator is asked for it.
 
-    A node's weights and data sets are large, so each exists once when it is loaded: `data` is dropped, and a tensor has
-    memory that torch allocated, from which its buffer was freed. Close the iterator, which remembers every value.
+    A node's weights and data sets are large, so each exists only once while it is loaded: `data` is dropped, and a
+    tensor gets memory that torch allocated, after which its buffer is freed. Close the iterator, which remembers every
+    value.
     """
     body, buffers = pickle.loads(data)
     del data
@@ -151,24 +152,27 @@ def _load_with_own_memory(unpickler: pickle.Unpickler) -> Any:
 
 
 def fingerprint(value: Any) -> bytes:
-    """The same bytes for equal values; unlike `dumps`, also when one holds an object twice and the other its copy."""
+    """Return the same bytes for equal values, also when one holds an object twice and the other holds its copy.
+
+    `dumps` tells these two apart.
+    """
     stream = io.BytesIO()
     pickler = _Pickler(stream, protocol=5)
-    pickler.fast = True  # without the memo, which tells those apart
+    pickler.fast = True  # without the memo, which tells them apart
     try:
         pickler.dump(value)
-    except (_ByValueNeeded, ValueError, RecursionError):  # the last two: a cycle
+    except (_ByValueNeeded, ValueError, RecursionError):  # the last two are raised for a cycle
         return dumps(value)
     return stream.getvalue()
 
 
 def is_atomic(value: Any) -> bool:
-    """True for values that cannot hide anything unpicklable."""
+    """Return whether the value cannot hide anything unpicklable."""
     return type(value) in _ATOMS
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether the pickler would meet nothing but atoms: true of most small calls, which are then pickled faster."""
+    """Return whether the value holds only atoms, as most small calls do; these are pickled faster."""
     kind = type(value)
     if kind is tuple:
         return len(value) <= _MAX_PLAIN_ITEMS and all(map(_is_plain, value))
@@ -176,7 +180,7 @@ def _is_plain(value: Any) -> bool:
 
 
 class _TensorReduction:
-    """`reducer_override` for both picklers: tensors leave as raw buffers."""
+    """A mixin with the `reducer_override` of both picklers: tensors leave as raw buffers."""
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj).__module__.startswith("torch") or hasattr(type(obj), "__torch_function__"):
@@ -196,7 +200,7 @@ class _Pickler(_TensorReduction, pickle.Pickler):
         return _TensorReduction.reducer_override(self, obj)  # super() takes longer
 
 
-# What pickle names by its module.
+# The kinds of objects that pickle names by their module.
 _BY_NAME = (type, types.FunctionType, type(functools.lru_cache(lambda: None)), typing.TypeVar)
 _LOCKS: dict[type, Callable[[], Any]] = {
     type(threading.Lock()): threading.Lock,
@@ -205,13 +209,15 @@ _LOCKS: dict[type, Callable[[], Any]] = {
 
 
 class _ByValuePickler(_TensorReduction, cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles functions and classes that the peer cannot import; it finds those that it has by their identity."""
+    """A pickler for functions and classes that the peer cannot import; a peer that has them keeps its own."""
 
     makes_new_locks = False
 
     def __init__(self, stream: io.BytesIO, buffer_callback: Callable[[pickle.PickleBuffer], bool]) -> None:
         super().__init__(stream, protocol=5, buffer_callback=buffer_callback)
-        self._main_names = namesakes.MainNames()  # one, so that all functions of the script share their globals there
+        self._main_names = (
+            main_module.MainGlobals()
+        )  # one object, so that all functions of the script share their globals there
 
     def reducer_override(self, obj: Any) -> Any:
         if self.makes_new_locks and type(obj) in _LOCKS:
@@ -221,7 +227,7 @@ class _ByValuePickler(_TensorReduction, cloudpickle.Pickler):  # type: ignore[mi
             return reduced
         is_named_kind = isinstance(obj, _BY_NAME)
         if is_named_kind and isinstance(obj.__module__, str):
-            _is_importable(obj.__module__)  # makes cloudpickle ship the module's contents when it is not
+            _is_importable(obj.__module__)  # makes cloudpickle ship the module's contents when it is not importable
         if not is_named_kind or not _found_by_name(obj):
             part = reducers.reduce_part(obj) or torch_values.reduce_compiled(obj)
             if part is not None:
@@ -239,8 +245,8 @@ class _ByValuePickler(_TensorReduction, cloudpickle.Pickler):  # type: ignore[mi
         self, function: types.FunctionType, make: Any, arguments: Any, state: Any, *rest: Any
     ) -> tuple[Any, ...]:
         own_names = function.__globals__
-        state[1]["__globals__"].update(namesakes.names_in_annotations(function.__annotations__, own_names))
-        if own_names is vars(sys.modules[namesakes.MAIN]):
+        state[1]["__globals__"].update(main_module.names_in_annotations(function.__annotations__, own_names))
+        if own_names is vars(sys.modules[main_module.MAIN]):
             code, _, *others = arguments
             arguments = code, self._main_names, *others
         return _reduce_named(function, make, arguments, state, *rest)
@@ -248,29 +254,29 @@ class _ByValuePickler(_TensorReduction, cloudpickle.Pickler):  # type: ignore[mi
 
 def _reduce_named(function: Any, make: Any, arguments: Any, state: Any = None, *rest: Any) -> tuple[Any, ...]:
     """Let the process that a function came from find it again, and others bind it to its name."""
-    if not namesakes.has_origin(function):
+    if not main_module.has_origin(function):
         return make, arguments, state, *rest
-    named = function.__module__, function.__qualname__, namesakes.origin_of(function), make, arguments
+    named = function.__module__, function.__qualname__, main_module.origin_of(function), make, arguments
     if state is None:
-        return namesakes.rebuild_function, named
-    return namesakes.rebuild_function, named, (rest[-1], state), None, None, namesakes.fill_function
+        return main_module.rebuild_function, named
+    return main_module.rebuild_function, named, (rest[-1], state), None, None, main_module.fill_function
 
 
 class _ReferringPickler(_ByValuePickler):
-    """Pickles for a peer in this process, which gets classes, named functions and the globals of others by reference.
+    """A pickler for a peer in this process: it refers to classes, named functions and the globals of other functions.
 
-    buffers: what goes beside the pickle; pickle hands each of them to what takes it, whatever it is.
+    buffers: what travels beside the pickle; pickle passes each of them on, whatever it is.
     """
 
     def __init__(self, stream: io.BytesIO) -> None:
         self.buffers: list[Any] = []
-        self._referents: dict[int, tuple[pickle.PickleBuffer, Any]] = {}  # by the id of what stands for them
+        self._referents: dict[int, tuple[pickle.PickleBuffer, Any]] = {}  # by the id of the stand-in
         self._collect = _collect_in(self.buffers)
         super().__init__(stream, self._take)
 
     def reducer_override(self, obj: Any) -> Any:
         is_function = isinstance(obj, types.FunctionType)
-        has_name = namesakes.is_known_by_name(obj) if is_function else isinstance(obj, _BY_NAME)
+        has_name = main_module.is_known_by_name(obj) if is_function else isinstance(obj, _BY_NAME)
         return self._refer_to(obj) if has_name and not _found_by_name(obj) else super().reducer_override(obj)
 
     def _reduce_function(
@@ -298,7 +304,7 @@ _GLOBALS_OF_CLOUDPICKLE = ("__globals__", "_cloudpickle_submodules")
 
 
 class _Globals:
-    """Stands for a function's globals, which pickle would take for a dict of its own."""
+    """A stand-in for a function's globals, which pickle would take for a dict of its own."""
 
     def __init__(self, reduced: tuple[Any, ...]) -> None:
         self._reduced = reduced
@@ -315,7 +321,7 @@ def _fill_local_function(function: Any, state: Any) -> None:
     attributes, slots = state
     vars(function).update(attributes)
     for own, cell in zip(function.__closure__ or (), slots.pop("__closure__") or (), strict=True):
-        with contextlib.suppress(ValueError):  # one that is still empty
+        with contextlib.suppress(ValueError):  # a cell that is still empty
             own.cell_contents = cell.cell_contents
     for name, value in slots.items():
         setattr(function, name, value)
@@ -323,35 +329,37 @@ def _fill_local_function(function: Any, state: Any) -> None:
 
 def _reduce_class(kind: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
     make, arguments, *rest = classes.reduce_class(kind, reduced, lambda other: not _found_by_name(other))
-    if not namesakes.is_known_by_name(kind):
+    if not main_module.is_known_by_name(kind):
         return make, arguments, *rest
     state, *_, fill = rest
     annotations = vars(kind).get("__annotations__")
-    names = namesakes.names_in_annotations(annotations, vars(sys.modules[kind.__module__]))  # may name `kind` itself
+    names = main_module.names_in_annotations(annotations, vars(sys.modules[kind.__module__]))  # may name `kind` itself
     made_of = kind.__module__, kind.__qualname__, make, arguments
-    return namesakes.rebuild_class, made_of, (fill, state, names), None, None, namesakes.fill_class
+    return main_module.rebuild_class, made_of, (fill, state, names), None, None, main_module.fill_class
 
 
 def _found_by_name(obj: Any) -> bool:
-    """Tell whether the peer gets the same object by importing its module: not of `__main__`, lambdas, local classes."""
+    """Return whether the peer gets the same object by importing its module: not for `__main__`, lambdas or local
+    classes.
+    """
     module_name, name = getattr(obj, "__module__", None), getattr(obj, "__qualname__", None)
-    if not isinstance(module_name, str) or name is None or module_name == namesakes.MAIN:
+    if not isinstance(module_name, str) or name is None or module_name == main_module.MAIN:
         return False
     if "<locals>" in name or "<lambda>" in name:
         return False
     if not _is_importable(module_name):
         return False
-    found: Any = sys.modules.get(module_name) or importlib.import_module(module_name)  # which takes longer
+    found: Any = sys.modules.get(module_name) or importlib.import_module(module_name)  # import_module takes longer
     for part in name.split("."):
         found = getattr(found, part, None)
-    # A class that goes by another name (`types.NoneType`) is copyreg's or pickle's business.
-    # A class of `builtins` without this flag is Python's own; with it, code run by `exec` has made it.
+    # A class with another name (`types.NoneType`) is left to copyreg and pickle. A class of `builtins` without this
+    # flag is Python's own; with it, code run by `exec` has made the class.
     is_builtin = module_name == "builtins" and isinstance(obj, type) and not obj.__flags__ & _HEAP_TYPE
     return found is obj or is_builtin or obj in copyreg.dispatch_table
 
 
 def _is_inherited_class_method(method: types.MethodType) -> bool:
-    """Tell whether a class has this class method from an ancestor that the peer has: `apply` of an autograd Function.
+    """Return whether a class has this class method from an ancestor that the peer has: `apply` of an autograd Function.
 
     The function behind it may have no name of its own, and globals that do not pickle.
     """
@@ -362,7 +370,7 @@ def _is_inherited_class_method(method: types.MethodType) -> bool:
 
 
 def ship_by_value(modules: Sequence[types.ModuleType]) -> None:
-    """From now on what these define travels by value: some of the peers cannot import them."""
+    """Make what these modules define travel by value from now on: some of the peers cannot import them."""
     for module in modules:
         cloudpickle.register_pickle_by_value(module)
     _is_importable.cache_clear()
@@ -378,7 +386,7 @@ def ship_by_name(modules: Sequence[types.ModuleType]) -> None:
 
 @functools.cache
 def _is_importable(module_name: str) -> bool:
-    """Whether another process with this sys.path finds the module; if not, its contents travel by value.
+    """Return whether another process with this sys.path finds the module; if not, its contents travel by value.
 
     Modules without a place on sys.path are those that pytest or a notebook made, and files loaded by path.
     """
@@ -396,18 +404,19 @@ def _is_importable(module_name: str) -> bool:
             return False
         path = spec.submodule_search_locations
         if spec.origin is None and path is not None:
-            importlib.import_module(name)  # a namespace package: has no code to run, and tells its path only then
+            # a namespace package has no code to run, and knows its path only once imported
+            importlib.import_module(name)
     return True
 
 
 def _find_spec(name: str, path: Any) -> Any:
-    # Not importlib.util.find_spec: that believes sys.modules, and so whatever was put there by hand.
+    # Not importlib.util.find_spec, which believes sys.modules and so whatever was put there by hand.
     for finder in sys.meta_path:
-        if not hasattr(finder, "find_spec"):  # one of Python 2's kind, which Python's own import skips as well
+        if not hasattr(finder, "find_spec"):  # a finder of Python 2's kind, which Python's own import skips as well
             continue
         try:
             spec = finder.find_spec(name, path)
-        except ValueError:  # an entry of sys.path that can be no path: nothing before it has the module
+        except ValueError:  # an entry of sys.path is no path, and nothing before it has the module
             continue
         if spec is not None:
             return spec
@@ -415,9 +424,9 @@ def _find_spec(name: str, path: Any) -> Any:
 
 
 def _reduce_tensor(tensor: Any, torch: Any) -> tuple[Any, ...] | None:
-    """Rebuild from raw bytes, without the rest of the storage that a view may belong to.
+    """Return how to rebuild a tensor from raw bytes, without the rest of the storage that a view may belong to.
 
-    Attributes come afterwards, as they may lead back to the tensor.
+    Attributes are set afterwards, as they may lead back to the tensor.
 
     None leaves tensors of unusual kinds (sparse, quantized, nested, subclasses, other devices) to torch's own pickling.
     """
@@ -427,24 +436,24 @@ def _reduce_tensor(tensor: Any, torch: Any) -> tuple[Any, ...] | None:
         return _rebuild_mkldnn, (tensor.detach().to_dense(),)
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         return None
-    if torch_values.is_functional(tensor):  # what it shows as its memory is not
+    if torch_values.is_functional(tensor):  # the memory that it shows is not its own
         return None
     try:
-        core = layout.without_repeats(tensor.detach().resolve_conj().resolve_neg())
+        core = tensor_memory.without_repeats(tensor.detach().resolve_conj().resolve_neg())
         plain = core.contiguous()
-        # PickleBuffer keeps the numpy view, and with it the tensor's memory, alive until it was sent.
-        # Not reshape(-1): one element may have any stride and counts as contiguous, but cannot be viewed as bytes.
+        # PickleBuffer keeps the numpy view, and with it the tensor's memory, alive until it is sent. Not reshape(-1): a
+        # single element may have any stride and counts as contiguous, but cannot be viewed as bytes.
         flat = plain.as_strided((plain.numel(),), (1,))
         raw = pickle.PickleBuffer(flat.view(torch.uint8).numpy()) if plain.numel() else b""
-    except RuntimeError:  # it has no memory of its own: zeros that are only promised, a tensor inside torch.vmap
+    except RuntimeError:  # it has no memory of its own: zeros that are not allocated, a tensor inside torch.vmap
         return None
     is_parameter = type(tensor) is torch.nn.Parameter
     dtype = str(plain.dtype).removeprefix("torch.")
     place = (
         tuple(core.shape),
-        layout.kept_stride(core),
+        tensor_memory.strides_to_keep(core),
         tuple(tensor.shape),
-        layout.offset_in_line(core, of_storage=True),
+        tensor_memory.offset_in_line(core, of_storage=True),
     )
     rebuilt = _rebuild_tensor, (raw, dtype, place, tensor.requires_grad, is_parameter)
     attributes = vars(tensor)
@@ -463,8 +472,10 @@ _has_own_memory: ContextVar[bool] = ContextVar("lp_pipe_has_own_memory", default
 
 
 def _rebuild_tensor(raw: Any, dtype: str, place: tuple[Any, ...], requires_grad: bool, is_parameter: bool) -> Any:
-    """place: shape of what travelled, its strides (None: contiguous), the shape to which it is expanded, and its offset
-    in a cache line.
+    """Rebuild a tensor from its raw bytes.
+
+    place: shape of what travelled, its strides (None: contiguous), the shape to which it is expanded, and its offset in
+        a cache line.
     """
     import torch
 
@@ -475,13 +486,13 @@ def _rebuild_tensor(raw: Any, dtype: str, place: tuple[Any, ...], requires_grad:
         torch.empty(shape, dtype=kind, device="cpu") if is_empty else torch.frombuffer(raw, dtype=kind).reshape(shape)
     )
     if offset:
-        tensor = layout.placed(tensor, stride or tensor.stride(), offset)
+        tensor = tensor_memory.copy_with_layout(tensor, stride or tensor.stride(), offset)
     elif stride is not None:
         tensor = torch.empty_strided(shape, stride, dtype=kind, device="cpu").copy_(tensor)
     elif _has_own_memory.get():
         tensor = tensor.clone()
     if _has_own_memory.get() and isinstance(raw, bytearray):
-        raw.clear()  # the unpickler's memo keeps the object until all is loaded
+        raw.clear()  # the unpickler's memo keeps the object until everything is loaded
     if expanded_shape != shape:
         tensor = tensor.expand(expanded_shape)
     if is_parameter:
@@ -490,7 +501,7 @@ def _rebuild_tensor(raw: Any, dtype: str, place: tuple[Any, ...], requires_grad:
 
 
 def _collect_in(buffers: list[memoryview]) -> Callable[[pickle.PickleBuffer], bool]:
-    """A `buffer_callback` that takes large memory out of the pickle; True leaves it in."""
+    """Return a `buffer_callback` that takes large memory out of the pickle; a True from it leaves memory in."""
 
     def collect(buffer: pickle.PickleBuffer) -> bool:
         raw = buffer.raw()
@@ -517,7 +528,7 @@ def collecting_handles() -> Iterator[list[Any]]:
 
 
 def note_handle(handle: Any) -> None:
-    """Called by a handle that is being pickled."""
+    """Record a handle that is being pickled."""
     seen = _handles_seen.get()
     if seen is not None:
         seen.append(handle)

@@ -1,4 +1,4 @@
-"""Limits of calls: how long, and one thread per process that acts when they have passed."""
+"""The time limits of calls, and one thread per process that acts when they have passed."""
 
 import heapq
 import itertools
@@ -23,7 +23,7 @@ def _always() -> bool:
 
 class _Deadline(NamedTuple):
     when: float
-    order: int  # of two at the same time, so that actions are never compared
+    order: int  # orders deadlines of the same time, so that actions are never compared
     action: Callable[[], object]
     is_needed: Callable[[], bool]
 
@@ -33,7 +33,7 @@ class Deadlines:
 
     def __init__(self) -> None:
         self._reset()
-        os.register_at_fork(after_in_child=self._reset)  # the child has no such thread; the calls are its parent's
+        os.register_at_fork(after_in_child=self._reset)  # the child has no such thread, and the calls are its parent's
 
     def _reset(self) -> None:
         self._heap: list[_Deadline] = []
@@ -43,13 +43,14 @@ class Deadlines:
         self._thread: threading.Thread | None = None
 
     def recover(self) -> None:
-        """Give back the lock, where an exception has interrupted the calling thread between two bytecodes."""
+        """Release the lock if an exception interrupted the calling thread while it held it."""
         release_if_held_here(self._changed)
 
     def add(self, when: float, action: Callable[[], object], is_needed: Callable[[], bool] = _always) -> None:
         """Call `action` once time.monotonic() reaches `when`. It must be quick, and harmless if no longer needed.
 
-        is_needed: what is not may be forgotten early, so that an hour of calls does not pile up until their limit.
+        is_needed: a deadline for which it returns False may be forgotten early, so that an hour of calls does not pile
+            up.
         """
         with self._changed:
             heapq.heappush(self._heap, _Deadline(when, next(self._order), action, is_needed))
@@ -59,7 +60,7 @@ class Deadlines:
                 self._enough = max(_FEW, 2 * len(self._heap))
             if self._thread is None or not self._thread.is_alive():
                 thread = threading.Thread(target=self._run, name="deadlines", daemon=True)
-                thread.start()  # before it counts: the system may have no more
+                thread.start()  # stored after the start: the system may be out of threads
                 self._thread = thread
             self._changed.notify()
 
@@ -80,16 +81,21 @@ shared = Deadlines()
 
 
 def too_late(peer: str, method: str, call_timeout_s: float | None) -> DeadlineExceeded:
-    """What a call ends with at its deadline."""
+    """Return the error with which a call ends at its deadline."""
     return DeadlineExceeded(f"{peer}.{method}(): no reply within call_timeout = {call_timeout_s} s")
 
 
 def seconds(timeout: float | timedelta | None) -> float | None:
-    """A call's limit, None for no limit, or one longer than the system can wait; ValueError when it is negative."""
+    """Return a call's limit in seconds; None for no limit, or for one longer than the system can wait.
+
+    Raises:
+        TypeError: it is a text.
+        ValueError: it is negative.
+    """
     if isinstance(timeout, timedelta):
         timeout = timeout.total_seconds()
     if isinstance(timeout, str):
-        raise TypeError(f"call_timeout={timeout!r}: a number of seconds (or a timedelta) is needed, not a text")
+        raise TypeError(f"call_timeout must be a number of seconds or a timedelta, got {timeout!r}")
     if timeout is not None and timeout < 0:
-        raise ValueError(f"call_timeout={timeout}: must not be negative; None or 0 means no limit")
+        raise ValueError(f"call_timeout must be at least 0 (None or 0: no limit), got {timeout}")
     return float(timeout) if timeout and timeout <= _LONGEST_S else None

@@ -1,6 +1,6 @@
-"""Async handlers: one event loop in a thread of the server's, started when the first of them is called.
+"""Async handlers: one event loop in a thread of the server's, started with the first call of such a handler.
 
-Only imported then: asyncio takes longer to load than all of lp_pipe's calls.
+Imported only then: asyncio takes longer to load than all of lp_pipe's calls.
 """
 
 import asyncio
@@ -11,12 +11,12 @@ from typing import Any
 
 from lp_pipe.connections.kernel_calls import has_epoll, new_selector
 from lp_pipe.context import NodeContext
-from lp_pipe.rpc.answer import Answer
-from lp_pipe.rpc.window import Window
+from lp_pipe.rpc.responder import Responder
+from lp_pipe.rpc.stream_window import StreamWindow
 
 
 class LoopThread:
-    """An event loop that belongs to `node`."""
+    """A thread with an event loop that belongs to `node`."""
 
     def __init__(self, name: str, node: NodeContext | None) -> None:
         self._name = name
@@ -31,9 +31,9 @@ class LoopThread:
             if self._loop is None:
                 loop = asyncio.new_event_loop() if has_epoll() else asyncio.SelectorEventLoop(new_selector())
                 thread = threading.Thread(target=self._run, args=(loop,), name=self._name, daemon=True)
-                # Set even if None: else the thread would belong to the node that happened to bring the first call.
+                # Set even if None: otherwise the thread would belong to the node that happened to bring the first call.
                 thread._lp_pipe_context = self._node  # type: ignore[attr-defined]
-                thread.start()  # before it counts: the system may have no more
+                thread.start()  # stored after the start: the system may be out of threads
                 self._loop = loop
             return self._loop
 
@@ -63,17 +63,17 @@ class LoopThread:
 class LoopCall:
     """A call whose handler runs in the event loop, as a task of its own."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, answer: Answer) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, responder: Responder) -> None:
         self._loop = loop
-        self._answer = answer
-        self._window = Window()
+        self._responder = responder
+        self._window = StreamWindow()
         self._has_room = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._is_cancelled = False
         self._handler: Coroutine[Any, Any, Any] | None = None
 
     def start(self, result: Coroutine[Any, Any, Any] | AsyncGenerator[Any, None]) -> None:
-        """Run what the handler returned; from any thread."""
+        """Run the coroutine or generator that the handler returned; any thread."""
         work = self._stream(result) if isinstance(result, AsyncGenerator) else self._reply(result)
         self._handler = result if isinstance(result, Coroutine) else None
         if not _call_soon(self._loop, self._begin, work):
@@ -86,12 +86,12 @@ class LoopCall:
     def cancel(self) -> None:
         _call_soon(self._loop, self._cancel)
 
-    # In the loop's thread.
+    # The methods below run in the loop's thread.
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         self._task = self._loop.create_task(work)
         self._task.add_done_callback(self._ended)
-        if self._is_cancelled:  # the caller had gone before
+        if self._is_cancelled:  # the caller had gone before the task began
             self._task.cancel()
 
     def _cancel(self) -> None:
@@ -104,13 +104,13 @@ class LoopCall:
         self._has_room.set()
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
-        if task.cancelled():  # maybe before its first step, so not one of the coroutines below could say it
+        if task.cancelled():  # perhaps before its first step, so that none of the coroutines below could report it
             self._give_up()
 
     def _give_up(self) -> None:
         if self._handler is not None:
             self._handler.close()  # it may never have begun
-        self._answer.cancelled()
+        self._responder.cancelled()
 
     async def _reply(self, result: Coroutine[Any, Any, Any]) -> None:
         try:
@@ -118,28 +118,28 @@ class LoopCall:
         except BaseException as error:  # also SystemExit: a handler's exception goes to its caller only
             if isinstance(error, asyncio.CancelledError) and self._is_cancelled:
                 raise
-            self._answer.error(error)
+            self._responder.error(error)
         else:
-            self._answer.result(value)
+            self._responder.result(value)
 
     async def _stream(self, items: AsyncGenerator[Any, None]) -> None:
-        self._answer.open_stream()
+        self._responder.open_stream()
         try:
             async with contextlib.aclosing(items):
                 is_pickled = await self._send_all(items)
-        except BaseException as error:  # also SystemExit: it goes to the consumer only
+        except BaseException as error:  # also SystemExit, which goes to the consumer only
             if isinstance(error, asyncio.CancelledError) and self._is_cancelled:
                 raise
-            self._answer.error(error)
+            self._responder.error(error)
         else:
             if is_pickled:
-                self._answer.end_stream()
+                self._responder.end_stream()
 
     async def _send_all(self, items: AsyncGenerator[Any, None]) -> bool:
         async for item in items:
-            if not self._answer.item(item, self._window.sent):
+            if not self._responder.item(item, self._window.sent):
                 return False
-            await asyncio.sleep(0)  # a generator that never waits must leave room for other handlers
+            await asyncio.sleep(0)  # lets other handlers run although the generator never waits
             while not self._window.is_open:
                 self._has_room.clear()
                 await self._has_room.wait()
@@ -147,7 +147,7 @@ class LoopCall:
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, function: Any, *args: Any) -> bool:
-    """False when the loop is closed: the server has ended."""
+    """Call the function in the loop's thread; False when the loop is closed, because the server has ended."""
     try:
         loop.call_soon_threadsafe(function, *args)
     except RuntimeError:

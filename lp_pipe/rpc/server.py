@@ -15,13 +15,13 @@ from lp_pipe.connections.kernel_calls import has_epoll
 from lp_pipe.context import current_context, entered
 from lp_pipe.errors import MethodNotFound, Unavailable
 from lp_pipe.protos import frame_pb2
-from lp_pipe.rpc import codec, exposed, remote_error
-from lp_pipe.rpc.answer import Answer
+from lp_pipe.rpc import codec, remote_error, served_methods
 from lp_pipe.rpc.batching import BatchedHandler
-from lp_pipe.rpc.consuming import RemoteIterator
-from lp_pipe.rpc.crew import Crew
-from lp_pipe.rpc.pool import CallerQueue, DaemonPool
-from lp_pipe.rpc.producing import InProgress, ThreadStream
+from lp_pipe.rpc.daemon_pool import CallerQueue, DaemonPool
+from lp_pipe.rpc.reader_pool import ReaderPool
+from lp_pipe.rpc.responder import Responder
+from lp_pipe.rpc.stream_consumer import RemoteIterator
+from lp_pipe.rpc.stream_producer import InProgress, ThreadStream
 from lp_pipe.telemetry import waits
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ _STREAM_THREADS = 16  # for the generators of an inline server, started as neede
 _CANCEL_SHARE, _CANCEL_AT_MOST_S = 0.2, 0.5  # of the grace, for what is cancelled at its end
 _STREAMS = (types.GeneratorType, RemoteIterator)
 _ASYNC = (types.CoroutineType, types.AsyncGeneratorType)
-_RESTORING = ("load_state_dict", exposed.GO_ON_AS_BUILT)  # what a server that has lost its state answers
+_RESTORING = ("load_state_dict", served_methods.START_WITHOUT_STATE)  # what a server that has lost its state answers
 
 
 class Server:
@@ -65,10 +65,10 @@ class Server:
         self._node = current_context()
         self._thread_pool_size = thread_pool_size
         self._caller_queue = caller_queue
-        has_crew = thread_pool_size and has_epoll() and caller_queue is None
-        self._crew = Crew(thread_pool_size, f"call {self._name}") if has_crew else None
-        self._pool: Crew | DaemonPool | CallerQueue = (
-            self._crew or caller_queue or DaemonPool(thread_pool_size or _STREAM_THREADS, f"call {self._name}")
+        uses_reader_pool = thread_pool_size and has_epoll() and caller_queue is None
+        self._reader_pool = ReaderPool(thread_pool_size, f"call {self._name}") if uses_reader_pool else None
+        self._pool: ReaderPool | DaemonPool | CallerQueue = (
+            self._reader_pool or caller_queue or DaemonPool(thread_pool_size or _STREAM_THREADS, f"call {self._name}")
         )
         self._loop: LoopThread | None = None
         self._is_quick: dict[str, bool] = {}
@@ -78,10 +78,10 @@ class Server:
         self._idle = threading.Condition()
         self._is_closing = self._is_closed = False
         self.calls = 0
-        self._as_target = waits.Target(endpoint, peer=self._name)
+        self._wait_target = waits.Target(endpoint, peer=self._name)
         self._listener = connections.listen(endpoint, self._accept)
         self.endpoint = self._listener.endpoint
-        self._as_target = waits.Target(self.endpoint, peer=self._name)
+        self._wait_target = waits.Target(self.endpoint, peer=self._name)
         waits.add_pool(self.endpoint, self._describe_pool)
 
     def close(self, grace_s: float = 0.0) -> None:
@@ -110,14 +110,14 @@ class Server:
 
     def _refuse_what_has_not_begun(self) -> None:
         for function, args in self._pool.discard():
-            if function == self._answer:
+            if function == self._handle:
                 self._refuse(*args)
             else:
                 self._pool.submit(function, *args)  # a stream in progress
 
     def _serving(self, method: str) -> waits.waiting:
         """What a thread is at that runs a handler."""
-        return waits.waiting(waits.HANDLER, self._as_target, method, node=self._node)
+        return waits.waiting(waits.HANDLER, self._wait_target, method, node=self._node)
 
     def _describe_pool(self) -> waits.Pool:
         quick = tuple(name for name, is_quick in list(self._is_quick.items()) if is_quick)
@@ -133,17 +133,17 @@ class Server:
     def _accept(self, connection: Connection) -> None:
         self._connections[connection] = {}
         on_frame = functools.partial(self._on_frame, connection)
-        if self._crew is not None and isinstance(connection, PulledConnection):
+        if self._reader_pool is not None and isinstance(connection, PulledConnection):
             connection.attach(on_frame, lambda reason: self._on_close(connection))
-            self._crew.read(connection)
+            self._reader_pool.read(connection)
         else:
             connection.start(on_frame, lambda reason: self._on_close(connection))
         if self._is_closing:  # it came too late for `close`, which has not seen it
             connection.close(f"{self._name} ended")
 
     def _on_close(self, connection: Connection) -> None:
-        if self._crew is not None and isinstance(connection, PulledConnection):
-            self._crew.forget(connection)
+        if self._reader_pool is not None and isinstance(connection, PulledConnection):
+            self._reader_pool.forget(connection)
         for call in list(self._connections.pop(connection, {}).values()):
             call.cancel()
 
@@ -155,14 +155,14 @@ class Server:
         elif self._has_lost_state and frame.name not in _RESTORING:
             self._refuse_without_state(connection, frame)
         elif self._thread_pool_size and not self._needs_no_thread(frame.name):
-            self._pool.submit(self._answer, connection, frame)
+            self._pool.submit(self._handle, connection, frame)
             if self._is_closing:  # since: `close` may have looked before
                 self._refuse_what_has_not_begun()
         elif self._node is not None:
             with entered(self._node):
-                self._answer(connection, frame)
+                self._handle(connection, frame)
         else:
-            self._answer(connection, frame)
+            self._handle(connection, frame)
 
     def _on_control(self, connection: Connection, frame: Frame) -> None:
         call = self._connections.get(connection, {}).get(frame.id)
@@ -184,50 +184,50 @@ class Server:
             self._is_quick[name] = is_async or isinstance(found, BatchedHandler)
         return self._is_quick[name]
 
-    def _answer(self, connection: Connection, frame: Frame) -> None:
+    def _handle(self, connection: Connection, frame: Frame) -> None:
         with self._idle:
             self._active += 1
             self.calls += 1
-        answer = Answer(connection, frame, self._name, self._on_end)
+        responder = Responder(connection, frame, self._name, self._on_end)
         if self._has_lost_state:  # the call is one of _RESTORING
-            answer.before_result = self._regain_state
-            if frame.name == exposed.GO_ON_AS_BUILT:
-                return answer.result(True)
+            responder.before_result = self._regain_state
+            if frame.name == served_methods.START_WITHOUT_STATE:
+                return responder.result(True)
         try:
-            handler: Any = exposed.find(self._target, self._name, frame.name)
+            handler: Any = served_methods.find_method(self._target, self._name, frame.name)
         except MethodNotFound as error:
-            return answer.own_error(remote_error.METHOD_NOT_FOUND, str(error))
+            return responder.own_error(remote_error.METHOD_NOT_FOUND, str(error))
         except BaseException as error:  # a descriptor or __getattr__ of the user's
-            return answer.error(error)
+            return responder.error(error)
         try:
             args, kwargs = codec.decode(frame.body, frame.buffers)
         except BaseException as error:  # unpickling runs the constructors of the arguments' classes
             why = f"{type(error).__name__}: {remote_error.text_of(error)}"
             text = f"{frame.name}(): {self._name} cannot load the arguments: {why}"
-            return answer.own_error(remote_error.SERIALIZATION, text)
+            return responder.own_error(remote_error.SERIALIZATION, text)
         try:
             is_batched = isinstance(handler, BatchedHandler)
             with self._serving(frame.name):
                 result = handler.submit(args, kwargs) if is_batched else handler(*args, **kwargs)
         except BaseException as error:  # also SystemExit: a handler's exception goes to its caller only
-            return answer.error(error)
-        self._reply(answer, result)
+            return responder.error(error)
+        self._reply(responder, result)
 
-    def _reply(self, answer: Answer, result: Any) -> None:
+    def _reply(self, responder: Responder, result: Any) -> None:
         """Send the result, or see to it that it is sent once it is there."""
         kind = type(result)
         if kind in _STREAMS:
-            stream = ThreadStream(result, answer, self._pool.submit, lambda: self._serving(answer.method))
-            self._follow(answer, stream)
+            stream = ThreadStream(result, responder, self._pool.submit, lambda: self._serving(responder.method))
+            self._follow(responder, stream)
             stream.start()
         elif kind in _ASYNC:
-            self._start_in_loop(answer, result)
+            self._start_in_loop(responder, result)
         elif isinstance(result, Future):
-            result.add_done_callback(functools.partial(self._reply_with, answer))
+            result.add_done_callback(functools.partial(self._reply_with, responder))
         else:
-            answer.result(result)
+            responder.result(result)
 
-    def _start_in_loop(self, answer: Answer, result: Any) -> None:
+    def _start_in_loop(self, responder: Responder, result: Any) -> None:
         from lp_pipe.rpc.event_loop import LoopCall, LoopThread  # asyncio is slow to import
 
         with self._idle:
@@ -235,28 +235,28 @@ class Server:
                 self._loop = LoopThread(f"async calls {self._name}", self._node)
             if self._is_closed:  # a late call must not leave a thread behind
                 self._loop.close()
-        call = LoopCall(self._loop.loop, answer)
-        self._follow(answer, call)
+        call = LoopCall(self._loop.loop, responder)
+        self._follow(responder, call)
         call.start(result)
 
-    def _reply_with(self, answer: Answer, done: "Future[Any]") -> None:
+    def _reply_with(self, responder: Responder, done: "Future[Any]") -> None:
         try:
             result = done.result()
         except BaseException as error:  # also a cancelled future
-            answer.error(error)
+            responder.error(error)
         else:
-            self._reply(answer, result)
+            self._reply(responder, result)
 
-    def _follow(self, answer: Answer, call: InProgress) -> None:
+    def _follow(self, responder: Responder, call: InProgress) -> None:
         """From now on the caller's frames reach `call`."""
-        self._connections.get(answer.connection, {})[answer.id] = call
-        if answer.connection not in self._connections:
+        self._connections.get(responder.connection, {})[responder.id] = call
+        if responder.connection not in self._connections:
             call.cancel()  # the caller has gone in between
 
-    def _on_end(self, answer: Answer) -> None:
-        calls = self._connections.get(answer.connection)
+    def _on_end(self, responder: Responder) -> None:
+        calls = self._connections.get(responder.connection)
         if calls:
-            calls.pop(answer.id, None)
+            calls.pop(responder.id, None)
         with self._idle:
             self._active -= 1
             if self._is_closing:

@@ -197,7 +197,7 @@ def test_who_has_connected_but_was_not_accepted_in_time_is_told_why(unix_carrier
 
 
 def test_an_unknown_carrier_is_unavailable() -> None:
-    with pytest.raises(Unavailable, match="carrier"):
+    with pytest.raises(Unavailable, match="pigeon:somewhere"):
         connections.connect("pigeon:somewhere")
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from lp_pipe.connections import Frame, forked, frames, shm_buffers
+from lp_pipe.connections import Frame, fork_isolation, frames, shm_buffers
 from lp_pipe.connections.unix import UnixConnection
 from tests.forking import holds_in_a_fork
 from tests.waiting import until
@@ -97,11 +97,11 @@ def test_what_a_forked_process_writes_stays_its_own_and_its_childrens(ends: Ends
 def test_no_descriptors_are_kept_for_forked_processes_where_they_become_few(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = set(forked._shared)
+    known = set(fork_isolation._mappings)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (8, 8))
     ends.send(bytes(LARGE))
     assert len(ends.receive()) == LARGE
-    assert set(forked._shared) == known
+    assert set(fork_isolation._mappings) == known
 
 
 def test_a_forked_process_does_not_keep_what_is_lent_from_being_used_again(ends: Ends) -> None:

@@ -7,8 +7,8 @@ import pytest
 
 SCRIPT = """
 import threading
-from lp_pipe.rpc.crew import Crew
-from lp_pipe.rpc.pool import DaemonPool
+from lp_pipe.rpc.reader_pool import ReaderPool
+from lp_pipe.rpc.daemon_pool import DaemonPool
 
 pool, has_begun = {make}, threading.Event()
 
@@ -27,12 +27,12 @@ def printed(make: str, seconds: float) -> str:
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=30).stdout
 
 
-@pytest.mark.parametrize("make", ["DaemonPool(1, 'x')", "Crew(1, 'x')"])
+@pytest.mark.parametrize("make", ["DaemonPool(1, 'x')", "ReaderPool(1, 'x')"])
 def test_it_waits_a_moment_for_them(make: str) -> None:
     # One that was inside of torch then, where it freed the last step's graph, ended the process by SIGABRT.
     assert printed(make, 0.3) == "ended\n"
 
 
-@pytest.mark.parametrize("make", ["DaemonPool(1, 'x')", "Crew(1, 'x')"])
+@pytest.mark.parametrize("make", ["DaemonPool(1, 'x')", "ReaderPool(1, 'x')"])
 def test_it_does_not_wait_for_what_never_returns(make: str) -> None:
     assert printed(make, 1000.0) == ""

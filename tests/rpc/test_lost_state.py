@@ -10,7 +10,7 @@ import pytest
 
 import lp_pipe as lp
 from lp_pipe.rpc import Server
-from lp_pipe.rpc.client import go_on_as_built
+from lp_pipe.rpc.client import start_without_state
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -121,7 +121,7 @@ def test_a_coroutine_may_load_the_state(place: tuple[str, int]) -> None:
 def test_the_initial_state_may_be_the_right_one(place: tuple[str, int], has_lost_state: bool) -> None:
     server = serving(Counter(), place, has_lost_state=has_lost_state)
     client = lp.CourierClient(server.endpoint)
-    assert go_on_as_built(client) == has_lost_state
-    assert not go_on_as_built(client)
+    assert start_without_state(client) == has_lost_state
+    assert not start_without_state(client)
     assert client.add(1) == 1
     server.close()

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import lp_pipe as lp
-from lp_pipe.rpc import deadlines, reading
-from lp_pipe.rpc.futures_view import read_by
+from lp_pipe.rpc import deadlines, reply_reader
+from lp_pipe.rpc.futures import read_by
 from lp_pipe.rpc.server import Server
 
 WITHIN_S = 20.0
@@ -56,7 +56,7 @@ def readers() -> set[threading.Thread]:
 def test_who_asks_soon_reads_the_reply_himself(
     client: lp.CourierClient, no_timers: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "_SOON_S", WITHIN_S)  # on a busy machine a reply may take longer than that
+    monkeypatch.setattr(reply_reader, "_SOON_S", WITHIN_S)  # on a busy machine a reply may take longer than that
     assert client.double(1) == 2  # it is connected
     before = readers()
     futures = [read_by("asker", client).double(number) for number in range(10)]

@@ -32,7 +32,7 @@ from lp_pipe.launch.plan.spec import NodeSpec
 from lp_pipe.launch.process import ProcessHost
 from lp_pipe.launch.processes.zygote import LAUNCHER_PATIENCE_S
 from lp_pipe.protos import supervision_pb2 as wire
-from lp_pipe.rpc.pool import settle
+from lp_pipe.rpc.daemon_pool import settle
 
 _log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from lp_pipe.launch.plan.spec import NodeSpec
 from lp_pipe.nodes import Node
 from lp_pipe.program import Edge, GroupOptions, Program
 from lp_pipe.rpc import codec
-from lp_pipe.rpc.explain import find_culprit
+from lp_pipe.rpc.pickle_errors import find_unpicklable
 from lp_pipe.telemetry.run_folder import RunFolder
 
 _DATA_HINT = (
@@ -146,7 +146,7 @@ def _serialize(spec: NodeSpec, plan: Plan) -> bytes:
 
 def _unpicklable(spec: NodeSpec, error: BaseException) -> LpPipeError:
     for name, part in spec.node.launch_parts():
-        culprit = find_culprit(part, f"{spec.path}{name}", codec.encode_by_value)
+        culprit = find_unpicklable(part, f"{spec.path}{name}", codec.encode_by_value)
         if culprit is not None:
             return SerializationError(
                 f"{spec.name}: {culprit.path} of type {culprit.type_name} does not pickle: {culprit.error}"

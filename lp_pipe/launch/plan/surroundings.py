@@ -8,7 +8,7 @@ from typing import Self
 
 from lp_pipe.errors import LaunchError
 from lp_pipe.launch.plan import interpreter_state
-from lp_pipe.rpc import namesakes
+from lp_pipe.rpc import main_module
 
 # What describes a host or a login there, not the program.
 _OF_A_HOST = frozenset(
@@ -45,7 +45,7 @@ class Surroundings:
         environment = {name: value for name, value in os.environ.items() if name}
         state = interpreter_state.here()
         paths = import_path(), script_arguments()
-        return cls(environment, _current_folder(), *paths, state, synced, namesakes.facts())
+        return cls(environment, _current_folder(), *paths, state, synced, main_module.facts())
 
     def on_this_host(self, tree: str = "") -> "Surroundings":
         """Those of a launcher elsewhere, as far as they make sense here; the rest is this process's own.

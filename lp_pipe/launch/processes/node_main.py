@@ -32,8 +32,8 @@ from lp_pipe.launch.processes.node_stdin import NodeStdin
 from lp_pipe.launch.processes.threads import set_process_threads
 from lp_pipe.launch.processes.zygote import LAUNCHER_PATIENCE_S
 from lp_pipe.protos import supervision_pb2 as wire
-from lp_pipe.rpc import codec, namesakes
-from lp_pipe.rpc.owner import Owner, nobody_to_ask
+from lp_pipe.rpc import codec, main_module
+from lp_pipe.rpc.fork_guard import ForkGuard, no_endpoint
 from lp_pipe.rpc.remote_error import printable
 from lp_pipe.telemetry import waits
 from lp_pipe.telemetry.numbers import as_numbers
@@ -57,7 +57,7 @@ class Supervision:
         self.count_calls: Callable[[], int | None] = lambda: None
         self.started: Future[tuple[wire.Start, Generator[Any, None, None]]] = Future()
         self._pending: dict[int, Future[str]] = {}
-        self._owner = Owner()  # a forked child has nobody who reads the answers
+        self._owner = ForkGuard()  # a forked child has nobody who reads the answers
         self._ids = itertools.count(1)
         self._endpoint_prefix = ""
         self._connection = connections.connect(endpoint, idle_timeout_s=LAUNCHER_PATIENCE_S)
@@ -125,7 +125,7 @@ class Supervision:
 
     def resolve(self, address: str) -> "Future[str]":
         if not self._owner.is_here:
-            return nobody_to_ask()
+            return no_endpoint()
         return self._ask(lambda number: {"resolve": wire.Resolve(id=number, address=address)})
 
     def find(self, address: str) -> "Future[str]":
@@ -246,7 +246,7 @@ class Supervision:
 
 def main(node_id: str, endpoint: str, attempt: int, is_forked: bool = False) -> int:
     """Run one node in this process; returns the exit status. attempt: how often the node was restarted before."""
-    kept = frozenset(sys.modules) - {namesakes.MAIN} if is_forked else None
+    kept = frozenset(sys.modules) - {main_module.MAIN} if is_forked else None
     faulthandler.enable(2, all_threads=False)  # a crash in C code leaves the Python stack in the node's output
     supervision = Supervision(endpoint, attempt)
     supervision.send(hello=wire.Hello(node_id=node_id, pid=os.getpid(), attempt=attempt))
@@ -285,13 +285,13 @@ def all_stacks() -> str:
 
 def _run(start: wire.Start, loaded: Generator[Any, None, None], supervision: Supervision) -> Failure | None:
     _set_up_process(start)
-    namesakes.enter_node(os_text.unpack_map(start.main))
+    main_module.enter_node(os_text.unpack_map(start.main))
     interpreter_state.arrive(start.state)
     if os.environ.get("PYTHONFAULTHANDLER") == "0":
         faulthandler.disable()
 
     def load_next() -> Any:
-        with namesakes.defining_main():
+        with main_module.defining_main():
             return next(loaded)
 
     failure = run_setup(lambda: (load_next() or _nothing)())

@@ -33,7 +33,7 @@ from lp_pipe.pipeline.worker.mirrors import Mirror
 from lp_pipe.pipeline.worker.module_settings import Change
 from lp_pipe.pipeline.worker.tasks import Wanted
 from lp_pipe.pipeline.worker.worker import StageWorker
-from lp_pipe.rpc.pool import DaemonPool
+from lp_pipe.rpc.daemon_pool import DaemonPool
 
 T = TypeVar("T")
 

@@ -13,8 +13,8 @@ from lp_pipe.errors import NonFiniteError, Unavailable
 from lp_pipe.pipeline.worker.execution import Report
 from lp_pipe.pipeline.worker.worker import StageWorker
 from lp_pipe.rpc.calls import add_quick_callback
-from lp_pipe.rpc.futures_view import read_by
-from lp_pipe.rpc.pool import DaemonPool
+from lp_pipe.rpc.daemon_pool import DaemonPool
+from lp_pipe.rpc.futures import read_by
 from lp_pipe.rpc.remote_error import headline
 
 _MOST_SAID = 1000  # characters of a failure, to workers that only end because of it

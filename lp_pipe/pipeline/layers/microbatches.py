@@ -15,7 +15,7 @@ from lp_pipe.pipeline.layers.batch_dims import Cut, is_leaf, length_of, pieces_o
 from lp_pipe.pipeline.layers.hidden import hidden_tensors
 from lp_pipe.pipeline.layers.model import LossWeight
 from lp_pipe.private_torch import pytree
-from lp_pipe.rpc import layout as layout_of_memory
+from lp_pipe.rpc import tensor_memory as layout_of_memory
 
 
 def check_pair(batch: Any, where: str) -> tuple[Any, Any]:
@@ -224,4 +224,4 @@ def _aligned(tensor: Tensor) -> Tensor:
     if tensor.untyped_storage().data_ptr() % layout_of_memory.LINE_BYTES == 0:
         return tensor
     dense, offset = tensor.clone(), layout_of_memory.offset_in_line(tensor, of_storage=True)
-    return layout_of_memory.placed(dense, dense.stride(), offset) if offset else dense
+    return layout_of_memory.copy_with_layout(dense, dense.stride(), offset) if offset else dense

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from lp_pipe.pipeline.layers.formats import formats_of, noted, with_formats
 from lp_pipe.pipeline.layers.names import name_prefix
 from lp_pipe.private_torch import buffers_of, put_buffer, state_version_of
-from lp_pipe.rpc.layout import overlaps
+from lp_pipe.rpc.tensor_memory import overlaps
 
 
 class NamedLayers:

@@ -5,7 +5,7 @@ from typing import Any
 
 from lp_pipe.errors import PipelineError, noting
 from lp_pipe.pipeline.layers.microbatches import check_pair
-from lp_pipe.rpc.futures_view import read_by
+from lp_pipe.rpc.futures import read_by
 
 
 class BatchSource:

@@ -12,7 +12,7 @@ import lp_pipe as lp
 import lp_pipe.pipeline as pp
 from lp_pipe.pipeline.conductor.workers import Attempt
 from lp_pipe.pipeline.worker.execution import Report
-from lp_pipe.rpc.pool import DaemonPool
+from lp_pipe.rpc.daemon_pool import DaemonPool
 
 
 def test_an_attempt_ends_with_its_last_report_however_late_somebody_asks() -> None:

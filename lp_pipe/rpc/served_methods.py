@@ -9,11 +9,11 @@ from typing import Any
 from lp_pipe.errors import MethodNotFound
 
 LIST_METHODS = "__list_methods__"
-GO_ON_AS_BUILT = "__go_on_as_built__"  # whether the server had lost its state, and serves the initial one now
+START_WITHOUT_STATE = "__start_without_state__"  # whether the server had lost its state, and serves the initial one now
 CACHE_INFO = "__cache_info__"  # answered by the object itself, if it is a cache
 
 
-def find(target: object, server: str, name: str) -> Callable[..., Any]:
+def find_method(target: object, server: str, name: str) -> Callable[..., Any]:
     """The method that callers know as `name`; `server` is for the message ("server/0").
 
     Raises:
@@ -21,7 +21,7 @@ def find(target: object, server: str, name: str) -> Callable[..., Any]:
     """
     if name == LIST_METHODS:
         return lambda: public_methods(target)
-    if name == GO_ON_AS_BUILT:
+    if name == START_WITHOUT_STATE:
         return lambda: False  # a server that has lost its state answers it before it looks here
     if is_exposed(target, name) or (name == CACHE_INFO and hasattr(type(target), CACHE_INFO)):
         found: Callable[..., Any] = getattr(target, name)

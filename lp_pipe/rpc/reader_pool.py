@@ -1,4 +1,6 @@
-"""The threads of a server: those that run handlers also read the callers' sockets, which saves a hop to another."""
+"""The threads of a server: those that run handlers also read the callers' sockets, which saves a switch between
+threads.
+"""
 
 import contextlib
 import functools
@@ -13,19 +15,20 @@ from typing import Any
 
 from lp_pipe.connections import PulledConnection
 from lp_pipe.context import current_context
-from lp_pipe.rpc.ending_threads import will_end
+from lp_pipe.rpc.daemon_pool import join_at_exit
 
 _log = logging.getLogger(__name__)
 
 
-_Task = tuple[Callable[..., Any], tuple[Any, ...]]
+_PoolTask = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
-class Crew:
-    """At most `size` daemon threads, started as work comes in; they belong to the node that made the crew.
+class ReaderPool:
+    """A pool of at most `size` daemon threads, started as work comes in; they belong to the node that made the pool.
 
-    Each of them waits for whatever comes first, a task or a readable socket, reads, and runs what it has read itself.
-    Only when all are busy one more thread reads on, so that credits, cancelled calls and closed connections are seen.
+    Each thread waits for a task or a readable socket, whichever comes first, reads, and runs what it has read itself.
+    Only when all are busy does one more thread read on, so that credits, cancelled calls and closed connections are
+    seen.
     Tasks must not raise.
     """
 
@@ -33,64 +36,64 @@ class Crew:
         self._size = size
         self._name = name
         self._node = current_context()
-        self._tasks: deque[_Task] = deque()
+        self._tasks: deque[_PoolTask] = deque()
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
-        self._readers: set[int] = set()  # threads that are reading, and will look for tasks afterwards
-        self._idle = 0  # threads that run no task: they wait, or read
+        self._readers: set[int] = set()  # threads that are reading, and check for tasks afterwards
+        self._idle = 0  # the number of threads that run no task: they wait, or read
         self._reserve: threading.Thread | None = None
         self._reserve_is_needed = threading.Lock()
         self._alive = 0
-        self._is_short = False  # of threads
+        self._needs_more_threads = False
         self._is_closed = False
-        self._waiting = _Waiting(size + 1)
+        self._waiting = _TaskWaiter(size + 1)
 
     def submit(self, task: Callable[..., Any], *args: Any) -> None:
         self._tasks.append((task, args))
         if threading.get_ident() not in self._readers:
-            self._call_for_hands()
+            self._wake_idle_thread()
 
-    def discard(self) -> list[_Task]:
-        """Take back the tasks that have not begun."""
-        tasks: list[_Task] = []
+    def discard(self) -> list[_PoolTask]:
+        """Remove and return the tasks that have not begun."""
+        tasks: list[_PoolTask] = []
         with contextlib.suppress(IndexError):
             while True:
                 tasks.append(self._tasks.popleft())
         return tasks
 
     def read(self, connection: PulledConnection) -> None:
-        """From now on read what arrives there; its `on_frame` must not block, and may `submit`."""
+        """Read what arrives on this connection from now on; its `on_frame` must not block, and may `submit`."""
         if not connection.try_reading():
             return  # it has ended already
-        source = _Source(connection)
+        source = _ReadySource(connection)
         try:
             self._waiting.add(connection.fileno(), source.read)
         finally:
             connection.done_reading()
-        self.submit(source.read)  # what came meanwhile found the reading taken
+        self.submit(source.read)  # for what arrived while this thread held the reader role
 
     def forget(self, connection: PulledConnection) -> None:
-        """It has ended; call this before its descriptor is closed."""
+        """Stop reading a connection that has ended; call this before its descriptor is closed."""
         self._waiting.remove(connection.fileno())
 
     def close(self) -> None:
-        """Let every thread end after the task it is at; what is submitted from now on is never run."""
+        """End every thread after its current task; tasks that are submitted from now on never run."""
         with self._lock:
             self._is_closed = True
             is_empty = not self._alive
-            will_end(self._threads)
+            join_at_exit(self._threads)
         if is_empty:
             self._waiting.close()
         self._release_reserve()
         self._waiting.wake()
 
-    def _call_for_hands(self) -> None:
-        """See to it that an idle thread takes the next task."""
+    def _wake_idle_thread(self) -> None:
+        """Make sure that an idle thread takes the next task."""
         if self._idle:
             self._waiting.wake()
         elif len(self._threads) < self._size:
             self._add_thread()
-        # Else a busy thread looks for tasks before it rests.
+        # Otherwise a busy thread checks for tasks before it rests.
 
     def _add_thread(self) -> None:
         with self._lock:
@@ -103,13 +106,13 @@ class Crew:
                     self._threads.append(thread)
 
     def _start(self, work: Callable[[], None], name: str) -> threading.Thread | None:
-        """None when the system has no more threads: those that there are do the work.
+        """Start a thread; None when the system has no more, so that the existing threads do the work.
 
         Raises:
-            RuntimeError: there are none.
+            RuntimeError: there are no threads at all.
         """
         thread = threading.Thread(target=self._run, args=(work,), name=name, daemon=True)
-        # Set even if None: else the thread would belong to the node that happened to bring the first task.
+        # Set even if None: otherwise the thread would belong to the node that happened to bring the first task.
         thread._lp_pipe_context = self._node  # type: ignore[attr-defined]
         self._alive += 1
         try:
@@ -119,9 +122,9 @@ class Crew:
             if not self._alive:
                 self._idle = 0
                 raise
-            if not self._is_short:
+            if not self._needs_more_threads:
                 _log.warning("%s goes on with %d of %d threads: %s", self._name, self._alive, self._size, error)
-            self._is_short = True
+            self._needs_more_threads = True
             return None
         return thread
 
@@ -163,7 +166,7 @@ class Crew:
             self._idle += 1
 
     def _read_next(self) -> None:
-        """Wait for a task, or for what a caller sends, and read that."""
+        """Wait for a task or for data from a caller; read the data."""
         ident = threading.get_ident()
         read = self._waiting.wait()
         if read is not None:
@@ -174,7 +177,7 @@ class Crew:
                 self._readers.discard(ident)
 
     def _keep_reading(self) -> None:
-        """The last idle thread begins a task: somebody must read on."""
+        """Make sure that a thread reads on when the last idle one begins a task."""
         if len(self._threads) < self._size:
             self._add_thread()
             return
@@ -185,7 +188,7 @@ class Crew:
         self._release_reserve()
 
     def _release_reserve(self) -> None:
-        with contextlib.suppress(RuntimeError):  # it knows already
+        with contextlib.suppress(RuntimeError):  # it is released already
             self._reserve_is_needed.release()
 
     def _work_in_reserve(self) -> None:
@@ -197,15 +200,18 @@ class Crew:
         self._reserve_is_needed.acquire()
 
 
-class _Source:
-    """A connection whose readiness may be told to several threads: one reads, and looks again for the others."""
+class _ReadySource:
+    """A connection whose readiness may be reported to several threads: one reads, and checks again for the others."""
 
     def __init__(self, connection: PulledConnection) -> None:
         self._connection = connection
         self._is_ready = self._is_at_end = False
 
     def read(self, *, is_at_end: bool = False) -> None:
-        """is_at_end: the peer has closed, and nobody will tell of it again: it is read up to that."""
+        """Read what has arrived.
+
+        is_at_end: the peer has closed, which is reported only once: read up to the end.
+        """
         self._is_ready = True
         self._is_at_end |= is_at_end
         while self._is_ready and self._connection.try_reading():
@@ -213,15 +219,15 @@ class _Source:
                 self._is_ready = False
                 self._connection.read()
                 if self._is_at_end and self._connection.closed_reason is None and self._connection.is_ready():
-                    self._is_ready = True  # the read ended where the data did
+                    self._is_ready = True  # the read ended where the data ended
             finally:
                 self._connection.done_reading()
 
 
-class _Waiting:
-    """Threads wait here until they are woken, one at a time, or one of the descriptors is readable.
+class _TaskWaiter:
+    """Wakes waiting threads one at a time, by `wake` or when a descriptor becomes readable.
 
-    The two descriptors of its own are made with the first one that is added: a thousand servers in threads of one
+    Its own two descriptors are made with the first descriptor that is added: a thousand servers in threads of one
     process need none.
     """
 
@@ -235,7 +241,7 @@ class _Waiting:
         self._actions: dict[int, Callable[..., None]] = {}
 
     def add(self, descriptor: int, action: Callable[..., None]) -> None:
-        """Readable: `action()`; and where the peer has closed: `action(is_at_end=True)`."""
+        """Call `action()` when the descriptor is readable, and `action(is_at_end=True)` when the peer has closed."""
         with self._lock:
             if self._is_closed:
                 return
@@ -243,14 +249,14 @@ class _Waiting:
                 self._open()
             self._actions[descriptor] = action
             assert self._epoll is not None
-            # Edge-triggered: else every other thread would wake while one reads.
+            # Edge-triggered: otherwise every other thread would wake while one reads.
             self._epoll.register(descriptor, select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLET)
 
     def remove(self, descriptor: int) -> None:
         self._actions.pop(descriptor, None)
 
     def wake(self) -> None:
-        """One thread looks around: one that waits, or else the next one that would."""
+        """Make one thread check for work: one that waits, or else the next one that would wait."""
         if self._epoll is None:
             self._tokens.put(None)
             return
@@ -259,7 +265,7 @@ class _Waiting:
                 os.eventfd_write(self._event, 1)
 
     def wait(self) -> Callable[[], None] | None:
-        """What to call for the descriptor that is readable; None for those that were woken."""
+        """Return the function to call for a readable descriptor; None after `wake`."""
         if self._epoll is None:
             self._tokens.get()
             return None
@@ -271,7 +277,7 @@ class _Waiting:
         return None
 
     def close(self) -> None:
-        """Nobody waits any more."""
+        """Close the descriptors; no thread waits any more."""
         with self._lock:
             self._is_closed = True
             if self._epoll is not None and self._event >= 0:
@@ -284,5 +290,5 @@ class _Waiting:
         epoll = select.epoll()
         epoll.register(self._event, select.EPOLLIN | select.EPOLLET)
         self._epoll = epoll
-        for _ in range(self._threads):  # whoever waits the other way changes over
+        for _ in range(self._threads):  # threads that wait for tokens change over to epoll
             self._tokens.put(None)

@@ -107,7 +107,7 @@ def names_in_annotations(annotations: Any, module_names: Mapping[str, Any]) -> d
     return found
 
 
-class MainNames:
+class MainGlobals:
     """A stand-in for the globals of the script's functions in a pickle: a node's own functions share its `__main__`."""
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -1,22 +1,25 @@
-"""What a client's connection still owes: replies, and items of streams, by the id of their call."""
+"""The replies and stream items that a client's connection still waits for, by the id of their call."""
 
 import contextlib
 
 from lp_pipe.connections import Frame
 from lp_pipe.rpc.calls import CallFuture, PendingCall, SyncCall
-from lp_pipe.rpc.consuming import Inbox
+from lp_pipe.rpc.stream_consumer import Inbox
 
 
-class Expected:
-    """Every call is taken out by exactly one side: its reply, its deadline, who gives it up, the connection's end."""
+class PendingCalls:
+    """The calls that wait on one connection.
+
+    Exactly one side removes each call: its reply, its deadline, the code that gives it up, or the connection's end.
+    """
 
     def __init__(self) -> None:
         self.blocked: dict[int, SyncCall] = {}  # their threads wait, and may read
-        self.futures: dict[int, CallFuture] = {}  # a thread may ask for them, and read then
-        self.promised: dict[int, CallFuture] = {}  # a thread will
+        self.futures: dict[int, CallFuture] = {}  # a thread may ask for them, and reads then
+        self.promised: dict[int, CallFuture] = {}  # a thread will ask for them
         self.others: dict[int, PendingCall] = {}
         self.inboxes: dict[int, Inbox] = {}
-        self.arrived: tuple[int, PendingCall] | None = None  # whose reply is being delivered
+        self.arrived: tuple[int, PendingCall] | None = None  # the call whose reply is being delivered
 
     def __bool__(self) -> bool:
         return bool(self.blocked or self.futures or self.promised or self.others or self.inboxes)
@@ -25,7 +28,7 @@ class Expected:
         return any(call_id in calls for calls in (self.blocked, self.futures, self.promised, self.others))
 
     def is_urgent(self) -> bool:
-        """Whether frames may come that no waiting thread will read."""
+        """Return whether frames may arrive that no waiting thread will read."""
         return bool(self.others or self.inboxes)
 
     def add(self, call_id: int, call: PendingCall) -> None:
@@ -44,7 +47,9 @@ class Expected:
         return None
 
     def take_arrived(self, call_id: int) -> PendingCall | None:
-        """Like `take`, for its reply: `fail_arrived` finds the call if the thread is interrupted before it delivers."""
+        """Remove and return the call of a reply; `fail_arrived` finds it if the thread is interrupted before it
+        delivers.
+        """
         for calls in (self.blocked, self.futures, self.promised, self.others):
             call: PendingCall | None = calls.get(call_id)
             if call is not None:
@@ -53,7 +58,7 @@ class Expected:
         return None
 
     def fail_arrived(self, error: Exception) -> None:
-        """Settle the call whose reply was being delivered, when an exception has interrupted that."""
+        """Settle the call whose reply was being delivered when an exception interrupted that."""
         if self.arrived is not None:
             call_id, call = self.arrived
             self.arrived = None
@@ -65,7 +70,7 @@ class Expected:
         return self.inboxes.pop(frame.id, None) if is_last else self.inboxes.get(frame.id)
 
     def fail(self, error: Exception) -> None:
-        """Nothing will come any more."""
+        """Settle all calls and streams with the error: nothing will arrive any more."""
         for waiting in (self.blocked, self.futures, self.promised, self.others, self.inboxes):
             while waiting:
                 with contextlib.suppress(KeyError):

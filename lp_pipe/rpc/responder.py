@@ -1,4 +1,4 @@
-"""One call as its server sees it: what is sent back to the caller."""
+"""The server's side of one call: what it sends back to the caller."""
 
 import contextlib
 from collections.abc import Callable
@@ -7,19 +7,19 @@ from typing import Any
 from lp_pipe.connections import Connection, Frame, frames
 from lp_pipe.errors import Unavailable
 from lp_pipe.rpc import codec, remote_error
-from lp_pipe.rpc.explain import unpicklable
+from lp_pipe.rpc.pickle_errors import pickle_error
 
 
-class Answer:
-    """Sends a result, an error, or a stream; then `on_end` is called. Callers that have gone are not an error.
+class Responder:
+    """Sends a result, an error or a stream, then calls `on_end`. A caller that has gone is not an error.
 
     server: the node, for messages ("server/0").
-    before_result: called before a result is sent; the caller's next call may follow at once.
+    before_result: called before a result is sent, because the caller's next call may follow at once.
     """
 
     __slots__ = ("_on_end", "_server", "before_result", "connection", "id", "method")
 
-    def __init__(self, connection: Connection, call: Frame, server: str, on_end: Callable[["Answer"], None]) -> None:
+    def __init__(self, connection: Connection, call: Frame, server: str, on_end: Callable[["Responder"], None]) -> None:
         self.connection = connection
         self.id = call.id
         self.method = call.name
@@ -33,25 +33,25 @@ class Answer:
         self._last(self._encoded(frames.RESULT, value))
 
     def error(self, error: BaseException) -> None:
-        """A handler's exception, even SystemExit."""
+        """Send a handler's exception, even SystemExit."""
         self._last(self._error_frame(remote_error.capture(error)))
 
     def own_error(self, origin: Any, text: str) -> None:
-        """An error of the call itself; `origin` is one of remote_error's."""
+        """Send an error of the call itself; `origin` is a constant of remote_error."""
         self._last(self._error_frame(remote_error.own(origin, text)))
 
     def cancelled(self) -> None:
-        """Its async handler or generator was cancelled: the caller gave it up, or the server is stopping."""
+        """Send that the handler was cancelled: the caller gave it up, or the server is stopping."""
         self.own_error(remote_error.UNAVAILABLE, f"{self.method}() of {self._server} was cancelled")
 
     def open_stream(self) -> None:
-        """The result is what `item` sends from now on."""
+        """Tell the caller that the result is the stream of what `item` sends."""
         self._send(Frame(frames.STREAM_OPEN, self.id))
 
     def item(self, value: Any, on_size: Callable[[int], object]) -> bool:
         """Send one item; False when it does not pickle, which ends the stream.
 
-        on_size: called with its bytes before it is sent, because the consumer's credit may come at once.
+        on_size: called with the item's bytes before it is sent, because the consumer's credit may arrive at once.
         """
         frame = self._encoded(frames.STREAM_ITEM, value)
         if frame.kind == frames.ERROR:
@@ -65,16 +65,16 @@ class Answer:
         return is_sent
 
     def end_stream(self) -> None:
-        """There are no more items."""
+        """Tell the caller that there are no more items."""
         self._last(Frame(frames.STREAM_END, self.id))
 
     def _encoded(self, kind: int, value: Any) -> Frame:
         is_same_process = self.connection.is_same_process
         try:
             body, buffers = codec.encode(value, is_same_process=is_same_process)
-        except BaseException as error:  # a __reduce__ that exits: the caller would wait for ever
+        except BaseException as error:  # even a __reduce__ that exits: the caller would wait for ever
             call = f"{self.method}() of {self._server}"
-            why = unpicklable(call, [("result", value)], error, is_same_process=is_same_process)
+            why = pickle_error(call, [("result", value)], error, is_same_process=is_same_process)
             return self._error_frame(remote_error.own(remote_error.SERIALIZATION, str(why)))
         return Frame(kind, self.id, "", body, buffers)
 
@@ -88,12 +88,12 @@ class Answer:
             self._on_end(self)
 
     def _send(self, frame: Frame) -> bool:
-        """False when it was too large, and an error was sent in its place."""
+        """Send the frame; False when it was too large and an error was sent in its place."""
         try:
             self.connection.send(frame)
-        except Unavailable:  # the caller has gone; nobody is left to tell
+        except Unavailable:  # the caller has gone
             return True
-        except frames.FrameError as error:  # the caller must not wait for a result that cannot be sent
+        except frames.FrameError as error:  # without an answer the caller would wait for ever
             text = f"the result of {self._server} is too large: {error}"
             with contextlib.suppress(Unavailable):
                 self.connection.send(self._error_frame(remote_error.own(remote_error.SERIALIZATION, text)))

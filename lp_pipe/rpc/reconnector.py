@@ -8,21 +8,20 @@ from lp_pipe import connections
 from lp_pipe.connections import Connection, hangup_watcher, inproc, run_endpoints
 from lp_pipe.connections.finalizer import add_finalizer
 from lp_pipe.errors import Unauthenticated, Unavailable
-from lp_pipe.launched import services_for
+from lp_pipe.launched import caused_by_first_failure, services_for
 from lp_pipe.private_python import release_if_held_here
 from lp_pipe.rpc import deadlines
+from lp_pipe.rpc.client_connection import ClientConnection
 from lp_pipe.rpc.deadlines import too_late
-from lp_pipe.rpc.first_failure import because_of
-from lp_pipe.rpc.link import Link
-from lp_pipe.rpc.owner import Owner
+from lp_pipe.rpc.fork_guard import ForkGuard
 from lp_pipe.telemetry import waits
 
 _RECONNECT_PAUSE_S = 0.02
 _OUT_OF_REACH_S = 10.0  # longer than a host that is lost is taken for up (host_timeout)
 
 
-class Connecting:
-    """Of one client, whose options it has; holds the link, which goes with it."""
+class Reconnector:
+    """Of one client, whose options it has; holds the connection, which goes with it."""
 
     def __init__(
         self,
@@ -39,62 +38,62 @@ class Connecting:
         self._address_id = address_id
         self._peer = peer
         self.target = waits.Target(address, address_id or "", peer)
-        self._link: Link | None = None
+        self._connection: ClientConnection | None = None
         self._lock = threading.RLock()  # taken once by a thread: it has an own object for each depth of nesting
-        self._owner = Owner()  # of the lock
+        self._fork_guard = ForkGuard()  # of the lock
         self._depth = depth
-        self._inner: dict[int, Connecting] = {}  # by depth
+        self._inner: dict[int, Reconnector] = {}  # by depth
         self.services = services_for(address_id) if address_id is not None else None
 
-    def at_depth(self, depth: int) -> "Connecting":
+    def at_depth(self, depth: int) -> "Reconnector":
         """Return what the operations of this depth (see `nesting`) use instead, each with a connection of its own."""
         if not depth:
             return self
         found = self._inner.get(depth)
         if found is None:
             options = (self._address, self._call_timeout_s, self._wait_for_ready, self._address_id, self._peer)
-            found = self._inner.setdefault(depth, Connecting(*options, depth))
+            found = self._inner.setdefault(depth, Reconnector(*options, depth))
         return found
 
     def recover(self) -> None:
         """Undo what an operation that was interrupted by an exception has left half done in the calling thread."""
-        if self._owner.is_here:
+        if self._fork_guard.is_here:
             release_if_held_here(self._lock)
-        if self._link is not None:
-            self._link.recover()
+        if self._connection is not None:
+            self._connection.recover()
         if not self._depth:  # else an operation further down on the stack may hold these
             hangup_watcher.shared.recover()
             deadlines.shared.recover()
 
-    def open_link(self) -> Link | None:
+    def open_connection(self) -> ClientConnection | None:
         """The one that is there."""
-        link = self._link
-        return link if link is not None and link.is_open() else None
+        connection = self._connection
+        return connection if connection is not None and connection.is_open() else None
 
-    def connected(self, method: str, deadline: float | None) -> Link:
-        """The open link, or a new one as soon as the server is there.
+    def connected(self, method: str, deadline: float | None) -> ClientConnection:
+        """The open connection, or a new one as soon as the server is there.
 
         Raises:
             DeadlineExceeded, Unavailable: of the call of this method.
         """
-        link = self.open_link()
-        if link is not None:
-            return link
+        connection = self.open_connection()
+        if connection is not None:
+            return connection
         with waits.waiting(waits.RESOLVE, self.target, method, deadline is not None):
             return self._newly_connected(method, deadline)
 
-    def _newly_connected(self, method: str, deadline: float | None) -> Link:
-        if not self._owner.is_here:  # a thread that was connecting at the fork has the lock in the child for ever
-            self._lock, self._owner = threading.RLock(), Owner()
+    def _newly_connected(self, method: str, deadline: float | None) -> ClientConnection:
+        if not self._fork_guard.is_here:  # a thread that was connecting at the fork has the lock in the child for ever
+            self._lock, self._fork_guard = threading.RLock(), ForkGuard()
         # Somebody may hold the lock for as long as the server takes to come up: that must not outlast our deadline.
         if not self._lock.acquire(timeout=-1 if deadline is None else max(0.0, deadline - time.monotonic())):
             raise too_late(self._peer, method, self._call_timeout_s)
         try:
-            if self._link is None or not self._link.is_open():
-                self._link = Link(self._connect(method, deadline), self._depth)
+            if self._connection is None or not self._connection.is_open():
+                self._connection = ClientConnection(self._connect(method, deadline), self._depth)
                 # Clients come and go (each that travels through a call is a new one); their connections must not stay.
-                add_finalizer(self, self._link.drop)
-            return self._link
+                add_finalizer(self, self._connection.drop)
+            return self._connection
         finally:
             self._lock.release()
 
@@ -127,7 +126,7 @@ class Connecting:
             try:
                 endpoint = self.services.resolve(self._address_id).result(remaining)
             except Unavailable as error:
-                raise because_of(self.services, error, f"{self._peer}.{method}(): {error}") from error
+                raise caused_by_first_failure(self.services, error, f"{self._peer}.{method}(): {error}") from error
             except TimeoutError:
                 raise too_late(self._peer, method, self._call_timeout_s) from None
         # Registered but not reachable (it has just died), or no coordinator to ask: look again in a moment.

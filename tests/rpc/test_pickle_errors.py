@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lp_pipe.rpc.explain import find_culprit, unpicklable
+from lp_pipe.rpc.pickle_errors import find_unpicklable, pickle_error
 
 LOCK = threading.Lock()
 
@@ -43,14 +43,14 @@ class Stubborn:
 
 
 def test_the_path_leads_to_the_culprit() -> None:
-    culprit = find_culprit({"a": [1, LOCK]}, "args[0]")
+    culprit = find_unpicklable({"a": [1, LOCK]}, "args[0]")
     assert culprit is not None
     assert (culprit.path, culprit.type_name) == ("args[0]['a'][1]", "lock")
     assert "cannot pickle" in culprit.error
 
 
 def test_what_pickles_has_no_culprit() -> None:
-    assert find_culprit({"a": [1, lambda: 3]}, "args[0]") is None
+    assert find_unpicklable({"a": [1, lambda: 3]}, "args[0]") is None
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_what_pickles_has_no_culprit() -> None:
     ids=list(range(15)),
 )
 def test_paths_through_everything(value: Any, path: str) -> None:
-    culprit = find_culprit(value, "x")
+    culprit = find_unpicklable(value, "x")
     assert culprit is not None
     assert path in culprit.path
 
@@ -84,17 +84,17 @@ def test_cycles_and_depth_do_not_lead_astray() -> None:
     cyclic: list[Any] = [1]
     cyclic.append(cyclic)
     cyclic.append(LOCK)
-    culprit = find_culprit(cyclic, "x")
+    culprit = find_unpicklable(cyclic, "x")
     assert culprit is not None
     assert culprit.path == "x[2]"
     deep: Any = LOCK
     for _ in range(100):
         deep = [deep]
-    assert find_culprit(deep, "x") is not None
+    assert find_unpicklable(deep, "x") is not None
 
 
 def test_the_error_names_call_part_and_type() -> None:
-    error = unpicklable("server/0.add()", [("args[0]", 1), ("config", Config(LOCK))], TypeError("?"))
+    error = pickle_error("server/0.add()", [("args[0]", 1), ("config", Config(LOCK))], TypeError("?"))
     assert "server/0.add(): cannot pickle config.lock of type lock" in str(error)
 
 
@@ -103,7 +103,7 @@ def test_what_cannot_be_looked_at_is_the_culprit_itself() -> None:
         def items(self) -> Any:
             raise OSError("the file is closed")
 
-    culprit = find_culprit([Closed(lock=LOCK)], "x")
+    culprit = find_unpicklable([Closed(lock=LOCK)], "x")
     assert culprit is not None
     assert culprit.path == "x[0]"
 
@@ -117,11 +117,11 @@ def test_a_culprit_of_code_is_told_from_one_of_data() -> None:
 
     uses_global.__module__ = "__main__"  # or the function would go by name
     for value in [Locked, Locked(), [uses_global]]:
-        culprit = find_culprit(value, "x")
+        culprit = find_unpicklable(value, "x")
         assert culprit is not None and culprit.type_name == "lock" and culprit.is_of_code
         assert "module" in culprit.code_hint
     for value in [LOCK, Thing(), capturing()]:
-        culprit = find_culprit(value, "x")
+        culprit = find_unpicklable(value, "x")
         assert culprit is not None and not culprit.is_of_code and culprit.code_hint == ""
 
 
@@ -129,6 +129,6 @@ def test_a_value_that_is_nested_too_deeply_is_named_as_a_whole() -> None:
     deep: list[Any] = []
     for _ in range(5000):
         deep = [deep]
-    culprit = find_culprit({"tree": deep}, "x")
+    culprit = find_unpicklable({"tree": deep}, "x")
     assert culprit is not None
     assert culprit.path == "x" and "RecursionError" in culprit.error

@@ -6,7 +6,7 @@ MAX_ITEMS = 16
 MAX_BYTES = 16 << 20  # with large items fewer; one is always allowed
 
 
-class Window:
+class StreamWindow:
     """The items that were sent and not yet taken."""
 
     def __init__(self) -> None:

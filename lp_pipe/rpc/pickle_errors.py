@@ -26,7 +26,7 @@ _CODE_HINT = (
 )
 
 
-class Culprit(NamedTuple):
+class Unpicklable(NamedTuple):
     """The innermost part that does not pickle; `is_of_code`: a function's globals or a class hold it."""
 
     path: str
@@ -43,7 +43,7 @@ class Culprit(NamedTuple):
 Encode = Callable[[Any], object]
 
 
-def find_culprit(value: Any, path: str, encode: Encode = codec.encode) -> Culprit | None:
+def find_unpicklable(value: Any, path: str, encode: Encode = codec.encode) -> Unpicklable | None:
     """Descend from `value` to the innermost part that does not pickle; None when the whole pickles.
 
     Paths read like Python: `args[1]['lock']`, `config.lock`, `closure variable 'lock' of f`.
@@ -51,10 +51,10 @@ def find_culprit(value: Any, path: str, encode: Encode = codec.encode) -> Culpri
     error = _error_of(value, encode)
     if error is None:
         return None
-    return _descend(value, Culprit(path, type(value).__name__, error), encode, set(), 0)
+    return _descend(value, Unpicklable(path, type(value).__name__, error), encode, set(), 0)
 
 
-def unpicklable(
+def pickle_error(
     call: str,
     parts: Iterable[tuple[str, Any]],
     error: BaseException,
@@ -64,25 +64,25 @@ def unpicklable(
     """The error for a call whose arguments or result (`parts`, with their names) do not pickle."""
     encode = functools.partial(codec.encode, is_same_process=is_same_process)
     for path, value in parts:
-        culprit = find_culprit(value, path, encode)
-        if culprit is not None:
-            where = f"{culprit.path} of type {culprit.type_name}"
-            return SerializationError(f"{call}: cannot pickle {where}: {culprit.error}{culprit.code_hint}")
+        unpicklable = find_unpicklable(value, path, encode)
+        if unpicklable is not None:
+            where = f"{unpicklable.path} of type {unpicklable.type_name}"
+            return SerializationError(f"{call}: cannot pickle {where}: {unpicklable.error}{unpicklable.code_hint}")
     return SerializationError(f"{call}: cannot pickle the whole, though every part does: {text_of(error)}")
 
 
-def _descend(value: Any, culprit: Culprit, encode: Encode, seen: set[int], depth: int) -> Culprit:
+def _descend(value: Any, unpicklable: Unpicklable, encode: Encode, seen: set[int], depth: int) -> Unpicklable:
     seen.add(id(value))
-    if depth < _MAX_DEPTH and culprit.error != _TOO_DEEP:
-        for part, path in _parts(value, culprit.path):
+    if depth < _MAX_DEPTH and unpicklable.error != _TOO_DEEP:
+        for part, path in _parts(value, unpicklable.path):
             if id(part) in seen:
                 continue
             error = _error_of(part, encode)
             if error is not None:
-                is_of_code = isinstance(value, type) or path.startswith(f"{culprit.path}: global variable")
-                inner = Culprit(path, type(part).__name__, error, is_of_code or culprit.is_of_code)
+                is_of_code = isinstance(value, type) or path.startswith(f"{unpicklable.path}: global variable")
+                inner = Unpicklable(path, type(part).__name__, error, is_of_code or unpicklable.is_of_code)
                 return _descend(part, inner, encode, seen, depth + 1)
-    return culprit
+    return unpicklable
 
 
 def _error_of(value: Any, encode: Encode) -> str | None:

@@ -32,7 +32,7 @@ def overlaps(tensor: Any) -> bool:
     return False
 
 
-def kept_stride(tensor: Any) -> tuple[int, ...] | None:
+def strides_to_keep(tensor: Any) -> tuple[int, ...] | None:
     """The strides with which a tensor without repeats is rebuilt; None: contiguous."""
     if tensor.numel() <= 1 or tuple(tensor.stride()) == _row_major(tensor.shape) or overlaps(tensor):
         return None
@@ -59,7 +59,7 @@ def offset_in_line(tensor: Any, *, of_storage: bool = False) -> int:
     return int(start % (LINE_BYTES // tensor.element_size()))
 
 
-def placed(tensor: Any, stride: Sequence[int], offset: int) -> Any:
+def copy_with_layout(tensor: Any, stride: Sequence[int], offset: int) -> Any:
     """A copy with these strides, whose first element lies so many elements behind the beginning of its storage."""
     memory = tensor.new_empty(offset + extent(tensor.shape, stride))
     return tensor.new_empty(0).set_(memory.untyped_storage(), offset, tensor.shape, stride).copy_(tensor)

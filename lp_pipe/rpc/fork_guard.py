@@ -6,18 +6,18 @@ from concurrent.futures import Future
 from lp_pipe.errors import Unavailable
 
 
-class Owner:
+class ForkGuard:
     """The process that makes it."""
 
     _forks = 0  # between this process and its first
 
     def __init__(self) -> None:
-        self._made_at = Owner._forks
+        self._made_at = ForkGuard._forks
 
     @property
     def is_here(self) -> bool:
         """Whether this is the process."""
-        return self._made_at == Owner._forks
+        return self._made_at == ForkGuard._forks
 
     def check(self, what: str, advice: str = "call again here") -> None:
         """
@@ -32,11 +32,11 @@ class Owner:
         cls._forks += 1
 
 
-def nobody_to_ask() -> "Future[str]":
+def no_endpoint() -> "Future[str]":
     """What a forked child gets for where a server listens; it looks again in a moment whether somebody does."""
     answer: Future[str] = Future()
     answer.set_result("")
     return answer
 
 
-os.register_at_fork(after_in_child=Owner._forked)
+os.register_at_fork(after_in_child=ForkGuard._forked)

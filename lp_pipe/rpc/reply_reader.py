@@ -12,22 +12,22 @@ from lp_pipe.errors import Unavailable
 from lp_pipe.private_python import release_if_held_here
 from lp_pipe.rpc import deadlines, nesting
 from lp_pipe.rpc.calls import CallFuture, SyncCall
-from lp_pipe.rpc.expected import Expected
+from lp_pipe.rpc.pending_calls import PendingCalls
 
 _PATIENCE_S = 0.001  # for futures that nobody asks for
 _SOON_S = 0.005
 
 
-class Reading:
+class ReplyReader:
     """Of the threads that wait for replies one reads, for all; when it has its own, another goes on.
 
     A thread of its own reads while something is urgent that nobody waits for: coroutines, streams, callbacks, or
     futures that are asked for by none for a millisecond. Nobody reads an idle connection.
     """
 
-    def __init__(self, connection: PulledConnection, expected: Expected) -> None:
+    def __init__(self, connection: PulledConnection, pending: PendingCalls) -> None:
         self._connection = connection
-        self._expected = expected
+        self._pending = pending
         self._is_needed = threading.Lock()  # held while the thread has nothing to do
         self._is_needed.acquire()
         self._thread: threading.Thread | None = None
@@ -51,7 +51,7 @@ class Reading:
 
     def look(self) -> bool:
         """Read what is there, without waiting, if nobody is reading; False when the peer has closed."""
-        if not self._expected and self._connection.read_alone(0):
+        if not self._pending and self._connection.read_alone(0):
             self._wake_next()
             return self._connection.closed_reason is None
         # Whoever reads may not have come to the end yet: a call sent now would be lost, though a new server is up.
@@ -112,13 +112,13 @@ class Reading:
         self._wake_next()
 
     def _wake_next(self) -> None:
-        expected = self._expected
-        if expected.others or expected.inboxes or self._parked:
+        pending = self._pending
+        if pending.others or pending.inboxes or self._parked:
             self.attend()
-        elif expected.blocked:
-            for call in list(expected.blocked.values())[:1]:
+        elif pending.blocked:
+            for call in list(pending.blocked.values())[:1]:
                 call.wake()
-        elif expected.futures and not self._is_patient:
+        elif pending.futures and not self._is_patient:
             self._be_patient()
 
     def attend(self) -> None:
@@ -158,7 +158,7 @@ class Reading:
 
     def _lose_patience(self, turns: int) -> None:
         self._is_patient = False
-        if self._expected.futures and self._connection.closed_reason is None:
+        if self._pending.futures and self._connection.closed_reason is None:
             if turns == self._turns:
                 self.attend()
             else:
@@ -201,10 +201,10 @@ class Reading:
 
     def _is_unattended(self) -> bool:
         """Whether the thread must read on: not for futures whose owner asks for them, and does not wait just now."""
-        if self._expected.is_urgent() or self._parked:
+        if self._pending.is_urgent() or self._parked:
             return True
         is_asked_for, self._is_asked_for = self._is_asked_for, False
-        return bool(self._expected.futures) and not is_asked_for
+        return bool(self._pending.futures) and not is_asked_for
 
     def _read_unattended(self) -> None:
         with nesting.in_background():

@@ -1,4 +1,4 @@
-"""The consumer's end of a stream: iterate over what a handler's generator yields in another node."""
+"""The consumer's end of a stream: iteration over what a handler's generator yields in another node."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -9,19 +9,19 @@ from typing import Any, Protocol, Self
 from lp_pipe.connections import Frame, frames
 from lp_pipe.errors import Unavailable
 from lp_pipe.protos import frame_pb2
-from lp_pipe.rpc.owner import Owner
-from lp_pipe.rpc.pool import DaemonPool
-from lp_pipe.rpc.window import MAX_ITEMS
+from lp_pipe.rpc.daemon_pool import DaemonPool
+from lp_pipe.rpc.fork_guard import ForkGuard
+from lp_pipe.rpc.stream_window import MAX_ITEMS
 from lp_pipe.telemetry import waits
 
 _END = Frame(frames.STREAM_END)
 
-# Streams that were dropped are closed here: the collector runs `__del__` anywhere, also inside of `connection.send`.
+# Dropped streams are closed here: the garbage collector runs `__del__` anywhere, also inside `connection.send`.
 _closer = DaemonPool(1, "close dropped streams").survive_forks()
 
 
 class Inbox:
-    """What has arrived of a stream and was not taken yet: at most a window of items."""
+    """The part of a stream that has arrived and was not taken yet: at most a window of items."""
 
     def __init__(self) -> None:
         self._replies: SimpleQueue[Frame | Exception] = SimpleQueue()
@@ -29,7 +29,7 @@ class Inbox:
         self.on_arrival: Callable[[], object] | None = None
 
     def close(self) -> None:
-        """Whoever takes, or waits, sees the end."""
+        """End the stream for every later and waiting `take`."""
         self._is_closed = True
         self.deliver(_END)
 
@@ -39,10 +39,10 @@ class Inbox:
             self.on_arrival()
 
     def take(self, timeout_s: float | None = None) -> Frame | Exception:
-        """The next one, in order; after the last one the end, any number of times.
+        """Return the next item, in order; after the last one the end, any number of times.
 
         Raises:
-            queue.Empty: nothing came within the time (None: no limit).
+            queue.Empty: nothing arrived within the time (None: no limit).
         """
         reply = self._replies.get(timeout=timeout_s) if timeout_s != 0 else self._replies.get_nowait()
         if not is_item(reply):
@@ -54,45 +54,48 @@ class Inbox:
         return self._replies.empty()
 
 
-class Source(Protocol):
-    """Where a stream comes from (a Link)."""
+class StreamSource(Protocol):
+    """The connection that a stream comes from (a ClientConnection)."""
 
     def send(self, frame: Frame) -> None:
-        """Send what belongs to a call that has been sent already."""
+        """Send a frame of a call that was sent already."""
 
     def read_for(self, inbox: Inbox, timeout_s: float | None) -> None:
-        """Read until something is in the inbox, where no other thread can: this one reads, and was interrupted."""
+        """Read until the inbox has something, in code that has interrupted the reading thread: no other thread can
+        read.
+        """
 
     def end_stream(self, call_id: int) -> None:
-        """Take no more of a stream; its generator is closed, unless it has ended."""
+        """Stop a stream; its generator is closed, unless it has ended."""
 
 
 class Stream:
-    """An inbox and the way back to the producer. Whoever holds it holds the generator open: dropping it closes that."""
+    """An inbox and the way back to the producer. While it exists the generator stays open; dropping it closes that."""
 
-    def __init__(self, inbox: Inbox, source: Source, call_id: int) -> None:
+    def __init__(self, inbox: Inbox, source: StreamSource, call_id: int) -> None:
         self.inbox = inbox
         self._source = source
         self._call_id = call_id
         self._taken = 0
-        self._owner = Owner()
-        _closer.ensure_thread()  # not in __del__: that must not take locks
+        self._fork_guard = ForkGuard()
+        _closer.ensure_thread()  # not in __del__, which must not take locks
 
     def check_owner(self) -> None:
-        """
+        """Check that this process made the stream.
+
         Raises:
-            Unavailable: a process has inherited it, in which nothing arrives.
+            Unavailable: this process has inherited it; nothing arrives here.
         """
-        self._owner.check("this stream of a handler's items")
+        self._fork_guard.check("this stream of a handler's items")
 
     def take(self, timeout_s: float | None) -> Frame | Exception:
-        """As the inbox's, also in a signal handler that has interrupted the thread that reads."""
+        """Take from the inbox, also in a signal handler that has interrupted the reading thread."""
         if self.inbox.is_empty:
             self._source.read_for(self.inbox, timeout_s)
         return self.inbox.take(timeout_s)
 
     def taken(self) -> None:
-        """An item was taken; tell the producer before it runs out of credits, but not for every item."""
+        """Count a taken item, and tell the producer before it runs out of credits, but not for every item."""
         self._taken += 1
         if self._taken >= MAX_ITEMS // 2 or self.inbox.is_empty:
             body = frame_pb2.StreamCredit(items=self._taken).SerializeToString()
@@ -101,7 +104,7 @@ class Stream:
                 self._source.send(Frame(frames.STREAM_CREDIT, self._call_id, body=body))
 
     def close(self) -> None:
-        """Close the generator; whoever waits for an item sees the end."""
+        """Close the generator; a thread that waits for an item sees the end."""
         self._source.end_stream(self._call_id)
         self.inbox.close()
 
@@ -110,9 +113,9 @@ class Stream:
 
 
 class RemoteItems:
-    """What both iterators share. `outcome` decodes an item or raises; `too_late` is what a timeout raises.
+    """The base of both iterators. `outcome` decodes an item or raises; `too_late` makes the error of a timeout.
 
-    waiting: what a thread is at that waits for an item.
+    waiting: a context manager that records that a thread waits for an item.
     """
 
     def __init__(
@@ -138,7 +141,7 @@ class RemoteItems:
 
 
 class RemoteIterator(RemoteItems, Iterator[Any]):
-    """What a call of a generator handler returns: its items, as they are produced.
+    """The iterator that a call of a generator handler returns: its items, as they are produced.
 
     Closing or dropping it closes the generator. call_timeout holds for every item; when it runs out the stream ends.
 
@@ -169,5 +172,5 @@ class RemoteIterator(RemoteItems, Iterator[Any]):
 
 
 def is_item(reply: Frame | Exception) -> bool:
-    """Whether more may follow."""
+    """Return whether the reply is an item, so that more may follow."""
     return isinstance(reply, Frame) and reply.kind == frames.STREAM_ITEM

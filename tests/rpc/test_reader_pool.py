@@ -8,7 +8,7 @@ import pytest
 
 from lp_pipe.connections import Frame, frames, kernel_calls
 from lp_pipe.connections.unix import UnixConnection
-from lp_pipe.rpc.crew import Crew
+from lp_pipe.rpc.reader_pool import ReaderPool
 
 pytestmark = pytest.mark.skipif(not kernel_calls.has_epoll(), reason="no epoll on this system")
 _WITHIN_S = 20.0
@@ -17,7 +17,7 @@ _WITHIN_S = 20.0
 def test_an_end_is_noticed_that_came_with_the_last_data_while_all_threads_were_busy(no_leaks: None) -> None:
     # epoll tells of both at once, and only once: whoever stopped reading where the data did never heard of the end, and
     # the server kept what a client had begun that was killed right after it had sent something.
-    threads = Crew(1, "test")
+    threads = ReaderPool(1, "test")
     arrived: queue.Queue[Frame] = queue.Queue()
     reasons: queue.Queue[str] = queue.Queue()
     is_held, may_go_on = threading.Event(), threading.Event()
@@ -53,7 +53,7 @@ def test_a_crew_goes_on_with_the_threads_it_has_when_the_system_has_no_more(
 ) -> None:
     # A thread that did not start counted as an idle one, which everybody then left the reading and the tasks to.
     allow_only(monkeypatch, {"test-0"})
-    threads = Crew(3, "test")
+    threads = ReaderPool(3, "test")
     is_held, may_go_on = threading.Event(), threading.Event()
     results: queue.Queue[str] = queue.Queue()
 
@@ -74,7 +74,7 @@ def test_a_crew_goes_on_with_the_threads_it_has_when_the_system_has_no_more(
 def test_a_crew_without_any_thread_says_so_and_begins_when_there_is_one(
     monkeypatch: pytest.MonkeyPatch, no_leaks: None
 ) -> None:
-    threads = Crew(2, "test")
+    threads = ReaderPool(2, "test")
     results: queue.Queue[str] = queue.Queue()
     with monkeypatch.context() as patched:
         allow_only(patched, set())

@@ -1,22 +1,23 @@
 """A thread pool whose threads are daemons: a handler that never returns must not keep the interpreter alive."""
 
+import atexit
 import os
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Any, Self, TypeVar
 
 from lp_pipe.context import current_context
 from lp_pipe.errors import Unavailable
-from lp_pipe.rpc.ending_threads import will_end
 
 T = TypeVar("T")
 
 _LOOK_AGAIN_S = 0.02  # at the condition, where there is a deadline as well
 
-_Task = tuple[Callable[..., Any], tuple[Any, ...]]
+_QueuedTask = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 class DaemonPool:
@@ -28,7 +29,7 @@ class DaemonPool:
     def __init__(self, size: int, name: str) -> None:
         self._size = size
         self._name = name
-        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        self._tasks: SimpleQueue[_QueuedTask | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._lock = threading.RLock()
         self._is_closed = False
@@ -54,7 +55,7 @@ class DaemonPool:
         if not self._threads:
             self._add_thread()
 
-    def discard(self) -> list[_Task]:
+    def discard(self) -> list[_QueuedTask]:
         """Take back the tasks that have not begun."""
         return _taken_from(self._tasks)
 
@@ -64,7 +65,7 @@ class DaemonPool:
             self._is_closed = True
             for _ in self._threads:
                 self._tasks.put(None)
-            will_end(self._threads)
+            join_at_exit(self._threads)
 
     def survive_forks(self) -> Self:
         """In a forked child begin with new threads; what the parent's were to do is the parent's."""
@@ -103,7 +104,7 @@ class CallerQueue:
     """A pool without threads: the tasks are run by the one thread that calls `run_while`, in order."""
 
     def __init__(self) -> None:
-        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        self._tasks: SimpleQueue[_QueuedTask | None] = SimpleQueue()
 
     def submit(self, task: Callable[..., Any], *args: Any) -> None:
         self._tasks.put((task, args))
@@ -127,7 +128,7 @@ class CallerQueue:
                 function(*args)
                 del task, function, args  # a waiting thread must not keep the last call's tensors alive
 
-    def discard(self) -> list[_Task]:
+    def discard(self) -> list[_QueuedTask]:
         """Take back the tasks that have not begun."""
         return _taken_from(self._tasks)
 
@@ -135,8 +136,8 @@ class CallerQueue:
         """What is submitted from now on is never run: its thread has left."""
 
 
-def _taken_from(queue: "SimpleQueue[_Task | None]") -> list[_Task]:
-    tasks: list[_Task] = []
+def _taken_from(queue: "SimpleQueue[_QueuedTask | None]") -> list[_QueuedTask]:
+    tasks: list[_QueuedTask] = []
     while True:
         try:
             task = queue.get_nowait()
@@ -154,3 +155,23 @@ def settle(future: "Future[Any]", operation: Callable[[], Any]) -> None:
         future.set_exception(error)
     else:
         future.set_result(result)
+
+
+# A daemon thread does not keep the interpreter alive when its handler never returns. But a daemon that is inside torch
+# at the interpreter's exit, freeing the last step's graph for example, ends the process by SIGABRT ("terminate called
+# without an active exception"): Python unwinds it through C++ code that forbids that. So the exit waits a moment.
+_EXIT_PATIENCE_S = 1.0  # for all threads together
+
+_ending_threads: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
+
+
+def join_at_exit(threads: Iterable[threading.Thread]) -> None:
+    """Make the interpreter's exit wait a moment for these threads, which end after their current task."""
+    _ending_threads.update(threads)
+
+
+@atexit.register
+def _join_ending_threads() -> None:
+    deadline = time.monotonic() + _EXIT_PATIENCE_S
+    for thread in list(_ending_threads):
+        thread.join(max(0.0, deadline - time.monotonic()))

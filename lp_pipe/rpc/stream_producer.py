@@ -5,8 +5,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from lp_pipe.rpc.answer import Answer
-from lp_pipe.rpc.window import MAX_ITEMS, Window
+from lp_pipe.rpc.responder import Responder
+from lp_pipe.rpc.stream_window import MAX_ITEMS, StreamWindow
 from lp_pipe.telemetry import waits
 
 _log = logging.getLogger(__name__)
@@ -35,22 +35,22 @@ class ThreadStream:
     def __init__(
         self,
         items: Iterator[Any],
-        answer: Answer,
+        responder: Responder,
         submit: Callable[[Callable[[], None]], object],
         serving: Callable[[], waits.waiting],
     ) -> None:
         self._items = items
-        self._answer = answer
+        self._responder = responder
         self._submit = submit
         self._serving = serving
-        self._window = Window()
+        self._window = StreamWindow()
         self._lock = threading.Lock()
         self._is_busy = False
         self._is_over = False
         self._is_cancelled = False
 
     def start(self) -> None:
-        self._answer.open_stream()
+        self._responder.open_stream()
         self._wake()
 
     def credit(self, items: int) -> None:
@@ -83,17 +83,17 @@ class ThreadStream:
 
     def _step(self) -> None:
         if self._is_cancelled:
-            self._end(self._answer.cancelled)
+            self._end(self._responder.cancelled)
             return
         try:
             with self._serving():
                 item = next(self._items)
         except StopIteration:
-            self._end(self._answer.end_stream)
+            self._end(self._responder.end_stream)
         except BaseException as error:  # also SystemExit: it goes to the consumer only
-            self._end(self._answer.error, error)
+            self._end(self._responder.error, error)
         else:
-            if not self._answer.item(item, self._sent):
+            if not self._responder.item(item, self._sent):
                 self._end(lambda: None)
 
     def _sent(self, size_bytes: int) -> None:
@@ -106,5 +106,5 @@ class ThreadStream:
         try:
             self._items.close()  # type: ignore[attr-defined]
         except BaseException as error:  # nobody else is told: the consumer has gone
-            _log.warning("%s(): closing the generator raised %r", self._answer.method, error)
+            _log.warning("%s(): closing the generator raised %r", self._responder.method, error)
         say(*args)

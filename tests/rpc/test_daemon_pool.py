@@ -5,7 +5,7 @@ import threading
 import pytest
 
 import lp_pipe as lp
-from lp_pipe.rpc.pool import DaemonPool
+from lp_pipe.rpc.daemon_pool import DaemonPool
 
 WITHIN_S = 10.0
 

@@ -9,8 +9,8 @@ import lp_pipe as lp
 from lp_pipe.connections import Frame, frames, hangup_watcher, inproc
 from lp_pipe.rpc import Server
 from lp_pipe.rpc.calls import Reply
+from lp_pipe.rpc.client_connection import ClientConnection
 from lp_pipe.rpc.codec import Payload
-from lp_pipe.rpc.link import Link
 
 WITHIN_S = 20.0
 
@@ -47,7 +47,7 @@ def test_a_stream_that_opens_while_its_connection_ends_has_an_end() -> None:
     # In one process the frame comes in the producer's thread, and the end in that of whoever closes: a consumer whose
     # inbox was made just after the others had been told waited for ever.
     near, far = inproc.pair()
-    link = Link(near)
+    link = ClientConnection(near)
     far.start(lambda frame: None, lambda reason: None)
     call = Pending()
     number = link.start("count", Payload(b"", []), call)
