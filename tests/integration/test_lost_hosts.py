@@ -16,7 +16,7 @@ import lp_pipe as lp
 import lp_pipe.pipeline as pp
 from lp_pipe.checkpoint import Checkpoints
 from lp_pipe.errors import LaunchError
-from lp_pipe.launch.engines.base import Invitation, Watched
+from lp_pipe.launch.engines.base import Invitation, StartedAgent
 from lp_pipe.launch.engines.local import LocalEngine
 from tests.integration.small import Feeder, squared_error
 from tests.waiting import until
@@ -110,7 +110,7 @@ class RepairedLater(LocalEngine):
         self.is_repaired = threading.Event()
         self._started: set[str] = set()
 
-    def start_again(self, invitation: Invitation, name: str) -> Watched:
+    def start_again(self, invitation: Invitation, name: str) -> StartedAgent:
         if name in self._started and not self.is_repaired.is_set():
             raise LaunchError(f"{name} is being repaired")
         self._started.add(name)

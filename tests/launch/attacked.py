@@ -10,7 +10,7 @@ import psutil
 
 import lp_pipe as lp
 from lp_pipe.connections.credentials import Credentials
-from lp_pipe.launch.engines import Invitation, LocalEngine, Watched
+from lp_pipe.launch.engines import Invitation, LocalEngine, StartedAgent
 from tests.launch import strangers
 from tests.waiting import until
 
@@ -71,7 +71,7 @@ class Confiding(LocalEngine):
     ours: Credentials
     launcher_port: int
 
-    def start(self, invitation: Invitation) -> list[Watched]:
+    def start(self, invitation: Invitation) -> list[StartedAgent]:
         self.ours = Credentials.from_bytes(invitation.secret)
         self.launcher_port = int(invitation.addresses[0].rpartition(":")[2])
         self.attack()

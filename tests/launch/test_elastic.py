@@ -15,7 +15,7 @@ import pytest
 import lp_pipe as lp
 from lp_pipe.launch import elastic
 from lp_pipe.launch.elastic import HostCount
-from lp_pipe.launch.engines import Invitation, LocalEngine, Watched
+from lp_pipe.launch.engines import Invitation, LocalEngine, StartedAgent
 from tests.launch.engines.programs import are_gone, grown
 from tests.waiting import until
 
@@ -61,7 +61,7 @@ class Patient(LocalEngine):
         super().__init__(hosts)
         self.may_come_back = threading.Event()
 
-    def start_again(self, invitation: Invitation, name: str) -> Watched | None:
+    def start_again(self, invitation: Invitation, name: str) -> StartedAgent | None:
         return super().start_again(invitation, name) if self.may_come_back.is_set() else None
 
     def start(self, invitation: Invitation) -> Any:
@@ -180,7 +180,7 @@ def test_a_program_that_stops_itself_is_over(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_fewer_hosts_than_may_be_are_enough_from_the_start() -> None:
     class Half(Patient):
-        def start_again(self, invitation: Invitation, name: str) -> Watched | None:
+        def start_again(self, invitation: Invitation, name: str) -> StartedAgent | None:
             nobody = Invitation(["127.0.0.1:9"], b"no credentials", invitation.log_dir)
             return super().start_again(nobody if name == "local1" else invitation, name)
 

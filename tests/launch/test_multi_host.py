@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 import lp_pipe as lp
-from lp_pipe.launch.engines import HostOffer, Invitation, LocalEngine, Watched
+from lp_pipe.launch.engines import HostOffer, Invitation, LocalEngine, StartedAgent
 from tests.waiting import until
 
 WITHIN_S = 20.0
@@ -175,7 +175,7 @@ class _HalfEngine(LocalEngine):
     def hosts(self) -> list[HostOffer]:
         return [HostOffer("here"), HostOffer("away")]
 
-    def start(self, invitation: Invitation) -> list[Watched]:
+    def start(self, invitation: Invitation) -> list[StartedAgent]:
         self._hosts = [HostOffer("here")]
         return list(super().start(invitation))
 
@@ -196,7 +196,7 @@ def test_an_address_that_is_not_of_this_host_is_named_with_those_that_are(listen
 
 
 class _Failing(LocalEngine):
-    def start(self, invitation: Invitation) -> list[Watched]:
+    def start(self, invitation: Invitation) -> list[StartedAgent]:
         nobody = Invitation(["127.0.0.1:9"], b"no credentials", invitation.log_dir)
         return list(super().start(nobody))
 

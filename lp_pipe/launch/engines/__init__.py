@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from lp_pipe.launch.engines.base import Engine as Engine
 from lp_pipe.launch.engines.base import HostOffer as HostOffer
 from lp_pipe.launch.engines.base import Invitation as Invitation
-from lp_pipe.launch.engines.base import Watched as Watched
+from lp_pipe.launch.engines.base import StartedAgent as StartedAgent
 
 if TYPE_CHECKING:
     from lp_pipe.launch.engines.kubernetes import KubernetesEngine as KubernetesEngine

@@ -39,7 +39,7 @@ class Invitation:
     secret: whoever has it may run code in the run. It goes to the agent's stdin (one line; nothing may follow), or
         into a file of mode 0600 that the agent is told of by `--token-file`: never into arguments, the environment,
         or what others can read.
-    log_dir: where `Subprocess` writes what the agents print.
+    log_dir: where `AgentProcess` writes what the agents print.
     interface: the network interface (or address) by which the hosts reach each other; "": that of the launcher.
     """
 
@@ -55,7 +55,7 @@ class Invitation:
         return ["-m", "lp_pipe", "agent", *join]
 
 
-class Watched(ABC):
+class StartedAgent(ABC):
     """Something that an engine has started: usually one agent, or one command that stands for several.
 
     hosts: the names of those whose agents end when this does.
@@ -83,7 +83,7 @@ class Watched(ABC):
         """
 
 
-def kill_all(started: Sequence[Watched]) -> None:
+def kill_all(started: Sequence[StartedAgent]) -> None:
     """All at a time: each may take seconds."""
     threads = [threading.Thread(target=one.kill, name="kill agent", daemon=True) for one in started]
     for thread in threads:
@@ -117,7 +117,7 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def start(self, invitation: Invitation) -> Sequence[Watched]:
+    def start(self, invitation: Invitation) -> Sequence[StartedAgent]:
         """Start an agent on each host: `PYTHON, *invitation.arguments(name)` with the secret on its stdin.
 
         Returns at once: who joins is seen by the launcher. Each host is in exactly one of what is returned.
@@ -126,7 +126,7 @@ class Engine(ABC):
             LaunchError: one cannot be started; those that were are killed.
         """
 
-    def start_again(self, invitation: Invitation, name: str) -> Watched | None:
+    def start_again(self, invitation: Invitation, name: str) -> StartedAgent | None:
         """Start the agent of one host again, which had ended; None: only the host itself can.
 
         Called again and again, as long as the host has not come back.

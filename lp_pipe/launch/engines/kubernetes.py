@@ -5,14 +5,15 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from lp_pipe.errors import LaunchError
-from lp_pipe.launch.engines.base import Engine, HostOffer, Invitation, Watched
+from lp_pipe.launch.engines.base import Engine, HostOffer, Invitation, StartedAgent
 from lp_pipe.launch.engines.host_list import read_hosts
-from lp_pipe.launch.engines.kubernetes_manifest import HOST, KINDS, SECRET_FILE, Object, PodGroup
-from lp_pipe.launch.engines.kubernetes_pods import Pods
-from lp_pipe.launch.engines.kubernetes_user import NONROOT, read_user
+from lp_pipe.launch.engines.kubernetes_manifest import HOST, KINDS, NONROOT, SECRET_FILE, Object, PodGroup, read_user
+
+if TYPE_CHECKING:
+    from lp_pipe.launch.engines.kubernetes_pods import Pods
 
 _MISSING = "engine 'kubernetes' needs the official client: pip install 'lp_pipe[kubernetes]'"
 _NAME_CHARS = 30  # with our endings, and those of Jobs and pods, 63 at most
@@ -64,10 +65,11 @@ class KubernetesEngine(Engine):
             HostOffer(f"host-{number}", limits.cpus, limits.gpus or 0, limits.memory) for number in range(self._count)
         ]
 
-    def start(self, invitation: Invitation) -> Sequence[Watched]:
+    def start(self, invitation: Invitation) -> Sequence[StartedAgent]:
         _check_addresses(invitation.addresses)
         try:
             from lp_pipe.launch.engines.kubernetes_api import Cluster  # slow to import, and an extra
+            from lp_pipe.launch.engines.kubernetes_pods import Pods
         except ImportError as error:
             raise LaunchError(f"{_MISSING} ({error})") from error
         cluster = Cluster(self._namespace, self._kubeconfig, connections=self._count + 4)
@@ -79,7 +81,7 @@ class KubernetesEngine(Engine):
     def preview(self, invitation: Invitation) -> str:
         """The manifest, as YAML."""
         try:
-            from lp_pipe.launch.engines.kubernetes_yaml import as_yaml  # of an extra
+            from lp_pipe.launch.engines.kubernetes_api import as_yaml  # of an extra
         except ImportError as error:
             raise LaunchError(f"{_MISSING} ({error})") from error
         return as_yaml(self._objects(invitation, self._namespace or "default", "LEFT-OUT"))

@@ -7,10 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lp_pipe.launch.engines import kubernetes_user as users
 from lp_pipe.launch.engines.base import HostOffer
 
 Object = dict[str, Any]
+
+NONROOT = 65532  # called "nonroot" in the distroless images
+ROOT = 0
+HOME = "/home/lp_pipe"
+
+_NAME = "lp_pipe"
+_LARGEST = (1 << 31) - 1  # of Kubernetes
+_OWNER_READS, _GROUP_READS = 0o400, 0o440
 
 CONTAINER = "agent"
 SECRET_FILE = "/run/lp_pipe/secret"
@@ -54,7 +61,7 @@ class PodGroup:
     limits: HostOffer
     arguments: Sequence[str]
     ports: Sequence[int]
-    user: int = users.NONROOT
+    user: int = NONROOT
 
 
 def jobset_objects(group: PodGroup, secret: str) -> list[Object]:
@@ -121,7 +128,7 @@ def _job_spec(group: PodGroup, more: Object) -> Object:
 
 
 def _pod_spec(group: PodGroup) -> Object:
-    secret = {"secretName": group.name, "defaultMode": users.secret_mode(group.user)}
+    secret = {"secretName": group.name, "defaultMode": secret_mode(group.user)}
     spread = {
         "maxSkew": 1,
         "topologyKey": "kubernetes.io/hostname",
@@ -135,13 +142,13 @@ def _pod_spec(group: PodGroup) -> Object:
         "enableServiceLinks": False,
         # Then the agent is not process 1, which would ignore SIGTERM and would have to reap what others leave.
         "shareProcessNamespace": True,
-        "securityContext": users.pod_security(group.user),
+        "securityContext": pod_security(group.user),
         "topologySpreadConstraints": [spread],
         "containers": [_container(group)],
         "volumes": [
             {"name": "secret", "secret": secret},
             {"name": "shm", "emptyDir": {"medium": "Memory"}},  # 64 MiB otherwise: too small for channels
-            *users.home_volumes(group.user),
+            *home_volumes(group.user),
         ],
     }
 
@@ -153,15 +160,15 @@ def _container(group: PodGroup) -> Object:
         "image": group.image,
         "command": ["python"],
         "args": [*group.arguments],
-        **users.environment(group.user),
+        **environment(group.user),
         "resources": _resources(group.limits),
         "startupProbe": {**is_joined, "periodSeconds": 2, "timeoutSeconds": 5, "failureThreshold": 30},
         "livenessProbe": {**is_joined, "periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 3},
-        "securityContext": users.container_security(group.user),
+        "securityContext": container_security(group.user),
         "volumeMounts": [
             {"name": "secret", "mountPath": SECRET_FILE.rpartition("/")[0], "readOnly": True},
             {"name": "shm", "mountPath": "/dev/shm"},
-            *users.home_mounts(group.user),
+            *home_mounts(group.user),
         ],
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
@@ -175,3 +182,58 @@ def _resources(limits: HostOffer) -> Object:
     }
     gpus = {_GPU: str(limits.gpus)} if limits.gpus else {}
     return {"requests": asked, "limits": {**asked, **gpus}} if asked or gpus else {}
+
+
+def read_user(text: str) -> int:
+    """What `run_as_user` says.
+
+    Raises:
+        ValueError: no number of a user.
+    """
+    if text.isdecimal() and int(text) <= _LARGEST:
+        return int(text)
+    raise ValueError(
+        f"engine 'kubernetes': run_as_user={text!r} is no number of a user: write one of 0 (root) to {_LARGEST}; "
+        f"default: {NONROOT}"
+    )
+
+
+def pod_security(user: int) -> dict[str, Any]:
+    """Of the pod's `securityContext`. With `fsGroup` the kubelet gives the files of its volumes to that group."""
+    seccomp = {"seccompProfile": {"type": "RuntimeDefault"}}
+    if user == ROOT:
+        return seccomp
+    return {"runAsNonRoot": True, "runAsUser": user, "runAsGroup": user, "fsGroup": user, **seccomp}
+
+
+def container_security(user: int) -> dict[str, Any]:
+    """Of the container's `securityContext`: also root is without a single capability."""
+    return {
+        **({"runAsUser": ROOT} if user == ROOT else {}),
+        "privileged": False,
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+    }
+
+
+def secret_mode(user: int) -> int:
+    """Of a Secret's files: they are root's, whoever the pod runs as, and so another user reads them by its group."""
+    return _OWNER_READS if user == ROOT else _GROUP_READS
+
+
+def environment(user: int) -> dict[str, Any]:
+    """Of the container. Caches (of --sync, of torch) are kept below ~, and are named after the user: who has no entry
+    in /etc/passwd needs to be told both. Root has them from the image.
+    """
+    told = {} if user == ROOT else {"HOME": HOME, "USER": _NAME, "LOGNAME": _NAME}
+    return {"env": [{"name": name, "value": value} for name, value in told.items()]} if told else {}
+
+
+def home_volumes(user: int) -> list[dict[str, Any]]:
+    """An empty folder: nothing of the image's needs to be writable."""
+    return [] if user == ROOT else [{"name": "home", "emptyDir": {}}]
+
+
+def home_mounts(user: int) -> list[dict[str, Any]]:
+    """Where the container has it."""
+    return [] if user == ROOT else [{"name": "home", "mountPath": HOME}]

@@ -1,21 +1,39 @@
 """The pods of a run: one thread watches them, one for each reads its log."""
 
 import logging
+import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import Any, ClassVar
 
 from lp_pipe.errors import LaunchError
-from lp_pipe.launch.engines import kubernetes_states as states
-from lp_pipe.launch.engines.base import Watched
-from lp_pipe.launch.engines.kubernetes_errors import NoAnswer
+from lp_pipe.launch.engines.base import StartedAgent
+from lp_pipe.launch.engines.kubernetes_api import Cluster, NoAnswer
 from lp_pipe.launch.engines.kubernetes_manifest import CONTAINER, INSTANCE_LABEL, Object, ownership
 
-if TYPE_CHECKING:
-    from lp_pipe.launch.engines.kubernetes_api import Cluster
+Pod = Mapping[str, Any]  # as the API has it: camelCase
+
+DELETED = "its pod was deleted: by somebody, or because another pod of the run had failed"
+
+_INDEX = "batch.kubernetes.io/job-completion-index"
+_PYTHON = "is there a `python` in the image, which the pod's user may run? It is not root without --run-as-user=0"
+# A container that waits for one of these waits for ever; ErrImagePull, without BackOff, is tried again at once.
+_HOPELESS = {
+    "ImagePullBackOff": "check --image, and that the cluster may pull it (imagePullSecrets of its service account)",
+    "InvalidImageName": "check --image",
+    "ErrImageNeverPull": "load the image on the cluster's nodes, or push it where they can pull it",
+    "CreateContainerConfigError": "see `kubectl describe pod`",
+    "CreateContainerError": "see `kubectl describe pod`",
+    "RunContainerError": _PYTHON,
+}
+_ENDED_BY = {
+    "Evicted": "ask for what it needs, such as --hosts=2:memory_gib=32, so that it is not the first to go",
+    "OOMKilled": "it used more memory than its limit: ask for more, such as --hosts=2:memory_gib=32",
+    "StartError": _PYTHON,
+}
 
 _log = logging.getLogger(__name__)
 
@@ -26,7 +44,7 @@ _LAST_LINES_S = 0.25
 _GONE_PATIENCE_S = 15.0
 
 
-class PodHost(Watched):
+class PodHost(StartedAgent):
     """One pod, from before there is one."""
 
     LAST_NEWS_S: ClassVar[float] = 4.0  # a kubelet looks at its pods every second, and then tells the API server
@@ -37,7 +55,7 @@ class PodHost(Watched):
         self._pods = pods
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self._reader: threading.Thread | None = None
-        self._seen: states.Pod | None = None
+        self._seen: Pod | None = None
         self._end: str | None = None
 
     def how_it_ended(self) -> str | None:
@@ -58,18 +76,18 @@ class PodHost(Watched):
 
     # Called by the thread that watches.
 
-    def note(self, pod: states.Pod) -> None:
+    def note(self, pod: Pod) -> None:
         self._seen = pod
-        if states.has_started(pod) and self._reader is None:
+        if has_started(pod) and self._reader is None:
             name = pod["metadata"]["name"]
             reader = threading.Thread(target=self._read, args=(name,), name=f"output of {name}", daemon=True)
             reader.start()
             self._reader = reader
-        self._end = states.how_it_ended(pod)
+        self._end = how_it_ended(pod)
 
     def gone(self) -> None:
         if self._seen is not None and self._end is None:
-            self._end = states.DELETED
+            self._end = DELETED
 
     def finish(self) -> None:
         if self._reader is not None:
@@ -78,7 +96,7 @@ class PodHost(Watched):
     def _state(self) -> str:
         if self._seen is None:
             return f"no pod has been made for it; `{self._pods.describe}` says why"
-        return states.waits_for(self._seen)
+        return waits_for(self._seen)
 
     def _read(self, pod: str) -> None:
         try:
@@ -98,7 +116,7 @@ class Pods:
         LaunchError: something cannot be made; then nothing of it is left.
     """
 
-    def __init__(self, cluster: "Cluster", objects: Sequence[Object], hosts: Sequence[str], log_dir: Path) -> None:
+    def __init__(self, cluster: Cluster, objects: Sequence[Object], hosts: Sequence[str], log_dir: Path) -> None:
         log_dir.mkdir(parents=True, exist_ok=True)
         self.cluster = cluster
         self.hosts = [PodHost(host, log_dir / f"{host}.log", self) for host in hosts]
@@ -177,7 +195,7 @@ class Pods:
 
     def _list(self) -> str:
         pods, version = self.cluster.pods(self._selector)
-        numbers = {states.index_of(pod) for pod in pods}
+        numbers = {index_of(pod) for pod in pods}
         for number, host in enumerate(self.hosts):
             if number not in numbers:
                 host.gone()
@@ -185,10 +203,77 @@ class Pods:
             self._note(pod, is_gone=False)
         return version
 
-    def _note(self, pod: states.Pod, is_gone: bool) -> None:
-        number = states.index_of(pod)
+    def _note(self, pod: Pod, is_gone: bool) -> None:
+        number = index_of(pod)
         if number is None or number >= len(self.hosts):
             return
         self.hosts[number].gone() if is_gone else self.hosts[number].note(pod)
         with self._changed:
             self._changed.notify_all()
+
+
+def index_of(pod: Pod) -> int | None:
+    """Which of the Job's pods it is."""
+    metadata = pod["metadata"]
+    text = (metadata.get("annotations") or {}).get(_INDEX) or (metadata.get("labels") or {}).get(_INDEX)
+    return int(text) if text is not None else None
+
+
+def has_started(pod: Pod) -> bool:
+    """Whether there is a log to read."""
+    state = _container_state(pod)
+    return "running" in state or "terminated" in state
+
+
+def how_it_ended(pod: Pod) -> str | None:
+    """None while it may still become, or is, a running agent."""
+    status = pod.get("status") or {}
+    waiting = _container_state(pod).get("waiting") or {}
+    if waiting.get("reason") in _HOPELESS:
+        return _with_advice(waiting["reason"], waiting.get("message"), _HOPELESS)
+    if status.get("phase") not in ("Succeeded", "Failed"):
+        return None
+    ended = _container_state(pod).get("terminated") or {}
+    if status.get("reason"):  # the kubelet's own: Evicted, NodeShutdown, ...
+        return _with_advice(status["reason"], status.get("message"), _ENDED_BY)
+    disruption = _condition(pod, "DisruptionTarget")
+    if disruption.get("status") == "True":
+        return _with_advice(disruption.get("reason", "disrupted"), disruption.get("message"), _ENDED_BY)
+    if ended.get("reason") in _ENDED_BY:
+        return _with_advice(ended["reason"], ended.get("message"), _ENDED_BY)
+    return _exit_text(ended.get("exitCode", 0 if status["phase"] == "Succeeded" else None))
+
+
+def waits_for(pod: Pod) -> str:
+    """Of a pod without a log: its phase and, where the cluster says so, the reason."""
+    waiting = _container_state(pod).get("waiting") or {}
+    scheduled = _condition(pod, "PodScheduled")
+    why = waiting if waiting.get("reason") else scheduled if scheduled.get("status") == "False" else {}
+    said = ": ".join(part for part in (why.get("reason"), why.get("message")) if part)
+    phase = (pod.get("status") or {}).get("phase", "Pending")
+    where = (pod.get("spec") or {}).get("nodeName")
+    return f"pod {pod['metadata']['name']} is {phase}{f' on {where}' if where else ''}{f': {said}' if said else ''}"
+
+
+def _with_advice(reason: str, message: str | None, advice: Mapping[str, str]) -> str:
+    said = f"{reason}: {message}" if message else reason
+    return f"{said}; {advice[reason]}" if reason in advice else said
+
+
+def _exit_text(code: int | None) -> str:
+    if code is None:
+        return "its pod failed, and the cluster does not say why"
+    if code > 128 and code - 128 in {one.value for one in signal.Signals}:
+        return f"killed by {signal.Signals(code - 128).name}"
+    return f"exit status {code}"
+
+
+def _container_state(pod: Pod) -> Mapping[str, Any]:
+    containers = (pod.get("status") or {}).get("containerStatuses") or []
+    ours: Pod = next((one for one in containers if one["name"] == CONTAINER), {})  # others may be put beside it
+    return ours.get("state") or {}
+
+
+def _condition(pod: Pod, kind: str) -> Mapping[str, Any]:
+    conditions = (pod.get("status") or {}).get("conditions") or []
+    return next((one for one in conditions if one.get("type") == kind), {})

@@ -4,8 +4,8 @@ import sys
 from collections.abc import Sequence
 from typing import ClassVar
 
-from lp_pipe.launch.engines.base import Engine, HostOffer, Invitation, Watched
-from lp_pipe.launch.engines.command import Subprocess, start_each
+from lp_pipe.launch.engines.agent_process import AgentProcess, start_each
+from lp_pipe.launch.engines.base import Engine, HostOffer, Invitation, StartedAgent
 from lp_pipe.launch.engines.host_list import read_hosts
 
 
@@ -29,8 +29,8 @@ class LocalEngine(Engine):
     def hosts(self) -> Sequence[HostOffer]:
         return self._hosts
 
-    def start(self, invitation: Invitation) -> Sequence[Watched]:
+    def start(self, invitation: Invitation) -> Sequence[StartedAgent]:
         return start_each(self, self._hosts, invitation)
 
-    def start_again(self, invitation: Invitation, name: str) -> Watched:
-        return Subprocess([name], [sys.executable, *invitation.arguments(name)], invitation)
+    def start_again(self, invitation: Invitation, name: str) -> StartedAgent:
+        return AgentProcess([name], [sys.executable, *invitation.arguments(name)], invitation)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lp_pipe.errors import LaunchError
-from lp_pipe.launch.engines.base import Engine, HostOffer, Invitation, Watched
+from lp_pipe.launch.engines.base import Engine, HostOffer, Invitation, StartedAgent
 from lp_pipe.launch.engines.host_list import read_hosts
 
 
@@ -27,7 +27,7 @@ class ManualEngine(Engine):
     def hosts(self) -> Sequence[HostOffer]:
         return self._hosts
 
-    def start(self, invitation: Invitation) -> Sequence[Watched]:
+    def start(self, invitation: Invitation) -> Sequence[StartedAgent]:
         self._file = Path(invitation.log_dir).parent / "agents.secret"
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)

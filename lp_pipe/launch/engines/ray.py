@@ -12,9 +12,8 @@ from contextlib import contextmanager, suppress
 from typing import Any, ClassVar
 
 from lp_pipe.errors import LaunchError
-from lp_pipe.launch.engines.base import Engine, HostOffer, Invitation, Watched
-from lp_pipe.launch.engines.ray_actor import AgentActor
-from lp_pipe.launch.engines.ray_agent import RayAgent, first_words
+from lp_pipe.launch.engines.base import Engine, HostOffer, Invitation, StartedAgent
+from lp_pipe.launch.engines.ray_agent import AgentActor, RayAgent, first_words
 
 _STRATEGIES = {"spread": "STRICT_SPREAD", "pack": "PACK"}
 _ACTORS_PATIENCE_S = 60.0
@@ -83,10 +82,10 @@ class RayEngine(Engine):
         self._offers = [HostOffer(name, bundle["CPU"], bundle.get("GPU", 0)) for name in distinct(self._names)]
         return self._offers
 
-    def start(self, invitation: Invitation) -> Sequence[Watched]:
+    def start(self, invitation: Invitation) -> Sequence[StartedAgent]:
         return [self._run(index, invitation) for index in range(len(self._actors))]
 
-    def start_again(self, invitation: Invitation, name: str) -> Watched:
+    def start_again(self, invitation: Invitation, name: str) -> StartedAgent:
         index = [offer.name for offer in self._offers].index(name)
         with self._errors_of_ray():
             self._ray.kill(self._actors[index])

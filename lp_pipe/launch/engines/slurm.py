@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from lp_pipe.errors import LaunchError
-from lp_pipe.launch.engines.base import Engine, HostOffer, Invitation, Watched
-from lp_pipe.launch.engines.command import Subprocess
+from lp_pipe.launch.engines.agent_process import AgentProcess
+from lp_pipe.launch.engines.base import Engine, HostOffer, Invitation, StartedAgent
 
 # An agent that dies, or a host, takes nothing else along: the launcher decides what becomes of the others' nodes, and
 # stops them in order. --overlap: also from inside another step, such as `srun --pty bash`; --cpu-bind=none: with all
@@ -66,21 +66,21 @@ class SlurmEngine(Engine):
         self._offers = [offer for offer in allocated if offer.name in names]  # in srun's order, not the user's
         return self._offers
 
-    def start(self, invitation: Invitation) -> Sequence[Watched]:
+    def start(self, invitation: Invitation) -> Sequence[StartedAgent]:
         return self._step(invitation, [offer.name for offer in self._offers])
 
-    def start_again(self, invitation: Invitation, name: str) -> Watched:
+    def start_again(self, invitation: Invitation, name: str) -> StartedAgent:
         return self._step(invitation, [name])[0]
 
-    def _step(self, invitation: Invitation, names: Sequence[str]) -> "list[Task]":
+    def _step(self, invitation: Invitation, names: Sequence[str]) -> "list[SlurmTask]":
         """One srun for the agents of these hosts, in Slurm's order."""
         where = [f"--nodes={len(names)}", f"--ntasks={len(names)}", f"--nodelist={','.join(names)}"]
         words = [self._python, *invitation.arguments(_NAME)]
         # All tasks have one command line: each learns from Slurm which of the hosts it is on.
         command = " ".join('"$SLURMD_NODENAME"' if word == _NAME else shlex.quote(word) for word in words)
-        step = Subprocess(names, [*self._srun, *where, "sh", "-c", f"exec {command}"], invitation)
+        step = AgentProcess(names, [*self._srun, *where, "sh", "-c", f"exec {command}"], invitation)
         in_use = set(names)
-        return [Task(name, number, step, in_use) for number, name in enumerate(names)]
+        return [SlurmTask(name, number, step, in_use) for number, name in enumerate(names)]
 
     def _chosen(self, allocated: Sequence[str]) -> Sequence[str]:
         asked = self._asked or str(len(allocated))
@@ -94,13 +94,13 @@ class SlurmEngine(Engine):
         return allocated[: int(asked)]
 
 
-class Task(Watched):
+class SlurmTask(StartedAgent):
     """One task of the step of several agents. How it ended is what srun says of it, at the latest at the end.
 
     in_use: the hosts of the step whose tasks nobody has killed; of all its tasks the same set.
     """
 
-    def __init__(self, host: str, number: int, step: Watched, in_use: set[str]) -> None:
+    def __init__(self, host: str, number: int, step: StartedAgent, in_use: set[str]) -> None:
         super().__init__([host])
         self._number = number
         self._step = step

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from lp_pipe.launch.engines.base import Engine, HostOffer, Invitation, Watched
-from lp_pipe.launch.engines.command import Subprocess, start_each
+from lp_pipe.launch.engines.agent_process import AgentProcess, start_each
+from lp_pipe.launch.engines.base import Engine, HostOffer, Invitation, StartedAgent
 from lp_pipe.launch.engines.host_list import read_hosts
 
 # Never a question that nobody can answer; a connection that breaks in silence ends, instead of hanging for hours.
@@ -41,9 +41,9 @@ class SshEngine(Engine):
     def hosts(self) -> Sequence[HostOffer]:
         return self._hosts
 
-    def start(self, invitation: Invitation) -> Sequence[Watched]:
+    def start(self, invitation: Invitation) -> Sequence[StartedAgent]:
         return start_each(self, self._hosts, invitation)
 
-    def start_again(self, invitation: Invitation, name: str) -> Watched:
+    def start_again(self, invitation: Invitation, name: str) -> StartedAgent:
         remote = shlex.join([self._python, *invitation.arguments(name)])
-        return Subprocess([name], [*self._ssh, "--", name, f"exec {remote}"], invitation)
+        return AgentProcess([name], [*self._ssh, "--", name, f"exec {remote}"], invitation)

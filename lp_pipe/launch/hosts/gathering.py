@@ -12,7 +12,7 @@ from lp_pipe.connections.credentials import Credentials
 from lp_pipe.connections.silence import SilenceWatch
 from lp_pipe.connections.tcp_endpoint import TLS, bracketed
 from lp_pipe.errors import LaunchError
-from lp_pipe.launch.engines.base import Engine, HostOffer, Invitation, Watched, kill_all
+from lp_pipe.launch.engines.base import Engine, HostOffer, Invitation, StartedAgent, kill_all
 from lp_pipe.launch.hosts import handshake
 from lp_pipe.launch.hosts.agent_link import ALIVE, AgentLink
 from lp_pipe.launch.hosts.handshake import Joining, Versions
@@ -117,7 +117,7 @@ class Gathering:
         self._agents: dict[str, RemoteAgent] = {}
         self._offers: dict[str, HostOffer] = {}
         self._refusals: list[str] = []
-        self._watched: Sequence[Watched] = ()
+        self._watched: Sequence[StartedAgent] = ()
         self._changed = threading.Condition()
         self._lost: set[str] = set()
         self._is_over = threading.Event()

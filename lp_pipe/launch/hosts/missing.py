@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from lp_pipe.launch.engines.base import Watched
+from lp_pipe.launch.engines.base import StartedAgent
 from lp_pipe.telemetry.some_names import some
 
 _MOST_TOLD = 3  # hosts with a reason of their own: an error has at most 15 lines
@@ -14,7 +14,7 @@ def who_is_missing(
     missing: Sequence[str],
     of: int,
     refusals: Sequence[str],
-    watched: Sequence[Watched],
+    watched: Sequence[StartedAgent],
     waited_s: float,
     log_dir: str,
 ) -> str:
@@ -32,7 +32,7 @@ def who_is_missing(
     return "\n  ".join([f"{len(missing)} of {of} hosts have not joined: {some(missing)}", *details])
 
 
-def _told(one: Watched, waited_s: float, most_lines: int) -> str:
+def _told(one: StartedAgent, waited_s: float, most_lines: int) -> str:
     how = one.how_it_ended()
     state = f"its agent ended ({how})" if how else f"not there yet after {waited_s:.0f} s"
     lines = one.last_lines()[-most_lines:]

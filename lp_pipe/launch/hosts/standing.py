@@ -7,7 +7,7 @@ import time
 
 from lp_pipe.connections import Listener
 from lp_pipe.errors import LaunchError
-from lp_pipe.launch.engines.base import HostOffer, Invitation, Watched
+from lp_pipe.launch.engines.base import HostOffer, Invitation, StartedAgent
 from lp_pipe.launch.hosts.gathering import Gathering, RemoteAgent
 from lp_pipe.launch.hosts.relocation import fence_s
 
@@ -109,7 +109,7 @@ class StandingGathering(Gathering):
         while not self._is_over.wait(_BRING_BACK_EVERY_S):
             self._watched = [self._again(one) for one in self._watched]
 
-    def _again(self, watched: Watched) -> Watched:
+    def _again(self, watched: StartedAgent) -> StartedAgent:
         """What stands for the same host now."""
         if len(watched.hosts) > 1 or watched.hosts[0] in self.up():
             return watched

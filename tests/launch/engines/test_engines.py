@@ -12,7 +12,7 @@ import pytest
 
 import lp_pipe as lp
 from lp_pipe.launch import engines
-from lp_pipe.launch.engines import Engine, HostOffer, Invitation, ManualEngine, SshEngine, Watched
+from lp_pipe.launch.engines import Engine, HostOffer, Invitation, ManualEngine, SshEngine, StartedAgent
 from lp_pipe.launch.engines.host_list import read_hosts
 
 
@@ -63,7 +63,7 @@ class Elsewhere(Engine):
     def hosts(self) -> Sequence[HostOffer]:
         return [HostOffer(self.asked)]
 
-    def start(self, invitation: Invitation) -> Sequence[Watched]:
+    def start(self, invitation: Invitation) -> Sequence[StartedAgent]:
         return []
 
 
@@ -90,7 +90,7 @@ def test_the_secret_is_not_shown_with_the_invitation() -> None:
 class _ByHand(ManualEngine):
     """A person who does at once what the engine has said, on this host."""
 
-    def start(self, invitation: Invitation) -> Sequence[Watched]:
+    def start(self, invitation: Invitation) -> Sequence[StartedAgent]:
         super().start(invitation)
         assert self._file is not None and stat.S_IMODE(self._file.stat().st_mode) == 0o600
         arguments = invitation.arguments("by-hand", str(self._file))

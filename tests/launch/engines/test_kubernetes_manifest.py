@@ -15,8 +15,8 @@ import yaml
 from lp_pipe.launch.engines import Invitation
 from lp_pipe.launch.engines.base import HostOffer
 from lp_pipe.launch.engines.kubernetes import KubernetesEngine
+from lp_pipe.launch.engines.kubernetes_api import as_yaml
 from lp_pipe.launch.engines.kubernetes_manifest import HOST, KINDS, SECRET_FILE, Object, PodGroup
-from lp_pipe.launch.engines.kubernetes_yaml import as_yaml
 
 DATA = Path(__file__).parents[2] / "data"
 VERSION = "1.31"

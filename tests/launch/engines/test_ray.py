@@ -11,8 +11,7 @@ import pytest
 import lp_pipe as lp
 from lp_pipe.launch.engines import RayEngine
 from lp_pipe.launch.engines.ray import distinct, import_ray, wanted
-from lp_pipe.launch.engines.ray_actor import AgentActor
-from lp_pipe.launch.engines.ray_agent import RayAgent, first_words
+from lp_pipe.launch.engines.ray_agent import AgentActor, RayAgent, first_words
 
 BIG, SMALL = {"CPU": 16.0, "GPU": 4.0}, {"CPU": 8.0}
 

@@ -15,7 +15,7 @@ import pytest
 
 import lp_pipe as lp
 from lp_pipe.connections.credentials import Credentials
-from lp_pipe.launch.engines import Invitation, RayEngine, Watched
+from lp_pipe.launch.engines import Invitation, RayEngine, StartedAgent
 from tests.launch.engines.programs import (
     REPOSITORY,
     SCRIPT,
@@ -165,7 +165,7 @@ def test_an_actor_that_is_killed_takes_its_agent_along(address: str) -> None:
 class _Recording(RayEngine):
     token = ""
 
-    def start(self, invitation: Invitation) -> "list[Watched]":
+    def start(self, invitation: Invitation) -> "list[StartedAgent]":
         self.token = Credentials.from_bytes(invitation.secret).token
         return list(super().start(invitation))
 

@@ -3,8 +3,8 @@
 import pytest
 
 import lp_pipe as lp
-from lp_pipe.launch.engines import HostOffer, SlurmEngine, Watched
-from lp_pipe.launch.engines.slurm import Task, features, offers
+from lp_pipe.launch.engines import HostOffer, SlurmEngine, StartedAgent
+from lp_pipe.launch.engines.slurm import SlurmTask, features, offers
 from lp_pipe.launch.engines.slurm_job import JobState, read_state, sbatch_arguments, script
 
 
@@ -39,7 +39,7 @@ def test_gpus_are_counted_over_their_kinds(text: str, count: int) -> None:
     assert offer.gpus == count
 
 
-class _Step(Watched):
+class _Step(StartedAgent):
     """srun, as far as a task looks at it."""
 
     def __init__(self, *lines: str, ended: str | None = None) -> None:
@@ -67,24 +67,24 @@ class _Step(Watched):
 )
 def test_srun_says_which_tasks_have_ended_while_the_others_run(line: str, ended: list[str | None]) -> None:
     step = _Step("2: hello", line)
-    assert [Task(f"node{number + 1}", number, step, set()).how_it_ended() for number in range(3)] == ended
+    assert [SlurmTask(f"node{number + 1}", number, step, set()).how_it_ended() for number in range(3)] == ended
 
 
 def test_when_srun_ends_all_its_tasks_have() -> None:
     step = _Step("srun: error: Unable to create step: Invalid credential", ended="exit status 1")
-    task = Task("node1", 0, step, set())
+    task = SlurmTask("node1", 0, step, set())
     assert task.how_it_ended() == "srun: exit status 1"
     assert task.last_lines() == ["srun: error: Unable to create step: Invalid credential"]
 
 
 def test_a_task_has_its_own_lines_and_those_of_srun_but_not_how_others_ended() -> None:
     step = _Step("01: mine: yes", "10: another's", "srun: error: node1: task 0: Killed", "srun: both")
-    assert Task("node2", 1, step, set()).last_lines() == ["mine: yes", "srun: both"]
+    assert SlurmTask("node2", 1, step, set()).last_lines() == ["mine: yes", "srun: both"]
 
 
 def test_a_step_is_killed_with_the_last_of_its_tasks() -> None:
     step, in_use = _Step(), {"node1", "node2"}
-    first, second = Task("node1", 0, step, in_use), Task("node2", 1, step, in_use)
+    first, second = SlurmTask("node1", 0, step, in_use), SlurmTask("node2", 1, step, in_use)
     first.kill()
     first.kill()
     assert not step.is_killed

@@ -12,7 +12,7 @@ import pytest
 
 import lp_pipe as lp
 from lp_pipe.connections.credentials import Credentials
-from lp_pipe.launch.engines import HostOffer, Invitation, SlurmEngine, Watched
+from lp_pipe.launch.engines import HostOffer, Invitation, SlurmEngine, StartedAgent
 from tests.launch.engines import slurm_cluster
 from tests.launch.engines.programs import (
     REPOSITORY,
@@ -163,7 +163,7 @@ def test_more_or_other_hosts_than_the_allocation_has_are_refused() -> None:
 class _Recording(SlurmEngine):
     token = ""
 
-    def start(self, invitation: Invitation) -> "list[Watched]":
+    def start(self, invitation: Invitation) -> "list[StartedAgent]":
         self.token = Credentials.from_bytes(invitation.secret).token
         return list(super().start(invitation))
 

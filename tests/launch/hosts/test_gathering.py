@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from lp_pipe.connections import Connection, Frame, frames, tls
 from lp_pipe.connections.credentials import Credentials, generate_credentials
 from lp_pipe.connections.tcp_endpoint import TLS
-from lp_pipe.launch.engines.base import Invitation, Watched
+from lp_pipe.launch.engines.base import Invitation, StartedAgent
 from lp_pipe.launch.engines.local import LocalEngine
 from lp_pipe.launch.hosts import handshake
 from lp_pipe.launch.hosts.agent_link import ALIVE
@@ -25,7 +25,7 @@ class OneAfterTheOther(LocalEngine):
         self._second = threading.Thread(target=self._join_second)
         self._is_alive = threading.Event()
 
-    def start(self, invitation: Invitation) -> Sequence[Watched]:
+    def start(self, invitation: Invitation) -> Sequence[StartedAgent]:
         self._invitation = invitation
         self._join("first", lambda frame: self._is_alive.set() if frame.name == ALIVE else None)
         self._second.start()

@@ -1,10 +1,10 @@
 """The error of a launch that some hosts have not joined: short, and the reason first."""
 
-from lp_pipe.launch.engines import Watched
+from lp_pipe.launch.engines import StartedAgent
 from lp_pipe.launch.hosts.missing import who_is_missing
 
 
-class Agent(Watched):
+class Agent(StartedAgent):
     def __init__(self, host: str, how: str | None = None, *lines: str) -> None:
         super().__init__([host])
         self._how, self._lines = how, list(lines)

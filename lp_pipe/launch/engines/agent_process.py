@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lp_pipe.errors import LaunchError
-from lp_pipe.launch.engines.base import Engine, HostOffer, Invitation, Watched, kill_all
+from lp_pipe.launch.engines.base import Engine, HostOffer, Invitation, StartedAgent, kill_all
 from lp_pipe.telemetry.file_names import file_name
 from lp_pipe.telemetry.signal_names import signal_name
 
@@ -19,7 +19,7 @@ _KEPT_LINE_BYTES = 4096
 _PATIENCE_S = 1.0
 
 
-class Subprocess(Watched):
+class AgentProcess(StartedAgent):
     """Runs `command` in a session of its own, gives it the secret by stdin, keeps what it prints in a file.
 
     hosts: whose agents end with it. env: for the command; None: this process's.
@@ -94,9 +94,9 @@ class Subprocess(Watched):
                     log.write(line)
 
 
-def start_each(engine: Engine, hosts: Sequence[HostOffer], invitation: Invitation) -> list[Watched]:
+def start_each(engine: Engine, hosts: Sequence[HostOffer], invitation: Invitation) -> list[StartedAgent]:
     """The agents of an engine's hosts, one by one; when one cannot be started, those that were are killed."""
-    started: list[Watched] = []
+    started: list[StartedAgent] = []
     try:
         for offer in hosts:
             one = engine.start_again(invitation, offer.name)
