@@ -24,7 +24,7 @@ from benchmarks.report import machine, show_table, write_json
 from lp_pipe.connections import tls  # noqa: F401 - so that it counts as imported before
 from lp_pipe.launch import multi_host
 from lp_pipe.launch.engines import Engine, HostOffer, Invitation, Watched
-from lp_pipe.launch.hangs.hangs import HangWatch
+from lp_pipe.launch.hangs.hang_watch import HangWatch
 from lp_pipe.launch.hosts.gathering import Patience
 from lp_pipe.launch.multi_host import MultiHostOptions
 from lp_pipe.launch.plan.plan import make_plan

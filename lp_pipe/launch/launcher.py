@@ -14,7 +14,7 @@ from lp_pipe.launch import mixed, process
 from lp_pipe.launch.control import ControlPoint
 from lp_pipe.launch.coordination.coordinator import Coordinator
 from lp_pipe.launch.engines import Engine, make_engine
-from lp_pipe.launch.hangs.hangs import HangWatch
+from lp_pipe.launch.hangs.hang_watch import HangWatch
 from lp_pipe.launch.host import Host
 from lp_pipe.launch.plan.plan import Plan, make_plan, serialize_nodes
 from lp_pipe.launch.refusal import check_not_refused

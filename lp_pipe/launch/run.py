@@ -16,7 +16,7 @@ from lp_pipe.launch.at_exit import active_runs, failed_runs
 from lp_pipe.launch.control import ControlPoint
 from lp_pipe.launch.coordination.coordinator import Coordinator
 from lp_pipe.launch.debuggers import DebuggersHere
-from lp_pipe.launch.hangs.hangs import HangWatch
+from lp_pipe.launch.hangs.hang_watch import HangWatch
 from lp_pipe.launch.host import Host, give_up
 from lp_pipe.launch.leftovers import remove_if_empty
 from lp_pipe.launch.processes.execute import failure_from

@@ -4,7 +4,7 @@
         ...
 
 Costs a third of a microsecond: two writes into a dict by thread. Everything else is done by who looks, which is only
-the watch for hangs (launch/hangs/hangs.py), every few seconds.
+the watch for hangs (launch/hangs/hang_watch.py), every few seconds.
 """
 
 import contextlib

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from lp_pipe.launch.coordination.view import View
-from lp_pipe.launch.hangs.situation import Situation, Thread, Wait, threads_of
+from lp_pipe.launch.hangs.wait_graph import ThreadActivities, Wait, WaitGraph, threads_of
 from lp_pipe.telemetry.some_names import some
 from lp_pipe.telemetry.waits import CALL, DEBUGGER, HANDLER, RANKS, RECEIVE, RESOLVE, SEND, Activity
 
@@ -13,12 +13,10 @@ ENDED = ("finished", "failed", "stopped")
 _SHOWN_RANKS = 4
 
 
-def wait_text(situation: Situation, wait: Wait, others: Sequence[Wait]) -> str:
+def wait_text(graph: WaitGraph, wait: Wait, others: Sequence[Wait]) -> str:
     """others: waits like this one, that are told of with it."""
     who = "the launcher" if not wait.activity.node else f"node {wait.node}"
-    text = (
-        f"{who} has waited {seconds(wait.activity.age_s)} for {_object(situation, wait.activity)}{_at(wait.activity)}"
-    )
+    text = f"{who} has waited {seconds(wait.activity.age_s)} for {_object(graph, wait.activity)}{_at(wait.activity)}"
     if others:
         names = [one.node for one in others]
         shown = ", ".join(dict.fromkeys(names[:3]))
@@ -26,38 +24,38 @@ def wait_text(situation: Situation, wait: Wait, others: Sequence[Wait]) -> str:
             f" (so {'has' if len(names) == 1 else 'have'} {len(names)} more: {shown}{', …' if len(names) > 3 else ''})"
         )
     if wait.activity.kind == RANKS:
-        return f"{text}; {_other_ranks_text(situation, wait)}"
-    return f"{text}; {owner_text(situation, wait.activity)}"
+        return f"{text}; {_other_ranks_text(graph, wait)}"
+    return f"{text}; {owner_text(graph, wait.activity)}"
 
 
-def short_text(situation: Situation, wait: Wait) -> str:
+def short_text(graph: WaitGraph, wait: Wait) -> str:
     """For a table."""
-    return f"{seconds(wait.activity.age_s)} for {_object(situation, wait.activity)}"
+    return f"{seconds(wait.activity.age_s)} for {_object(graph, wait.activity)}"
 
 
-def ended_text(situation: Situation, wait: Wait) -> str:
+def ended_text(graph: WaitGraph, wait: Wait) -> str:
     """Of a wait that `wait_text` or `cycle_text` has told of."""
     who = "the launcher" if not wait.activity.node else f"node {wait.node}"
-    return f"{who} waits no more for {_object(situation, wait.activity)}"
+    return f"{who} waits no more for {_object(graph, wait.activity)}"
 
 
-def cycle_text(situation: Situation, cycle: Sequence[Wait], is_sure: bool, run: str) -> str:
+def cycle_text(graph: WaitGraph, cycle: Sequence[Wait], is_sure: bool, run: str) -> str:
     """One line for each wait, and what to do."""
     if is_sure:
         head = "deadlock: these waits are for each other, and none can end by itself:"
     else:
         head = "cycle of waits (may be a deadlock):"
-    lines = [head, *(f"  {_cycle_line(situation, wait)}" for wait in cycle)]
+    lines = [head, *(f"  {_cycle_line(graph, wait)}" for wait in cycle)]
     if not is_sure:
-        lines.append(f"  {owner_text(situation, cycle[-1].activity)}")
-    lines.append(f"To see every stack: lp_pipe stacks {shlex.quote(run)}. {_advice(situation, cycle)}")
+        lines.append(f"  {owner_text(graph, cycle[-1].activity)}")
+    lines.append(f"To see every stack: lp_pipe stacks {shlex.quote(run)}. {_advice(graph, cycle)}")
     return "\n".join(lines)
 
 
-def idle_text(situation: Situation) -> str:
+def idle_text(graph: WaitGraph) -> str:
     """Say that only servers are left, and until when."""
-    ended = [node for node, state in situation.states.items() if state == "finished"]
-    up = [node for node, state in situation.states.items() if state not in ENDED]
+    ended = [node for node, state in graph.states.items() if state == "finished"]
+    up = [node for node, state in graph.states.items() if state not in ENDED]
     has = "has" if len(ended) == 1 else "have"
     return (
         f"{some(ended)} {has} ended; only servers are left ({some(up)}): they serve until lp.stop(), which a node "
@@ -65,30 +63,30 @@ def idle_text(situation: Situation) -> str:
     )
 
 
-def positions_text(situation: Situation) -> str:
+def positions_text(graph: WaitGraph) -> str:
     """One line for each stage worker."""
-    return "\n".join(["where the stages are in their schedules:", *(f"  {text}" for text in situation.positions)])
+    return "\n".join(["where the stages are in their schedules:", *(f"  {text}" for text in graph.positions)])
 
 
-def owner_text(situation: Situation, activity: Activity) -> str:
+def owner_text(graph: WaitGraph, activity: Activity) -> str:
     """What the one that is waited for does."""
-    owner = situation.owner(activity)
+    owner = graph.owner(activity)
     if not owner:
-        return f"{_name(situation, activity)} is not known to this program, or not connected"
-    absence = _absence_text(situation, owner)
+        return f"{_name(graph, activity)} is not known to this program, or not connected"
+    absence = _absence_text(graph, owner)
     if absence:
         return f"{owner}{absence}"
-    if activity.kind == RESOLVE and not situation.is_up(activity):
-        return f"{owner} is not up yet: {_code_text(situation, owner)}"
-    return _worker_text(situation, activity, owner)
+    if activity.kind == RESOLVE and not graph.is_up(activity):
+        return f"{owner} is not up yet: {_code_text(graph, owner)}"
+    return _worker_text(graph, activity, owner)
 
 
-def _absence_text(situation: Situation, node: str) -> str:
+def _absence_text(graph: WaitGraph, node: str) -> str:
     """Why nothing can be known of what its threads are at; "" where it can."""
-    view = situation.deaf_view(node)
+    view = graph.unresponsive_view(node)
     if view is not None:
         return f"'s {silence_text(view)}"
-    state = situation.states[node]
+    state = graph.states[node]
     return f" is {state}" if state == "restarting" or state in ENDED else ""
 
 
@@ -111,20 +109,20 @@ def silence_text(view: View) -> str:
     return f"process has not answered for {seconds(view.silence_s)}: {why}{was}"
 
 
-def _last_known_text(thread: Thread) -> str:
+def _last_known_text(thread: ThreadActivities) -> str:
     handler = _handler_of(thread)
     return (f"its handler {handler.what}()" if handler else "its own code") + _at(thread.last)
 
 
-def _other_ranks_text(situation: Situation, wait: Wait) -> str:
+def _other_ranks_text(graph: WaitGraph, wait: Wait) -> str:
     """What the nodes are at that may be ranks of the same process group, those first that do what few others do."""
     label = wait.node.rpartition("/")[0]
-    ranks = [node for node in situation.states if node.rpartition("/")[0] == label]
-    ranks += [other.node for other in situation.waits if other.activity.kind == RANKS]
+    ranks = [node for node in graph.states if node.rpartition("/")[0] == label]
+    ranks += [other.node for other in graph.waits if other.activity.kind == RANKS]
     by_text: dict[str, list[str]] = {}
     for node in dict.fromkeys(ranks):
         if node != wait.node:
-            by_text.setdefault(_rank_text(situation, node), []).append(node)
+            by_text.setdefault(_rank_text(graph, node), []).append(node)
     parts = [
         f"{', '.join(nodes[:_SHOWN_RANKS])}{', …' if len(nodes) > _SHOWN_RANKS else ''}{text}"
         for text, nodes in sorted(by_text.items(), key=lambda item: len(item[1]))
@@ -132,16 +130,16 @@ def _other_ranks_text(situation: Situation, wait: Wait) -> str:
     return "; ".join(parts[:_SHOWN_RANKS]) or "no other node of the program is known to take part"
 
 
-def _rank_text(situation: Situation, node: str) -> str:
+def _rank_text(graph: WaitGraph, node: str) -> str:
     """The same for all that are at the same."""
-    absence = _absence_text(situation, node)
+    absence = _absence_text(graph, node)
     if absence:
         return absence
-    threads = situation.mains(node)
+    threads = graph.mains(node)
     if not threads:
         return ": not running its own code yet"
     last = threads[0].last
-    doing = f"waiting for {_object(situation, last)}" if last.is_wait else "running its own code"
+    doing = f"waiting for {_object(graph, last)}" if last.is_wait else "running its own code"
     return f": {doing}{_at(last)}"
 
 
@@ -149,10 +147,10 @@ def seconds(value: float) -> str:
     return f"{value:.1f} s" if value < 10 else f"{value:.0f} s"
 
 
-def _object(situation: Situation, activity: Activity) -> str:
+def _object(graph: WaitGraph, activity: Activity) -> str:
     if activity.kind == RANKS:
         return f"other ranks, in torch's {activity.what}" if activity.what else "something outside of lp_pipe"
-    name = _name(situation, activity)
+    name = _name(graph, activity)
     if activity.kind == CALL:
         return f"a reply of {name}.{activity.what}()"
     if activity.kind == RESOLVE:
@@ -162,75 +160,73 @@ def _object(situation: Situation, activity: Activity) -> str:
     return f"{name} to take a message, on {activity.what}"
 
 
-def _name(situation: Situation, activity: Activity) -> str:
-    return situation.owner(activity) or activity.peer or activity.endpoint or "a sender that has not connected yet"
+def _name(graph: WaitGraph, activity: Activity) -> str:
+    return graph.owner(activity) or activity.peer or activity.endpoint or "a sender that has not connected yet"
 
 
 def _at(activity: Activity) -> str:
     return f" (at {activity.place})" if activity.place else ""
 
 
-def _code_text(situation: Situation, node: str) -> str:
+def _code_text(graph: WaitGraph, node: str) -> str:
     """Where its own code is: a constructor, or run()."""
-    threads = situation.mains(node)
+    threads = graph.mains(node)
     if not threads:
         return "its process has not begun to run it"
-    return "; ".join(dict.fromkeys(_thread_text(situation, thread, "its own code") for thread in threads[:3]))
+    return "; ".join(dict.fromkeys(_thread_text(graph, thread, "its own code") for thread in threads[:3]))
 
 
-def _worker_text(situation: Situation, activity: Activity, owner: str) -> str:
+def _worker_text(graph: WaitGraph, activity: Activity, owner: str) -> str:
     if activity.kind in (RECEIVE, SEND):
-        handlers = [thread for thread in situation.workers(activity) if _handler_of(thread) is not None]
-        threads = handlers or situation.mains(owner)
-        return f"{owner}: " + "; ".join(_thread_text(situation, thread, "its own code") for thread in threads[:3])
-    threads = situation.handlers(activity.endpoint, activity.what)
+        handlers = [thread for thread in graph.workers(activity) if _handler_of(thread) is not None]
+        threads = handlers or graph.mains(owner)
+        return f"{owner}: " + "; ".join(_thread_text(graph, thread, "its own code") for thread in threads[:3])
+    threads = graph.handlers(activity.endpoint, activity.what)
     if threads:
-        return f"{owner} {_thread_text(situation, threads[0], 'its own code')}"
-    if situation.is_full(activity.endpoint):
-        busy = Counter(one.what for one in map(_handler_of, situation.handlers(activity.endpoint)) if one is not None)
+        return f"{owner} {_thread_text(graph, threads[0], 'its own code')}"
+    if graph.is_full(activity.endpoint):
+        busy = Counter(one.what for one in map(_handler_of, graph.handlers(activity.endpoint)) if one is not None)
         shown = ", ".join(f"{count} x {method}()" for method, count in busy.most_common(4))
-        first = _thread_text(situation, situation.handlers(activity.endpoint)[0], "its own code")
+        first = _thread_text(graph, graph.handlers(activity.endpoint)[0], "its own code")
         return (
             f"all {sum(busy.values())} threads of {owner} are taken ({shown}), so that the call has not begun or its "
             f"handler waits without a thread; one of them {first}"
         )
     return (
         f"no thread of {owner} is at this call: its handler is asynchronous, batched, or has returned a Future; "
-        f"{_code_text(situation, owner)}"
+        f"{_code_text(graph, owner)}"
     )
 
 
-def _thread_text(situation: Situation, thread: Thread, otherwise: str) -> str:
+def _thread_text(graph: WaitGraph, thread: ThreadActivities, otherwise: str) -> str:
     """`runs its handler step() since 60 s (at train.py:41 in step)`."""
     handler, last = _handler_of(thread), thread.last
     what = f"runs its handler {handler.what}() since {seconds(handler.age_s)}" if handler else f"runs {otherwise}"
     if last.kind == DEBUGGER:
         return f"stands in a debugger at {last.what} (lp_pipe attach)"
     if last.is_wait:
-        what += f", which itself waits for {_object(situation, last)} since {seconds(last.age_s)}"
+        what += f", which itself waits for {_object(graph, last)} since {seconds(last.age_s)}"
     return f"{what}{_at(last)}"
 
 
-def _handler_of(thread: Thread) -> Activity | None:
+def _handler_of(thread: ThreadActivities) -> Activity | None:
     """The innermost one."""
     return next((one for one in reversed(thread.activities) if one.kind == HANDLER), None)
 
 
-def _cycle_line(situation: Situation, wait: Wait) -> str:
+def _cycle_line(graph: WaitGraph, wait: Wait) -> str:
     activity = wait.activity
     handler = _handler_of(wait.thread)
     inside = f", in its handler {handler.what}()" if handler is not None else ""
-    name = _name(situation, activity)
-    what = f"{name}.{activity.what}()" if activity.kind == CALL else _object(situation, activity)
-    taken = (
-        f"; all threads of {name} are taken" if activity.kind == CALL and situation.is_full(activity.endpoint) else ""
-    )
+    name = _name(graph, activity)
+    what = f"{name}.{activity.what}()" if activity.kind == CALL else _object(graph, activity)
+    taken = f"; all threads of {name} are taken" if activity.kind == CALL and graph.is_full(activity.endpoint) else ""
     return f"{wait.node} waits for {what} since {seconds(activity.age_s)}{inside}{_at(activity)}{taken}"
 
 
-def _advice(situation: Situation, cycle: Sequence[Wait]) -> str:
-    full = [wait.activity for wait in cycle if situation.is_full(wait.activity.endpoint)]
-    names = ", ".join(dict.fromkeys(_name(situation, activity) for activity in full))
+def _advice(graph: WaitGraph, cycle: Sequence[Wait]) -> str:
+    full = [wait.activity for wait in cycle if graph.is_full(wait.activity.endpoint)]
+    names = ", ".join(dict.fromkeys(_name(graph, activity) for activity in full))
     if names:
         return (
             f"More threads (courier_kwargs={{'thread_pool_size': N}}) for {names} let calls through that come back; "

@@ -12,9 +12,8 @@ from lp_pipe.launch.coordination.coordinator import Coordinator
 from lp_pipe.launch.coordination.record import Failure
 from lp_pipe.launch.coordination.view import View
 from lp_pipe.launch.hangs import hang_text
-from lp_pipe.launch.hangs.deadlocks import find_deadlocks, find_suspects
-from lp_pipe.launch.hangs.hung import find_hung
-from lp_pipe.launch.hangs.situation import Key, Situation, Wait
+from lp_pipe.launch.hangs.hang_detection import find_deadlocks, find_hung, find_suspects
+from lp_pipe.launch.hangs.wait_graph import Wait, WaitGraph, WaitKey
 from lp_pipe.launch.host import Host
 from lp_pipe.launched import launcher_of
 from lp_pipe.telemetry import waits
@@ -23,7 +22,7 @@ from lp_pipe.telemetry.positions import positions
 _log = logging.getLogger(__name__)
 
 _LOOKS_PER_LIMIT, _LONGEST_PAUSE_S = 5, 5.0
-_DEAF_AFTER_S = 2.0  # a process of a busy machine may take so long to answer
+_UNRESPONSIVE_AFTER_S = 2.0  # a process of a busy machine may take so long to answer
 _PATIENCE_GROWS = 4
 _NAMED_AT_MOST = 16  # nodes in the event of a hang
 _STACKS_OF_NODES = 64  # of more nobody reads them all: `lp_pipe stacks`
@@ -44,8 +43,8 @@ class HangWatch:
         self._limit_s = limit_s or 0.0
         self._pause_s = min(self._limit_s / _LOOKS_PER_LIMIT, _LONGEST_PAUSE_S)
         self._patience_s: dict[tuple[str, ...], float] = {}
-        self._told: dict[Key, Wait] = {}
-        self._told_cycles: set[frozenset[Key]] = set()
+        self._told: dict[WaitKey, Wait] = {}
+        self._told_cycles: set[frozenset[WaitKey]] = set()
         self._told_silent: set[str] = set()
         self._may_kill = {spec.node_id for spec in coordinator.plan.nodes if spec.on_hang != "report"}
         self._idle_since: float | None = math.inf  # None: told
@@ -66,28 +65,28 @@ class HangWatch:
     def _run(self) -> None:
         looked = time.monotonic()
         while not self._is_over.wait(self._pause_s):
-            if time.monotonic() > looked + self._pause_s + _DEAF_AFTER_S:
+            if time.monotonic() > looked + self._pause_s + _UNRESPONSIVE_AFTER_S:
                 self._awake_since = time.monotonic()
-            situation = self._look()
-            waiting = {**_oldest_by_node(situation), **_silent_by_node(situation), **_debugged_by_node(situation)}
+            graph = self._look()
+            waiting = {**_oldest_by_node(graph), **_silent_by_node(graph), **_debugged_by_node(graph)}
             self._coordinator.note_waits(waiting)
             told = len(self._told)
-            self._tell_waits(situation, self._tell_cycles(situation))
+            self._tell_waits(graph, self._tell_cycles(graph))
             if len(self._told) > told:
-                self._tell_more(situation)
-            self._tell_ends(situation)
-            self._tell_silences(situation)
-            self._end_hung(situation)
-            self._tell_idle(situation)
+                self._tell_more(graph)
+            self._tell_ends(graph)
+            self._tell_silences(graph)
+            self._end_hung(graph)
+            self._tell_idle(graph)
             looked = time.monotonic()
 
-    def _look(self) -> Situation:
-        return Situation(
+    def _look(self) -> WaitGraph:
+        return WaitGraph(
             [self._look_here(), *self._host.look(self._limit_s * _WORTH_A_PLACE)],
             self._coordinator.plan.owners,
             self._coordinator.states(),
             self._limit_s,
-            max(_DEAF_AFTER_S, 3 * self._pause_s),
+            max(_UNRESPONSIVE_AFTER_S, 3 * self._pause_s),
         )
 
     def _look_here(self) -> View:
@@ -103,26 +102,26 @@ class HangWatch:
                 found.append(one)
         return View(found, waits.pools(), [text for node, text in positions() if node.services in names])
 
-    def _tell_cycles(self, situation: Situation) -> set[Key]:
+    def _tell_cycles(self, graph: WaitGraph) -> set[WaitKey]:
         """Each once; returns the waits of deadlocks, of which no more is to be said."""
-        sure = find_deadlocks(situation)
+        sure = find_deadlocks(graph)
         keys = {wait.key for cycle in sure for wait in cycle}
-        maybe = [cycle for cycle in find_suspects(situation) if not keys & {wait.key for wait in cycle}]
+        maybe = [cycle for cycle in find_suspects(graph) if not keys & {wait.key for wait in cycle}]
         for cycle in [*sure, *maybe]:
             name = frozenset([*(wait.key for wait in cycle), *([("sure", 0, 0.0)] if cycle in sure else [])])
             if name not in self._told_cycles:
                 self._told_cycles.add(name)
                 run = self._coordinator.plan.run_dir.name
-                text = hang_text.cycle_text(situation, cycle, cycle in sure, run)
+                text = hang_text.cycle_text(graph, cycle, cycle in sure, run)
                 self._tell_hang([wait.node for wait in cycle], text, is_deadlock=cycle in sure)
                 self._told.update({wait.key: wait for wait in cycle})
         return keys
 
-    def _tell_waits(self, situation: Situation, deadlocked: set[Key]) -> None:
+    def _tell_waits(self, graph: WaitGraph, deadlocked: set[WaitKey]) -> None:
         groups: dict[tuple[str, ...], list[Wait]] = {}
-        for wait in situation.waits:
+        for wait in graph.waits:
             if wait.key not in deadlocked:
-                groups.setdefault(_group(situation, wait), []).append(wait)
+                groups.setdefault(_group(graph, wait), []).append(wait)
         for group, members in groups.items():
             oldest = members[0]  # they are sorted
             patience_s = self._patience_s.get(group, self._limit_s)
@@ -132,7 +131,7 @@ class HangWatch:
                 continue
             self._patience_s[group] = max(patience_s, oldest.activity.age_s) * _PATIENCE_GROWS
             self._told.update({wait.key: wait for wait in members})
-            text = hang_text.wait_text(situation, oldest, members[1:])
+            text = hang_text.wait_text(graph, oldest, members[1:])
             self._tell_hang([wait.node for wait in members], text, is_deadlock=False)
 
     def _is_told(self, wait: Wait, patience_s: float) -> bool:
@@ -143,54 +142,54 @@ class HangWatch:
             and wait.activity.age_s < patience_s * _PATIENCE_GROWS
         )
 
-    def _tell_more(self, situation: Situation) -> None:
+    def _tell_more(self, graph: WaitGraph) -> None:
         """Below what was told: where the stages of pipelines are, and, in the file, every stack."""
-        if situation.positions:
-            self._tell(hang_text.positions_text(situation))
+        if graph.positions:
+            self._tell(hang_text.positions_text(graph))
         if len(self._coordinator.plan.nodes) <= _STACKS_OF_NODES:
             self._write(f"stacks of all nodes:\n{self._host.stacks()}")
 
-    def _tell_ends(self, situation: Situation) -> None:
-        answering = {view.node for view in situation.views if view.silence_s < situation.deaf_after_s}
-        now = {wait.key for wait in situation.waits}
+    def _tell_ends(self, graph: WaitGraph) -> None:
+        answering = {view.node for view in graph.views if view.silence_s < graph.unresponsive_after_s}
+        now = {wait.key for wait in graph.waits}
         for key, wait in list(self._told.items()):
             if key not in now and key[0] in answering:
                 del self._told[key]
-                self._tell(hang_text.ended_text(situation, wait), logging.INFO)
+                self._tell(hang_text.ended_text(graph, wait), logging.INFO)
 
-    def _tell_silences(self, situation: Situation) -> None:
+    def _tell_silences(self, graph: WaitGraph) -> None:
         """Report each process that does not answer, once, also when no other node waits for it."""
         if self._has_just_slept():
             return
-        silent = {view.node: view for view in situation.silent}
+        silent = {view.node: view for view in graph.silent}
         for node in silent.keys() - self._told_silent:
             self._tell_hang([node], f"node {node}'s {hang_text.silence_text(silent[node])}", is_deadlock=False)
         for node in self._told_silent - silent.keys():
             self._tell(f"node {node} answers again, or has ended", logging.INFO)
         self._told_silent = set(silent)
 
-    def _end_hung(self, situation: Situation) -> None:
+    def _end_hung(self, graph: WaitGraph) -> None:
         """Kill the nodes without progress whose groups ask for that; their groups' `on_hang` says what follows."""
         if not self._may_kill or self._has_just_slept():
             return
-        for node, reason in find_hung(situation, self._may_kill).items():
+        for node, reason in find_hung(graph, self._may_kill).items():
             if self._coordinator.is_running(node):
                 self._coordinator.node_ended(
                     node, Failure("Hung", f"no progress for {self._limit_s:g} s: {reason}", is_hang=True)
                 )
                 self._host.kill([node])
 
-    def _tell_idle(self, situation: Situation) -> None:
+    def _tell_idle(self, graph: WaitGraph) -> None:
         """Say once, after the limit, that nothing is left but servers: the program may have forgotten its stop."""
         if self._idle_since is None:
             return
-        if not _is_idle(situation) or any(row["calls_per_s"] for rows in self._rows() for row in rows):
+        if not _is_idle(graph) or any(row["calls_per_s"] for rows in self._rows() for row in rows):
             self._idle_since = math.inf
             return
         self._idle_since = min(self._idle_since, time.monotonic())
         if time.monotonic() >= max(self._idle_since, self._awake_since) + self._limit_s:
             self._idle_since = None
-            self._tell(f"note: {hang_text.idle_text(situation)}")
+            self._tell(f"note: {hang_text.idle_text(graph)}")
 
     def _rows(self) -> Iterable[list[dict[str, Any]]]:
         return self._coordinator.status().values()
@@ -214,36 +213,36 @@ class HangWatch:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
 
-def _is_idle(situation: Situation) -> bool:
+def _is_idle(graph: WaitGraph) -> bool:
     """Return whether nodes have finished, and all others only serve, with no handler at work."""
-    up = [node for node, state in situation.states.items() if state not in hang_text.ENDED]
-    mains = [situation.mains(node) for node in up]
+    up = [node for node, state in graph.states.items() if state not in hang_text.ENDED]
+    mains = [graph.mains(node) for node in up]
     return (
         bool(up)
-        and "finished" in situation.states.values()
+        and "finished" in graph.states.values()
         and all(threads and all(thread.last.kind == waits.IDLE for thread in threads) for threads in mains)
-        and not any(one.kind == waits.HANDLER for thread in situation.threads for one in thread.activities)
+        and not any(one.kind == waits.HANDLER for thread in graph.threads for one in thread.activities)
     )
 
 
-def _group(situation: Situation, wait: Wait) -> tuple[str, ...]:
+def _group(graph: WaitGraph, wait: Wait) -> tuple[str, ...]:
     """Waits of one group of nodes for the same thing."""
     activity = wait.activity
     what = activity.what if activity.kind == waits.CALL else ""
-    return wait.node.rpartition("/")[0], activity.kind, situation.owner(activity) or activity.peer, what
+    return wait.node.rpartition("/")[0], activity.kind, graph.owner(activity) or activity.peer, what
 
 
-def _silent_by_node(situation: Situation) -> dict[str, str]:
-    return {view.node: f"not answering for {hang_text.seconds(view.silence_s)}" for view in situation.silent}
+def _silent_by_node(graph: WaitGraph) -> dict[str, str]:
+    return {view.node: f"not answering for {hang_text.seconds(view.silence_s)}" for view in graph.silent}
 
 
-def _debugged_by_node(situation: Situation) -> dict[str, str]:
-    last = [thread.last for thread in situation.threads if thread.last.kind == waits.DEBUGGER]
+def _debugged_by_node(graph: WaitGraph) -> dict[str, str]:
+    last = [thread.last for thread in graph.threads if thread.last.kind == waits.DEBUGGER]
     return {one.node: f"in a debugger at {one.what}: lp_pipe attach" for one in last}
 
 
-def _oldest_by_node(situation: Situation) -> dict[str, str]:
+def _oldest_by_node(graph: WaitGraph) -> dict[str, str]:
     found: dict[str, str] = {}
-    for wait in situation.waits:
-        found.setdefault(wait.activity.node, hang_text.short_text(situation, wait))
+    for wait in graph.waits:
+        found.setdefault(wait.activity.node, hang_text.short_text(graph, wait))
     return found

@@ -9,10 +9,10 @@ from lp_pipe.launch.coordination.view import View
 from lp_pipe.telemetry.waits import CALL, HANDLER, MAIN, RESOLVE, Activity, Pool
 
 LAUNCHER = "the launcher"
-Key = tuple[str, int, float]
+WaitKey = tuple[str, int, float]
 
 
-class Thread(NamedTuple):
+class ThreadActivities(NamedTuple):
     """process: whose; ids of threads are only unique in one."""
 
     process: str
@@ -34,10 +34,10 @@ class Wait(NamedTuple):
     """One activity that is a wait, and the thread that it belongs to."""
 
     activity: Activity
-    thread: Thread
+    thread: ThreadActivities
 
     @property
-    def key(self) -> Key:
+    def key(self) -> WaitKey:
         """The same as long as it lasts, and never another's."""
         return self.thread.process, self.activity.thread, self.activity.started
 
@@ -46,36 +46,38 @@ class Wait(NamedTuple):
         return self.activity.node or LAUNCHER
 
 
-def threads_of(view: View) -> list[Thread]:
+def threads_of(view: View) -> list[ThreadActivities]:
     """Return the threads of one process, each with its activities from the outermost on."""
     found: dict[int, list[Activity]] = {}
     for one in view.activities:
         found.setdefault(one.thread, []).append(one)
-    return [Thread(view.node, tuple(activities)) for activities in found.values()]
+    return [ThreadActivities(view.node, tuple(activities)) for activities in found.values()]
 
 
 @dataclass(frozen=True)
-class Situation:
+class WaitGraph:
     """owners: address id -> node_id. states: of every node_id. limit_s: from which age on a wait is worth a word.
 
-    deaf_after_s: a process that has said nothing for so long does not answer.
+    unresponsive_after_s: a process that has said nothing for so long does not answer.
     """
 
     views: list[View]
     owners: Mapping[str, str]
     states: Mapping[str, str]
     limit_s: float
-    deaf_after_s: float
+    unresponsive_after_s: float
 
     @cached_property
-    def threads(self) -> list[Thread]:
+    def threads(self) -> list[ThreadActivities]:
         """Of the processes that answer."""
-        return [thread for view in self.views if view.silence_s < self.deaf_after_s for thread in threads_of(view)]
+        return [
+            thread for view in self.views if view.silence_s < self.unresponsive_after_s for thread in threads_of(view)
+        ]
 
     @cached_property
     def silent(self) -> list[View]:
         """The views of processes that have not answered for the limit, though their nodes should run."""
-        patience_s = max(self.limit_s, self.deaf_after_s)
+        patience_s = max(self.limit_s, self.unresponsive_after_s)
         is_up = ("starting", "running")
         return [view for view in self.views if view.silence_s >= patience_s and self.states.get(view.node) in is_up]
 
@@ -92,7 +94,7 @@ class Situation:
     @property
     def positions(self) -> list[str]:
         """Where the stage workers of those processes that answer are in their schedules."""
-        return [text for view in self.views if view.silence_s < self.deaf_after_s for text in view.positions]
+        return [text for view in self.views if view.silence_s < self.unresponsive_after_s for text in view.positions]
 
     def owner(self, activity: Activity) -> str:
         """The node_id of who is waited for; "" when it is not of this program, or not known."""
@@ -101,9 +103,9 @@ class Situation:
                 return self.owners[address]
         return activity.peer if activity.peer in self.states else ""
 
-    def deaf_view(self, node: str) -> View | None:
+    def unresponsive_view(self, node: str) -> View | None:
         """Return the last view of a node's process that does not answer now; None if it does, or is no process."""
-        views = [view for view in self.views if view.node == node and view.silence_s >= self.deaf_after_s]
+        views = [view for view in self.views if view.node == node and view.silence_s >= self.unresponsive_after_s]
         return max(views, key=lambda view: view.silence_s, default=None)
 
     def is_up(self, activity: Activity) -> bool:
@@ -112,7 +114,7 @@ class Situation:
             return activity.endpoint in self.pools
         return any(endpoint.endswith(f"/{activity.address_id}") for endpoint in self.pools)
 
-    def workers(self, activity: Activity) -> list[Thread]:
+    def workers(self, activity: Activity) -> list[ThreadActivities]:
         """The threads of which one has to go on before this call, or resolution, can come to its end."""
         if activity.kind == RESOLVE:
             return self.mains(self.owner(activity))
@@ -121,10 +123,10 @@ class Situation:
         at_it = self.handlers(activity.endpoint, activity.what)
         return self.handlers(activity.endpoint) if self.is_full(activity.endpoint) else at_it
 
-    def handlers(self, endpoint: str, method: str | None = None) -> list[Thread]:
+    def handlers(self, endpoint: str, method: str | None = None) -> list[ThreadActivities]:
         return [thread for thread in self.threads if thread.serves(endpoint, method)]
 
-    def mains(self, node: str) -> list[Thread]:
+    def mains(self, node: str) -> list[ThreadActivities]:
         """Those that run the node's own code."""
         return [
             thread for thread in self.threads if any(one.kind == MAIN and one.node == node for one in thread.activities)
@@ -135,7 +137,7 @@ class Situation:
         pool = self.pools.get(endpoint)
         return pool is not None and 0 < pool.size <= len(self.handlers(endpoint))
 
-    def long_waits_of(self, threads: Iterable[Thread]) -> Iterator[Wait]:
+    def long_waits_of(self, threads: Iterable[ThreadActivities]) -> Iterator[Wait]:
         for thread in threads:
             if self._is_long(thread.last):
                 yield Wait(thread.last, thread)
@@ -144,5 +146,5 @@ class Situation:
         return activity.is_wait and activity.age_s >= self.limit_s
 
     @staticmethod
-    def _is_code_of(thread: Thread, node: str) -> bool:
+    def _is_code_of(thread: ThreadActivities, node: str) -> bool:
         return any(one.kind in (MAIN, HANDLER) and one.node == node for one in thread.activities)
