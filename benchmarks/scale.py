@@ -27,7 +27,7 @@ from lp_pipe.launch.engines import Engine, HostOffer, Invitation, Watched
 from lp_pipe.launch.hangs.hang_watch import HangWatch
 from lp_pipe.launch.hosts.gathering import Patience
 from lp_pipe.launch.multi_host import MultiHostOptions
-from lp_pipe.launch.plan.plan import make_plan
+from lp_pipe.launch.plan.launch_plan import make_plan
 from lp_pipe.launch.run import Run
 from lp_pipe.telemetry.metrics import MetricsLog
 

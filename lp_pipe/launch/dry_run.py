@@ -14,9 +14,9 @@ from lp_pipe.launch.hosts.gathering import Patience
 from lp_pipe.launch.hosts.source_tree import SourceTree
 from lp_pipe.launch.launcher import named_engine
 from lp_pipe.launch.plan.hardware import Hardware, this_host
-from lp_pipe.launch.plan.host_placement import HostPlace, place_on_hosts
+from lp_pipe.launch.plan.host_placement import HostPlacement, place_on_hosts
+from lp_pipe.launch.plan.launch_plan import LaunchPlan, make_plan, serialize_nodes
 from lp_pipe.launch.plan.placement import place_all
-from lp_pipe.launch.plan.plan import Plan, make_plan, serialize_nodes
 from lp_pipe.launch.plan.spec import NodeSpec
 from lp_pipe.program import Program
 
@@ -51,7 +51,7 @@ def planned(
     serialize_nodes(plan)
     if mode == "process":
         places = {
-            node_id: HostPlace("this host", place) for node_id, place in place_all(plan.nodes, this_host()).items()
+            node_id: HostPlacement("this host", place) for node_id, place in place_all(plan.nodes, this_host()).items()
         }
         return [*_nodes(places), *_edges(plan, places)]
     tree = [] if sync is None else _sources(SourceTree.of(sync))
@@ -92,7 +92,7 @@ def _sources(tree: SourceTree) -> list[str]:
     return [f"sources: {len(tree.files)} files, {size} bytes of {tree.root}, as far as a host lacks them"]
 
 
-def _nodes(places: Mapping[str, HostPlace]) -> Iterator[str]:
+def _nodes(places: Mapping[str, HostPlacement]) -> Iterator[str]:
     width = max(map(len, places), default=0)
     for node_id, found in places.items():
         gpus = f"  GPUs {','.join(found.place.gpus)}" if found.place.gpus else ""
@@ -100,13 +100,13 @@ def _nodes(places: Mapping[str, HostPlace]) -> Iterator[str]:
         yield f"{node_id:<{width}}  {found.host}{gpus}{cpus}"
 
 
-def _edges(plan: Plan, places: Mapping[str, HostPlace]) -> Iterator[str]:
+def _edges(plan: LaunchPlan, places: Mapping[str, HostPlacement]) -> Iterator[str]:
     for edge in plan.edges:
         what = f"channel {_channel(edge.channel, edge.user, edge.server, places)}" if edge.channel else "calls"
         yield f"{edge.user} -> {edge.server}  {what}"
 
 
-def _channel(kind: str, source: str, target: str, places: Mapping[str, HostPlace]) -> str:
+def _channel(kind: str, source: str, target: str, places: Mapping[str, HostPlacement]) -> str:
     is_near = host_of(source, places) == host_of(target, places)
     if kind == "auto":
         near = "shm" if places else "inproc"

@@ -16,7 +16,7 @@ from lp_pipe.launch.coordination.coordinator import Coordinator
 from lp_pipe.launch.engines import Engine, make_engine
 from lp_pipe.launch.hangs.hang_watch import HangWatch
 from lp_pipe.launch.host import Host
-from lp_pipe.launch.plan.plan import Plan, make_plan, serialize_nodes
+from lp_pipe.launch.plan.launch_plan import LaunchPlan, make_plan, serialize_nodes
 from lp_pipe.launch.refusal import check_not_refused
 from lp_pipe.launch.run import Run
 from lp_pipe.launch.run_dir import make_run_dir
@@ -54,10 +54,12 @@ class RunOptions:
             raise ValueError(f"grace={self.grace!r}: seconds are needed, 0 or more")
 
 
-_MakeHost = Callable[[Plan, MetricsLog, "MultiHostOptions | None"], tuple[Host, Coordinator]]
+_MakeHost = Callable[[LaunchPlan, MetricsLog, "MultiHostOptions | None"], tuple[Host, Coordinator]]
 
 
-def _on_many_hosts(plan: Plan, metrics: MetricsLog, options: "MultiHostOptions | None") -> tuple[Host, Coordinator]:
+def _on_many_hosts(
+    plan: LaunchPlan, metrics: MetricsLog, options: "MultiHostOptions | None"
+) -> tuple[Host, Coordinator]:
     from lp_pipe.launch import multi_host
 
     assert options is not None

@@ -11,8 +11,8 @@ from lp_pipe.launch import thread
 from lp_pipe.launch.coordination.coordinator import Coordinator
 from lp_pipe.launch.coordination.view import View
 from lp_pipe.launch.host import Host
-from lp_pipe.launch.plan.placement import Place
-from lp_pipe.launch.plan.plan import Plan, serialize_nodes
+from lp_pipe.launch.plan.launch_plan import LaunchPlan, serialize_nodes
+from lp_pipe.launch.plan.placement import Placement
 from lp_pipe.launch.plan.spec import NodeSpec
 from lp_pipe.launch.process import ProcessHost
 from lp_pipe.launch.thread import ThreadHost, common_threads
@@ -20,7 +20,7 @@ from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.telemetry.metrics import MetricsLog
 
 
-def make_host(plan: Plan, metrics: MetricsLog) -> tuple[Host, Coordinator]:
+def make_host(plan: LaunchPlan, metrics: MetricsLog) -> tuple[Host, Coordinator]:
     """A host that runs the nodes of `plan` as threads, inner nodes of MultiProcessingColocations as processes.
 
     Raises:
@@ -41,7 +41,7 @@ def make_host(plan: Plan, metrics: MetricsLog) -> tuple[Host, Coordinator]:
 
     coordinator = Coordinator(plan, endpoint_of, metrics)
     # Pinned to no cores and given no GPUs of their own: in thread mode nothing is handed out.
-    process_host = ProcessHost(processes, coordinator, payloads, dict.fromkeys(inner, Place()))
+    process_host = ProcessHost(processes, coordinator, payloads, dict.fromkeys(inner, Placement()))
     if not outer.nodes:
         return process_host, coordinator
     return MixedHost(ThreadHost(outer, coordinator), process_host, inner), coordinator
@@ -108,5 +108,5 @@ class MixedHost(Host):
         return self._processes if node_id in self._inner else self._threads
 
 
-def _part(plan: Plan, belongs: Callable[[NodeSpec], bool]) -> Plan:
+def _part(plan: LaunchPlan, belongs: Callable[[NodeSpec], bool]) -> LaunchPlan:
     return dataclasses.replace(plan, nodes=tuple(spec for spec in plan.nodes if belongs(spec)))

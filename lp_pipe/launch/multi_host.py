@@ -28,7 +28,7 @@ from lp_pipe.launch.hosts.relocation import Relocation, orphan_s
 from lp_pipe.launch.hosts.shared_folder import warn_of_hosts_apart
 from lp_pipe.launch.hosts.shipped_logs import ReceivedLogs
 from lp_pipe.launch.hosts.source_tree import SourceTree, send_tree
-from lp_pipe.launch.plan.plan import Plan, serialize_nodes
+from lp_pipe.launch.plan.launch_plan import LaunchPlan, serialize_nodes
 from lp_pipe.launch.plan.spec import NodeSpec
 from lp_pipe.launch.plan.surroundings import Surroundings
 from lp_pipe.launch.processes.template import loaded_here
@@ -41,7 +41,7 @@ _STACKS_PATIENCE_S = 5.0
 _CLOSE_PATIENCE_S = 8.0
 
 
-def make_host(plan: Plan, metrics: MetricsLog, options: MultiHostOptions) -> tuple[Host, Coordinator]:
+def make_host(plan: LaunchPlan, metrics: MetricsLog, options: MultiHostOptions) -> tuple[Host, Coordinator]:
     """A host that runs each node of `plan` on one of the engine's hosts; these have joined when it returns.
 
     Raises:
@@ -73,7 +73,7 @@ class MultiHost(Host):
     def __init__(
         self,
         run: str,
-        plan: Plan,
+        plan: LaunchPlan,
         coordinator: Coordinator,
         payloads: Mapping[str, bytes],
         gathered: Gathered,

@@ -21,8 +21,8 @@ from lp_pipe.launch.coordination.supervisor import Supervisor
 from lp_pipe.launch.coordination.view import View
 from lp_pipe.launch.host import Host, give_up
 from lp_pipe.launch.plan.hardware import this_host
-from lp_pipe.launch.plan.placement import Place, place_all
-from lp_pipe.launch.plan.plan import Plan, serialize_nodes
+from lp_pipe.launch.plan.launch_plan import LaunchPlan, serialize_nodes
+from lp_pipe.launch.plan.placement import Placement, place_all
 from lp_pipe.launch.plan.spec import NodeSpec
 from lp_pipe.launch.plan.surroundings import Surroundings
 from lp_pipe.launch.processes import os_text, standard_streams
@@ -49,7 +49,7 @@ _SILENT_S = 2.0  # from here on the kernel is asked for the state of a process
 _SHOWN_LINES = 20
 
 
-def make_host(plan: Plan, metrics: MetricsLog) -> tuple[Host, Coordinator]:
+def make_host(plan: LaunchPlan, metrics: MetricsLog) -> tuple[Host, Coordinator]:
     """A host that runs each node of `plan` in a process of its own (of a MultiProcessingColocation each inner node).
 
     Raises:
@@ -73,10 +73,10 @@ class ProcessHost(Host):
 
     def __init__(
         self,
-        plan: Plan,
+        plan: LaunchPlan,
         coordinator: Supervisor,
         payloads: dict[str, bytes],
-        places: dict[str, Place],
+        places: dict[str, Placement],
         *,
         surroundings: Surroundings | None = None,
         log_output: LogOutput | None = None,
@@ -127,7 +127,7 @@ class ProcessHost(Host):
         self._attempts[node_id] += 1
         self._start_node(self._specs[node_id])
 
-    def take_over(self, spec: NodeSpec, payload: bytes, place: Place) -> None:
+    def take_over(self, spec: NodeSpec, payload: bytes, place: Placement) -> None:
         """Start a node that was not in the plan, because its host is lost."""
         self._specs[spec.node_id], self._payloads[spec.node_id], self._places[spec.node_id] = spec, payload, place
         self._attempts[spec.node_id] = 1

@@ -15,7 +15,7 @@ from lp_pipe.launch.coordination.coordinator import Coordinator
 from lp_pipe.launch.coordination.record import Failure
 from lp_pipe.launch.host import Host, give_up
 from lp_pipe.launch.plan import interpreter_state
-from lp_pipe.launch.plan.plan import Plan
+from lp_pipe.launch.plan.launch_plan import LaunchPlan
 from lp_pipe.launch.plan.spec import NodeSpec
 from lp_pipe.launch.processes.execute import run_node, run_setup
 from lp_pipe.launch.processes.threads import unset_threads, use_threads
@@ -27,7 +27,7 @@ from lp_pipe.telemetry.thread_stack import stack_of
 _log = logging.getLogger(__name__)
 
 
-def make_host(plan: Plan, metrics: MetricsLog) -> tuple[Host, Coordinator]:
+def make_host(plan: LaunchPlan, metrics: MetricsLog) -> tuple[Host, Coordinator]:
     """A host that runs the nodes of `plan` as threads.
 
     Raises:
@@ -42,7 +42,7 @@ def make_host(plan: Plan, metrics: MetricsLog) -> tuple[Host, Coordinator]:
 class ThreadHost(Host):
     """Runs the nodes of a plan as daemon threads."""
 
-    def __init__(self, plan: Plan, coordinator: Coordinator) -> None:
+    def __init__(self, plan: LaunchPlan, coordinator: Coordinator) -> None:
         self._plan = plan
         self._coordinator = coordinator
         self._specs = {spec.node_id: spec for spec in plan.nodes}

@@ -15,8 +15,8 @@ from lp_pipe.launch.engines import LocalEngine
 from lp_pipe.launch.host import Host
 from lp_pipe.launch.hosts import relocation
 from lp_pipe.launch.plan.hardware import Hardware
-from lp_pipe.launch.plan.host_placement import HostPlace
-from lp_pipe.launch.plan.placement import Place
+from lp_pipe.launch.plan.host_placement import HostPlacement
+from lp_pipe.launch.plan.placement import Placement
 from lp_pipe.launch.plan.spec import NodeSpec
 from tests.launch.engines.programs import Probe, are_gone
 from tests.waiting import until
@@ -177,7 +177,7 @@ def test_a_node_may_start_only_when_its_last_wait_is_over(monkeypatch: pytest.Mo
     spec = NodeSpec("n/0", "n", 0, 1, lp.PyNode(print), lp.Resources(), on_failure="restart")
     hosts = {name: Hardware(frozenset({name}), (0,), 1 << 30, ()) for name in "abc"}
     coordinator: Any = _Coordinator("n/0")
-    lost = relocation.Relocation([spec], hosts, {"n/0": HostPlace("a", Place())}, coordinator)
+    lost = relocation.Relocation([spec], hosts, {"n/0": HostPlacement("a", Placement())}, coordinator)
     began = time.monotonic()
     lost.lose("a", "it was cut off", is_silent=True)
     assert lost.host_of("n/0") == "b" and lost.is_fenced("n/0")

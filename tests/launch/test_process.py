@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 import lp_pipe as lp
-from lp_pipe.launch.plan.plan import make_plan
+from lp_pipe.launch.plan.launch_plan import make_plan
 from lp_pipe.launch.process import ProcessHost, make_host
 from lp_pipe.launch.processes import template
 from lp_pipe.launch.processes.node_stream import NodeStream

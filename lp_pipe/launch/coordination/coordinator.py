@@ -13,7 +13,7 @@ from lp_pipe.launch.coordination.ports import Ports
 from lp_pipe.launch.coordination.record import Failure, NodeRecord
 from lp_pipe.launch.coordination.settling import Settlement, SettlingLock
 from lp_pipe.launch.coordination.verdict import ECHO_PATIENCE_S
-from lp_pipe.launch.plan.plan import Plan
+from lp_pipe.launch.plan.launch_plan import LaunchPlan
 from lp_pipe.telemetry.events import EventLog
 from lp_pipe.telemetry.metrics import MetricsLog
 from lp_pipe.telemetry.tracebacks import fold_traceback
@@ -32,7 +32,7 @@ class Coordinator:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: LaunchPlan,
         endpoint_of: Callable[[str], str],
         metrics: MetricsLog,
         reserve_port: Callable[[str], str] | None = None,

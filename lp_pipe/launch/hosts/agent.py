@@ -27,7 +27,7 @@ from lp_pipe.launch.hosts.shipped_logs import ShippedLogs
 from lp_pipe.launch.hosts.source_tree import SourceTree
 from lp_pipe.launch.hosts.tree_store import TreeStore
 from lp_pipe.launch.plan.hardware import this_host
-from lp_pipe.launch.plan.placement import Place
+from lp_pipe.launch.plan.placement import Placement
 from lp_pipe.launch.plan.spec import NodeSpec
 from lp_pipe.launch.process import ProcessHost
 from lp_pipe.launch.processes.zygote import LAUNCHER_PATIENCE_S
@@ -191,7 +191,7 @@ class _Calls:
         host = self._host
         return _in_thread(f"restart {node_id}", lambda: host.restart(node_id))
 
-    def take_over(self, spec: NodeSpec, payload: bytes, place: Place) -> "Future[None]":
+    def take_over(self, spec: NodeSpec, payload: bytes, place: Placement) -> "Future[None]":
         assert self._agent.coordinator is not None
         self._agent.coordinator.starts_again(spec.node_id)
         host = self._host

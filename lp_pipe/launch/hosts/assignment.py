@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lp_pipe.launch.plan.placement import Place
-from lp_pipe.launch.plan.plan import Plan
+from lp_pipe.launch.plan.launch_plan import LaunchPlan
+from lp_pipe.launch.plan.placement import Placement
 from lp_pipe.launch.plan.spec import NodeSpec
 from lp_pipe.launch.plan.surroundings import Surroundings
 from lp_pipe.nodes import PyNode
@@ -23,7 +23,7 @@ class Assignment:
     program: str
     nodes: tuple[NodeSpec, ...]
     payloads: Mapping[str, bytes]
-    places: Mapping[str, Place]
+    places: Mapping[str, Placement]
     run_dir: str
     grace_s: float
     surroundings: Surroundings
@@ -31,9 +31,9 @@ class Assignment:
     orphan_s: float
     silence_s: float
 
-    def plan(self) -> Plan:
+    def plan(self) -> LaunchPlan:
         """The part of the program that runs on one host."""
-        return Plan(self.program, self.nodes, (), {}, Path(self.run_dir), self.grace_s)
+        return LaunchPlan(self.program, self.nodes, (), {}, Path(self.run_dir), self.grace_s)
 
 
 def without_code(nodes: Iterable[NodeSpec]) -> tuple[NodeSpec, ...]:

@@ -3,16 +3,16 @@
 from collections.abc import Iterable, Mapping
 
 from lp_pipe.channels.kinds import NEAR_KINDS
-from lp_pipe.launch.plan.host_placement import HostPlace
+from lp_pipe.launch.plan.host_placement import HostPlacement
 from lp_pipe.program import Edge
 
 
-def host_of(name: str, places: Mapping[str, HostPlace]) -> str:
+def host_of(name: str, places: Mapping[str, HostPlacement]) -> str:
     """Of a node of the program, by `label/index`; all its processes are on one host."""
     return next((found.host for node_id, found in places.items() if node_id.partition(".")[0] == name), "")
 
 
-def check_channels(edges: Iterable[Edge], places: Mapping[str, HostPlace]) -> None:
+def check_channels(edges: Iterable[Edge], places: Mapping[str, HostPlacement]) -> None:
     """Refuse channels that would have to reach from one host to another, and cannot.
 
     Raises:

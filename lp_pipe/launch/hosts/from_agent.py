@@ -7,7 +7,7 @@ from lp_pipe.launch.coordination.coordinator import Coordinator
 from lp_pipe.launch.hosts.agent_link import AgentLink
 from lp_pipe.launch.hosts.gathering import RemoteAgent
 from lp_pipe.launch.hosts.shipped_logs import ReceivedLogs
-from lp_pipe.launch.plan.plan import Plan
+from lp_pipe.launch.plan.launch_plan import LaunchPlan
 from lp_pipe.telemetry.terminal_lines import Unfinished
 
 _PORT_PATIENCE_S = 10.0
@@ -21,7 +21,7 @@ _PASSED_ON = (
 class PortsElsewhere:
     """Ports are of the host of the node that will listen there, so its agent is asked."""
 
-    def __init__(self, plan: Plan, agents: Mapping[str, RemoteAgent], host_of: Callable[[str], str]) -> None:
+    def __init__(self, plan: LaunchPlan, agents: Mapping[str, RemoteAgent], host_of: Callable[[str], str]) -> None:
         self._plan = plan
         self._agents = agents
         self._host_of = host_of

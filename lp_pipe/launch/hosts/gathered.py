@@ -10,8 +10,8 @@ from lp_pipe.launch.hosts.edges import check_channels
 from lp_pipe.launch.hosts.gathering import Gathering, Patience, RemoteAgent
 from lp_pipe.launch.hosts.source_tree import SourceTree
 from lp_pipe.launch.plan.hardware import Hardware
-from lp_pipe.launch.plan.host_placement import HostPlace, offered, place_on_hosts
-from lp_pipe.launch.plan.plan import Plan
+from lp_pipe.launch.plan.host_placement import HostPlacement, offered, place_on_hosts
+from lp_pipe.launch.plan.launch_plan import LaunchPlan
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class Gathered:
     gathering: Gathering
     agents: Mapping[str, RemoteAgent]
     hardware: Mapping[str, Hardware]
-    places: Mapping[str, HostPlace]
+    places: Mapping[str, HostPlacement]
     is_elastic: bool = False
 
 
-def gather(plan: Plan, options: MultiHostOptions, credentials: Credentials) -> Gathered:
+def gather(plan: LaunchPlan, options: MultiHostOptions, credentials: Credentials) -> Gathered:
     """Start the agents, unless they are there, and place the nodes on their hosts.
 
     Raises:
@@ -71,13 +71,13 @@ def gather(plan: Plan, options: MultiHostOptions, credentials: Credentials) -> G
         raise
 
 
-def _gather_kept(plan: Plan, kept: Kept) -> Gathered:
+def _gather_kept(plan: LaunchPlan, kept: Kept) -> Gathered:
     hardware = _hardware_of(kept.agents, kept.gathering)
     used = dict(list(hardware.items())[: kept.used])
     return Gathered(kept.gathering, kept.agents, hardware, _places(plan, used), is_elastic=True)
 
 
-def _places(plan: Plan, hardware: Mapping[str, Hardware]) -> dict[str, HostPlace]:
+def _places(plan: LaunchPlan, hardware: Mapping[str, Hardware]) -> dict[str, HostPlacement]:
     found = place_on_hosts(plan.nodes, hardware)
     check_channels(plan.edges, found)
     return found

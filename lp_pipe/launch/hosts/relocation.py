@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from lp_pipe.launch.coordination.coordinator import Coordinator
 from lp_pipe.launch.coordination.record import Failure
 from lp_pipe.launch.plan.hardware import Hardware
-from lp_pipe.launch.plan.host_placement import HostPlace, place_again
+from lp_pipe.launch.plan.host_placement import HostPlacement, place_again
 from lp_pipe.launch.plan.spec import NodeSpec
 from lp_pipe.launch.processes.zygote import LAUNCHER_PATIENCE_S, ORPHAN_S
 
@@ -50,7 +50,7 @@ class Relocation:
         self,
         nodes: Sequence[NodeSpec],
         hardware: Mapping[str, Hardware],
-        places: Mapping[str, HostPlace],
+        places: Mapping[str, HostPlacement],
         coordinator: Coordinator,
         only_spares: bool = False,
     ) -> None:
@@ -64,7 +64,7 @@ class Relocation:
         self._new: set[str] = set()  # the agent of their host does not know them yet
         self._timers: list[threading.Timer] = []
 
-    def place_of(self, node_id: str) -> HostPlace:
+    def place_of(self, node_id: str) -> HostPlacement:
         return self._places[node_id]
 
     def host_of(self, node_id: str) -> str:

@@ -12,18 +12,17 @@ from types import MappingProxyType
 
 from lp_pipe.launch.engines.base import HostOffer
 from lp_pipe.launch.plan.hardware import Hardware
-from lp_pipe.launch.plan.placement import Place, place_all
-from lp_pipe.launch.plan.planned_hosts import planned_hosts
-from lp_pipe.launch.plan.rooms import Room, check_fit, shared_out, take_planned
+from lp_pipe.launch.plan.host_capacity import HostCapacity, check_fit, shared_out, take_planned
+from lp_pipe.launch.plan.placement import Placement, place_all
 from lp_pipe.launch.plan.spec import NodeSpec
 
 
 @dataclass(frozen=True)
-class HostPlace:
+class HostPlacement:
     """Where a node runs."""
 
     host: str
-    place: Place
+    place: Placement
 
 
 def offered(offer: HostOffer, found: Hardware) -> Hardware:
@@ -40,22 +39,22 @@ def offered(offer: HostOffer, found: Hardware) -> Hardware:
     return Hardware(found.names | {offer.name}, cpus[: offer.cpus], memory, gpus[: offer.gpus], labels)
 
 
-def place_on_hosts(nodes: Sequence[NodeSpec], hosts: Mapping[str, Hardware]) -> dict[str, HostPlace]:
+def place_on_hosts(nodes: Sequence[NodeSpec], hosts: Mapping[str, Hardware]) -> dict[str, HostPlacement]:
     """The host and place of every process, by node_id; those of one node of the program share them.
 
     Raises:
         ValueError: a group wants more than all hosts together have left, or a host that is not there.
     """
-    return _places(nodes, hosts, _hosts_of(nodes, _rooms(hosts), planned=planned_hosts(nodes, hosts)), {})
+    return _places(nodes, hosts, _hosts_of(nodes, _capacities(hosts), planned=planned_hosts(nodes, hosts)), {})
 
 
 def place_again(
     nodes: Sequence[NodeSpec],
     hosts: Mapping[str, Hardware],
     staying: Sequence[NodeSpec],
-    places: Mapping[str, HostPlace],
+    places: Mapping[str, HostPlacement],
     only_spares: bool = False,
-) -> dict[str, HostPlace]:
+) -> dict[str, HostPlacement]:
     """New places for the nodes of a host that is lost, beside those that stay where `places` says.
 
     A host without nodes, a spare, takes all of them if it can; else (unless `only_spares`) they go where there is room,
@@ -69,12 +68,12 @@ def place_again(
     missing = ValueError("no host is without nodes")
     taken = {spec.node_id: places[spec.node_id] for spec in staying}
     for candidates in _candidates(hosts, taken, only_spares):
-        rooms = _rooms(candidates)
+        capacities = _capacities(candidates)
         for spec in {spec.name: spec for spec in staying}.values():
-            if taken[spec.node_id].host in rooms:
-                rooms[taken[spec.node_id].host].take(spec)
+            if taken[spec.node_id].host in capacities:
+                capacities[taken[spec.node_id].host].take(spec)
         try:
-            host_of = _hosts_of(nodes, rooms, staying, taken)
+            host_of = _hosts_of(nodes, capacities, staying, taken)
         except ValueError as error:
             missing = error
         else:
@@ -83,7 +82,7 @@ def place_again(
 
 
 def _candidates(
-    hosts: Mapping[str, Hardware], taken: Mapping[str, HostPlace], only_spares: bool
+    hosts: Mapping[str, Hardware], taken: Mapping[str, HostPlacement], only_spares: bool
 ) -> Iterator[Mapping[str, Hardware]]:
     """Each spare by itself, then all hosts."""
     in_use = {found.host for found in taken.values()}
@@ -92,15 +91,15 @@ def _candidates(
         yield hosts
 
 
-def _rooms(hosts: Mapping[str, Hardware]) -> dict[str, Room]:
-    return {name: Room(hardware, len(hardware.gpus), hardware.memory_bytes) for name, hardware in hosts.items()}
+def _capacities(hosts: Mapping[str, Hardware]) -> dict[str, HostCapacity]:
+    return {name: HostCapacity(hardware, len(hardware.gpus), hardware.memory_bytes) for name, hardware in hosts.items()}
 
 
 def _hosts_of(
     nodes: Sequence[NodeSpec],
-    rooms: Mapping[str, Room],
+    capacities: Mapping[str, HostCapacity],
     staying: Sequence[NodeSpec] = (),
-    taken: Mapping[str, HostPlace] = MappingProxyType({}),
+    taken: Mapping[str, HostPlacement] = MappingProxyType({}),
     planned: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, str]:
     """By the name of the node of the program; takes the room.
@@ -121,16 +120,16 @@ def _hosts_of(
             if (host := host_of.get(f"{base}/{spec.index * sizes.get(base, 0) // spec.group_size}")) is not None
         }
         tied = [spec for spec in specs if spec.name in beside]
-        check_fit(label, tied, rooms, list(beside.values()), base)
+        check_fit(label, tied, capacities, list(beside.values()), base)
         for spec in tied:
-            rooms[beside[spec.name]].take(spec)
+            capacities[beside[spec.name]].take(spec)
         for spec in specs:
             if spec.name in planned:
-                take_planned(spec, planned[spec.name], rooms)
+                take_planned(spec, planned[spec.name], capacities)
                 beside[spec.name] = planned[spec.name]
         free = [spec for spec in specs if spec.name not in beside]  # also those whose base does not run any more
-        for spec, host in zip(free, shared_out(label, free, rooms) if free else [], strict=True):
-            rooms[host].take(spec)
+        for spec, host in zip(free, shared_out(label, free, capacities) if free else [], strict=True):
+            capacities[host].take(spec)
             beside[spec.name] = host
         host_of.update(beside)
     return host_of
@@ -156,9 +155,9 @@ def _places(
     nodes: Sequence[NodeSpec],
     hosts: Mapping[str, Hardware],
     host_of: Mapping[str, str],
-    taken: Mapping[str, HostPlace],
-) -> dict[str, HostPlace]:
-    found: dict[str, HostPlace] = {}
+    taken: Mapping[str, HostPlacement],
+) -> dict[str, HostPlacement]:
+    found: dict[str, HostPlacement] = {}
     here: dict[str, list[NodeSpec]] = {name: [] for name in hosts}
     for spec in nodes:
         anywhere = dataclasses.replace(spec, resources=dataclasses.replace(spec.resources, host=None))
@@ -166,5 +165,39 @@ def _places(
     for name, hardware in hosts.items():
         beside = [other.place for other in taken.values() if other.host == name]
         new = place_all(here[name], hardware, beside)
-        found.update({node_id: HostPlace(name, place) for node_id, place in new.items()})
+        found.update({node_id: HostPlacement(name, place) for node_id, place in new.items()})
     return {spec.node_id: found[spec.node_id] for spec in nodes}
+
+
+def planned_hosts(nodes: Sequence[NodeSpec], hosts: Mapping[str, Hardware]) -> dict[str, str]:
+    """By the name of the node of the program; not of those for which nobody has planned any.
+
+    What a group's `Resources` say of where its nodes go comes first.
+
+    Raises:
+        ValueError: a host is not there; names all such, and who was to run there.
+    """
+    found: dict[str, str] = {}
+    missing: dict[int | str, list[str]] = {}
+    for spec in nodes:
+        wanted = spec.node.planned_host
+        if wanted is None or spec.resources.says_where:
+            continue
+        host = _host(wanted, hosts)
+        if host is None:
+            missing.setdefault(wanted, []).append(spec.name)
+        else:
+            found[spec.name] = host
+    if missing:
+        told = "; ".join(f"host {wanted!r} for {', '.join(names)}" for wanted, names in missing.items())
+        there = ", ".join(f"{place}: {name}" for place, name in enumerate(hosts))
+        raise ValueError(
+            f"the plan names hosts that are not there: {told}. There are {there}: add them, or edit the plan"
+        )
+    return found
+
+
+def _host(wanted: int | str, hosts: Mapping[str, Hardware]) -> str | None:
+    if isinstance(wanted, int):
+        return list(hosts)[wanted] if wanted < len(hosts) else None
+    return next((name for name, hardware in hosts.items() if wanted in hardware.names), None)

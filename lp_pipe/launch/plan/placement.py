@@ -13,7 +13,7 @@ _GIB = 1 << 30
 
 
 @dataclass(frozen=True)
-class Place:
+class Placement:
     """cpus: cores the node is pinned to, none: not pinned. gpus: what its CUDA_VISIBLE_DEVICES names."""
 
     cpus: tuple[int, ...] = ()
@@ -29,7 +29,7 @@ class Place:
         return {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {}
 
 
-def place_all(nodes: Sequence[NodeSpec], host: Hardware, taken: Sequence[Place] = ()) -> dict[str, Place]:
+def place_all(nodes: Sequence[NodeSpec], host: Hardware, taken: Sequence[Placement] = ()) -> dict[str, Placement]:
     """The place of every process, by node_id; those of one node of the program share its place.
 
     Each node has its GPUs for itself. Cores are handed out in order, and again from the first (least used) one when
@@ -49,7 +49,9 @@ def place_all(nodes: Sequence[NodeSpec], host: Hardware, taken: Sequence[Place] 
     used: defaultdict[int, float] = defaultdict(float)
     for core in (core for place in taken for core in place.cpus):
         used[core] += 1
-    places = {name: Place(_take_cpus(spec, host, used), _take_gpus(spec, gpus)) for name, spec in first_parts.items()}
+    places = {
+        name: Placement(_take_cpus(spec, host, used), _take_gpus(spec, gpus)) for name, spec in first_parts.items()
+    }
     return {spec.node_id: places[spec.name] for spec in nodes}
 
 

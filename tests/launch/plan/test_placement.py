@@ -10,8 +10,8 @@ import pytest
 import lp_pipe as lp
 from lp_pipe.launch.plan import hardware
 from lp_pipe.launch.plan.hardware import Hardware
-from lp_pipe.launch.plan.placement import Place, place_all
-from lp_pipe.launch.plan.plan import make_plan
+from lp_pipe.launch.plan.launch_plan import make_plan
+from lp_pipe.launch.plan.placement import Placement, place_all
 
 GIB = 1 << 30
 HOST = Hardware(frozenset({"localhost", "here"}), cpus=(0, 2, 4, 6), memory_bytes=8 * GIB, gpus=("4", "5", "7"))
@@ -33,7 +33,7 @@ def program_of(**groups: tuple[int, lp.Resources]) -> lp.Program:
     return program
 
 
-def places(tmp_path: Any, **groups: tuple[int, lp.Resources]) -> dict[str, Place]:
+def places(tmp_path: Any, **groups: tuple[int, lp.Resources]) -> dict[str, Placement]:
     return place_all(make_plan(program_of(**groups), tmp_path, 5.0).nodes, HOST)
 
 
@@ -44,11 +44,11 @@ def test_cores_and_gpus_are_handed_out_in_order(tmp_path: Any) -> None:
         trainer=(2, lp.Resources(cpus=2, gpus=1)),
         logger=(1, lp.Resources()),
     ) == {
-        "actor/0": Place((0,)),
-        "actor/1": Place((2,)),
-        "trainer/0": Place((4, 6), ("4",)),
-        "trainer/1": Place((0, 2), ("5",)),  # all are taken: again from the first
-        "logger/0": Place(),
+        "actor/0": Placement((0,)),
+        "actor/1": Placement((2,)),
+        "trainer/0": Placement((4, 6), ("4",)),
+        "trainer/1": Placement((0, 2), ("5",)),  # all are taken: again from the first
+        "logger/0": Placement(),
     }
 
 
@@ -58,10 +58,10 @@ def test_a_fraction_of_a_core_leaves_its_rest_to_others(tmp_path: Any) -> None:
         large=(2, lp.Resources(cpus=1.5)),
         small=(2, lp.Resources(cpus=0.5)),
     ) == {
-        "large/0": Place((0, 2)),
-        "large/1": Place((4, 6)),
-        "small/0": Place((2,)),  # of which a half is left, as of 6
-        "small/1": Place((6,)),
+        "large/0": Placement((0, 2)),
+        "large/1": Placement((4, 6)),
+        "small/0": Placement((2,)),  # of which a half is left, as of 6
+        "small/1": Placement((6,)),
     }
     with pytest.raises(ValueError, match=r"4\.5 cores"):
         places(tmp_path, greedy=(1, lp.Resources(cpus=4.5)))
@@ -74,9 +74,9 @@ def test_the_processes_of_a_colocation_share_its_place(tmp_path: Any) -> None:
     with program.group("other", lp.Resources(gpus=1)):
         program.add_node(lp.CourierNode(Probe))
     assert place_all(make_plan(program, tmp_path, 5.0).nodes, HOST) == {
-        "both/0.0": Place((0, 2), ("4", "5")),
-        "both/0.1": Place((0, 2), ("4", "5")),
-        "other/0": Place((), ("7",)),
+        "both/0.0": Placement((0, 2), ("4", "5")),
+        "both/0.1": Placement((0, 2), ("4", "5")),
+        "other/0": Placement((), ("7",)),
     }
 
 
@@ -113,7 +113,7 @@ def test_a_host_knows_its_names_and_sizes() -> None:
 
 
 def test_a_gpu_named_by_uuid_has_no_number() -> None:
-    place = Place(gpus=("GPU-abc", "1"))
+    place = Placement(gpus=("GPU-abc", "1"))
     assert (place.devices, place.environment) == ((1,), {"CUDA_VISIBLE_DEVICES": "GPU-abc,1"})
 
 

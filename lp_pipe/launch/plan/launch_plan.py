@@ -1,15 +1,15 @@
 """What a launch will start: every node with its place, resources and addresses. Nothing runs here."""
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lp_pipe.errors import LpPipeError, SerializationError
 from lp_pipe.launch.plan import absl_flags
-from lp_pipe.launch.plan.expansion import expand
 from lp_pipe.launch.plan.spec import NodeSpec
-from lp_pipe.nodes import Node
+from lp_pipe.nodes import Colocation, MultiProcessingColocation, Node
 from lp_pipe.program import Edge, GroupOptions, Program
 from lp_pipe.rpc import codec
 from lp_pipe.rpc.pickle_errors import find_unpicklable
@@ -22,7 +22,7 @@ _DATA_HINT = (
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """A whole program, ready to be started under `run_dir`.
 
     setup: runs first in every process of the program.
@@ -51,7 +51,7 @@ class Plan:
         return self.owners[address]
 
 
-def make_plan(program: Program, run_dir: Path, grace_s: float, setup: Callable[[], Any] | None = None) -> Plan:
+def make_plan(program: Program, run_dir: Path, grace_s: float, setup: Callable[[], Any] | None = None) -> LaunchPlan:
     """Validate the graph and lay out its nodes.
 
     Raises:
@@ -72,7 +72,7 @@ def make_plan(program: Program, run_dir: Path, grace_s: float, setup: Callable[[
         for spec in expand(_spec_of(node, program.options(label), group_size=len(nodes)))
     )
     owners = {address: spec.node_id for spec in specs for address in spec.addresses}
-    return Plan(program.name, specs, edges, owners, run_dir, grace_s, setup)
+    return LaunchPlan(program.name, specs, edges, owners, run_dir, grace_s, setup)
 
 
 def _check_colocations(bases: Mapping[str, str | None]) -> None:
@@ -103,7 +103,7 @@ def _spec_of(node: Node[Any], options: GroupOptions, group_size: int) -> NodeSpe
     )
 
 
-def serialize_nodes(plan: Plan) -> dict[str, bytes]:
+def serialize_nodes(plan: LaunchPlan) -> dict[str, bytes]:
     """Every process as bytes, by node_id; checks that all can travel before any is started.
 
     Raises:
@@ -126,7 +126,7 @@ def _check_setup(setup: Callable[[], Any] | None) -> None:
         ) from error
 
 
-def _serialize(spec: NodeSpec, plan: Plan) -> bytes:
+def _serialize(spec: NodeSpec, plan: LaunchPlan) -> bytes:
     with codec.collecting_handles() as handles:
         try:
             data = codec.dumps_in_turn([plan.setup, (spec.node, spec.resources)])
@@ -153,3 +153,59 @@ def _unpicklable(spec: NodeSpec, error: BaseException) -> LpPipeError:
                 f"{culprit.code_hint or _DATA_HINT}"
             )
     return SerializationError(f"{spec.name}: {spec.path}the node cannot be pickled: {type(error).__name__}: {error}")
+
+
+def expand(spec: NodeSpec) -> list[NodeSpec]:
+    """`spec` and what runs beside it, with every address given to exactly one of them.
+
+    A MultiProcessingColocation is replaced by its inner nodes. One inside a MultiThreadingColocation stays there, as
+    the thread that waits for them.
+
+    Raises:
+        ValueError: a MultiProcessingColocation has no inner nodes.
+    """
+    parts = list(_parts(spec))
+    owners = {address.id: parts[0].node_id for address in spec.node.addresses}
+    for part in parts:  # an inner node comes after that around it, whose addresses include its own
+        owners.update({address.id: part.node_id for address in part.node.addresses})
+    return [
+        dataclasses.replace(part, addresses=tuple(id for id, owner in owners.items() if owner == part.node_id))
+        for part in parts
+    ]
+
+
+def _parts(spec: NodeSpec) -> Iterator[NodeSpec]:
+    node = spec.node
+    if isinstance(node, MultiProcessingColocation):
+        yield from _inner_nodes(spec, node)
+        return
+    yield spec
+    if isinstance(node, Colocation):
+        yield from _beside(spec, node)
+
+
+def _inner_nodes(spec: NodeSpec, colocation: MultiProcessingColocation) -> Iterator[NodeSpec]:
+    colocation.check()
+    colocation.inner_id = spec.node_id
+    for place, child in enumerate(colocation.children):
+        inner = dataclasses.replace(
+            spec,
+            node_id=f"{spec.node_id}.{place}",
+            node=child,
+            path=f"{spec.path}{colocation.path_to(place)}: ",
+            # What it fails once more for, its colocation would be retried for.
+            retries=(spec.retries + 1) * (colocation.num_retries_on_failure + 1) - 1,
+        )
+        yield from _parts(inner)
+
+
+def _beside(spec: NodeSpec, threads: Colocation) -> Iterator[NodeSpec]:
+    """The processes of colocations among the threads of a colocation, at any depth."""
+    for place, child in enumerate(threads.children):
+        inner = dataclasses.replace(
+            spec, node_id=f"{spec.node_id}.{place}", node=child, path=f"{spec.path}{threads.path_to(place)}: "
+        )
+        if isinstance(child, MultiProcessingColocation):
+            yield from _inner_nodes(inner, child)
+        elif isinstance(child, Colocation):
+            yield from _beside(inner, child)

@@ -12,7 +12,7 @@ _MANY = 1 << 30  # nodes that need nothing which could run out
 
 
 @dataclass
-class Room:
+class HostCapacity:
     """What is left of a host."""
 
     hardware: Hardware
@@ -44,27 +44,29 @@ class Room:
         self.nodes.append(spec)
 
 
-def shared_out(label: str, specs: Sequence[NodeSpec], rooms: Mapping[str, Room]) -> list[str]:
+def shared_out(label: str, specs: Sequence[NodeSpec], capacities: Mapping[str, HostCapacity]) -> list[str]:
     """The host of each node of a group, in the order of the hosts; takes nothing yet.
 
     Raises:
         ValueError: they do not fit; says what is missing.
     """
     spec, wanted = specs[0], len(specs)
-    room = {name: one.count(spec) for name, one in rooms.items()}
+    room = {name: one.count(spec) for name, one in capacities.items()}
     if sum(room.values()) < wanted:
-        raise ValueError(_what_is_missing(label, spec, sum(room.values()), wanted, rooms))
+        raise ValueError(_what_is_missing(label, spec, sum(room.values()), wanted, capacities))
     if spec.resources.placement == "pack":
         shares = _packed(room, wanted)
     elif wanted == 1 or spec.resources.placement == "spread":  # beside as few others as possible
-        fewest_first = sorted((name for name in rooms if room[name]), key=lambda name: len(rooms[name].nodes))
+        fewest_first = sorted((name for name in capacities if room[name]), key=lambda name: len(capacities[name].nodes))
         shares = dict.fromkeys(fewest_first[:wanted], 1)
     else:
         shares = _even(room, wanted)
-    return [name for name in rooms for _ in range(shares.get(name, 0))]
+    return [name for name in capacities for _ in range(shares.get(name, 0))]
 
 
-def check_fit(label: str, specs: Sequence[NodeSpec], rooms: Mapping[str, Room], chosen: Sequence[str], to: str) -> None:
+def check_fit(
+    label: str, specs: Sequence[NodeSpec], capacities: Mapping[str, HostCapacity], chosen: Sequence[str], to: str
+) -> None:
     """Whether a group's nodes have room on the hosts of the group `to`.
 
     Raises:
@@ -72,23 +74,23 @@ def check_fit(label: str, specs: Sequence[NodeSpec], rooms: Mapping[str, Room], 
     """
     for name, wanted in Counter(chosen).items():
         must = f"group {label!r} must go where group {to!r} is: {wanted} nodes to host {name!r}"
-        if name not in rooms:
-            raise ValueError(f"{must}, which is not one of {', '.join(rooms)}")
-        fitting = rooms[name].count(specs[0])
+        if name not in capacities:
+            raise ValueError(f"{must}, which is not one of {', '.join(capacities)}")
+        fitting = capacities[name].count(specs[0])
         if fitting < wanted:
-            raise ValueError(f"{_what_is_missing(label, specs[0], fitting, wanted, {name: rooms[name]})} ({must})")
+            raise ValueError(f"{_what_is_missing(label, specs[0], fitting, wanted, {name: capacities[name]})} ({must})")
 
 
-def take_planned(spec: NodeSpec, host: str, rooms: Mapping[str, Room]) -> None:
+def take_planned(spec: NodeSpec, host: str, capacities: Mapping[str, HostCapacity]) -> None:
     """Give a node the room on the host that a plan names for it.
 
     Raises:
         ValueError: there is none.
     """
-    if not rooms[host].count(spec):
-        missing = _what_is_missing(spec.label, spec, 0, 1, {host: rooms[host]})
+    if not capacities[host].count(spec):
+        missing = _what_is_missing(spec.label, spec, 0, 1, {host: capacities[host]})
         raise ValueError(f"{missing} (the plan names host {host!r} for {spec.name})")
-    rooms[host].take(spec)
+    capacities[host].take(spec)
 
 
 def _packed(room: Mapping[str, int], wanted: int) -> dict[str, int]:
@@ -116,13 +118,15 @@ def _even(room: Mapping[str, int], wanted: int) -> dict[str, int]:
     return shares
 
 
-def _what_is_missing(label: str, spec: NodeSpec, fitting: int, wanted: int, rooms: Mapping[str, Room]) -> str:
+def _what_is_missing(
+    label: str, spec: NodeSpec, fitting: int, wanted: int, capacities: Mapping[str, HostCapacity]
+) -> str:
     asked = spec.resources
-    if asked.host is not None and not any(asked.host in room.hardware.names for room in rooms.values()):
-        return f"group {label!r} must run on host {asked.host!r}, which is not one of {', '.join(rooms)}"
-    if not any(room.is_asked_for(spec) for room in rooms.values()):
+    if asked.host is not None and not any(asked.host in room.hardware.names for room in capacities.values()):
+        return f"group {label!r} must run on host {asked.host!r}, which is not one of {', '.join(capacities)}"
+    if not any(room.is_asked_for(spec) for room in capacities.values()):
         labels = "; ".join(
-            f"{name}: {', '.join(sorted(room.hardware.labels)) or 'none'}" for name, room in rooms.items()
+            f"{name}: {', '.join(sorted(room.hardware.labels)) or 'none'}" for name, room in capacities.items()
         )
         needed = " and ".join(map(repr, asked.host_labels))
         where = f"host {asked.host!r}, if it is" if asked.host is not None else "a host that is"
@@ -138,7 +142,7 @@ def _what_is_missing(label: str, spec: NodeSpec, fitting: int, wanted: int, room
     left = "; ".join(
         f"{name}: {room.gpus} of {len(room.hardware.gpus)} GPUs, {room.memory / _GIB:.1f} GiB, "
         f"{len(room.hardware.cpus)} cores"
-        for name, room in rooms.items()
+        for name, room in capacities.items()
     )
     return (
         f"group {label!r} wants {' and '.join(wants)}{where} for each of its {wanted} nodes, but only {fitting} of "
