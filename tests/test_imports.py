@@ -10,7 +10,7 @@ import lp_pipe
 CORE = [
     "lp_pipe",
     "lp_pipe.launch.launcher",
-    "lp_pipe.launch.processes.zygote",
+    "lp_pipe.launch.processes.template_process",
     "lp_pipe.launch.processes.template",
     "lp_pipe.launch.processes.node_main",
     "lp_pipe.launch.process",

@@ -12,7 +12,7 @@ from lp_pipe.cli.errors import NotAnswered, UsageError, nearest
 from lp_pipe.cli.table import duration, table
 from lp_pipe.errors import DeadlineExceeded, Unavailable
 from lp_pipe.launch.invocation import current_folder
-from lp_pipe.launch.processes.proctree import owner_of, terminal_of
+from lp_pipe.launch.processes.process_tree import owner_of, terminal_of
 from lp_pipe.launch.registry import RunRecord, entries, record_in
 from lp_pipe.launch.report import shown
 from lp_pipe.launch.run_dir import usual_runs

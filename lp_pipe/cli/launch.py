@@ -33,7 +33,7 @@ from lp_pipe.launch.invocation import invoked_by
 from lp_pipe.launch.launcher import MODES
 from lp_pipe.launch.leftovers import left_of, remove_if_unused
 from lp_pipe.launch.plan import logging_state
-from lp_pipe.launch.processes.proctree import kill_all
+from lp_pipe.launch.processes.process_tree import kill_all
 from lp_pipe.launch.registry import RunRecord
 from lp_pipe.launch.signals import Terminated
 from lp_pipe.program import Program

@@ -15,7 +15,7 @@ from lp_pipe.launch.coordination.coordinator import Coordinator
 from lp_pipe.launch.host import Host
 from lp_pipe.launch.invocation import current_folder, current_invocation, git_state, versions
 from lp_pipe.launch.leftovers import prune_entries
-from lp_pipe.launch.processes.proctree import start_time, terminal_of
+from lp_pipe.launch.processes.process_tree import start_time, terminal_of
 from lp_pipe.launch.processes.socket_dir import make_socket_dir
 from lp_pipe.launch.registry import Entry, Outcome, RunRecord, record_in
 from lp_pipe.program import Program

@@ -13,7 +13,7 @@ import stat
 import time
 from pathlib import Path
 
-from lp_pipe.launch.processes.proctree import marked, owner_of, start_time
+from lp_pipe.launch.processes.process_tree import marked, owner_of, start_time
 from lp_pipe.launch.processes.socket_dir import PREFIX
 from lp_pipe.launch.processes.template import MARK
 from lp_pipe.launch.registry import RunRecord, dead_entries, read_record

@@ -26,16 +26,16 @@ from lp_pipe.launch.plan.placement import Placement, place_all
 from lp_pipe.launch.plan.spec import NodeSpec
 from lp_pipe.launch.plan.surroundings import Surroundings
 from lp_pipe.launch.processes import os_text, standard_streams
+from lp_pipe.launch.processes.compute_threads import thread_environment
 from lp_pipe.launch.processes.descriptors import check_descriptors
 from lp_pipe.launch.processes.exits import KILLED, ExitQueue
 from lp_pipe.launch.processes.injected_faults import InjectedFaults
+from lp_pipe.launch.processes.launcher_pings import LauncherPings
 from lp_pipe.launch.processes.node_stream import NodeStream
-from lp_pipe.launch.processes.proctree import is_dying, state_of
-from lp_pipe.launch.processes.pulse import Pulse
+from lp_pipe.launch.processes.process_tree import is_dying, state_of
 from lp_pipe.launch.processes.socket_dir import make_socket_dir
 from lp_pipe.launch.processes.template import MARK, Template
-from lp_pipe.launch.processes.threads import thread_environment
-from lp_pipe.launch.processes.zygote import ORPHAN_S
+from lp_pipe.launch.processes.template_process import ORPHAN_S
 from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.telemetry import crashes
 from lp_pipe.telemetry.log_files import LogFiles, LogOutput
@@ -103,7 +103,7 @@ class ProcessHost(Host):
         self._logs = LogPump(self._log_output, new_selector())
         self._exits = ExitQueue()
         self._template: Template | None = None
-        self._pulse: Pulse | None = None
+        self._pings: LauncherPings | None = None
         self._listener: connections.Listener | None = None
 
     def start(self) -> None:
@@ -116,7 +116,7 @@ class ProcessHost(Host):
             told = self._on_start, self._on_exit, self._on_template_lost
             self._template = Template(*told, self._preload, self._orphan_s, self.socket_dir)
             self.mark = self._template.mark[MARK]
-            self._pulse = Pulse(self._template, self._streams)
+            self._pings = LauncherPings(self._template, self._streams)
             for spec in self._plan.nodes:
                 self._start_node(spec)
         except BaseException:  # also a Ctrl+C
@@ -148,14 +148,14 @@ class ProcessHost(Host):
         self._signal_all(node_ids, signal.SIGKILL)
 
     def suspend(self) -> Callable[[], object] | None:
-        if self._pulse is None:
+        if self._pings is None:
             return super().suspend()
-        self._pulse.suspend()
-        return self._pulse.resume
+        self._pings.suspend()
+        return self._pings.resume
 
     def close(self) -> None:
-        if self._pulse is not None:
-            self._pulse.end()
+        if self._pings is not None:
+            self._pings.end()
         if self._listener is not None:
             self._listener.close()
         if self._template is not None:

@@ -17,8 +17,8 @@ from lp_pipe.launch.host import Host, give_up
 from lp_pipe.launch.plan import interpreter_state
 from lp_pipe.launch.plan.launch_plan import LaunchPlan
 from lp_pipe.launch.plan.spec import NodeSpec
+from lp_pipe.launch.processes.compute_threads import unset_threads, use_threads
 from lp_pipe.launch.processes.execute import run_node, run_setup
-from lp_pipe.launch.processes.threads import unset_threads, use_threads
 from lp_pipe.launch.services import LocalServices
 from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.telemetry.metrics import MetricsLog

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lp_pipe.launch.processes.proctree import start_time, tree_of
+from lp_pipe.launch.processes.process_tree import start_time, tree_of
 from lp_pipe.private_python import is_foreign, target_of
 from lp_pipe.testing import open_files, temp_dir
 

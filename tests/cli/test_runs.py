@@ -22,7 +22,7 @@ from lp_pipe.cli import find_run as runs
 from lp_pipe.cli.errors import UsageError
 from lp_pipe.connections import Frame, frames
 from lp_pipe.launch import registry
-from lp_pipe.launch.processes.proctree import start_time
+from lp_pipe.launch.processes.process_tree import start_time
 from lp_pipe.launch.registry import Entry, Outcome, RunRecord, entries
 from tests.cli.commands import COMMAND, PATIENCE_S, Command, Start, Started, is_alive
 from tests.connections.payloads import Mark

@@ -13,7 +13,7 @@ import pytest
 import lp_pipe as lp
 from lp_pipe.launch import leftovers
 from lp_pipe.launch.leftovers import old_runs, prune_entries
-from lp_pipe.launch.processes.proctree import start_time
+from lp_pipe.launch.processes.process_tree import start_time
 from lp_pipe.launch.registry import RunRecord, entries, live_folder
 
 DAY_S = 86400.0

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lp_pipe.launch import registry
-from lp_pipe.launch.processes.proctree import start_time
+from lp_pipe.launch.processes.process_tree import start_time
 from lp_pipe.launch.registry import Entry, Outcome, RunRecord, dead_entries, entries, live_folder, read_record
 
 

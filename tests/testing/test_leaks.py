@@ -56,7 +56,7 @@ def test_a_program_that_is_not_stopped_is_a_leak(mode: str, later: ExitStack) ->
     message = leak(forget)
     assert "thread 'supervise forgotten'" in message
     if mode == "process":
-        assert "process " in message and "lp_pipe.launch.processes.zygote" in message
+        assert "process " in message and "lp_pipe.launch.processes.template_process" in message
         assert "socket " in message and "temporary file: lp-" in message
 
 
@@ -97,7 +97,7 @@ def test_a_process_of_a_process_is_found(later: ExitStack) -> None:
 
 
 def lp_children() -> list[int]:
-    from lp_pipe.launch.processes.proctree import tree_of
+    from lp_pipe.launch.processes.process_tree import tree_of
 
     return tree_of(os.getpid())
 

@@ -26,11 +26,11 @@ from lp_pipe.launch.coordination.record import Failure
 from lp_pipe.launch.coordination.view import to_wire
 from lp_pipe.launch.plan import interpreter_state, logging_state
 from lp_pipe.launch.processes import os_text
+from lp_pipe.launch.processes.compute_threads import set_process_threads
 from lp_pipe.launch.processes.execute import failure_from, run_node, run_setup
-from lp_pipe.launch.processes.last_work import finish_work
+from lp_pipe.launch.processes.exit_work import finish_work
 from lp_pipe.launch.processes.node_stdin import NodeStdin
-from lp_pipe.launch.processes.threads import set_process_threads
-from lp_pipe.launch.processes.zygote import LAUNCHER_PATIENCE_S
+from lp_pipe.launch.processes.template_process import LAUNCHER_PATIENCE_S
 from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.rpc import codec, main_module
 from lp_pipe.rpc.fork_guard import ForkGuard, no_endpoint

@@ -1,4 +1,4 @@
-"""The launcher's side of the template process (see zygote.py)."""
+"""The launcher's side of the template process (see template_process.py)."""
 
 import contextlib
 import errno
@@ -17,12 +17,10 @@ from lp_pipe.errors import LaunchError
 from lp_pipe.launch.plan.hardware import this_host
 from lp_pipe.launch.plan.surroundings import import_path
 from lp_pipe.launch.processes import standard_streams
-from lp_pipe.launch.processes.control_messages import receive_message, send_message
 from lp_pipe.launch.processes.exits import how_it_died
-from lp_pipe.launch.processes.heap import heap_environment
-from lp_pipe.launch.processes.interpreter import interpreter_flags
-from lp_pipe.launch.processes.proctree import kill_all, marked
-from lp_pipe.launch.processes.zygote import ORPHAN_S
+from lp_pipe.launch.processes.malloc_settings import malloc_environment
+from lp_pipe.launch.processes.process_tree import kill_all, marked
+from lp_pipe.launch.processes.template_process import ORPHAN_S, interpreter_flags, receive_message, send_message
 
 # Slow to import and harmless to fork: loaded once in the template when the launching process has loaded them itself.
 _STAGES = "lp_pipe.pipeline.worker.worker"
@@ -33,7 +31,7 @@ _FOR_OPTIMIZERS = "torch._dynamo"
 MARK = "LP_PIPE_TEMPLATE"
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from lp_pipe.launch.processes.zygote import main; "
+    "from lp_pipe.launch.processes.template_process import main; "
     "main(int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4]), float(sys.argv[5]), sys.argv[6])"
 )
 
@@ -77,7 +75,7 @@ class Template:
         ]
         # BLAS would start its threads when numpy is imported, and threads do not survive a fork.
         threads = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-        environment = {**os.environ, **heap_environment(os.environ), MARK: self._mark, **threads}
+        environment = {**os.environ, **malloc_environment(os.environ), MARK: self._mark, **threads}
         try:
             self._process = subprocess.Popen(
                 [sys.executable, *interpreter_flags(), "-c", _BOOT, *arguments],

@@ -15,7 +15,7 @@ import pytest
 
 import lp_pipe as lp
 from lp_pipe.launch.processes import template
-from lp_pipe.launch.processes.zygote import send_message
+from lp_pipe.launch.processes.template_process import send_message
 
 
 def test_a_template_whose_launcher_died_before_it_was_up_removes_the_runs_folder(tmp_path: Path) -> None:
@@ -26,7 +26,9 @@ def test_a_template_whose_launcher_died_before_it_was_up_removes_the_runs_folder
     folder.mkdir()
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        boot = "import sys; from lp_pipe.launch.processes.zygote import main; fd, pid = map(int, sys.argv[1:3])"
+        boot = (
+            "import sys; from lp_pipe.launch.processes.template_process import main; fd, pid = map(int, sys.argv[1:3])"
+        )
         boot += "; main(fd, pid, [], 1.0, sys.argv[3])"
         command = [sys.executable, "-c", boot, str(theirs.fileno()), str(launcher.pid), str(folder)]
         done = subprocess.run(command, pass_fds=[theirs.fileno()], capture_output=True, text=True, timeout=60)
@@ -44,7 +46,9 @@ def test_the_launcher_may_have_more_open_files_than_select_takes() -> None:
     high = fcntl.fcntl(theirs, fcntl.F_DUPFD, 1500)
     try:
         with ours, theirs:
-            boot = f"from lp_pipe.launch.processes.zygote import main; main({high}, {os.getpid()}, [], 1.0, '')"
+            boot = (
+                f"from lp_pipe.launch.processes.template_process import main; main({high}, {os.getpid()}, [], 1.0, '')"
+            )
             with subprocess.Popen([sys.executable, "-c", boot], pass_fds=[high]) as template:
                 send_message(ours, {"op": "ping"})
                 send_message(ours, {"op": "bye"})

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from lp_pipe.launch.processes.node_stream import NodeStream
 from lp_pipe.launch.processes.template import Template
-from lp_pipe.launch.processes.zygote import LAUNCHER_PATIENCE_S
+from lp_pipe.launch.processes.template_process import LAUNCHER_PATIENCE_S
 from lp_pipe.protos import supervision_pb2 as wire
 
 _log = logging.getLogger(__name__)
@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 _PING_EVERY_S = 1.0
 
 
-class Pulse:
+class LauncherPings:
     """Beats every second, in a thread of its own, until `end`; from `suspend` to `resume` nobody listens.
 
     streams: of the nodes, by node_id; others may join.

@@ -12,7 +12,7 @@ _SETTINGS = {
 }
 
 
-def heap_environment(environment: Mapping[str, str]) -> dict[str, str]:
+def malloc_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """What to add to a new process's environment; nothing where the user has set malloc up himself.
 
     By default activations of a step go back to the kernel, which clears their pages when the next step touches them.

@@ -4,7 +4,7 @@ It is started by exec, stays single-threaded, and never runs a torch operation, 
 be forked safely. It is the parent of all nodes: it reports their exits, kills their process trees (orphaned
 grandchildren come back to it, as the subreaper), and takes them down when the launcher dies.
 
-It is told what to do, and tells what happens, over an inherited socket (control_messages.py).
+It is told what to do, and tells what happens, over an inherited socket (`send_message`).
 """
 
 import contextlib
@@ -19,18 +19,50 @@ import select
 import shutil
 import signal
 import socket
+import struct
 import sys
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from lp_pipe import private_python
 from lp_pipe.connections.kernel_calls import has_pidfd
 from lp_pipe.connections.resource_limits import PROCESS_LIMIT_ADVICE
 from lp_pipe.connections.silence import TICKS
-from lp_pipe.launch.processes.control_messages import receive_message, send_message
-from lp_pipe.launch.processes.heap import heap_environment
-from lp_pipe.launch.processes.interpreter import interpreter_flags
-from lp_pipe.launch.processes.proctree import kill_all, session_of, signal_all, tree_of
+from lp_pipe.launch.processes.malloc_settings import malloc_environment
+from lp_pipe.launch.processes.process_tree import kill_all, session_of, signal_all, tree_of
+
+_LENGTH = struct.Struct("<I")
+
+
+def send_message(sock: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
+    """Send one message; blocks until the other side has room."""
+    data = json.dumps(message).encode()
+    packet = _LENGTH.pack(len(data)) + data
+    sent = socket.send_fds(sock, [packet], list(fds)) if fds else 0
+    sock.sendall(packet[sent:])
+
+
+def receive_message(sock: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """The next message and its file descriptors, or None when the other side has closed."""
+    head, fds, _, _ = socket.recv_fds(sock, _LENGTH.size, 8)
+    if not head:
+        return None
+    head += _receive_exactly(sock, _LENGTH.size - len(head))
+    (length,) = _LENGTH.unpack(head)
+    message: dict[str, Any] = json.loads(_receive_exactly(sock, length))
+    return message, list(fds)
+
+
+def _receive_exactly(sock: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        piece = sock.recv(size - len(data))
+        if not piece:
+            raise ConnectionError("the other side ended inside a message")
+        data += piece
+    return bytes(data)
+
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -42,7 +74,7 @@ ORPHAN_S = 5.0
 _ORPHAN_TERM = 0.8  # of that time: SIGTERM
 
 
-class Zygote:
+class TemplateProcess:
     """One per run; `serve` ends when the launcher says goodbye, is dead or silent, and all nodes are gone."""
 
     def __init__(self, control: socket.socket, launcher_pid: int, orphan_s: float, socket_dir: str) -> None:
@@ -208,6 +240,16 @@ class Zygote:
             shutil.rmtree(self._socket_dir, ignore_errors=True)
 
 
+def interpreter_flags() -> list[str]:
+    """This interpreter's flags for a new one that runs `-c`: -O, -W, -X dev.
+
+    -P, because with `-c` alone a json.py of the current folder comes before Python's own until sys.path is set; and
+    where that folder has been removed, Python 3.13.0 to 3.13.2 look there at each missing attribute of a module, and
+    raise a SystemError (https://github.com/python/cpython/issues/130932).
+    """
+    return [*private_python.interpreter_flags(), "-P"]
+
+
 def _poll(*descriptors: int | None) -> select.poll:
     """For when they can be read. Not select(), which takes no number above 1023; the launcher may have more open."""
     poll = select.poll()
@@ -254,7 +296,7 @@ def _exec_node(message: dict[str, Any]) -> NoReturn:
     )
     node = (message["node"], message["endpoint"], str(message["attempt"]))
     arguments = [sys.executable, *interpreter_flags(), "-c", code, json.dumps(sys.path), *node]
-    os.execve(sys.executable, arguments, {**message["env"], **heap_environment(message["env"])})
+    os.execve(sys.executable, arguments, {**message["env"], **malloc_environment(message["env"])})
 
 
 def _reseed() -> None:
@@ -281,13 +323,9 @@ def main(control_fd: int, launcher_pid: int, preload: list[str], orphan_s: float
     gc.collect()
     gc.freeze()  # the collector would touch, and so copy, every page that the children share
     try:
-        zygote = Zygote(control, launcher_pid, orphan_s, socket_dir)
+        template = TemplateProcess(control, launcher_pid, orphan_s, socket_dir)
     except ProcessLookupError:
         shutil.rmtree(socket_dir, ignore_errors=True)
         sys.exit("the launcher ended before its template process was up")
-    with contextlib.closing(zygote):
-        zygote.serve()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3]), float(sys.argv[4]), sys.argv[5])
+    with contextlib.closing(template):
+        template.serve()

@@ -2,13 +2,13 @@
 
 import pytest
 
-from lp_pipe.launch.processes.heap import heap_environment
+from lp_pipe.launch.processes.malloc_settings import malloc_environment
 
 
 def test_the_users_other_tunables_stay() -> None:
-    own = heap_environment({})["GLIBC_TUNABLES"]
+    own = malloc_environment({})["GLIBC_TUNABLES"]
     assert "glibc.malloc.trim_threshold=536870912" in own.split(":")
-    assert heap_environment({"GLIBC_TUNABLES": "glibc.rtld.nns=4"}) == {"GLIBC_TUNABLES": f"glibc.rtld.nns=4:{own}"}
+    assert malloc_environment({"GLIBC_TUNABLES": "glibc.rtld.nns=4"}) == {"GLIBC_TUNABLES": f"glibc.rtld.nns=4:{own}"}
 
 
 @pytest.mark.parametrize(
@@ -20,4 +20,4 @@ def test_the_users_other_tunables_stay() -> None:
     ],
 )
 def test_who_has_set_malloc_up_has_the_word(name: str, value: str) -> None:
-    assert heap_environment({name: value}) == {}
+    assert malloc_environment({name: value}) == {}
