@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lp_pipe.cli.errors import DONE, NotAnswered, UsageError, nearest
 from lp_pipe.cli.find_run import find_run
-from lp_pipe.launch.debuggers import Session
+from lp_pipe.launch.debuggers import DebuggerSession
 from lp_pipe.launch.processes.node_stdin import waiting_nodes
 from lp_pipe.launch.report import shown
 from lp_pipe.telemetry.run_folder import RunFolder
@@ -43,7 +43,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
     """
     run_dir, node = _run_and_node(arguments.words)
     try:
-        session = Session(run_dir, node)
+        session = DebuggerSession(run_dir, node)
     except OSError as error:
         raise NotAnswered(f"node {node} does not wait in a debugger any more ({error.strerror})") from error
     with contextlib.closing(session):

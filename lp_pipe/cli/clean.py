@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lp_pipe.cli.errors import UsageError, counted
-from lp_pipe.launch.leftovers import KEPT_RUNS, has_socket_folder, left_of, old_runs, remove_socket_folder
+from lp_pipe.launch.cleanup import KEPT_RUNS, has_socket_folder, left_of, old_runs, remove_socket_folder
 from lp_pipe.launch.processes.process_tree import kill_all
-from lp_pipe.launch.registry import RunRecord, dead_entries
 from lp_pipe.launch.run_dir import usual_runs
+from lp_pipe.launch.run_records import RunRecord, dead_entries
 
 
 def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -28,13 +28,13 @@ from lp_pipe.errors import LpPipeError, NodeError
 from lp_pipe.graph import GraphView, to_svg
 from lp_pipe.launch import ElasticRun, Run, launch, launch_elastic, new_run_dir
 from lp_pipe.launch.at_exit import stop_active_runs
-from lp_pipe.launch.debuggers import DebuggersHere
+from lp_pipe.launch.cleanup import left_of, remove_if_unused
+from lp_pipe.launch.debuggers import LocalDebuggers
 from lp_pipe.launch.invocation import invoked_by
 from lp_pipe.launch.launcher import MODES
-from lp_pipe.launch.leftovers import left_of, remove_if_unused
 from lp_pipe.launch.plan import logging_state
 from lp_pipe.launch.processes.process_tree import kill_all
-from lp_pipe.launch.registry import RunRecord
+from lp_pipe.launch.run_records import RunRecord
 from lp_pipe.launch.signals import Terminated
 from lp_pipe.program import Program
 from lp_pipe.telemetry.run_folder import RunFolder
@@ -228,7 +228,7 @@ def _none_left_behind() -> Iterator[None]:
 
 def _wait(run: Run | ElasticRun, display: Display, view: GraphView, output: Output) -> ending.Ending:
     began = time.monotonic()
-    debuggers = DebuggersHere(run.run_dir, display.suspended)
+    debuggers = LocalDebuggers(run.run_dir, display.suspended)
     try:
         _draw(view, RunFolder(run.run_dir).picture, display)  # in here: the nodes run by now
         display.started()

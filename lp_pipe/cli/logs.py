@@ -9,7 +9,7 @@ from pathlib import Path
 from lp_pipe.cli.errors import NotAnswered, UsageError, nearest
 from lp_pipe.cli.find_run import asking, find_run, live_runs
 from lp_pipe.cli.follow import LogFile, log_files, without_control
-from lp_pipe.launch.registry import RunRecord, read_record
+from lp_pipe.launch.run_records import RunRecord, read_record
 from lp_pipe.telemetry.run_folder import RunFolder
 
 _LOOK_EVERY_S = 0.2

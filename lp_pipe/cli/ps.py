@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from lp_pipe.cli.find_run import live_runs, run_table
-from lp_pipe.launch.registry import dead_entries
+from lp_pipe.launch.run_records import dead_entries
 
 
 def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from lp_pipe.cli.errors import UsageError
 from lp_pipe.cli.find_run import find_ended_run
 from lp_pipe.launch.invocation import Invocation, current_folder
-from lp_pipe.launch.registry import RunRecord
+from lp_pipe.launch.run_records import RunRecord
 
 # What is said of one launch only, or about how it is shown.
 _NOT_KEPT = ("target", "run", "parser", "given", "resume", "run_dir", "json", "dry_run")

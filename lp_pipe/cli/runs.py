@@ -10,9 +10,9 @@ from pathlib import Path
 from lp_pipe.cli.errors import UsageError
 from lp_pipe.cli.find_run import FOLDER
 from lp_pipe.cli.table import duration, table
-from lp_pipe.launch.registry import RunRecord, entries, record_in
 from lp_pipe.launch.report import shown
 from lp_pipe.launch.run_dir import usual_runs
+from lp_pipe.launch.run_records import RunRecord, entries, record_in
 from lp_pipe.telemetry.tracebacks import shortened
 
 _SHOWN = 20

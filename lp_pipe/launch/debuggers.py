@@ -16,7 +16,7 @@ GOES_ON = "the node goes on"
 _NEXT_PROMPT_S = 0.5  # a debugger that steps has it within milliseconds
 
 
-class DebuggersHere:
+class LocalDebuggers:
     """Lends the launcher's own terminal to the debuggers of its nodes, one at a time.
 
     lend: gives what the debugger's text is written to, and keeps others from the terminal; None: there is none.
@@ -34,7 +34,7 @@ class DebuggersHere:
             if terminal is None or facts["host"] != socket.gethostname():
                 continue
             try:
-                session = Session(self._run_dir, node)
+                session = DebuggerSession(self._run_dir, node)
             except OSError:  # it has just gone on
                 continue
             with contextlib.closing(session), terminal as stdout:
@@ -54,7 +54,7 @@ def _is_in_foreground() -> bool:
         return False
 
 
-class Session:
+class DebuggerSession:
     """A connection to the debugger of one node.
 
     Raises:

@@ -18,9 +18,9 @@ from lp_pipe.launch.hangs.hang_watch import HangWatch
 from lp_pipe.launch.host import Host
 from lp_pipe.launch.plan.launch_plan import LaunchPlan, make_plan, serialize_nodes
 from lp_pipe.launch.refusal import check_not_refused
+from lp_pipe.launch.report import print_reports
 from lp_pipe.launch.run import Run
 from lp_pipe.launch.run_dir import make_run_dir
-from lp_pipe.launch.uncaught import print_reports
 from lp_pipe.program import Program
 from lp_pipe.telemetry.metrics import MetricsLog, Sink
 

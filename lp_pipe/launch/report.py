@@ -3,8 +3,10 @@
 import contextlib
 import os
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import TracebackType
 
 from lp_pipe.errors import NodeError
 from lp_pipe.launch.coordination.coordinator import Coordinator
@@ -160,3 +162,20 @@ def _shortest(lines: list[str], room: int) -> list[str]:
     kept = room - _KEPT_OUTER_LINES - 1
     left_out = len(lines) - kept - _KEPT_OUTER_LINES
     return [*lines[:_KEPT_OUTER_LINES], f"  … {left_out} lines left out", *lines[-kept:]]
+
+
+def print_reports() -> None:
+    """Use the report from now on, if Python's own hook is in place: debuggers, notebooks, error trackers keep theirs.
+
+    It stays after the run, whose failure may leave the script at any later time.
+    """
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _print_exception
+
+
+def _print_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    is_plain = error.__cause__ is None and (error.__context__ is None or error.__suppress_context__)
+    if isinstance(error, NodeError) and error.report and is_plain and sys.stderr is not None:
+        print(error.report, file=sys.stderr, flush=True)
+    else:  # everything else, and a failure that belongs to the story of another error
+        sys.__excepthook__(kind, error, trace)

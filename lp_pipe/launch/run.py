@@ -13,15 +13,15 @@ from lp_pipe.connections import fault_injection
 from lp_pipe.errors import NodeError, Unavailable, add_note
 from lp_pipe.handles import Handle
 from lp_pipe.launch.at_exit import active_runs, failed_runs
+from lp_pipe.launch.cleanup import remove_if_empty
 from lp_pipe.launch.control import ControlPoint
 from lp_pipe.launch.coordination.coordinator import Coordinator
-from lp_pipe.launch.debuggers import DebuggersHere
+from lp_pipe.launch.debuggers import LocalDebuggers
 from lp_pipe.launch.hangs.hang_watch import HangWatch
 from lp_pipe.launch.host import Host, give_up
-from lp_pipe.launch.leftovers import remove_if_empty
 from lp_pipe.launch.processes.execute import failure_from
-from lp_pipe.launch.registry import Outcome
 from lp_pipe.launch.report import described_failure, save_failure
+from lp_pipe.launch.run_records import Outcome
 from lp_pipe.launch.services import EndedServices, LauncherServices
 from lp_pipe.launch.signals import Interrupts, Latch
 from lp_pipe.launched import asking, publish, replace_published
@@ -70,7 +70,7 @@ class Run:
         self._is_over = Latch()
         self._interrupts = Interrupts(lambda: coordinator.request_stop(hurry=True), host.suspend)
         self._services = LauncherServices(coordinator, host, self._interrupts.deferred)
-        self._debuggers = DebuggersHere(coordinator.plan.run_dir, console.lent)
+        self._debuggers = LocalDebuggers(coordinator.plan.run_dir, console.lent)
         self.has_raised_failure = False
         self.has_faulty_connections = fault_injection.is_enabled()
         publish(coordinator.plan.owners, self._services)

@@ -7,8 +7,8 @@ from functools import cache
 from pathlib import Path
 
 from lp_pipe.errors import LaunchError
-from lp_pipe.launch.leftovers import prune_runs
-from lp_pipe.launch.registry import read_record
+from lp_pipe.launch.cleanup import prune_runs
+from lp_pipe.launch.run_records import read_record
 from lp_pipe.launch.user_folders import is_temporary, state_folder
 from lp_pipe.telemetry.run_folder import RunFolder
 

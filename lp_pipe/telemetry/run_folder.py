@@ -1,6 +1,6 @@
 """The files of a run: the one place that knows their names.
 
-    run.json            how the run was launched, and how it ended (launch/registry.py)
+    run.json            how the run was launched, and how it ended (launch/run_records.py)
     graph.json          the program's graph, as `lp_pipe graph -o graph.json` writes it; graph.svg: its picture
     events.jsonl        what happened to the nodes, one JSON object a line (telemetry/events.py)
     metrics.jsonl       what nodes logged (telemetry/metrics.py)

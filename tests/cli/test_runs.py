@@ -21,9 +21,9 @@ from lp_pipe import connections
 from lp_pipe.cli import find_run as runs
 from lp_pipe.cli.errors import UsageError
 from lp_pipe.connections import Frame, frames
-from lp_pipe.launch import registry
+from lp_pipe.launch import run_records
 from lp_pipe.launch.processes.process_tree import start_time
-from lp_pipe.launch.registry import Entry, Outcome, RunRecord, entries
+from lp_pipe.launch.run_records import Entry, Outcome, RunRecord, entries
 from tests.cli.commands import COMMAND, PATIENCE_S, Command, Start, Started, is_alive
 from tests.connections.payloads import Mark
 from tests.waiting import until
@@ -161,7 +161,7 @@ def test_a_run_that_ends_in_order_as_it_is_looked_for_is_not_said_to_be_killed(
     process = {"pid": os.getpid(), "pid_started": start_time(os.getpid()), "started": time.time()}
     entry = Entry(RunRecord(**facts, **process, control="unix:/tmp/lp-x/control", socket_dir="/tmp/lp-x"))
     monkeypatch.setattr(runs, "live_runs", list)
-    monkeypatch.setattr(registry, "start_time", end_now)  # asked for once the record has been read
+    monkeypatch.setattr(run_records, "start_time", end_now)  # asked for once the record has been read
     with pytest.raises(UsageError, match=r"^run out ended .* ago, after "):
         runs.find_live_run(str(out))
 

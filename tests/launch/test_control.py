@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import lp_pipe as lp
-from lp_pipe.launch.registry import RunRecord, entries, live_folder, read_record
+from lp_pipe.launch.run_records import RunRecord, entries, live_folder, read_record
 
 PATIENCE_S = 20.0
 

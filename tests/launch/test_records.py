@@ -9,7 +9,7 @@ import pytest
 import lp_pipe as lp
 from lp_pipe.checkpoint import Checkpoints
 from lp_pipe.graph import GraphView
-from lp_pipe.launch.registry import record_in
+from lp_pipe.launch.run_records import record_in
 from lp_pipe.telemetry.run_folder import RunFolder
 
 PATIENCE_S = 30.0

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import lp_pipe as lp
-from lp_pipe.launch.debuggers import Session
+from lp_pipe.launch.debuggers import DebuggerSession
 from lp_pipe.launch.processes.node_stdin import waiting_nodes
 from tests.waiting import until
 
@@ -32,7 +32,7 @@ def talk(run: lp.Run, commands: str, node: str = "x/0") -> str:
     os.write(writing, commands.encode())
     os.close(writing)
     shown = io.StringIO()
-    session = Session(run.run_dir, node)
+    session = DebuggerSession(run.run_dir, node)
     try:
         with os.fdopen(reading) as typed:
             shown.write(session.talk(typed, shown, stay=True))
@@ -110,7 +110,7 @@ def test_a_node_in_a_debugger_is_no_hang_and_one_terminal_has_it(tmp_path: Path)
     until(lambda: "in a debugger" in (run.status()["server"][0]["waiting"] or ""), WITHIN_S)
     log = tmp_path / "hangs.log"
     until(lambda: log.exists() and "server/0 stands in a debugger" in log.read_text(), WITHIN_S)
-    first = Session(run.run_dir, "server/0")
+    first = DebuggerSession(run.run_dir, "server/0")
     is_taken = threading.Event()
     with ThreadPoolExecutor(1) as pool:
         second = pool.submit(lambda: is_taken.wait(WITHIN_S) and talk(run, "p 'never'\n", "server/0"))

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import lp_pipe as lp
-from lp_pipe.launch import leftovers
-from lp_pipe.launch.leftovers import old_runs, prune_entries
+from lp_pipe.launch import cleanup
+from lp_pipe.launch.cleanup import old_runs, prune_entries
 from lp_pipe.launch.processes.process_tree import start_time
-from lp_pipe.launch.registry import RunRecord, entries, live_folder
+from lp_pipe.launch.run_records import RunRecord, entries, live_folder
 
 DAY_S = 86400.0
 ENDED_PID = 2**22 + 1  # above the largest that Linux gives
@@ -85,15 +85,15 @@ def test_runs_that_may_be_live_and_what_is_no_run_stay(made: Made, runs: Path) -
 
 def test_a_launch_removes_old_runs_of_the_state_folder(made: Made, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each `python file.py` left a folder for ever."""
-    monkeypatch.setattr(leftovers, "_AT_MOST_S", 60.0)
-    paths = [made(1) for _ in range(leftovers.KEPT_RUNS + 20)]
+    monkeypatch.setattr(cleanup, "_AT_MOST_S", 60.0)
+    paths = [made(1) for _ in range(cleanup.KEPT_RUNS + 20)]
     program = lp.Program("failing")
     program.add_node(lp.PyNode(int, "x"), label="node")
     for _ in range(3):
         with pytest.raises(lp.NodeError):
             lp.launch(program, "thread").wait()
     # The first is kept beside the others; while it is made it is the newest of all.
-    assert len(list(runs.iterdir())) <= leftovers.KEPT_RUNS + 3
+    assert len(list(runs.iterdir())) <= cleanup.KEPT_RUNS + 3
     assert paths[-1].exists() and not paths[0].exists()
     monkeypatch.setenv("LP_PIPE_RUNS", str(runs))
     before = [made(1) for _ in range(20)]
@@ -131,7 +131,7 @@ def test_entries_of_killed_runs_are_bounded(tmp_path: Path, monkeypatch: pytest.
     (live_folder() / "live.json").write_text(json.dumps(vars(live)))
     prune_entries()
     assert len(entries()) == 6
-    monkeypatch.setattr(leftovers, "_KEPT_ENTRIES", 2)
+    monkeypatch.setattr(cleanup, "_KEPT_ENTRIES", 2)
     prune_entries()
     assert {path.stem for path in entries()} == {"live", "3", "4"}
     assert sorted(path.name for path in tmp_path.glob("lp-*")) == ["lp-3", "lp-4"]

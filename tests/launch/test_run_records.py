@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from lp_pipe.launch import registry
+from lp_pipe.launch import run_records
 from lp_pipe.launch.processes.process_tree import start_time
-from lp_pipe.launch.registry import Entry, Outcome, RunRecord, dead_entries, entries, live_folder, read_record
+from lp_pipe.launch.run_records import Entry, Outcome, RunRecord, dead_entries, entries, live_folder, read_record
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +80,7 @@ def test_a_run_that_ends_in_order_just_after_its_entry_was_read_has_left_nothing
         return 0
 
     entry = Entry(record)
-    monkeypatch.setattr(registry, "start_time", end_now)
+    monkeypatch.setattr(run_records, "start_time", end_now)
     assert dead_entries() == {}
 
 
@@ -97,13 +97,13 @@ def test_a_run_that_cannot_be_listed_leaves_no_word_that_it_runs(
             raise OSError(errno.ENOSPC, "No space left on device")
         write(path, record)
 
-    write = registry._write
+    write = run_records._write
     own = record.folder.record
     for earlier in (None, replace(record, ended=1060.0)):
         if earlier is not None:
             write(own, earlier)
         with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
-            patch.setattr(registry, "_write", no_room)
+            patch.setattr(run_records, "_write", no_room)
             Entry(record)
         assert read_record(own) == earlier
 

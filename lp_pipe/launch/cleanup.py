@@ -16,7 +16,7 @@ from pathlib import Path
 from lp_pipe.launch.processes.process_tree import marked, owner_of, start_time
 from lp_pipe.launch.processes.socket_dir import PREFIX
 from lp_pipe.launch.processes.template import MARK
-from lp_pipe.launch.registry import RunRecord, dead_entries, read_record
+from lp_pipe.launch.run_records import RunRecord, dead_entries, read_record
 from lp_pipe.telemetry.run_folder import RunFolder
 
 KEPT_RUNS = 50
