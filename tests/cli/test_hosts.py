@@ -73,7 +73,7 @@ def test_a_dry_run_for_a_cluster_prints_the_manifest_below_the_places(target: st
     assert secret["stringData"] == {"secret": "LEFT-OUT"} and job["spec"]["completions"] == 2
     assert job["spec"]["template"]["spec"]["securityContext"]["runAsUser"] == 1000
     refused = brief_command("launch", target, *flags[:2], "--hosts=2", "--dry-run")
-    assert refused.returncode == 3 and "engine 'kubernetes' needs image" in refused.stderr
+    assert refused.returncode == 3 and "engine 'kubernetes': image" in refused.stderr
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Engines: whoever starts one agent on each host of a run; the table of those that there are."""
+"""The table of engines. An engine starts one agent on each host of a run."""
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 ENTRY_POINTS = "lp_pipe.engines"
 
-# An engine's class, in the module that has the engine's name: imported when somebody names it.
+# By engine name, the class in the module of that name. The module is imported at the first use.
 BUILT_IN = {
     "local": "LocalEngine",
     "ssh": "SshEngine",
@@ -31,38 +31,40 @@ BUILT_IN = {
 
 
 def engine_names() -> list[str]:
-    """Ours, and those that installed packages bring."""
+    """Return the names of the built-in engines, then of those that installed packages add."""
     return [*BUILT_IN, *sorted(_from_outside())]
 
 
 def engine_class(name: str) -> type[Engine]:
-    """The engine of that name, which is imported now.
+    """Import the engine of this name and return its class.
 
     Raises:
-        ValueError: there is none; names those that there are.
+        ValueError: no engine has this name; the message lists the known ones.
     """
     if name in BUILT_IN:
         return _built_in(name)
     outside = _from_outside()
     if name not in outside:
-        raise ValueError(f"unknown engine {name!r}; known are {', '.join(engine_names())}")
+        raise ValueError(f"unknown engine {name!r}: must be one of {', '.join(engine_names())}")
     found = outside[name]()
     if not (isinstance(found, type) and issubclass(found, Engine)):
-        raise ValueError(f"engine {name!r}: the entry point in {ENTRY_POINTS!r} names {found!r}, which is no Engine")
+        raise ValueError(
+            f"engine {name!r}: its entry point in group {ENTRY_POINTS!r} loads {found!r}, not a subclass of Engine"
+        )
     return found
 
 
 def make_engine(name: str, hosts: str, options: Mapping[str, str]) -> Engine:
-    """An engine as the command line describes it; options that are not given are left out.
+    """Make an engine from what the command line says. `options` has only those that were given.
 
     Raises:
-        ValueError: no such engine, an option that it does not have, or hosts that it cannot read.
+        ValueError: no such engine, an unknown option, or `hosts` that the engine cannot read.
     """
     kind = engine_class(name)
     for option in options:
         if option not in kind.OPTIONS:
             known = ", ".join(kind.OPTIONS) or "none"
-            raise ValueError(f"engine {name!r} has no option {option!r}; its options: {known}")
+            raise ValueError(f"engine {name!r} has no option {option!r}. Its options are: {known}")
     return kind(hosts, **options)
 
 
@@ -72,7 +74,7 @@ def _built_in(name: str) -> type[Engine]:
 
 
 def _from_outside() -> dict[str, Callable[[], object]]:
-    import importlib.metadata  # takes longer than all of ours
+    import importlib.metadata  # slow to import: takes longer than this whole module
 
     return {point.name: point.load for point in importlib.metadata.entry_points(group=ENTRY_POINTS)}
 

@@ -1,4 +1,4 @@
-"""An agent, or the command that starts it elsewhere, as a process of this host."""
+"""A process of this host that is an agent, or that starts one elsewhere (ssh, srun)."""
 
 import contextlib
 import os
@@ -20,9 +20,9 @@ _PATIENCE_S = 1.0
 
 
 class AgentProcess(StartedAgent):
-    """Runs `command` in a session of its own, gives it the secret by stdin, keeps what it prints in a file.
+    """A running `command` in a session of its own, which gets the secret by stdin. Its output goes to a file.
 
-    hosts: whose agents end with it. env: for the command; None: this process's.
+    hosts: the hosts whose agents end with it. env: for the command; None for this process's own.
 
     Raises (constructor):
         LaunchError: the command cannot be started.
@@ -46,14 +46,14 @@ class AgentProcess(StartedAgent):
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 env=env,
-                start_new_session=True,  # Ctrl+C is the launcher's to handle
+                start_new_session=True,  # only the launcher handles Ctrl+C
             )
         except OSError as error:
-            raise LaunchError(f"cannot start {command[0]} for host {hosts[0]}: {error}") from error
+            raise LaunchError(f"cannot start {command[0]!r} for the agent of host {hosts[0]}: {error}") from error
         name = f"agent {hosts[0]}"
         self._reader = threading.Thread(target=self._read, name=f"output of {name}", daemon=True)
         self._reader.start()
-        # In a thread: who does not read its stdin (a password prompt, a hung host) must not stop the launcher.
+        # In a thread: a command that does not read its stdin (password prompt, hung host) must not block us.
         secret = invitation.secret.rstrip(b"\n") + b"\n"
         threading.Thread(target=self._tell, args=(secret,), name=f"secret for {name}", daemon=True).start()
 
@@ -61,7 +61,7 @@ class AgentProcess(StartedAgent):
         status = self._process.poll()
         if status is None:
             return None
-        self._reader.join(_PATIENCE_S / 4)  # its last lines say why
+        self._reader.join(_PATIENCE_S / 4)  # the last lines say why
         return f"killed by {signal_name(-status)}" if status < 0 else f"exit status {status}"
 
     def last_lines(self) -> list[str]:
@@ -81,7 +81,7 @@ class AgentProcess(StartedAgent):
 
     def _tell(self, secret: bytes) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it has ended: its exit is seen
+        with contextlib.suppress(OSError):  # it has ended, which `how_it_ended` reports
             self._process.stdin.write(secret)
             self._process.stdin.close()
 
@@ -90,17 +90,17 @@ class AgentProcess(StartedAgent):
         with self._process.stdout as pipe, self._log_path.open("ab", buffering=0) as log:
             while line := pipe.readline(_KEPT_LINE_BYTES):
                 self._lines.append(line.decode(errors="replace").rstrip())
-                with contextlib.suppress(OSError):  # disk full: the last lines are kept all the same
+                with contextlib.suppress(OSError):  # disk full: `last_lines` still works
                     log.write(line)
 
 
 def start_each(engine: Engine, hosts: Sequence[HostOffer], invitation: Invitation) -> list[StartedAgent]:
-    """The agents of an engine's hosts, one by one; when one cannot be started, those that were are killed."""
+    """Start the agent of each host with `engine.start_again`; if one cannot be started, kill the others."""
     started: list[StartedAgent] = []
     try:
         for offer in hosts:
             one = engine.start_again(invitation, offer.name)
-            assert one is not None, "an engine whose agents can be started one by one"
+            assert one is not None, "start_each is for engines that can start a single agent"
             started.append(one)
     except BaseException:
         kill_all(started)

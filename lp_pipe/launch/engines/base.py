@@ -1,10 +1,10 @@
-"""What an engine is: it says which hosts there are, and starts one agent on each. Nothing else.
+"""The interface of an engine: it lists the hosts of a run and starts one agent on each.
 
     launcher ── Engine.start(invitation) ──► python -m lp_pipe agent --join ADDRESS --name HOST   (on every host)
         ▲                                         │
-        └───────────── one mTLS connection ◄──────┘   placement, starts, exits, logs, stop: never the engine's business
+        └───────────── one mTLS connection ◄──────┘   for placement, starts, exits, logs and stop
 
-A new engine is one file with one subclass of `Engine`. An installed package adds it by an entry point:
+A new engine is one file with one subclass of `Engine`. An installed package adds one with an entry point:
 
     [project.entry-points."lp_pipe.engines"]
     mine = "my_package.engine:MyEngine"
@@ -19,9 +19,10 @@ from typing import ClassVar
 
 @dataclass(frozen=True)
 class HostOffer:
-    """A host, by the name that `Resources(host=...)` and messages call it, and at most what may be used of it.
+    """A host of the run, and how much of it the run may use.
 
-    None: whatever the agent finds there. memory: bytes. labels: beside those that the agent finds there.
+    name: what `Resources(host=...)` and messages call it. cpus, gpus, memory: None means all that the agent finds
+    there; memory is in bytes. labels: in addition to those that the agent finds there.
     """
 
     name: str
@@ -33,14 +34,14 @@ class HostOffer:
 
 @dataclass(frozen=True)
 class Invitation:
-    """How an agent joins the run.
+    """What an agent needs to join the run.
 
-    addresses: where the launcher may be reached, "HOST:PORT" each; the agent tries one after the other.
-    secret: whoever has it may run code in the run. It goes to the agent's stdin (one line; nothing may follow), or
-        into a file of mode 0600 that the agent is told of by `--token-file`: never into arguments, the environment,
-        or what others can read.
-    log_dir: where `AgentProcess` writes what the agents print.
-    interface: the network interface (or address) by which the hosts reach each other; "": that of the launcher.
+    addresses: where the launcher may be reached, "HOST:PORT" each. The agent tries them in order.
+    secret: gives the right to run code in the run. It goes to the agent's stdin (one line, with nothing after it), or
+        into a file of mode 0600 that `--token-file` names. It must never be in arguments, in the environment, or in
+        anything that other users can read.
+    log_dir: the folder where `AgentProcess` writes the agents' output.
+    interface: the network interface (or address) by which the hosts reach each other; "" for that of the launcher.
     """
 
     addresses: Sequence[str]
@@ -49,19 +50,22 @@ class Invitation:
     interface: str = ""
 
     def arguments(self, host: str, token_file: str = "-") -> list[str]:
-        """What follows the interpreter on the command line of the agent of `host`; "-": `secret` is for its stdin."""
+        """Return the arguments that follow the interpreter on the command line of the agent of `host`.
+
+        token_file: the file with the secret; "-" if the secret comes by stdin.
+        """
         interface = ["--interface", self.interface] if self.interface else []
         join = ["--join", ",".join(self.addresses), "--name", host, *interface, "--token-file", token_file]
         return ["-m", "lp_pipe", "agent", *join]
 
 
 class StartedAgent(ABC):
-    """Something that an engine has started: usually one agent, or one command that stands for several.
+    """What an engine has started: usually one agent, or one command that runs several.
 
-    hosts: the names of those whose agents end when this does.
+    hosts: the names of the hosts whose agents end when this ends.
     """
 
-    # How long after an agent's last word `how_it_ended` may come to know of it: the error waits for so long.
+    # How long after an agent's connection closed `how_it_ended` may learn of its end. The error waits for so long.
     LAST_NEWS_S: ClassVar[float] = 0.5
 
     def __init__(self, hosts: Sequence[str]) -> None:
@@ -69,22 +73,22 @@ class StartedAgent(ABC):
 
     @abstractmethod
     def how_it_ended(self) -> str | None:
-        """In words ("exit status 255"); None while it runs. Returns at once."""
+        """Return how it ended, in words ("exit status 255"); None while it runs. Must not block."""
 
     @abstractmethod
     def last_lines(self) -> list[str]:
-        """What it printed last: for the error when an agent does not join. Returns at once."""
+        """Return its last lines of output, for the error about an agent that does not join. Must not block."""
 
     @abstractmethod
     def kill(self) -> None:
-        """End it now, as far as the engine can. Idempotent; returns when it is gone, or after some seconds.
+        """End it now, as far as the engine can. Idempotent. Returns when it is gone, or after some seconds.
 
-        An agent also ends by itself when its connection does, and takes its nodes with it.
+        An agent also ends by itself, with its nodes, when its connection closes.
         """
 
 
 def kill_all(started: Sequence[StartedAgent]) -> None:
-    """All at a time: each may take seconds."""
+    """Kill all of them in parallel, since each may take seconds."""
     threads = [threading.Thread(target=one.kill, name="kill agent", daemon=True) for one in started]
     for thread in threads:
         thread.start()
@@ -93,16 +97,17 @@ def kill_all(started: Sequence[StartedAgent]) -> None:
 
 
 class Engine(ABC):
-    """Knows hosts, and starts an agent on each of them.
+    """Lists the hosts of a run and starts an agent on each of them.
 
-    Constructed with what the user gave as `hosts` ("" when nothing was), and with those of OPTIONS that were given.
-    Raises ValueError in its constructor for what it cannot read.
+    The constructor gets the user's `hosts` ("" if none were given) and those of OPTIONS that were given. It raises
+    ValueError for values that it cannot read.
     """
 
-    # Keyword arguments of the constructor, all strings, with their help: `lp_pipe launch --engine=ssh --ssh-config=F`.
+    # The keyword arguments of the constructor, all strings, with their help texts. The command line offers them as
+    # flags: `lp_pipe launch --engine=ssh --ssh-config=F`.
     OPTIONS: ClassVar[Mapping[str, str]] = {}
 
-    # Whether all agents run on the launcher's own host: then nothing listens on the network.
+    # Whether all agents run on the launcher's own host. If so, the launcher listens on no network interface.
     is_local: ClassVar[bool] = False
 
     @abstractmethod
@@ -110,41 +115,42 @@ class Engine(ABC):
 
     @abstractmethod
     def hosts(self) -> Sequence[HostOffer]:
-        """The hosts of the run, in the order in which they are filled; called once, before `start`.
+        """Return the hosts of the run, in the order in which nodes are placed on them. Called once, before `start`.
 
         Raises:
-            LaunchError: they cannot be found out.
+            LaunchError: the engine cannot find out which hosts there are.
         """
 
     @abstractmethod
     def start(self, invitation: Invitation) -> Sequence[StartedAgent]:
         """Start an agent on each host: `PYTHON, *invitation.arguments(name)` with the secret on its stdin.
 
-        Returns at once: who joins is seen by the launcher. Each host is in exactly one of what is returned.
+        Must not wait for the agents: the launcher sees which ones join. Each host is in exactly one returned item.
 
         Raises:
-            LaunchError: one cannot be started; those that were are killed.
+            LaunchError: an agent cannot be started. The engine has killed those that it had started.
         """
 
     def start_again(self, invitation: Invitation, name: str) -> StartedAgent | None:
-        """Start the agent of one host again, which had ended; None: only the host itself can.
+        """Start the agent of one host again after it ended; None if this engine cannot (a person or the host can).
 
-        Called again and again, as long as the host has not come back.
+        Called repeatedly until the host has joined again.
 
         Raises:
-            LaunchError: it cannot be started now.
+            LaunchError: the agent cannot be started now.
         """
         return None
 
     def preview(self, invitation: Invitation) -> str | None:
-        """What `start` would hand to somebody else, without the secret, where its hosts are as they are offered.
+        """Return what `start` would submit to another system, without the secret, for a dry run.
 
-        None: what the hosts have is known only when agents have joined.
+        Only for engines whose hosts have exactly what `hosts()` says. None: the hosts' hardware is known only once
+        agents have joined.
 
         Raises:
-            LaunchError: it cannot be written.
+            LaunchError: the text cannot be made.
         """
         return None
 
-    def close(self) -> None:  # noqa: B027 - most have nothing left
-        """The run is over, everything that was started is killed: free what is left."""
+    def close(self) -> None:  # noqa: B027 - most engines have nothing to free
+        """Free what is left. Called after the run, when everything that was started has been killed."""

@@ -1,4 +1,4 @@
-"""Hosts as users write them: `h1,h2:gpus=4`, or a file with one a line."""
+"""The syntax in which users list hosts: `h1,h2:gpus=4`, or a file with one host per line."""
 
 from pathlib import Path
 
@@ -9,20 +9,22 @@ _LABEL = "label="
 
 
 def read_hosts(text: str) -> list[HostOffer]:
-    """`NAME[:LIMIT=N]...[:label=L]...`, separated by commas; or the name of a file of such, one a line, # for remarks.
+    """Read `NAME[:LIMIT=N]...[:label=L]...`, separated by commas, or a file with one host per line and # comments.
 
-    Limits: cpus, gpus, memory_gib. An IPv6 address is written in brackets.
+    The limits are cpus, gpus and memory_gib. An IPv6 address is written in brackets.
 
     Raises:
-        ValueError: it is neither, names a host twice, or no host at all.
+        ValueError: the text is neither, names a host twice, or names no host.
     """
     found = [_read_host(part) for part in _parts(text)]
     names = [offer.name for offer in found]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ValueError(f"hosts={text!r} names {', '.join(twice)} twice: a host has one agent")
+        raise ValueError(f"hosts={text!r} names {', '.join(twice)} twice: name each host once, since it has one agent")
     if not found:
-        raise ValueError(f"hosts={text!r} names no host; write h1,h2:gpus=4 or the name of a file with one a line")
+        raise ValueError(
+            f"hosts={text!r} names no host: write h1,h2:gpus=4 or the name of a file with one host per line"
+        )
     return found
 
 
@@ -32,7 +34,7 @@ def _parts(text: str) -> list[str]:
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except OSError as error:
-            raise ValueError(f"hosts={text!r}: the file cannot be read: {error.strerror}") from error
+            raise ValueError(f"hosts={text!r}: cannot read this file: {error.strerror}") from error
         return [line.partition("#")[0].strip() for line in lines if line.partition("#")[0].strip()]
     return [part.strip() for part in text.split(",") if part.strip()]
 
@@ -47,17 +49,15 @@ def _read_host(part: str) -> HostOffer:
     labels = frozenset(option.removeprefix(_LABEL).strip() for option in options if option.startswith(_LABEL))
     limits = dict(_read_limit(part, option) for option in options if not option.startswith(_LABEL))
     if not name or name.startswith("-"):
-        raise ValueError(f"{part!r} is no host: write NAME or NAME:gpus=4")
+        raise ValueError(f"hosts: {part!r} has no host name: write NAME or NAME:gpus=4")
     memory = limits.get("memory_gib")
     if "" in labels:
-        raise ValueError(f"{part!r}: a label is empty; write label=fast")
+        raise ValueError(f"hosts: {part!r} has an empty label: write for example label=fast")
     return HostOffer(name, limits.get("cpus"), limits.get("gpus"), None if memory is None else memory << 30, labels)
 
 
 def _read_limit(part: str, limit: str) -> tuple[str, int]:
     name, _, number = limit.partition("=")
     if name not in _LIMITS or not number.isdigit():
-        raise ValueError(
-            f"{part!r}: {limit!r} is no limit of a host; write {', '.join(f'{one}=N' for one in _LIMITS)} or label=L"
-        )
+        raise ValueError(f"hosts: {part!r}: {limit!r} must be {', '.join(f'{one}=N' for one in _LIMITS)} or label=L")
     return name, int(number)

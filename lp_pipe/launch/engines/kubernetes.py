@@ -1,4 +1,4 @@
-"""Agents in the pods of a Kubernetes cluster: a JobSet, or an indexed Job, of equal pods."""
+"""The engine `kubernetes`: agents in the equal pods of a JobSet or of an indexed Job."""
 
 import ipaddress
 import re
@@ -16,27 +16,31 @@ if TYPE_CHECKING:
     from lp_pipe.launch.engines.kubernetes_pods import Pods
 
 _MISSING = "engine 'kubernetes' needs the official client: pip install 'lp_pipe[kubernetes]'"
-_NAME_CHARS = 30  # with our endings, and those of Jobs and pods, 63 at most
-_JOIN_PATIENCE = ["--patience", "30"]  # a cluster's network may need some seconds to know a new pod
+_NAME_CHARS = 30  # of the run's name; with the endings of lp_pipe, Jobs and pods at most 63
+_JOIN_PATIENCE = ["--patience", "30"]  # seconds: a cluster's network may take some to route to a new pod
 
 
 class KubernetesEngine(Engine):
-    """hosts: how many pods, with what each may use: "4:gpus=8:cpus=32:memory_gib=256". Their names: host-0, host-1, ...
+    """Creates one pod for each host.
 
-    image: with Python of the launcher's version, as `python`, and lp_pipe. namespace: default: the kubeconfig's, or
-    that of the launcher's own pod. kind: "jobset" (default), or "job", which every cluster has. kubeconfig: a file, in
-    place of what `kubectl` would take. run_as_user: the number of whom the pods run as, and of their group; 0: root,
-    for images that need it, which a namespace that enforces the Pod Security Standard `restricted` refuses.
+    hosts: how many pods, and what each may use: "4:gpus=8:cpus=32:memory_gib=256". Their names are host-0, host-1, ...
+    image: must have `python` and lp_pipe in the launcher's versions.
+    namespace: default: the kubeconfig's, or that of the launcher's own pod.
+    kind: "jobset" (default), or "job", which every cluster has.
+    kubeconfig: a file, in place of the one that `kubectl` would take.
+    run_as_user: the user and group number that the pods run as. 0 is root, for images that need it; a namespace that
+        enforces the Pod Security Standard `restricted` refuses it.
 
-    The secret is a Secret, which is deleted with the run. docs/multi_host.md says what rights the launcher needs.
+    The secret is in a Secret, which is deleted with the run. docs/multi_host.md lists the rights that the launcher
+    needs.
     """
 
     OPTIONS: ClassVar[Mapping[str, str]] = {
-        "image": "with Python and lp_pipe of the launcher's versions",
+        "image": "must have Python and lp_pipe in the launcher's versions",
         "namespace": "default: the kubeconfig's, or the launcher's own",
         "kind": "jobset (default) or job",
-        "kubeconfig": "in place of what kubectl would take",
-        "run_as_user": f"whom the pods run as (default: {NONROOT}); 0: root",
+        "kubeconfig": "file, in place of the one that kubectl would take",
+        "run_as_user": f"user number that the pods run as (default: {NONROOT}); 0: root",
     }
 
     def __init__(
@@ -50,9 +54,11 @@ class KubernetesEngine(Engine):
         run_as_user: str = str(NONROOT),
     ) -> None:
         if not image:
-            raise ValueError("engine 'kubernetes' needs image: one with Python and lp_pipe of the launcher's versions")
+            raise ValueError(
+                "engine 'kubernetes': image is empty: name one that has Python and lp_pipe in the launcher's versions"
+            )
         if kind not in KINDS:
-            raise ValueError(f"engine 'kubernetes': kind={kind!r} is neither of {', '.join(KINDS)}")
+            raise ValueError(f"engine 'kubernetes': kind must be {' or '.join(KINDS)}, got {kind!r}")
         self._count, self._limits = _read_count(hosts)
         self._user = read_user(run_as_user)
         self._image, self._namespace, self._kind, self._kubeconfig = image, namespace, kind, kubeconfig
@@ -60,7 +66,7 @@ class KubernetesEngine(Engine):
 
     def hosts(self) -> Sequence[HostOffer]:
         limits = self._limits
-        # A pod that has asked for no GPU may see those of others, and must not use them.
+        # Without a limit for GPUs the offer is 0, since a pod that requested none may still see those of others.
         return [
             HostOffer(f"host-{number}", limits.cpus, limits.gpus or 0, limits.memory) for number in range(self._count)
         ]
@@ -79,9 +85,9 @@ class KubernetesEngine(Engine):
         return self._pods.hosts
 
     def preview(self, invitation: Invitation) -> str:
-        """The manifest, as YAML."""
+        """Return the manifest as YAML."""
         try:
-            from lp_pipe.launch.engines.kubernetes_api import as_yaml  # of an extra
+            from lp_pipe.launch.engines.kubernetes_api import as_yaml  # needs an extra
         except ImportError as error:
             raise LaunchError(f"{_MISSING} ({error})") from error
         return as_yaml(self._objects(invitation, self._namespace or "default", "LEFT-OUT"))
@@ -107,7 +113,7 @@ class KubernetesEngine(Engine):
 
 
 def _read_count(text: str) -> tuple[int, HostOffer]:
-    wrong = f"engine 'kubernetes': hosts={text!r}: write how many pods, such as --hosts=4 or --hosts=4:gpus=8"
+    wrong = f"engine 'kubernetes': hosts must be a number of pods, such as --hosts=4 or --hosts=4:gpus=8, got {text!r}"
     if not text:
         raise ValueError(wrong)
     offers = read_hosts(text)
@@ -117,7 +123,7 @@ def _read_count(text: str) -> tuple[int, HostOffer]:
 
 
 def _label(text: str) -> str:
-    """As near to `text` as a label's value can be, which also may be part of a name when it is in lower case."""
+    """Return `text` reduced to characters of a label's value, and in lower case also of an object's name."""
     return re.sub(r"[^A-Za-z0-9]+", "-", text)[:63].strip("-") or "run"
 
 
@@ -130,6 +136,6 @@ def _check_addresses(addresses: Sequence[str]) -> None:
             is_loopback = name == "localhost"
         if is_loopback:
             raise LaunchError(
-                f"no pod can reach the launcher at {address}: launch in a pod of the cluster, or say by which address "
-                "of this host its pods reach it (listen=, --listen=)"
+                f"engine 'kubernetes': no pod can reach the launcher's loopback address {address}: launch in a pod "
+                "of the cluster, or give an address of this host that the pods can reach (listen=, --listen=)"
             )

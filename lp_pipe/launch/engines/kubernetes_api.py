@@ -1,4 +1,4 @@
-"""A namespace of a cluster through the official client: the only file that imports it."""
+"""Access to one namespace of a cluster. The only file that imports the official Kubernetes client."""
 
 import contextlib
 import json
@@ -20,39 +20,39 @@ _RIGHTS = "the rights that a launcher needs are in docs/multi_host.md"
 
 
 class NoAnswer(LaunchError):
-    """What was asked for may have been done, or not."""
+    """The API server did not answer. It may have done what was asked, or not."""
 
 
 class NotThere(LaunchError):
-    """Nothing of that name, or no such namespace or kind."""
+    """The object, its namespace or its kind does not exist (HTTP status 404)."""
 
 
 def explained(what: str, namespace: str, status: int | None, body: str | bytes | None, reason: str | None) -> str:
-    """For an answer with an HTTP `status` that is not 2xx."""
+    """Return the error message for an answer whose HTTP `status` is not 2xx."""
     said = _message(body) or reason or "no reason given"
     return f"engine 'kubernetes': cannot {what} in namespace {namespace!r}: {_advice(what, namespace, status, said)}"
 
 
 def unreachable(what: str, server: str, error: BaseException) -> str:
-    """For no answer at all."""
+    """Return the error message for a request without an answer."""
     why = str(error).rpartition("Caused by ")[2]
     return (
-        f"engine 'kubernetes': cannot {what}: the API server {server} does not answer: {why}; "
-        "does `kubectl get pods` work here, with the same kubeconfig?"
+        f"engine 'kubernetes': cannot {what}: the API server {server} does not answer: {why}. "
+        "Check that `kubectl get pods` works on this host with the same kubeconfig"
     )
 
 
 def _advice(what: str, namespace: str, status: int | None, said: str) -> str:
     if status == 401:
-        return f"the API server does not know who this is ({said}); log in again, and see `kubectl auth whoami`"
+        return f"the API server does not accept this login ({said}); log in again, and check with `kubectl auth whoami`"
     if status == 403:
-        return f"it is not allowed ({said}); {_RIGHTS}, and `kubectl auth can-i` tells which of them are missing"
+        return f"this account lacks the right ({said}); {_RIGHTS}, and `kubectl auth can-i` shows which are missing"
     if status == 404 and re.search(r"namespaces? .* not found", said):
-        return f"there is no such namespace; `kubectl create namespace {namespace}`, or give another by --namespace"
+        return f"the namespace does not exist; `kubectl create namespace {namespace}`, or give another with --namespace"
     if status == 404 and "JobSet" in what:
-        return "the cluster has no JobSets; have them installed (jobset.sigs.k8s.io), or use --kind=job"
+        return "JobSets are not installed in this cluster; install them (jobset.sigs.k8s.io), or use --kind=job"
     if status == 409:
-        return f"there is one of that name already ({said}), which is left alone; launch again: names are random"
+        return f"an object of this name exists already ({said}) and was not changed; launch again to get another name"
     return f"HTTP status {status}: {said}"
 
 
@@ -66,23 +66,23 @@ def _message(body: str | bytes | None) -> str:
 
 
 _ANSWER_PATIENCE_S = 10
-_WATCH_S = 60  # then it begins anew, so that a connection which is cut in silence is noticed
+_WATCH_S = 60  # the watch is then renewed, so that a silently cut connection is noticed
 _JOBSET = {"group": "jobset.x-k8s.io", "version": "v1alpha2", "plural": "jobsets"}
 
 
 class Cluster:
-    """All of its methods may be called in any thread, and raise LaunchError for whatever the API server says.
+    """A client of one namespace. Its methods may be called in any thread, and raise LaunchError for any API error.
 
-    namespace: "" is that of the kubeconfig, or of the pod in which this runs. connections: how many at a time.
+    namespace: "" for that of the kubeconfig, or of the pod in which this process runs. connections: how many at once.
 
     Raises (constructor):
-        LaunchError: it is not known where the API server is.
+        LaunchError: no kubeconfig and no service account says where the API server is.
     """
 
     def __init__(self, namespace: str = "", kubeconfig: str = "", connections: int = 8) -> None:
         settings, found = _settings(kubeconfig)
         settings.connection_pool_maxsize = connections
-        settings.retries = 1  # the default is 3, each with its own timeout
+        settings.retries = 1  # the default of 3 would triple the timeout
         self.namespace = namespace or found
         self._server = settings.host
         self._api = client.ApiClient(settings)
@@ -93,7 +93,7 @@ class Cluster:
         self._is_closed = False
 
     def create(self, body: Object) -> str:
-        """Returns its uid."""
+        """Create the object and return its uid."""
         kind = body["kind"]
         calls: dict[str, Callable[..., Any]] = {
             "Secret": self._core.create_namespaced_secret,
@@ -105,13 +105,13 @@ class Cluster:
         return str(made["metadata"]["uid"])
 
     def change(self, body: Object, change: Object) -> None:
-        """Of a Secret or Service: merge `change` into it."""
+        """Merge `change` into a Secret or Service."""
         kind, name = body["kind"], body["metadata"]["name"]
         calls = {"Secret": self._core.patch_namespaced_secret, "Service": self._core.patch_namespaced_service}
         self._ask(f"patch {kind} {name}", calls[kind], name=name, body=change)
 
     def delete(self, body: Object) -> None:
-        """With all that it owns; fine if it is gone."""
+        """Delete the object and all that it owns. No error if it does not exist."""
         kind, name = body["kind"], body["metadata"]["name"]
         calls: dict[str, Callable[..., Any]] = {
             "Secret": self._core.delete_namespaced_secret,
@@ -123,12 +123,12 @@ class Cluster:
             self._ask(f"delete {kind} {name}", calls[kind], name=name, propagation_policy="Background")
 
     def pods(self, selector: str) -> tuple[list[Object], str]:
-        """Those that there are, and the version from which to watch them."""
+        """Return the pods that match, and the resource version from which to watch for changes."""
         found = self._ask("list pods", self._core.list_namespaced_pod, label_selector=selector)
         return found["items"], found["metadata"]["resourceVersion"]
 
     def changes(self, selector: str, version: str) -> Iterator[tuple[str, Object]]:
-        """ADDED, MODIFIED or DELETED, and the pod; ends after a minute, or when this is closed."""
+        """Yield (ADDED, MODIFIED or DELETED, the pod). Ends after a minute, or at `close`."""
         events = self._stream(
             self._core.list_namespaced_pod,
             namespace=self.namespace,
@@ -142,11 +142,11 @@ class Cluster:
                 yield event["type"], event["raw_object"]
 
     def log_lines(self, pod: str, container: str) -> Iterator[str]:
-        """From the first one on, until the container has ended, or this is closed."""
+        """Yield the container's log from its first line on, until the container ends, or until `close`."""
         return self._stream(self._core.read_namespaced_pod_log, name=pod, namespace=self.namespace, container=container)
 
     def close(self) -> None:
-        """Whatever is being watched ends."""
+        """End all watches and log readers, and close the connections."""
         with self._lock:
             self._is_closed = True
             watches = list(self._watches)
@@ -155,7 +155,7 @@ class Cluster:
         self._api.rest_client.pool_manager.clear()
 
     def _stream(self, function: Callable[..., Any], **arguments: Any) -> Iterator[Any]:
-        one = watch.Watch("object")  # plain: models refuse what is newer than they are
+        one = watch.Watch("object")  # plain objects: the client's models reject fields of newer servers
         with self._lock:
             if self._is_closed:
                 return
@@ -192,7 +192,7 @@ class Cluster:
 
 
 def _settings(kubeconfig: str) -> tuple[Any, str]:
-    """What the client is to be made with, and the namespace that goes with it."""
+    """Return the client's configuration and the namespace that goes with it."""
     settings = client.Configuration()
     try:
         if kubeconfig or not _is_in_cluster():
@@ -205,8 +205,8 @@ def _settings(kubeconfig: str) -> tuple[Any, str]:
     except (config.ConfigException, yaml.YAMLError, OSError, LookupError, TypeError, ValueError) as error:
         which = f"{kubeconfig}: " if kubeconfig else ""
         raise LaunchError(
-            f"engine 'kubernetes': no cluster is known: {which}{error}; is there a kubeconfig that `kubectl` takes "
-            "(KUBECONFIG, --kubeconfig=FILE), or does the launcher's pod have a service account?"
+            f"engine 'kubernetes': no cluster is known: {which}{error}; give a kubeconfig that `kubectl` accepts "
+            "(KUBECONFIG, --kubeconfig=FILE), or a service account to the launcher's pod"
         ) from error
 
 
@@ -215,7 +215,7 @@ def _is_in_cluster() -> bool:
 
 
 def as_yaml(objects: Sequence[Object]) -> str:
-    """One document each, for `kubectl apply -f -`."""
+    """Return the objects as YAML documents for `kubectl apply -f -`."""
     return str(yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False, width=120))
 
 

@@ -1,4 +1,7 @@
-"""The objects that make a cluster start one agent in each of several equal pods. Pure: dicts in, dicts out.
+"""The manifest: objects that make a cluster start one agent in each of several equal pods. Pure: dicts in, dicts out.
+
+By default the pods run as a user without any rights and without an entry in the image's /etc/passwd, so that a
+namespace which enforces the Pod Security Standard `restricted` accepts them.
 
 Secret (the run's)  ◄── owned by ──  JobSet, or Job + headless Service  ── makes ──►  N pods, one agent each
 """
@@ -16,21 +19,21 @@ ROOT = 0
 HOME = "/home/lp_pipe"
 
 _NAME = "lp_pipe"
-_LARGEST = (1 << 31) - 1  # of Kubernetes
+_LARGEST = (1 << 31) - 1  # user number that Kubernetes accepts
 _OWNER_READS, _GROUP_READS = 0o400, 0o440
 
 CONTAINER = "agent"
 SECRET_FILE = "/run/lp_pipe/secret"
-# The agent's name: Kubernetes puts the pod's number into arguments by itself, and agents are equal but for it.
+# The agent's name, in which Kubernetes replaces the variable by the pod's number. Otherwise the pods are equal.
 HOST = "host-$(JOB_COMPLETION_INDEX)"
 RUN_LABEL = "lp-pipe/run"
 INSTANCE_LABEL = "app.kubernetes.io/instance"
 
 _GPU = "nvidia.com/gpu"
-# When nobody deletes the objects (a launcher that was killed), the cluster does, so long after the pods' end.
+# If the launcher was killed and could not delete the objects, the cluster deletes them so long after the pods' end.
 _TTL_S = 300
-# An agent listens at nothing; it is well while it has a connection to the launcher, which drops one that is silent. So
-# one that hangs, and cannot end itself, is ended by the kubelet.
+# An agent listens on no port. It is healthy while it has a connection to the launcher, which drops a silent one. So the
+# kubelet ends an agent that hangs and cannot end itself.
 _PROBE = """\
 import sys
 for table in ("/proc/net/tcp", "/proc/net/tcp6"):
@@ -47,10 +50,10 @@ sys.exit("no connection to the launcher")
 
 @dataclass(frozen=True)
 class PodGroup:
-    """`count` equal pods.
+    """`count` equal pods of one run.
 
-    name: of all objects. run: what people call the run; a label's value. limits: of each pod (its name is not used).
-    arguments: of the interpreter. ports: of the launcher. user: whom their processes run as.
+    name: the name of all their objects. run: the run's name, as a label's value. limits: what each pod may use (its
+    name is not used). arguments: of the interpreter. ports: of the launcher. user: the number that the pods run as.
     """
 
     name: str
@@ -65,7 +68,7 @@ class PodGroup:
 
 
 def jobset_objects(group: PodGroup, secret: str) -> list[Object]:
-    """What makes the pods is the last; a JobSet makes the headless service by itself."""
+    """Return the Secret and, last, the JobSet, which makes the pods and their headless service."""
     spec = {
         "failurePolicy": {"maxRestarts": 0},
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
@@ -78,7 +81,7 @@ def jobset_objects(group: PodGroup, secret: str) -> list[Object]:
 
 
 def job_objects(group: PodGroup, secret: str) -> list[Object]:
-    """What makes the pods is the last; they are `NAME-INDEX.NAME` in the cluster's DNS."""
+    """Return the Secret, the Service and, last, the Job that makes the pods: `NAME-INDEX.NAME` in the cluster's DNS."""
     job = {**_job_spec(group, {"subdomain": group.name}), "ttlSecondsAfterFinished": _TTL_S}
     service = {
         "clusterIP": "None",
@@ -96,7 +99,7 @@ KINDS: Mapping[str, Callable[[PodGroup, str], list[Object]]] = {"jobset": jobset
 
 
 def ownership(owner: Object, uid: str) -> Object:
-    """What is to be changed in an object, for the cluster to delete it when `owner` goes."""
+    """Return the change to an object that makes the cluster delete it together with `owner`."""
     reference = {key: owner[key] for key in ("apiVersion", "kind")} | {"name": owner["metadata"]["name"], "uid": uid}
     return {"metadata": {"ownerReferences": [reference]}}
 
@@ -122,7 +125,7 @@ def _job_spec(group: PodGroup, more: Object) -> Object:
         "completionMode": "Indexed",
         "completions": group.count,
         "parallelism": group.count,
-        "backoffLimit": 0,  # a run that has lost a host has failed
+        "backoffLimit": 0,  # no new pods: a run that has lost a host has failed
         "template": {"metadata": _labels(group), "spec": {**_pod_spec(group), **more}},
     }
 
@@ -137,17 +140,17 @@ def _pod_spec(group: PodGroup) -> Object:
     }
     return {
         "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": 10,  # nodes of an agent that ends are gone after 5
+        "terminationGracePeriodSeconds": 10,  # an agent that ends has ended its nodes after 5 s
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        # Then the agent is not process 1, which would ignore SIGTERM and would have to reap what others leave.
+        # So the agent is not process 1, which would ignore SIGTERM and would have to reap orphans.
         "shareProcessNamespace": True,
         "securityContext": pod_security(group.user),
         "topologySpreadConstraints": [spread],
         "containers": [_container(group)],
         "volumes": [
             {"name": "secret", "secret": secret},
-            {"name": "shm", "emptyDir": {"medium": "Memory"}},  # 64 MiB otherwise: too small for channels
+            {"name": "shm", "emptyDir": {"medium": "Memory"}},  # the default of 64 MiB is too small for channels
             *home_volumes(group.user),
         ],
     }
@@ -175,7 +178,7 @@ def _container(group: PodGroup) -> Object:
 
 
 def _resources(limits: HostOffer) -> Object:
-    """Requests like limits: what a node was given is there for it alone. A GPU has no request of its own."""
+    """Return requests equal to the limits, so that a pod shares nothing. A GPU needs no request of its own."""
     asked = {
         **({"cpu": str(limits.cpus)} if limits.cpus else {}),
         **({"memory": f"{limits.memory >> 20}Mi"} if limits.memory else {}),
@@ -185,21 +188,21 @@ def _resources(limits: HostOffer) -> Object:
 
 
 def read_user(text: str) -> int:
-    """What `run_as_user` says.
+    """Read the option `run_as_user`.
 
     Raises:
-        ValueError: no number of a user.
+        ValueError: the text is not the number of a user.
     """
     if text.isdecimal() and int(text) <= _LARGEST:
         return int(text)
     raise ValueError(
-        f"engine 'kubernetes': run_as_user={text!r} is no number of a user: write one of 0 (root) to {_LARGEST}; "
-        f"default: {NONROOT}"
+        f"engine 'kubernetes': run_as_user must be a number from 0 (root) to {_LARGEST}, got {text!r}; the default is "
+        f"{NONROOT}"
     )
 
 
 def pod_security(user: int) -> dict[str, Any]:
-    """Of the pod's `securityContext`. With `fsGroup` the kubelet gives the files of its volumes to that group."""
+    """Return the pod's `securityContext`. With `fsGroup` the kubelet gives the volumes' files to that group."""
     seccomp = {"seccompProfile": {"type": "RuntimeDefault"}}
     if user == ROOT:
         return seccomp
@@ -207,7 +210,7 @@ def pod_security(user: int) -> dict[str, Any]:
 
 
 def container_security(user: int) -> dict[str, Any]:
-    """Of the container's `securityContext`: also root is without a single capability."""
+    """Return the container's `securityContext`, without any capability, also for root."""
     return {
         **({"runAsUser": ROOT} if user == ROOT else {}),
         "privileged": False,
@@ -217,23 +220,24 @@ def container_security(user: int) -> dict[str, Any]:
 
 
 def secret_mode(user: int) -> int:
-    """Of a Secret's files: they are root's, whoever the pod runs as, and so another user reads them by its group."""
+    """Return the mode of a Secret's files. root owns them, so any other user of the pod reads them by its group."""
     return _OWNER_READS if user == ROOT else _GROUP_READS
 
 
 def environment(user: int) -> dict[str, Any]:
-    """Of the container. Caches (of --sync, of torch) are kept below ~, and are named after the user: who has no entry
-    in /etc/passwd needs to be told both. Root has them from the image.
+    """Return the container's `env`: home folder and user name, for a user that has no entry in /etc/passwd.
+
+    Caches (of --sync, of torch) are below ~ and named after the user. Root has both from the image.
     """
     told = {} if user == ROOT else {"HOME": HOME, "USER": _NAME, "LOGNAME": _NAME}
     return {"env": [{"name": name, "value": value} for name, value in told.items()]} if told else {}
 
 
 def home_volumes(user: int) -> list[dict[str, Any]]:
-    """An empty folder: nothing of the image's needs to be writable."""
+    """Return an empty folder as home, so that nothing in the image needs to be writable."""
     return [] if user == ROOT else [{"name": "home", "emptyDir": {}}]
 
 
 def home_mounts(user: int) -> list[dict[str, Any]]:
-    """Where the container has it."""
+    """Return where the container mounts `home_volumes`."""
     return [] if user == ROOT else [{"name": "home", "mountPath": HOME}]

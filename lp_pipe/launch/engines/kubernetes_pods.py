@@ -1,4 +1,4 @@
-"""The pods of a run: one thread watches them, one for each reads its log."""
+"""The pods of a run: one thread watches them, and one thread per pod reads its log."""
 
 import logging
 import signal
@@ -14,15 +14,15 @@ from lp_pipe.launch.engines.base import StartedAgent
 from lp_pipe.launch.engines.kubernetes_api import Cluster, NoAnswer
 from lp_pipe.launch.engines.kubernetes_manifest import CONTAINER, INSTANCE_LABEL, Object, ownership
 
-Pod = Mapping[str, Any]  # as the API has it: camelCase
+Pod = Mapping[str, Any]  # the API's JSON, in camelCase
 
-DELETED = "its pod was deleted: by somebody, or because another pod of the run had failed"
+DELETED = "its pod was deleted: by a user, or because another pod of the run had failed"
 
 _INDEX = "batch.kubernetes.io/job-completion-index"
-_PYTHON = "is there a `python` in the image, which the pod's user may run? It is not root without --run-as-user=0"
-# A container that waits for one of these waits for ever; ErrImagePull, without BackOff, is tried again at once.
+_PYTHON = "check that the image has a `python` that the pod's user may run (root only with --run-as-user=0)"
+# A container that waits for one of these reasons waits for ever. ErrImagePull, without BackOff, is retried at once.
 _HOPELESS = {
-    "ImagePullBackOff": "check --image, and that the cluster may pull it (imagePullSecrets of its service account)",
+    "ImagePullBackOff": "check --image, and that the cluster may pull it (imagePullSecrets of the service account)",
     "InvalidImageName": "check --image",
     "ErrImageNeverPull": "load the image on the cluster's nodes, or push it where they can pull it",
     "CreateContainerConfigError": "see `kubectl describe pod`",
@@ -30,8 +30,8 @@ _HOPELESS = {
     "RunContainerError": _PYTHON,
 }
 _ENDED_BY = {
-    "Evicted": "ask for what it needs, such as --hosts=2:memory_gib=32, so that it is not the first to go",
-    "OOMKilled": "it used more memory than its limit: ask for more, such as --hosts=2:memory_gib=32",
+    "Evicted": "request what it needs, such as --hosts=2:memory_gib=32, so that it is not evicted first",
+    "OOMKilled": "it used more memory than its limit: request more, such as --hosts=2:memory_gib=32",
     "StartError": _PYTHON,
 }
 
@@ -45,9 +45,9 @@ _GONE_PATIENCE_S = 15.0
 
 
 class PodHost(StartedAgent):
-    """One pod, from before there is one."""
+    """The pod of one host; exists before the cluster has made the pod."""
 
-    LAST_NEWS_S: ClassVar[float] = 4.0  # a kubelet looks at its pods every second, and then tells the API server
+    LAST_NEWS_S: ClassVar[float] = 4.0  # a kubelet checks its pods every second, then reports to the API server
 
     def __init__(self, host: str, log_file: Path, pods: "Pods") -> None:
         super().__init__([host])
@@ -60,21 +60,21 @@ class PodHost(StartedAgent):
 
     def how_it_ended(self) -> str | None:
         if self._end is not None and self._reader is not None:
-            self._reader.join(_LAST_LINES_S)  # its last lines say why
+            self._reader.join(_LAST_LINES_S)  # the last lines say why
         return self._end
 
     def last_lines(self) -> list[str]:
         return list(self._lines) or [self._pods.trouble or self._state()]
 
     def kill(self) -> None:
-        """With all others: a Job whose first pod is gone has failed."""
+        """Delete all pods of the run: a Job that has lost its first pod has failed anyway."""
         if not self._pods.delete():
             return
         deadline = time.monotonic() + _GONE_PATIENCE_S
         while self._seen is not None and self._end is None and time.monotonic() < deadline:
             self._pods.wait_for_change(_AGAIN_S)
 
-    # Called by the thread that watches.
+    # The methods below are called by the thread that watches the pods.
 
     def note(self, pod: Pod) -> None:
         self._seen = pod
@@ -95,7 +95,7 @@ class PodHost(StartedAgent):
 
     def _state(self) -> str:
         if self._seen is None:
-            return f"no pod has been made for it; `{self._pods.describe}` says why"
+            return f"the cluster has made no pod for it; `{self._pods.describe}` says why"
         return waits_for(self._seen)
 
     def _read(self, pod: str) -> None:
@@ -106,14 +106,16 @@ class PodHost(StartedAgent):
                     log.write(line + "\n")
                     log.flush()
         except (LaunchError, OSError) as error:
-            self._lines.append(f"(no more of its log: {error})")
+            self._lines.append(f"(its log cannot be read any further: {error})")
 
 
 class Pods:
-    """All that was made for a run: `objects`, of which the last owns the others; hosts: by their number.
+    """The objects of a run in the cluster, and its pods.
+
+    objects: the last one owns the others. hosts: in the order of the pods' numbers.
 
     Raises (constructor):
-        LaunchError: something cannot be made; then nothing of it is left.
+        LaunchError: an object cannot be made; the others have been deleted.
     """
 
     def __init__(self, cluster: Cluster, objects: Sequence[Object], hosts: Sequence[str], log_dir: Path) -> None:
@@ -140,7 +142,10 @@ class Pods:
         self._thread.start()
 
     def delete(self) -> bool:
-        """Ask the cluster to; once. What it was not able to is named in the log, and makes this False."""
+        """Ask the cluster to delete every object; repeated calls do nothing more.
+
+        False: some could not be deleted; a warning names them.
+        """
         with self._deleting:
             while self._made:
                 one = self._made.pop()
@@ -148,11 +153,11 @@ class Pods:
                     self.cluster.delete(one)
                 except LaunchError as error:
                     left = [one]
-                    if isinstance(error, NoAnswer):  # to wait for each of the others would take minutes
+                    if isinstance(error, NoAnswer):  # waiting for a timeout per object would take minutes
                         left += self._made
                         self._made.clear()
                     names = ", ".join(f"{one['kind']} {one['metadata']['name']}" for one in left)
-                    _log.warning("%s; please delete yourself: %s", error, names)
+                    _log.warning("%s. Delete with kubectl what is left: %s", error, names)
                     self._is_deleted = False
             return self._is_deleted
 
@@ -169,12 +174,12 @@ class Pods:
             host.finish()
 
     def _make(self, objects: Sequence[Object]) -> None:
-        """What the pods need before what makes them; in the end they go when it does, also without a launcher."""
+        """Create the objects in order, then make the last one own the others, so that they go together with it."""
         for one in objects:
             try:
                 uid = self.cluster.create(one)
             except NoAnswer:
-                self._made.append(one)  # it may be there
+                self._made.append(one)  # it may exist
                 raise
             self._made.append(one)
         for child in objects[:-1]:
@@ -188,10 +193,10 @@ class Pods:
                 self.trouble = ""
                 for kind, pod in self.cluster.changes(self._selector, version):
                     self._note(pod, is_gone=kind == "DELETED")
-            except LaunchError as error:  # the run does not need the API server: agents have connections of their own
+            except LaunchError as error:  # the run goes on: agents have connections of their own
                 self.trouble = str(error)
                 self._is_over.wait(_AGAIN_S)
-            version = None  # what has happened since is in a new list
+            version = None  # a new list has what happened since
 
     def _list(self) -> str:
         pods, version = self.cluster.pods(self._selector)
@@ -213,20 +218,20 @@ class Pods:
 
 
 def index_of(pod: Pod) -> int | None:
-    """Which of the Job's pods it is."""
+    """Return the pod's number in its Job."""
     metadata = pod["metadata"]
     text = (metadata.get("annotations") or {}).get(_INDEX) or (metadata.get("labels") or {}).get(_INDEX)
     return int(text) if text is not None else None
 
 
 def has_started(pod: Pod) -> bool:
-    """Whether there is a log to read."""
+    """Return whether the pod's container has a log to read."""
     state = _container_state(pod)
     return "running" in state or "terminated" in state
 
 
 def how_it_ended(pod: Pod) -> str | None:
-    """None while it may still become, or is, a running agent."""
+    """Return in words how the pod ended, with advice; None while its agent runs or may still start."""
     status = pod.get("status") or {}
     waiting = _container_state(pod).get("waiting") or {}
     if waiting.get("reason") in _HOPELESS:
@@ -245,7 +250,7 @@ def how_it_ended(pod: Pod) -> str | None:
 
 
 def waits_for(pod: Pod) -> str:
-    """Of a pod without a log: its phase and, where the cluster says so, the reason."""
+    """Return the phase of a pod without a log, and the reason, if the cluster gives one."""
     waiting = _container_state(pod).get("waiting") or {}
     scheduled = _condition(pod, "PodScheduled")
     why = waiting if waiting.get("reason") else scheduled if scheduled.get("status") == "False" else {}
@@ -262,7 +267,7 @@ def _with_advice(reason: str, message: str | None, advice: Mapping[str, str]) ->
 
 def _exit_text(code: int | None) -> str:
     if code is None:
-        return "its pod failed, and the cluster does not say why"
+        return "its pod failed; the cluster gives no reason"
     if code > 128 and code - 128 in {one.value for one in signal.Signals}:
         return f"killed by {signal.Signals(code - 128).name}"
     return f"exit status {code}"
@@ -270,7 +275,7 @@ def _exit_text(code: int | None) -> str:
 
 def _container_state(pod: Pod) -> Mapping[str, Any]:
     containers = (pod.get("status") or {}).get("containerStatuses") or []
-    ours: Pod = next((one for one in containers if one["name"] == CONTAINER), {})  # others may be put beside it
+    ours: Pod = next((one for one in containers if one["name"] == CONTAINER), {})  # clusters may add sidecars
     return ours.get("state") or {}
 
 

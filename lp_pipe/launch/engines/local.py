@@ -1,4 +1,4 @@
-"""Agents on the launcher's own host, each of which counts as a host: to try a program out, and for tests."""
+"""The engine `local`: several agents on the launcher's own host, each as one host, for trials and tests."""
 
 import sys
 from collections.abc import Sequence
@@ -10,9 +10,11 @@ from lp_pipe.launch.engines.host_list import read_hosts
 
 
 class LocalEngine(Engine):
-    """hosts: how many ("3"), or their names with limits ("a,b:gpus=2"); two if nothing is said.
+    """Starts agents on this host.
 
-    The cores, the memory and the GPUs are the same ones for all: give limits where that matters.
+    hosts: how many ("3"), or their names with limits ("a,b:gpus=2"); default: two.
+
+    All of them have the same cores, memory and GPUs. Give limits where that matters.
     """
 
     is_local: ClassVar[bool] = True
@@ -21,7 +23,7 @@ class LocalEngine(Engine):
         text = hosts or "2"
         if text.isdigit():
             if not int(text):
-                raise ValueError(f"hosts={text}: 1 or more, or their names")
+                raise ValueError(f"engine 'local': hosts must be at least 1, or host names, got hosts={text!r}")
             self._hosts = [HostOffer(f"local{index}") for index in range(int(text))]
         else:
             self._hosts = read_hosts(text)

@@ -1,4 +1,4 @@
-"""Agents that a person, or some tool that we do not know, starts on each host: this engine says how, and waits."""
+"""The engine `manual`: a person, or an unknown tool, starts the agents; the engine prints the commands for that."""
 
 import os
 import shlex
@@ -12,15 +12,19 @@ from lp_pipe.launch.engines.host_list import read_hosts
 
 
 class ManualEngine(Engine):
-    """hosts: their names, with limits, as for ssh; free to choose.
+    """Prints one command for each host to stderr, and waits for the agents.
 
-    Prints one command for each to stderr, and writes the secret into a file of mode 0600 in the run's folder, which
-    is to be copied to the hosts in a way that nobody can read along (scp). It goes at the end of the run.
+    hosts: names of the user's choice, with limits as for ssh.
+
+    The secret is in a file of mode 0600 in the run's folder until the run ends. The user copies it to the hosts over
+    an encrypted connection (scp).
     """
 
     def __init__(self, hosts: str = "", **options: str) -> None:
         if not hosts:
-            raise ValueError("engine 'manual' needs hosts: the names of those that you will start agents on")
+            raise ValueError(
+                "engine 'manual': hosts is empty: give the names of the hosts on which you will start agents"
+            )
         self._hosts = read_hosts(hosts)
         self._file: Path | None = None
 
@@ -35,7 +39,7 @@ class ManualEngine(Engine):
             with open(os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 file.write(invitation.secret)
         except OSError as error:
-            raise LaunchError(f"the agents' secret cannot be written: {error}") from error
+            raise LaunchError(f"engine 'manual': cannot write the agents' secret to {self._file}: {error}") from error
         commands = [shlex.join(["python", *invitation.arguments(offer.name, "FILE")]) for offer in self._hosts]
         text = f"Copy {self._file} to each host (scp), then run there, with FILE as its name there:\n  "
         sys.stderr.write(text + "\n  ".join(commands) + "\n")

@@ -1,4 +1,4 @@
-"""Agents in actors of a Ray cluster: one on each host of a placement group."""
+"""The engine `ray`: agents in actors of a Ray cluster, one for each bundle of a placement group."""
 
 import dataclasses
 import importlib
@@ -21,19 +21,20 @@ _LISTENS_PATIENCE_S = 10.0
 
 
 class RayEngine(Engine):
-    """hosts: how many ("4"); default: all of the cluster that have cores.
+    """Starts each agent in an actor of its own.
 
-    ray_address: of the cluster; default: what Ray itself would take (RAY_ADDRESS, a cluster that runs on this host, or
-    else a new one of this host alone). A program that has called `ray.init` keeps that connection. cpus_per_host,
-    gpus_per_host: what to ask Ray for; default: as much as the hosts that have the most have all. placement: "spread",
-    each agent on a host of its own (default), or "pack", on as few hosts as have the room. ray_timeout: seconds for
-    the room to become free (60).
+    hosts: how many ("4"); default: all hosts of the cluster that have cores.
+    ray_address: the cluster's address; default: what Ray itself would take (RAY_ADDRESS, a cluster that runs on this
+        host, or else a new one of this host alone). A program that has called `ray.init` keeps that connection.
+    cpus_per_host, gpus_per_host: what to request of Ray; default: the most that every one of the chosen hosts has.
+    placement: "spread", each agent on a host of its own (default), or "pack", on as few hosts as have room.
+    ray_timeout: seconds to wait until the cluster has room (60).
 
-    The secret is an argument of an actor's method: it goes where Ray's own messages go, encrypted only if these are.
+    The secret is an argument of an actor's method, so it is encrypted only if Ray's own messages are.
     """
 
     OPTIONS: ClassVar[Mapping[str, str]] = {
-        "ray_address": "the cluster: auto, HOST:PORT (default: RAY_ADDRESS, a running one, or a new local one)",
+        "ray_address": "cluster: auto or HOST:PORT (default: RAY_ADDRESS, a running one, or a new local one)",
         "cpus_per_host": "cores of each host (default: all)",
         "gpus_per_host": "GPUs of each host (default: all)",
         "placement": "spread (default) or pack",
@@ -53,11 +54,13 @@ class RayEngine(Engine):
         numbers = {"hosts": hosts, "cpus_per_host": cpus_per_host, "gpus_per_host": gpus_per_host}
         for name, text in {**numbers, "ray_timeout": ray_timeout}.items():
             if text and not text.isdigit():
-                raise ValueError(f"engine 'ray': {name}={text!r} is no number; Ray itself says which hosts")
+                raise ValueError(f"engine 'ray': {name} must be a number, got {text!r}; Ray itself chooses the hosts")
         if "0" in (hosts, cpus_per_host):
-            raise ValueError("engine 'ray': hosts and cpus_per_host are at least 1")
+            raise ValueError(
+                f"engine 'ray': hosts and cpus_per_host must be at least 1, got {hosts=}, {cpus_per_host=}"
+            )
         if placement not in _STRATEGIES:
-            raise ValueError(f"engine 'ray': placement={placement!r} is neither of {', '.join(_STRATEGIES)}")
+            raise ValueError(f"engine 'ray': placement must be {' or '.join(_STRATEGIES)}, got {placement!r}")
         self._numbers = {name: int(text) for name, text in numbers.items() if text}
         self._address = ray_address
         self._strategy = _STRATEGIES[placement]
@@ -89,11 +92,11 @@ class RayEngine(Engine):
         index = [offer.name for offer in self._offers].index(name)
         with self._errors_of_ray():
             self._ray.kill(self._actors[index])
-            self._actors[index] = self._actor(index)  # once the bundle has a host, which may be another one
+            self._actors[index] = self._actor(index)  # runs once Ray has found a host for the bundle, maybe another one
             return self._run(index, invitation)
 
     def _run(self, index: int, invitation: Invitation) -> RayAgent:
-        # By this address the cluster knows this host.
+        # The cluster reaches this host at this address.
         ours = f"{self._ray.util.get_node_ip_address()}:{invitation.addresses[0].rpartition(':')[2]}"
         invitation = dataclasses.replace(invitation, addresses=list(dict.fromkeys([*invitation.addresses, ours])))
         offer, actor = self._offers[index], self._actors[index]
@@ -128,14 +131,15 @@ class RayEngine(Engine):
             free = self._ray.available_resources()
             left = ", ".join(f"{free.get(name, 0):g} of {total:g} {name}" for name, total in self._totals().items())
             raise LaunchError(
-                f"engine 'ray': the cluster had no room for {count} hosts with {_in_words(bundle)} each "
-                f"({self._strategy}) for {self._timeout_s:g} s. Free are {left} on {len(self._ray.nodes())} hosts"
+                f"engine 'ray': for {self._timeout_s:g} s the cluster had no room for {count} hosts with "
+                f"{_in_words(bundle)} each ({self._strategy}). {left} on {len(self._ray.nodes())} hosts are free: "
+                "ask for less, or wait longer with ray_timeout="
             )
         self._bundle = bundle
         self._actors = [self._actor(index) for index in range(count)]
 
     def _actor(self, index: int) -> Any:
-        """A new one for a bundle of the placement group."""
+        """Create an actor for a bundle of the placement group."""
         scheduling = importlib.import_module("ray.util.scheduling_strategies")
         where = scheduling.PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
         cpus, gpus = self._bundle["CPU"], self._bundle.get("GPU", 0)
@@ -156,10 +160,10 @@ class RayEngine(Engine):
 
 
 def import_ray() -> Any:
-    """The package, which is large and only here needed.
+    """Import the package `ray`, which is large and needed by this engine alone.
 
     Raises:
-        LaunchError: it is not installed.
+        LaunchError: the package is not installed.
     """
     try:
         return importlib.import_module("ray")
@@ -168,15 +172,16 @@ def import_ray() -> Any:
 
 
 def wanted(usable: Sequence[Mapping[str, float]], numbers: Mapping[str, int]) -> tuple[int, dict[str, int]]:
-    """How many hosts, and what to ask for on each: what the user says, else all that as many hosts have.
+    """Return how many hosts to request, and the resources of each.
 
-    usable: the resources of the cluster's hosts.
+    usable: the resources of the cluster's hosts. numbers: what the user asked for. Without it, all hosts, and on each
+    as much as every one of the chosen hosts has.
 
     Raises:
-        LaunchError: there is no host.
+        LaunchError: the cluster has no host with cores.
     """
     if not usable:
-        raise LaunchError("engine 'ray': the cluster has no host with cores")
+        raise LaunchError("engine 'ray': the cluster has no host with cores: add one (ray start)")
     count = numbers.get("hosts", len(usable))
     best = sorted(usable, key=lambda one: (one.get("GPU", 0), one["CPU"]), reverse=True)[: max(1, count)]
     cpus = numbers.get("cpus_per_host", int(min(one["CPU"] for one in best)))
@@ -185,7 +190,7 @@ def wanted(usable: Sequence[Mapping[str, float]], numbers: Mapping[str, int]) ->
 
 
 def distinct(names: Sequence[str]) -> list[str]:
-    """Names of hosts; those that several agents share get numbers."""
+    """Return the host names, with a number added to those that several agents share."""
     counts, seen = Counter(names), Counter[str]()
     found = []
     for name in names:
@@ -195,14 +200,14 @@ def distinct(names: Sequence[str]) -> list[str]:
 
 
 def _check_listens(address: str) -> None:
-    """Ray itself takes minutes to find out."""
+    """Fail early where the address cannot be reached: Ray itself takes minutes to find out."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or "://" in address:
         return
     try:
         socket.create_connection((host.strip("[]"), int(port)), _LISTENS_PATIENCE_S).close()
     except OSError as error:
-        raise LaunchError(f"engine 'ray': no cluster can be reached at {address}: {error}") from error
+        raise LaunchError(f"engine 'ray': cannot reach a cluster at {address}: {error}") from error
 
 
 def _in_words(bundle: Mapping[str, int]) -> str:
@@ -211,7 +216,7 @@ def _in_words(bundle: Mapping[str, int]) -> str:
 
 @contextmanager
 def _sigterm_as_it_is() -> Iterator[None]:
-    """Ray sets a handler of its own, after which a SIGTERM would no longer end a program in order."""
+    """Restore the handler of SIGTERM after the body: with Ray's handler a program would no longer stop in order."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

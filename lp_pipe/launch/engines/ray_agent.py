@@ -1,4 +1,4 @@
-"""The launcher's end of an agent that runs in an actor of Ray."""
+"""An agent in an actor of a Ray cluster: the actor, which starts it, and the launcher's view of it."""
 
 import ctypes
 import functools
@@ -23,7 +23,7 @@ _PATIENCE_S = 2.0
 
 
 class RayAgent(StartedAgent):
-    """An agent that an actor has started; `output` brings what it prints, and its exit status at the end."""
+    """An agent that an actor has started. `output` yields the agent's output lines and last its exit status."""
 
     def __init__(self, ray: Any, host: str, actor: Any, output: Any, log_dir: str) -> None:
         super().__init__([host])
@@ -43,7 +43,7 @@ class RayAgent(StartedAgent):
         return list(self._lines)
 
     def kill(self) -> None:
-        with suppress(Exception):  # the cluster is gone, or the actor is
+        with suppress(Exception):  # the cluster or the actor is gone
             self._ray.kill(self._actor)
         self._reader.join(_PATIENCE_S)
 
@@ -57,14 +57,14 @@ class RayAgent(StartedAgent):
                         return
                     self._lines.append(said)
                     print(said, file=log, flush=True)
-            self._ended = "its actor ended without a word"
+            self._ended = "its Ray actor ended without reporting an exit status"
         except Exception as error:
-            # A host that dies is seen as ActorDiedError or as ActorUnavailableError, by chance: Ray retries neither.
+            # When a host dies, Ray raises ActorDiedError or ActorUnavailableError, by chance, and retries neither.
             self._ended = f"{type(error).__name__}: {first_words(error)}"
 
 
 def first_words(error: BaseException) -> str:
-    """Of messages that go over many lines, the first that says something, and the reason of an actor's death."""
+    """Return the first line of a long Ray error, and the line with the reason of an actor's death."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reasons = [line for line in lines[1:] if "because" in line or "Error:" in line]
     return " ".join([*lines[:1], *reasons[-1:]]) or type(error).__name__
@@ -72,19 +72,19 @@ def first_words(error: BaseException) -> str:
 
 _PR_SET_PDEATHSIG = 1
 _LINE_BYTES = 4096
-_libc = ctypes.CDLL(None)  # here, because little may be done between fork and exec
+_libc = ctypes.CDLL(None)  # loaded here, because little may be done between fork and exec
 
 
 class AgentActor:
-    """Ray runs its methods one after the other, in the main thread of a process of the host."""
+    """The actor. Ray runs its methods one after the other, in the main thread of a process on the host."""
 
     def hostname(self) -> str:
         return socket.gethostname()
 
     def run(self, arguments: Sequence[str], secret: bytes, share: int, cores: int) -> Iterator[str | int]:
-        """Run an agent; what it prints, by lines, then its exit status. It dies with this process.
+        """Run an agent, which dies with this process. Yield its output lines, then its exit status.
 
-        share, cores: it is the so-manyth agent of this host, from 0 on; each has as many cores of its own.
+        share: the agent's number among those of this host, from 0. cores: how many cores each of them gets.
         """
         self._take_cores(share, cores)
         command = [sys.executable, *arguments]
@@ -100,22 +100,22 @@ class AgentActor:
             try:
                 agent.stdin.write(secret + b"\n")
                 agent.stdin.close()
-            except OSError:  # it has ended: its status is seen
+            except OSError:  # it has ended; its status follows
                 pass
             while line := output.readline(_LINE_BYTES):
                 yield line.decode(errors="replace").rstrip()
         yield agent.returncode
 
     def _take_cores(self, share: int, cores: int) -> None:
-        """Ray only counts cores. Without this, agents of one host would hand out the same ones."""
+        """Pin this process to its share of the cores: Ray only counts them, so agents of one host would overlap."""
         if hasattr(os, "sched_setaffinity"):
             mine = sorted(os.sched_getaffinity(0))[share * cores : (share + 1) * cores]
-            if len(mine) == cores:  # else Ray was told of more than there are
+            if len(mine) == cores:  # otherwise Ray was told of more cores than the host has
                 os.sched_setaffinity(0, mine)
 
 
 def _die_with(parent: int) -> None:
     if sys.platform == "linux":
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it ended before the line above: that signal will never come
+        if os.getppid() != parent:  # the parent ended before the line above, so its signal will never come
             os._exit(1)

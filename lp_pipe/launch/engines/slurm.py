@@ -1,4 +1,4 @@
-"""Agents on the hosts of a Slurm allocation: one job step with one task on each."""
+"""The engine `slurm`: agents on the hosts of a Slurm allocation, as one job step with one task per host."""
 
 import dataclasses
 import logging
@@ -14,9 +14,9 @@ from lp_pipe.errors import LaunchError
 from lp_pipe.launch.engines.agent_process import AgentProcess
 from lp_pipe.launch.engines.base import Engine, HostOffer, Invitation, StartedAgent
 
-# An agent that dies, or a host, takes nothing else along: the launcher decides what becomes of the others' nodes, and
-# stops them in order. --overlap: also from inside another step, such as `srun --pty bash`; --cpu-bind=none: with all
-# cores of the allocation, whatever such a step, or a task's default, would be bound to.
+# --kill-on-bad-exit=0, --no-kill, --wait=0: an agent or host that dies does not end the others, because the launcher
+# decides what becomes of their nodes. --overlap: works also inside another step, such as `srun --pty bash`.
+# --cpu-bind=none: all cores of the allocation, also where such a step, or the default for tasks, is bound to fewer.
 _SRUN = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=0", "--no-kill", "--wait=0", "--overlap"]
 _SRUN += ["--cpu-bind=none", "--label"]
 _NAME = "HOST"
@@ -27,29 +27,34 @@ _log = logging.getLogger(__name__)
 
 
 class SlurmEngine(Engine):
-    """hosts: how many of the allocation's ("4"), or which ("node[1-3],node7"); default: all of them.
+    """Starts the agents with one srun.
 
-    python: the interpreter on the hosts; default: the path of the launcher's own. srun: more arguments for srun. The
-    rest is for sbatch, when `lp_pipe launch` submits a job (cli/submit.py); inside an allocation it is ignored.
+    hosts: how many hosts of the allocation ("4"), or which ("node[1-3],node7"); default: all of them.
+    python: the interpreter on the hosts; default: the path of the launcher's own.
+    srun: more arguments for srun.
+    The other options are for sbatch, when `lp_pipe launch` submits a job (cli/submit.py). Inside an allocation they
+    are ignored.
 
-    Names are Slurm's. Of a host at most the allocation's cores and memory are used, and the GPUs that Slurm shows to
-    the agent there. The secret goes through srun's stdin, which it gives to all tasks. Slurm 20.11 or newer.
+    Host names are Slurm's. A run uses at most the allocation's cores and memory, and the GPUs that Slurm shows to the
+    agent on each host. The secret goes through srun's stdin, which srun copies to all tasks. Needs Slurm 20.11.
     """
 
     OPTIONS: ClassVar[Mapping[str, str]] = {
         "python": "interpreter on the hosts (default: this one's path)",
         "srun": "more arguments for srun, such as --srun='--container-image=IMAGE'",
-        "partition": "where to submit",
-        "account": "whom to charge",
+        "partition": "partition to submit to",
+        "account": "account to charge",
         "time": "the job's time limit, as for sbatch",
-        "cpus_per_host": "cores of each host (default: hosts to ourselves)",
+        "cpus_per_host": "cores of each host (default: the whole host, --exclusive)",
         "gpus_per_host": "GPUs of each host",
         "sbatch": "more arguments for sbatch, such as --sbatch='--mem=64G --qos=high'",
     }
 
     def __init__(self, hosts: str = "", *, python: str = "", srun: str = "", **for_sbatch: str) -> None:
         if "=" in hosts:
-            raise ValueError(f"engine 'slurm': hosts={hosts!r}: limits are for Slurm: gpus_per_host, cpus_per_host")
+            raise ValueError(
+                f"engine 'slurm': hosts={hosts!r} must have no limits: set them with gpus_per_host and cpus_per_host"
+            )
         self._asked = hosts
         self._python = python or sys.executable
         self._srun = [*_SRUN, *shlex.split(srun)]
@@ -58,12 +63,12 @@ class SlurmEngine(Engine):
     def hosts(self) -> Sequence[HostOffer]:
         if not is_inside():
             raise LaunchError(
-                "engine 'slurm': this is not inside a Slurm allocation; run it under salloc or sbatch, or let "
-                "`lp_pipe launch … --mode=multi_host --engine=slurm --hosts=N` submit it"
+                "engine 'slurm': this process is not inside a Slurm allocation: use salloc or sbatch, or submit "
+                "it with `lp_pipe launch … --mode=multi_host --engine=slurm --hosts=N`"
             )
         allocated = _labelled(offers(_hostnames(os.environ["SLURM_JOB_NODELIST"]), os.environ))
         names = self._chosen([offer.name for offer in allocated])
-        self._offers = [offer for offer in allocated if offer.name in names]  # in srun's order, not the user's
+        self._offers = [offer for offer in allocated if offer.name in names]  # in srun's order, not in the user's
         return self._offers
 
     def start(self, invitation: Invitation) -> Sequence[StartedAgent]:
@@ -73,10 +78,10 @@ class SlurmEngine(Engine):
         return self._step(invitation, [name])[0]
 
     def _step(self, invitation: Invitation, names: Sequence[str]) -> "list[SlurmTask]":
-        """One srun for the agents of these hosts, in Slurm's order."""
+        """Start one srun for the agents of these hosts, which are in Slurm's order."""
         where = [f"--nodes={len(names)}", f"--ntasks={len(names)}", f"--nodelist={','.join(names)}"]
         words = [self._python, *invitation.arguments(_NAME)]
-        # All tasks have one command line: each learns from Slurm which of the hosts it is on.
+        # All tasks have the same command line. Each takes its host's name from the variable that Slurm sets.
         command = " ".join('"$SLURMD_NODENAME"' if word == _NAME else shlex.quote(word) for word in words)
         step = AgentProcess(names, [*self._srun, *where, "sh", "-c", f"exec {command}"], invitation)
         in_use = set(names)
@@ -87,17 +92,21 @@ class SlurmEngine(Engine):
         if not asked.isdigit():
             wanted = _hostnames(asked)
             if missing := [name for name in wanted if name not in allocated]:
-                raise LaunchError(f"hosts={asked!r}: the allocation has no {', '.join(missing)}: {' '.join(allocated)}")
+                raise LaunchError(
+                    f"engine 'slurm': hosts={asked!r}: the allocation lacks {', '.join(missing)}: {' '.join(allocated)}"
+                )
             return wanted
         if not 0 < int(asked) <= len(allocated):
-            raise LaunchError(f"hosts={asked!r}: the allocation has {len(allocated)} hosts: {' '.join(allocated)}")
+            raise LaunchError(
+                f"engine 'slurm': hosts={asked!r}: the allocation has {len(allocated)} hosts: {' '.join(allocated)}"
+            )
         return allocated[: int(asked)]
 
 
 class SlurmTask(StartedAgent):
-    """One task of the step of several agents. How it ended is what srun says of it, at the latest at the end.
+    """One task of a job step that runs several agents. srun's output says how the task ended, at the latest at its end.
 
-    in_use: the hosts of the step whose tasks nobody has killed; of all its tasks the same set.
+    in_use: the hosts of the step whose tasks have not been killed; a set that all tasks of the step share.
     """
 
     def __init__(self, host: str, number: int, step: StartedAgent, in_use: set[str]) -> None:
@@ -115,7 +124,7 @@ class SlurmTask(StartedAgent):
         return f"srun: {ended}" if ended else None
 
     def last_lines(self) -> list[str]:
-        """Its own, and what srun says itself but for how tasks ended: others' ends would hide why this one did."""
+        """Return the task's own lines and srun's, without those about ended tasks, which would hide its reason."""
         found = []
         for line in self._step.last_lines():
             labelled = _LABELLED.fullmatch(line)
@@ -126,23 +135,23 @@ class SlurmTask(StartedAgent):
         return found
 
     def kill(self) -> None:
-        """With the last of its step: one task cannot be killed alone, and its agent ends by itself."""
+        """End the step once all its tasks are to be killed: one alone cannot be, and its agent ends by itself."""
         self._in_use.difference_update(self.hosts)
         if not self._in_use:
             self._step.kill()
 
 
 def is_inside() -> bool:
-    """Whether this process belongs to a job, whose hosts are there to be used."""
+    """Return whether this process belongs to a Slurm job."""
     return "SLURM_JOB_ID" in os.environ and "SLURM_JOB_NODELIST" in os.environ
 
 
 def offers(names: Sequence[str], environment: Mapping[str, str]) -> list[HostOffer]:
-    """What Slurm has given to the job on each of its hosts, as far as it says so in the environment."""
+    """Return what Slurm has given to the job on each of its hosts, as far as its environment variables say so."""
     cpus = list(_cpus_per_host(environment.get("SLURM_JOB_CPUS_PER_NODE", "")))
     if len(cpus) != len(names):
         return [HostOffer(name) for name in names]
-    # Only where --gpus-per-node asked for them; else CUDA_VISIBLE_DEVICES says it to the agent.
+    # Set only with --gpus-per-node. Without it the agent reads CUDA_VISIBLE_DEVICES.
     gpus = _gpus(environment.get("SLURM_GPUS_PER_NODE", ""))
     per_host, per_cpu = (_number(environment.get(f"SLURM_MEM_PER_{what}")) for what in ("NODE", "CPU"))
     return [
@@ -157,19 +166,19 @@ def offers(names: Sequence[str], environment: Mapping[str, str]) -> list[HostOff
 
 
 def _cpus_per_host(text: str) -> Iterator[int]:
-    """Of "16(x2),8": 16, 16, 8."""
+    """Yield 16, 16, 8 for "16(x2),8"."""
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         yield from [int(count)] * int(times or 1)
 
 
 def _gpus(text: str) -> int | None:
-    """Of "a100:2,v100": 3."""
+    """Return 3 for "a100:2,v100"."""
     counts = [kind.rpartition(":")[2] for kind in text.split(",") if kind]
     return sum(int(count) if count.isdigit() else 1 for count in counts) or None
 
 
 def _numbers(text: str) -> Iterator[int]:
-    """Of "0-2,5": 0, 1, 2, 5."""
+    """Yield 0, 1, 2, 5 for "0-2,5"."""
     for part in text.split(","):
         first, _, last = part.partition("-")
         yield from range(int(first), int(last or first) + 1)
@@ -180,17 +189,17 @@ def _number(text: str | None) -> int | None:
 
 
 def features(text: str) -> dict[str, frozenset[str]]:
-    """By host, those that are active now, of what `scontrol show node --oneliner` prints."""
+    """Return the active features by host name, from the output of `scontrol show node --oneliner`."""
     found = re.findall(r"^NodeName=(\S+) .*?\bActiveFeatures=(\S+)", text, re.MULTILINE)
     return {name: frozenset(words.split(",")) - {"(null)"} for name, words in found}
 
 
 def _labelled(allocated: Sequence[HostOffer]) -> list[HostOffer]:
-    """Slurm's features are the labels; without them most programs do."""
+    """Add Slurm's features as the hosts' labels. Without scontrol they have none, which is enough for most programs."""
     try:
         found = features(_scontrol("show", "node", ",".join(offer.name for offer in allocated), "--oneliner"))
     except LaunchError as error:
-        _log.warning("engine 'slurm': the hosts have no labels: %s", error)
+        _log.warning("engine 'slurm': the hosts get no labels, because their features cannot be read: %s", error)
         found = {}
     return [dataclasses.replace(offer, labels=found.get(offer.name, frozenset())) for offer in allocated]
 
@@ -205,5 +214,7 @@ def _scontrol(*words: str) -> str:
     except OSError as error:
         raise LaunchError(f"engine 'slurm': cannot run scontrol: {error}") from error
     if done.returncode or not done.stdout:
-        raise LaunchError(f"`scontrol {' '.join(words)}` failed: {done.stderr.strip() or 'it names no host'}")
+        raise LaunchError(
+            f"engine 'slurm': `scontrol {' '.join(words)}` failed: {done.stderr.strip() or 'it printed nothing'}"
+        )
     return done.stdout

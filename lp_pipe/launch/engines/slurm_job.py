@@ -1,4 +1,4 @@
-"""A job of Slurm that runs one command on the first of its hosts: submitted, looked at, stopped."""
+"""Submit, inspect and stop a Slurm job that runs one command on the first of its hosts."""
 
 import re
 import shlex
@@ -17,7 +17,7 @@ _SIGNALLED = 128
 
 @dataclass(frozen=True)
 class JobState:
-    """What Slurm says of a job. status: as a shell would have it, of a job that has ended."""
+    """The state of a job, as Slurm reports it. status: the exit status of an ended job, in a shell's convention."""
 
     name: str
     reason: str = ""
@@ -37,13 +37,13 @@ class JobState:
 
 
 def sbatch_arguments(name: str, hosts: str, output: str, options: Mapping[str, str]) -> list[str]:
-    """What sbatch is to be told; of what is said twice it takes the last, so the user's own arguments win.
+    """Return the arguments for sbatch. The user's own come last, because sbatch takes the last of repeated ones.
 
-    hosts: how many, or which. output: the file that the job prints into. options: of SlurmEngine.
+    hosts: how many, or their names. output: the file for the job's output. options: of SlurmEngine.
     """
     where = f"--nodes={hosts}" if hosts.isdigit() else f"--nodelist={hosts}"
     cpus = options.get("cpus_per_host")
-    # --no-kill: a host that is lost is the launcher's to deal with; Slurm would end the job.
+    # --no-kill: the launcher deals with a lost host. Slurm would end the job.
     arguments = [f"--job-name={name}", f"--output={output}", where, "--ntasks-per-node=1", "--no-kill"]
     arguments += [f"--cpus-per-task={cpus}"] if cpus else ["--exclusive"]
     arguments += [f"--gpus-per-node={options['gpus_per_host']}"] if "gpus_per_host" in options else []
@@ -52,24 +52,24 @@ def sbatch_arguments(name: str, hosts: str, output: str, options: Mapping[str, s
 
 
 def script(command: Sequence[str]) -> str:
-    """exec: signals reach the command itself."""
+    """Return a batch script that runs the command with exec, so that signals reach the command itself."""
     return f"#!/bin/sh\nexec {shlex.join(command)}\n"
 
 
 def submit(arguments: Sequence[str], text: str) -> str:
-    """Hand a script to sbatch; returns the job's id.
+    """Submit a script with sbatch; returns the job's id.
 
     Raises:
-        LaunchError: it was not taken; says why.
+        LaunchError: sbatch has refused it; the message says why.
     """
     return _run(["sbatch", "--parsable", *arguments], text).strip().partition(";")[0]
 
 
 def state_of(job: str) -> JobState | None:
-    """How the job is now; None when Slurm does not know it (any more), or does not answer.
+    """Return the job's state; None if Slurm does not know it (any more), or does not answer.
 
     Raises:
-        LaunchError: there is no scontrol.
+        LaunchError: scontrol is not installed.
     """
     try:
         return read_state(_run(["scontrol", "show", "job", "--oneliner", job]))
@@ -78,7 +78,7 @@ def state_of(job: str) -> JobState | None:
 
 
 def read_state(text: str) -> JobState | None:
-    """What `scontrol show job --oneliner` prints; the first of an array's."""
+    """Read the output of `scontrol show job --oneliner`; of a job array its first job."""
     fields = dict(re.findall(r"(\w+)=(\S*)", text.partition("\n")[0]))
     if "JobState" not in fields:
         return None
@@ -91,7 +91,7 @@ def read_state(text: str) -> JobState | None:
 
 
 def interrupt(job: str) -> None:
-    """Like a Ctrl+C at the job's command, which ends in order; one that has not begun is cancelled."""
+    """Send SIGINT to the job's command, which then stops in order. A job that has not begun is cancelled."""
     state = state_of(job)
     if state is None or not state.has_begun:
         cancel(job)
@@ -100,10 +100,10 @@ def interrupt(job: str) -> None:
 
 
 def cancel(job: str) -> None:
-    """Have Slurm end it, with all its processes.
+    """End the job and all its processes.
 
     Raises:
-        LaunchError: scancel has failed.
+        LaunchError: scancel failed.
     """
     _run(["scancel", job])
 
@@ -113,7 +113,7 @@ class _Refused(LaunchError):
 
 
 def _run(command: Sequence[str], text: str = "") -> str:
-    # A session of its own: Ctrl+C at the terminal is not for it.
+    # In a session of its own, so that Ctrl+C at the terminal does not reach it.
     try:
         done = subprocess.run(command, input=text, capture_output=True, text=True, check=False, start_new_session=True)
     except OSError as error:

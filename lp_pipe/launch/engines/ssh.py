@@ -1,4 +1,4 @@
-"""Agents on hosts that `ssh HOST` reaches without being asked for anything."""
+"""The engine `ssh`: agents on hosts that `ssh HOST` reaches without a prompt."""
 
 import shlex
 import sys
@@ -10,18 +10,20 @@ from lp_pipe.launch.engines.agent_process import AgentProcess, start_each
 from lp_pipe.launch.engines.base import Engine, HostOffer, Invitation, StartedAgent
 from lp_pipe.launch.engines.host_list import read_hosts
 
-# Never a question that nobody can answer; a connection that breaks in silence ends, instead of hanging for hours.
+# BatchMode: no prompts, which would wait for ever. ServerAlive: a silently broken connection ends instead of hanging.
 _SSH = ["ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=5"]
 
 
 class SshEngine(Engine):
-    """hosts: `h1,h2:gpus=4` or a file with one a line; names as ssh takes them (aliases of its configuration, user@h).
+    """Starts each agent with `ssh HOST`.
 
-    ssh_config: a configuration file for ssh, in place of the user's. python: the interpreter on the hosts, which must
-    be of the launcher's version and have lp_pipe (and torch) installed in the launcher's versions; default: the path
-    of the launcher's own.
+    hosts: `h1,h2:gpus=4`, or a file with one host per line; names as ssh takes them (aliases, user@host).
+    ssh_config: a configuration file for ssh, in place of the user's.
+    python: the interpreter on the hosts; default: the path of the launcher's own. Python, lp_pipe and torch must have
+        the launcher's versions there.
 
-    The secret goes through ssh to the agent's stdin. A shell's start files on the host must print nothing, as for scp.
+    The secret goes through ssh to the agent's stdin. The shell's start files on the hosts must print nothing, as for
+    scp.
     """
 
     OPTIONS: ClassVar[Mapping[str, str]] = {
@@ -31,9 +33,11 @@ class SshEngine(Engine):
 
     def __init__(self, hosts: str = "", *, ssh_config: str = "", python: str = "") -> None:
         if not hosts:
-            raise ValueError("engine 'ssh' needs hosts: such as hosts='h1,h2:gpus=4', or a file with one a line")
+            raise ValueError(
+                "engine 'ssh': hosts is empty: give hosts='h1,h2:gpus=4', or the name of a file with one host per line"
+            )
         if ssh_config and not Path(ssh_config).is_file():
-            raise ValueError(f"ssh_config={ssh_config!r}: there is no such file")
+            raise ValueError(f"engine 'ssh': ssh_config={ssh_config!r}: this file does not exist")
         self._hosts = read_hosts(hosts)
         self._python = python or sys.executable
         self._ssh = [*_SSH, "-F", ssh_config] if ssh_config else _SSH

@@ -29,13 +29,13 @@ def test_hosts_are_written_in_a_row_or_in_a_file_with_what_may_be_used_of_them(t
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ("h1,h1", "names h1 twice"),
-        ("", "names no host"),
-        ("h1:gpu=4", "'gpu=4' is no limit"),
-        ("h1:gpus=many", "no limit"),
-        ("h1:label=", "a label is empty"),
-        ("-oProxyCommand=x", "is no host"),
-        ("/no/such/file", "cannot be read"),
+        ("h1,h1", "'h1,h1'.* h1 "),
+        ("", "hosts=''"),
+        ("h1:gpu=4", "'h1:gpu=4': 'gpu=4'"),
+        ("h1:gpus=many", "'gpus=many'"),
+        ("h1:label=", "'h1:label='"),
+        ("-oProxyCommand=x", "'-oProxyCommand=x'"),
+        ("/no/such/file", "hosts='/no/such/file'.*No such file"),
     ],
 )
 def test_hosts_that_make_no_sense_are_refused_in_words(text: str, what: str) -> None:
@@ -46,11 +46,11 @@ def test_hosts_that_make_no_sense_are_refused_in_words(text: str, what: str) -> 
 def test_an_engine_is_made_from_its_name_and_its_own_options_only() -> None:
     assert len(engines.make_engine("local", "3", {}).hosts()) == 3
     assert isinstance(engines.make_engine("ssh", "h1", {"python": "/usr/bin/python3"}), SshEngine)
-    with pytest.raises(ValueError, match="engine 'local' has no option 'python'; its options: none"):
+    with pytest.raises(ValueError, match=r"engine 'local' has no option 'python'.*none"):
         engines.make_engine("local", "3", {"python": "python3"})
-    with pytest.raises(ValueError, match="'ssh' needs hosts"):
+    with pytest.raises(ValueError, match="engine 'ssh': hosts"):
         engines.make_engine("ssh", "", {})
-    with pytest.raises(ValueError, match="there is no such file"):
+    with pytest.raises(ValueError, match="ssh_config="):
         engines.make_engine("ssh", "h1", {"ssh_config": "/no/such/file"})
 
 
@@ -76,9 +76,9 @@ def test_a_package_adds_an_engine_by_an_entry_point(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, __name__, sys.modules[__name__])
     assert engines.engine_names() == [*engines.BUILT_IN, "elsewhere", "wrong"]
     assert engines.make_engine("elsewhere", "far", {}).hosts() == [HostOffer("far")]
-    with pytest.raises(ValueError, match="which is no Engine"):
+    with pytest.raises(ValueError, match="not a subclass of Engine"):
         engines.engine_class("wrong")
-    with pytest.raises(ValueError, match=r"unknown engine 'other'; known are local, ssh, .*, elsewhere, wrong"):
+    with pytest.raises(ValueError, match=r"unknown engine 'other'.* local, ssh, .*, elsewhere, wrong"):
         engines.engine_class("other")
 
 

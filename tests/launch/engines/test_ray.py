@@ -49,10 +49,10 @@ def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("hosts", "options", "what"),
     [
-        ("h1,h2", {}, "hosts='h1,h2' is no number"),
+        ("h1,h2", {}, "hosts must be a number, got 'h1,h2'"),
         ("0", {}, "at least 1"),
-        ("", {"gpus_per_host": "many"}, "gpus_per_host='many' is no number"),
-        ("", {"placement": "tight"}, "placement='tight' is neither of spread, pack"),
+        ("", {"gpus_per_host": "many"}, "gpus_per_host must be a number, got 'many'"),
+        ("", {"placement": "tight"}, "placement must be spread or pack, got 'tight'"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(hosts: str, options: dict[str, str], what: str) -> None:
@@ -115,7 +115,7 @@ def test_nobody_waits_for_ray_to_find_out_that_there_is_no_cluster(monkeypatch: 
     monkeypatch.setitem(sys.modules, "ray", NotConnected())
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-    with pytest.raises(lp.LaunchError, match=f"^engine 'ray': no cluster can be reached at {address}"):
+    with pytest.raises(lp.LaunchError, match=f"^engine 'ray': .* {address}"):
         RayEngine(ray_address=address).hosts()
 
 

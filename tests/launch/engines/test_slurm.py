@@ -96,12 +96,12 @@ def test_outside_an_allocation_the_error_says_how_to_get_one(monkeypatch: pytest
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     program = lp.Program("nothing")
     program.add_node(lp.PyNode(abs, 1), label="nothing")
-    with pytest.raises(lp.LaunchError, match="not inside a Slurm allocation; run it under salloc or sbatch, or"):
+    with pytest.raises(lp.LaunchError, match=r"not inside a Slurm allocation.* salloc or sbatch"):
         lp.launch(program, "multi_host", engine="slurm", hosts="2")
 
 
 def test_limits_of_hosts_are_options_of_this_engine() -> None:
-    with pytest.raises(ValueError, match="hosts='2:gpus=4': limits are for Slurm: gpus_per_host"):
+    with pytest.raises(ValueError, match=r"hosts='2:gpus=4'.* gpus_per_host"):
         SlurmEngine("2:gpus=4")
 
 

@@ -153,7 +153,7 @@ def test_an_agent_that_does_not_start_is_an_error_at_once_with_what_it_said() ->
 def test_more_or_other_hosts_than_the_allocation_has_are_refused() -> None:
     with pytest.raises(lp.LaunchError, match="hosts='4': the allocation has 3 hosts: node1 node2 node3"):
         SlurmEngine("4").hosts()
-    with pytest.raises(lp.LaunchError, match="the allocation has no node9"):
+    with pytest.raises(lp.LaunchError, match="the allocation lacks node9"):
         SlurmEngine("node[2,9]").hosts()
     assert SlurmEngine("2").hosts() == [
         HostOffer(name, cpus=4, gpus=2, labels=frozenset({"all", f"of_{name}"})) for name in ("node1", "node2")
