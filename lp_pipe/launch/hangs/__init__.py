@@ -1,1 +1,1 @@
-"""No hang without a reason: who waits for whom, and how that is told."""
+"""Find waits that last too long, name deadlocks, and report or end what hangs."""

@@ -1,9 +1,11 @@
-"""Which waits can never end: found in a WaitGraph, and only said when it is sure.
+"""Find deadlocks, cycles of waits and nodes without progress in a WaitGraph.
 
-A wait is over when one of some threads goes on: a call waits for the thread that runs its handler, or, while all
-threads of the pool are taken, for any of them; a server that is not up waits for its node's own code. So we begin with
-all waits and take away those that something may still end, until nothing changes; what is left waits for itself.
-(A greatest fixed point, as for deadlocks in AND-OR graphs.)
+A wait ends when one of certain threads goes on. A call waits for the thread that runs its handler or, while all threads
+of the server's pool are busy, for any of them. A server that is not up waits for its node's own code.
+
+A deadlock is reported only if it is certain. The search begins with all waits and removes those that something may
+still end, until nothing changes. What is left waits for itself. (A greatest fixed point, as for deadlocks in AND-OR
+graphs.)
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -12,12 +14,12 @@ from lp_pipe.launch.hangs.hang_text import silence_text, wait_text
 from lp_pipe.launch.hangs.wait_graph import ThreadActivities, Wait, WaitGraph
 from lp_pipe.telemetry.waits import CALL, DEBUGGER, RANKS, RESOLVE
 
-# A handler begins a moment after the wait of its caller; one that is much younger has only just taken the call.
+# A handler starts a moment after its caller's wait. One that is much younger than the wait has only just started.
 _SHARE_OF_WAIT = 0.75
 
 
 def find_deadlocks(graph: WaitGraph) -> list[list[Wait]]:
-    """Cycles of waits that nothing can end but the end of a node; each wait is for the next, the last for the first."""
+    """Return cycles of waits that only the end of a node can end: each waits for the next, the last for the first."""
     stuck = _stuck(graph)
     cycles: list[list[Wait]] = []
     for thread in stuck:
@@ -29,7 +31,7 @@ def find_deadlocks(graph: WaitGraph) -> list[list[Wait]]:
 
 
 def find_suspects(graph: WaitGraph) -> list[list[Wait]]:
-    """Long waits that lead through other nodes back to the same node, though a free thread may still end them."""
+    """Return long waits that lead back to the same node, but that a free thread may still end."""
     cycles: list[list[Wait]] = []
     for wait in graph.waits:
         cycle = _path_back(graph, [wait])
@@ -53,7 +55,7 @@ def _is_stuck(graph: WaitGraph, thread: ThreadActivities, stuck: list[ThreadActi
 
 
 def _known_workers(graph: WaitGraph, thread: ThreadActivities) -> list[ThreadActivities]:
-    """All threads that may end the wait; empty when there may be others than those that are seen."""
+    """Return all threads that may end the wait; empty if threads that are not in the graph may end it, too."""
     wait = thread.last
     if wait.ends:
         return []
@@ -63,13 +65,13 @@ def _known_workers(graph: WaitGraph, thread: ThreadActivities) -> list[ThreadAct
     pool = graph.pools.get(wait.endpoint)
     if wait.kind != CALL or pool is None or wait.what in pool.quick:
         return []
-    if pool.active != len(graph.handlers(wait.endpoint)):  # a Future, a batch or a coroutine may be its handler
+    if pool.active != len(graph.handlers(wait.endpoint)):  # its handler may be a Future, a batch or a coroutine
         return []
     return graph.workers(wait)
 
 
 def _walk(graph: WaitGraph, thread: ThreadActivities, stuck: Iterable[ThreadActivities]) -> list[Wait]:
-    """From one that is stuck to the next, until one comes again."""
+    """Follow the waits from one stuck thread to the next until a thread repeats; return that cycle."""
     path = [thread]
     while True:
         following = next(worker for worker in graph.workers(path[-1].last) if worker in stuck)
@@ -79,7 +81,7 @@ def _walk(graph: WaitGraph, thread: ThreadActivities, stuck: Iterable[ThreadActi
 
 
 def _path_back(graph: WaitGraph, path: list[Wait]) -> list[Wait]:
-    """The way on from the last wait to the node where the path began; empty when there is none."""
+    """Extend the path of waits until it is back at its first node; empty if it does not lead there."""
     owner = graph.owner(path[-1].activity)
     if owner == path[0].activity.node:
         return path if len(path) > 1 else []
@@ -94,10 +96,10 @@ def _path_back(graph: WaitGraph, path: list[Wait]) -> list[Wait]:
 def find_hung(graph: WaitGraph, candidates: Collection[str]) -> dict[str, str]:
     """Return the candidates (node_ids) that have made no progress for the limit, each with the reason in words.
 
-    A node hangs if its process does not answer, if another node waits for it while it waits for no other node itself,
-    or if it is part of a certain deadlock (of which one candidate is enough: its end lets the others go on). A call
-    whose handler holds no thread (async, batched, a Future) never counts: what the handler waits for is not known. A
-    node that stands in a debugger never counts either.
+    `Program.group(on_hang=...)` decides what becomes of them. A node hangs if its process does not answer, if another
+    node waits for it while it waits for no node itself, or if it is part of a certain deadlock. Of a deadlock one
+    candidate is enough, since its end lets the others go on. A call whose handler holds no thread (async, batched, a
+    Future) never counts, because what the handler waits for is unknown. A node that stands in a debugger never counts.
     """
     hung = {view.node: f"its {silence_text(view)}" for view in graph.silent if view.node in candidates}
     for cycle in find_deadlocks(graph):
@@ -112,7 +114,7 @@ def find_hung(graph: WaitGraph, candidates: Collection[str]) -> dict[str, str]:
 
 
 def _waited_for(graph: WaitGraph, wait: Wait) -> Iterator[tuple[str, list[ThreadActivities]]]:
-    """Yield each node that may end the wait, with its threads that have to go on for that."""
+    """Yield each node that may end the wait, with those of its threads that must go on for that."""
     if wait.activity.kind != RANKS:
         yield graph.owner(wait.activity), graph.workers(wait.activity)
         return

@@ -1,4 +1,4 @@
-"""What people are told of waits that take long: who waits, for whom, what that one does, and what can be done."""
+"""Messages about long waits: which node waits for which one, what that one does, and what the user can do."""
 
 import shlex
 from collections import Counter
@@ -14,7 +14,10 @@ _SHOWN_RANKS = 4
 
 
 def wait_text(graph: WaitGraph, wait: Wait, others: Sequence[Wait]) -> str:
-    """others: waits like this one, that are told of with it."""
+    """Describe a wait and what the awaited node does.
+
+    others: waits of the same kind, which this text also covers.
+    """
     who = "the launcher" if not wait.activity.node else f"node {wait.node}"
     text = f"{who} has waited {seconds(wait.activity.age_s)} for {_object(graph, wait.activity)}{_at(wait.activity)}"
     if others:
@@ -29,20 +32,20 @@ def wait_text(graph: WaitGraph, wait: Wait, others: Sequence[Wait]) -> str:
 
 
 def short_text(graph: WaitGraph, wait: Wait) -> str:
-    """For a table."""
+    """Return the age and object of a wait, for a table."""
     return f"{seconds(wait.activity.age_s)} for {_object(graph, wait.activity)}"
 
 
 def ended_text(graph: WaitGraph, wait: Wait) -> str:
-    """Of a wait that `wait_text` or `cycle_text` has told of."""
+    """Say that a wait has ended which `wait_text` or `cycle_text` had reported."""
     who = "the launcher" if not wait.activity.node else f"node {wait.node}"
-    return f"{who} waits no more for {_object(graph, wait.activity)}"
+    return f"{who} no longer waits for {_object(graph, wait.activity)}"
 
 
 def cycle_text(graph: WaitGraph, cycle: Sequence[Wait], is_sure: bool, run: str) -> str:
-    """One line for each wait, and what to do."""
+    """Describe a cycle, one line for each wait, and what to do."""
     if is_sure:
-        head = "deadlock: these waits are for each other, and none can end by itself:"
+        head = "deadlock: these waits are for each other, and none of them can end by itself:"
     else:
         head = "cycle of waits (may be a deadlock):"
     lines = [head, *(f"  {_cycle_line(graph, wait)}" for wait in cycle)]
@@ -53,7 +56,7 @@ def cycle_text(graph: WaitGraph, cycle: Sequence[Wait], is_sure: bool, run: str)
 
 
 def idle_text(graph: WaitGraph) -> str:
-    """Say that only servers are left, and until when."""
+    """Say that only servers are left, and until when they serve."""
     ended = [node for node, state in graph.states.items() if state == "finished"]
     up = [node for node, state in graph.states.items() if state not in ENDED]
     has = "has" if len(ended) == 1 else "have"
@@ -64,15 +67,15 @@ def idle_text(graph: WaitGraph) -> str:
 
 
 def positions_text(graph: WaitGraph) -> str:
-    """One line for each stage worker."""
+    """Return the position of each stage worker in its schedule, one per line."""
     return "\n".join(["where the stages are in their schedules:", *(f"  {text}" for text in graph.positions)])
 
 
 def owner_text(graph: WaitGraph, activity: Activity) -> str:
-    """What the one that is waited for does."""
+    """Return what the awaited node does."""
     owner = graph.owner(activity)
     if not owner:
-        return f"{_name(graph, activity)} is not known to this program, or not connected"
+        return f"{_name(graph, activity)} is not a node of this program, or not connected"
     absence = _absence_text(graph, owner)
     if absence:
         return f"{owner}{absence}"
@@ -82,7 +85,7 @@ def owner_text(graph: WaitGraph, activity: Activity) -> str:
 
 
 def _absence_text(graph: WaitGraph, node: str) -> str:
-    """Why nothing can be known of what its threads are at; "" where it can."""
+    """Return why it is unknown what the node's threads do; "" if it is known."""
     view = graph.unresponsive_view(node)
     if view is not None:
         return f"'s {silence_text(view)}"
@@ -100,7 +103,7 @@ _STATES_OF_SILENT = {
 
 
 def silence_text(view: View) -> str:
-    """Return since when a process has not answered, why, and what it was doing when it last did."""
+    """Return for how long a process has not answered, why, and what it was doing when it last answered."""
     why = _STATES_OF_SILENT.get(
         view.process_state, "it is stopped (SIGSTOP, a debugger), or inside C code that holds Python's lock"
     )
@@ -115,7 +118,7 @@ def _last_known_text(thread: ThreadActivities) -> str:
 
 
 def _other_ranks_text(graph: WaitGraph, wait: Wait) -> str:
-    """What the nodes are at that may be ranks of the same process group, those first that do what few others do."""
+    """Return what other ranks of the process group do. What few ranks do comes first."""
     label = wait.node.rpartition("/")[0]
     ranks = [node for node in graph.states if node.rpartition("/")[0] == label]
     ranks += [other.node for other in graph.waits if other.activity.kind == RANKS]
@@ -127,11 +130,11 @@ def _other_ranks_text(graph: WaitGraph, wait: Wait) -> str:
         f"{', '.join(nodes[:_SHOWN_RANKS])}{', …' if len(nodes) > _SHOWN_RANKS else ''}{text}"
         for text, nodes in sorted(by_text.items(), key=lambda item: len(item[1]))
     ]
-    return "; ".join(parts[:_SHOWN_RANKS]) or "no other node of the program is known to take part"
+    return "; ".join(parts[:_SHOWN_RANKS]) or "no other node of the program seems to take part"
 
 
 def _rank_text(graph: WaitGraph, node: str) -> str:
-    """The same for all that are at the same."""
+    """Return what a rank does; the same text for ranks that do the same."""
     absence = _absence_text(graph, node)
     if absence:
         return absence
@@ -169,10 +172,10 @@ def _at(activity: Activity) -> str:
 
 
 def _code_text(graph: WaitGraph, node: str) -> str:
-    """Where its own code is: a constructor, or run()."""
+    """Return where the node's own code is: in its constructor or in run()."""
     threads = graph.mains(node)
     if not threads:
-        return "its process has not begun to run it"
+        return "its process has not started to run its code"
     return "; ".join(dict.fromkeys(_thread_text(graph, thread, "its own code") for thread in threads[:3]))
 
 
@@ -189,11 +192,11 @@ def _worker_text(graph: WaitGraph, activity: Activity, owner: str) -> str:
         shown = ", ".join(f"{count} x {method}()" for method, count in busy.most_common(4))
         first = _thread_text(graph, graph.handlers(activity.endpoint)[0], "its own code")
         return (
-            f"all {sum(busy.values())} threads of {owner} are taken ({shown}), so that the call has not begun or its "
+            f"all {sum(busy.values())} threads of {owner} are busy ({shown}), so the call has not started, or its "
             f"handler waits without a thread; one of them {first}"
         )
     return (
-        f"no thread of {owner} is at this call: its handler is asynchronous, batched, or has returned a Future; "
+        f"no thread of {owner} runs this call: its handler is asynchronous, batched, or has returned a Future; "
         f"{_code_text(graph, owner)}"
     )
 
@@ -210,7 +213,7 @@ def _thread_text(graph: WaitGraph, thread: ThreadActivities, otherwise: str) -> 
 
 
 def _handler_of(thread: ThreadActivities) -> Activity | None:
-    """The innermost one."""
+    """Return the innermost handler that the thread runs."""
     return next((one for one in reversed(thread.activities) if one.kind == HANDLER), None)
 
 
@@ -220,7 +223,7 @@ def _cycle_line(graph: WaitGraph, wait: Wait) -> str:
     inside = f", in its handler {handler.what}()" if handler is not None else ""
     name = _name(graph, activity)
     what = f"{name}.{activity.what}()" if activity.kind == CALL else _object(graph, activity)
-    taken = f"; all threads of {name} are taken" if activity.kind == CALL and graph.is_full(activity.endpoint) else ""
+    taken = f"; all threads of {name} are busy" if activity.kind == CALL and graph.is_full(activity.endpoint) else ""
     return f"{wait.node} waits for {what} since {seconds(activity.age_s)}{inside}{_at(activity)}{taken}"
 
 
@@ -229,9 +232,9 @@ def _advice(graph: WaitGraph, cycle: Sequence[Wait]) -> str:
     names = ", ".join(dict.fromkeys(_name(graph, activity) for activity in full))
     if names:
         return (
-            f"More threads (courier_kwargs={{'thread_pool_size': N}}) for {names} let calls through that come back; "
-            "call_timeout turns such a wait into DeadlineExceeded."
+            f"With more threads for {names} (courier_kwargs={{'thread_pool_size': N}}) calls back can be served; with "
+            "call_timeout such a wait ends with DeadlineExceeded."
         )
     if any(wait.activity.kind == RESOLVE for wait in cycle):
-        return "Constructors must not call each other: a node answers only once it is built; call from run() instead."
-    return "call_timeout turns such a wait into DeadlineExceeded."
+        return "Constructors must not call each other, because a node answers only once it is built: call from run()."
+    return "With call_timeout such a wait ends with DeadlineExceeded."

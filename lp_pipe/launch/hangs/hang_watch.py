@@ -1,4 +1,4 @@
-"""No hang without a reason: a thread of the launcher that looks for waits that take too long, and says so."""
+"""The launcher's thread that looks for waits that last too long, and reports them."""
 
 import contextlib
 import logging
@@ -22,19 +22,20 @@ from lp_pipe.telemetry.positions import positions
 _log = logging.getLogger(__name__)
 
 _LOOKS_PER_LIMIT, _LONGEST_PAUSE_S = 5, 5.0
-_UNRESPONSIVE_AFTER_S = 2.0  # a process of a busy machine may take so long to answer
+_UNRESPONSIVE_AFTER_S = 2.0  # a process on a busy machine may take so long to answer
 _PATIENCE_GROWS = 4
 _NAMED_AT_MOST = 16  # nodes in the event of a hang
-_STACKS_OF_NODES = 64  # of more nobody reads them all: `lp_pipe stacks`
-_WORTH_A_PLACE = 0.25  # a handler is younger than its caller's wait, and seen a moment earlier
+_STACKS_OF_NODES = 64  # with more nodes, stacks are left to `lp_pipe stacks`
+_WORTH_A_PLACE = 0.25  # share of the limit from which on places are looked up; handlers are younger than waits
 
 
 class HangWatch:
-    """Reports every wait that is older than `limit_s`, once; where such waits come again and again, ever more rarely.
+    """Reports every wait that is older than `limit_s`, once. Repeated waits of one kind are reported ever more rarely.
 
-    Waits of one group for the same thing are one report, the next of which comes when one is four times as old. What
-    is sure to be a deadlock is said at once. Reports go to the log, and to hangs.log in the run's folder.
-    limit_s: None for no reports, and no thread.
+    Waits of one group of nodes for the same thing make one report. The next one follows when a wait is four times as
+    old. A certain deadlock is reported at once. Reports go to the log, and to hangs.log in the run's folder.
+
+    limit_s: None for no reports and no thread.
     """
 
     def __init__(self, coordinator: Coordinator, host: Host, limit_s: float | None) -> None:
@@ -47,7 +48,7 @@ class HangWatch:
         self._told_cycles: set[frozenset[WaitKey]] = set()
         self._told_silent: set[str] = set()
         self._may_kill = {spec.node_id for spec in coordinator.plan.nodes if spec.on_hang != "report"}
-        self._idle_since: float | None = math.inf  # None: told
+        self._idle_since: float | None = math.inf  # None: reported
         self._awake_since = -math.inf
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch for hangs", daemon=True)
@@ -57,7 +58,7 @@ class HangWatch:
             self._thread.start()
 
     def close(self) -> None:
-        """From now on nothing is reported: the program ends, which ends all waits."""
+        """Report nothing from now on. Called when the program ends, which ends all waits."""
         self._is_over.set()
         if self._thread.ident is not None:
             self._thread.join()
@@ -90,7 +91,7 @@ class HangWatch:
         )
 
     def _look_here(self) -> View:
-        """The launcher's threads that wait for this program, and those that are its nodes."""
+        """Return what the launcher's own threads do: those that wait for this program, and those that are its nodes."""
         names = self._host.nodes_here()
         owners = self._coordinator.plan.owners
         found = []
@@ -103,7 +104,7 @@ class HangWatch:
         return View(found, waits.pools(), [text for node, text in positions() if node.services in names])
 
     def _tell_cycles(self, graph: WaitGraph) -> set[WaitKey]:
-        """Each once; returns the waits of deadlocks, of which no more is to be said."""
+        """Report each cycle once. Return the waits of deadlocks, which need no further report."""
         sure = find_deadlocks(graph)
         keys = {wait.key for cycle in sure for wait in cycle}
         maybe = [cycle for cycle in find_suspects(graph) if not keys & {wait.key for wait in cycle}]
@@ -125,7 +126,7 @@ class HangWatch:
         for group, members in groups.items():
             oldest = members[0]  # they are sorted
             patience_s = self._patience_s.get(group, self._limit_s)
-            # While all slept (Ctrl+Z, Slurm's suspend) nobody waited.
+            # Time in which all processes were stopped (Ctrl+Z, Slurm's suspend) is not waiting time.
             age_s = min(oldest.activity.age_s, time.monotonic() - self._awake_since)
             if age_s < patience_s or self._is_told(oldest, patience_s):
                 continue
@@ -135,7 +136,7 @@ class HangWatch:
             self._tell_hang([wait.node for wait in members], text, is_deadlock=False)
 
     def _is_told(self, wait: Wait, patience_s: float) -> bool:
-        """As part of a cycle, which says more."""
+        """Return whether a cycle, whose report says more, contained this wait."""
         return (
             wait.key in self._told
             and patience_s == self._limit_s
@@ -143,7 +144,7 @@ class HangWatch:
         )
 
     def _tell_more(self, graph: WaitGraph) -> None:
-        """Below what was told: where the stages of pipelines are, and, in the file, every stack."""
+        """Add where the stages of pipelines are and, in the file only, every stack."""
         if graph.positions:
             self._tell(hang_text.positions_text(graph))
         if len(self._coordinator.plan.nodes) <= _STACKS_OF_NODES:
@@ -165,11 +166,11 @@ class HangWatch:
         for node in silent.keys() - self._told_silent:
             self._tell_hang([node], f"node {node}'s {hang_text.silence_text(silent[node])}", is_deadlock=False)
         for node in self._told_silent - silent.keys():
-            self._tell(f"node {node} answers again, or has ended", logging.INFO)
+            self._tell(f"node {node}: its process answers again, or has ended", logging.INFO)
         self._told_silent = set(silent)
 
     def _end_hung(self, graph: WaitGraph) -> None:
-        """Kill the nodes without progress whose groups ask for that; their groups' `on_hang` says what follows."""
+        """Kill the nodes without progress whose groups set `on_hang`, which also says what follows."""
         if not self._may_kill or self._has_just_slept():
             return
         for node, reason in find_hung(graph, self._may_kill).items():
@@ -180,7 +181,7 @@ class HangWatch:
                 self._host.kill([node])
 
     def _tell_idle(self, graph: WaitGraph) -> None:
-        """Say once, after the limit, that nothing is left but servers: the program may have forgotten its stop."""
+        """Report once, after the limit, that only servers are left: the program may have forgotten its stop."""
         if self._idle_since is None:
             return
         if not _is_idle(graph) or any(row["calls_per_s"] for rows in self._rows() for row in rows):
@@ -195,7 +196,7 @@ class HangWatch:
         return self._coordinator.status().values()
 
     def _has_just_slept(self) -> bool:
-        """Return whether all was stopped (Ctrl+Z, Slurm's suspend) within the limit: no node waited meanwhile."""
+        """Return whether all processes were stopped (Ctrl+Z, Slurm's suspend) at a time within the limit."""
         return time.monotonic() - self._awake_since < self._limit_s
 
     def _tell_hang(self, nodes: list[str], text: str, is_deadlock: bool) -> None:
@@ -214,7 +215,7 @@ class HangWatch:
 
 
 def _is_idle(graph: WaitGraph) -> bool:
-    """Return whether nodes have finished, and all others only serve, with no handler at work."""
+    """Return whether some nodes have finished and all others only serve, without a running handler."""
     up = [node for node, state in graph.states.items() if state not in hang_text.ENDED]
     mains = [graph.mains(node) for node in up]
     return (
@@ -226,7 +227,7 @@ def _is_idle(graph: WaitGraph) -> bool:
 
 
 def _group(graph: WaitGraph, wait: Wait) -> tuple[str, ...]:
-    """Waits of one group of nodes for the same thing."""
+    """Return the key of a report: waits of one group of nodes for the same thing share it."""
     activity = wait.activity
     what = activity.what if activity.kind == waits.CALL else ""
     return wait.node.rpartition("/")[0], activity.kind, graph.owner(activity) or activity.peer, what

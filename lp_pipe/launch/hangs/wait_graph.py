@@ -1,4 +1,4 @@
-"""All of a program's threads that wait for another node, or serve one, at one time: who waits for whom."""
+"""A snapshot of a program's threads that wait for another node, or serve one: which thread waits for which node."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,32 +13,35 @@ WaitKey = tuple[str, int, float]
 
 
 class ThreadActivities(NamedTuple):
-    """process: whose; ids of threads are only unique in one."""
+    """What one thread is doing, from the outermost activity to the innermost.
+
+    process: the node_id of its process, since thread ids are unique only within one process.
+    """
 
     process: str
     activities: tuple[Activity, ...]
 
     @property
     def last(self) -> Activity:
-        """What it is at right now."""
+        """The innermost activity."""
         return self.activities[-1]
 
     def serves(self, endpoint: str, method: str | None = None) -> bool:
-        """Whether it runs a handler (this one) of the server, maybe deep below what it does now."""
+        """Return whether it runs a handler of the server (the handler `method`), at any depth."""
         return any(
             one.kind == HANDLER and one.endpoint == endpoint and method in (None, one.what) for one in self.activities
         )
 
 
 class Wait(NamedTuple):
-    """One activity that is a wait, and the thread that it belongs to."""
+    """An activity that is a wait, with its thread."""
 
     activity: Activity
     thread: ThreadActivities
 
     @property
     def key(self) -> WaitKey:
-        """The same as long as it lasts, and never another's."""
+        """Identifies this wait for as long as it lasts."""
         return self.thread.process, self.activity.thread, self.activity.started
 
     @property
@@ -56,9 +59,10 @@ def threads_of(view: View) -> list[ThreadActivities]:
 
 @dataclass(frozen=True)
 class WaitGraph:
-    """owners: address id -> node_id. states: of every node_id. limit_s: from which age on a wait is worth a word.
+    """Which thread waits for which node, at one moment.
 
-    unresponsive_after_s: a process that has said nothing for so long does not answer.
+    owners: address id -> node_id. states: node_id -> state, of all nodes. limit_s: the age from which a wait is long.
+    unresponsive_after_s: a process that has sent nothing for so long counts as not answering.
     """
 
     views: list[View]
@@ -69,21 +73,21 @@ class WaitGraph:
 
     @cached_property
     def threads(self) -> list[ThreadActivities]:
-        """Of the processes that answer."""
+        """The threads of all processes that answer."""
         return [
             thread for view in self.views if view.silence_s < self.unresponsive_after_s for thread in threads_of(view)
         ]
 
     @cached_property
     def silent(self) -> list[View]:
-        """The views of processes that have not answered for the limit, though their nodes should run."""
+        """The views of processes that should run but have not answered for the limit."""
         patience_s = max(self.limit_s, self.unresponsive_after_s)
         is_up = ("starting", "running")
         return [view for view in self.views if view.silence_s >= patience_s and self.states.get(view.node) in is_up]
 
     @cached_property
     def waits(self) -> list[Wait]:
-        """Those that are older than the limit, the oldest first."""
+        """All waits that are older than the limit, the oldest first."""
         found = [Wait(one, thread) for thread in self.threads for one in thread.activities if self._is_long(one)]
         return sorted(found, key=lambda wait: -wait.activity.age_s)
 
@@ -93,29 +97,29 @@ class WaitGraph:
 
     @property
     def positions(self) -> list[str]:
-        """Where the stage workers of those processes that answer are in their schedules."""
+        """The positions of stage workers in their schedules, from all processes that answer."""
         return [text for view in self.views if view.silence_s < self.unresponsive_after_s for text in view.positions]
 
     def owner(self, activity: Activity) -> str:
-        """The node_id of who is waited for; "" when it is not of this program, or not known."""
+        """Return the node_id that a wait is for; "" if it is unknown or not in this program."""
         for address in (activity.address_id, activity.endpoint.rpartition("/")[2]):
             if address in self.owners:
                 return self.owners[address]
         return activity.peer if activity.peer in self.states else ""
 
     def unresponsive_view(self, node: str) -> View | None:
-        """Return the last view of a node's process that does not answer now; None if it does, or is no process."""
+        """Return the last view of a node's process if it does not answer now; None if it does, or is a thread."""
         views = [view for view in self.views if view.node == node and view.silence_s >= self.unresponsive_after_s]
         return max(views, key=lambda view: view.silence_s, default=None)
 
     def is_up(self, activity: Activity) -> bool:
-        """Whether the server that is waited for listens."""
+        """Return whether the server that a wait is for listens."""
         if activity.endpoint:
             return activity.endpoint in self.pools
         return any(endpoint.endswith(f"/{activity.address_id}") for endpoint in self.pools)
 
     def workers(self, activity: Activity) -> list[ThreadActivities]:
-        """The threads of which one has to go on before this call, or resolution, can come to its end."""
+        """Return the threads of which one must go on before this wait can end."""
         if activity.kind == RESOLVE:
             return self.mains(self.owner(activity))
         if activity.kind != CALL:
@@ -127,13 +131,13 @@ class WaitGraph:
         return [thread for thread in self.threads if thread.serves(endpoint, method)]
 
     def mains(self, node: str) -> list[ThreadActivities]:
-        """Those that run the node's own code."""
+        """Return the threads that run the node's own code."""
         return [
             thread for thread in self.threads if any(one.kind == MAIN and one.node == node for one in thread.activities)
         ]
 
     def is_full(self, endpoint: str) -> bool:
-        """Whether every thread of the server's pool runs a handler."""
+        """Return whether every thread of the server's pool runs a handler."""
         pool = self.pools.get(endpoint)
         return pool is not None and 0 < pool.size <= len(self.handlers(endpoint))
 

@@ -148,8 +148,8 @@ def test_status_says_what_a_node_waits_for_until_it_does_not(
         run.client("server").release()
         assert call.result(PATIENCE_S) == "done"
         until(lambda: run.status()["actor"][0]["waiting"] is None)
-        reported(run, "node actor/0 waits no more for a reply of server/0.block()")
-        assert "waits no more" in caplog.text
+        reported(run, "node actor/0 no longer waits for a reply of server/0.block()")
+        assert "no longer waits" in caplog.text
 
 
 def test_a_node_that_does_not_come_up_is_reported_with_where_its_constructor_is(mode: str, tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_the_launcher_that_waits_is_reported_too(mode: str, tmp_path: Path) -> N
         reported(run, "the launcher has waited", "for a reply of server/0.block()")
         run.client("server").release()
         waiting.join(PATIENCE_S)
-        reported(run, "the launcher waits no more for")
+        reported(run, "the launcher no longer waits for")
 
 
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
@@ -236,7 +236,7 @@ def test_a_circle_that_free_threads_can_end_is_not_called_a_deadlock(mode: str, 
         assert "deadlock: " not in text
         run.client("caller").release()
         assert call.result(PATIENCE_S) == "done"
-        reported(run, "waits no more for a reply of caller/0.block()")
+        reported(run, "no longer waits for a reply of caller/0.block()")
 
 
 def test_a_circle_with_a_deadline_in_it_is_not_called_a_deadlock(mode: str, tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_a_coroutine_that_waits_is_reported(mode: str, tmp_path: Path) -> None:
         reported(run, "node actor/0 has waited", "server/0 runs its handler block()")
         run.client("server").release()
         assert call.result(PATIENCE_S) == "done"
-        reported(run, "node actor/0 waits no more")
+        reported(run, "node actor/0 no longer waits")
 
 
 def test_waits_below_the_limit_are_not_reported(mode: str, tmp_path: Path) -> None:
@@ -396,7 +396,7 @@ def test_ranks_that_wait_for_each_other_in_torch_are_reported_with_what_each_is_
         assert "other ranks, in torch's broadcast()" in (run.status()["rank"][1]["waiting"] or "")
         for lock in locks:
             lock.release()
-        reported(run, "waits no more for other ranks")
+        reported(run, "no longer waits for other ranks")
 
 
 def test_a_thread_that_computes_in_torch_is_not_taken_for_one_that_waits(no_leaks: None) -> None:
