@@ -1,1 +1,1 @@
-"""What will run, where, and with what: nothing runs here."""
+"""Decide what will run, where, and with which resources. Nothing is started here."""

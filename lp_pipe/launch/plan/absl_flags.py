@@ -1,6 +1,6 @@
-"""absl's flags have the values in nodes that they had at launch(), however the script was started.
+"""Give absl's flags the same values in nodes that they had at `launch()`.
 
-A node's process does not run the script, so it neither defines the flags nor parses them.
+A node's process does not run the script, so without this it would neither define the flags nor parse them.
 """
 
 import contextlib
@@ -13,31 +13,31 @@ from lp_pipe.rpc import codec
 if TYPE_CHECKING:
     from absl.flags import FlagValues
 
-# What these modules define acts when it is set (verbosity), and is theirs to define.
+# The flags of these modules take effect when they are set (verbosity), and the modules must define them themselves.
 _OWN_MODULES = ("absl.app", "absl.logging")
 
 
 def name_in_pickles() -> None:
-    """Let `FLAGS`, when functions of a script refer to it, mean the node's own flags; absl refuses to pickle it."""
+    """Pickle `FLAGS` by name, so that a sent function uses the node's own flags. absl itself refuses to pickle it."""
     absl_flags = sys.modules.get("absl.flags")
     if absl_flags is not None:
         copyreg.pickle(absl_flags.FlagValues, _by_name)
 
 
 def here() -> bytes:
-    """The values of all flags, if they were parsed, for `arrive`."""
+    """Return the values of all flags, if they were parsed, for `arrive`."""
     absl_flags = sys.modules.get("absl.flags")
     if absl_flags is None or not absl_flags.FLAGS.is_parsed():
         return b""
     values: dict[str, bytes] = {}
     for name, value in absl_flags.FLAGS.flag_values_dict().items():
-        with contextlib.suppress(Exception):  # a flag of one's own kind: nodes that use it will say that it is missing
+        with contextlib.suppress(Exception):  # a value that does not pickle: a node that uses this flag gets an error
             values[name] = codec.dumps(value)
     return codec.dumps(([name for name in _OWN_MODULES if name in sys.modules], values))
 
 
 def arrive(packed: bytes) -> None:
-    """In a node's process, before its code is loaded: define and set what `here` has told."""
+    """Define and set the flags that `here` has read. Called in a node's process, before its code is loaded."""
     if not packed:
         return
     import importlib
@@ -49,12 +49,12 @@ def arrive(packed: bytes) -> None:
         importlib.import_module(module)
     for name, value in values.items():
         if name not in flags.FLAGS:
-            # allow_override, and a value that is no default: a module that defines the flag later leaves it as it is.
+            # allow_override and a non-default value: a module that defines the flag later keeps this value.
             flag: flags.Flag[Any] = flags.Flag(
                 flags.ArgumentParser(), None, name, None, "as at launch()", allow_override=True
             )
             flags.DEFINE_flag(flag)
-        with contextlib.suppress(Exception):  # a value whose class is not there
+        with contextlib.suppress(Exception):  # the value's class cannot be imported here
             flags.FLAGS[name].value = codec.loads(value)
             flags.FLAGS[name].using_default_value = False
     flags.FLAGS.mark_as_parsed()
@@ -62,7 +62,7 @@ def arrive(packed: bytes) -> None:
 
 def _by_name(values: "FlagValues") -> tuple[Any, ...]:
     if values is not sys.modules["absl.flags"].FLAGS:
-        raise TypeError("can't pickle FlagValues other than absl.flags.FLAGS")
+        raise TypeError("cannot pickle FlagValues other than absl.flags.FLAGS")
     return _of_this_process, ()
 
 

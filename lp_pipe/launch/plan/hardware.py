@@ -1,4 +1,4 @@
-"""What this host has to hand out: cores, memory, GPUs."""
+"""The cores, memory, GPUs and labels of a host."""
 
 import os
 import socket
@@ -13,9 +13,10 @@ LABELS = "LP_PIPE_HOST_LABELS"
 
 @dataclass(frozen=True)
 class Hardware:
-    """gpus: as CUDA_VISIBLE_DEVICES names them (numbers, or UUIDs where the launcher was given such).
+    """What a host has.
 
-    labels: what `Resources(host_labels=...)` may ask for.
+    names: all names by which `Resources(host=...)` may refer to it. gpus: as CUDA_VISIBLE_DEVICES names them (numbers,
+    or UUIDs if the launcher was given those). labels: what `Resources(host_labels=...)` may ask for.
     """
 
     names: frozenset[str]
@@ -26,7 +27,7 @@ class Hardware:
 
 
 def this_host() -> Hardware:
-    """What this process may use itself."""
+    """Return what this process may use of its host."""
     name = socket.gethostname()
     names = frozenset({"localhost", name, name.partition(".")[0]})
     return Hardware(names, usable_cores(), _memory_bytes(), _gpus(), _labels())
@@ -41,19 +42,19 @@ def _gpus() -> tuple[str, ...]:
     if visible is not None:
         return _named(visible)
     torch = sys.modules.get("torch")
-    if torch is not None:  # never imported for this: it takes seconds
+    if torch is not None:  # not imported just for this, since that takes seconds
         return tuple(str(index) for index in range(torch.cuda.device_count()))
     drivers = len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) or len(list(Path("/dev").glob("nvidia[0-9]*")))
     return tuple(str(index) for index in range(drivers))
 
 
 def _labels() -> frozenset[str]:
-    """As whoever runs the host has labelled it."""
+    """Return the labels that the host's administrator has set in the environment."""
     return frozenset(label.strip() for label in os.environ.get(LABELS, "").split(",")) - {""}
 
 
 def _named(visible: str) -> tuple[str, ...]:
-    """CUDA's rule: devices after an invalid one (-1) are not visible."""
+    """Return the visible devices. By CUDA's rule those after an invalid one (-1) are not visible."""
     names: list[str] = []
     for name in visible.split(","):
         if name.strip() in ("", "-1", "NoDevFiles"):

@@ -1,4 +1,4 @@
-"""What hosts have left, and which of them the nodes of one group take."""
+"""Track what each host has left, and choose hosts for the nodes of one group."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -8,12 +8,12 @@ from lp_pipe.launch.plan.hardware import Hardware
 from lp_pipe.launch.plan.spec import NodeSpec
 
 _GIB = 1 << 30
-_MANY = 1 << 30  # nodes that need nothing which could run out
+_MANY = 1 << 30  # count for nodes that need nothing that could run out
 
 
 @dataclass
 class HostCapacity:
-    """What is left of a host."""
+    """What a host has left, and the nodes that it has."""
 
     hardware: Hardware
     gpus: int
@@ -21,7 +21,7 @@ class HostCapacity:
     nodes: list[NodeSpec] = field(default_factory=list)
 
     def count(self, spec: NodeSpec) -> int:
-        """How many such nodes fit."""
+        """Return how many nodes like this one fit."""
         asked = spec.resources
         if not self.is_asked_for(spec) or (asked.cpus is not None and asked.cpus > len(self.hardware.cpus)):
             return 0
@@ -33,7 +33,7 @@ class HostCapacity:
         return min(limits)
 
     def is_asked_for(self, spec: NodeSpec) -> bool:
-        """Whether it has the name and the labels that the node wants."""
+        """Return whether the host has the name and the labels that the node wants."""
         asked = spec.resources
         is_named = asked.host is None or asked.host in self.hardware.names
         return is_named and self.hardware.labels.issuperset(asked.host_labels)
@@ -45,10 +45,10 @@ class HostCapacity:
 
 
 def shared_out(label: str, specs: Sequence[NodeSpec], capacities: Mapping[str, HostCapacity]) -> list[str]:
-    """The host of each node of a group, in the order of the hosts; takes nothing yet.
+    """Return the host of each node of a group, in the order of the hosts. Takes no capacity yet.
 
     Raises:
-        ValueError: they do not fit; says what is missing.
+        ValueError: they do not fit; the message says what is missing.
     """
     spec, wanted = specs[0], len(specs)
     room = {name: one.count(spec) for name, one in capacities.items()}
@@ -56,7 +56,7 @@ def shared_out(label: str, specs: Sequence[NodeSpec], capacities: Mapping[str, H
         raise ValueError(_what_is_missing(label, spec, sum(room.values()), wanted, capacities))
     if spec.resources.placement == "pack":
         shares = _packed(room, wanted)
-    elif wanted == 1 or spec.resources.placement == "spread":  # beside as few others as possible
+    elif wanted == 1 or spec.resources.placement == "spread":  # where the fewest other nodes are
         fewest_first = sorted((name for name in capacities if room[name]), key=lambda name: len(capacities[name].nodes))
         shares = dict.fromkeys(fewest_first[:wanted], 1)
     else:
@@ -67,10 +67,10 @@ def shared_out(label: str, specs: Sequence[NodeSpec], capacities: Mapping[str, H
 def check_fit(
     label: str, specs: Sequence[NodeSpec], capacities: Mapping[str, HostCapacity], chosen: Sequence[str], to: str
 ) -> None:
-    """Whether a group's nodes have room on the hosts of the group `to`.
+    """Check that a group's nodes have room on the hosts of the group `to`.
 
     Raises:
-        ValueError: they do not.
+        ValueError: they do not fit there.
     """
     for name, wanted in Counter(chosen).items():
         must = f"group {label!r} must go where group {to!r} is: {wanted} nodes to host {name!r}"
@@ -82,10 +82,10 @@ def check_fit(
 
 
 def take_planned(spec: NodeSpec, host: str, capacities: Mapping[str, HostCapacity]) -> None:
-    """Give a node the room on the host that a plan names for it.
+    """Take the capacity for a node on the host that a plan names for it.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the host has no room for it.
     """
     if not capacities[host].count(spec):
         missing = _what_is_missing(spec.label, spec, 0, 1, {host: capacities[host]})
@@ -94,7 +94,7 @@ def take_planned(spec: NodeSpec, host: str, capacities: Mapping[str, HostCapacit
 
 
 def _packed(room: Mapping[str, int], wanted: int) -> dict[str, int]:
-    """As few hosts as possible: those with the most room, and in the end the smallest that takes what is left."""
+    """Use as few hosts as possible: those with the most room first, last the smallest that holds what remains."""
     shares: dict[str, int] = {}
     while wanted:
         free = {name: count for name, count in room.items() if name not in shares}
@@ -106,7 +106,7 @@ def _packed(room: Mapping[str, int], wanted: int) -> dict[str, int]:
 
 
 def _even(room: Mapping[str, int], wanted: int) -> dict[str, int]:
-    """Over all hosts, as even as the room allows."""
+    """Spread the nodes over all hosts, as evenly as their room allows."""
     shares = dict.fromkeys(room, 0)
     while wanted:
         open_hosts = [name for name in room if shares[name] < room[name]]

@@ -1,4 +1,4 @@
-"""Which cores and GPUs of a host each node gets; refuses what the host does not have, before anything starts."""
+"""Give each node its cores and GPUs on one host. What the host lacks is an error before anything starts."""
 
 import dataclasses
 import math
@@ -14,14 +14,17 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Placement:
-    """cpus: cores the node is pinned to, none: not pinned. gpus: what its CUDA_VISIBLE_DEVICES names."""
+    """The cores and GPUs of one node.
+
+    cpus: the cores it is pinned to; empty: not pinned. gpus: the names in its CUDA_VISIBLE_DEVICES.
+    """
 
     cpus: tuple[int, ...] = ()
     gpus: tuple[str, ...] = ()
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """The GPUs by number, as `context().devices` shows them; those named by UUID have none."""
+        """The GPUs' numbers, as in `context().devices`. GPUs that are named by UUID have none."""
         return tuple(int(name) for name in self.gpus if name.isdecimal())
 
     @property
@@ -30,13 +33,15 @@ class Placement:
 
 
 def place_all(nodes: Sequence[NodeSpec], host: Hardware, taken: Sequence[Placement] = ()) -> dict[str, Placement]:
-    """The place of every process, by node_id; those of one node of the program share its place.
+    """Return the placement of every process, by node_id. The processes of one node of the program share it.
 
-    Each node has its GPUs for itself. Cores are handed out in order, and again from the first (least used) one when
-    all are taken. taken: what other nodes have already (memory is the caller's to count).
+    No two nodes share a GPU. Cores are given out in order. When all are taken, the least used ones are given out again.
+
+    taken: what other nodes already have (the caller must have counted their memory).
 
     Raises:
-        ValueError: a group wants more than there is, or another host; says what it wants and what there is.
+        ValueError: a group wants more than the host has, or another host; the message says what it wants and what the
+            host has.
     """
     first_parts: dict[str, NodeSpec] = {}
     for spec in nodes:
@@ -60,8 +65,8 @@ def _check_hosts(nodes: Sequence[NodeSpec], host: Hardware) -> None:
         asked = spec.resources.host
         if asked is not None and asked not in host.names:
             raise ValueError(
-                f"group {spec.label!r} must run on host {asked!r}, but mode='process' only has this one: "
-                f"{', '.join(sorted(host.names))}"
+                f"group {spec.label!r} must run on host {asked!r}, but mode='process' has only this host "
+                f"({', '.join(sorted(host.names))}): use mode='multi_host', or leave out host="
             )
 
 
@@ -72,8 +77,8 @@ def _check_memory(nodes: Iterable[NodeSpec], host: Hardware) -> None:
         if total > host.memory_bytes:
             raise ValueError(
                 f"group {spec.label!r} wants {_gib(spec.resources.memory or 0)} of memory for each of its "
-                f"{spec.group_size} nodes, with the groups before it {_gib(total)} or more: this host has "
-                f"{_gib(host.memory_bytes)}"
+                f"{spec.group_size} nodes, in all {_gib(total)} or more with the groups before it, but this host has "
+                f"{_gib(host.memory_bytes)}: ask for less, or use more hosts"
             )
 
 
@@ -84,8 +89,8 @@ def _hand_out_gpus(nodes: Iterable[NodeSpec], host: Hardware) -> Iterator[str]:
         if total > len(host.gpus):
             there_is = f"{len(host.gpus)} ({', '.join(host.gpus)})" if host.gpus else "none"
             raise ValueError(
-                f"group {spec.label!r} wants {spec.resources.gpus} GPUs for each of its {spec.group_size} nodes, with "
-                f"the groups before it {total} or more: of GPUs that the launcher may use this host has {there_is}"
+                f"group {spec.label!r} wants {spec.resources.gpus} GPUs for each of its {spec.group_size} nodes, in "
+                f"all {total} or more with the groups before it, but this host has {there_is}"
             )
     return iter(host.gpus)
 
@@ -95,14 +100,14 @@ def _take_gpus(spec: NodeSpec, gpus: Iterator[str]) -> tuple[str, ...]:
 
 
 def _take_cpus(spec: NodeSpec, host: Hardware, used: dict[int, float]) -> tuple[int, ...]:
-    """Take the least used cores, of the last one only the fraction that the node asks for."""
+    """Take the least used cores. Of the last core, count only the fraction that the node asks for."""
     wanted = spec.resources.cpus
     if wanted is None:
         return ()
     if wanted > len(host.cpus):
         raise ValueError(
-            f"group {spec.label!r} wants {wanted} cores for each of its nodes: of cores that the launcher may use this "
-            f"host has {len(host.cpus)}"
+            f"group {spec.label!r} wants {wanted} cores for each of its nodes, but this host has "
+            f"{len(host.cpus)} that the launcher may use"
         )
     cores = sorted(host.cpus, key=lambda core: (used[core], core))[: math.ceil(wanted)]
     for number, core in enumerate(cores):

@@ -1,4 +1,4 @@
-"""One process or thread of a program, before it starts."""
+"""The description of one process or thread of a program, before it starts."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +11,11 @@ from lp_pipe.resources import Resources
 class NodeSpec:
     """One process or thread to start.
 
-    node_id: `label/index`; of a process inside a MultiProcessingColocation `label/index.place`, and so on for each
-        colocation inside a colocation.
-    path: what an error says before the path to a part of an inner node: "nodes[1] (PyNode(f)): ".
-    retries: how often it may fail before its failure is the node's.
+    node_id: `label/index`; of a process inside a MultiProcessingColocation `label/index.place`, with one more number
+        for each colocation inside a colocation.
+    addresses: the ids of the addresses where it listens.
+    path: the prefix for the path to a part of an inner node, in errors: "nodes[1] (PyNode(f)): ".
+    retries: how often it may fail and be started again before its failure counts as the node's.
     """
 
     node_id: str
@@ -32,12 +33,12 @@ class NodeSpec:
 
     @property
     def name(self) -> str:
-        """`label/index`: the node of the program that it is, or is a part of."""
+        """`label/index`: the name of the program's node that this is, or is a part of."""
         return f"{self.label}/{self.index}"
 
     @property
     def is_inner(self) -> bool:
-        """Whether it is a process inside a MultiProcessingColocation, in every mode."""
+        """Whether it is inside a MultiProcessingColocation, and so a process in every mode."""
         return self.node_id != self.name
 
     @property

@@ -1,4 +1,4 @@
-"""What nodes find around them: environment, folder, import path, arguments, settings; as they are at launch()."""
+"""What nodes inherit from the launching process: environment, folder, import path, arguments, settings."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ from lp_pipe.errors import LaunchError
 from lp_pipe.launch.plan import interpreter_state
 from lp_pipe.rpc import main_module
 
-# What describes a host or a login there, not the program.
+# Variables that describe a host, or a login there, and not the program.
 _OF_A_HOST = frozenset(
     [
         *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "HOSTNAME", "HOST", "TMPDIR", "PWD", "OLDPWD", "SHLVL", "TERM"),
@@ -23,11 +23,11 @@ _PREFIXES_OF_A_HOST = ("SSH_", "XDG_", "DBUS_", "SLURM", "KUBERNETES_", "RAY_", 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Picklable: travels to the agents of other hosts.
+    """What nodes inherit from the launching process, as it was at `launch()`. Is pickled and sent to agents.
 
-    state: what the script has set for its process, see interpreter_state.py.
-    synced: the launcher's folder (an absolute path, no links) of which the hosts have a copy of their own; "": none.
-    main: what the launcher's `__main__` tells of its script, by attribute.
+    state: the settings of the script's process, see interpreter_state.py.
+    synced: the launcher's folder (an absolute path without links) of which each host has its own copy; "" for none.
+    main: attributes of the launcher's `__main__` that describe its script.
     """
 
     environment: Mapping[str, str]
@@ -40,20 +40,20 @@ class Surroundings:
 
     @classmethod
     def here(cls, synced: str = "") -> Self:
-        """Return those of this process, now."""
-        # A variable without a name may come from exec, and can be set by nothing else.
+        """Return what nodes inherit from this process as it is now."""
+        # A variable without a name may be inherited by exec, but cannot be set in any other way.
         environment = {name: value for name, value in os.environ.items() if name}
         state = interpreter_state.here()
         paths = import_path(), script_arguments()
         return cls(environment, _current_folder(), *paths, state, synced, main_module.facts())
 
     def on_this_host(self, tree: str = "") -> "Surroundings":
-        """Those of a launcher elsewhere, as far as they make sense here; the rest is this process's own.
+        """Adapt what a launcher on another host has sent. What describes a host is taken from this process.
 
-        Folders of what was synced come first in the import path, then this interpreter's; then, of the launcher's,
-        those that exist here too (shared ones).
+        The import path has the synced folders first, then this interpreter's own, then those of the launcher's folders
+        that exist here, too (on a shared file system).
 
-        tree: where the copy of what was synced is.
+        tree: the folder with this host's copy of the synced one.
         """
         theirs = {name: value for name, value in self.environment.items() if not _is_of_a_host(name)}
         ours = {name: value for name, value in os.environ.items() if _is_of_a_host(name)}
@@ -67,13 +67,13 @@ class Surroundings:
         return Surroundings(*surroundings, main=self._main_here(tree))
 
     def _main_here(self, tree: str) -> dict[str, str]:
-        """The script's file is its copy, where the folder that it is in was synced."""
+        """Return `main` with the script's file replaced by its copy, if its folder was synced."""
         folder, name = os.path.split(self.main.get("__file__", ""))
         copy = self._synced(folder, tree)
         return {**self.main} if copy is None else {**self.main, "__file__": os.path.join(copy, name)}
 
     def _synced(self, folder: str, tree: str) -> str | None:
-        """The copy of a folder of the launcher's, if it is one of those that were synced."""
+        """Return this host's copy of one of the launcher's folders; None if it was not synced."""
         if not tree or not os.path.isabs(folder):
             return None
         below = os.path.relpath(os.path.realpath(folder), self.synced)
@@ -82,7 +82,7 @@ class Surroundings:
 
 
 def import_path() -> tuple[str, ...]:
-    """Return this process's import path, without entries that Python passes over (a Path, bytes) or fails at."""
+    """Return this process's import path, without entries that Python ignores (a Path, bytes) or fails on."""
     return tuple(entry for entry in sys.path if isinstance(entry, str) and _can_be_path(entry))
 
 
@@ -94,13 +94,13 @@ def _can_be_path(entry: str) -> bool:
 
 
 def script_arguments() -> tuple[str, ...]:
-    """Return the arguments of this process as text; a script may have put anything there, or have deleted them."""
+    """Return the arguments of this process as text. A script may have stored anything there, or deleted them."""
     arguments = getattr(sys, "argv", None) or [""]
     return tuple(os.fsdecode(one) if isinstance(one, bytes | os.PathLike) else str(one) for one in arguments)
 
 
 def _may_be_entered(folder: str) -> bool:
-    """One may be there and not be ours to enter: root's home, for the user that a pod runs as."""
+    """Return whether the folder exists and this user may enter it; a pod's user may not enter root's home."""
     return os.path.isdir(folder) and os.access(folder, os.X_OK)
 
 
@@ -112,4 +112,6 @@ def _current_folder() -> str:
     try:
         return os.getcwd()
     except FileNotFoundError as error:
-        raise LaunchError("the current folder, in which the nodes would run, was removed: change to another") from error
+        raise LaunchError(
+            "cannot launch: the current folder, in which the nodes would run, was removed: change to another one"
+        ) from error

@@ -86,7 +86,7 @@ def test_the_processes_of_a_colocation_share_its_place(tmp_path: Any) -> None:
         (lp.Resources(cpus=5), r"'greedy' wants 5 cores.* has 4"),
         (lp.Resources(gpus=2), r"'greedy' wants 2 GPUs for each of its 2 nodes.* 4 or more.* has 3 \(4, 5, 7\)"),
         (lp.Resources(memory=5 * GIB), r"'greedy' wants 5.0 GiB of memory.* 10.0 GiB or more.* has 8.0 GiB"),
-        (lp.Resources(host="elsewhere"), r"'greedy' must run on host 'elsewhere'.* here, localhost"),
+        (lp.Resources(host="elsewhere"), r"'greedy' must run on host 'elsewhere'.*here, localhost"),
     ],
 )
 def test_what_the_host_does_not_have_is_refused(tmp_path: Any, resources: lp.Resources, message: str) -> None:
