@@ -3,12 +3,12 @@
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from lp_pipe.graph.view import GraphView
+from lp_pipe.graph.graph_view import GraphView
 from lp_pipe.program import Edge
 
 
 @dataclass(frozen=True)
-class End:
+class ArrowEnd:
     """Where an arrow starts or ends: a node, or (index None) a whole group."""
 
     label: str
@@ -19,8 +19,8 @@ class End:
 class Arrow:
     """Stands for `edges`. is_mutual: there is one for each direction."""
 
-    user: End
-    server: End
+    user: ArrowEnd
+    server: ArrowEnd
     edges: tuple[Edge, ...]
     is_mutual: bool = False
 
@@ -30,23 +30,23 @@ class Arrow:
         return ", ".join(dict.fromkeys(edge.channel for edge in self.edges if edge.channel))
 
 
-_Bundles = dict[tuple[End, End], list[Edge]]
+_Bundles = dict[tuple[ArrowEnd, ArrowEnd], list[Edge]]
 
 
 def arrows_of(view: GraphView, collapsed: Collection[str]) -> list[Arrow]:
     """Arrows between nodes; between groups where all members do the same, or where the group is collapsed."""
-    ends = {node.name: End(node.label, None if node.label in collapsed else node.index) for node in view.nodes}
+    ends = {node.name: ArrowEnd(node.label, None if node.label in collapsed else node.index) for node in view.nodes}
     bundles: _Bundles = {}
     for edge in view.edges:
         bundles.setdefault((ends[edge.user], ends[edge.server]), []).append(edge)
     for label, nodes in view.groups.items():
-        members = [End(label, node.index) for node in nodes]
+        members = [ArrowEnd(label, node.index) for node in nodes]
         if len(members) > 1 and label not in collapsed:
-            bundles = _join_members(bundles, End(label, None), members)
+            bundles = _join_members(bundles, ArrowEnd(label, None), members)
     return list(_merge_mutual(bundles))
 
 
-def _join_members(bundles: _Bundles, group: End, members: list[End]) -> _Bundles:
+def _join_members(bundles: _Bundles, group: ArrowEnd, members: list[ArrowEnd]) -> _Bundles:
     """Move to the group's box what all its members have in common."""
     outside = {end: None for pair in bundles for end in pair if end.label != group.label}
     for end in outside:
@@ -57,7 +57,7 @@ def _join_members(bundles: _Bundles, group: End, members: list[End]) -> _Bundles
     return bundles
 
 
-def _replace(bundles: _Bundles, pairs: list[tuple[End, End]], joint: tuple[End, End]) -> None:
+def _replace(bundles: _Bundles, pairs: list[tuple[ArrowEnd, ArrowEnd]], joint: tuple[ArrowEnd, ArrowEnd]) -> None:
     if all(pair in bundles for pair in pairs):
         bundles[joint] = [edge for pair in pairs for edge in bundles.pop(pair)]
 

@@ -1,6 +1,6 @@
 """A program's graph in Graphviz's language."""
 
-from lp_pipe.graph.view import GraphView
+from lp_pipe.graph.graph_view import GraphView
 
 
 def to_dot(view: GraphView) -> str:

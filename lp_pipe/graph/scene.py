@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from lp_pipe.graph.arrows import Arrow, End, arrows_of
-from lp_pipe.graph.layout import Layout, Rect, Size, lay_out
-from lp_pipe.graph.view import GraphView, NodeView
+from lp_pipe.graph.arrows import Arrow, ArrowEnd, arrows_of
+from lp_pipe.graph.box_layout import BoxLayout, Rect, Size, lay_out
+from lp_pipe.graph.graph_view import GraphView, NodeView
 
 MAX_CARDS = 6  # a larger group is drawn as one stack of cards, unless there are different notes on them
 CARD_WIDTH, CARD_HEIGHT = 150.0, 46.0
@@ -60,11 +60,11 @@ def make_scene(view: GraphView) -> Scene:
         ((arrow.user.label, arrow.server.label) for arrow in arrows),
     )
     boxes = [_box(label, nodes, label in stacked, layout, inner) for label, nodes in view.groups.items()]
-    rects = {End(box.label, None): box.rect for box in boxes}
+    rects = {ArrowEnd(box.label, None): box.rect for box in boxes}
     for box in boxes:
-        rects.update({End(box.label, node.index): card for node, card in zip(box.nodes, box.cards, strict=False)})
+        rects.update({ArrowEnd(box.label, node.index): card for node, card in zip(box.nodes, box.cards, strict=False)})
     curves = [Curve(arrow, _inner_path(arrow, rects)) for arrow in inner]
-    rects.update({End(box.label, box.nodes[0].index): box.rect for box in boxes if len(box.nodes) == 1})
+    rects.update({ArrowEnd(box.label, box.nodes[0].index): box.rect for box in boxes if len(box.nodes) == 1})
     tops = {end: _right_of_title(rect, layout.boxes[end.label], end.label) for end, rect in rects.items()}
     curves += _outer_curves([arrow for arrow in arrows if arrow not in inner], rects, tops, layout)
     return Scene(boxes, curves, layout.width, layout.height)
@@ -90,7 +90,7 @@ def _card_gap(label: str, inner: Sequence[Arrow]) -> float:
     return _ARROW_ROOM if any(arrow.user.label == label for arrow in inner) else _PLAIN_GAP
 
 
-def _box(label: str, nodes: Sequence[NodeView], is_stack: bool, layout: Layout, inner: Sequence[Arrow]) -> Box:
+def _box(label: str, nodes: Sequence[NodeView], is_stack: bool, layout: BoxLayout, inner: Sequence[Arrow]) -> Box:
     rect = layout.boxes[label]
     num_cards = 1 if is_stack else len(nodes)
     gap = _card_gap(label, inner)
@@ -108,7 +108,7 @@ def _distance(arrow: Arrow) -> int:
     return abs(arrow.user.index - arrow.server.index)
 
 
-def _inner_path(arrow: Arrow, rects: dict[End, Rect]) -> str:
+def _inner_path(arrow: Arrow, rects: dict[ArrowEnd, Rect]) -> str:
     user, server = rects[arrow.user], rects[arrow.server]
     if arrow.user == arrow.server:
         return _loop_at_box(user) if arrow.user.index is None else _loop_at_card(user)
@@ -144,37 +144,37 @@ def _right_of_title(rect: Rect, box: Rect, label: str) -> Rect:
 
 
 def _outer_curves(
-    arrows: Sequence[Arrow], rects: Mapping[End, Rect], tops: Mapping[End, Rect], layout: Layout
+    arrows: Sequence[Arrow], rects: Mapping[ArrowEnd, Rect], tops: Mapping[ArrowEnd, Rect], layout: BoxLayout
 ) -> list[Curve]:
-    ways = [layout.ways[arrow.user.label, arrow.server.label] for arrow in arrows]
-    ports = _spread_ports(arrows, rects, tops, ways, layout)
+    routes = [layout.routes[arrow.user.label, arrow.server.label] for arrow in arrows]
+    ports = _spread_ports(arrows, rects, tops, routes, layout)
     curves = []
     for number, arrow in enumerate(arrows):
         is_down = _points_down(arrow, layout)
         points = [ports[number, True]]
-        for way in ways[number]:
-            ends = [(way.middle, way.y), (way.middle, way.y + way.height)]
+        for route in routes[number]:
+            ends = [(route.middle, route.y), (route.middle, route.y + route.height)]
             points += ends if is_down else ends[::-1]
         curves.append(Curve(arrow, _smooth([*points, ports[number, False]])))
     return curves
 
 
-def _points_down(arrow: Arrow, layout: Layout) -> bool:
+def _points_down(arrow: Arrow, layout: BoxLayout) -> bool:
     return layout.boxes[arrow.user.label].y < layout.boxes[arrow.server.label].y
 
 
 def _spread_ports(
     arrows: Sequence[Arrow],
-    rects: Mapping[End, Rect],
-    tops: Mapping[End, Rect],
-    ways: Sequence[Sequence[Rect]],
-    layout: Layout,
+    rects: Mapping[ArrowEnd, Rect],
+    tops: Mapping[ArrowEnd, Rect],
+    routes: Sequence[Sequence[Rect]],
+    layout: BoxLayout,
 ) -> dict[tuple[int, bool], Point]:
     """Where arrow `number` starts (True) and ends (False): side by side, in the order of where they go."""
-    sides: dict[tuple[End, bool], list[tuple[float, int, bool]]] = {}
+    sides: dict[tuple[ArrowEnd, bool], list[tuple[float, int, bool]]] = {}
     for number, arrow in enumerate(arrows):
         is_down = _points_down(arrow, layout)
-        path = [rects[arrow.user], *ways[number], rects[arrow.server]]
+        path = [rects[arrow.user], *routes[number], rects[arrow.server]]
         sides.setdefault((arrow.user, is_down), []).append((path[1].middle, number, True))
         sides.setdefault((arrow.server, not is_down), []).append((path[-2].middle, number, False))
     ports: dict[tuple[int, bool], Point] = {}

@@ -8,4 +8,4 @@ from lp_pipe.handles.courier import CourierHandle as CourierHandle
 from lp_pipe.handles.dereference import Deferred as Deferred
 from lp_pipe.handles.dereference import dereference as dereference
 from lp_pipe.handles.dereference import find_handles as find_handles
-from lp_pipe.handles.pool import Pool as Pool
+from lp_pipe.handles.handle_pool import Pool as Pool

@@ -98,7 +98,7 @@ def _replacing(value: Any, memo: dict[int, Any]) -> _Replacing:
     elif isinstance(value, Deferred):
         args, kwargs = value.parts()
         result = value.build((yield _replacing(args, memo)), (yield _replacing(kwargs, memo)))
-    elif _is_container(value) and next(find_handles_or_deferred(value), None) is not None:
+    elif _is_container(value) and next(_find_handles_or_deferred(value), None) is not None:
         result = yield _rebuilding(value, memo)
     else:
         return value
@@ -134,7 +134,7 @@ def _is_container(value: Any) -> bool:
     return is_tuple or type(value) in (list, dict, OrderedDict, defaultdict) or dataclasses.is_dataclass(value)
 
 
-def find_handles_or_deferred(value: Any) -> Iterator[Any]:
+def _find_handles_or_deferred(value: Any) -> Iterator[Any]:
     """Like find_handles, but stops at Deferreds and does not look into functions."""
     seen: set[int] = set()
     stack = [value]

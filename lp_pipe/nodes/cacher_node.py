@@ -59,7 +59,7 @@ def cache_info(client: CourierClient) -> CacheInfo:
     return CacheInfo(*client._call(CACHE_INFO, (), {}))
 
 
-class _Entry(NamedTuple):
+class _CacheEntry(NamedTuple):
     result: "Future[Any]"
     expires: float
 
@@ -77,7 +77,7 @@ class _Cacher:
         self._client = client
         self._interval_s = refresh_interval_s
         self._methods = methods
-        self._entries: dict[bytes, _Entry] = {}
+        self._entries: dict[bytes, _CacheEntry] = {}
         self._next_sweep = 0.0
         self._hits = self._misses = 0
         self._lock = threading.Lock()
@@ -109,7 +109,7 @@ class _Cacher:
             is_known = entry is not None and entry.result.done()
             if entry is None or not entry.is_fresh(now):
                 self._sweep(now)
-                entry = self._entries[key] = _Entry(call(*args, **kwargs), now + self._interval_s)
+                entry = self._entries[key] = _CacheEntry(call(*args, **kwargs), now + self._interval_s)
                 self._misses += 1
                 return entry.result
             self._hits += 1

@@ -11,7 +11,7 @@ from typing import Any
 from lp_pipe.context import NodeContext, StopSignal, context, entered
 from lp_pipe.nodes.base import Node
 from lp_pipe.nodes.colocation import Colocation
-from lp_pipe.nodes.execution import is_echo, run_to_end
+from lp_pipe.nodes.run_node import is_caused_by_peer, run_to_end
 from lp_pipe.telemetry import waits
 from lp_pipe.telemetry.thread_stack import stack_of
 
@@ -67,7 +67,7 @@ class _Threads:
         is_early = not self._outer.is_stopping
         self._stop()
         self._join(time.monotonic() + self._outer.grace_s if is_early else None)
-        causes = [error for error in self._errors if not is_echo(error)]
+        causes = [error for error in self._errors if not is_caused_by_peer(error)]
         for error in [*causes, *self._errors][:1]:
             raise error
 

@@ -2,7 +2,7 @@
 
 import lp_pipe as lp
 from lp_pipe.graph import GraphView
-from lp_pipe.graph.arrows import End, arrows_of
+from lp_pipe.graph.arrows import ArrowEnd, arrows_of
 
 
 class Server:
@@ -20,7 +20,7 @@ def drawn(program: lp.Program, *collapsed: str) -> list[tuple[str, str]]:
     return [(written(arrow.user), written(arrow.server) + " mutual" * arrow.is_mutual) for arrow in arrows]
 
 
-def written(end: End) -> str:
+def written(end: ArrowEnd) -> str:
     return end.label if end.index is None else f"{end.label}/{end.index}"
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from lp_pipe.context import NodeContext
 from lp_pipe.launch.coordination.record import Failure
-from lp_pipe.nodes import Node, is_echo, is_plain_echo, run_to_end
+from lp_pipe.nodes import Node, is_caused_by_peer, is_only_caused_by_peer, run_to_end
 from lp_pipe.rpc.remote_error import format_traceback, innermost_type_name, text_of
 
 
@@ -42,6 +42,6 @@ def failure_from(error: BaseException) -> Failure:
         type_name=innermost_type_name(error),
         message=message,
         traceback=format_traceback(error),
-        is_unavailable=is_echo(error),
-        is_plain_echo=is_plain_echo(error),
+        is_unavailable=is_caused_by_peer(error),
+        is_plain_echo=is_only_caused_by_peer(error),
     )

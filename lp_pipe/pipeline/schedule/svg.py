@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from xml.etree import ElementTree as ET
 
-from lp_pipe.graph.picture import FAINT_INK, INK, add, add_heading, make_picture, to_text, written
+from lp_pipe.graph.svg_elements import FAINT_INK, INK, add, add_heading, make_picture, to_text, written
 from lp_pipe.pipeline.schedule.draw import TINY_S
 from lp_pipe.pipeline.schedule.ir import WORDS, Op
 from lp_pipe.pipeline.schedule.simulate import Span, Timeline

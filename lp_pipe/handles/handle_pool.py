@@ -73,7 +73,7 @@ class Pool:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._changed = threading.Condition()
-        self._seats: list[_Seat] = []  # made with the first call: until then members may be handles
+        self._member_states: list[_PoolMember] = []  # made with the first call: until then members may be handles
         self._turn = 0
 
     @property
@@ -140,17 +140,17 @@ class Pool:
 
     def _call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         for tries in range(1, self._most_tries(name) + 1):
-            seat = self._take(name)
+            member = self._take(name)
             try:
-                return seat.client._call(name, args, kwargs)
+                return member.client._call(name, args, kwargs)
             except Unavailable as error:
                 if isinstance(error, RemoteError):  # of a client of the handler's
                     raise
-                self._lose(seat)
+                self._lose(member)
                 if tries == self._most_tries(name):
                     raise
             finally:
-                self._give_back(seat)
+                self._give_back(member)
 
     def _start(self, method: str, args: Args, kwargs: Kwargs, reader: Any = "anybody") -> "Future[Any]":
         target = waits.Target(peer=repr(self))
@@ -162,25 +162,25 @@ class Pool:
         """Send the call; its outcome, or that of the last try, settles `outer`."""
 
         def end(inner: "Future[Any]") -> None:
-            self._give_back(seat)
+            self._give_back(member)
             if inner.cancelled():
                 return
             error = inner.exception()
             is_lost = isinstance(error, Unavailable) and not isinstance(error, RemoteError)
             if is_lost:
-                self._lose(seat)
+                self._lose(member)
             if is_lost and tries < self._most_tries(method) and not outer.cancelled():
                 # Not here, where replies are read: it may wait for a member.
                 again = (outer, method, args, kwargs, tries + 1)
                 threading.Thread(target=self._begin_again, args=again, name=f"again {method}", daemon=True).start()
             else:
-                outer.deliver(error if isinstance(error, Exception) else _Result(inner.result()))  # type: ignore[arg-type]
+                outer.deliver(error if isinstance(error, Exception) else _MemberResult(inner.result()))  # type: ignore[arg-type]
 
-        seat = self._take(method)
+        member = self._take(method)
         try:
-            inner = seat.client._start(method, args, kwargs, "thread")
+            inner = member.client._start(method, args, kwargs, "thread")
         except BaseException:
-            self._give_back(seat)
+            self._give_back(member)
             raise
         outer.on_cancel = inner.cancel
         if outer.cancelled():  # between two tries
@@ -199,7 +199,7 @@ class Pool:
     def _most_tries(self, method: str) -> int:
         return max(_LEAST_TRIES, len(self) + 1) if method in self._safe else 1
 
-    def _take(self, method: str) -> "_Seat":
+    def _take(self, method: str) -> "_PoolMember":
         """Count one more call of the member that is to take it; waits for one.
 
         Raises:
@@ -208,38 +208,44 @@ class Pool:
         timeout_s = self.clients[0]._call_timeout_s
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
-            if not self._seats:
-                self._seats = [_Seat(client) for client in self.clients]
-                self._free_seat()  # which begins to reach them; those that are up take part from the first call on
-                self._changed.wait_for(lambda: not any(seat.is_connecting for seat in self._seats), _FIRST_LOOK_S)
+            if not self._member_states:
+                self._member_states = [_PoolMember(client) for client in self.clients]
+                self._free_member()  # which begins to reach them; those that are up take part from the first call on
+                self._changed.wait_for(
+                    lambda: not any(member.is_connecting for member in self._member_states), _FIRST_LOOK_S
+                )
             while True:
-                seat = self._free_seat()
-                if seat is not None:
-                    seat.pending += 1
-                    self._turn = self._seats.index(seat) + 1
-                    return seat
+                member = self._free_member()
+                if member is not None:
+                    member.pending += 1
+                    self._turn = self._member_states.index(member) + 1
+                    return member
                 self._wait_for_one(method, deadline)
 
-    def _free_seat(self) -> "_Seat | None":
+    def _free_member(self) -> "_PoolMember | None":
         """Find the member with the fewest calls, in turn among equals; look after those that cannot be reached."""
-        for seat in self._seats:
-            if seat.is_up and not seat.is_connected():
-                seat.is_up = False
-            if not seat.is_up and not seat.is_connecting and time.monotonic() >= seat.try_again_at:
-                self._connect(seat)
-        count = len(self._seats)
+        for member in self._member_states:
+            if member.is_up and not member.is_connected():
+                member.is_up = False
+            if not member.is_up and not member.is_connecting and time.monotonic() >= member.try_again_at:
+                self._connect(member)
+        count = len(self._member_states)
         free = [
-            (seat.pending, (number - self._turn) % count, seat)
-            for number, seat in enumerate(self._seats)
-            if seat.is_up and (self._max_pending is None or seat.pending < self._max_pending)
+            (member.pending, (number - self._turn) % count, member)
+            for number, member in enumerate(self._member_states)
+            if member.is_up and (self._max_pending is None or member.pending < self._max_pending)
         ]
         return min(free, key=lambda one: one[:2])[2] if free else None
 
     def _wait_for_one(self, method: str, deadline: float | None) -> None:
-        errors = [seat.error for seat in self._seats if seat.error and not (seat.is_up or seat.is_connecting)]
-        if len(errors) == len(self._seats):
-            for seat in self._seats:  # the next call tries again
-                seat.try_again_at = 0.0
+        errors = [
+            member.error
+            for member in self._member_states
+            if member.error and not (member.is_up or member.is_connecting)
+        ]
+        if len(errors) == len(self._member_states):
+            for member in self._member_states:  # the next call tries again
+                member.try_again_at = 0.0
             raise errors[0]
         remaining = None if deadline is None else deadline - time.monotonic()
         if remaining is not None and remaining <= 0:
@@ -247,41 +253,41 @@ class Pool:
         with waits.waiting(waits.RESOLVE, self.clients[0]._wait_target, method, deadline is not None):
             self._changed.wait(_LOOK_AGAIN_S if remaining is None else min(remaining, _LOOK_AGAIN_S))
 
-    def _connect(self, seat: "_Seat") -> None:
+    def _connect(self, member: "_PoolMember") -> None:
         """Reach the member in a thread; that ends after a while, because the pool may be of no more use."""
 
         def reach() -> None:
             error, is_up = None, True
             try:
-                seat.client._reconnector.connected("reach", time.monotonic() + _REACH_S)
+                member.client._reconnector.connected("reach", time.monotonic() + _REACH_S)
             except DeadlineExceeded:  # it is not up yet
                 is_up = False
             except Exception as found:
                 error, is_up = found, False
             with self._changed:
-                seat.is_connecting, seat.is_up, seat.error = False, is_up, error
-                seat.try_again_at = time.monotonic() + _TRY_AGAIN_S if error is not None else 0.0
+                member.is_connecting, member.is_up, member.error = False, is_up, error
+                member.try_again_at = time.monotonic() + _TRY_AGAIN_S if error is not None else 0.0
                 self._changed.notify_all()
 
-        if seat.is_connected():
-            seat.is_up = True
+        if member.is_connected():
+            member.is_up = True
             return
-        seat.is_connecting = True
-        threading.Thread(target=reach, name=f"reach {seat.client!r}", daemon=True).start()
+        member.is_connecting = True
+        threading.Thread(target=reach, name=f"reach {member.client!r}", daemon=True).start()
 
-    def _lose(self, seat: "_Seat") -> None:
+    def _lose(self, member: "_PoolMember") -> None:
         with self._changed:
-            seat.is_up = False
-            seat.try_again_at = 0.0
+            member.is_up = False
+            member.try_again_at = 0.0
             self._changed.notify_all()
 
-    def _give_back(self, seat: "_Seat") -> None:
+    def _give_back(self, member: "_PoolMember") -> None:
         with self._changed:
-            seat.pending -= 1
+            member.pending -= 1
             self._changed.notify_all()
 
 
-class _Seat:
+class _PoolMember:
     """A member, and what the pool knows of it; with the pool's lock held."""
 
     def __init__(self, client: CourierClient) -> None:
@@ -296,7 +302,7 @@ class _Seat:
         return self.client._reconnector.open_connection() is not None
 
 
-class _Result:
+class _MemberResult:
     """What a member has returned, which may be an exception."""
 
     def __init__(self, value: Any) -> None:
@@ -304,7 +310,7 @@ class _Result:
 
 
 def _outcome(reply: Any) -> Any:
-    if isinstance(reply, _Result):
+    if isinstance(reply, _MemberResult):
         return reply.value
     raise reply
 

@@ -44,12 +44,12 @@ def run_to_end(node: Node[Any], context: NodeContext) -> BaseException | None:
     return failure
 
 
-def is_echo(error: BaseException) -> bool:
+def is_caused_by_peer(error: BaseException) -> bool:
     """Whether it may come from another node's death: it is, or was raised from, an Unavailable, or a lost rank."""
     return any(_tells_of_an_end(cause) for cause in _chain(error))
 
 
-def is_plain_echo(error: BaseException) -> bool:
+def is_only_caused_by_peer(error: BaseException) -> bool:
     """As `is_echo`, and no error of its own: not one of an `except` or `finally` that could not save, say."""
     return any(_tells_of_an_end(cause) for cause in _chain(error, with_contexts=False))
 

@@ -11,7 +11,7 @@ _SWEEPS = 12
 Vertex = Hashable
 
 
-class Way(NamedTuple):
+class DummyVertex(NamedTuple):
     """An invisible vertex that keeps room where the edge user -> server passes `layer`."""
 
     user: str
@@ -61,7 +61,7 @@ def longest_path_layers(vertices: Sequence[str], edges: Iterable[tuple[str, str]
     return layers
 
 
-def with_ways(
+def with_dummy_vertices(
     layer_of: Mapping[str, int], edges: Iterable[tuple[str, str]]
 ) -> tuple[list[list[Vertex]], list[tuple[Vertex, Vertex]]]:
     """The layers as rows, and the edges as links between neighbouring rows, through `Way`s where they pass some."""
@@ -70,10 +70,12 @@ def with_ways(
         rows[number].append(vertex)
     links: list[tuple[Vertex, Vertex]] = []
     for user, server in edges:
-        ways: list[Vertex] = [Way(user, server, number) for number in range(layer_of[user] + 1, layer_of[server])]
-        for way, number in zip(ways, range(layer_of[user] + 1, layer_of[server]), strict=True):
-            rows[number].append(way)
-        links += list(zip([user, *ways], [*ways, server], strict=True))
+        routes: list[Vertex] = [
+            DummyVertex(user, server, number) for number in range(layer_of[user] + 1, layer_of[server])
+        ]
+        for route, number in zip(routes, range(layer_of[user] + 1, layer_of[server]), strict=True):
+            rows[number].append(route)
+        links += list(zip([user, *routes], [*routes, server], strict=True))
     return rows, links
 
 

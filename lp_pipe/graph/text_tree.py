@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from lp_pipe.graph.view import GraphView, NodeView, count
+from lp_pipe.graph.graph_view import GraphView, NodeView, count
 
 MAX_LINES_PER_GROUP = 6
 
 
-class _Row(NamedTuple):
+class _TextRow(NamedTuple):
     """What is before the arrow, and what is after it; the columns of the former are aligned. notes: lines below."""
 
     columns: list[str]
@@ -43,17 +43,17 @@ def short_names(names: Sequence[str], sizes: dict[str, int]) -> str:
     return ", ".join(parts)
 
 
-def _group_rows(view: GraphView, label: str, nodes: list[NodeView]) -> list[_Row]:
+def _group_rows(view: GraphView, label: str, nodes: list[NodeView]) -> list[_TextRow]:
     if len(nodes) == 1:
         return [_row(view, label, nodes)]
     if len(nodes) > MAX_LINES_PER_GROUP:
         return _large_group_rows(view, label, nodes)
     branches = ["├─"] * (len(nodes) - 1) + ["└─"]
     members = [_row(view, f"{branch} {node.index}", [node]) for branch, node in zip(branches, nodes, strict=True)]
-    return [_Row([label, "", ""]), *members]
+    return [_TextRow([label, "", ""]), *members]
 
 
-def _large_group_rows(view: GraphView, label: str, nodes: list[NodeView]) -> list[_Row]:
+def _large_group_rows(view: GraphView, label: str, nodes: list[NodeView]) -> list[_TextRow]:
     """One row for each stretch of nodes that run the same thing."""
     stretches = [list(part) for _, part in groupby(nodes, key=lambda node: (node.kind, node.runs, node.notes))]
     if len(stretches) == 1:
@@ -62,17 +62,17 @@ def _large_group_rows(view: GraphView, label: str, nodes: list[NodeView]) -> lis
     return [_row(view, name, part) for name, part in named]
 
 
-def _row(view: GraphView, name: str, nodes: list[NodeView]) -> _Row:
+def _row(view: GraphView, name: str, nodes: list[NodeView]) -> _TextRow:
     first = nodes[0]
     resources = " ".join(f"{key}={value}" for key, value in first.resources.items())
     sizes = {label: len(members) for label, members in view.groups.items()}
     servers = short_names(view.servers_of(nodes), sizes)
     for kind, names in view.channels_of(nodes).items():
         servers += f"; {kind}: {short_names(names, sizes)}"
-    return _Row([name, first.kind, f"{first.runs}  {resources}".rstrip()], servers, first.notes)
+    return _TextRow([name, first.kind, f"{first.runs}  {resources}".rstrip()], servers, first.notes)
 
 
-def _lines(row: _Row, widths: list[int]) -> str:
+def _lines(row: _TextRow, widths: list[int]) -> str:
     padded = "  ".join(text.ljust(width) for text, width in zip(row.columns, widths, strict=True))
     first = f"  {padded}{f'  → {row.servers}' if row.servers else ''}".rstrip()
     return "\n".join([first, *(f"  {' ' * widths[0]}  · {note}" for note in row.notes)])

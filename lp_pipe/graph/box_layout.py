@@ -4,19 +4,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lp_pipe.graph.order import (
+from lp_pipe.graph.layering import (
+    DummyVertex,
     Vertex,
-    Way,
     break_cycles,
     fewest_crossings,
     longest_path_layers,
     neighbours_of,
-    with_ways,
+    with_dummy_vertices,
 )
 
 LAYER_GAP = 72.0
 BOX_GAP = 48.0
-WAY_WIDTH = 14.0
+ROUTE_WIDTH = 14.0
 _ROUNDS = 12
 
 
@@ -37,29 +37,31 @@ Size = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Layout:
+class BoxLayout:
     """Where boxes are, and for every edge that passes layers, the gaps it runs through (from user to server)."""
 
     boxes: Mapping[str, Rect]
-    ways: Mapping[tuple[str, str], Sequence[Rect]]
+    routes: Mapping[tuple[str, str], Sequence[Rect]]
     width: float
     height: float
 
 
-def lay_out(sizes: Mapping[str, Size], edges: Iterable[tuple[str, str]]) -> Layout:
+def lay_out(sizes: Mapping[str, Size], edges: Iterable[tuple[str, str]]) -> BoxLayout:
     """Place boxes of the given sizes so that most edges point down."""
     wanted = [(user, server) for user, server in dict.fromkeys(edges) if user != server]
     downward = break_cycles(list(sizes), wanted)
     layer_of = longest_path_layers(list(sizes), downward)
-    rows, links = with_ways(layer_of, downward)
+    rows, links = with_dummy_vertices(layer_of, downward)
     rows = fewest_crossings(rows, links)
-    extents = {vertex: sizes[vertex] if isinstance(vertex, str) else (WAY_WIDTH, 0.0) for row in rows for vertex in row}
+    extents = {
+        vertex: sizes[vertex] if isinstance(vertex, str) else (ROUTE_WIDTH, 0.0) for row in rows for vertex in row
+    }
     placed = _place(rows, links, extents)
-    ways = {edge: _way_rects(edge, edge in downward, layer_of, placed) for edge in wanted}
+    routes = {edge: _route_rects(edge, edge in downward, layer_of, placed) for edge in wanted}
     boxes = {label: placed[label] for label in sizes}
     right = max((rect.x + rect.width for rect in placed.values()), default=0.0)
     bottom = max((rect.y + rect.height for rect in placed.values()), default=0.0)
-    return Layout(boxes, ways, right, bottom)
+    return BoxLayout(boxes, routes, right, bottom)
 
 
 def _place(
@@ -78,7 +80,7 @@ def _place(
         height = max(extents[vertex][1] for vertex in row)
         for vertex in row:
             width, own_height = extents[vertex]
-            own_height = own_height or height  # a way is as high as its layer
+            own_height = own_height or height  # a route is as high as its layer
             placed[vertex] = Rect(centre[vertex] - width / 2 - left, top + (height - own_height) / 2, width, own_height)
         top += height + LAYER_GAP
     return placed
@@ -104,9 +106,9 @@ def _mean(values: list[float], default: float) -> float:
     return sum(values) / len(values) if values else default
 
 
-def _way_rects(
+def _route_rects(
     edge: tuple[str, str], is_downward: bool, layer_of: Mapping[str, int], placed: Mapping[Vertex, Rect]
 ) -> list[Rect]:
     upper, lower = edge if is_downward else edge[::-1]
-    rects = [placed[Way(upper, lower, number)] for number in range(layer_of[upper] + 1, layer_of[lower])]
+    rects = [placed[DummyVertex(upper, lower, number)] for number in range(layer_of[upper] + 1, layer_of[lower])]
     return rects if is_downward else rects[::-1]

@@ -1,6 +1,6 @@
 """Layers and order of a layered drawing."""
 
-from lp_pipe.graph.order import Way, break_cycles, fewest_crossings, longest_path_layers, with_ways
+from lp_pipe.graph.layering import DummyVertex, break_cycles, fewest_crossings, longest_path_layers, with_dummy_vertices
 
 
 def test_servers_lie_below_all_their_users() -> None:
@@ -19,8 +19,8 @@ def test_two_that_call_each_other_count_once() -> None:
 
 
 def test_an_edge_over_a_layer_gets_a_way_through_it() -> None:
-    rows, links = with_ways({"a": 0, "b": 1, "c": 2}, [("a", "b"), ("b", "c"), ("a", "c")])
-    way = Way("a", "c", 1)
+    rows, links = with_dummy_vertices({"a": 0, "b": 1, "c": 2}, [("a", "b"), ("b", "c"), ("a", "c")])
+    way = DummyVertex("a", "c", 1)
     assert rows == [["a"], ["b", way], ["c"]]
     assert links == [("a", "b"), ("b", "c"), ("a", way), (way, "c")]
 

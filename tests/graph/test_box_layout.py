@@ -2,7 +2,7 @@
 
 import itertools
 
-from lp_pipe.graph.layout import Rect, lay_out
+from lp_pipe.graph.box_layout import Rect, lay_out
 
 
 def overlap(one: Rect, other: Rect) -> bool:
