@@ -122,7 +122,7 @@ def test_options_that_make_no_sense_are_wrong_usage(
 def test_what_no_host_has_is_said_before_anything_starts(target: str, command: Command) -> None:
     done = command("launch", target, "--mode=multi_host", "--hosts=a:gpus=99")
     assert done.returncode == 3
-    assert "host 'a' is said to have 99 GPUs, but its agent has found" in done.stderr
+    assert "host 'a': hosts= says gpus=99, but its agent has found" in done.stderr
 
 
 @pytest.mark.slow

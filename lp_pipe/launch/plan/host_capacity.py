@@ -130,7 +130,7 @@ def _what_is_missing(
         )
         needed = " and ".join(map(repr, asked.host_labels))
         where = f"host {asked.host!r}, if it is" if asked.host is not None else "a host that is"
-        return f"group {label!r} must run on {where} labelled {needed}; the hosts' labels are {labels}"
+        return f"group {label!r} must run on {where} labelled {needed}, but the hosts' labels are {labels}"
     wants = [
         *([f"{asked.gpus} GPUs"] if asked.gpus else []),
         *([f"{asked.memory / _GIB:.1f} GiB of memory"] if asked.memory else []),
@@ -146,5 +146,5 @@ def _what_is_missing(
     )
     return (
         f"group {label!r} wants {' and '.join(wants)}{where} for each of its {wanted} nodes, but only {fitting} of "
-        f"them fit beside the groups before it. What the hosts have left: {left}"
+        f"them fit after the groups before it. The hosts have left: {left}"
     )

@@ -1,8 +1,8 @@
-"""On which of several hosts each node runs; refuses what they do not have together, before anything starts.
+"""Choose the host of each node. What all hosts together lack is an error before anything starts.
 
-A group's nodes go over the hosts in order, in blocks: neighbours (the stages of a pipeline) share a host wherever they
-can, and a group uses all hosts, unless its `Resources` or a plan say otherwise. Groups take what they want in the
-order of the program, each behind the group on whose hosts it goes.
+A group's nodes go over the hosts in order, in blocks. So neighbours (the stages of a pipeline) share a host wherever
+possible, and a group uses all hosts, unless its `Resources` or a plan say otherwise. Groups are placed in the order of
+the program, but a group that is colocated with another one after that one.
 """
 
 import dataclasses
@@ -19,31 +19,33 @@ from lp_pipe.launch.plan.spec import NodeSpec
 
 @dataclass(frozen=True)
 class HostPlacement:
-    """Where a node runs."""
+    """The host of a node, and its cores and GPUs there."""
 
     host: str
     place: Placement
 
 
 def offered(offer: HostOffer, found: Hardware) -> Hardware:
-    """What of a host may be used: what its agent has found, within the limits of the offer.
+    """Return what the run may use of a host: what its agent has found, within the limits of the offer.
 
     Raises:
-        ValueError: the offer has more than there is.
+        ValueError: the offer has more GPUs than the host.
     """
     gpus, cpus = found.gpus, found.cpus
     if offer.gpus is not None and offer.gpus > len(gpus):
-        raise ValueError(f"host {offer.name!r} is said to have {offer.gpus} GPUs, but its agent has found {len(gpus)}")
+        raise ValueError(
+            f"host {offer.name!r}: hosts= says gpus={offer.gpus}, but its agent has found {len(gpus)}: correct hosts="
+        )
     memory = found.memory_bytes if offer.memory is None else min(offer.memory, found.memory_bytes)
     labels = found.labels | offer.labels
     return Hardware(found.names | {offer.name}, cpus[: offer.cpus], memory, gpus[: offer.gpus], labels)
 
 
 def place_on_hosts(nodes: Sequence[NodeSpec], hosts: Mapping[str, Hardware]) -> dict[str, HostPlacement]:
-    """The host and place of every process, by node_id; those of one node of the program share them.
+    """Return the host and placement of every process, by node_id. The processes of one node share them.
 
     Raises:
-        ValueError: a group wants more than all hosts together have left, or a host that is not there.
+        ValueError: a group wants more than all hosts together have left, or a host that is not in the run.
     """
     return _places(nodes, hosts, _hosts_of(nodes, _capacities(hosts), planned=planned_hosts(nodes, hosts)), {})
 
@@ -55,17 +57,17 @@ def place_again(
     places: Mapping[str, HostPlacement],
     only_spares: bool = False,
 ) -> dict[str, HostPlacement]:
-    """New places for the nodes of a host that is lost, beside those that stay where `places` says.
+    """Return new placements for the nodes of a lost host. The nodes in `staying` keep theirs, which are in `places`.
 
-    A host without nodes, a spare, takes all of them if it can; else (unless `only_spares`) they go where there is room,
-    as at the start, but wherever a plan had them.
+    If a spare (a host without nodes) has room for all of them, it gets them. Otherwise, unless `only_spares`, they go
+    wherever there is room, as at the start, regardless of a plan.
 
     Raises:
-        ValueError: the hosts that are left do not have what a group wants.
+        ValueError: the remaining hosts do not have what a group wants.
     """
     if not hosts:
-        raise ValueError("no host is left")
-    missing = ValueError("no host is without nodes")
+        raise ValueError("no host is left to place the nodes on")
+    missing = ValueError("there is no spare host: every host has nodes")
     taken = {spec.node_id: places[spec.node_id] for spec in staying}
     for candidates in _candidates(hosts, taken, only_spares):
         capacities = _capacities(candidates)
@@ -84,7 +86,7 @@ def place_again(
 def _candidates(
     hosts: Mapping[str, Hardware], taken: Mapping[str, HostPlacement], only_spares: bool
 ) -> Iterator[Mapping[str, Hardware]]:
-    """Each spare by itself, then all hosts."""
+    """Yield each spare host by itself, then all hosts."""
     in_use = {found.host for found in taken.values()}
     yield from ({name: hardware} for name, hardware in hosts.items() if name not in in_use)
     if not only_spares:
@@ -102,9 +104,9 @@ def _hosts_of(
     taken: Mapping[str, HostPlacement] = MappingProxyType({}),
     planned: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, str]:
-    """By the name of the node of the program; takes the room.
+    """Return the host of each node, by the node's name, and take the capacity there.
 
-    taken: the places of those that stay, by node_id. planned: the hosts that a plan names.
+    taken: the placements of the nodes in `staying`, by node_id. planned: the hosts that a plan names.
     """
     groups: dict[str, dict[str, NodeSpec]] = {}
     for spec in nodes:
@@ -127,7 +129,7 @@ def _hosts_of(
             if spec.name in planned:
                 take_planned(spec, planned[spec.name], capacities)
                 beside[spec.name] = planned[spec.name]
-        free = [spec for spec in specs if spec.name not in beside]  # also those whose base does not run any more
+        free = [spec for spec in specs if spec.name not in beside]  # also those whose base group no longer runs
         for spec, host in zip(free, shared_out(label, free, capacities) if free else [], strict=True):
             capacities[host].take(spec)
             beside[spec.name] = host
@@ -136,7 +138,7 @@ def _hosts_of(
 
 
 def _bases_first(groups: Mapping[str, Mapping[str, NodeSpec]]) -> list[str]:
-    """The labels, each behind that of the group on whose hosts it goes; there is no ring of them."""
+    """Return the labels, each after that of the group it is colocated with. `make_plan` has ruled out rings."""
     ordered: list[str] = []
     for label in groups:
         chain = [label]
@@ -147,7 +149,7 @@ def _bases_first(groups: Mapping[str, Mapping[str, NodeSpec]]) -> list[str]:
 
 
 def _base_of(group: Iterable[NodeSpec]) -> str:
-    """The label of the group on whose hosts it goes; "" for most."""
+    """Return the label of the group that this group is colocated with; "" for most groups."""
     return next(iter(group)).resources.colocate_with or ""
 
 
@@ -170,12 +172,12 @@ def _places(
 
 
 def planned_hosts(nodes: Sequence[NodeSpec], hosts: Mapping[str, Hardware]) -> dict[str, str]:
-    """By the name of the node of the program; not of those for which nobody has planned any.
+    """Return the hosts that a plan names, by the node's name.
 
-    What a group's `Resources` say of where its nodes go comes first.
+    Nodes without a planned host are left out, and those whose group says in `Resources` where they go.
 
     Raises:
-        ValueError: a host is not there; names all such, and who was to run there.
+        ValueError: planned hosts are not in the run; the message names them and their nodes.
     """
     found: dict[str, str] = {}
     missing: dict[int | str, list[str]] = {}
@@ -192,7 +194,7 @@ def planned_hosts(nodes: Sequence[NodeSpec], hosts: Mapping[str, Hardware]) -> d
         told = "; ".join(f"host {wanted!r} for {', '.join(names)}" for wanted, names in missing.items())
         there = ", ".join(f"{place}: {name}" for place, name in enumerate(hosts))
         raise ValueError(
-            f"the plan names hosts that are not there: {told}. There are {there}: add them, or edit the plan"
+            f"the plan names hosts that the run does not have: {told}. The run has {there}: add hosts, or edit the plan"
         )
     return found
 

@@ -1,12 +1,12 @@
-"""What a script has set for its whole process holds in the processes and threads of its nodes.
+"""Apply the settings that a script has made for its process in the processes and threads of its nodes.
 
-`SETTINGS` is the table of it; docs/nodes.md has the same table for users. A setting is read at `launch()`, and only of
-a module that the launching process has loaded. A value that is the module's own default is not sent, so that a node
-does not import a module for it.
+`SETTINGS` is the table of them; docs/nodes.md has the same table for users. A setting is read at `launch()`, and only
+if the launching process has loaded the setting's module. A default value is not sent, so that no node imports a module
+just for that.
 
-Some settings belong to a thread (torch's default device, numpy's error state). Every thread that runs a node's code for
-lp_pipe gets these: the node's own, those of its server, and those of a colocation. Threads that the node's code starts
-begin with the defaults, as they do in any Python program.
+Some settings belong to a thread (torch's default device, numpy's error state). They apply to every thread in which
+lp_pipe runs a node's code: the node's own, those of its server, and those of a colocation. Threads that the node's code
+starts begin with the defaults, as in any Python program.
 """
 
 import contextlib
@@ -28,14 +28,14 @@ ThreadState = Callable[[], None]  # applies the settings of a thread to the call
 
 
 class _NoDefault:
-    """The default of settings that are always sent."""
+    """Marks settings without a default, which are always sent."""
 
 
 class Setting(NamedTuple):
     """One row of the table.
 
-    module: the setting is read where this module is loaded; a node imports the module to apply the setting.
-    capture: the value, of the module. apply: sets the value, in the module. default: a value that is not sent.
+    module: the setting is read if this module is loaded. A node imports the module to apply the setting.
+    capture: returns the value, given the module. apply: sets the value, given the module. default: is not sent.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Setting(NamedTuple):
 
 
 def _functions(module: str, getter: str, setter: str, default: Any = _NoDefault, is_of_thread: bool = False) -> Setting:
-    """A setting that the module has two functions for."""
+    """Make a setting from the module's two functions that get and set it."""
     return Setting(
         f"{module}.{setter}",
         module,
@@ -59,7 +59,7 @@ def _functions(module: str, getter: str, setter: str, default: Any = _NoDefault,
 
 
 def _attribute(module: str, path: str, default: Any = _NoDefault) -> Setting:
-    """A setting that is an attribute: `backends.cudnn.benchmark` of torch."""
+    """Make a setting from an attribute, such as `backends.cudnn.benchmark` of torch."""
     parent, _, name = path.rpartition(".")
 
     def apply(owner: Any, value: Any) -> None:
@@ -76,20 +76,20 @@ def _changed(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str
 
 
 def _locale(locale: Any) -> str | None:
-    """The locale, unless it is as Python begins: "C" but for LC_CTYPE, which is that of the host."""
+    """Return the locale; None for Python's initial one, which is "C" but for LC_CTYPE, which is the host's."""
     others = (locale.LC_COLLATE, locale.LC_MONETARY, locale.LC_NUMERIC, locale.LC_TIME)
     is_as_always = all(locale.setlocale(category) == "C" for category in others)
     return None if is_as_always else locale.setlocale(locale.LC_ALL)
 
 
 def _stack_size(threading: Any) -> int:
-    size: int = threading.stack_size()  # which also sets it to the default
+    size: int = threading.stack_size()  # also resets it to the default
     threading.stack_size(size)
     return size
 
 
 def _umask(os_module: Any) -> int | None:
-    """The mask, where it can be read without being set for a moment, which other threads could meet."""
+    """Return the mask, if it can be read without setting it for a moment, which would affect other threads."""
     with contextlib.suppress(OSError), open("/proc/self/status", encoding="ascii", errors="replace") as status:
         found = re.search(r"^Umask:\s*(\d+)", status.read(), re.MULTILINE)
         return int(found[1], 8) if found else None
@@ -102,7 +102,7 @@ def _enable_faulthandler(faulthandler: Any, is_enabled: bool) -> None:
 
 
 def _event_loop_policy(asyncio: Any) -> Any:
-    """The class of the policy that the script has set."""
+    """Return the class of the policy that the script has set; None if it has set none."""
     policy = private_python.event_loop_policy(asyncio)
     is_default = policy is None or type(policy).__module__.startswith("asyncio.")
     return None if is_default else type(policy)
@@ -114,13 +114,13 @@ def _decimal_context(decimal: Any) -> Any:
     return None if repr(context) == repr(decimal.Context()) else context
 
 
-# torch adds the first, numpy the others, when they are imported: no reason to import them.
+# torch adds the first and numpy the others at their import. They are no reason to import them.
 _FILTERS_OF_LIBRARIES = ("torch.jit._trace.TracerWarning", "numpy.exceptions.RankWarning", "numpy.RankWarning")
-_TEST_RUNNERS = ("pytest", "_pytest")  # their warnings, like their log handlers, are no part of a program
+_TEST_RUNNERS = ("pytest", "_pytest")  # their warnings and log handlers are not part of a program
 
 
 def _warning_filters(warnings_module: Any) -> list[tuple[str, bytes]]:
-    """Each filter by itself, with the name of its category: one that does not pickle keeps no other from a node."""
+    """Return each filter pickled by itself, with its category's name, so that one that does not pickle is left out."""
     found = []
     for one in warnings_module.filters:
         category = one[2]
@@ -134,10 +134,10 @@ def _set_warning_filters(warnings_module: Any, packed: list[tuple[str, bytes]]) 
     filters = []
     for name, data in packed:
         if name not in _FILTERS_OF_LIBRARIES or name.rpartition(".")[0] in sys.modules:
-            with contextlib.suppress(Exception):  # of a module that is not at this host
+            with contextlib.suppress(Exception):  # its module is missing on this host
                 filters.append(codec.loads(data))
     own = [one for one in warnings_module.filters if one not in filters]
-    warnings_module.resetwarnings()  # for what it forgets: which warnings were already shown
+    warnings_module.resetwarnings()  # also forgets which warnings were shown
     warnings_module.filters[:] = [*filters, *own]
 
 
@@ -157,7 +157,7 @@ _FP32_PRECISION = {
 
 
 def _fp32_precision(torch: Any) -> dict[str, str]:
-    """The precision by backend, as torch has it since 2.9."""
+    """Return the precision by backend, where it is not the default. torch has these since 2.9."""
     found = {path: attrgetter(path)(torch) for path in _FP32_PRECISION}
     return {
         path: backend.fp32_precision
@@ -172,7 +172,7 @@ def _set_fp32_precision(torch: Any, values: dict[str, str]) -> None:
 
 
 def _private_torch() -> Any:
-    """Return the module, which imports torch: these settings are read where torch is loaded already."""
+    """Return the module lp_pipe.private_torch. It imports torch, which is loaded if these settings are read."""
     from lp_pipe import private_torch
 
     return private_torch
@@ -188,7 +188,9 @@ def _anomaly(torch: Any) -> tuple[bool, bool]:
 
 SETTINGS = (
     Setting("absl.flags", "absl.flags", lambda _: absl_flags.here(), lambda _, value: absl_flags.arrive(value), b""),
-    _functions("absl.logging", "get_verbosity", "set_verbosity"),  # before logging: absl makes a logger of its own kind
+    _functions(
+        "absl.logging", "get_verbosity", "set_verbosity"
+    ),  # before logging, since absl creates a logger of its own class
     Setting("logging", "logging", lambda _: logging_state.here(), lambda _, value: logging_state.arrive(value)),
     Setting("warnings.filters", "warnings", _warning_filters, _set_warning_filters),
     _functions("sys", "getrecursionlimit", "setrecursionlimit"),
@@ -320,29 +322,31 @@ _BY_NAME = {setting.name: setting for setting in SETTINGS}
 
 
 def here() -> bytes:
-    """The settings of this process and of the calling thread, for `arrive`."""
+    """Return the settings of this process and of the calling thread, pickled for `arrive`."""
     packed: dict[str, bytes] = {}
     for name, value in _captured(SETTINGS).items():
         try:
             packed[name] = codec.dumps(value)
         except Exception as error:
-            _log.warning("the nodes have no %s of this process: %r does not pickle: %s", name, value, error)
+            _log.warning("%s is not applied in the nodes, because its value %r does not pickle: %s", name, value, error)
     return codec.dumps(packed)
 
 
 def arrive(data: bytes) -> None:
-    """In a node's process: apply what `here` has read."""
+    """Apply what `here` has read, in a node's process."""
     values: dict[str, Any] = {}
     for name, value in codec.loads(data).items():
         try:
             values[name] = codec.loads(value)
         except Exception as error:
-            _log.warning("%s is not as the script has set it: its value cannot be loaded: %s", name, error)
+            _log.warning(
+                "%s is not as the script has set it, because its value cannot be unpickled here: %s", name, error
+            )
     _apply(values)
 
 
 def thread_state() -> ThreadState:
-    """The settings of the calling thread, for other threads of this process; nothing is pickled."""
+    """Return a function that applies the settings of the calling thread in other threads of this process."""
     values = _captured(tuple(setting for setting in SETTINGS if setting.is_of_thread))
     return lambda: _apply(values)
 
@@ -351,7 +355,7 @@ def _captured(settings: tuple[Setting, ...]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for setting in settings:
         if module := sys.modules.get(setting.module):
-            with contextlib.suppress(Exception):  # this version of the module has no such setting, or cannot say it
+            with contextlib.suppress(Exception):  # this version of the module does not have the setting
                 value = setting.capture(module)
                 if setting.default is _NoDefault or value != setting.default:
                     found[setting.name] = value
@@ -364,4 +368,4 @@ def _apply(values: Mapping[str, Any]) -> None:
         try:
             setting.apply(importlib.import_module(setting.module), value)
         except Exception as error:
-            _log.warning("%s cannot be set to %r, as in the script: %s", name, value, error)
+            _log.warning("%s is not as the script has set it, because setting %r failed here: %s", name, value, error)

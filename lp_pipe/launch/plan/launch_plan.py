@@ -1,4 +1,4 @@
-"""What a launch will start: every node with its place, resources and addresses. Nothing runs here."""
+"""The plan of a launch: every process or thread with its node, resources and addresses. Nothing is started here."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -16,16 +16,16 @@ from lp_pipe.rpc.pickle_errors import find_unpicklable
 from lp_pipe.telemetry.run_folder import RunFolder
 
 _DATA_HINT = (
-    "\nMake it inside the node instead: in its constructor, with lp_pipe.Deferred(ctor, ...), or, if it is a layer of "
-    "a pipeline, with pp.Layer(ctor, ...)."
+    "\nCreate it inside the node instead: in its constructor, with lp_pipe.Deferred(ctor, ...), or, if it is a layer "
+    "of a pipeline, with pp.Layer(ctor, ...)."
 )
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """A whole program, ready to be started under `run_dir`.
+    """A whole program, ready to be started in the folder `run_dir`.
 
-    setup: runs first in every process of the program.
+    setup: a function that every process of the program calls first.
     """
 
     program: str
@@ -41,26 +41,28 @@ class LaunchPlan:
         return RunFolder(self.run_dir)
 
     def owner_of(self, address: str) -> str:
-        """The node_id of who is to listen there.
+        """Return the node_id of the node that listens at this address.
 
         Raises:
-            RuntimeError: nobody is.
+            RuntimeError: no node does.
         """
         if address not in self.owners:
-            raise RuntimeError("this address belongs to no node of the program: address.assign(node) before launch")
+            raise RuntimeError(
+                f"an address belongs to no node of program {self.program!r}: call address.assign(node) before launch"
+            )
         return self.owners[address]
 
 
 def make_plan(program: Program, run_dir: Path, grace_s: float, setup: Callable[[], Any] | None = None) -> LaunchPlan:
-    """Validate the graph and lay out its nodes.
+    """Validate the graph and list its processes and threads.
 
     Raises:
-        ValueError: no nodes, an empty MultiProcessingColocation, a handle of a node that is not in the program, or
-            groups that are to be on each other's hosts.
+        ValueError: the program has no nodes, an empty MultiProcessingColocation, a handle of a node of another program,
+            or groups that are colocated with each other in a ring.
         TypeError: a node's constructor does not take the node's arguments.
     """
     if not program.get_all_nodes():
-        raise ValueError(f"program {program.name!r} has no nodes: there is nothing to launch")
+        raise ValueError(f"program {program.name!r} has no nodes: add some before launch")
     for node in program.get_all_nodes():
         node.check_arguments()
     _check_colocations({label: program.options(label).resources.colocate_with for label in program.groups})
@@ -81,11 +83,13 @@ def _check_colocations(bases: Mapping[str, str | None]) -> None:
         while (base := bases[chain[-1]]) is not None:
             if base not in bases:
                 raise ValueError(
-                    f"group {chain[-1]!r} has Resources(colocate_with={base!r}), but the program's groups are "
-                    f"{', '.join(bases)}"
+                    f"group {chain[-1]!r} has Resources(colocate_with={base!r}), which must be one of the "
+                    f"program's groups {', '.join(bases)}"
                 )
             if base in chain:
-                raise ValueError(f"groups are colocated with each other in a ring: {' with '.join([*chain, base])}")
+                raise ValueError(
+                    f"groups are colocated in a ring: {' with '.join([*chain, base])}: remove one colocate_with"
+                )
             chain.append(base)
 
 
@@ -104,12 +108,12 @@ def _spec_of(node: Node[Any], options: GroupOptions, group_size: int) -> NodeSpe
 
 
 def serialize_nodes(plan: LaunchPlan) -> dict[str, bytes]:
-    """Every process as bytes, by node_id; checks that all can travel before any is started.
+    """Pickle the node of every process, by node_id, so that one that does not pickle fails before any is started.
 
     Raises:
-        SerializationError: a part of a node does not pickle; names the node, the path to the part, and its type. Or
-            the plan's setup does not.
-        ValueError: a node has captured a handle of a node that is not in the program.
+        SerializationError: a part of a node does not pickle; the message names the node, the path to the part and its
+            type. Or the plan's setup does not pickle.
+        ValueError: a node has captured a handle of a node of another program.
     """
     absl_flags.name_in_pickles()
     _check_setup(plan.setup)
@@ -122,7 +126,7 @@ def _check_setup(setup: Callable[[], Any] | None) -> None:
     except Exception as error:
         raise SerializationError(
             f"setup={setup!r} cannot be sent to the nodes: {type(error).__name__}: {error}\n"
-            "Make what does not pickle inside the function."
+            "Create what does not pickle inside the function."
         ) from error
 
 
@@ -132,14 +136,14 @@ def _serialize(spec: NodeSpec, plan: LaunchPlan) -> bytes:
             data = codec.dumps_in_turn([plan.setup, (spec.node, spec.resources)])
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # whatever a user's pickling code raises: a __getstate__ may exit
+        except BaseException as error:  # a user's __getstate__ may raise anything, even SystemExit
             raise _unpicklable(spec, error) from error
     for handle in handles:
         for address in handle.addresses:
             if address.id not in plan.owners:
                 raise ValueError(
                     f"node {spec.name} has captured a handle of {handle.node_name}, which is not in program "
-                    f"{plan.program!r}; handles only work between nodes of one program"
+                    f"{plan.program!r}: handles work only between nodes of one program"
                 )
     return data
 
@@ -156,17 +160,17 @@ def _unpicklable(spec: NodeSpec, error: BaseException) -> LpPipeError:
 
 
 def expand(spec: NodeSpec) -> list[NodeSpec]:
-    """`spec` and what runs beside it, with every address given to exactly one of them.
+    """Return the processes of one node of the program, each address given to exactly one of them.
 
-    A MultiProcessingColocation is replaced by its inner nodes. One inside a MultiThreadingColocation stays there, as
-    the thread that waits for them.
+    A MultiProcessingColocation is replaced by its inner nodes. One inside a MultiThreadingColocation stays, as the
+    thread that waits for its inner nodes.
 
     Raises:
         ValueError: a MultiProcessingColocation has no inner nodes.
     """
     parts = list(_parts(spec))
     owners = {address.id: parts[0].node_id for address in spec.node.addresses}
-    for part in parts:  # an inner node comes after that around it, whose addresses include its own
+    for part in parts:  # inner nodes come after the one around them, whose addresses include theirs
         owners.update({address.id: part.node_id for address in part.node.addresses})
     return [
         dataclasses.replace(part, addresses=tuple(id for id, owner in owners.items() if owner == part.node_id))
@@ -193,14 +197,14 @@ def _inner_nodes(spec: NodeSpec, colocation: MultiProcessingColocation) -> Itera
             node_id=f"{spec.node_id}.{place}",
             node=child,
             path=f"{spec.path}{colocation.path_to(place)}: ",
-            # What it fails once more for, its colocation would be retried for.
+            # Retries of the colocation start its inner nodes again, so they multiply with those around it.
             retries=(spec.retries + 1) * (colocation.num_retries_on_failure + 1) - 1,
         )
         yield from _parts(inner)
 
 
 def _beside(spec: NodeSpec, threads: Colocation) -> Iterator[NodeSpec]:
-    """The processes of colocations among the threads of a colocation, at any depth."""
+    """Yield the processes of MultiProcessingColocations among the threads of a colocation, at any depth."""
     for place, child in enumerate(threads.children):
         inner = dataclasses.replace(
             spec, node_id=f"{spec.node_id}.{place}", node=child, path=f"{spec.path}{threads.path_to(place)}: "

@@ -1,8 +1,8 @@
-"""The logging of a script holds in its nodes: levels, handlers, formats and filters of all loggers.
+"""Set up logging in nodes as in the script: levels, handlers, formats and filters of all loggers.
 
-Handlers travel as their class and attributes. A stream that is this process's stdout or stderr becomes the node's own;
-a log file is opened again, to append. In place of a handler that cannot travel (its stream is in memory, it holds a
-connection or a lock) the nodes get one that writes to stderr.
+Handlers are sent as their class and attributes. A stream that is this process's stdout or stderr becomes the node's
+own. A log file is opened again, to append. A handler that cannot be sent (its stream is in memory, it holds a
+connection or a lock) is replaced by one that writes to stderr.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from lp_pipe.rpc import codec
 _log = logging.getLogger(__name__)
 
 _STREAMS = {"stdout": 1, "stderr": 2}
-_NOT_SENT = ("lock", "_closed")  # the attributes that each process's own handler has anew
+_NOT_SENT = ("lock", "_closed")  # attributes that the new handler in each process has by itself
 _ABSL = "absl.logging"
 _held_level: int | None = None
 
@@ -38,16 +38,20 @@ class _HandlerState:
 
 @dataclass(frozen=True)
 class _AbslHandler:
-    """absl's one handler, which every process makes for itself; formatter: another one than absl's own."""
+    """absl's one handler, which every process creates by itself.
+
+    formatter: None for absl's own.
+    """
 
     formatter: logging.Formatter | None
 
 
 @dataclass(frozen=True)
 class _LoggerState:
-    """handlers: their places in the list of all handlers, since loggers may share one. filters: pickled.
+    """The configuration of one logger.
 
-    is_plain: whether the logger is of the class that `logging.getLogger` makes.
+    handlers: positions in the list of all handlers, since loggers may share one. filters: pickled.
+    is_plain: whether the logger is of the class that `logging.getLogger` creates.
     """
 
     is_plain: bool
@@ -60,10 +64,11 @@ class _LoggerState:
 
 @dataclass(frozen=True)
 class LoggingState:
-    """loggers: by name, "" for the root; only those that are not as they were made.
+    """The logging configuration of a process.
 
-    handlers: pickled, each by itself. logger_class: of `logging.setLoggerClass`, pickled.
-    held_level: of `set_level`, if it was called.
+    loggers: by name, "" for the root; only those that were configured.
+    handlers: pickled, each by itself. logger_class: from `logging.setLoggerClass`, pickled.
+    held_level: from `set_level`, if it was called.
     last_resort: the level and the formatter of `logging.lastResort`.
     """
 
@@ -78,7 +83,7 @@ class LoggingState:
 
 
 def here() -> LoggingState:
-    """The logging of this process, for `arrive`."""
+    """Return the logging configuration of this process, for `arrive`."""
     packing = _Packing()
     loggers = {"": logging.root, **{name: one for name, one in _loggers().items() if _is_configured(one)}}
     states = {name: packing.state_of(name, logger) for name, logger in loggers.items()}
@@ -96,23 +101,23 @@ def here() -> LoggingState:
 
 
 def arrive(state: LoggingState) -> None:
-    """In a node's process: set up logging as in the script."""
+    """Set up logging as in the script, in a node's process."""
     global _held_level
     _held_level = state.held_level
     for level, name in state.level_names.items():
         logging.addLevelName(level, name)
-    with contextlib.suppress(Exception):  # of a module that is not at this host
+    with contextlib.suppress(Exception):  # its module is missing on this host
         logging.setLoggerClass(codec.loads(state.logger_class))
     handlers = [_load_handler(packed) for packed in state.handlers]
     for name, one in state.loggers.items():
         if not one.is_plain and name not in logging.root.manager.loggerDict:
-            continue  # a library makes this one, of a class of its own, when it is imported
+            continue  # a library creates this logger, of its own class, when it is imported
         logger = logging.getLogger(name)
         for handler in (handlers[place] for place in one.handlers):
             _add_handler(logger, handler)
-        logger.setLevel(one.level)  # after the handlers: adding absl's changes the root's level
+        logger.setLevel(one.level)  # after the handlers, because adding absl's changes the root's level
         logger.propagate, logger.disabled = one.propagate, one.disabled
-        with contextlib.suppress(Exception):  # of a class that is not at this host
+        with contextlib.suppress(Exception):  # their class is missing on this host
             logger.filters[:] = codec.loads(one.filters)
     logging.disable(state.disabled)
     if state.takes_warnings:
@@ -125,9 +130,9 @@ def arrive(state: LoggingState) -> None:
 
 
 def set_level(level: int) -> None:
-    """Let messages from `level` on be seen: of all loggers without a level of their own, and of absl.
+    """Show messages from `level` on, of all loggers without a level of their own, and of absl.
 
-    No handler is made for that, so that the program's own set-up still finds none.
+    Adds no handler, so that the program's own set-up still finds none.
     """
     global _held_level
     _held_level = level
@@ -142,13 +147,13 @@ def set_level(level: int) -> None:
 
 
 def hold_level() -> None:
-    """In a node's process: set the level of `set_level` again, after modules were imported that have set their own."""
+    """Set the level of `set_level` again in a node's process, after imported modules may have changed it."""
     if _held_level is not None:
         set_level(_held_level)
 
 
 class _Packing:
-    """Turns the handlers of loggers into pickled states, each handler once."""
+    """Pickles the states of loggers' handlers, each handler once."""
 
     def __init__(self) -> None:
         self.handlers: list[bytes] = []
@@ -158,7 +163,9 @@ class _Packing:
         try:
             filters = codec.dumps(list(logger.filters))
         except Exception as error:
-            _log.warning("the nodes have no filters of logger %r: they do not pickle: %s", name, error)
+            _log.warning(
+                "the filters of logger %r are not applied in the nodes, because they do not pickle: %s", name, error
+            )
             filters = codec.dumps([])
         handlers = [one for one in logger.handlers if not _does_nothing(one) and not _is_of_library(name, one)]
         places = tuple(dict.fromkeys(self._place_of(handler) for handler in handlers))
@@ -168,7 +175,7 @@ class _Packing:
     def _place_of(self, handler: logging.Handler) -> int:
         if handler not in self._places:
             packed = _packed(handler)
-            if packed not in self.handlers:  # several that cannot travel have one in their place
+            if packed not in self.handlers:  # all handlers that cannot be sent share one replacement
                 self.handlers.append(packed)
             self._places[handler] = self.handlers.index(packed)
         return self._places[handler]
@@ -178,7 +185,7 @@ def _packed(handler: logging.Handler) -> bytes:
     try:
         return codec.dumps(_state_of(handler))
     except Exception as error:
-        _log.info("nodes write to stderr what %r would take: it cannot be sent to them: %s", handler, error)
+        _log.info("nodes log to stderr instead of to %r, which cannot be sent to them: %s", handler, error)
     stand_in = logging.StreamHandler(sys.stderr)
     stand_in.setFormatter(logging.Formatter(logging.BASIC_FORMAT))
     return codec.dumps(_state_of(stand_in))
@@ -191,7 +198,7 @@ def _state_of(handler: logging.Handler) -> _HandlerState | _AbslHandler:
     attributes = {name: value for name, value in vars(handler).items() if name not in _NOT_SENT}
     attributes["filters"] = [one for one in handler.filters if not isinstance(one, _UnlessRepeated)]
     if isinstance(handler, logging.FileHandler):
-        if handler.stream is not None:  # the nodes append: what this process writes must not overwrite their lines
+        if handler.stream is not None:  # this process must append, too, or it would overwrite the nodes' lines
             flags = fcntl.fcntl(handler.stream.fileno(), fcntl.F_GETFL)
             fcntl.fcntl(handler.stream.fileno(), fcntl.F_SETFL, flags | os.O_APPEND)
         attributes |= {"stream": None, "mode": "a"}
@@ -202,9 +209,10 @@ def _state_of(handler: logging.Handler) -> _HandlerState | _AbslHandler:
 
 
 def _standard_stream(stream: Any) -> _StandardStream:
-    """
+    """Return which standard stream of this process the stream is.
+
     Raises:
-        ValueError: the stream is another one.
+        ValueError: it is another stream.
     """
     for name, number in _STREAMS.items():
         if stream in (getattr(sys, name), getattr(sys, f"__{name}__")):
@@ -212,14 +220,16 @@ def _standard_stream(stream: Any) -> _StandardStream:
         with contextlib.suppress(Exception):
             if stream.fileno() == number:
                 return _StandardStream(name)
-    raise ValueError(f"its stream {stream!r} is neither stdout nor stderr")
+    raise ValueError(f"its stream must be stdout or stderr, got {stream!r}")
 
 
 def _load_handler(packed: bytes) -> logging.Handler:
     try:
         return _made(codec.loads(packed))
     except Exception as error:
-        _log.warning("log lines of this node go to stderr: a handler of the script cannot be made here: %s", error)
+        _log.warning(
+            "log lines of this node go to stderr, because a handler of the script cannot be created here: %s", error
+        )
         return logging.StreamHandler()
 
 
@@ -237,7 +247,7 @@ def _made(state: _HandlerState | _AbslHandler) -> logging.Handler:
         if isinstance(value, _StandardStream):
             value = getattr(sys, value.name)
         vars(handler)[name] = _made(value) if isinstance(value, _HandlerState | _AbslHandler) else value
-    handler.name = state.attributes.get("_name")  # which makes it known by its name
+    handler.name = state.attributes.get("_name")  # also registers it under its name
     if isinstance(handler, logging.FileHandler) and not handler.delay:
         open_log_file(handler)
     return handler
@@ -250,15 +260,15 @@ def _add_handler(logger: logging.Logger, handler: logging.Handler) -> None:
         absl_logging.use_absl_handler()
         return
     repeated = _UnlessRepeated(logger, handler)
-    if repeated.allows():  # else a library that was imported before has seen to it
+    if repeated.allows():  # otherwise an imported library has already added such a handler
         handler.addFilter(repeated)
         logger.addHandler(handler)
 
 
 class _UnlessRepeated:
-    """A filter of a handler from the script: silent while the node's own code has added one that writes to the same.
+    """A filter for a handler from the script that drops records if the node's own code has added an equal handler.
 
-    A module that the node imports may set up its logger once more, as it did in the script: its lines come once.
+    A module that the node imports may set up its logger again, as it did in the script. Its lines then appear once.
     """
 
     def __init__(self, logger: logging.Logger, handler: logging.Handler) -> None:
@@ -295,7 +305,7 @@ def _does_nothing(handler: logging.Handler) -> bool:
 
 
 def _is_of_library(name: str, handler: logging.Handler) -> bool:
-    """Whether an installed library has made the handler for its own logger, as it does again where it is imported."""
+    """Return whether an installed library has added the handler to its own logger, as it does at each import."""
     if not name or isinstance(handler, logging.FileHandler):
         return False
     file = getattr(sys.modules.get(name.partition(".")[0]), "__file__", None)

@@ -91,7 +91,7 @@ def test_a_plan_may_name_the_host_of_each_node_or_its_place() -> None:
 
 def test_hosts_of_a_plan_that_are_not_there_are_all_named() -> None:
     nodes = planned_on("stages", 0, 2, "c", 2)
-    with pytest.raises(ValueError, match=r"host 2 for stages/1, stages/3; host 'c' for stages/2. There are 0: a, 1: b"):
+    with pytest.raises(ValueError, match=r"host 2 for stages/1, stages/3; host 'c' for stages/2.* 0: a, 1: b"):
         names(nodes, hosts(host("a"), host("b")))
 
 
@@ -118,7 +118,7 @@ def test_a_group_may_want_labels_of_its_hosts() -> None:
     assert names(group("stages", 4, host_labels=["fast", "ib"]), three) == ["b", "b", "c", "c"]
     with pytest.raises(
         ValueError,
-        match="group 'stages' must run on a host that is labelled 'large' and 'fast'; the hosts' labels are a: fast; "
+        match=r"group 'stages' must run on a host that is labelled 'large' and 'fast', .* a: fast; "
         "b: fast, ib; c: fast, ib",
     ):
         names(group("stages", 1, host_labels=["large", "fast"]), three)
@@ -180,7 +180,7 @@ def test_what_makes_no_sense_is_refused_where_it_is_written(wanted: dict[str, An
 @pytest.mark.parametrize(
     ("bases", "why"),
     [
-        ({"a": "nobody"}, r"group 'a' has Resources\(colocate_with='nobody'\), but the program's groups are a"),
+        ({"a": "nobody"}, r"group 'a' has Resources\(colocate_with='nobody'\).* groups a"),
         ({"a": "b", "b": "c", "c": "a"}, "in a ring: a with b with c with a"),
     ],
 )
@@ -198,8 +198,8 @@ def test_what_all_hosts_together_lack_is_said_with_what_they_have_left() -> None
     nodes = [*group("first", 1, gpus=1), *group("stages", 3, gpus=1)]
     with pytest.raises(
         ValueError,
-        match=r"group 'stages' wants 1 GPUs for each of its 3 nodes, but only 2 of them fit beside the groups before "
-        r"it. What the hosts have left: a: 1 of 2 GPUs, 64.0 GiB, 8 cores; b: 1 of 1 GPUs",
+        match=r"group 'stages' wants 1 GPUs for each of its 3 nodes, but only 2 of them fit .*"
+        r"a: 1 of 2 GPUs, 64.0 GiB, 8 cores; b: 1 of 1 GPUs",
     ):
         place_on_hosts(nodes, both)
 
@@ -208,7 +208,7 @@ def test_an_offer_limits_what_is_used_of_a_host_but_cannot_add_to_it() -> None:
     found = host("its-own-name", cpus=8, gpus=4, labels="fast")
     limited = offered(HostOffer("h1", cpus=2, gpus=1, memory=GIB, labels=frozenset({"ib"})), found)
     assert limited == Hardware(frozenset({"h1", "its-own-name"}), (0, 1), GIB, ("0",), frozenset({"fast", "ib"}))
-    with pytest.raises(ValueError, match="host 'h1' is said to have 5 GPUs, but its agent has found 4"):
+    with pytest.raises(ValueError, match=r"host 'h1': .*gpus=5, but its agent has found 4"):
         offered(HostOffer("h1", gpus=5), found)
 
 
